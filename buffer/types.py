@@ -1,0 +1,116 @@
+"""What travels from the rollout pool to the trainer pool: trajectories and their groups.
+
+Example: a prompt of 3 tokens, answered with 4 of which the last two were sampled after a commit:
+
+    tokens           [ 5  6  7 | 10 11 12  2]
+    loss_mask        [ 0  0  0 |  1  1  1  1]
+    rollout_logprobs [ 0  0  0 | -1 -2 -1 -3]
+    version_spans    (7, 3, 5) (8, 5, 7)        -> min_version 7
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+MaskArray = NDArray[np.uint8]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class VersionSpan:
+    """Tokens [start, end) of a trajectory were sampled by policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        assert self.version >= 0 and 0 <= self.start < self.end, self
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class Trajectory:
+    """One episode: T tokens, the model's own marked by `loss_mask`."""
+
+    tokens: IntArray
+    """[T] prompt, then everything that followed."""
+    loss_mask: MaskArray
+    """[T] 1 where the model wrote the token and it is trained on."""
+    rollout_logprobs: FloatArray
+    """[T] natural log-probability under the policy that sampled the token; 0 where loss_mask is 0."""
+    version_spans: tuple[VersionSpan, ...]
+    """Ascending and disjoint; together they cover at least the tokens with loss_mask 1."""
+    prompt_length: int
+    reward: float
+    finish_reason: str
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
+    """Further typed per-token columns, each [T] or [T, k]."""
+
+    def __post_init__(self) -> None:
+        length = len(self.tokens)
+        assert self.loss_mask.shape == self.rollout_logprobs.shape == (length,)
+        assert 0 <= self.prompt_length <= length
+        assert all(len(column) == length for column in self.columns.values())
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_trainable_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+    @property
+    def min_version(self) -> int | None:
+        """Version of the oldest trainable token; None if no token is trainable."""
+        versions = [s.version for s in self.version_spans if self.loss_mask[s.start : s.end].any()]
+        return min(versions, default=None)
+
+    def token_versions(self) -> IntArray:
+        """[T] policy version of each token, -1 where no policy wrote it."""
+        versions = np.full(self.num_tokens, -1, np.int32)
+        for span in self.version_spans:
+            versions[span.start : span.end] = span.version
+        return versions
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PromptRef:
+    """Names one prompt of a task stream, so that it can be run again.
+
+    `index` is the prompt's place in the stream; the task rebuilds everything else from it.
+    """
+
+    task: str
+    index: int
+    attempt: int = 0
+    """How often its group has gone stale before."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class TrajectoryGroup:
+    """The n trajectories of one prompt; pushed, leased and trained as one."""
+
+    group_id: str
+    prompt: PromptRef
+    trajectories: tuple[Trajectory, ...]
+
+    def __post_init__(self) -> None:
+        assert self.trajectories, self.group_id
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(t.num_tokens for t in self.trajectories)
+
+    @property
+    def min_version(self) -> int:
+        """Version of the group's oldest trainable token: what the staleness gate looks at."""
+        versions = [v for t in self.trajectories if (v := t.min_version) is not None]
+        assert versions, f"group {self.group_id} has no trainable token"
+        return min(versions)

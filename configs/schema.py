@@ -1,0 +1,451 @@
+"""Every setting of a run, with its one default and the rules that join them.
+
+A section is handed to the component that it configures and to nobody else. Types are those that
+OmegaConf can check; `load.py` turns YAML and command-line overrides into one `Config`. A broken rule
+raises ValueError naming the field, its value and the fix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Backend(Enum):
+    """Transport of a process group. `auto` is nccl where the process has a GPU, gloo elsewhere."""
+
+    auto = "auto"
+    gloo = "gloo"
+    nccl = "nccl"
+
+
+class Dtype(Enum):
+    """`auto` is bfloat16 on a GPU and float32 on a CPU."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class OnStale(Enum):
+    """What happens to a group that became older than `max_staleness`; each is counted by reason."""
+
+    requeue = "requeue"  # run its prompt again, at most `max_retries` times, then drop it
+    drop = "drop"
+
+
+class Selector(Enum):
+    """Which of the ready groups the trainer takes first."""
+
+    stalest = "stalest"
+    freshest = "freshest"
+    fifo = "fifo"
+
+
+class AppendFsync(Enum):
+    """When the embedded server's append-only file reaches the disk."""
+
+    everysec = "everysec"
+    always = "always"
+
+
+class PauseMode(Enum):
+    """What the engine does with running requests while weights change.
+
+    `retract` computes their KV cache anew under the new weights; `in_place` goes on over the old one.
+    """
+
+    retract = "retract"
+    in_place = "in_place"
+
+
+class OnLongPrompt(Enum):
+    """A prompt longer than `max_prompt_tokens`: end the run with an error, or skip and count it."""
+
+    refuse = "refuse"
+    skip = "skip"
+
+
+class TaskKind(Enum):
+    reasoning_gym = "reasoning_gym"
+    gsm8k = "gsm8k"
+
+
+def _require(ok: bool, field_name: str, value: object, fix: str) -> None:
+    if not ok:
+        raise ValueError(f"{field_name}={value!r}: {fix}")
+
+
+def _at_least(minimum: float, section: str, **fields: float) -> None:
+    for name, value in fields.items():
+        _require(value >= minimum, f"{section}.{name}", value, f"must be at least {minimum:g}")
+
+
+@dataclass(kw_only=True, slots=True)
+class ScratchModelConfig:
+    """A small Qwen3 with a byte-level tokenizer, built with random weights when the run starts."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    max_position_embeddings: int = 2048
+
+    def __post_init__(self) -> None:
+        _at_least(
+            1,
+            "model.scratch",
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+        )
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            "model.scratch.num_kv_heads",
+            self.num_kv_heads,
+            f"must divide model.scratch.num_heads={self.num_heads}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """Exactly one of `path` and `scratch` says where the initial policy comes from."""
+
+    path: str | None = None
+    """Hugging Face name or a local folder."""
+    scratch: ScratchModelConfig | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class WarmStartConfig:
+    """Supervised learning on the task's own answers before RL begins (0 steps: none)."""
+
+    num_steps: int = 0
+    batch_size: int = 64
+    learning_rate: float = 1e-3
+
+    def __post_init__(self) -> None:
+        _at_least(0, "trainer.warm_start", num_steps=self.num_steps)
+        _at_least(1, "trainer.warm_start", batch_size=self.batch_size)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    num_ranks: int = 2
+    num_steps: int = 100
+    groups_per_step: int = 16
+    """Prompt groups in one global batch, shared among the ranks by tokens."""
+    num_minibatches: int = 1
+    """Optimizer steps a batch. With more than one, proximal log-probabilities are computed first."""
+    micro_batch_tokens: int = 16384
+    """Padded tokens in one forward pass of one rank."""
+    learning_rate: float = 1e-6
+    lr_warmup_steps: int = 0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    max_grad_norm: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    """PPO clips importance_ratio (trainer / proximal) to [1 - clip_low, 1 + clip_high]."""
+    tis_cap: float = 2.0
+    """Cap of the token-level truncated importance weight (proximal / rollout)."""
+    normalize_advantage_std: bool = True
+    gradient_checkpointing: bool = False
+    dtype: Dtype = Dtype.auto
+    backend: Backend = Backend.auto
+    checkpoint_every: int = 50
+    """Steps between checkpoints; the last step always makes one."""
+    timeout_s: float = 600.0
+    """Longest that one collective among the trainer ranks may take."""
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+
+    def __post_init__(self) -> None:
+        _at_least(
+            1,
+            "trainer",
+            num_ranks=self.num_ranks,
+            num_steps=self.num_steps,
+            num_minibatches=self.num_minibatches,
+            micro_batch_tokens=self.micro_batch_tokens,
+            checkpoint_every=self.checkpoint_every,
+        )
+        _require(
+            self.groups_per_step >= self.num_ranks,
+            "trainer.groups_per_step",
+            self.groups_per_step,
+            f"every rank needs a group: at least trainer.num_ranks={self.num_ranks}",
+        )
+        _require(
+            self.num_minibatches <= self.groups_per_step // self.num_ranks,
+            "trainer.num_minibatches",
+            self.num_minibatches,
+            "at most trainer.groups_per_step // trainer.num_ranks = "
+            f"{self.groups_per_step // self.num_ranks}",
+        )
+        _require(0 < self.clip_low < 1, "trainer.clip_low", self.clip_low, "must lie in (0, 1)")
+        _require(self.clip_high > 0, "trainer.clip_high", self.clip_high, "must be above 0")
+        _require(self.tis_cap >= 1, "trainer.tis_cap", self.tis_cap, "must be at least 1")
+        _require(
+            self.learning_rate > 0, "trainer.learning_rate", self.learning_rate, "must be above 0"
+        )
+        _require(self.timeout_s > 0, "trainer.timeout_s", self.timeout_s, "must be above 0")
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingConfig:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+    def __post_init__(self) -> None:
+        _require(
+            self.temperature > 0,
+            "rollout.sampling.temperature",
+            self.temperature,
+            "must be above 0: a greedy rollout has no gradient",
+        )
+        truncated = self.top_p != 1.0 or self.top_k != -1
+        _require(
+            not truncated,
+            "rollout.sampling.top_p/top_k",
+            (self.top_p, self.top_k),
+            "truncated sampling makes the recorded log-probabilities those of another distribution "
+            "than the trainer's, so importance ratios would be wrong; use top_p=1 and top_k=-1",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineConfig:
+    """One SGLang server."""
+
+    tp_size: int = 1
+    dtype: Dtype = Dtype.auto
+    max_running_requests: int = 128
+    max_total_tokens: int | None = None
+    """Tokens of KV cache; None lets SGLang choose by `mem_fraction` (65536 on a CPU)."""
+    mem_fraction: float = 0.85
+    radix_cache: bool = False
+    """Reuse KV of shared prefixes, keyed by policy version. Needs weight_sync.pause_mode=in_place."""
+    start_timeout_s: float = 600.0
+    request_timeout_s: float = 600.0
+    """Longest that one request may go without an answer."""
+    extra_args: list[str] = field(default_factory=list)
+    """Further arguments for the server's command line."""
+
+    def __post_init__(self) -> None:
+        _at_least(
+            1,
+            "rollout.engine",
+            tp_size=self.tp_size,
+            max_running_requests=self.max_running_requests,
+        )
+        _require(
+            0 < self.mem_fraction < 1,
+            "rollout.engine.mem_fraction",
+            self.mem_fraction,
+            "must lie in (0, 1)",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    num_engines: int = 1
+    num_workers: int = 1
+    group_size: int = 8
+    """Trajectories of one prompt."""
+    max_prompt_tokens: int = 1024
+    max_response_tokens: int = 1024
+    on_long_prompt: OnLongPrompt = OnLongPrompt.refuse
+    max_groups_in_flight: int = 256
+    """A worker's own bound; admission is nearly always the tighter one."""
+    max_request_retries: int = 2
+    """How often one failed sample is asked for again before its group is dropped."""
+    reward_processes: int = 1
+    reward_timeout_s: float = 30.0
+    eval_every: int = 25
+    """Policy versions between two evaluations on held-out prompts (0: only first and last)."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        _at_least(
+            1,
+            "rollout",
+            num_engines=self.num_engines,
+            num_workers=self.num_workers,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_response_tokens=self.max_response_tokens,
+            max_groups_in_flight=self.max_groups_in_flight,
+            reward_processes=self.reward_processes,
+        )
+        _at_least(
+            0, "rollout", eval_every=self.eval_every, max_request_retries=self.max_request_retries
+        )
+        _require(
+            self.group_size >= 2,
+            "rollout.group_size",
+            self.group_size,
+            "GRPO compares the trajectories of a group: at least 2",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class BufferConfig:
+    url: str | None = None
+    """redis://[user:password@]host:port/db or unix://; None starts a server for this run."""
+    max_staleness: int = 2
+    """The most policy versions by which a trained token may lag. Can change while the run goes on."""
+    on_stale: OnStale = OnStale.requeue
+    max_retries: int = 2
+    """How often a prompt whose group went stale is run again."""
+    selector: Selector = Selector.stalest
+    lease_timeout_s: float = 600.0
+    """A lease that is not renewed for this long returns to the buffer."""
+    wait_timeout_s: float = 600.0
+    """Longest that a trainer waits for a batch or a worker for a credit before it is an error."""
+    appendfsync: AppendFsync = AppendFsync.everysec
+    start_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _at_least(0, "buffer", max_staleness=self.max_staleness, max_retries=self.max_retries)
+        for name, value in (
+            ("lease_timeout_s", self.lease_timeout_s),
+            ("wait_timeout_s", self.wait_timeout_s),
+        ):
+            _require(value > 0, f"buffer.{name}", value, "must be above 0")
+        if self.url is not None:
+            _require(
+                self.url.split("://")[0] in {"redis", "rediss", "unix"},
+                "buffer.url",
+                self.url.split("@")[-1],
+                "must begin with redis://, rediss:// or unix://",
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class WeightSyncConfig:
+    backend: Backend = Backend.auto
+    bucket_bytes: int = 256 * 2**20
+    """Size of one broadcast; a larger tensor travels alone."""
+    pause_mode: PauseMode = PauseMode.retract
+    timeout_s: float = 120.0
+    """Longest that joining the group, or one bucket, may take."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, "weight_sync", bucket_bytes=self.bucket_bytes)
+        _require(self.timeout_s > 0, "weight_sync.timeout_s", self.timeout_s, "must be above 0")
+
+
+@dataclass(kw_only=True, slots=True)
+class TaskConfig:
+    kind: TaskKind = TaskKind.reasoning_gym
+    name: str = "chain_sum"
+    """reasoning_gym: the task's name. gsm8k: the Hugging Face data set (unless `path` is set)."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """reasoning_gym: arguments of the task's generator."""
+    path: str | None = None
+    """gsm8k: a JSONL file, a line an object with "question" and "answer" (its end: "#### 42")."""
+    eval_path: str | None = None
+    """gsm8k: JSONL of held-out prompts; None holds back the last `eval_size` lines of `path`."""
+    prompt_pattern: str | None = None
+    """A regular expression; what it matches of the question (group 1 if there is one) is the prompt."""
+    instruction: str = ""
+    """Text put after the question."""
+    chat_template: bool = False
+    """Wrap the prompt as one user turn in the tokenizer's chat template."""
+    eval_size: int = 128
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least(1, "task", eval_size=self.eval_size)
+
+
+@dataclass(kw_only=True, slots=True)
+class ClusterConfig:
+    ray_address: str | None = None
+    """Address of a Ray cluster ("auto" finds a running one); None starts Ray on this machine."""
+    num_cpus: int | None = None
+    """Cores that a Ray started here may promise; None is all of them."""
+    gpus_per_rank: int | None = None
+    """GPUs of a trainer rank: None is 1 if Ray has GPUs, else 0. An engine takes tp_size likewise."""
+    threads_per_process: int | None = None
+    """Torch threads of a CPU process; None shares the cores out."""
+    host: str = "127.0.0.1"
+    """Address on which this machine's servers listen. Beyond loopback Redis always has a password."""
+    start_timeout_s: float = 900.0
+    stop_timeout_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.gpus_per_rank is not None:
+            _require(
+                self.gpus_per_rank in (0, 1),
+                "cluster.gpus_per_rank",
+                self.gpus_per_rank,
+                "a ZeRO-3 rank drives one GPU: 0 or 1",
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    name: str | None = None
+    """Folder of the run below `dir`; None is the experiment's name with date and time."""
+    dir: str = "runs"
+    seed: int = 0
+    panel: bool = True
+    """Draw the live panel; a line a step is printed where the output is no terminal."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """A whole run."""
+
+    experiment: str = "quickstart"
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    def __post_init__(self) -> None:
+        _require(
+            self.model.path is not None or self.model.scratch is not None,
+            "model.path",
+            self.model.path,
+            "name a Hugging Face model or a folder, or choose model=tiny (which builds one)",
+        )
+        _require(
+            self.model.path is None or self.model.scratch is None,
+            "model.path",
+            self.model.path,
+            "model.scratch would build another model; add model=pretrained to leave that out",
+        )
+        _require(
+            not (
+                self.rollout.engine.radix_cache and self.weight_sync.pause_mode is PauseMode.retract
+            ),
+            "rollout.engine.radix_cache",
+            True,
+            "a retracted request would find its old prefix in the cache; "
+            "set weight_sync.pause_mode=in_place or rollout.engine.radix_cache=false",
+        )
+        if self.model.scratch is not None:
+            longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+            _require(
+                longest <= self.model.scratch.max_position_embeddings,
+                "rollout.max_prompt_tokens + rollout.max_response_tokens",
+                longest,
+                "must fit in model.scratch.max_position_embeddings="
+                f"{self.model.scratch.max_position_embeddings}",
+            )
