@@ -1,0 +1,115 @@
+"""Knows every process of a run: their logs, how one that died is told, and that none is left.
+
+Each process of a run carries the run's id in its environment (`LEASH_RUN`), inherited by whatever
+it starts, so that a run can be ended from any shell by process id, even when its controller
+is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+RUN_VARIABLE = "LEASH_RUN"
+LOG_DIR_VARIABLE = "LEASH_LOG_DIR"
+PROCESS_VARIABLE = "LEASH_PROCESS"
+SETUP_HOOK = "controller.supervise.enter_process"
+
+
+class RunFailed(RuntimeError):
+    """A part of the run died; the message names it and ends with the last lines of its log."""
+
+
+def enter_process() -> None:
+    """First thing in every Ray worker: send its output to the run's own log of that process."""
+    name, folder = os.environ.get(PROCESS_VARIABLE), os.environ.get(LOG_DIR_VARIABLE)
+    if not name or not folder:
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    log = os.open(Path(folder) / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(log, stream.fileno())
+    os.close(log)
+
+
+def last_lines(log: Path, count: int = 15) -> str:
+    """The end of a log, or what is wrong with it."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"({log}: {error.strerror})"
+    return "\n".join(line[:400] for line in lines[-count:]) or f"({log} is empty)"
+
+
+def failure(process: str, what: str, log: Path) -> RunFailed:
+    return RunFailed(f"{process} {what}; the last lines of {log}:\n{last_lines(log)}")
+
+
+def run_processes(run_id: str) -> list[psutil.Process]:
+    """Every process on this machine, this one excepted, that belongs to the run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(RUN_VARIABLE) == run_id:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # gone meanwhile, or another user's
+    return found
+
+
+def shared_memory_files(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Files below /dev/shm that these processes map and that a killed one would leave behind."""
+    files: set[Path] = set()
+    for process in processes:
+        try:
+            paths = [mapping.path for mapping in process.memory_maps()]
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        files.update(Path(path) for path in paths if path.startswith("/dev/shm/"))
+    return files
+
+
+def end_processes(run_id: str, timeout_s: float) -> list[str]:
+    """End what is left of the run: asked first, killed after half of `timeout_s`.
+
+    Returns the names of those that had to be killed. Shared-memory files left by them are removed.
+    """
+    deadline = time.monotonic() + timeout_s
+    left = run_processes(run_id)
+    files = shared_memory_files(left)
+    _signal(left, signal.SIGTERM)
+    _, left = psutil.wait_procs(left, timeout=timeout_s / 2)
+    killed = [_name(process) for process in left]
+    while left := run_processes(run_id):  # what they had just started counts as well
+        files |= shared_memory_files(left)
+        _signal(left, signal.SIGKILL)
+        psutil.wait_procs(left, timeout=max(0.1, deadline - time.monotonic()))
+        if time.monotonic() > deadline:
+            break
+    for file in files:
+        file.unlink(missing_ok=True)
+    return killed
+
+
+def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return f"{process.name()} ({process.pid})"
+    except psutil.NoSuchProcess:
+        return str(process.pid)
