@@ -42,7 +42,7 @@ class Trajectory:
     loss_mask: MaskArray
     """[T] 1 where the model wrote the token and it is trained on."""
     rollout_logprobs: FloatArray
-    """[T] natural log-probability under the policy that sampled the token; 0 where loss_mask is 0."""
+    """[T] natural log-probability under the policy that sampled it; 0 where loss_mask is 0."""
     version_spans: tuple[VersionSpan, ...]
     """Ascending and disjoint; together they cover at least the tokens with loss_mask 1."""
     prompt_length: int

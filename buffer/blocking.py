@@ -1,0 +1,222 @@
+"""The buffer and the run's state for threads that must not be coroutines, such as trainer ranks.
+
+Each object runs the asynchronous one in an event loop and a thread of its own. Its methods promise
+and raise what those of the same name do; any thread may call them, and `close` ends all waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Collection, Coroutine, Mapping
+from concurrent.futures import CancelledError
+from typing import Any, TypeVar
+
+from buffer.connection import connect
+from buffer.lease import Lease, PushResult
+from buffer.replay_buffer import ReplayBuffer
+from buffer.run_state import MetricsEntry, Record, RunState
+from buffer.stats import BufferStats
+from buffer.types import PromptRef, TrajectoryGroup
+from buffer.wakeups import BufferClosedError
+from configs.schema import BufferConfig
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop in a daemon thread."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the loop and waits for its result."""
+        if self._loop.is_closed():
+            coroutine.close()
+            raise BufferClosedError("the buffer was closed before this call")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except CancelledError:
+            raise BufferClosedError("the buffer was closed during this call") from None
+        except BaseException:  # Ctrl-C in the waiting thread must not leave the coroutine behind
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        """Cancels what still runs, then ends the loop and its thread."""
+        self.run(_cancel_others())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+async def _open_buffer(url: str, run: str, lease_timeout_s: float) -> ReplayBuffer:
+    return ReplayBuffer(await connect(url), run, lease_timeout_s=lease_timeout_s)
+
+
+async def _open_state(url: str, run: str) -> RunState:
+    return RunState(await connect(url), run)
+
+
+class BlockingReplayBuffer:
+    """`ReplayBuffer` with blocking methods."""
+
+    def __init__(self, url: str, run: str, *, lease_timeout_s: float) -> None:
+        """Connects. Raises BufferConnectionError."""
+        self._thread = LoopThread("replay-buffer")
+        try:
+            self._buffer = self._thread.run(_open_buffer(url, run, lease_timeout_s))
+        except BaseException:
+            self._thread.stop()
+            raise
+
+    def open(self, settings: BufferConfig, groups_per_step: int) -> None:
+        self._thread.run(self._buffer.open(settings, groups_per_step))
+
+    def admit(self, group_id: str, timeout_s: float) -> int:
+        return self._thread.run(self._buffer.admit(group_id, timeout_s))
+
+    def abandon(self, group_id: str, reason: str, requeue: PromptRef | None = None) -> None:
+        self._thread.run(self._buffer.abandon(group_id, reason, requeue))
+
+    def push(self, group: TrajectoryGroup) -> PushResult:
+        return self._thread.run(self._buffer.push(group))
+
+    def take_retry(self) -> PromptRef | None:
+        return self._thread.run(self._buffer.take_retry())
+
+    def lease(
+        self,
+        *,
+        step: int,
+        version: int,
+        num_groups: int,
+        share: int,
+        num_shares: int,
+        timeout_s: float,
+    ) -> Lease:
+        return self._thread.run(
+            self._buffer.lease(
+                step=step,
+                version=version,
+                num_groups=num_groups,
+                share=share,
+                num_shares=num_shares,
+                timeout_s=timeout_s,
+            )
+        )
+
+    def validate(self, lease: Lease, version: int) -> frozenset[str]:
+        return self._thread.run(self._buffer.validate(lease, version))
+
+    def consume(self, lease: Lease, group_ids: Collection[str]) -> int:
+        return self._thread.run(self._buffer.consume(lease, group_ids))
+
+    def ack(self, upto_step: int) -> int:
+        return self._thread.run(self._buffer.ack(upto_step))
+
+    def nack(self, lease: Lease, reason: str) -> int:
+        return self._thread.run(self._buffer.nack(lease, reason))
+
+    def sweep(self) -> int:
+        return self._thread.run(self._buffer.sweep())
+
+    def publish_version(self, version: int) -> None:
+        self._thread.run(self._buffer.publish_version(version))
+
+    def stats(self) -> BufferStats:
+        return self._thread.run(self._buffer.stats())
+
+    def set_max_staleness(self, value: int) -> None:
+        self._thread.run(self._buffer.set_max_staleness(value))
+
+    def get_max_staleness(self) -> int:
+        return self._thread.run(self._buffer.get_max_staleness())
+
+    def close(self) -> None:
+        """Ends every wait with BufferClosedError, then the connections and the thread."""
+        try:
+            self._thread.run(self._buffer.close())
+        except BufferClosedError:
+            return
+        self._thread.stop()
+
+
+class BlockingRunState:
+    """`RunState` with blocking methods; also a `weight_sync` VersionBoard."""
+
+    def __init__(self, url: str, run: str) -> None:
+        """Connects. Raises BufferConnectionError."""
+        self._thread = LoopThread("run-state")
+        try:
+            self._state = self._thread.run(_open_state(url, run))
+        except BaseException:
+            self._thread.stop()
+            raise
+
+    def record_commits(self, served_versions: Mapping[str, int]) -> None:
+        self._thread.run(self._state.record_commits(served_versions))
+
+    def engine_versions(self) -> dict[str, int]:
+        return self._thread.run(self._state.engine_versions())
+
+    def trainer_version(self) -> int:
+        return self._thread.run(self._state.trainer_version())
+
+    def wait_version_above(self, version: int, timeout_s: float) -> int:
+        return self._thread.run(self._state.wait_version_above(version, timeout_s))
+
+    def add_wait(self, waiter: str, waited_on: str, seconds: float) -> None:
+        self._thread.run(self._state.add_wait(waiter, waited_on, seconds))
+
+    def waits(self) -> dict[tuple[str, str], float]:
+        return self._thread.run(self._state.waits())
+
+    def count(self, name: str, amount: float = 1) -> None:
+        self._thread.run(self._state.count(name, amount))
+
+    def counters(self) -> dict[str, float]:
+        return self._thread.run(self._state.counters())
+
+    def append_metrics(self, record: Record, kind: str) -> None:
+        self._thread.run(self._state.append_metrics(record, kind))
+
+    def read_metrics(self, after_id: str, block_s: float) -> list[MetricsEntry]:
+        return self._thread.run(self._state.read_metrics(after_id, block_s))
+
+    def set_task_position(self, worker: int, position: int) -> None:
+        self._thread.run(self._state.set_task_position(worker, position))
+
+    def task_positions(self) -> dict[int, int]:
+        return self._thread.run(self._state.task_positions())
+
+    def heartbeat(self, process: str, fields: Record) -> None:
+        self._thread.run(self._state.heartbeat(process, fields))
+
+    def heartbeats(self) -> dict[str, dict[str, float | int | str]]:
+        return self._thread.run(self._state.heartbeats())
+
+    def set_phase(self, phase: str) -> None:
+        self._thread.run(self._state.set_phase(phase))
+
+    def phase(self) -> str:
+        return self._thread.run(self._state.phase())
+
+    def close(self) -> None:
+        """Ends every wait with BufferClosedError, then the connections and the thread."""
+        try:
+            self._thread.run(self._state.close())
+        except BufferClosedError:
+            return
+        self._thread.stop()

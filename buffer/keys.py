@@ -1,0 +1,58 @@
+"""Names of everything that a run keeps in Redis, all below one hash tag so that they share a slot.
+
+{leash:RUN}:settings         HASH    max_staleness, trainer_version and the other live settings
+{leash:RUN}:running          ZSET    groups being generated, by the version at their admission
+{leash:RUN}:ready            ZSET    groups to be trained, by min_version * 2^32 + sequence number
+{leash:RUN}:arrivals         ZSET    the same in order of arrival; only with selector=fifo
+{leash:RUN}:leased           ZSET    groups being trained, by the deadline of their lease (ms)
+{leash:RUN}:consumed         ZSET    groups whose step is done, by step
+{leash:RUN}:retries          LIST    prompts to run again: 'attempt index task'
+{leash:RUN}:group:ID         HASH    a group's metadata; outlives the payload as a tombstone
+{leash:RUN}:payload:ID       STRING  the encoded group
+{leash:RUN}:lease:STEP       HASH    the global batch of one step
+{leash:RUN}:stats            HASH    counters
+{leash:RUN}:wake:NAME        STREAM  wakes who waits for room, batch or version
+{leash:RUN}:engine_versions  HASH    version that each engine serves
+{leash:RUN}:waits, :counters, :tasks, :heartbeats, :metrics, :phase   see run_state.py
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+@dataclass(slots=True, frozen=True)
+class Keys:
+    """Keys of one run. Raises ValueError if the run's name could not be part of a key."""
+
+    run: str
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.run):
+            raise ValueError(
+                f"run.name={self.run!r}: use 1 to 128 letters, digits, '.', '_' and '-' "
+                "(it is part of every Redis key)"
+            )
+
+    @property
+    def prefix(self) -> str:
+        return f"{{leash:{self.run}}}"
+
+    def __call__(self, name: str) -> str:
+        return f"{self.prefix}:{name}"
+
+    def payload(self, group_id: str) -> str:
+        return self(f"payload:{group_id}")
+
+    def wake(self, name: str) -> str:
+        return self(f"wake:{name}")
+
+
+def check_group_id(group_id: str) -> str:
+    """The id itself. Raises ValueError if it is empty, too long or holds white space."""
+    if not 0 < len(group_id) <= 256 or any(c.isspace() for c in group_id):
+        raise ValueError(f"group_id={group_id!r}: must have 1 to 256 characters and no white space")
+    return group_id

@@ -1,0 +1,162 @@
+"""What a run keeps in Redis besides its groups: versions, waits, metrics, positions, heartbeats."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+from uuid import uuid4
+
+from redis.asyncio import Redis
+
+from buffer.keys import Keys
+from buffer.lua import Scripts
+from buffer.wakeups import Deadline, WakeStreams
+
+Record = Mapping[str, float | int | str]
+"""Flat JSON: what one metrics entry or heartbeat says."""
+
+METRICS_LENGTH = 10_000
+STREAM_START = "0-0"
+_READ_ENTRIES = 500
+
+
+class MetricsEntry(NamedTuple):
+    """One record of the metrics stream; `id` is where to read on."""
+
+    id: str
+    kind: str
+    record: dict[str, float | int | str]
+
+
+class RunState:
+    """One run's shared notes as one process sees them. Made in, and used from, one event loop.
+
+    Additions carry a token of their own, so that a retry after a lost reply does not count twice.
+    All but `heartbeat`, `phase` and the readers need a run that `ReplayBuffer.open` has opened.
+    """
+
+    def __init__(self, redis: Redis, run: str) -> None:
+        """`redis` comes from `connect`; `close` closes its connections too."""
+        self._redis = redis
+        self._keys = Keys(run)
+        self._scripts = Scripts(redis, self._keys)
+        self._wake = WakeStreams(redis)
+
+    # Versions --------------------------------------------------------------------------------
+
+    async def record_commits(self, served_versions: Mapping[str, int]) -> None:
+        """Notes which version each engine serves now. Admission looks at the slowest one."""
+        if served_versions:
+            pairs = (part for pair in served_versions.items() for part in pair)
+            await self._scripts.run("commit", *pairs)
+
+    async def engine_versions(self) -> dict[str, int]:
+        return {name: int(value) for name, value in (await self._hash("engine_versions")).items()}
+
+    async def trainer_version(self) -> int:
+        """The version that the trainer published last; 0 before the first."""
+        version = await self._redis.hget(self._keys("settings"), "trainer_version")
+        return int(version or 0)
+
+    async def wait_version_above(self, version: int, timeout_s: float) -> int:
+        """Waits until the trainer's version is above `version`, and returns it. Or TimeoutError."""
+        deadline, stream = Deadline(timeout_s), self._keys.wake("version")
+        while True:
+            seen = await self._wake.newest(stream)  # before the version, or a publish could slip by
+            current = await self.trainer_version()
+            if current > version:
+                return current
+            if not deadline.left_s:
+                raise TimeoutError(
+                    f"the trainer published no version above {version} within {timeout_s:g} s"
+                )
+            await self._wake.wait(stream, seen, deadline.left_s)
+
+    # Who waited on whom, and other counts ----------------------------------------------------
+
+    async def add_wait(self, waiter: str, waited_on: str, seconds: float) -> None:
+        """Adds to the time that one part of the run has spent waiting for another."""
+        await self._add("waits", f"{waiter}>{waited_on}", seconds)
+
+    async def waits(self) -> dict[tuple[str, str], float]:
+        """Seconds by (waiter, waited_on)."""
+        waits = await self._hash("waits")
+        return {_pair(name): float(seconds) for name, seconds in waits.items()}
+
+    async def count(self, name: str, amount: float = 1) -> None:
+        """Adds to a counter of the run, such as tokens_generated."""
+        await self._add("counters", name, amount)
+
+    async def counters(self) -> dict[str, float]:
+        return {name: float(value) for name, value in (await self._hash("counters")).items()}
+
+    async def _add(self, hash_name: str, field: str, amount: float) -> None:
+        await self._scripts.run("add", uuid4().hex, hash_name, field, repr(float(amount)))
+
+    # Metrics ---------------------------------------------------------------------------------
+
+    async def append_metrics(self, record: Record, kind: str) -> None:
+        """Appends a record to the stream, of which about the last METRICS_LENGTH entries stay."""
+        await self._scripts.run("append", uuid4().hex, kind, json.dumps(record), METRICS_LENGTH)
+
+    async def read_metrics(self, after_id: str, block_s: float) -> list[MetricsEntry]:
+        """Entries after one (STREAM_START for all), waiting up to `block_s` for the first.
+
+        At most some hundred entries a call: read on from the last one's id.
+        """
+        deadline, stream = Deadline(block_s), self._keys("metrics")
+        while True:
+            reply: Any = await self._redis.xread({stream: after_id}, _READ_ENTRIES)
+            if reply:
+                return [_metrics_entry(entry_id, fields) for entry_id, fields in reply[0][1]]
+            if not deadline.left_s:
+                return []
+            await self._wake.wait(stream, after_id, deadline.left_s)
+
+    # Positions, heartbeats, phase ------------------------------------------------------------
+
+    async def set_task_position(self, worker: int, position: int) -> None:
+        """Notes where in its task stream a rollout worker is."""
+        await self._redis.hset(self._keys("tasks"), str(worker), str(position))
+
+    async def task_positions(self) -> dict[int, int]:
+        return {
+            int(worker): int(position) for worker, position in (await self._hash("tasks")).items()
+        }
+
+    async def heartbeat(self, process: str, fields: Record) -> None:
+        """Notes that a process lives, with the Unix time ("at") and what it wants to say."""
+        beat = json.dumps({**fields, "at": time.time()})
+        await self._redis.hset(self._keys("heartbeats"), process, beat)
+
+    async def heartbeats(self) -> dict[str, dict[str, float | int | str]]:
+        return {name: json.loads(beat) for name, beat in (await self._hash("heartbeats")).items()}
+
+    async def set_phase(self, phase: str) -> None:
+        await self._redis.set(self._keys("phase"), phase)
+
+    async def phase(self) -> str:
+        """What the run is doing; "" before the first set_phase."""
+        phase = cast("bytes | None", await self._redis.get(self._keys("phase")))
+        return phase.decode() if phase else ""
+
+    async def close(self) -> None:
+        """Ends every wait in this object with BufferClosedError and closes the connections."""
+        self._wake.close()
+        await self._redis.aclose()
+
+    async def _hash(self, name: str) -> dict[str, str]:
+        pairs = cast("dict[bytes, bytes]", await self._redis.hgetall(self._keys(name)))
+        return {field.decode(): value.decode() for field, value in pairs.items()}
+
+
+def _pair(name: str) -> tuple[str, str]:
+    waiter, _, waited_on = name.partition(">")
+    return waiter, waited_on
+
+
+def _metrics_entry(entry_id: bytes, fields: dict[bytes, bytes]) -> MetricsEntry:
+    record = json.loads(fields[b"record"])
+    return MetricsEntry(id=entry_id.decode(), kind=fields[b"kind"].decode(), record=record)

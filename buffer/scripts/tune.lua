@@ -1,0 +1,5 @@
+-- Changes max_staleness while the run goes on. Lower bites at the next sweep or lease, higher at once.
+-- ARGV: value.   Reply: 1
+redis.call('HSET', SETTINGS, 'max_staleness', ARGV[1])
+wake('room')
+return 1

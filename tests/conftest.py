@@ -1,0 +1,53 @@
+"""Fixtures that start real servers; shared by the tests of all packages."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from buffer.connection import connect
+from buffer.replay_buffer import ReplayBuffer
+from buffer.server import EmbeddedServer
+from configs.schema import BufferConfig
+
+BufferFactory = Callable[..., Awaitable[ReplayBuffer]]
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a real server that all tests of the session share; use a run of your own in it."""
+    folder: Path = tmp_path_factory.mktemp("redis")
+    server = EmbeddedServer.start(folder, BufferConfig(), "127.0.0.1", folder / "redis.log")
+    yield server.url
+    server.stop(timeout_s=10)
+
+
+@pytest.fixture
+def run_name() -> str:
+    """A run that no other test uses."""
+    return f"test-{uuid4().hex[:12]}"
+
+
+@pytest.fixture
+async def buffer_factory(redis_url: str, run_name: str) -> AsyncIterator[BufferFactory]:
+    """Opens buffers of this test's run: `await buffer_factory(groups_per_step=4, max_staleness=1)`.
+
+    Keywords are groups_per_step and the fields of BufferConfig. A second call in the same test is
+    another client of the same run.
+    """
+    opened: list[ReplayBuffer] = []
+
+    async def make(groups_per_step: int = 4, **settings: object) -> ReplayBuffer:
+        config = BufferConfig(**settings)  # type: ignore[arg-type]
+        redis = await connect(redis_url)
+        buffer = ReplayBuffer(redis, run_name, lease_timeout_s=config.lease_timeout_s)
+        opened.append(buffer)
+        await buffer.open(config, groups_per_step)
+        return buffer
+
+    yield make
+    for buffer in opened:
+        await buffer.close()

@@ -1,0 +1,207 @@
+"""The wire format: what goes in comes out, and no bytes can do more than raise ValueError."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from buffer.codec import COLUMN_DTYPES, decode_group, encode_group
+from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    length = draw(st.integers(1, 40))
+    start = draw(st.integers(0, length - 1))
+    cut = draw(st.integers(start + 1, length))
+    bounds = [(start, cut), (cut, length)] if cut < length else [(start, cut)]
+    versions = draw(st.lists(st.integers(0, 2**21), min_size=2, max_size=2))
+    mask = np.zeros(length, np.uint8)
+    mask[start:] = draw(
+        st.lists(st.integers(0, 1), min_size=length - start, max_size=length - start)
+    )
+    mask[start] = 1
+    seed = draw(st.integers(0, 2**32 - 1))
+    random = np.random.default_rng(seed)
+    names = draw(st.lists(st.text(max_size=8), unique=True, max_size=3))
+    columns: dict[str, Any] = {}
+    for name in names:
+        shape = draw(st.sampled_from([(length,), (length, 1), (length, 5)]))
+        dtype = np.dtype(draw(st.sampled_from(COLUMN_DTYPES)))
+        columns[name] = random.integers(0, 100, shape).astype(dtype)
+    return Trajectory(
+        tokens=random.integers(0, 2**31 - 1, length).astype(np.int32),
+        loss_mask=mask,
+        rollout_logprobs=-random.random(length).astype(np.float32),
+        version_spans=tuple(
+            VersionSpan(version=version, start=low, end=high)
+            for version, (low, high) in zip(versions, bounds, strict=False)
+        ),
+        prompt_length=draw(st.integers(0, length)),
+        reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
+        finish_reason=draw(st.sampled_from(["stop", "length", ""])),
+        reward_parts=draw(st.dictionaries(st.text(max_size=5), st.floats(-1, 1), max_size=3)),
+        columns=columns,
+    )
+
+
+groups = st.builds(
+    TrajectoryGroup,
+    group_id=st.text(min_size=1, max_size=30),
+    prompt=st.builds(
+        PromptRef,
+        task=st.text(max_size=20),
+        index=st.integers(0, 2**63),
+        attempt=st.integers(0, 2**32 - 1),
+    ),
+    trajectories=st.lists(trajectories(), min_size=1, max_size=4).map(tuple),
+)
+
+
+def _assert_same(one: Trajectory, other: Trajectory) -> None:
+    for name in ("tokens", "loss_mask", "rollout_logprobs"):
+        mine, its = getattr(one, name), getattr(other, name)
+        assert mine.dtype == its.dtype and np.array_equal(mine, its), name
+    assert one.columns.keys() == other.columns.keys()
+    for name, column in one.columns.items():
+        assert column.dtype == other.columns[name].dtype
+        assert column.shape == other.columns[name].shape
+        assert np.array_equal(column, other.columns[name])
+    for name in ("version_spans", "prompt_length", "reward", "finish_reason", "reward_parts"):
+        assert getattr(one, name) == getattr(other, name), name
+
+
+@given(groups)
+def test_a_group_comes_back_as_it_went(group: TrajectoryGroup) -> None:
+    copy = decode_group(encode_group(group))
+    assert (copy.group_id, copy.prompt) == (group.group_id, group.prompt)
+    assert len(copy.trajectories) == len(group.trajectories)
+    for one, other in zip(group.trajectories, copy.trajectories, strict=True):
+        _assert_same(one, other)
+    assert copy.min_version == group.min_version
+
+
+def test_a_long_trajectory_takes_eight_bytes_a_token(make_group: Any) -> None:
+    group = make_group("long", num_tokens=160_000, prompt_length=1000, size=1)
+    data = encode_group(group)
+    assert len(data) < 8.001 * 160_000
+    assert decode_group(data).num_tokens == 160_000
+
+
+def test_decoded_arrays_are_aligned_and_cannot_be_written(make_group: Any) -> None:
+    copy = decode_group(encode_group(make_group("g", num_tokens=7))).trajectories[1]
+    for array in (copy.tokens, copy.loss_mask, copy.rollout_logprobs):
+        assert array.flags.aligned and not array.flags.writeable
+
+
+def _trajectory(**changes: Any) -> Trajectory:
+    values: dict[str, Any] = {
+        "tokens": np.array([1, 2, 3], np.int32),
+        "loss_mask": np.array([0, 1, 1], np.uint8),
+        "rollout_logprobs": np.array([0, -1, -2], np.float32),
+        "version_spans": (VersionSpan(version=4, start=1, end=3),),
+        "prompt_length": 1,
+        "reward": 0.5,
+        "finish_reason": "stop",
+    }
+    return Trajectory(**{**values, **changes})
+
+
+def _group_of(trajectory: Trajectory) -> TrajectoryGroup:
+    prompt = PromptRef(task="sums", index=0)
+    return TrajectoryGroup(group_id="g", prompt=prompt, trajectories=(trajectory,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout_logprobs": np.array([0, np.nan, 0], np.float32)}, "NaN"),
+        ({"loss_mask": np.array([0, 2, 0], np.uint8)}, "loss_mask"),
+        ({"loss_mask": np.zeros(3, np.uint8)}, "no trainable token"),
+        ({"tokens": np.array([1, -2, 3], np.int32)}, "token id -2"),
+        ({"reward": float("inf")}, "not finite"),
+        ({"reward_parts": {"format": float("nan")}}, "not finite"),
+        ({"version_spans": ()}, "2 trainable tokens are in no version span"),
+        ({"version_spans": (VersionSpan(version=1, start=2, end=3),)}, "1 trainable tokens"),
+        ({"version_spans": (VersionSpan(version=1, start=1, end=4),)}, "ends after the tokens"),
+        ({"version_spans": (VersionSpan(version=2**32, start=1, end=3),)}, "32 bits"),
+        ({"columns": {"names": np.array(["a", "b", "c"])}}, "column 'names'"),
+        ({"columns": {"deep": np.zeros((3, 2, 2), np.float32)}}, "column 'deep'"),
+        ({"finish_reason": "x" * 70_000}, "do not fit"),
+    ],
+)
+def test_encoding_refuses_what_must_not_be_trained(changes: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        encode_group(_group_of(_trajectory(**changes)))
+
+
+def test_a_later_format_is_refused_by_its_number(make_group: Any) -> None:
+    data = bytearray(encode_group(make_group("g")))
+    data[4] = 9
+    with pytest.raises(ValueError, match="format 9"):
+        decode_group(bytes(data))
+
+
+def test_every_flipped_bit_is_noticed(make_group: Any) -> None:
+    data = encode_group(make_group("g", num_tokens=5, size=1))
+    for bit in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ValueError):
+            decode_group(bytes(damaged))
+
+
+def test_every_truncation_is_noticed(make_group: Any) -> None:
+    data = encode_group(make_group("g", size=1))
+    for length in range(len(data)):
+        with pytest.raises(ValueError):
+            decode_group(data[:length])
+
+
+def _reseal(data: bytes) -> bytes:
+    """The same bytes with a right checksum, so that the checks behind it are reached."""
+    return data[:8] + struct.pack("<I", zlib.crc32(data[16:]) ^ 0) + data[12:]
+
+
+def _decodes_or_raises_value_error(data: bytes) -> None:
+    try:
+        group = decode_group(data)
+    except ValueError:
+        return
+    encode_group(group)  # what is accepted is a whole, valid group
+
+
+@given(st.binary(max_size=400))
+@settings(max_examples=300)
+def test_random_bytes_raise_only_value_error(data: bytes) -> None:
+    _decodes_or_raises_value_error(data)
+    _decodes_or_raises_value_error(b"LSHG\x01\x00\x00\x00" + data)
+
+
+@given(groups, st.data())
+@settings(max_examples=300, deadline=None)
+def test_forged_groups_with_a_right_checksum_raise_only_value_error(
+    group: TrajectoryGroup, data: st.DataObject
+) -> None:
+    forged = bytearray(encode_group(group))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(8, len(forged) - 1))
+        replacement = data.draw(st.sampled_from([b"\xff" * 4, b"\0" * 4, b"\x01", b"\x7f", b""]))
+        forged[at : at + len(replacement) or at + 1] = replacement
+    _decodes_or_raises_value_error(_reseal(bytes(forged)))
+
+
+def test_many_mutations_of_one_group_raise_only_value_error(make_group: Any) -> None:
+    random = np.random.default_rng(0)
+    original = encode_group(make_group("g", num_tokens=6, size=2))
+    for _ in range(5000):
+        forged = bytearray(original)
+        for at in random.integers(12, len(forged), random.integers(1, 5)):
+            forged[at] = random.integers(256)
+        _decodes_or_raises_value_error(_reseal(bytes(forged)))

@@ -1,0 +1,89 @@
+"""The pure parts: staleness, admission, shares, keys."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from buffer.admission import admission_limit, engine_lag, has_room
+from buffer.keys import Keys, check_group_id
+from buffer.shares import split_by_tokens
+from buffer.staleness import is_fresh, next_attempt, oldest_fresh_version, staleness
+from buffer.types import PromptRef
+
+
+def test_a_group_is_fresh_up_to_exactly_max_staleness() -> None:
+    assert staleness(7, 5) == 2
+    assert is_fresh(7, 5, max_staleness=2)
+    assert not is_fresh(7, 4, max_staleness=2)
+    assert oldest_fresh_version(7, 2) == 5
+
+
+def test_with_zero_only_the_version_being_trained_is_fresh() -> None:
+    assert [v for v in range(5) if is_fresh(3, v, max_staleness=0)] == [3, 4]
+
+
+def test_a_prompt_is_run_again_until_its_retries_are_used_up() -> None:
+    first = PromptRef(task="sums", index=9)
+    second = next_attempt(first, max_retries=1)
+    assert second == PromptRef(task="sums", index=9, attempt=1)
+    assert next_attempt(second, max_retries=1) is None
+    assert next_attempt(first, max_retries=0) is None
+
+
+def test_admission_bound_shrinks_by_a_step_for_each_version_that_engines_lag() -> None:
+    limits = [admission_limit(max_staleness=2, lag=lag, groups_per_step=16) for lag in range(5)]
+    assert limits == [48, 32, 16, 0, 0]
+
+
+def test_engine_lag_is_that_of_the_slowest_engine_and_never_negative() -> None:
+    assert engine_lag(5, [5, 3, 4]) == 2
+    assert engine_lag(5, []) == 0
+    assert engine_lag(5, [6]) == 0
+
+
+def test_room_is_left_until_the_sum_reaches_the_limit() -> None:
+    assert has_room(running=1, ready=1, leased=1, limit=4)
+    assert not has_room(running=2, ready=1, leased=1, limit=4)
+
+
+def test_the_largest_groups_go_to_the_lightest_shares() -> None:
+    # 9 | 8, then 7 to the second, 5 to the first, 4 to the first (14 < 15), 1 to the second.
+    assert split_by_tokens([4, 9, 8, 7, 5, 1], 2) == ((0, 1, 4), (2, 3, 5))
+
+
+@given(st.lists(st.integers(0, 10_000), min_size=1, max_size=40), st.data())
+def test_shares_are_a_partition_without_empty_ones_and_within_grahams_bound(
+    tokens: list[int], data: st.DataObject
+) -> None:
+    num_shares = data.draw(st.integers(1, len(tokens)))
+    shares = split_by_tokens(tokens, num_shares)
+    assert sorted(i for share in shares for i in share) == list(range(len(tokens)))
+    assert len(shares) == num_shares and all(shares)
+    heaviest = max(sum(tokens[i] for i in share) for share in shares)
+    assert heaviest <= sum(tokens) / num_shares + max(tokens)
+    assert shares == split_by_tokens(list(tokens), num_shares)
+
+
+def test_more_shares_than_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_shares=3 with 2 groups"):
+        split_by_tokens([1, 2], 3)
+
+
+def test_keys_of_a_run_share_one_hash_tag() -> None:
+    keys = Keys("run-1")
+    assert keys("ready") == "{leash:run-1}:ready"
+    assert keys.payload("g") == "{leash:run-1}:payload:g"
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a}b", "a:b", "x" * 129])
+def test_a_run_name_that_breaks_keys_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"run\.name="):
+        Keys(name)
+
+
+@pytest.mark.parametrize("group_id", ["", "a b", "a\n", "x" * 257])
+def test_a_group_id_that_breaks_the_wire_is_refused(group_id: str) -> None:
+    with pytest.raises(ValueError, match="group_id="):
+        check_group_id(group_id)

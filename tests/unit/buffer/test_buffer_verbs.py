@@ -1,0 +1,468 @@
+"""Each verb of the buffer at a real server; the law of conservation is checked after every call."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from buffer.connection import connect
+from buffer.lease import Lease, PushResult
+from buffer.lua import RunNotOpenError
+from buffer.replay_buffer import ReplayBuffer
+from buffer.run_state import RunState
+from buffer.types import PromptRef
+from configs.schema import OnStale, Selector
+
+STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "timeout_s": 0}
+
+
+async def _fill(buffer: ReplayBuffer, make_group: Any, names: str, version: int = 0) -> None:
+    for name in names:
+        assert await buffer.push(make_group(name, version)) is PushResult.stored
+
+
+async def test_a_group_goes_through_all_states(checked_buffer: Any, make_group: Any) -> None:
+    buffer = await checked_buffer(groups_per_step=1)
+    assert await buffer.admit("g", 1) == 0
+    assert (await buffer.stats()).running == 1
+    assert await buffer.push(make_group("g")) is PushResult.stored
+    stats = await buffer.stats()
+    assert (stats.running, stats.ready, stats.by_staleness) == (0, 1, {0: 1})
+    assert stats.bytes > 0 and stats.tokens == 16
+    lease = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
+    assert lease.group_ids == ("g",) and lease.groups[0].group_id == "g"
+    assert (await buffer.stats()).leased == 1
+    assert await buffer.validate(lease, 0) == {"g"}
+    await buffer.publish_version(1)
+    assert await buffer.consume(lease, ["g"]) == 1
+    stats = await buffer.stats()
+    assert (stats.consumed, stats.max_staleness_trained, stats.tokens_trained) == (1, 0, 10)
+    assert await buffer.ack(0) == 1
+    stats = await buffer.stats()
+    assert (stats.acked, stats.consumed, stats.bytes, stats.tokens) == (1, 0, 0, 0)
+
+
+async def test_every_verb_may_be_sent_twice(checked_buffer: Any, make_group: Any) -> None:
+    buffer = await checked_buffer(groups_per_step=1)
+    assert await buffer.admit("g", 1) == await buffer.admit("g", 1) == 0
+    await buffer.push(make_group("g"))
+    assert await buffer.push(make_group("g")) is PushResult.duplicate
+    first = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
+    again = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
+    assert (first.owner, first.group_ids) == (again.owner, again.group_ids)
+    assert await buffer.validate(first, 0) == await buffer.validate(first, 0) == {"g"}
+    assert await buffer.consume(first, ["g"]) == await buffer.consume(first, ["g"]) == 1
+    await buffer.publish_version(1)
+    await buffer.publish_version(1)
+    assert await buffer.ack(0) == 1
+    assert await buffer.ack(0) == 0
+    stats = await buffer.stats()
+    assert (stats.pushed, stats.acked, stats.tokens_trained) == (1, 1, 10)
+
+
+@pytest.mark.parametrize("state", ["ready", "leased", "consumed", "acked"])
+async def test_a_late_retry_of_a_push_leaves_the_payload_as_it_should_be(
+    checked_buffer: Any, redis_url: str, run_name: str, make_group: Any, state: str
+) -> None:
+    buffer = await checked_buffer()
+    await buffer.push(make_group("g"))
+    if state != "ready":
+        lease = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
+    if state in ("consumed", "acked"):
+        await buffer.consume(lease, ["g"])
+    if state == "acked":
+        await buffer.ack(0)
+    assert await buffer.push(make_group("g")) is PushResult.duplicate
+    redis = await connect(redis_url)
+    expiry = await redis.pttl(f"{{leash:{run_name}}}:payload:g")
+    assert expiry == (-2 if state == "acked" else -1)  # gone, or there without an expiry
+    await redis.aclose()
+
+
+async def test_a_payload_that_somebody_deleted_is_not_passed_over(
+    checked_buffer: Any, redis_url: str, run_name: str, make_group: Any
+) -> None:
+    buffer = await checked_buffer()
+    await buffer.push(make_group("g"))
+    redis = await connect(redis_url)
+    await redis.delete(f"{{leash:{run_name}}}:payload:g")
+    with pytest.raises(RuntimeError, match="group g is leased but its payload is gone"):
+        await buffer.lease(step=0, version=0, num_groups=1, **STEP)
+    await redis.aclose()
+
+
+async def test_an_uncommitted_payload_expires_by_itself(
+    checked_buffer: Any, redis_url: str, run_name: str, make_group: Any
+) -> None:
+    buffer = await checked_buffer()
+    redis = await connect(redis_url)
+    key = f"{{leash:{run_name}}}:payload:g"
+    await redis.set(key, b"orphan of a producer that died", px=5)
+    while await redis.exists(key):
+        await asyncio.sleep(0.005)
+    assert await buffer.push(make_group("g")) is PushResult.stored
+    assert await redis.pttl(key) == -1
+    await redis.aclose()
+
+
+async def test_ranks_share_one_batch_balanced_by_tokens(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer()
+    for name, tokens in (("a", 40), ("b", 10), ("c", 20), ("d", 30)):
+        await buffer.push(make_group(name, num_tokens=tokens))
+
+    async def lease(share: int) -> Lease:
+        got: Lease = await buffer.lease(
+            step=0, version=0, num_groups=4, share=share, num_shares=2, timeout_s=1
+        )
+        return got
+
+    first, second = await asyncio.gather(lease(0), lease(1))
+    assert first.owner == second.owner
+    assert first.group_ids == second.group_ids == ("a", "b", "c", "d")
+    assert {g.group_id for g in first.groups} == {"a", "b"}
+    assert {g.group_id for g in second.groups} == {"c", "d"}
+    assert first.num_tokens == second.num_tokens == 100
+
+
+async def test_a_rank_that_comes_late_gets_its_own_share_without_what_was_dropped(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=1)
+    await _fill(buffer, make_group, "ab")
+    await buffer.publish_version(1)
+    await _fill(buffer, make_group, "cd", version=1)
+    shares = {"step": 5, "version": 1, "num_groups": 4, "num_shares": 2, "timeout_s": 0}
+    early = await buffer.lease(share=0, **shares)
+    await buffer.set_max_staleness(0)
+    assert await buffer.validate(early, 1) == {"c", "d"}
+    late = await buffer.lease(share=1, **shares)
+    assert late.group_ids == early.group_ids and late.owner == early.owner
+    whole = {g.group_id for g in early.groups} | {g.group_id for g in late.groups}
+    assert {"c", "d"} <= whole
+    assert not {"a", "b"} & {g.group_id for g in late.groups}
+
+
+async def test_other_arguments_for_the_same_step_are_refused(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer()
+    await _fill(buffer, make_group, "abc")
+    await buffer.lease(step=0, version=0, num_groups=2, **STEP)
+    with pytest.raises(ValueError, match=r"step=0 was leased with .*= 0, 2, 1"):
+        await buffer.lease(step=0, version=0, num_groups=3, **STEP)
+    with pytest.raises(ValueError, match="num_shares <= num_groups"):
+        await buffer.lease(step=1, version=0, num_groups=1, share=0, num_shares=2, timeout_s=0)
+
+
+async def test_a_step_is_never_trained_again(checked_buffer: Any, make_group: Any) -> None:
+    buffer = await checked_buffer()
+    await _fill(buffer, make_group, "abc")
+    lease = await buffer.lease(step=3, version=0, num_groups=1, **STEP)
+    await buffer.consume(lease, lease.group_ids)
+    for upto in (2, 3):  # before and after its checkpoint
+        with pytest.raises(ValueError, match="step=3"):
+            await buffer.lease(step=3, version=0, num_groups=1, **STEP)
+        await buffer.ack(upto)
+    with pytest.raises(ValueError, match="step=2"):
+        await buffer.lease(step=2, version=0, num_groups=1, **STEP)
+
+
+async def test_ack_reaches_up_to_its_step_only(checked_buffer: Any, make_group: Any) -> None:
+    buffer = await checked_buffer()
+    await _fill(buffer, make_group, "abc")
+    for step in range(3):
+        lease = await buffer.lease(step=step, version=0, num_groups=1, **STEP)
+        await buffer.consume(lease, lease.group_ids)
+    assert await buffer.ack(1) == 2
+    stats = await buffer.stats()
+    assert (stats.acked, stats.consumed) == (2, 1)
+
+
+# Staleness ------------------------------------------------------------------------------------
+
+
+async def test_a_push_that_is_too_old_is_counted_and_its_prompt_requeued(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=1, max_retries=1)
+    await buffer.publish_version(5)
+    assert await buffer.push(make_group("edge", 4)) is PushResult.stored
+    assert await buffer.push(make_group("old", 3, index=7)) is PushResult.stale
+    assert await buffer.push(make_group("old", 3, index=7)) is PushResult.duplicate
+    stats = await buffer.stats()
+    assert (stats.pushed, stats.dropped, stats.requeued) == (2, {"stale": 1}, 1)
+    assert stats.by_staleness == {1: 1}
+    assert await buffer.take_retry() == PromptRef(task="sums", index=7, attempt=1)
+    assert await buffer.take_retry() is None
+    assert await buffer.push(make_group("old-2", 3, index=7, attempt=1)) is PushResult.stale
+    assert await buffer.take_retry() is None
+    assert (await buffer.stats()).retries_exhausted == 1
+
+
+async def test_on_stale_drop_requeues_nothing(checked_buffer: Any, make_group: Any) -> None:
+    buffer = await checked_buffer(max_staleness=0, on_stale=OnStale.drop)
+    await buffer.publish_version(1)
+    assert await buffer.push(make_group("old", 0)) is PushResult.stale
+    assert await buffer.take_retry() is None
+    assert (await buffer.stats()).requeued == 0
+
+
+async def test_lease_drops_ready_groups_past_max_staleness(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=1)
+    await _fill(buffer, make_group, "ab")
+    await buffer.publish_version(1)
+    await _fill(buffer, make_group, "cd", version=1)
+    # Version 2 is not published yet: the rank that leases may be faster than the one that tells.
+    lease = await buffer.lease(step=0, version=2, num_groups=2, **STEP)
+    assert set(lease.group_ids) == {"c", "d"}
+    assert (await buffer.stats()).dropped == {"stale": 2}
+
+
+async def test_validate_drops_what_became_stale_since_the_lease(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=2)
+    await _fill(buffer, make_group, "a")
+    await buffer.publish_version(2)
+    await _fill(buffer, make_group, "b", version=2)
+    lease = await buffer.lease(step=0, version=2, num_groups=2, **STEP)
+    await buffer.set_max_staleness(1)
+    assert await buffer.validate(lease, 2) == {"b"}
+    assert await buffer.consume(lease, lease.group_ids) == 1
+    stats = await buffer.stats()
+    assert (stats.dropped, stats.max_staleness_trained) == ({"stale": 1}, 0)
+
+
+async def test_a_batch_that_went_stale_as_a_whole_makes_way_for_a_new_one(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=1)
+    await _fill(buffer, make_group, "a")
+    await buffer.publish_version(1)
+    lease = await buffer.lease(step=0, version=1, num_groups=1, **STEP)
+    await buffer.set_max_staleness(0)
+    assert await buffer.validate(lease, 1) == frozenset()
+    await _fill(buffer, make_group, "b", version=1)
+    assert (await buffer.lease(step=0, version=1, num_groups=1, **STEP)).group_ids == ("b",)
+
+
+async def test_a_lower_max_staleness_takes_effect_at_the_next_sweep(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=3)
+    await _fill(buffer, make_group, "abc")
+    await buffer.publish_version(2)
+    assert await buffer.sweep() == 0
+    await buffer.set_max_staleness(1)
+    assert await buffer.get_max_staleness() == 1
+    assert await buffer.sweep() == 3
+    assert (await buffer.stats()).dropped == {"stale": 3}
+
+
+async def test_a_sweep_takes_more_groups_than_one_script_may_move(
+    checked_buffer: Any, buffer_factory: Any, make_group: Any
+) -> None:
+    buffer = await buffer_factory(max_staleness=0)
+    await asyncio.gather(*(buffer.push(make_group(f"g{i}", size=1)) for i in range(300)))
+    await buffer.publish_version(1)
+    assert await buffer.sweep() == 300
+    stats = await buffer.stats()
+    assert stats.is_conserved and stats.dropped == {"stale": 300} and stats.bytes == 0
+
+
+async def test_the_oldest_trainable_token_counts(checked_buffer: Any, make_group: Any) -> None:
+    buffer = await checked_buffer()
+    with pytest.raises(ValueError, match="max_staleness=-1"):
+        await buffer.set_max_staleness(-1)
+    await buffer.publish_version(2)
+    await buffer.push(make_group("old", 0))
+    await buffer.push(make_group("new", 2))
+    lease = await buffer.lease(step=0, version=2, num_groups=2, **STEP)
+    await buffer.consume(lease, lease.group_ids)
+    assert (await buffer.stats()).max_staleness_trained == 2
+
+
+@pytest.mark.parametrize(
+    ("selector", "order"),
+    [(Selector.stalest, "bac"), (Selector.freshest, "cab"), (Selector.fifo, "abc")],
+)
+async def test_selectors_choose_who_is_trained_first(
+    checked_buffer: Any, make_group: Any, selector: Selector, order: str
+) -> None:
+    buffer = await checked_buffer(selector=selector, max_staleness=5)
+    for name, version in (("a", 2), ("b", 1), ("c", 3)):
+        await buffer.push(make_group(name, version))
+    lease = await buffer.lease(step=0, version=3, num_groups=1, **STEP)
+    await buffer.nack(lease, "test")  # its place in the order must survive
+    taken = [
+        (await buffer.lease(step=step, version=3, num_groups=1, **STEP)).group_ids[0]
+        for step in range(3)
+    ]
+    assert "".join(taken) == order
+
+
+# Leases and owners ----------------------------------------------------------------------------
+
+
+async def test_nack_returns_what_is_not_consumed(checked_buffer: Any, make_group: Any) -> None:
+    buffer = await checked_buffer()
+    await _fill(buffer, make_group, "abc")
+    lease = await buffer.lease(step=0, version=0, num_groups=3, **STEP)
+    assert await buffer.consume(lease, ["b"]) == 1
+    assert await buffer.nack(lease, "half") == 2
+    assert await buffer.nack(lease, "half") == 0
+    stats = await buffer.stats()
+    assert (stats.ready, stats.consumed, stats.leased) == (2, 1, 0)
+
+
+async def test_an_expired_lease_returns_and_its_old_owner_is_fenced(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    zombie = await checked_buffer(lease_timeout_s=0.02)
+    await _fill(zombie, make_group, "ab")
+    old = await zombie.lease(step=0, version=0, num_groups=2, **STEP)
+    await asyncio.sleep(0.03)
+    healthy = await checked_buffer(lease_timeout_s=60)
+    assert await healthy.sweep() == 2
+    new = await healthy.lease(step=0, version=0, num_groups=2, **STEP)
+    assert new.owner != old.owner and new.group_ids == old.group_ids
+    assert await zombie.validate(old, 0) == frozenset()
+    assert await zombie.consume(old, old.group_ids) == 0
+    assert await zombie.nack(old, "late") == 0
+    assert await healthy.consume(new, new.group_ids) == 2
+    assert await zombie.consume(old, old.group_ids) == 0
+    stats = await healthy.stats()
+    assert (stats.expired, stats.consumed, stats.leased) == (2, 2, 0)
+
+
+async def test_a_blocked_lease_takes_over_when_another_one_expires(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    dead = await checked_buffer(lease_timeout_s=0.1)
+    await _fill(dead, make_group, "a")
+    await dead.lease(step=0, version=0, num_groups=1, **STEP)
+    async with asyncio.timeout(2):
+        lease = await dead.lease(
+            step=1, version=0, num_groups=1, share=0, num_shares=1, timeout_s=5
+        )
+    assert lease.group_ids == ("a",)
+
+
+async def test_validate_renews_the_lease(checked_buffer: Any, make_group: Any) -> None:
+    buffer = await checked_buffer(lease_timeout_s=0.2)
+    await _fill(buffer, make_group, "a")
+    lease = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
+    for _ in range(4):
+        await asyncio.sleep(0.1)
+        assert await buffer.validate(lease, 0) == {"a"}
+        assert await buffer.sweep() == 0
+    await asyncio.sleep(0.25)
+    assert await buffer.sweep() == 1
+
+
+# Admission and versions -----------------------------------------------------------------------
+
+
+async def test_admission_counts_running_ready_and_leased_but_not_consumed(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(groups_per_step=1, max_staleness=2)
+    for name in "abc":
+        await buffer.admit(name, 0)
+    await buffer.push(make_group("a"))
+    await buffer.push(make_group("b"))
+    lease = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
+    with pytest.raises(TimeoutError, match="3 groups are running, ready or leased and 3 may be"):
+        await buffer.admit("d", 0)
+    await buffer.consume(lease, lease.group_ids)
+    assert await buffer.admit("d", 0) == 0
+    await buffer.abandon("c", "engine died")
+    await buffer.abandon("c", "engine died")
+    assert await buffer.admit("e", 0) == 0
+    stats = await buffer.stats()
+    assert stats.abandoned_by_reason == {"engine died": 1} and stats.abandoned == 1
+
+
+async def test_admission_shrinks_while_engines_lag_behind(
+    checked_buffer: Any, redis_url: str, run_name: str
+) -> None:
+    buffer = await checked_buffer(groups_per_step=2, max_staleness=1)
+    state = RunState(await connect(redis_url), run_name)
+    await state.record_commits({"engine-0": 0, "engine-1": 0})
+    await buffer.publish_version(1)
+    await state.record_commits({"engine-0": 1})  # engine-1 is the slowest: limit (1 + 1 - 1) * 2
+    for name in "ab":
+        assert await buffer.admit(name, 0) == 1
+    with pytest.raises(TimeoutError, match="2 may be"):
+        await buffer.admit("c", 0)
+    await state.record_commits({"engine-1": 1})
+    for name in "cd":
+        await buffer.admit(name, 0)
+    with pytest.raises(TimeoutError, match="4 may be"):
+        await buffer.admit("e", 0)
+    await state.close()
+
+
+async def test_a_higher_max_staleness_admits_more_at_once(checked_buffer: Any) -> None:
+    buffer = await checked_buffer(groups_per_step=1, max_staleness=0)
+    await buffer.admit("a", 0)
+    waiting = asyncio.create_task(buffer.admit("b", 5))
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    await buffer.set_max_staleness(1)
+    assert await asyncio.wait_for(waiting, 1) == 0
+
+
+async def test_an_abandoned_group_may_requeue_its_prompt(checked_buffer: Any) -> None:
+    buffer = await checked_buffer(max_retries=1)
+    await buffer.admit("a", 0)
+    prompt = PromptRef(task="long words", index=11)
+    await buffer.abandon("a", "stale", requeue=prompt)
+    await buffer.abandon("a", "stale", requeue=prompt)
+    assert await buffer.take_retry() == PromptRef(task="long words", index=11, attempt=1)
+    assert await buffer.take_retry() is None
+
+
+async def test_versions_only_grow(checked_buffer: Any) -> None:
+    buffer = await checked_buffer()
+    await buffer.publish_version(3)
+    await buffer.publish_version(3)
+    with pytest.raises(ValueError, match="version=2: 3 was published before"):
+        await buffer.publish_version(2)
+    assert (await buffer.stats()).trainer_version == 3
+
+
+async def test_opening_again_keeps_what_the_run_has(checked_buffer: Any) -> None:
+    buffer = await checked_buffer(max_staleness=2, groups_per_step=4)
+    await buffer.publish_version(9)
+    await buffer.set_max_staleness(5)
+    again = await checked_buffer(max_staleness=1, groups_per_step=8)
+    stats = await again.stats()
+    assert (stats.trainer_version, stats.max_staleness, stats.groups_per_step) == (9, 5, 4)
+
+
+async def test_a_run_that_nobody_opened_is_named(redis_url: str, make_group: Any) -> None:
+    buffer = ReplayBuffer(await connect(redis_url), "no-such-run", lease_timeout_s=1)
+    with pytest.raises(RunNotOpenError, match="'no-such-run' is not open"):
+        await buffer.stats()
+    with pytest.raises(RunNotOpenError, match="'no-such-run' is not open"):
+        await buffer.push(make_group("g"))
+    await buffer.close()
+
+
+async def test_scripts_come_back_after_the_server_forgot_them(
+    checked_buffer: Any, redis_url: str, make_group: Any
+) -> None:
+    buffer = await checked_buffer()
+    redis = await connect(redis_url)
+    await redis.script_flush()
+    assert await buffer.push(make_group("g")) is PushResult.stored
+    await redis.script_flush()
+    assert (await buffer.stats()).ready == 1
+    await redis.aclose()

@@ -1,0 +1,159 @@
+"""Waits: woken by events and not by polling, ended by time-outs and by close."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from buffer.connection import connect
+from buffer.run_state import RunState
+from buffer.wakeups import BufferClosedError
+
+STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "version": 0}
+
+
+async def _blocked(task: asyncio.Task[Any]) -> None:
+    """Returns when the task has had time to block at the server, and does."""
+    await asyncio.sleep(0.05)
+    assert not task.done()
+
+
+async def test_the_push_that_completes_a_batch_wakes_the_lease(
+    buffer_factory: Any, make_group: Any
+) -> None:
+    buffer = await buffer_factory()
+    waiting = asyncio.create_task(buffer.lease(step=0, num_groups=2, timeout_s=10, **STEP))
+    await buffer.push(make_group("a"))
+    await _blocked(waiting)
+    start = time.monotonic()
+    await buffer.push(make_group("b"))
+    assert (await asyncio.wait_for(waiting, 2)).group_ids == ("a", "b")
+    assert time.monotonic() - start < 0.5
+
+
+async def test_all_ranks_are_woken_by_one_event(buffer_factory: Any, make_group: Any) -> None:
+    clients = [await buffer_factory() for _ in range(3)]
+    waiting = [
+        asyncio.create_task(
+            client.lease(step=0, version=0, num_groups=3, share=i, num_shares=3, timeout_s=10)
+        )
+        for i, client in enumerate(clients)
+    ]
+    await _blocked(waiting[0])
+    for name in "abc":
+        await clients[0].push(make_group(name))
+    leases = await asyncio.wait_for(asyncio.gather(*waiting), 2)
+    assert len({lease.owner for lease in leases}) == 1
+    assert sorted(g.group_id for lease in leases for g in lease.groups) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("event", ["consume", "abandon", "stale", "publish", "commit", "tune"])
+async def test_whatever_makes_room_wakes_admission(
+    buffer_factory: Any, redis_url: str, run_name: str, make_group: Any, event: str
+) -> None:
+    buffer = await buffer_factory(groups_per_step=1, max_staleness=1)
+    state = RunState(await connect(redis_url), run_name)
+    await buffer.push(make_group("a"))
+    await buffer.admit("b", 0)
+    if event == "commit":
+        await state.record_commits({"engine": 0})
+        await buffer.publish_version(1)
+        lease = await buffer.lease(
+            step=0, num_groups=1, timeout_s=0, version=1, share=0, num_shares=1
+        )
+        await buffer.consume(lease, lease.group_ids)  # 1 running, limit (1 + 1 - 1) * 1
+    else:
+        lease = await buffer.lease(step=0, num_groups=1, timeout_s=0, **STEP)
+    waiting = asyncio.create_task(buffer.admit("c", 10))
+    await _blocked(waiting)
+    if event == "consume":
+        await buffer.consume(lease, ["a"])
+    elif event == "abandon":
+        await buffer.abandon("b", "test")
+    elif event == "stale":
+        await buffer.publish_version(2)
+        await buffer.validate(lease, 2)
+    elif event == "publish":
+        await buffer.nack(lease, "test")
+        await buffer.publish_version(2)
+        await buffer.sweep()
+    elif event == "commit":
+        await state.record_commits({"engine": 1})
+    else:
+        await buffer.set_max_staleness(2)
+    await asyncio.wait_for(waiting, 2)
+    await state.close()
+
+
+async def test_many_blocked_workers_never_exceed_the_bound(buffer_factory: Any) -> None:
+    async def work(worker: int) -> int:
+        buffer = await buffer_factory(groups_per_step=2, max_staleness=1)
+        most = 0
+        for number in range(5):
+            await buffer.admit(f"g{worker}-{number}", 10)
+            most = max(most, (await buffer.stats()).running)
+            await buffer.abandon(f"g{worker}-{number}", "test")
+        return most
+
+    most = await asyncio.gather(*(work(worker) for worker in range(8)))
+    assert max(most) == 4
+    stats = await (await buffer_factory()).stats()
+    assert (stats.abandoned, stats.running) == (40, 0)
+
+
+async def test_a_wait_that_ends_says_what_it_waited_for(buffer_factory: Any) -> None:
+    buffer = await buffer_factory(groups_per_step=1, max_staleness=0)
+    with pytest.raises(TimeoutError, match=r"step 4 waited 0.05 s for 2 fresh groups .*: 0 are"):
+        await buffer.lease(step=4, num_groups=2, timeout_s=0.05, **STEP)
+    await buffer.admit("a", 0)
+    with pytest.raises(TimeoutError, match=r"no room for group b within 0.05 s: 1 groups"):
+        await buffer.admit("b", 0.05)
+
+
+async def test_close_ends_every_wait(buffer_factory: Any) -> None:
+    buffer = await buffer_factory(groups_per_step=1, max_staleness=0)
+    await buffer.admit("a", 0)
+    waiting = [
+        asyncio.create_task(buffer.admit("b", 60)),
+        asyncio.create_task(buffer.lease(step=0, num_groups=1, timeout_s=60, **STEP)),
+    ]
+    await _blocked(waiting[0])
+    await buffer.close()
+    for task in waiting:
+        with pytest.raises(BufferClosedError):
+            await asyncio.wait_for(task, 1)
+
+
+async def test_a_cancelled_wait_leaves_the_client_in_order(
+    buffer_factory: Any, make_group: Any
+) -> None:
+    buffer = await buffer_factory()
+    waiting = asyncio.create_task(buffer.lease(step=0, num_groups=1, timeout_s=60, **STEP))
+    await _blocked(waiting)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await buffer.push(make_group("a"))
+    assert (await buffer.lease(step=0, num_groups=1, timeout_s=1, **STEP)).group_ids == ("a",)
+
+
+async def test_blocked_clients_send_no_commands(buffer_factory: Any, redis_url: str) -> None:
+    buffer = await buffer_factory(groups_per_step=1, max_staleness=0)
+    await buffer.admit("a", 0)
+    waiting = [
+        asyncio.create_task(buffer.admit("b", 60)),
+        asyncio.create_task(buffer.lease(step=0, num_groups=1, timeout_s=60, **STEP)),
+    ]
+    await _blocked(waiting[0])
+    redis = await connect(redis_url)
+    before = (await redis.info("stats"))["total_commands_processed"]
+    await asyncio.sleep(0.5)
+    after = (await redis.info("stats"))["total_commands_processed"]
+    assert after - before <= 1  # INFO itself
+    await redis.aclose()
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
