@@ -50,7 +50,7 @@ typecheck: install ## mypy, strict
 	@.venv/bin/mypy
 
 docs: install ## write docs/configuration.md anew from the schema
-	@$(PYTHON_BIN) -m configs.load --reference
+	@$(PYTHON_BIN) -m configs.reference
 
 clean: ## remove .venv and caches; runs/ stays
 	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache *.egg-info

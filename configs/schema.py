@@ -1,8 +1,8 @@
 """Every setting of a run, with its one default and the rules that join them.
 
 A section is handed to the component that it configures and to nobody else. Types are those that
-OmegaConf can check; `load.py` turns YAML and command-line overrides into one `Config`. A broken rule
-raises ValueError naming the field, its value and the fix.
+OmegaConf can check; `load.py` turns YAML and command-line overrides into one `Config`. A broken
+rule raises ValueError naming the field, its value and the fix.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AppendFsync(Enum):
 class PauseMode(Enum):
     """What the engine does with running requests while weights change.
 
-    `retract` computes their KV cache anew under the new weights; `in_place` goes on over the old one.
+    `retract` computes their KV cache anew under the new weights; `in_place` goes on over the old.
     """
 
     retract = "retract"
@@ -144,7 +144,7 @@ class TrainerConfig:
     groups_per_step: int = 16
     """Prompt groups in one global batch, shared among the ranks by tokens."""
     num_minibatches: int = 1
-    """Optimizer steps a batch. With more than one, proximal log-probabilities are computed first."""
+    """Optimizer steps a batch. More than one: proximal log-probabilities are computed first."""
     micro_batch_tokens: int = 16384
     """Padded tokens in one forward pass of one rank."""
     learning_rate: float = 1e-6
@@ -234,7 +234,7 @@ class EngineConfig:
     """Tokens of KV cache; None lets SGLang choose by `mem_fraction` (65536 on a CPU)."""
     mem_fraction: float = 0.85
     radix_cache: bool = False
-    """Reuse KV of shared prefixes, keyed by policy version. Needs weight_sync.pause_mode=in_place."""
+    """Reuse KV of shared prefixes, by policy version. Needs weight_sync.pause_mode=in_place."""
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
     """Longest that one request may go without an answer."""
@@ -303,7 +303,7 @@ class BufferConfig:
     url: str | None = None
     """redis://[user:password@]host:port/db or unix://; None starts a server for this run."""
     max_staleness: int = 2
-    """The most policy versions by which a trained token may lag. Can change while the run goes on."""
+    """The most policy versions by which a trained token may lag. Can change during the run."""
     on_stale: OnStale = OnStale.requeue
     max_retries: int = 2
     """How often a prompt whose group went stale is run again."""
@@ -357,7 +357,7 @@ class TaskConfig:
     eval_path: str | None = None
     """gsm8k: JSONL of held-out prompts; None holds back the last `eval_size` lines of `path`."""
     prompt_pattern: str | None = None
-    """A regular expression; what it matches of the question (group 1 if there is one) is the prompt."""
+    """A regular expression; its match in the question (group 1 if there is one) is the prompt."""
     instruction: str = ""
     """Text put after the question."""
     chat_template: bool = False
@@ -376,11 +376,11 @@ class ClusterConfig:
     num_cpus: int | None = None
     """Cores that a Ray started here may promise; None is all of them."""
     gpus_per_rank: int | None = None
-    """GPUs of a trainer rank: None is 1 if Ray has GPUs, else 0. An engine takes tp_size likewise."""
+    """GPUs of a trainer rank: None is 1 if Ray has any, else 0. An engine takes tp_size so."""
     threads_per_process: int | None = None
     """Torch threads of a CPU process; None shares the cores out."""
     host: str = "127.0.0.1"
-    """Address on which this machine's servers listen. Beyond loopback Redis always has a password."""
+    """Address on which this machine's servers listen. Redis has a password in any case."""
     start_timeout_s: float = 900.0
     stop_timeout_s: float = 20.0
 

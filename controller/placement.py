@@ -17,15 +17,6 @@ from configs.schema import Config
 CPUS_PER_PROCESS = 1
 
 
-def confine_ray_to_loopback() -> None:
-    """Keep the servers of a Ray started here off the network; call before ray is first imported.
-
-    Ray replaces a loopback address by the machine's own unless clusters are switched off, which it
-    only documents for other systems but honours on this one too.
-    """
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-
-
 class PlacementError(RuntimeError):
     """The cluster cannot hold the run; the message says what is asked for and what there is."""
 
@@ -61,6 +52,11 @@ class Demand:
             gpus_per_rank=gpus_per_rank,
             gpus_per_engine=config.rollout.engine.tp_size if gpus_per_rank else 0,
         )
+
+    def threads_per_process(self, config: Config) -> int:
+        """Torch threads of a CPU process: the cores shared out, unless the config says."""
+        busy = self.num_ranks + self.num_engines
+        return config.cluster.threads_per_process or max(1, (os.cpu_count() or 1) // busy)
 
     def check(self, num_cpus: float, num_gpus: float) -> None:
         if self.num_gpus > num_gpus:

@@ -7,18 +7,21 @@ is gone.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
+import ray
+from ray.exceptions import RayActorError, RayTaskError
 
-RUN_VARIABLE = "LEASH_RUN"
-LOG_DIR_VARIABLE = "LEASH_LOG_DIR"
-PROCESS_VARIABLE = "LEASH_PROCESS"
+from configs.environment import LOG_DIR_VARIABLE, PROCESS_VARIABLE, RUN_VARIABLE
+
 SETUP_HOOK = "controller.supervise.enter_process"
 
 
@@ -54,6 +57,60 @@ def failure(process: str, what: str, log: Path) -> RunFailed:
     return RunFailed(f"{process} {what}; the last lines of {log}:\n{last_lines(log)}")
 
 
+def cause_of(error: BaseException) -> str:
+    """What an error that Ray brought from another process says, without Ray's own traceback."""
+    if isinstance(error, RayTaskError):
+        inner = error.cause
+        return f"failed: {type(inner).__name__}: {inner}"
+    if isinstance(error, RayActorError):
+        return "died"
+    return f"failed: {type(error).__name__}: {error}"
+
+
+def told(name: str, error: RayTaskError | RayActorError, log: Path) -> Exception:
+    """What to raise for an error that Ray brought from another process.
+
+    Bad input that only that process could see stays a ValueError; all else names the process.
+    """
+    if isinstance(error, RayTaskError) and isinstance(error.cause, ValueError):
+        return ValueError(str(error.cause))
+    return failure(name, cause_of(error), log)
+
+
+def wait_for_all(
+    refs: Mapping[str, Any], log_of: Callable[[str], Path], timeout_s: float, doing: str
+) -> dict[str, Any]:
+    """Results by process name. Raises for the first that fails, or is missing at `timeout_s`."""
+    names = {ref: name for name, ref in refs.items()}
+    pending, results = list(names), dict[str, Any]()
+    deadline = time.monotonic() + timeout_s
+    while pending:
+        left_s = max(0.0, deadline - time.monotonic())
+        ready, pending = ray.wait(pending, num_returns=1, timeout=left_s)
+        if not ready:
+            name = names[pending[0]]
+            raise failure(name, f"was not done {doing} after {timeout_s:g} s", log_of(name))
+        name = names[ready[0]]
+        try:
+            results[name] = ray.get(ready[0])
+        except (RayTaskError, RayActorError) as error:
+            raise told(name, error, log_of(name)) from error
+    return results
+
+
+async def exit_of(pid: int) -> None:
+    """Returns when the process has ended. The kernel tells; nothing is polled."""
+    ended = asyncio.Event()
+    fd = os.pidfd_open(pid)
+    loop = asyncio.get_running_loop()
+    loop.add_reader(fd, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+
+
 def run_processes(run_id: str) -> list[psutil.Process]:
     """Every process on this machine, this one excepted, that belongs to the run."""
     found = []
@@ -78,14 +135,15 @@ def shared_memory_files(processes: Iterable[psutil.Process]) -> set[Path]:
     return files
 
 
-def end_processes(run_id: str, timeout_s: float) -> list[str]:
+def end_processes(run_id: str, timeout_s: float, shared_memory: Iterable[Path] = ()) -> list[str]:
     """End what is left of the run: asked first, killed after half of `timeout_s`.
 
-    Returns the names of those that had to be killed. Shared-memory files left by them are removed.
+    Returns the names of those that had to be killed. Shared-memory files left by them are removed,
+    and those of `shared_memory`, which processes that ended before had mapped.
     """
     deadline = time.monotonic() + timeout_s
     left = run_processes(run_id)
-    files = shared_memory_files(left)
+    files = set(shared_memory) | shared_memory_files(left)
     _signal(left, signal.SIGTERM)
     _, left = psutil.wait_procs(left, timeout=timeout_s / 2)
     killed = [_name(process) for process in left]

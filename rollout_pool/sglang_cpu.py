@@ -1,9 +1,9 @@
-"""Lets the stock sglang wheel import on a machine without CUDA; loaded only by `sglang_server` there.
+"""Lets the stock sglang wheel import on a machine without CUDA; only `sglang_server` loads it.
 
 Two of the packages that sglang imports at start-up exist only as CUDA builds: `sgl_kernel` (its
-functions are never called on the CPU path used here) and `torchvision` (image models only). A finder
-at the end of `sys.meta_path` answers for them with empty modules whose every attribute raises when it
-is called, so a path that would really need a kernel fails with its name and not with a wrong result.
+functions are never called on the CPU path used here) and `torchvision` (image models only). A
+finder at the end of `sys.meta_path` answers for them with empty modules whose every attribute
+raises when it is called: what would really need a kernel fails by name, never with a wrong result.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Put the stubs in place; call before the first import of sglang, in every process of the server."""
+    """Put the stubs in place, before the first import of sglang in each of its processes."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     if not any(isinstance(finder, _StubFinder) for finder in sys.meta_path):
         sys.meta_path.append(_StubFinder())

@@ -1,0 +1,226 @@
+"""From YAML files and command-line overrides to one checked `Config`. The only OmegaConf import.
+
+    config.yaml -> group files -> experiment file      composed by Hydra
+                          |
+                      overrides                        names checked against the schema
+                          |
+                   merged into the schema              strict keys and types, by OmegaConf
+                          |
+                       Config                          the rules of __post_init__
+
+Whatever is wrong ends as one `ConfigError` of one line: the setting, its value, and the fix.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.schema import Config
+from configs.settings import all_sections, all_settings
+
+CONFIG_DIR = Path(__file__).resolve().parent
+GROUPS = tuple(sorted(folder.name for folder in CONFIG_DIR.iterdir() if any(folder.glob("*.yaml"))))
+
+# `${data:word_problems.jsonl}` in a YAML file names a file that ships with the project.
+OmegaConf.register_new_resolver("data", lambda name: str(CONFIG_DIR / "data" / name), replace=True)
+
+
+class ConfigError(ValueError):
+    """A setting that is unknown, of the wrong type, or breaks a rule; the message holds the fix."""
+
+
+def load_config(overrides: Sequence[str], experiment: str = "quickstart") -> Config:
+    """Compose `experiment`, apply `overrides` (`buffer.max_staleness=4`, `model=tiny`) and check.
+
+    A value is written as in YAML; one for a text setting is taken as it stands. Relative paths mean
+    the folder that the command was given in and come back absolute, since other processes of the
+    run live elsewhere. Raises ConfigError.
+    """
+    pairs = [_split(override) for override in overrides]
+    choices = {"experiment": experiment} | {n: text for n, text in pairs if n in GROUPS}
+    for group, option in choices.items():
+        _check_option(group, option)
+    composed = _compose(choices)
+    composed["experiment"] = choices["experiment"]
+    for name, text in pairs:
+        if name not in GROUPS:
+            OmegaConf.update(composed, name, _value(name, text), force_add=True)
+    config = _to_schema(composed)
+    _anchor_paths(config)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved settings as YAML: what `make dry-run` prints and the run's folder keeps.
+
+    A password in buffer.url is left out, since people share both.
+    """
+    tree = OmegaConf.structured(config)
+    if config.buffer.url is not None:
+        tree.buffer.url = re.sub(r"(//[^:@/]*):[^@/]*@", r"\1:***@", config.buffer.url)
+    return OmegaConf.to_yaml(tree)
+
+
+def read_config(path: Path) -> Config:
+    """The settings that `to_yaml` wrote, as a run's folder keeps them. Raises ConfigError."""
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {_first_line(error)}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds no settings")
+    return _to_schema(OmegaConf.create(_literal(tree)))
+
+
+def options(group: str) -> dict[str, str]:
+    """The files of a group, e.g. the experiments, with the sentence that each opens with."""
+    return {
+        path.stem: _opening_sentence(path) for path in sorted((CONFIG_DIR / group).glob("*.yaml"))
+    }
+
+
+def _opening_sentence(path: Path) -> str:
+    comments = [line for line in path.read_text().splitlines() if line.startswith("# ")]
+    return next(c.removeprefix("# ") for c in comments if not c.startswith("# @package"))
+
+
+def _split(override: str) -> tuple[str, str]:
+    name, equals, text = override.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"{override!r}: write SETTING=VALUE, as in buffer.max_staleness=4")
+    return name, text
+
+
+def _value(name: str, text: str) -> object:
+    """What the command line says for a setting, whose name is checked here."""
+    setting = next((s for s in all_settings() if s.name == name), None)
+    if setting is not None and setting.annotation is str:
+        is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+        return None if text == "null" else _literal(text[1:-1] if is_quoted else text)
+    is_open = any(s.is_open and name.startswith(f"{s.name}.") for s in all_settings())
+    if setting is None and not is_open and name not in all_sections():
+        raise ConfigError(f"{name}: {_unknown(name)}")
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        problem = _first_line(error)
+        raise ConfigError(f"{name}={text}: is no YAML value ({problem}); quote it") from None
+
+
+def _literal(value: Any) -> Any:
+    """Text in which OmegaConf shall see no `${variable}`."""
+    if isinstance(value, dict):
+        return {name: _literal(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
+def _check_option(group: str, option: str) -> None:
+    known = options(group)
+    if option not in known:
+        guess = _nearest(option, known)
+        raise ConfigError(
+            f"{group}={option}: there is no such {group};{guess} "
+            f"choose one of {', '.join(known)} (the files of configs/{group}/)"
+        )
+
+
+def _compose(choices: Mapping[str, str]) -> DictConfig:
+    """The YAML files by `choices` (group -> file), untyped, with every variable filled in."""
+    try:
+        with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
+            lines = [f"{group}={option}" for group, option in choices.items()]
+            composed = compose("config", overrides=lines)
+        OmegaConf.set_struct(composed, False)
+        for group, option in choices.items():
+            if group != "experiment":
+                # Hydra lets the experiment win over such a file, but this one was asked for.
+                file = CONFIG_DIR / group / f"{option}.yaml"
+                composed.merge_with({group: OmegaConf.load(file)})
+        OmegaConf.resolve(composed)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"the files of {CONFIG_DIR} do not compose: {error}") from error
+    return composed
+
+
+def _to_schema(composed: DictConfig) -> Config:
+    """Strict keys and types by OmegaConf, then the schema's own rules."""
+    for name in all_sections():
+        section = OmegaConf.select(composed, name)
+        # OmegaConf refuses a scalar here as well, but does not say where.
+        if section is not None and not isinstance(section, DictConfig):
+            raise ConfigError(f"{name}={section!r}: is a section; set its settings one by one")
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), composed)
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_explain(error, composed)) from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    assert isinstance(config, Config)
+    return config
+
+
+def _explain(error: OmegaConfBaseException, composed: DictConfig) -> str:
+    name = error.full_key or ""
+    setting = next((s for s in all_settings() if s.name == name), None)
+    if setting is not None:
+        return f"{name}={OmegaConf.select(composed, name)!r}: expected {setting.expected}"
+    if name in all_sections():
+        return f"{name}: expected a mapping of its settings"
+    return f"{name}: {_unknown(name)}"
+
+
+def _anchor_paths(config: Config) -> None:
+    config.run.dir = str(Path(config.run.dir).expanduser().absolute())
+    if config.task.path is not None:
+        config.task.path = str(Path(config.task.path).expanduser().absolute())
+    if config.task.eval_path is not None:
+        config.task.eval_path = str(Path(config.task.eval_path).expanduser().absolute())
+    # A hub name looks like a path too; only a folder that exists, or can be nothing else, is one.
+    path = config.model.path
+    if path is not None and (Path(path).expanduser().is_dir() or path[0] in "./~"):
+        config.model.path = str(Path(path).expanduser().absolute())
+
+
+def _unknown(name: str) -> str:
+    """The rest of the sentence on an unknown setting: the nearest name, else its neighbours'."""
+    names = [setting.name for setting in all_settings()]
+    guess = _nearest(name, names)
+    if guess:
+        return f"there is no such setting;{guess} (docs/configuration.md lists all)"
+    section = name.rpartition(".")[0]
+    while section and section not in all_sections():
+        section = section.rpartition(".")[0]
+    if section:
+        inside = [other for other in names if other.startswith(f"{section}.")]
+        return f"there is no such setting; {section} has {', '.join(inside)}"
+    sections = [other for other in all_sections() if "." not in other]
+    return f"there is no such setting; the sections are {', '.join(sections)}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """ " did you mean ...?" for a slip of the pen or a forgotten section, else nothing."""
+    known = list(known)
+    leaf = name.split(".")[-1]
+    same_leaf = [other for other in known if other.split(".")[-1] == leaf]
+    close = same_leaf[:2] or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    if not close:
+        leaves = {other.split(".")[-1]: other for other in known}
+        close = [leaves[x] for x in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)]
+    return f" did you mean {' or '.join(close)}?" if close else ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,97 @@
+"""Writes docs/configuration.md from the schema and the YAML files: `python -m configs.reference`.
+
+The page is never edited by hand; a test holds it to what this module makes of the schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+
+from configs.load import GROUPS, options
+from configs.settings import Setting, all_sections, all_settings, enum_docs, section_doc
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+
+INTRODUCTION = """\
+# Configuration
+
+Every setting of a run, its type and its one default. This page is made from `configs/schema.py` by
+`make docs`; edit the schema instead.
+
+    make launch ARGS="buffer.max_staleness=4 rollout.num_engines=2"   # settings by name
+    make launch ARGS="weight_sync=in_place"                           # a file of a group
+    make launch EXPERIMENT=gsm8k-smoke                                # a file of configs/experiment
+    make dry-run ARGS="trainer.num_ranks=4"                           # see what that would start
+
+What the command line says wins over the experiment, which wins over the files that it chooses,
+which win over the defaults below. Unknown names and wrong types are refused with the nearest valid
+name. Values are written as in YAML, and text as it stands; quote what the shell would take for
+itself: `ARGS="task.prompt_pattern='([0-9]+)'"`. Relative paths mean the folder that the command is
+given in. An experiment of your own is one more file in `configs/experiment/`.
+"""
+
+
+def reference_markdown() -> str:
+    """The whole page."""
+    return "\n".join([INTRODUCTION, *_group_tables(), *_section_tables(), *_choice_tables()])
+
+
+def _group_tables() -> Iterator[str]:
+    yield "## Files to choose from\n"
+    yield "| choose | to get |\n|---|---|"
+    for group in ("experiment", *(name for name in GROUPS if name != "experiment")):
+        for option, sentence in options(group).items():
+            chosen = f"EXPERIMENT={option}" if group == "experiment" else f"{group}={option}"
+            yield f"| `{chosen}` | {_cell(sentence)} |"
+    yield ""
+
+
+def _section_tables() -> Iterator[str]:
+    for name, section in all_sections().items():
+        settings = [s for s in all_settings() if s.section is section]
+        yield f"## {name}\n"
+        if doc := section_doc(section):
+            yield _flow(doc) + "\n"
+        yield "| setting | type | default | meaning |\n|---|---|---|---|"
+        yield from map(_row, settings)
+        yield ""
+
+
+def _row(setting: Setting) -> str:
+    return (
+        f"| `{setting.name}` | {_cell(setting.expected)} | `{_value(setting.default)}` "
+        f"| {_cell(setting.doc)} |"
+    )
+
+
+def _choice_tables() -> Iterator[str]:
+    yield "## What the choices mean\n"
+    seen: set[object] = set()
+    for setting in all_settings():
+        choices = setting.annotation
+        if not (isinstance(choices, type) and issubclass(choices, Enum)) or choices in seen:
+            continue
+        seen.add(choices)
+        if doc := enum_docs(choices):
+            users = [f"`{s.name}`" for s in all_settings() if s.annotation is choices]
+            yield f"- {', '.join(users)}: {doc}"
+
+
+def _value(value: object) -> str:
+    return value if isinstance(value, str) and value else json.dumps(value)
+
+
+def _cell(text: str) -> str:
+    return _flow(text).replace("|", "\\|")
+
+
+def _flow(text: str) -> str:
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(reference_markdown())
+    print(f"wrote {PAGE}")

@@ -1,0 +1,153 @@
+"""The schema seen from outside: every setting's dotted name, type, default and description.
+
+`load.py` words its errors by it, and `reference.py` writes the documentation page.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from itertools import pairwise
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from configs import schema
+
+TYPE_WORDS: dict[object, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+}
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Setting:
+    """One leaf of the configuration."""
+
+    name: str
+    """Dotted, as on the command line: `buffer.max_staleness`."""
+    section: type
+    """The dataclass that holds it."""
+    annotation: object
+    """Its type, without the `| None`."""
+    is_optional: bool
+    default: object
+    """The schema's one default (Enum members as their name)."""
+    doc: str
+
+    @property
+    def expected(self) -> str:
+        """What a value must be, as the end of "expected ..."."""
+        return describe_type(self.annotation) + (" or null" if self.is_optional else "")
+
+    @property
+    def is_open(self) -> bool:
+        """A mapping whose keys are not ours to know (arguments of a task's generator)."""
+        return get_origin(self.annotation) is dict
+
+
+def describe_type(annotation: object) -> str:
+    """Words for a type, e.g. "an integer" or "one of requeue, drop"."""
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return "one of " + ", ".join(member.name for member in annotation)
+    if get_origin(annotation) is list:
+        return "a list, each " + describe_type(get_args(annotation)[0])
+    if get_origin(annotation) is dict or is_dataclass(annotation):
+        return "a mapping"
+    return TYPE_WORDS.get(annotation, str(annotation))
+
+
+@cache
+def all_settings() -> tuple[Setting, ...]:
+    """Every leaf of `schema.Config`, in the order of the file."""
+    return tuple(_walk(schema.Config, prefix=""))
+
+
+@cache
+def all_sections() -> dict[str, type]:
+    """Dotted name of every section, e.g. `trainer.warm_start`, and its dataclass."""
+    return dict(_walk_sections(schema.Config, prefix=""))
+
+
+def _walk(section: type, prefix: str) -> Iterator[Setting]:
+    docs = _field_docs(section)
+    hints = get_type_hints(section)
+    for field in fields(section):
+        name = prefix + field.name
+        annotation, is_optional = _without_none(hints[field.name])
+        if is_dataclass(annotation) and isinstance(annotation, type):
+            yield from _walk(annotation, f"{name}.")
+            continue
+        yield Setting(
+            name=name,
+            section=section,
+            annotation=annotation,
+            is_optional=is_optional,
+            default=_default(field.default, field.default_factory),
+            doc=docs.get(field.name, ""),
+        )
+
+
+def _walk_sections(section: type, prefix: str) -> Iterator[tuple[str, type]]:
+    hints = get_type_hints(section)
+    for field in fields(section):
+        annotation, _ = _without_none(hints[field.name])
+        if is_dataclass(annotation) and isinstance(annotation, type):
+            yield prefix + field.name, annotation
+            yield from _walk_sections(annotation, f"{prefix}{field.name}.")
+
+
+def _without_none(annotation: Any) -> tuple[Any, bool]:
+    if get_origin(annotation) in (Union, UnionType):
+        rest = [arg for arg in get_args(annotation) if arg is not type(None)]
+        assert len(rest) == 1, f"{annotation}: OmegaConf checks one type (or None) a field"
+        return rest[0], True
+    return annotation, False
+
+
+def _default(default: object, factory: Any) -> object:
+    value = factory() if factory is not MISSING else default
+    return value.name if isinstance(value, Enum) else value
+
+
+@cache
+def _class_nodes() -> dict[str, ast.ClassDef]:
+    tree = ast.parse(inspect.getsource(schema))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def section_doc(section: type) -> str:
+    """What the class body says; `__doc__` of a dataclass without a docstring is generated."""
+    return ast.get_docstring(_class_nodes()[section.__name__]) or ""
+
+
+def enum_docs(choices: type[Enum]) -> str:
+    """The docstring of an Enum, and the comments that stand behind its members."""
+    lines = inspect.getsource(choices).splitlines()
+    comments = [
+        f"`{line.split('=')[0].strip()}`: {line.partition('  # ')[2]}."
+        for line in lines
+        if "  # " in line
+    ]
+    doc = ast.get_docstring(_class_nodes()[choices.__name__]) or ""
+    return " ".join([*doc.split(), *comments])
+
+
+def _field_docs(section: type) -> dict[str, str]:
+    """The string under each field. Only the source has it; Python itself throws it away."""
+    body = _class_nodes()[section.__name__].body
+    docs = {}
+    for node, following in pairwise(body):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+        ):
+            docs[node.target.id] = inspect.cleandoc(str(following.value.value))
+    return docs

@@ -1,0 +1,118 @@
+"""The command line: `leash launch | dry-run | status | stop | tune`.
+
+Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from configs.load import load_config
+from configs.schema import Config
+
+LOOPBACK = "127.0.0.1"
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="leash", description=__doc__.splitlines()[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb, what in (("launch", "train"), ("dry-run", "print config and plan, start nothing")):
+        sub = verbs.add_parser(verb, help=what)
+        sub.add_argument(
+            "--experiment",
+            default="quickstart",
+            help="a file of configs/experiment (default: %(default)s)",
+        )
+        sub.add_argument("overrides", nargs="*", help="settings, as buffer.max_staleness=4")
+    for verb, what in (
+        ("status", "what a run does now and what holds it back"),
+        ("stop", "end a run and whatever is left of it"),
+        ("tune", "change a setting of a running job"),
+    ):
+        sub = verbs.add_parser(verb, help=what)
+        sub.add_argument("--run", help="name of the run (default: the newest)")
+        sub.add_argument("--dir", default="runs", help="folder that holds the runs")
+        if verb == "tune":
+            sub.add_argument("--max-staleness", type=int, required=True)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; every expected error is one message on stderr and an exit code."""
+    arguments = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end a run in the same order
+    try:
+        return _dispatch(arguments)
+    except KeyboardInterrupt:
+        print("leash: stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except ValueError as error:  # bad input of any kind, named by whoever looked at it
+        print(f"leash: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except (RuntimeError, TimeoutError, OSError) as error:
+        print(f"leash: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _dispatch(arguments: argparse.Namespace) -> int:
+    if arguments.verb in ("launch", "dry-run"):
+        config = load_config(arguments.overrides, arguments.experiment)
+        return _launch(config) if arguments.verb == "launch" else _dry_run(config)
+    return _on_existing_run(arguments)
+
+
+def _launch(config: Config) -> int:
+    if config.cluster.ray_address is None and config.cluster.host == LOOPBACK:
+        # Ray replaces a loopback address by the machine's own unless clusters are switched off. It
+        # reads this when it is first imported, and documents it for other systems alone.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    from controller.run import launch
+
+    launch(config)
+    return 0
+
+
+def _dry_run(config: Config) -> int:
+    import torch
+    from rich.console import Console
+
+    from configs.load import to_yaml
+    from controller.plan import make_plan
+
+    console = Console()
+    console.print(to_yaml(config), highlight=False, markup=False)
+    is_here = config.cluster.ray_address is None  # what another cluster has is not known yet
+    num_gpus = torch.cuda.device_count() if is_here else None
+    plan = make_plan(config, num_gpus, os.cpu_count() or 1)
+    console.print(plan.render())
+    return 0
+
+
+def _on_existing_run(arguments: argparse.Namespace) -> int:
+    from controller.run_dir import RunDir
+
+    run_dir = RunDir.find(arguments.dir, arguments.run)
+    if arguments.verb == "status":
+        from controller.status import print_status
+
+        print_status(run_dir)
+    elif arguments.verb == "stop":
+        from controller.stop import stop_run
+
+        stop_run(run_dir)
+    else:
+        from controller.tune import set_max_staleness
+
+        set_max_staleness(run_dir, arguments.max_staleness)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""The run's history on disk: one JSON object a line in `metrics.jsonl`, appended and never changed.
+
+    {"t": 1732190000.1, "kind": "step", "step": 3, "reward_mean": 0.41, ...}
+
+Kinds: `phase` (what the run does), `step` (one trained batch, from trainer rank 0), `eval`
+(held-out prompts), `buffer` (depth, versions and waits, sampled by the controller). Each is flat.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+Scalar = float | int | str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Record:
+    """One line."""
+
+    t: float
+    """Unix time, seconds."""
+    kind: str
+    values: Mapping[str, Scalar]
+
+    def number(self, name: str) -> float:
+        """The value of `name`; NaN where it was not recorded or not finite."""
+        value = self.values.get(name)
+        return math.nan if value is None or isinstance(value, str) else float(value)
+
+    def histogram(self, name: str) -> dict[int, int]:
+        """A mapping of integers kept as a JSON string: `{"0": 12, "1": 4}`."""
+        text = self.values.get(name)
+        if not isinstance(text, str):
+            return {}
+        return {int(key): int(count) for key, count in sorted(json.loads(text).items())}
+
+
+class MetricsLog:
+    """Appends records; every line is handed to the system at once, so readers are never behind."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def append(self, kind: str, values: Mapping[str, Scalar], t: float | None = None) -> Record:
+        """Write one record (`t`: now) and return it as a reader will see it."""
+        finite = {name: value for name, value in values.items() if _is_finite(value)}
+        record = Record(t=time.time() if t is None else t, kind=kind, values=finite)
+        line = {"t": round(record.t, 3), "kind": kind, **finite}
+        self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
+        return record
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _is_finite(value: Scalar) -> bool:
+    # NaN is not JSON; a reader sees a value that is not finite as one that was not recorded.
+    return isinstance(value, str) or math.isfinite(value)
+
+
+def read_metrics(path: Path, kind: str | None = None) -> list[Record]:
+    """Every record (of `kind`), oldest first; none if there is no file yet.
+
+    A last line without its end is left out: its writer is at it, or was killed over it. Raises
+    ValueError for any other broken line, with its number.
+    """
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return []
+    lines = text.split("\n")[:-1]
+    records = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    return [record for record in records if kind is None or record.kind == kind]
+
+
+def _parse(line: str, where: str) -> Record:
+    try:
+        fields = dict(json.loads(line))
+        return Record(t=float(fields.pop("t")), kind=str(fields.pop("kind")), values=fields)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{where}: no metrics record ({error!r})") from error

@@ -1,0 +1,230 @@
+"""What a run will start and what that needs, known before anything is started (pure).
+
+`make dry-run` prints it; `run.py` starts by it, so that both speak of the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from configs.schema import Config, Dtype
+from controller.model_size import ModelSize, model_size
+from controller.units import format_bytes
+
+CPU_KV_TOKENS = 65536
+"""KV cache of a CPU engine when rollout.engine.max_total_tokens is null."""
+TRAINER_BYTES_PER_PARAM = 16
+"""Weights, gradients, two Adam moments: 4 x 4 bytes in float32; 2 + 2 + 12 under bfloat16."""
+RANK_PROCESS_BYTES = 550 * 2**20
+"""A CPU rank before its share of the model: torch, DeepSpeed and Ray, as measured."""
+ENGINE_PROCESS_BYTES = 2 * 2**30
+"""A CPU engine before weights and KV cache: SGLang's three processes, as measured."""
+WORKER_PROCESS_BYTES = 400 * 2**20
+"""A process of ours with Ray and numpy in it."""
+GPU_CONTEXT_BYTES = 2**30
+"""CUDA context and kernels of one process."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PlannedProcess:
+    """One kind of process; all but `count` is said of each."""
+
+    what: str
+    count: int
+    num_gpus: int
+    num_threads: int | None
+    """Torch threads; None where torch computes nothing."""
+    memory: str
+    """An estimate in words: device memory on a GPU, host memory elsewhere."""
+    note: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Plan:
+    """Processes, devices and bounds of a run."""
+
+    trainer_gpus: int
+    """GPUs of one rank."""
+    engine_gpus: int
+    """GPUs of one engine."""
+    threads_per_process: int
+    """Torch threads of a CPU process."""
+    redis: str
+    staleness_bound: str
+    model: ModelSize
+    processes: tuple[PlannedProcess, ...]
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(p.count * p.num_gpus for p in self.processes)
+
+    def render(self) -> RenderableType:
+        """A table of processes, then the sentences that a reader wants next to it."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("process", style="bold")
+        table.add_column("count", justify="right")
+        table.add_column("GPUs", justify="right")
+        table.add_column("threads", justify="right")
+        table.add_column("memory each")
+        table.add_column("", style="dim", ratio=1)
+        for p in self.processes:
+            gpus, threads = str(p.count * p.num_gpus or "-"), str(p.num_threads or "-")
+            table.add_row(p.what, str(p.count), gpus, threads, p.memory, p.note)
+        facts = Table.grid(padding=(0, 2))
+        facts.add_column(style="bold")
+        facts.add_column()
+        facts.add_row("model", f"{self.model.label} ({self.model.source})")
+        facts.add_row("Redis", self.redis)
+        facts.add_row("leash", self.staleness_bound)
+        return Group(Text("What this run starts", style="bold cyan"), table, facts)
+
+
+def make_plan(config: Config, num_gpus: int | None, num_cpus: int) -> Plan:
+    """The plan on a machine or cluster with `num_gpus` GPUs and `num_cpus` cores.
+
+    `num_gpus` None: nobody was asked (a dry run for a cluster), so what it needs counts as there.
+    Raises ValueError if the GPUs are fewer than the run needs.
+    """
+    uses_gpu = _uses_gpu(config, num_gpus)
+    trainer_gpus = 1 if uses_gpu else 0
+    engine_gpus = config.rollout.engine.tp_size if uses_gpu else 0
+    _check_gpus(config, trainer_gpus, engine_gpus, num_gpus)
+    model = model_size(config.model)
+    num_torch_processes = config.trainer.num_ranks + config.rollout.num_engines
+    threads = config.cluster.threads_per_process or max(1, num_cpus // num_torch_processes)
+    trainer = PlannedProcess(
+        what="trainer rank",
+        count=config.trainer.num_ranks,
+        num_gpus=trainer_gpus,
+        num_threads=None if uses_gpu else threads,
+        memory=_rank_memory(config, model, uses_gpu),
+        note=f"{config.trainer.groups_per_step} x {config.rollout.group_size} samples a step",
+    )
+    engine = PlannedProcess(
+        what="SGLang engine",
+        count=config.rollout.num_engines,
+        num_gpus=engine_gpus,
+        num_threads=None if uses_gpu else threads,
+        memory=_engine_memory(config, model, uses_gpu),
+        note=_engine_note(config, uses_gpu),
+    )
+    return Plan(
+        trainer_gpus=trainer_gpus,
+        engine_gpus=engine_gpus,
+        threads_per_process=threads,
+        redis=_redis_sentence(config),
+        staleness_bound=staleness_sentence(config),
+        model=model,
+        processes=(*_plain_processes(config), trainer, engine),
+    )
+
+
+def staleness_sentence(config: Config) -> str:
+    """max_staleness as the bound that admission keeps, in words."""
+    staleness, groups = config.buffer.max_staleness, config.trainer.groups_per_step
+    bound = f"at most ({staleness} + 1) x {groups} = {(staleness + 1) * groups} groups"
+    if staleness == 0:
+        return f"{bound} running + ready + leased; each is trained by the weights that sampled it"
+    versions = "version" if staleness == 1 else "versions"
+    return (
+        f"{bound} running + ready + leased; no trained token lags by more than {staleness} "
+        f"policy {versions}"
+    )
+
+
+def _uses_gpu(config: Config, num_gpus: int | None) -> bool:
+    if config.cluster.gpus_per_rank is not None:
+        return config.cluster.gpus_per_rank > 0
+    return num_gpus is not None and num_gpus > 0
+
+
+def _check_gpus(config: Config, trainer_gpus: int, engine_gpus: int, num_gpus: int | None) -> None:
+    needed = config.trainer.num_ranks * trainer_gpus + config.rollout.num_engines * engine_gpus
+    if num_gpus is None or needed <= num_gpus:
+        return
+    fix = (
+        "set cluster.gpus_per_rank=0 to run on the CPU, or add GPUs to the Ray cluster"
+        if num_gpus == 0
+        else "lower trainer.num_ranks or rollout.num_engines, or add GPUs to the Ray cluster"
+    )
+    raise ValueError(
+        f"trainer.num_ranks={config.trainer.num_ranks} (1 GPU each) and "
+        f"rollout.num_engines={config.rollout.num_engines} (rollout.engine.tp_size={engine_gpus} "
+        f"each) need {needed} GPUs, and Ray has {num_gpus}: {fix}"
+    )
+
+
+def _plain_processes(config: Config) -> tuple[PlannedProcess, ...]:
+    """Those that never use a GPU."""
+    worker = PlannedProcess(
+        what="rollout worker",
+        count=config.rollout.num_workers,
+        num_gpus=0,
+        num_threads=None,
+        memory=format_bytes(WORKER_PROCESS_BYTES),
+        note=f"{config.rollout.reward_processes} reward processes each",
+    )
+    if config.buffer.url is not None:
+        return (worker,)
+    redis = PlannedProcess(
+        what="Redis server",
+        count=1,
+        num_gpus=0,
+        num_threads=None,
+        memory=format_bytes(_buffer_bytes(config)),
+        note=f"replay buffer, fsync {config.buffer.appendfsync.name}",
+    )
+    return (redis, worker)
+
+
+def _redis_sentence(config: Config) -> str:
+    if config.buffer.url is not None:
+        return f"yours (buffer.url), at {config.buffer.url.split('@')[-1].split('://')[-1]}"
+    return f"started for this run on {config.cluster.host}, with a password, data in its folder"
+
+
+def _buffer_bytes(config: Config) -> int:
+    """Groups that admission allows and those of the last steps, at some 8 bytes a token."""
+    num_groups = (config.buffer.max_staleness + 2) * config.trainer.groups_per_step
+    num_tokens = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    return 16 * 2**20 + num_groups * config.rollout.group_size * num_tokens * 8
+
+
+def _rank_memory(config: Config, model: ModelSize, uses_gpu: bool) -> str:
+    if model.num_params is None:
+        return "unknown"
+    share = model.num_params * TRAINER_BYTES_PER_PARAM // config.trainer.num_ranks
+    process = GPU_CONTEXT_BYTES if uses_gpu else RANK_PROCESS_BYTES
+    return f"from {format_bytes(share + process)}"  # activations come on top
+
+
+def _engine_memory(config: Config, model: ModelSize, uses_gpu: bool) -> str:
+    engine = config.rollout.engine
+    if uses_gpu and engine.max_total_tokens is None:
+        return f"{engine.mem_fraction:.0%} of the GPU"
+    if model.num_params is None:
+        return "unknown"
+    is_float32 = engine.dtype is Dtype.float32 or (engine.dtype is Dtype.auto and not uses_gpu)
+    item_bytes = 4 if is_float32 else 2
+    num_gpus = engine.tp_size if uses_gpu else 1
+    process = GPU_CONTEXT_BYTES if uses_gpu else ENGINE_PROCESS_BYTES
+    weights = model.num_params * item_bytes // num_gpus
+    if model.kv_elements is None:
+        return f"{format_bytes(process + weights)} + KV cache"
+    kv_cache = _kv_tokens(config) * model.kv_elements * item_bytes // num_gpus
+    return format_bytes(process + weights + kv_cache)
+
+
+def _engine_note(config: Config, uses_gpu: bool) -> str:
+    if uses_gpu and config.rollout.engine.max_total_tokens is None:
+        return "weights and KV cache"
+    return f"KV cache of {_kv_tokens(config):,} tokens"
+
+
+def _kv_tokens(config: Config) -> int:
+    return config.rollout.engine.max_total_tokens or CPU_KV_TOKENS

@@ -1,0 +1,267 @@
+"""The pictures of a run, drawn from its metrics: PNG files in the run's folder."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from controller.metrics import Record
+
+# Okabe and Ito's colours: told apart by colour-blind readers too.
+BLUE, ORANGE, GREEN, PINK, SKY, GREY = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#8C8C8C",
+)
+INK, FAINT = "#2B2B2B", "#D9D9D9"
+SIZE_INCHES, DPI = (8.0, 4.2), 144
+
+PLOTS = {
+    "learning_by_step.png": "Reward and held-out accuracy over training steps",
+    "learning_by_time.png": "Reward and held-out accuracy over time",
+    "staleness.png": "Staleness of the groups that were trained",
+    "buffer.png": "Groups in the buffer over time (running mean)",
+    "time_shares.png": "What the trainer spent its time on, step by step",
+}
+
+TIME_PARTS = (
+    ("lease_wait_s", "waiting for rollouts", ORANGE),
+    ("step_s", "training", BLUE),
+    ("snapshot_s", "gathering weights", SKY),
+    ("wire_s", "sending weights", PINK),
+    ("checkpoint_s", "checkpoint", GREY),
+)
+"""The fields of a step record that add up to its time."""
+
+
+def write_plots(folder: Path, records: Sequence[Record]) -> list[Path]:
+    """Draw every plot that the records have data for; returns the files, each named in `PLOTS`."""
+    drawings: dict[str, Callable[[Axes, Sequence[Record]], bool]] = {
+        "learning_by_step.png": _learning_by_step,
+        "learning_by_time.png": _learning_by_time,
+        "staleness.png": _staleness,
+        "buffer.png": _buffer,
+        "time_shares.png": _time_shares,
+    }
+    written = []
+    for name, draw in drawings.items():
+        figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        if not draw(axes, records):
+            continue
+        _dress(axes, PLOTS[name])
+        figure.savefig(folder / name)
+        written.append(folder / name)
+    return written
+
+
+def _dress(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(colors=INK, length=0, labelsize=9)
+    axes.yaxis.grid(visible=True, color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
+
+
+def _learning_by_step(axes: Axes, records: Sequence[Record]) -> bool:
+    # Both belong to the weights that acted: a step's batch was sampled to train that version.
+    axes.set_xlabel("training steps made")
+    return _learning(
+        axes, records, lambda r: r.number("version" if r.kind == "step" else "version_min")
+    )
+
+
+def _learning_by_time(axes: Axes, records: Sequence[Record]) -> bool:
+    start = _start(records)
+    axes.set_xlabel("minutes since training began")
+    return _learning(axes, records, lambda record: (record.t - start) / 60)
+
+
+def _learning(axes: Axes, records: Sequence[Record], place: Callable[[Record], float]) -> bool:
+    steps = [r for r in records if r.kind == "step" and math.isfinite(r.number("reward_mean"))]
+    evals = [r for r in records if r.kind == "eval"]
+    if not steps:
+        return False
+    x = [place(r) for r in steps]
+    rewards = [r.number("reward_mean") for r in steps]
+    axes.plot(x, rewards, color=SKY, linewidth=0.8, alpha=0.6)
+    axes.plot(x, _smooth(rewards), color=BLUE, linewidth=2, label="reward of the batch (sampled)")
+    if evals:
+        accuracy = [r.number("accuracy") for r in evals]
+        axes.plot(
+            [place(r) for r in evals],
+            accuracy,
+            color=ORANGE,
+            linewidth=1.5,
+            marker="o",
+            markersize=5,
+            label="held-out accuracy (greedy)",
+        )
+        ends = {0: "left", len(evals) - 1: "right"}
+        for i, side in ends.items():
+            _mark(axes, place(evals[i]), accuracy[i], f"{accuracy[i]:.0%}", side)
+    _share_axis(axes, [*rewards, *(r.number("accuracy") for r in evals)])
+    axes.legend(loc="lower right", frameon=False, fontsize=9)
+    return True
+
+
+def _mark(axes: Axes, x: float, y: float, text: str, side: str) -> None:
+    axes.annotate(
+        text,
+        (x, y),
+        xytext=(0, 9),
+        textcoords="offset points",
+        ha=side,
+        fontsize=10,
+        fontweight="bold",
+        color=ORANGE,
+    )
+
+
+def _share_axis(axes: Axes, values: Sequence[float]) -> None:
+    """From 0 to 1 where rewards are such; wherever they lie otherwise."""
+    if min(values) >= 0 and max(values) <= 1:
+        axes.set_ylim(0, 1.06)
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1.0])
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Centred mean over about a twentieth of the run; narrower at both ends, so nothing shifts."""
+    half = max(1, len(values) // 40)
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _staleness(axes: Axes, records: Sequence[Record]) -> bool:
+    counts: Counter[int] = Counter()
+    for record in records:
+        if record.kind == "step":
+            counts.update(record.histogram("staleness_counts"))
+    if not counts:
+        return False
+    limits = [r.number("max_staleness") for r in records if r.kind == "buffer"]
+    limit = int(max(limits, default=max(counts)))
+    total = sum(counts.values())
+    staleness = list(range(max(limit, *counts) + 1))
+    bars = axes.bar(
+        staleness,
+        [counts[s] for s in staleness],
+        color=[BLUE if s <= limit else ORANGE for s in staleness],
+        width=0.62,
+    )
+    shares = [f"{counts[s] / total:.0%}\n{counts[s]:,}" for s in staleness]
+    axes.bar_label(bars, labels=shares, fontsize=9, color=INK, padding=3)
+    axes.axvline(limit + 0.5, color=ORANGE, linestyle="--", linewidth=1.2)
+    axes.annotate(
+        f"max_staleness = {limit}",
+        (limit + 0.5, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(-6, -4),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        fontsize=9,
+        color=ORANGE,
+    )
+    axes.set_xticks(staleness)
+    axes.set_xlim(-0.6, staleness[-1] + 0.7)
+    axes.set_ylim(0, max(counts.values()) * 1.3)
+    axes.set_xlabel("policy versions between the oldest token of a group and the one trained")
+    axes.set_ylabel("groups")
+    return True
+
+
+def _buffer(axes: Axes, records: Sequence[Record]) -> bool:
+    samples = [r for r in records if r.kind == "buffer"]
+    if len(samples) < 2:
+        return False
+    start = _start(records)
+    minutes = [(r.t - start) / 60 for r in samples]
+    states = (("running", SKY), ("ready", GREEN), ("leased", BLUE))
+    depths = [[r.number(name) for r in samples] for name, _ in states]
+    axes.stackplot(
+        minutes,
+        *map(_smooth, depths),
+        labels=[name for name, _ in states],
+        colors=[color for _, color in states],
+        linewidth=0,
+    )
+    # The mean of the stack hides the peaks, and it is the peaks that the leash bounds.
+    totals = [sum(depth) for depth in zip(*depths, strict=True)]
+    axes.plot(minutes, totals, ".", color=INK, markersize=2.5, label="all three, as sampled")
+    limits = [r.number("limit") for r in samples]
+    if all(map(math.isfinite, limits)):
+        label = "most that the leash allows"
+        axes.step(minutes, limits, color=ORANGE, linestyle="--", linewidth=1.2, label=label)
+    axes.set_xlabel("minutes since training began")
+    axes.set_ylabel("groups")
+    axes.set_xlim(minutes[0], minutes[-1])
+    axes.set_ylim(bottom=0)
+    _legend_outside(axes)
+    return True
+
+
+def _time_shares(axes: Axes, records: Sequence[Record]) -> bool:
+    steps = [r for r in records if r.kind == "step"]
+    if len(steps) < 2:
+        return False
+    parts: list[list[float]] = []
+    for name, _, _ in TIME_PARTS:
+        seconds = [r.number(name) for r in steps]
+        parts.append(_smooth([s if math.isfinite(s) else 0.0 for s in seconds]))
+    total = sum(map(sum, parts))
+    if total <= 0:
+        return False
+    axes.stackplot(
+        [r.number("step") for r in steps],
+        *parts,
+        labels=[
+            f"{label} ({sum(part) / total:.0%})"
+            for (_, label, _), part in zip(TIME_PARTS, parts, strict=True)
+        ],
+        colors=[color for _, _, color in TIME_PARTS],
+        linewidth=0,
+    )
+    axes.set_xlim(steps[0].number("step"), steps[-1].number("step"))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("seconds a step (running mean)")
+    _legend_outside(axes)
+    return True
+
+
+def _legend_outside(axes: Axes) -> None:
+    """Beside the picture, in the order of the stack."""
+    handles, labels = axes.get_legend_handles_labels()
+    legend: Any = axes.legend(
+        handles[::-1],
+        labels[::-1],
+        loc="center left",
+        bbox_to_anchor=(1.01, 0.5),
+        frameon=False,
+        fontsize=9,
+    )
+    legend.set_in_layout(True)
+
+
+def _start(records: Sequence[Record]) -> float:
+    """When the first batch was begun; the first record's time where there was none."""
+    steps = [r for r in records if r.kind == "step"]
+    if not steps:
+        return records[0].t if records else 0.0
+    spent = sum(s for n, _, _ in TIME_PARTS if math.isfinite(s := steps[0].number(n)))
+    return steps[0].t - spent

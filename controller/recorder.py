@@ -1,0 +1,80 @@
+"""Keeps the run's history and picture while it trains: Redis -> metrics.jsonl and the panel."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+
+from buffer.replay_buffer import ReplayBuffer
+from buffer.run_state import STREAM_START, RunState
+from controller.metrics import MetricsLog, Record, Scalar
+from controller.panel import Panel
+from controller.view import RunView, buffer_values
+
+PICTURE_S = 0.5
+SAMPLE_S = 2.0
+SWEEP_S = 5.0
+
+
+class Recorder:
+    """Follows the metrics stream and samples the buffer until its tasks are cancelled."""
+
+    def __init__(
+        self,
+        buffer: ReplayBuffer,
+        state: RunState,
+        log: MetricsLog,
+        panel: Panel,
+        view: RunView,
+        on_step: Callable[[Record], None],
+    ) -> None:
+        self._buffer = buffer
+        self._state = state
+        self._log = log
+        self._panel = panel
+        self._view = view
+        self._on_step = on_step
+        self._last_id = STREAM_START
+
+    def record(self, kind: str, values: Mapping[str, Scalar]) -> Record:
+        """Write one record of the controller's own, and show it."""
+        record = self._log.append(kind, values)
+        self._view.apply(record)
+        self._panel.show(self._view)
+        return record
+
+    async def follow_metrics(self) -> None:
+        """Every record of the other processes, as it arrives."""
+        while True:
+            await self.drain_metrics(block_s=5.0)
+
+    async def drain_metrics(self, block_s: float) -> None:
+        """Take what has arrived, waiting up to `block_s` for the first record."""
+        for entry in await self._state.read_metrics(self._last_id, block_s):
+            self._last_id = entry.id
+            record = self.record(entry.kind, entry.record)
+            if entry.kind == "step":
+                self._on_step(record)
+
+    async def sample_buffer(self) -> None:
+        """The panel's picture twice a second, a line of metrics every other second."""
+        next_sample = next_sweep = 0.0
+        while True:
+            now = time.time()
+            if now >= next_sweep:
+                await self._buffer.sweep()
+                next_sweep = now + SWEEP_S
+            values = await self._observe(now)
+            if now >= next_sample:
+                self._log.append("buffer", values, now)
+                next_sample = now + SAMPLE_S
+            await asyncio.sleep(PICTURE_S)  # the picture's own pace: nothing waits for it
+
+    async def _observe(self, now: float) -> Mapping[str, Scalar]:
+        stats = await self._buffer.stats()
+        waits = await self._state.waits()
+        generated = int((await self._state.counters()).get("tokens_generated", 0))
+        self._view.observe(now, stats, waits, generated)
+        self._panel.show(self._view)
+        return buffer_values(stats, waits, generated)

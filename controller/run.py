@@ -1,0 +1,254 @@
+"""The life of one run, from an empty folder to its summary.
+
+    redis ── ray ── model ──┬── engines ──────┬── warm start ── weight group ── version 0 ── eval
+                            └── trainer ranks ┘                                               │
+      ┌───────────────────────────────────────────────────────────────────────────────────────┘
+      └── rollout workers generate ◄──buffer──► trainer trains num_steps ── eval ── summary
+                    │
+                    └── something dies: RunFailed with its name and the end of its log
+
+    always, whatever happened: pools, Ray and Redis end, and nothing of the run is left
+
+The controller is off the data path: it starts, watches, records and stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from buffer.connection import connect
+from buffer.replay_buffer import ReplayBuffer
+from buffer.server import EmbeddedServer
+from configs.environment import LOG_DIR_VARIABLE, RUN_VARIABLE
+from configs.load import to_yaml
+from configs.schema import Config
+from controller import supervise
+from controller.panel import Panel
+from controller.placement import CPUS_PER_PROCESS, Demand, RayCluster, start_ray
+from controller.run_dir import RunDir
+from controller.summary import RunResult, result_line
+from controller.training import Pools, Training
+from controller.warm_start import supervised_examples
+from rollout_pool.pool import RolloutPool
+from rollout_pool.types import RolloutSpec
+from trainer_pool.pool import TrainerPool
+from trainer_pool.scratch import build_scratch_model
+from trainer_pool.types import TrainerSpec
+
+
+def launch(config: Config) -> RunResult:
+    """Run `config` to its end; prints the RESULT line last.
+
+    Raises ValueError for bad input, and RunFailed when a part of the run died. KeyboardInterrupt
+    ends the run early. In every case nothing of the run is left on this machine.
+    """
+    run_dir = RunDir.create(config.run.dir, config.run.name, config.experiment)
+    state = "failed"
+    try:
+        (run_dir.path / "config.yaml").write_text(to_yaml(config))
+        result = Run(config, run_dir).execute()
+        state = "finished"
+    except KeyboardInterrupt:
+        state = "stopped"
+        raise
+    finally:
+        run_dir.forget_redis_url()
+        run_dir.end(state)
+    print(result_line(result))
+    return result
+
+
+class Run:
+    """One run in execution; `execute` is called once."""
+
+    def __init__(self, config: Config, run_dir: RunDir) -> None:
+        self._config = config
+        self._dir = run_dir
+        self._started = time.time()
+        self._start_timeout_s = config.cluster.start_timeout_s
+        self._panel = Panel(config.run.panel)
+        self._server: EmbeddedServer | None = None
+        self._redis_url = ""
+        self._shared_memory: set[Path] = set()
+
+    def execute(self) -> RunResult:
+        """Everything from the first server to the summary; whatever was started is ended."""
+        with contextlib.ExitStack() as cleanup, self._panel:
+            cleanup.callback(self._leave_nothing)
+            self._start_redis(cleanup)
+            cluster = self._start_ray(cleanup)
+            self._prepare_model()
+            pools = self._place(cluster)
+            cleanup.callback(self._stop_pools, pools)
+            self._start(pools)
+            self._give_first_weights(pools)
+            training = Training(
+                config=self._config,
+                run_dir=self._dir,
+                pools=pools,
+                redis_url=self._redis_url,
+                redis_pid=self._server.pid if self._server else None,
+                panel=self._panel,
+                started=self._started,
+            )
+            return asyncio.run(training.run())
+
+    # Start-up, each step named and timed ---------------------------------------------------------
+
+    def _start_redis(self, cleanup: contextlib.ExitStack) -> None:
+        buffer = self._config.buffer
+        with self._panel.step("Redis") as step:
+            if buffer.url is None:
+                self._server = EmbeddedServer.start(
+                    self._dir.path / "redis",
+                    buffer,
+                    self._config.cluster.host,
+                    self._dir.log_of("redis"),
+                )
+                cleanup.callback(self._server.stop, self._config.cluster.stop_timeout_s)
+            self._redis_url = buffer.url or self._server_url()
+            asyncio.run(self._open_buffer())
+            self._dir.write_redis_url(self._redis_url)
+            step.say("the server of buffer.url" if self._server is None else "started here")
+
+    def _server_url(self) -> str:
+        assert self._server is not None
+        return self._server.url
+
+    async def _open_buffer(self) -> None:
+        config = self._config
+        buffer = ReplayBuffer(
+            await connect(self._redis_url),
+            self._dir.name,
+            lease_timeout_s=config.buffer.lease_timeout_s,
+        )
+        try:
+            await buffer.open(config.buffer, config.trainer.groups_per_step)
+        finally:
+            await buffer.close()
+
+    def _start_ray(self, cleanup: contextlib.ExitStack) -> RayCluster:
+        os.environ[RUN_VARIABLE] = self._dir.run_id
+        environment = {RUN_VARIABLE: self._dir.run_id, LOG_DIR_VARIABLE: str(self._dir.logs)}
+        with self._panel.step("Ray") as step:
+            cluster = start_ray(self._config, environment, supervise.SETUP_HOOK)
+            cleanup.callback(cluster.stop, self._dir.logs)
+            step.say(f"{cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs")
+        return cluster
+
+    def _prepare_model(self) -> None:
+        model = self._config.model
+        if model.scratch is not None:
+            with self._panel.step("model from scratch"):
+                build_scratch_model(model.scratch, self._dir.model, self._config.run.seed)
+
+    @property
+    def _model_path(self) -> str:
+        return self._config.model.path or str(self._dir.model)
+
+    def _place(self, cluster: RayCluster) -> Pools:
+        demand = Demand.of(self._config, int(cluster.num_gpus))
+        demand.check(cluster.num_cpus, cluster.num_gpus)
+        rank: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": demand.gpus_per_rank}
+        engine: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": demand.gpus_per_engine}
+        with self._panel.step("placement"):
+            ranks = cluster.reserve([rank] * demand.num_ranks, self._start_timeout_s)
+            engines = cluster.reserve([engine] * demand.num_engines, self._start_timeout_s)
+            workers = cluster.reserve(
+                [{"CPU": CPUS_PER_PROCESS}] * demand.num_workers, self._start_timeout_s
+            )
+            return Pools(
+                trainer=TrainerPool.create(self._trainer_spec(demand), ranks),
+                rollout=RolloutPool.create(self._rollout_spec(demand), engines, workers),
+            )
+
+    def _trainer_spec(self, demand: Demand) -> TrainerSpec:
+        config = self._config
+        return TrainerSpec(
+            config=config.trainer,
+            weight_sync=config.weight_sync,
+            buffer=config.buffer,
+            model_path=self._model_path,
+            trust_remote_code=config.model.trust_remote_code,
+            temperature=config.rollout.sampling.temperature,
+            redis_url=self._redis_url,
+            run=self._dir.name,
+            run_dir=str(self._dir.path),
+            seed=config.run.seed,
+            host=config.cluster.host,
+            num_threads=demand.threads_per_process(config),
+            uses_gpu=demand.gpus_per_rank > 0,
+        )
+
+    def _rollout_spec(self, demand: Demand) -> RolloutSpec:
+        config = self._config
+        return RolloutSpec(
+            config=config.rollout,
+            task=config.task,
+            weight_sync=config.weight_sync,
+            buffer=config.buffer,
+            model_path=self._model_path,
+            trust_remote_code=config.model.trust_remote_code,
+            redis_url=self._redis_url,
+            run=self._dir.name,
+            run_dir=str(self._dir.path),
+            host=config.cluster.host,
+            num_threads=demand.threads_per_process(config),
+            uses_gpu=demand.gpus_per_engine > 0,
+            seed=config.run.seed,
+        )
+
+    def _start(self, pools: Pools) -> None:
+        with self._panel.step("engines and trainer ranks") as step:
+            refs = pools.rollout.start() | self._by_rank(pools, pools.trainer.start())
+            step.say(", ".join(refs))
+            self._wait(refs, "starting")
+
+    def _give_first_weights(self, pools: Pools) -> None:
+        config, lead = self._config, pools.trainer.names()[0]
+        if config.trainer.warm_start.num_steps:
+            with self._panel.step("warm start") as step:
+                examples = supervised_examples(config, self._model_path)
+                refs = self._by_rank(pools, pools.trainer.warm_start(examples))
+                report = self._wait(refs, "warming up")[lead]
+                step.say(f"supervised loss {report.loss_first:.2f} to {report.loss_last:.2f}")
+        with self._panel.step("weight group"):
+            self._wait({lead: pools.trainer.connect_engines(pools.rollout.ports())}, "connecting")
+        with self._panel.step("version 0 to the engines"):
+            refs = self._by_rank(pools, pools.trainer.publish_initial())
+            self._wait(refs, "publishing version 0")
+
+    @staticmethod
+    def _by_rank(pools: Pools, refs: list[Any]) -> dict[str, Any]:
+        return dict(zip(pools.trainer.names(), refs, strict=True))
+
+    def _wait(self, refs: Mapping[str, Any], doing: str) -> dict[str, Any]:
+        return supervise.wait_for_all(refs, self._dir.log_of, self._start_timeout_s, doing)
+
+    # The end, whatever brought it ----------------------------------------------------------------
+
+    def _stop_pools(self, pools: Pools) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not break off the end
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._shared_memory = supervise.shared_memory_files(
+            supervise.run_processes(self._dir.run_id)
+        )
+        pools.rollout.close(self._config.cluster.stop_timeout_s)
+        pools.trainer.close(self._config.cluster.stop_timeout_s)
+
+    def _leave_nothing(self) -> None:
+        """Pools, Ray and Redis were asked to end: this ends what did not, and their leftovers."""
+        killed = supervise.end_processes(
+            self._dir.run_id, self._config.cluster.stop_timeout_s, self._shared_memory
+        )
+        if killed:
+            self._panel.say(f"had to kill: {', '.join(killed)}")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,0 +1,164 @@
+"""The folder of a run: what is where in it, who made it, and how a run is found again.
+
+runs/<name>/
+    run.json        name, pid, when it began, state (running, finished, failed, stopped)
+    redis.url       where its Redis is, password included; readable by its owner alone
+    config.yaml     the resolved settings
+    metrics.jsonl   a line a step, evaluation, buffer sample
+    logs/           a file a process
+    model/          the initial policy, when it was built from scratch
+    checkpoints/    the trainer's
+    redis/          the data of a server started for this run
+    summary.md, *.png, result.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+
+
+class RunDirError(ValueError):
+    """The run's folder cannot be used, or there is none; the message says what to do."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RunRecord:
+    """What `run.json` holds."""
+
+    name: str
+    pid: int
+    process_started: float
+    """Start time of `pid`, so that another process with the same number is not taken for it."""
+    started: float
+    state: str
+    ended: float | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        try:
+            return psutil.Process(self.pid).create_time() == self.process_started
+        except psutil.NoSuchProcess:
+            return False
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RunDir:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def run_id(self) -> str:
+        """Carried by the run's processes in their environment; unique on a machine."""
+        return str(self.path)
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    def log_of(self, process: str) -> Path:
+        return self.logs / f"{process}.log"
+
+    @classmethod
+    def create(cls, root: str, name: str | None, experiment: str) -> RunDir:
+        """A new folder below `root`; raises RunDirError if it is in use or cannot be made."""
+        name = name or f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}"
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+            raise RunDirError(
+                f"run.name={name!r}: use letters, digits, '.', '_', '-' (it names Redis keys too)"
+            )
+        path = (Path(root) / name).absolute()
+        try:
+            path.mkdir(parents=True)
+            (path / "logs").mkdir()
+        except FileExistsError as error:
+            raise RunDirError(
+                f"run.name={name!r}: {path} is in use; choose another run.name or remove the folder"
+            ) from error
+        except OSError as error:
+            raise RunDirError(
+                f"run.dir={root!r}: cannot make {path} ({error.strerror}); choose a folder that "
+                "can be written with run.dir=..."
+            ) from error
+        run_dir = cls(path=path)
+        process = psutil.Process()
+        run_dir.write_record(
+            RunRecord(
+                name=name,
+                pid=process.pid,
+                process_started=process.create_time(),
+                started=time.time(),
+                state="running",
+            )
+        )
+        return run_dir
+
+    @classmethod
+    def find(cls, root: str, name: str | None) -> RunDir:
+        """The run called `name`, or the newest one."""
+        if name is not None:
+            found = cls(path=(Path(root) / name).absolute())
+            if not (found.path / "run.json").is_file():
+                known = ", ".join(d.name for d in cls._all(root)) or "none"
+                raise RunDirError(f"RUN={name!r}: no such run below {root}/ (there are: {known})")
+            return found
+        runs = cls._all(root)
+        if not runs:
+            raise RunDirError(f"no run below {root}/ yet: start one with `make launch`")
+        return max(runs, key=lambda run: run.read_record().started)
+
+    @classmethod
+    def _all(cls, root: str) -> list[RunDir]:
+        return sorted(
+            (cls(path=p.parent.absolute()) for p in Path(root).glob("*/run.json")),
+            key=lambda run: run.name,
+        )
+
+    def write_record(self, record: RunRecord) -> None:
+        self._write("run.json", json.dumps(asdict(record), indent=1) + "\n")
+
+    def read_record(self) -> RunRecord:
+        return RunRecord(**json.loads((self.path / "run.json").read_text()))
+
+    def end(self, state: str) -> None:
+        self.write_record(replace(self.read_record(), state=state, ended=time.time()))
+
+    def write_redis_url(self, url: str) -> None:
+        self._write("redis.url", url + "\n")
+
+    def read_redis_url(self) -> str | None:
+        try:
+            return (self.path / "redis.url").read_text().strip()
+        except FileNotFoundError:
+            return None
+
+    def forget_redis_url(self) -> None:
+        """The server is gone, and its password with it."""
+        (self.path / "redis.url").unlink(missing_ok=True)
+
+    def _write(self, name: str, text: str) -> None:
+        """Replace the file at once: a reader sees the old or the new text, never a part."""
+        part = self.path / f".{name}.part"
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text)
+        part.replace(self.path / name)

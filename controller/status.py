@@ -1,0 +1,106 @@
+"""`make status`: what a run does now and what holds it back, from any shell, also after its end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from buffer.connection import connect
+from buffer.keys import Keys
+from buffer.replay_buffer import ReplayBuffer
+from buffer.run_state import RunState
+from buffer.stats import BufferStats
+from configs.load import read_config
+from controller.bottleneck import Waits, bottleneck_sentence, wait_shares
+from controller.metrics import Record, read_metrics
+from controller.panel import render
+from controller.run_dir import RunDir
+from controller.summary import training_seconds
+from controller.view import RunView, waits_of
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+def print_status(run_dir: RunDir, console: Console | None = None) -> None:
+    """The panel of a run that goes on, the summary of one that ended, and its bottleneck in words.
+
+    Raises ValueError where the folder is no run's, ConnectionError or TimeoutError where the run
+    goes on but its Redis does not answer.
+    """
+    console = console or Console()
+    record = run_dir.read_record()
+    url = run_dir.read_redis_url()
+    if record.state == "running" and not record.is_alive:
+        console.print(f"{run_dir.name}: its controller is gone. `make stop` ends what is left.")
+        _print_history(run_dir, console)
+    elif record.state == "running" and url is None:
+        console.print(f"{run_dir.name} is starting; its Redis is not up yet.")
+    elif record.state == "running" and url is not None:
+        view = _live_view(run_dir, record.started, url)
+        console.print(render(view, hint="`make stop` ends the run"))
+        console.print(_hint(run_dir), style="dim", highlight=False, markup=False)
+    else:
+        console.print(f"{run_dir.name}: {record.state}", style="bold")
+        _print_history(run_dir, console)
+
+
+def _live_view(run_dir: RunDir, started: float, url: str) -> RunView:
+    """What `metrics.jsonl` tells of the past and Redis of the present."""
+    config = read_config(run_dir.path / "config.yaml")
+    view = RunView(
+        run=run_dir.name,
+        num_steps=config.trainer.num_steps,
+        started=started,
+        num_workers=config.rollout.num_workers,
+    )
+    for record in read_metrics(run_dir.metrics):
+        view.apply(record)
+    stats, waits, tokens = asyncio.run(
+        asyncio.wait_for(
+            _sample(url, run_dir.name, config.buffer.lease_timeout_s), CONNECT_TIMEOUT_S
+        )
+    )
+    view.observe(time.time(), stats, waits, tokens)
+    return view
+
+
+async def _sample(url: str, run: str, lease_timeout_s: float) -> tuple[BufferStats, Waits, int]:
+    buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=lease_timeout_s)
+    state = RunState(await connect(url), run)
+    try:
+        counters = await state.counters()
+        tokens = int(counters.get("tokens_generated", 0))
+        return await buffer.stats(), await state.waits(), tokens
+    finally:
+        await buffer.close()
+        await state.close()
+
+
+def _print_history(run_dir: RunDir, console: Console) -> None:
+    """Summary if there is one, and the bottleneck over the whole run."""
+    records = read_metrics(run_dir.metrics)
+    summary = run_dir.path / "summary.md"
+    if summary.exists():
+        console.print(Markdown(summary.read_text().partition("\n![")[0]))
+    elif records:
+        steps = [r for r in records if r.kind == "step"]
+        console.print(f"It made {len(steps)} steps; what each process said is in {run_dir.logs}/.")
+    if sentence := _bottleneck(records):
+        console.print(sentence, style="italic")
+
+
+def _bottleneck(records: list[Record]) -> str | None:
+    steps = [r for r in records if r.kind == "step"]
+    samples = [r for r in records if r.kind == "buffer"]
+    if not samples or len(steps) < 2:
+        return None
+    shares = wait_shares(waits_of(samples[-1]), training_seconds(steps))
+    return bottleneck_sentence(shares, int(samples[-1].number("max_staleness")), "of the run")
+
+
+def _hint(run_dir: RunDir) -> str:
+    ready = Keys(run_dir.name)("ready")
+    return f"From outside: redis-cli -u \"$(cat {run_dir.path}/redis.url)\" ZCARD '{ready}'"

@@ -1,0 +1,262 @@
+"""How a run ended: the RESULT line for machines, `summary.md` for people."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from buffer.stats import BufferStats
+from configs.schema import Config
+from controller.metrics import Record
+from controller.plots import PLOTS
+from controller.units import format_bytes, format_count, format_duration
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RunResult:
+    """What a run achieved and what it cost. Times in seconds; None: never measured."""
+
+    run: str
+    experiment: str
+    seed: int
+    wall_s: float
+    steps: int
+    eval_before: float | None
+    """Greedy accuracy on held-out prompts, with the weights that RL began from."""
+    eval_after: float | None
+    eval_size: int
+    reward_first: float | None
+    """Mean reward of the first steps (a tenth of them, at most ten), sampled at temperature."""
+    reward_last: float | None
+    groups_pushed: int
+    groups_trained: int
+    """Consumed and acked."""
+    groups_dropped: Mapping[str, int]
+    """By reason."""
+    groups_quarantined: int
+    groups_ready: int
+    groups_leased: int
+    is_conserved: bool
+    """pushed = trained + dropped + quarantined + ready + leased, at the end of the run."""
+    max_staleness: int
+    max_staleness_trained: int | None
+    staleness_mean: float | None
+    versions_published: int
+    """Made by training; the initial weights are version 0 and do not count."""
+    engine_pause_s: Mapping[str, float | None]
+    """`p50` and `max` over the publishes, each by its slowest engine."""
+    trainer_wait_s: float
+    """What the trainer waited for rollouts."""
+    trainer_wait_share: float | None
+    """The same as a part of the time spent on steps."""
+    tokens_generated: int
+    tokens_trained: int
+    tokens_per_s: float | None
+    """Generated, over the time spent on steps."""
+    ratio_max_abs_dev: float | None
+    """Largest |importance_ratio - 1| of a trained token."""
+    logprob_diff_mean: float | None
+    """|trainer - rollout log-probability| of tokens sampled by the version being trained."""
+    logprob_diff_max: float | None
+    publish_bytes: int | None
+
+
+def result_line(result: RunResult) -> str:
+    """`RESULT {json}`: the last line of a launch."""
+    return "RESULT " + json.dumps(_rounded(asdict(result)), allow_nan=False)
+
+
+def write_summary(run_dir: Path, result: RunResult, config: Config) -> None:
+    """`result.json` and `summary.md` in the run's folder; the plots are named if they are there."""
+    text = json.dumps(_rounded(asdict(result)), allow_nan=False, indent=1)
+    (run_dir / "result.json").write_text(text + "\n")
+    (run_dir / "summary.md").write_text(_summary_markdown(run_dir, result, config))
+
+
+def summarize(
+    *,
+    run: str,
+    config: Config,
+    records: Sequence[Record],
+    stats: BufferStats,
+    tokens_generated: int,
+    wall_s: float,
+) -> RunResult:
+    """The result of a run from its metrics and the buffer's last numbers (pure)."""
+    steps = [r for r in records if r.kind == "step"]
+    evals = [r for r in records if r.kind == "eval"]
+    rewards = _series(steps, "reward_mean")
+    ends = max(1, min(10, len(rewards) // 10))
+    pauses = _series([r for r in records if r.kind in ("step", "publish")], "pause_s_max")
+    wait_s = sum(_series(steps, "lease_wait_s"))
+    train_s = training_seconds(steps)
+    return RunResult(
+        run=run,
+        experiment=config.experiment,
+        seed=config.run.seed,
+        wall_s=wall_s,
+        steps=len(steps),
+        eval_before=evals[0].number("accuracy") if evals else None,
+        eval_after=evals[-1].number("accuracy") if evals else None,
+        eval_size=int(evals[-1].number("num_prompts")) if evals else 0,
+        reward_first=_mean(rewards[:ends]),
+        reward_last=_mean(rewards[-ends:]),
+        groups_pushed=stats.pushed,
+        groups_trained=stats.trained,
+        groups_dropped=dict(stats.dropped),
+        groups_quarantined=stats.quarantined,
+        groups_ready=stats.ready,
+        groups_leased=stats.leased,
+        is_conserved=stats.is_conserved,
+        max_staleness=stats.max_staleness,
+        max_staleness_trained=stats.max_staleness_trained,
+        staleness_mean=_mean(_series(steps, "staleness_mean")),
+        versions_published=stats.trainer_version,
+        engine_pause_s={
+            "p50": statistics.median(pauses) if pauses else None,
+            "max": max(pauses, default=None),
+        },
+        trainer_wait_s=wait_s,
+        trainer_wait_share=wait_s / train_s if train_s else None,
+        tokens_generated=tokens_generated,
+        tokens_trained=stats.tokens_trained,
+        tokens_per_s=tokens_generated / train_s if train_s else None,
+        ratio_max_abs_dev=max(_series(steps, "ratio_max_abs_dev"), default=None),
+        logprob_diff_mean=_mean(_series(steps, "logprob_diff_mean")),
+        logprob_diff_max=max(_series(steps, "logprob_diff_max"), default=None),
+        publish_bytes=int(max(_series(steps, "publish_bytes"), default=0)) or None,
+    )
+
+
+def training_seconds(steps: Sequence[Record]) -> float:
+    """From the first batch's lease to the last step's end."""
+    if not steps:
+        return 0.0
+    first = [steps[0].number(name) for name in ("lease_wait_s", "step_s")]
+    return steps[-1].t - steps[0].t + sum(x for x in first if math.isfinite(x))
+
+
+def _series(records: Sequence[Record], name: str) -> list[float]:
+    return [x for r in records if math.isfinite(x := r.number(name))]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _rounded(value: object) -> object:
+    """Six digits are more than any of these numbers is good for; NaN becomes null."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+def _summary_markdown(run_dir: Path, result: RunResult, config: Config) -> str:
+    title = f"# {result.run}\n\n{_headline(result)}\n"
+    sections = [
+        ("What it learned", _learning_rows(result)),
+        ("Where the groups went", _group_rows(result)),
+        ("What it cost", _cost_rows(result)),
+        ("Whether the numbers agree", _agreement_rows(result)),
+    ]
+    tables = "".join(f"\n## {name}\n\n{_table(rows)}" for name, rows in sections)
+    plots = "".join(
+        f"\n![{caption}]({name})\n" for name, caption in PLOTS.items() if (run_dir / name).exists()
+    )
+    model = config.model.path or "built from scratch"
+    again = (
+        f"\n## The same again\n\n    make launch EXPERIMENT={result.experiment} "
+        f'ARGS="run.seed={result.seed}"\n\n'
+        f"Model: {model}; task: {config.task.name}. Every setting is in `config.yaml`, the history "
+        "in `metrics.jsonl`, what each process said in `logs/`.\n"
+    )
+    return title + tables + plots + again
+
+
+def _headline(result: RunResult) -> str:
+    took = f"{result.steps} steps in {format_duration(result.wall_s)}"
+    if result.eval_before is None or result.eval_after is None:
+        return f"{took}."
+    points = (result.eval_after - result.eval_before) * 100
+    return (
+        f"Held-out accuracy went from {result.eval_before:.0%} to {result.eval_after:.0%} "
+        f"({points:+.0f} points) in {took}."
+    )
+
+
+def _learning_rows(result: RunResult) -> Iterator[tuple[str, str]]:
+    yield (
+        f"held-out accuracy before (greedy, {result.eval_size} prompts)",
+        _percent(result.eval_before),
+    )
+    yield "held-out accuracy after", _percent(result.eval_after)
+    yield "mean reward of the first steps", _number(result.reward_first)
+    yield "mean reward of the last steps", _number(result.reward_last)
+
+
+def _group_rows(result: RunResult) -> Iterator[tuple[str, str]]:
+    yield "pushed", f"{result.groups_pushed:,}"
+    yield "= trained", f"{result.groups_trained:,}"
+    for reason, count in sorted(result.groups_dropped.items()):
+        yield f"+ dropped: {reason}", f"{count:,}"
+    if not result.groups_dropped:
+        yield "+ dropped", "0"
+    if result.groups_quarantined:
+        yield "+ quarantined", f"{result.groups_quarantined:,}"
+    yield "+ ready at the end", f"{result.groups_ready:,}"
+    yield "+ leased at the end", f"{result.groups_leased:,}"
+    yield "the sum holds", "yes" if result.is_conserved else "**NO: please report this**"
+    trained = result.max_staleness_trained
+    yield (
+        "largest staleness trained, of what was allowed",
+        f"{'none' if trained is None else trained} of {result.max_staleness}",
+    )
+
+
+def _cost_rows(result: RunResult) -> Iterator[tuple[str, str]]:
+    yield "wall time", format_duration(result.wall_s)
+    yield "tokens generated", format_count(result.tokens_generated)
+    yield "tokens trained", format_count(result.tokens_trained)
+    yield "tokens generated a second", _number(result.tokens_per_s)
+    yield (
+        "trainer waited for rollouts",
+        f"{format_duration(result.trainer_wait_s)} ({_percent(result.trainer_wait_share)})",
+    )
+    yield "versions published", f"{result.versions_published:,}"
+    if result.publish_bytes is not None:
+        yield "bytes a publish", format_bytes(result.publish_bytes)
+    pauses = [result.engine_pause_s[name] for name in ("p50", "max")]
+    if pauses[0] is not None and pauses[1] is not None:
+        median, longest = (format_duration(pause) for pause in pauses if pause is not None)
+        yield "an engine paused for a publish", f"{median} (median), {longest} (longest)"
+
+
+def _agreement_rows(result: RunResult) -> Iterator[tuple[str, str]]:
+    yield (
+        "log-probabilities, engine against trainer: mean difference",
+        _tiny(result.logprob_diff_mean),
+    )
+    yield "the largest difference", _tiny(result.logprob_diff_max)
+    yield "largest deviation of an importance ratio from 1", _tiny(result.ratio_max_abs_dev)
+
+
+def _table(rows: Iterator[tuple[str, str]]) -> str:
+    return "| | |\n|---|---:|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows)
+
+
+def _percent(share: float | None) -> str:
+    return "not measured" if share is None else f"{share:.0%}"
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else format_count(value)
+
+
+def _tiny(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.2g}"

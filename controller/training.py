@@ -1,0 +1,221 @@
+"""The part of a run in which it learns: watches, records and evaluates while both pools work."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import RayActorError, RayTaskError
+
+from buffer.connection import connect
+from buffer.replay_buffer import ReplayBuffer
+from buffer.run_state import RunState
+from configs.schema import Config
+from controller.metrics import MetricsLog, Record, read_metrics
+from controller.panel import Panel
+from controller.plots import write_plots
+from controller.recorder import Recorder
+from controller.run_dir import RunDir
+from controller.summary import RunResult, summarize, write_summary
+from controller.supervise import RunFailed, exit_of, failure, told
+from controller.view import RunView
+from rollout_pool.pool import RolloutPool
+from rollout_pool.types import EvalReport
+from trainer_pool.pool import TrainerPool
+
+DEATH_GRACE_S = 3.0
+"""How long a failure waits for the news of a death that may have caused it."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Pools:
+    rollout: RolloutPool
+    trainer: TrainerPool
+
+
+class Training:
+    """From version 0 to the summary; `run` is called once."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        run_dir: RunDir,
+        pools: Pools,
+        redis_url: str,
+        redis_pid: int | None,
+        panel: Panel,
+        started: float,
+    ) -> None:
+        self._config = config
+        self._dir = run_dir
+        self._pools = pools
+        self._redis_url = redis_url
+        self._redis_pid = redis_pid
+        self._panel = panel
+        self._started = started
+        self._deaths: list[asyncio.Task[RunFailed]] = []
+        self._evaluation: asyncio.Task[None] | None = None
+
+    async def run(self) -> RunResult:
+        """Train to the last step. Raises RunFailed naming the process that died first."""
+        async with AsyncExitStack() as cleanup:
+            await self._open(cleanup)
+            self._deaths = self._watch_deaths()
+            cleanup.callback(_cancel, self._deaths)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    background = [
+                        tasks.create_task(self._recorder.follow_metrics()),
+                        tasks.create_task(self._recorder.sample_buffer()),
+                        tasks.create_task(self._raise_first_death()),
+                    ]
+                    result = await self._phases(tasks)
+                    _cancel(background)
+            except BaseExceptionGroup as group:
+                raise await self._root_cause(group) from None
+            return result
+
+    async def _open(self, cleanup: AsyncExitStack) -> None:
+        run, config = self._dir.name, self._config
+        lease_timeout_s = config.buffer.lease_timeout_s
+        self._buffer = ReplayBuffer(
+            await connect(self._redis_url), run, lease_timeout_s=lease_timeout_s
+        )
+        cleanup.push_async_callback(self._buffer.close)
+        self._state = RunState(await connect(self._redis_url), run)
+        cleanup.push_async_callback(self._state.close)
+        log = cleanup.enter_context(MetricsLog(self._dir.metrics))
+        view = RunView(
+            run=run,
+            num_steps=config.trainer.num_steps,
+            started=self._started,
+            num_workers=config.rollout.num_workers,
+        )
+        self._recorder = Recorder(
+            self._buffer, self._state, log, self._panel, view, self._evaluate_if_due
+        )
+
+    async def _phases(self, tasks: asyncio.TaskGroup) -> RunResult:
+        pools = self._pools
+        self._tasks = tasks
+        await self._enter_phase("evaluating the start")
+        await self._evaluate(0)
+        await self._enter_phase("training")
+        generating = [tasks.create_task(self._told(n, r)) for n, r in pools.rollout.run().items()]
+        ranks = zip(pools.trainer.names(), pools.trainer.train(), strict=True)
+        await asyncio.gather(*(self._told(name, ref) for name, ref in ranks))
+        await self._enter_phase("evaluating the result")
+        await asyncio.gather(*(self._told(n, r) for n, r in pools.rollout.stop().items()))
+        await asyncio.gather(*generating)
+        await self._recorder.drain_metrics(block_s=0)
+        if self._evaluation is not None:
+            await self._evaluation
+        await self._evaluate(self._config.trainer.num_steps)
+        return await self._finish()
+
+    async def _enter_phase(self, phase: str) -> None:
+        await self._state.set_phase(phase)
+        self._recorder.record("phase", {"phase": phase})
+
+    # Evaluation beside training ------------------------------------------------------------------
+
+    def _evaluate_if_due(self, step: Record) -> None:
+        """One evaluation at a time: with a slow one the next due version is simply passed over."""
+        every, version = self._config.rollout.eval_every, int(step.number("version")) + 1
+        is_last = version >= self._config.trainer.num_steps
+        is_idle = self._evaluation is None or self._evaluation.done()
+        if every and version % every == 0 and not is_last and is_idle:
+            self._evaluation = self._tasks.create_task(self._evaluate(version))
+
+    async def _evaluate(self, version: int) -> None:
+        name, ref = self._pools.rollout.evaluate(version)
+        report: EvalReport = await self._told(name, ref)
+        self._recorder.record(
+            "eval",
+            {
+                "version_min": report.version_min,
+                "version_max": report.version_max,
+                "accuracy": report.accuracy,
+                "num_prompts": report.num_prompts,
+                "seconds": report.seconds,
+            },
+        )
+
+    # The end -------------------------------------------------------------------------------------
+
+    async def _finish(self) -> RunResult:
+        """Summary and plots, from the records on disk and the buffer's last numbers."""
+        stats = await self._buffer.stats()
+        counters = await self._state.counters()
+        records = read_metrics(self._dir.metrics)
+        result = summarize(
+            run=self._dir.name,
+            config=self._config,
+            records=records,
+            stats=stats,
+            tokens_generated=int(counters.get("tokens_generated", 0)),
+            wall_s=time.time() - self._started,
+        )
+        await asyncio.to_thread(write_plots, self._dir.path, records)
+        write_summary(self._dir.path, result, self._config)
+        await self._state.set_phase("finished")
+        return result
+
+    # Who died, and of what -----------------------------------------------------------------------
+
+    def _watch_deaths(self) -> list[asyncio.Task[RunFailed]]:
+        ends = {**self._pools.rollout.deaths(), **self._pools.trainer.deaths()}
+        watches = [asyncio.create_task(self._death_of(name, ref)) for name, ref in ends.items()]
+        if self._redis_pid is not None:
+            watches.append(asyncio.create_task(self._redis_death(self._redis_pid)))
+        return watches
+
+    async def _death_of(self, name: str, ref: Any) -> RunFailed:
+        try:
+            what = await _value(ref)
+        except RayActorError:
+            what = "died"
+        return failure(name, what, self._dir.log_of(name))
+
+    async def _redis_death(self, pid: int) -> RunFailed:
+        await exit_of(pid)
+        return failure("redis", "died", self._dir.log_of("redis"))
+
+    async def _raise_first_death(self) -> None:
+        done, _ = await asyncio.wait(self._deaths, return_when=asyncio.FIRST_COMPLETED)
+        raise next(iter(done)).result()
+
+    async def _told(self, name: str, ref: Any) -> Any:
+        """The result of another process, or an error with its name."""
+        try:
+            return await _value(ref)
+        except (RayTaskError, RayActorError) as error:
+            raise told(name, error, self._dir.log_of(name)) from error
+
+    async def _root_cause(self, group: BaseExceptionGroup[BaseException]) -> BaseException:
+        """A death explains the errors that it brought to the others, which often arrive first."""
+        first = _first(group)
+        if isinstance(first, KeyboardInterrupt | ValueError):
+            return first
+        done, _ = await asyncio.wait(
+            self._deaths, timeout=DEATH_GRACE_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        return next(iter(done)).result() if done else first
+
+
+async def _value(ref: Any) -> Any:
+    return await asyncio.wrap_future(ref.future())
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    inner = group.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
+
+
+def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()

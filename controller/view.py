@@ -1,0 +1,146 @@
+"""What the panel knows of a run, folded from its metrics records and samples of its buffer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from buffer.stats import BufferStats
+from controller.bottleneck import Waits, WaitShares, WaitWindow
+from controller.metrics import Record, Scalar
+
+RATE_HORIZON_S = 30.0
+LOG_LINES = 4
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EvalPoint:
+    """Greedy accuracy on held-out prompts."""
+
+    version: int
+    """The oldest version that answered one of them."""
+    accuracy: float
+
+
+@dataclass(kw_only=True, slots=True)
+class RunView:
+    """One run as a person watches it. Times are Unix seconds.
+
+    The controller hands every metrics record to `apply` and every sample of Redis to `observe`.
+    """
+
+    run: str
+    num_steps: int
+    started: float
+    num_workers: int = 1
+    phase: str = "starting"
+    now: float = 0.0
+    step: int = 0
+    """Steps that are done."""
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of each step so far."""
+    evals: list[EvalPoint] = field(default_factory=list)
+    last_step: Record | None = None
+    stats: BufferStats | None = None
+    tokens_generated: int = 0
+    log_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES))
+    waits: WaitWindow = field(default_factory=WaitWindow)
+    _tokens: deque[tuple[float, int]] = field(default_factory=deque)
+    _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=20))
+
+    def apply(self, record: Record) -> None:
+        """Take in one metrics record."""
+        self.now = max(self.now, record.t)
+        if record.kind == "phase":
+            self.phase = str(record.values.get("phase", self.phase))
+        elif record.kind == "step":
+            self.step = int(record.number("step"))
+            self.rewards.append(record.number("reward_mean"))
+            self.last_step = record
+            self._step_times.append(record.t)
+        elif record.kind == "eval":
+            version, accuracy = record.number("version_min"), record.number("accuracy")
+            self.evals.append(EvalPoint(version=int(version), accuracy=accuracy))
+        elif record.kind == "buffer":
+            self._sample(record.t, waits_of(record), int(record.number("tokens_generated")))
+
+    def observe(self, now: float, stats: BufferStats, waits: Waits, tokens_generated: int) -> None:
+        """Take in one sample of what Redis holds; `waits` and the tokens are totals.
+
+        Stands in place of `apply` for the `buffer` record made of the same sample.
+        """
+        self.now = max(self.now, now)
+        self.stats = stats
+        self._sample(now, waits, tokens_generated)
+
+    def _sample(self, t: float, waits: Waits, tokens_generated: int) -> None:
+        self.tokens_generated = tokens_generated
+        self.waits.add(t, waits)
+        self._tokens.append((t, tokens_generated))
+        while len(self._tokens) > 2 and self._tokens[1][0] <= t - RATE_HORIZON_S:
+            self._tokens.popleft()
+
+    def log(self, line: str) -> None:
+        """Show `line` among the last few."""
+        self.log_lines.append(line)
+
+    @property
+    def elapsed_s(self) -> float:
+        return max(0.0, self.now - self.started)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Over the last twenty steps; None before the second."""
+        times = self._step_times
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+
+    @property
+    def eta_s(self) -> float | None:
+        """Time left for the remaining steps at the present pace."""
+        pace = self.seconds_per_step
+        return None if pace is None else pace * max(0, self.num_steps - self.step)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Generated, over the last half minute."""
+        if len(self._tokens) < 2:
+            return None
+        (t0, tokens0), (t1, tokens1) = self._tokens[0], self._tokens[-1]
+        return (tokens1 - tokens0) / (t1 - t0) if t1 > t0 else None
+
+    @property
+    def shares(self) -> WaitShares:
+        return self.waits.shares(self.num_workers)
+
+
+def buffer_values(stats: BufferStats, waits: Waits, tokens_generated: int) -> Mapping[str, Scalar]:
+    """A `buffer` record: what `metrics.jsonl` keeps of one sample."""
+    oldest = min(stats.engine_versions.values(), default=stats.trainer_version)
+    return {
+        "pushed": stats.pushed,
+        "trained": stats.trained,
+        "dropped": stats.num_dropped,
+        "running": stats.running,
+        "ready": stats.ready,
+        "leased": stats.leased,
+        "requeued": stats.requeued,
+        "bytes": stats.bytes,
+        "trainer_version": stats.trainer_version,
+        "engine_lag": stats.trainer_version - oldest,
+        "max_staleness": stats.max_staleness,
+        "limit": (stats.max_staleness + 1) * stats.groups_per_step,
+        "tokens_generated": tokens_generated,
+        **{f"wait_s.{who}.{on}": seconds for (who, on), seconds in waits.items()},
+    }
+
+
+def waits_of(record: Record) -> dict[tuple[str, str], float]:
+    """The totals that `buffer_values` kept."""
+    waits = {}
+    for name in record.values:
+        kind, _, pair = name.partition(".")
+        if kind == "wait_s":
+            who, _, on = pair.partition(".")
+            waits[who, on] = record.number(name)
+    return waits

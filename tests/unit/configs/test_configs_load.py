@@ -1,0 +1,208 @@
+"""Loading: what composes, what wins over what, and what each kind of mistake is told."""
+
+from __future__ import annotations
+
+import re
+from contextlib import chdir
+from pathlib import Path
+
+import pytest
+
+from configs.load import CONFIG_DIR, ConfigError, load_config, options, read_config, to_yaml
+from configs.schema import Dtype, PauseMode
+
+
+def refusal(*overrides: str, experiment: str = "quickstart") -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides, experiment)
+    message = str(caught.value)
+    assert "\n" not in message, "one line"
+    return message
+
+
+@pytest.mark.parametrize("experiment", options("experiment"))
+def test_every_experiment_loads(experiment: str) -> None:
+    config = load_config([], experiment)
+    assert config.experiment == experiment
+
+
+def test_the_quickstart_is_a_small_asynchronous_run() -> None:
+    config = load_config([])
+    assert config.model.scratch is not None
+    assert config.buffer.max_staleness == 2
+    assert config.trainer.warm_start.num_steps > 0
+    found = re.search(config.task.prompt_pattern or "", "State the final answer ...: 4 - 1 =")
+    assert found is not None
+    assert found[1] == "4 - 1 ="
+
+
+def test_an_override_wins_over_the_experiment_and_a_group_choice() -> None:
+    config = load_config(["weight_sync=in_place", "trainer.num_steps=7", "rollout.num_engines=3"])
+    assert config.weight_sync.pause_mode is PauseMode.in_place
+    assert config.trainer.num_steps == 7
+    assert config.rollout.num_engines == 3
+
+
+def test_a_file_asked_for_by_name_wins_over_the_experiment() -> None:
+    assert load_config(["buffer=synchronous"]).buffer.max_staleness == 0
+    config = load_config(["buffer=synchronous", "buffer.max_staleness=1", "rollout=gpu"])
+    assert (config.buffer.max_staleness, config.rollout.group_size) == (1, 16)
+
+
+def test_an_experiment_may_be_named_among_the_overrides() -> None:
+    assert load_config(["experiment=gsm8k-smoke"]).trainer.num_steps == 10
+
+
+def test_values_are_read_as_yaml() -> None:
+    config = load_config(
+        [
+            "trainer.learning_rate=1e-5",
+            "trainer.dtype=bfloat16",
+            "trainer.normalize_advantage_std=false",
+            "rollout.engine.max_total_tokens=null",
+            "rollout.engine.extra_args=[--log-level=error, --disable-overlap-schedule]",
+            "task.params.max_terms=3",
+        ]
+    )
+    assert config.trainer.learning_rate == 1e-5
+    assert config.trainer.dtype is Dtype.bfloat16
+    assert config.trainer.normalize_advantage_std is False
+    assert config.rollout.engine.max_total_tokens is None
+    assert config.rollout.engine.extra_args == ["--log-level=error", "--disable-overlap-schedule"]
+    assert config.task.params["max_terms"] == 3
+
+
+@pytest.mark.parametrize("text", ["a, b = c", "[x](y)", "12", "true", "${not} a variable", "x: y"])
+def test_text_is_taken_as_it_stands(text: str, tmp_path: Path) -> None:
+    config = load_config([f"task.instruction={text}"])
+    assert config.task.instruction == text
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert read_config(tmp_path / "config.yaml") == config
+
+
+def test_text_may_be_quoted_and_null_removes_it() -> None:
+    assert load_config(["task.instruction=' two words '"]).task.instruction == " two words "
+    assert load_config(["task.prompt_pattern=null"]).task.prompt_pattern is None
+
+
+def test_a_pretrained_model_replaces_the_one_from_scratch(tmp_path: Path) -> None:
+    config = load_config(["model=pretrained", "model.path=Qwen/Qwen3-0.6B"])
+    assert (config.model.path, config.model.scratch) == ("Qwen/Qwen3-0.6B", None)
+    config = load_config(["model=pretrained", f"model.path={tmp_path}"])
+    assert config.model.path == str(tmp_path)
+
+
+def test_relative_paths_mean_the_folder_of_the_command(tmp_path: Path) -> None:
+    with chdir(tmp_path):
+        config = load_config(["task.path=problems.jsonl", "run.dir=out"], "gsm8k-smoke")
+    assert config.task.path == str(tmp_path / "problems.jsonl")
+    assert config.run.dir == str(tmp_path / "out")
+
+
+def test_the_project_ships_the_problems_of_the_smoke_test() -> None:
+    path = load_config([], "gsm8k-smoke").task.path
+    assert path == str(CONFIG_DIR / "data" / "word_problems.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("buffer.max_stalenes=4", "buffer.max_staleness"),
+        ("max_staleness=4", "buffer.max_staleness"),
+        ("trainer.max_staleness=4", "buffer.max_staleness"),
+        ("trianer.num_ranks=4", "trainer.num_ranks"),
+        ("rollout.temperature=0.5", "rollout.sampling.temperature"),
+        ("trainer.warm_start={num_step: 3}", "trainer.warm_start.num_steps"),
+        ("+buffer.max_staleness=4", "buffer.max_staleness"),
+    ],
+)
+def test_an_unknown_setting_is_refused_with_the_nearest(override: str, nearest: str) -> None:
+    message = refusal(override)
+    assert "there is no such setting" in message
+    assert f"did you mean {nearest}?" in message
+
+
+def test_an_unknown_setting_like_no_other_is_refused_with_its_neighbours() -> None:
+    assert "trainer has trainer.num_ranks, " in refusal("trainer.zzzzz=1")
+    assert "the sections are run, model, " in refusal("zzzzz=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("buffer.max_staleness=four", "buffer.max_staleness='four': expected an integer"),
+        ("trainer.num_ranks=1.5", "trainer.num_ranks=1.5: expected an integer"),
+        ("trainer.num_ranks=null", "trainer.num_ranks=None: expected an integer"),
+        ("trainer.learning_rate=fast", "trainer.learning_rate='fast': expected a number"),
+        ("run.panel=maybe", "run.panel='maybe': expected true or false"),
+        (
+            "weight_sync.pause_mode=abort",
+            "weight_sync.pause_mode='abort': expected one of retract, in_place",
+        ),
+        ("rollout.engine.extra_args=3", "rollout.engine.extra_args=3: expected a list, each text"),
+        (
+            "rollout.engine.max_total_tokens=x",
+            "rollout.engine.max_total_tokens='x': expected an integer or null",
+        ),
+        ("task.params=3", "task.params=3: expected a mapping"),
+        ("trainer.warm_start=3", "trainer.warm_start=3: is a section; set its settings one by one"),
+    ],
+)
+def test_a_wrong_type_is_refused_with_the_expected_one(override: str, message: str) -> None:
+    assert refusal(override) == message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        (["buffer.max_staleness=-1"], "buffer.max_staleness=-1"),
+        (["trainer.groups_per_step=1"], "trainer.groups_per_step=1"),
+        (["rollout.group_size=1"], "rollout.group_size=1"),
+        (["rollout.sampling.top_p=0.9"], "rollout.sampling.top_p"),
+        (["rollout.engine.radix_cache=true"], "rollout.engine.radix_cache=True"),
+        (["rollout.max_response_tokens=4096"], "rollout.max_prompt_tokens"),
+        (["buffer.url=http://host"], "buffer.url='http://host'"),
+        (["model.path=Qwen/Qwen3-0.6B"], "model.path='Qwen/Qwen3-0.6B'"),
+        (["model=pretrained"], "model.path=None"),
+    ],
+)
+def test_a_broken_rule_names_the_field_and_its_value(overrides: list[str], field: str) -> None:
+    assert field in refusal(*overrides)
+
+
+def test_an_unknown_file_of_a_group_is_refused_with_those_that_exist() -> None:
+    assert "did you mean quickstart? choose one of " in refusal(experiment="quikstart")
+    assert "model=tinny: there is no such model; did you mean tiny?" in refusal("model=tinny")
+    assert "experiment=nothing" in refusal("experiment=nothing")
+
+
+@pytest.mark.parametrize("override", ["buffer", "", "=4", "~buffer"])
+def test_an_argument_that_is_no_setting_is_refused(override: str) -> None:
+    assert "write SETTING=VALUE" in refusal(override)
+
+
+def test_a_value_that_is_no_yaml_is_refused() -> None:
+    assert "trainer.num_ranks=[1" in refusal("trainer.num_ranks=[1")
+
+
+def test_a_password_is_never_written_out() -> None:
+    config = load_config(["buffer.url=redis://me:se=cret@host:6379/0"])
+    assert config.buffer.url == "redis://me:se=cret@host:6379/0"
+    assert "cret" not in to_yaml(config)
+    assert "redis://me:***@host:6379/0" in to_yaml(config)
+    assert "cret" not in refusal("buffer.url=http://me:secret@host")
+
+
+@pytest.mark.parametrize("experiment", options("experiment"))
+def test_the_written_settings_read_back_the_same(experiment: str, tmp_path: Path) -> None:
+    config = load_config(["run.seed=5"], experiment)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert read_config(tmp_path / "config.yaml") == config
+
+
+def test_a_config_file_that_is_missing_or_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_config(tmp_path / "missing.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match="holds no settings"):
+        read_config(tmp_path / "list.yaml")

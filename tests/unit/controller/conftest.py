@@ -1,0 +1,8 @@
+"""Puts this folder on the path, so that its tests share `controller_samples`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

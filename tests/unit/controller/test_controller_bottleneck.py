@@ -1,0 +1,51 @@
+"""Waits as shares of the time, and the sentence made of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from controller.bottleneck import WaitShares, WaitWindow, bottleneck_sentence, wait_shares
+
+
+def shares(rollout: float = 0.0, weights: float = 0.0, trainer: float = 0.0) -> WaitShares:
+    return WaitShares(
+        trainer_for_rollout=rollout, trainer_for_weights=weights, rollout_for_trainer=trainer
+    )
+
+
+@pytest.mark.parametrize(
+    ("waits", "begins"),
+    [
+        (shares(rollout=0.61), "Rollouts are the bottleneck: the trainer waited 61% so far"),
+        (shares(trainer=0.7), "The trainer is the bottleneck: rollouts waited 70% so far"),
+        (shares(rollout=0.4, trainer=0.3), "Rollouts are the bottleneck"),
+        (shares(rollout=0.3, trainer=0.4), "The trainer is the bottleneck"),
+        (shares(weights=0.5, rollout=0.3), "The trainer spent 50% so far on sending weights"),
+        (shares(rollout=0.1, trainer=0.05), "Well balanced: the trainer waited 10% so far"),
+    ],
+)
+def test_the_largest_wait_is_named(waits: WaitShares, begins: str) -> None:
+    assert bottleneck_sentence(waits, max_staleness=2).startswith(begins)
+
+
+def test_a_synchronous_run_waits_because_it_was_asked_to() -> None:
+    sentence = bottleneck_sentence(shares(rollout=0.5, trainer=0.6), max_staleness=0)
+    assert "take turns, as max_staleness=0 asks" in sentence
+
+
+def test_shares_are_parts_of_the_time_of_one_process() -> None:
+    waits = {("trainer", "rollout"): 5.0, ("rollout", "trainer"): 16.0}
+    result = wait_shares(waits, elapsed_s=20.0, num_workers=4)
+    assert result == shares(rollout=0.25, trainer=0.2)
+    assert wait_shares(waits, elapsed_s=0.0) == shares()
+
+
+def test_a_window_forgets_what_is_older_than_its_horizon() -> None:
+    window = WaitWindow(horizon_s=10.0)
+    assert window.shares() == shares()
+    waited = 0.0
+    for t in range(101):
+        window.add(float(t), {("trainer", "rollout"): waited})
+        waited += 0.9 if t < 50 else 0.3
+    assert window.elapsed_s == 10.0
+    assert window.shares().trainer_for_rollout == pytest.approx(0.3)

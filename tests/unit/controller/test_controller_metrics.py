@@ -1,0 +1,54 @@
+"""The metrics file: what is written is read, and what is broken is told."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from controller.metrics import MetricsLog, Record, read_metrics
+
+
+def test_records_come_back_in_their_order(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.append("phase", {"phase": "training"}, t=1.0)
+        log.append("step", {"step": 0, "reward_mean": 0.5}, t=2.0)
+        assert len(read_metrics(path)) == 2, "readable before the file is closed"
+    with MetricsLog(path) as log:
+        log.append("step", {"step": 1, "reward_mean": 0.6}, t=3.0)
+    assert [record.t for record in read_metrics(path)] == [1.0, 2.0, 3.0]
+    assert [record.number("reward_mean") for record in read_metrics(path, "step")] == [0.5, 0.6]
+
+
+def test_what_is_no_number_reads_as_nan(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        record = log.append("step", {"loss": math.nan, "norm": math.inf, "name": "x"})
+    (read,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert all(math.isnan(read.number(name)) for name in ("loss", "norm", "name", "missing"))
+    assert read.values == record.values == {"name": "x"}
+
+
+def test_a_last_line_without_its_end_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"t": 1.0, "kind": "step", "step": 0}\n{"t": 2.0, "ki')
+    assert len(read_metrics(path)) == 1
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"kind": "step"}', '{"t": "x", "kind": "step"}'])
+def test_a_broken_line_is_told_with_its_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"t": 1.0, "kind": "step"}}\n{line}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: no metrics record"):
+        read_metrics(path)
+
+
+def test_no_file_means_no_records(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_histogram_is_kept_as_text() -> None:
+    record = Record(t=0.0, kind="step", values={"staleness_counts": '{"2": 1, "0": 3}'})
+    assert record.histogram("staleness_counts") == {0: 3, 2: 1}
+    assert record.histogram("missing") == {}

@@ -1,0 +1,157 @@
+"""The view of a run, the panel drawn from it, and the lines where there is no terminal."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from controller_samples import STATS, eval_record, stats_at, step_record
+from rich.console import Console
+
+from controller.metrics import Record
+from controller.panel import Panel, render, sparkline, step_line
+from controller.view import RunView, buffer_values, waits_of
+
+
+def trained_view(num_steps: int = 20) -> RunView:
+    view = RunView(run="night", num_steps=40, started=990.0)
+    view.apply(Record(t=1000.0, kind="phase", values={"phase": "training"}))
+    view.apply(eval_record(0, 1000.0, 0.31))
+    for step in range(num_steps):
+        t = 1000.0 + step / 2
+        view.apply(step_record(step, t, reward=0.3 + step / 40))
+        waits = {("trainer", "rollout"): step * 0.3, ("rollout", "trainer"): step * 0.02}
+        view.observe(t, stats_at(step), waits, tokens_generated=step * 500)
+    view.apply(eval_record(20, 1010.0, 0.74))
+    return view
+
+
+def text_of(view: RunView, width: int = 100) -> str:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(render(view))
+    return capture.get()
+
+
+def test_the_view_knows_pace_and_time_left() -> None:
+    view = trained_view()
+    assert view.step == 20
+    assert view.seconds_per_step == pytest.approx(0.5)
+    assert view.eta_s == pytest.approx(10.0)
+    assert view.tokens_per_s == pytest.approx(1000.0)
+    assert view.elapsed_s == pytest.approx(20.0)
+    assert view.shares.trainer_for_rollout == pytest.approx(0.6)
+
+
+def test_the_panel_shows_what_one_looks_for() -> None:
+    text = text_of(trained_view())
+    for shown in (
+        "night",
+        "training",
+        "step 20 of 40",
+        "about 10 s left",
+        "from 0.30",
+        "74%",
+        "from 31%",
+        "9 ready",
+        "15 ready",
+        "1,000 tokens/s",
+        "2,260 pushed = 2,192 trained + 20 dropped (20 stale) + 32 ready + 16 leased",
+        "Rollouts are the bottleneck",
+    ):
+        assert shown.replace("1,000", "1k") in text, shown
+    assert "add up" not in text
+
+
+def test_groups_that_do_not_add_up_are_told() -> None:
+    view = trained_view()
+    view.observe(1020.0, replace(STATS, pushed=2261), {}, 0)
+    assert "does NOT add up" in text_of(view)
+
+
+def test_engines_that_lag_are_told() -> None:
+    view = trained_view()
+    view.observe(1020.0, STATS, {}, 0)
+    assert "versions 136 to 137 (1 behind)" in text_of(view)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_the_panel_fits_every_width(width: int) -> None:
+    assert {len(line) for line in text_of(trained_view(), width).splitlines()} == {width}
+
+
+def test_the_panel_can_be_drawn_before_anything_is_known() -> None:
+    text = text_of(RunView(run="night", num_steps=40, started=0.0))
+    assert "step 0 of 40" in text
+    assert "not there yet" in text
+
+
+def test_a_smaller_max_staleness_still_shows_the_older_groups() -> None:
+    view = trained_view()
+    view.observe(1020.0, replace(STATS, max_staleness=0), {}, 0)
+    assert "staleness 2" in text_of(view)
+
+
+def test_without_a_terminal_each_step_is_one_line() -> None:
+    out = io.StringIO()
+    view = trained_view()
+    with Panel(console=Console(file=out, width=100)) as panel:
+        with panel.step("Redis server") as step:
+            step.say("port 1234")
+        panel.show(view)
+        panel.show(view)
+        view.apply(step_record(20, 1011.0))
+        panel.show(view)
+    lines = out.getvalue().splitlines()
+    assert "Redis server" in lines[0]
+    assert "port 1234" in lines[0]
+    assert [line.split(" | ")[0] for line in lines[1:]] == ["step 20/40", "step 21/40"]
+
+
+def test_a_step_line_says_the_essentials() -> None:
+    assert step_line(trained_view()) == (
+        "step 20/40 | reward 0.77 (first 0.30) | eval 74% (first 31%) | "
+        "staleness 1.2 (max 2) | ready 32 | 1k tokens/s | 10 s left"
+    )
+
+
+def test_a_start_step_that_fails_is_marked_and_raises() -> None:
+    out = io.StringIO()
+    panel = Panel(console=Console(file=out, width=100))
+    with pytest.raises(RuntimeError, match="no room"), panel.step("engines"):
+        raise RuntimeError("no room")
+    assert "✗ engines" in out.getvalue()
+
+
+def test_on_a_terminal_the_panel_is_drawn_in_place_and_the_cursor_given_back() -> None:
+    out = io.StringIO()
+    with Panel(console=Console(file=out, width=100, height=50, force_terminal=True)) as panel:
+        with panel.step("Redis server"), panel.step("Ray"):
+            pass
+        panel.show(trained_view())
+        panel.say("a line above it")
+    text = out.getvalue()
+    assert "a line above it" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown again"
+
+
+def test_disabled_the_panel_prints_lines_on_a_terminal_too() -> None:
+    out = io.StringIO()
+    with Panel(enabled=False, console=Console(file=out, width=100, force_terminal=True)) as panel:
+        panel.show(trained_view())
+    assert out.getvalue().startswith("step 20/40")
+
+
+def test_a_sparkline_keeps_the_shape_in_the_room_there_is() -> None:
+    assert sparkline([0.0, 0.5, 1.0], width=8) == "▁▅█"
+    assert sparkline([0.0] * 50 + [1.0] * 50, width=4) == "▁▁██"
+    assert sparkline([0.0, 0.0], width=4) == "▁▁"
+
+
+def test_a_buffer_record_keeps_the_waits() -> None:
+    waits = {("trainer", "rollout"): 3.5, ("rollout", "trainer"): 1.0}
+    values = buffer_values(STATS, waits, tokens_generated=7)
+    assert waits_of(Record(t=0.0, kind="buffer", values=values)) == waits
+    assert values["limit"] == 48
+    assert values["engine_lag"] == 1

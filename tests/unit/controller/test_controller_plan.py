@@ -1,0 +1,114 @@
+"""The plan: what would start, what it needs, and when it is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from configs.load import load_config
+from configs.schema import ModelConfig, ScratchModelConfig
+from controller.model_size import model_size
+from controller.plan import Plan, make_plan, staleness_sentence
+
+
+def text_of(plan: Plan) -> str:
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(plan.render())
+    return capture.get()
+
+
+def test_without_gpus_the_cores_are_shared_out() -> None:
+    plan = make_plan(load_config(["rollout.num_engines=2"]), num_gpus=0, num_cpus=16)
+    assert (plan.trainer_gpus, plan.engine_gpus, plan.num_gpus) == (0, 0, 0)
+    assert plan.threads_per_process == 16 // (2 + 2)
+
+
+def test_threads_are_never_none_and_can_be_set() -> None:
+    assert make_plan(load_config([]), 0, 2).threads_per_process == 1
+    config = load_config(["cluster.threads_per_process=3"])
+    assert make_plan(config, 0, 2).threads_per_process == 3
+
+
+def test_with_gpus_each_rank_takes_one_and_an_engine_its_tensor_parallel_size() -> None:
+    config = load_config(["rollout.num_engines=3", "rollout.engine.tp_size=2"])
+    plan = make_plan(config, num_gpus=8, num_cpus=64)
+    assert (plan.trainer_gpus, plan.engine_gpus) == (1, 2)
+    assert plan.num_gpus == 2 * 1 + 3 * 2
+
+
+def test_more_gpus_than_there_are_is_refused_with_the_numbers() -> None:
+    config = load_config([], "qwen2.5-7b-gsm8k")
+    with pytest.raises(ValueError, match=r"need 16 GPUs, and Ray has 4: lower trainer\.num_ranks"):
+        make_plan(config, num_gpus=4, num_cpus=64)
+    with pytest.raises(ValueError, match=r"cluster\.gpus_per_rank=0"):
+        make_plan(load_config(["cluster.gpus_per_rank=1"]), num_gpus=0, num_cpus=2)
+
+
+def test_a_dry_run_for_a_cluster_takes_its_gpus_for_given() -> None:
+    plan = make_plan(load_config([], "qwen2.5-7b-gsm8k"), num_gpus=None, num_cpus=8)
+    assert plan.num_gpus == 16
+
+
+def test_the_rendered_plan_says_what_starts_and_how_far_the_leash_reaches() -> None:
+    text = text_of(make_plan(load_config([]), 0, 2))
+    for word in ("Redis server", "rollout worker", "trainer rank", "SGLang engine", "625k"):
+        assert word in text
+    assert "(2 + 1) x 16 = 48 groups" in text
+
+
+def test_a_server_of_yours_is_named_without_its_password() -> None:
+    text = text_of(make_plan(load_config(["buffer.url=redis://me:secret@box:6380/0"]), 0, 2))
+    assert "box:6380/0" in text
+    assert "secret" not in text
+    assert "Redis server" not in text, "it is not started"
+
+
+def test_staleness_zero_is_told_as_synchronous() -> None:
+    sentence = staleness_sentence(load_config(["buffer=synchronous"]))
+    assert "(0 + 1) x 16 = 16 groups" in sentence
+    assert "trained by the weights that sampled it" in sentence
+
+
+def test_parameters_of_a_scratch_model_are_counted_by_hand() -> None:
+    scratch = ScratchModelConfig(
+        hidden_size=8,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        max_position_embeddings=64,
+    )
+    size = model_size(ModelConfig(scratch=scratch))
+    attention = 8 * 8 + 2 * (8 * 4) + 8 * 8 + 2 * 4  # q, k and v, o, their norms
+    layer = attention + 3 * 8 * 16 + 2 * 8
+    assert size.num_params == 264 * 8 + layer + 8
+    assert size.kv_elements == 2 * 1 * 1 * 4
+
+
+def test_a_folder_is_counted_by_its_config(tmp_path: Path) -> None:
+    fields = {
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    size = model_size(ModelConfig(path=str(tmp_path)))
+    assert size.num_params == pytest.approx(7.6e9, rel=0.01), "Qwen2.5-7B"
+    assert size.kv_elements == 2 * 28 * 4 * 128
+
+
+@pytest.mark.parametrize(
+    ("name", "num_params"),
+    [("Qwen/Qwen2.5-7B-Instruct", 7e9), ("Qwen/Qwen3-0.6B", 0.6e9), ("org/model", None)],
+)
+def test_a_hub_name_tells_its_size(name: str, num_params: float | None) -> None:
+    assert model_size(ModelConfig(path=name)).num_params == num_params

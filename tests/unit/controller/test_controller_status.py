@@ -1,0 +1,117 @@
+"""`make status` against a real server while a run goes on, and from the folder after its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from controller_samples import STATS, eval_record, step_record
+from rich.console import Console
+
+from buffer.connection import connect
+from buffer.replay_buffer import ReplayBuffer
+from buffer.run_state import RunState
+from buffer.server import EmbeddedServer
+from configs.load import load_config, to_yaml
+from configs.schema import BufferConfig
+from controller.metrics import MetricsLog, Record, read_metrics
+from controller.run_dir import RunDir
+from controller.status import print_status
+from controller.summary import summarize, write_summary
+from controller.view import buffer_values
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    """A run of this very process that has trained ten steps."""
+    run_dir = RunDir.create(str(tmp_path), "night", "quickstart")
+    (run_dir.path / "config.yaml").write_text(to_yaml(load_config([])))
+    with MetricsLog(run_dir.metrics) as log:
+        log.append("phase", {"phase": "training"}, t=1000.0)
+        _append(log, eval_record(0, 1000.0, 0.31))
+        for step in range(10):
+            _append(log, step_record(step, 1001.0 + step))
+            waits = {("trainer", "rollout"): 0.6 * step}
+            log.append("buffer", buffer_values(STATS, waits, step * 100), t=1001.0 + step)
+    return run_dir
+
+
+def _append(log: MetricsLog, record: Record) -> None:
+    log.append(record.kind, record.values, t=record.t)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer.start(
+        tmp_path / "redis", BufferConfig(), "127.0.0.1", tmp_path / "redis.log"
+    )
+    yield server
+    server.stop(timeout_s=5)
+
+
+def status_of(run_dir: RunDir) -> str:
+    console = Console(width=100)
+    with console.capture() as capture:
+        print_status(run_dir, console)
+    return capture.get()
+
+
+async def _begin_run(url: str, run: str) -> None:
+    buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=10)
+    state = RunState(await connect(url), run)
+    await buffer.open(BufferConfig(max_staleness=2), groups_per_step=16)
+    await buffer.admit("group-0", timeout_s=5)
+    await state.record_commits({"engine-0": 0})
+    await state.add_wait("trainer", "rollout", 7.5)
+    await state.count("tokens_generated", 1234)
+    await buffer.close()
+    await state.close()
+
+
+def test_a_run_that_goes_on_is_shown_live(run_dir: RunDir, server: EmbeddedServer) -> None:
+    asyncio.run(_begin_run(server.url, run_dir.name))
+    run_dir.write_redis_url(server.url)
+    text = status_of(run_dir)
+    assert "step 10 of 250" in text
+    assert "1 running" in text
+    assert "1 of 48 groups" in text
+    assert "redis-cli -u" in text
+    assert server.url not in text, "the password stays in its file"
+
+
+def test_a_run_whose_server_is_away_is_told(run_dir: RunDir) -> None:
+    run_dir.write_redis_url("redis://127.0.0.1:1/0")
+    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:1"):
+        status_of(run_dir)
+
+
+def test_a_run_that_starts_is_told(run_dir: RunDir) -> None:
+    assert "is starting" in status_of(run_dir)
+
+
+def test_a_run_that_lost_its_controller_is_told(run_dir: RunDir) -> None:
+    run_dir.write_record(replace(run_dir.read_record(), process_started=0.0))
+    text = status_of(run_dir)
+    assert "its controller is gone" in text
+    assert "It made 10 steps" in text
+
+
+def test_a_finished_run_shows_its_summary_and_what_held_it_back(run_dir: RunDir) -> None:
+    config = load_config([])
+    result = summarize(
+        run=run_dir.name,
+        config=config,
+        records=read_metrics(run_dir.metrics),
+        stats=STATS,
+        tokens_generated=1000,
+        wall_s=60.0,
+    )
+    write_summary(run_dir.path, result, config)
+    run_dir.end("finished")
+    text = status_of(run_dir)
+    assert "night: finished" in text
+    assert "Where the groups went" in text
+    assert "Rollouts are the bottleneck: the trainer waited 55% of the run" in text

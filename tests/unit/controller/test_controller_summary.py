@@ -1,0 +1,134 @@
+"""How a run ended: figures by hand, the RESULT line, the summary and the plots."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from controller_samples import STATS, eval_record, step_record
+
+from configs.load import load_config
+from controller.metrics import Record
+from controller.plots import PLOTS, write_plots
+from controller.summary import RunResult, result_line, summarize, write_summary
+from controller.view import buffer_values
+
+REQUIRED = {
+    "run",
+    "wall_s",
+    "steps",
+    "eval_before",
+    "eval_after",
+    "reward_first",
+    "reward_last",
+    "groups_pushed",
+    "groups_trained",
+    "groups_dropped",
+    "groups_ready",
+    "groups_leased",
+    "max_staleness",
+    "max_staleness_trained",
+    "versions_published",
+    "engine_pause_s",
+    "trainer_wait_s",
+    "tokens_generated",
+    "tokens_trained",
+}
+
+
+def run_records(num_steps: int = 20) -> list[Record]:
+    records = [eval_record(0, 999.0, 0.31)]
+    for step in range(num_steps):
+        t = 1000.0 + step
+        waits = {("trainer", "rollout"): step * 0.25}
+        records.append(step_record(step, t, reward=step / 20))
+        values = buffer_values(replace(STATS, running=step % 5), waits, step * 100)
+        records.append(Record(t=t, kind="buffer", values=values))
+    records.append(eval_record(num_steps, 1020.0, 0.92))
+    return records
+
+
+def result_of(records: list[Record]) -> RunResult:
+    return summarize(
+        run="night",
+        config=load_config(["run.seed=3"]),
+        records=records,
+        stats=STATS,
+        tokens_generated=100_000,
+        wall_s=170.0,
+    )
+
+
+def test_the_result_agrees_with_the_records_by_hand() -> None:
+    result = result_of(run_records())
+    assert (result.eval_before, result.eval_after, result.eval_size) == (0.31, 0.92, 64)
+    assert result.reward_first == pytest.approx(0.5 / 20), "mean of steps 0 and 1"
+    assert result.reward_last == pytest.approx(18.5 / 20), "mean of steps 18 and 19"
+    assert result.groups_trained == 1600 + 592
+    assert result.is_conserved
+    assert result.engine_pause_s["p50"] == pytest.approx(0.02 + 0.01 * 9.5)
+    assert result.engine_pause_s["max"] == pytest.approx(0.02 + 0.01 * 19)
+    assert result.trainer_wait_s == pytest.approx(20 * 0.25)
+    train_s = 19 + 0.25 + 0.5
+    assert result.trainer_wait_share == pytest.approx(5 / train_s)
+    assert result.tokens_per_s == pytest.approx(100_000 / train_s)
+    assert result.ratio_max_abs_dev == 0.5
+    assert result.logprob_diff_max == pytest.approx(2e-4)
+    assert result.staleness_mean == pytest.approx(1.25)
+
+
+def test_the_result_line_is_json_with_everything_asked_for() -> None:
+    line = result_line(result_of(run_records()))
+    assert "\n" not in line
+    word, _, text = line.partition(" ")
+    assert word == "RESULT"
+    fields = json.loads(text)
+    assert fields.keys() >= REQUIRED
+    dropped = sum(fields["groups_dropped"].values())
+    places = ("groups_trained", "groups_quarantined", "groups_ready", "groups_leased")
+    assert fields["groups_pushed"] == sum(fields[place] for place in places) + dropped
+
+
+def test_a_run_without_steps_has_a_result_too(tmp_path: Path) -> None:
+    result = result_of([])
+    fields = json.loads(result_line(result).removeprefix("RESULT "))
+    assert fields["steps"] == 0
+    assert fields["eval_after"] is fields["reward_first"] is fields["tokens_per_s"] is None
+    write_summary(tmp_path, result, load_config([]))
+    assert "not measured" in (tmp_path / "summary.md").read_text()
+    assert write_plots(tmp_path, []) == []
+
+
+def test_the_summary_names_the_rise_the_plots_and_the_command(tmp_path: Path) -> None:
+    records = run_records()
+    result = result_of(records)
+    written = write_plots(tmp_path, records)
+    write_summary(tmp_path, result, load_config(["run.seed=3"]))
+    assert {path.name for path in written} == set(PLOTS)
+    summary = (tmp_path / "summary.md").read_text()
+    assert "from 31% to 92% (+61 points) in 20 steps" in summary
+    assert 'make launch EXPERIMENT=quickstart ARGS="run.seed=3"' in summary
+    assert all(f"]({name})" in summary for name in PLOTS)
+    written_result = json.loads((tmp_path / "result.json").read_text())
+    assert written_result == json.loads(result_line(result).removeprefix("RESULT "))
+
+
+def test_a_broken_law_stands_out_in_the_summary(tmp_path: Path) -> None:
+    result = replace(result_of(run_records()), is_conserved=False)
+    write_summary(tmp_path, result, load_config([]))
+    assert "**NO" in (tmp_path / "summary.md").read_text()
+
+
+def test_plots_are_pictures_and_those_without_data_are_left_out(tmp_path: Path) -> None:
+    steps = [record for record in run_records() if record.kind == "step"]
+    written = write_plots(tmp_path, steps)
+    assert "buffer.png" not in {path.name for path in written}
+    for path in written:
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_rewards_beyond_one_are_plotted_as_they_are(tmp_path: Path) -> None:
+    steps = [step_record(step, 1000.0 + step, reward=-5.0 + step) for step in range(12)]
+    assert len(write_plots(tmp_path, steps)) == 4

@@ -1,0 +1,149 @@
+"""Holds the borders between the packages, by the imports and strings that their sources contain."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+MAY_IMPORT = {
+    "configs": set(),
+    "buffer": {"configs"},
+    "weight_sync": {"configs"},
+    "trainer_pool": {"configs", "buffer", "weight_sync"},
+    "rollout_pool": {"configs", "buffer", "weight_sync"},
+    "controller": {"configs", "buffer", "weight_sync", "trainer_pool", "rollout_pool"},
+}
+"""Which of our packages each of them may import, besides itself."""
+
+HOMES = {
+    "deepspeed": ("trainer_pool/zero3.py",),
+    "redis": ("buffer/",),
+    "omegaconf": ("configs/",),
+    "hydra": ("configs/",),
+}
+"""Where a dependency may be imported."""
+
+UNSAFE_TO_READ = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+
+SGLANG_PATHS = (
+    "/generate",
+    "/pause_generation",
+    "/continue_generation",
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
+    "/update_weights_from",
+    "/abort_request",
+    "/flush_cache",
+    "/model_info",
+    "/health",
+)
+SGLANG_CLIENT = "rollout_pool/sglang_client.py"
+
+SOURCES = sorted(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Every module that the file imports, also those inside functions."""
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{_name(path)}: write imports from the package's name"
+            yield node.module or ""
+
+
+def _strings(path: Path) -> Iterator[str]:
+    """Every string of the file that is not a docstring."""
+    tree = _tree(path)
+    documentation = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and id(node) not in documentation:
+            yield node.value
+
+
+def test_packages_import_only_what_their_borders_allow() -> None:
+    for path in SOURCES:
+        package = _name(path).split("/")[0]
+        ours = {name.split(".")[0] for name in _imports(path)} & set(MAY_IMPORT)
+        assert ours <= MAY_IMPORT[package] | {package}, _name(path)
+
+
+@pytest.mark.parametrize("dependency", HOMES)
+def test_a_heavy_dependency_has_one_home(dependency: str) -> None:
+    users = {
+        _name(path)
+        for path in SOURCES
+        if any(name.split(".")[0] == dependency for name in _imports(path))
+    }
+    assert all(user.startswith(HOMES[dependency]) for user in users), users
+
+
+def test_nothing_that_runs_code_when_read_is_imported() -> None:
+    users = {
+        _name(path)
+        for path in SOURCES
+        if UNSAFE_TO_READ & {name.split(".")[0] for name in _imports(path)}
+    }
+    assert users == set()
+
+
+def test_one_file_knows_the_http_paths_of_sglang() -> None:
+    users = {
+        _name(path)
+        for path in SOURCES
+        if any(text.startswith(SGLANG_PATHS) for text in _strings(path))
+    }
+    assert users <= {SGLANG_CLIENT}
+
+
+@pytest.mark.parametrize("types", ["buffer/types.py", "weight_sync/types.py"])
+def test_types_of_a_border_import_no_framework(types: str) -> None:
+    imported = {name.split(".")[0] for name in _imports(ROOT / types)}
+    assert not imported & {"torch", "redis", "ray"}
+
+
+def test_files_and_functions_are_short_enough_to_be_read_at_once() -> None:
+    for path in SOURCES:
+        assert len(path.read_text().splitlines()) <= 500, f"split {_name(path)}"
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                assert length <= 80, f"split {node.name} in {_name(path)}"
+
+
+def test_modules_open_with_their_role() -> None:
+    written = [path for path in SOURCES if path.read_text().strip()]
+    assert [_name(path) for path in written if not ast.get_docstring(_tree(path))] == []
+
+
+def test_every_folder_is_named_for_what_it_holds() -> None:
+    folders = {path.parent for path in SOURCES}
+    assert not {folder.name for folder in folders} & {"utils", "util", "common", "helpers", "misc"}
+
+
+def test_every_package_is_listed_for_the_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = set(project["tool"]["setuptools"]["packages"])
+    with_code = {_name(path.parent).replace("/", ".") for path in SOURCES}
+    assert with_code <= listed
