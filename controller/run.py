@@ -207,27 +207,22 @@ class Run:
 
     def _start(self, pools: Pools) -> None:
         with self._panel.step("engines and trainer ranks") as step:
-            refs = pools.rollout.start() | self._by_rank(pools, pools.trainer.start())
+            refs = pools.rollout.start() | pools.trainer.start()
             step.say(", ".join(refs))
             self._wait(refs, "starting")
 
     def _give_first_weights(self, pools: Pools) -> None:
-        config, lead = self._config, pools.trainer.names()[0]
+        config = self._config
         if config.trainer.warm_start.num_steps:
             with self._panel.step("warm start") as step:
                 examples = supervised_examples(config, self._model_path)
-                refs = self._by_rank(pools, pools.trainer.warm_start(examples))
-                report = self._wait(refs, "warming up")[lead]
+                reports = self._wait(pools.trainer.warm_start(examples), "warming up")
+                report = next(iter(reports.values()))
                 step.say(f"supervised loss {report.loss_first:.2f} to {report.loss_last:.2f}")
         with self._panel.step("weight group"):
-            self._wait({lead: pools.trainer.connect_engines(pools.rollout.ports())}, "connecting")
+            self._wait(pools.trainer.connect_engines(pools.rollout.ports()), "connecting")
         with self._panel.step("version 0 to the engines"):
-            refs = self._by_rank(pools, pools.trainer.publish_initial())
-            self._wait(refs, "publishing version 0")
-
-    @staticmethod
-    def _by_rank(pools: Pools, refs: list[Any]) -> dict[str, Any]:
-        return dict(zip(pools.trainer.names(), refs, strict=True))
+            self._wait(pools.trainer.publish_initial(), "publishing version 0")
 
     def _wait(self, refs: Mapping[str, Any], doing: str) -> dict[str, Any]:
         return supervise.wait_for_all(refs, self._dir.log_of, self._start_timeout_s, doing)

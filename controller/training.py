@@ -106,8 +106,7 @@ class Training:
         await self._evaluate(0)
         await self._enter_phase("training")
         generating = [tasks.create_task(self._told(n, r)) for n, r in pools.rollout.run().items()]
-        ranks = zip(pools.trainer.names(), pools.trainer.train(), strict=True)
-        await asyncio.gather(*(self._told(name, ref) for name, ref in ranks))
+        await asyncio.gather(*(self._told(n, r) for n, r in pools.trainer.train().items()))
         await self._enter_phase("evaluating the result")
         await asyncio.gather(*(self._told(n, r) for n, r in pools.rollout.stop().items()))
         await asyncio.gather(*generating)

@@ -1,0 +1,285 @@
+"""One SGLang server as a child process: starts it, tells when it is ready and when it has died."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.schema import EngineConfig, PauseMode
+from rollout_pool import process_tree
+from rollout_pool.generation import EngineError
+from rollout_pool.server_arguments import server_arguments
+from rollout_pool.sglang_client import SGLangClient
+
+log = logging.getLogger(__name__)
+
+PORT_ATTEMPTS = 3
+PROBE_INTERVAL_S = 0.25
+PROGRESS_INTERVAL_S = 10.0
+LOG_TAIL_LINES = 20
+_LOG_TAIL_BYTES = 16384
+_LOG_LINE_LENGTH = 300
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EngineSpec:
+    """Everything that an engine is built from."""
+
+    name: str
+    config: EngineConfig
+    pause_mode: PauseMode
+    model_path: str
+    trust_remote_code: bool
+    host: str
+    log_path: Path
+    """Where the server's output goes."""
+    num_threads: int
+    """Torch threads of a server without a GPU."""
+    uses_gpu: bool
+    seed: int
+    """Of its sampling; engines must differ, or they would give the same samples."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EngineInfo:
+    name: str
+    url: str
+    pid: int
+    num_ranks: int
+    """Members that it brings to a weight group."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EngineDied:
+    name: str
+    exit_code: int
+    log_tail: str
+    """The last lines of the server's log."""
+
+
+class SGLangEngine:
+    """Owns one server process, its folder of sockets and its log. Used in one event loop."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self._server: _Server | None = None
+        self._client: SGLangClient | None = None
+
+    @property
+    def client(self) -> SGLangClient:
+        assert self._client is not None, "start() comes first"
+        return self._client
+
+    async def start(self) -> EngineInfo:
+        """Start the server and wait until it takes requests.
+
+        Raises EngineError with the end of its log if it dies or is not ready within
+        `rollout.engine.start_timeout_s`.
+        """
+        deadline = time.monotonic() + self.spec.config.start_timeout_s
+        for attempt in range(1, 1 + PORT_ATTEMPTS):
+            with _reserve_port(self.spec.host) as reserved:
+                port = int(reserved.getsockname()[1])
+                self._launch(port)
+                try:
+                    return await self._wait_ready(port, deadline)
+                except EngineError:
+                    was_taken = "address already in use" in self.log_tail().lower()
+                    await self.stop()
+                    if not was_taken or attempt == PORT_ATTEMPTS:
+                        raise
+                    log.warning("%s: port %d was taken, trying another", self.spec.name, port)
+                except BaseException:
+                    await self.stop()
+                    raise
+        raise AssertionError("unreachable")
+
+    async def wait_dead(self) -> EngineDied:
+        """Returns when the server has ended, also after `stop`."""
+        assert self._server is not None, "start() comes first"
+        exit_code = await self._server.exited
+        return EngineDied(name=self.spec.name, exit_code=exit_code, log_tail=self.log_tail())
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """End the server and everything that it started, and remove what it left."""
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+        if self._server is not None:
+            await self._server.stop(timeout_s)
+
+    def log_tail(self) -> str:
+        """The last lines of the server's log."""
+        try:
+            with self.spec.log_path.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError as error:
+            return f"({self.spec.log_path}: {error.strerror})"
+        return "\n".join(line[:_LOG_LINE_LENGTH] for line in lines[-LOG_TAIL_LINES:])
+
+    def _launch(self, port: int) -> None:
+        spec = self.spec
+        served_name = f"leash-{spec.name}-{uuid.uuid4().hex[:8]}"  # nobody else answers to it
+        arguments = server_arguments(
+            spec.config,
+            pause_mode=spec.pause_mode,
+            model_path=spec.model_path,
+            trust_remote_code=spec.trust_remote_code,
+            served_name=served_name,
+            host=spec.host,
+            port=port,
+            seed=spec.seed,
+            uses_gpu=spec.uses_gpu,
+        )
+        self._server = _Server(served_name, arguments, spec.log_path, _environment(spec))
+        self._client = SGLangClient(
+            spec.name,
+            _url(spec.host, port),
+            request_timeout_s=spec.config.request_timeout_s,
+            keys_prefix_by_version=spec.config.radix_cache,
+        )
+
+    async def _wait_ready(self, port: int, deadline: float) -> EngineInfo:
+        server, started = self._server, time.monotonic()
+        assert server is not None
+        next_word = started + PROGRESS_INTERVAL_S
+        while not await self.client.is_ready(server.served_name, timeout_s=5.0):
+            now = time.monotonic()
+            if server.exited.done():
+                raise EngineError(
+                    f"{self._failed_start('ended')} (exit code {server.exited.result()})"
+                )
+            if now > deadline:
+                limit = f"rollout.engine.start_timeout_s={self.spec.config.start_timeout_s:g}"
+                raise EngineError(self._failed_start(f"was not ready within {limit}"))
+            if now > next_word:
+                log.info("%s: starting for %.0f s", self.spec.name, now - started)
+                next_word += PROGRESS_INTERVAL_S
+            # Another process's start has no event to wait for, but its end has.
+            await asyncio.wait({server.exited}, timeout=PROBE_INTERVAL_S)
+        log.info("%s: ready after %.1f s", self.spec.name, time.monotonic() - started)
+        server.note_shared_memory()
+        return EngineInfo(
+            name=self.spec.name,
+            url=_url(self.spec.host, port),
+            pid=server.pid,
+            num_ranks=self.spec.config.tp_size,
+        )
+
+    def _failed_start(self, what: str) -> str:
+        return (
+            f"{self.spec.name}: the SGLang server {what} at its start; the last lines of "
+            f"{self.spec.log_path}:\n{self.log_tail()}\n"
+        )
+
+
+class _Server:
+    """The process itself: a new session, whose standard input is its lifeline."""
+
+    def __init__(
+        self, served_name: str, arguments: list[str], log_path: Path, environment: dict[str, str]
+    ) -> None:
+        self.served_name = served_name
+        # Paths of unix sockets may not be longer than 107 bytes; a run's folder could be too deep.
+        self._socket_folder = tempfile.mkdtemp(prefix="leash-sglang-")
+        self._shared_memory: frozenset[Path] = frozenset()
+        command = [sys.executable, "-m", "rollout_pool.sglang_server", self._socket_folder]
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log_file:
+            self._process = subprocess.Popen(
+                command + arguments,
+                stdin=subprocess.PIPE,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C in the shell is for the controller
+            )
+        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        threading.Thread(target=self._watch, args=(self.exited,), daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def note_shared_memory(self) -> None:
+        self._shared_memory = process_tree.shared_memory_files(self.pid)
+
+    async def stop(self, timeout_s: float) -> None:
+        children = process_tree.descendants(self.pid)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        done, _ = await asyncio.wait({self.exited}, timeout=timeout_s)
+        if not done:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            await asyncio.wait({self.exited}, timeout=timeout_s)
+        # A server that was killed, by us or another, could not clear up behind itself.
+        await asyncio.to_thread(process_tree.kill, children, timeout_s)
+        for path in self._shared_memory:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self._socket_folder, ignore_errors=True)
+
+    def _watch(self, exited: asyncio.Future[int]) -> None:
+        exit_code = self._process.wait()
+
+        def tell() -> None:
+            if not exited.done():
+                exited.set_result(exit_code)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            exited.get_loop().call_soon_threadsafe(tell)
+
+
+def _environment(spec: EngineSpec) -> dict[str, str]:
+    environment = dict(os.environ)
+    if not spec.uses_gpu:
+        environment["OMP_NUM_THREADS"] = str(spec.num_threads)
+    if _is_loopback(spec.host):
+        # gloo would look up the machine's name, which need not lead to an interface of its own.
+        environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = "lo"
+    return environment
+
+
+def _reserve_port(host: str) -> socket.socket:
+    """A free port, held until the socket is closed.
+
+    The server binds its port only when its model is loaded. Until then a bound socket that does not
+    listen keeps others from being given the port, and SO_REUSEADDR on both lets the server have it.
+    """
+    holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        holder.bind((host, 0))
+    except OSError as error:
+        holder.close()
+        raise EngineError(
+            f"no server can listen on cluster.host={host!r} of this machine: {error}"
+        ) from error
+    return holder
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

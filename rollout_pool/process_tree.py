@@ -1,0 +1,62 @@
+"""Ends a server and everything that it started, and leaves none of its shared memory behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+_SHARED_MEMORY = "/dev/shm/"
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """The processes below `pid`, without itself; none if it is gone."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def shared_memory_files(pid: int) -> frozenset[Path]:
+    """Files in shared memory that the tree of `pid` maps now: a killed process cannot remove them.
+
+    Python's own semaphores (sem.*) are not among them: its resource tracker removes those.
+    """
+    found: set[Path] = set()
+    for process in [*descendants(pid), *_self(pid)]:
+        try:
+            paths = {mapping.path for mapping in process.memory_maps()}
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # ended meanwhile
+        found |= {Path(path) for path in paths if path.startswith(_SHARED_MEMORY)}
+    return frozenset(path for path in found if path.exists())
+
+
+def kill(processes: Iterable[psutil.Process], timeout_s: float) -> None:
+    """SIGKILL, then wait until they are gone. Python's resource trackers end by themselves.
+
+    A tracker removes the semaphores of its family once the last member is gone, so it must outlive
+    them.
+    """
+    doomed = [process for process in processes if not _is_tracker(process)]
+    for process in doomed:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(doomed, timeout=timeout_s)
+
+
+def _self(pid: int) -> list[psutil.Process]:
+    try:
+        return [psutil.Process(pid)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False

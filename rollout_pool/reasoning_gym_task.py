@@ -1,0 +1,132 @@
+"""Any task of the reasoning-gym library: endless generated questions with verifiable answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from configs.schema import TaskConfig
+from rollout_pool.tasks import Prompt, PromptCut
+
+CHUNK = 1000
+"""Prompts of one generator object. Generators seed prompt i with seed + i, so chunks join smoothly,
+while those that lay out a table of `size` rows when they are built stay small."""
+EVAL_SEED_OFFSET = 2**30
+"""Keeps the seeds of held-out prompts apart from those that a training stream can reach."""
+EVAL_DRAWS = 200
+"""Prompts drawn for each held-out one before a task is said to have too few different ones."""
+
+
+class _Generator(Protocol):
+    """A data set of reasoning-gym, which ships no types."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
+
+
+class _Questions:
+    """Entry `index` of the endless sequence that begins at `seed`."""
+
+    def __init__(self, config: TaskConfig, seed: int) -> None:
+        self._name = config.name
+        self._params = config.params
+        self._seed = seed
+        self._chunks: dict[int, _Generator] = {}
+
+    def generator(self, chunk: int) -> _Generator:
+        if chunk not in self._chunks:
+            if len(self._chunks) == 4:  # the oldest goes; requeued prompts reach back a little
+                self._chunks.pop(next(iter(self._chunks)))
+            self._chunks[chunk] = cast(
+                _Generator,
+                reasoning_gym.create_dataset(
+                    self._name,
+                    **{**self._params, "seed": self._seed + chunk * CHUNK, "size": CHUNK},
+                ),
+            )
+        return self._chunks[chunk]
+
+    def entry(self, index: int) -> dict[str, Any]:
+        return self.generator(index // CHUNK)[index % CHUNK]
+
+
+class ReasoningGymTask:
+    """A reasoning-gym data set; the reward is the library's own score, from 0 to 1."""
+
+    def __init__(self, config: TaskConfig) -> None:
+        _check(config)
+        self.name = config.name
+        self._cut = PromptCut(config)
+        self._training = _Questions(config, config.seed)
+        self._held_out = _Questions(config, config.seed + EVAL_SEED_OFFSET)
+        self._eval_indices = self._draw_held_out(config.eval_size)
+        self._eval_texts = frozenset(self._eval_indices)
+
+    def _draw_held_out(self, eval_size: int) -> dict[str, int]:
+        """Prompt text -> its index among the held-out questions; no text twice."""
+        drawn: dict[str, int] = {}
+        for index in range(eval_size * EVAL_DRAWS):
+            drawn.setdefault(self._cut(self._held_out.entry(index)["question"]), index)
+            if len(drawn) == eval_size:
+                return drawn
+        raise ValueError(
+            f"task.eval_size={eval_size}: {self.name} with task.params gave only {len(drawn)} "
+            f"different prompts in {eval_size * EVAL_DRAWS} draws; lower task.eval_size to less "
+            f"than {len(drawn)}, so that some are left to train on"
+        )
+
+    def example(self, index: int) -> Prompt:
+        text = self._cut(self._training.entry(index)["question"])
+        return Prompt(index=index, is_held_out=False, text=text)
+
+    def eval_prompts(self) -> Sequence[Prompt]:
+        return [
+            Prompt(index=place, is_held_out=True, text=text)
+            for place, text in enumerate(self._eval_indices)
+        ]
+
+    def is_held_out(self, prompt: Prompt) -> bool:
+        # A small task asks the same question again under other seeds.
+        return prompt.text in self._eval_texts
+
+    def solution(self, prompt: Prompt) -> str:
+        return str(self._entry(prompt)["answer"])
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        questions = self._held_out if prompt.is_held_out else self._training
+        entry = self._entry(prompt)
+        return float(questions.generator(0).score_answer(completion.strip(), entry))
+
+    def _entry(self, prompt: Prompt) -> dict[str, Any]:
+        if prompt.is_held_out:
+            return self._held_out.entry(self._eval_indices[prompt.text])
+        return self._training.entry(prompt.index)
+
+
+def _check(config: TaskConfig) -> None:
+    if config.name not in DATASETS:
+        close = difflib.get_close_matches(config.name, DATASETS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(sorted(DATASETS))}"
+        raise ValueError(f"task.name={config.name!r}: reasoning-gym has no such task; {hint}")
+    settings = [f.name for f in dataclasses.fields(DATASETS[config.name][1])]
+    for name in config.params:
+        if name in ("seed", "size"):
+            raise ValueError(
+                f"task.params.{name}: use task.{'seed' if name == 'seed' else 'eval_size'}"
+            )
+        if name not in settings:
+            known = ", ".join(sorted({*settings} - {"seed", "size"}))
+            raise ValueError(
+                f"task.params.{name}: {config.name} has no such setting; it has {known}"
+            )
+    try:
+        _Questions(config, config.seed).entry(0)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"task.params={config.params}: {config.name} refused them: {error}"
+        ) from error

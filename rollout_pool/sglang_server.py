@@ -1,0 +1,64 @@
+"""The SGLang server process: `python -m rollout_pool.sglang_server <socket folder> <arguments>`.
+
+It lives exactly as long as its standard input: whoever started it holds the other end of that pipe,
+so a parent that is killed never leaves a server behind. SGLang's own SIGTERM is no way to stop it:
+it waits for running requests, which a paused server never ends.
+
+SGLang spawns its scheduler and detokenizer with multiprocessing's spawn method, which imports this
+module again in each child, so the CPU stubs are installed at import time and not under `__main__`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import threading
+
+import torch
+
+if not torch.cuda.is_available():
+    from rollout_pool import sglang_cpu
+
+    sglang_cpu.install()
+
+from rollout_pool import process_tree
+
+KILL_TIMEOUT_S = 5.0
+
+
+def main(argv: list[str]) -> None:
+    """Run the stock server until standard input ends, or until the server fails by itself."""
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+
+    socket_folder, arguments = argv[0], argv[1:]
+    # SGLang makes its sockets with `tempfile` and never removes them. Only this process makes them,
+    # so TMPDIR, under which compilers keep their caches, stays as it is for the children.
+    tempfile.tempdir = socket_folder
+    threading.Thread(target=_end_with_parent, args=(socket_folder,), daemon=True).start()
+    try:
+        run_server(prepare_server_args(arguments))
+    finally:
+        _leave_nothing(socket_folder)
+
+
+def _end_with_parent(socket_folder: str) -> None:
+    while os.read(sys.stdin.fileno(), 4096):  # nothing is ever sent
+        continue
+    _leave_nothing(socket_folder)
+    os._exit(0)
+
+
+def _leave_nothing(socket_folder: str) -> None:
+    pid = os.getpid()
+    shared = process_tree.shared_memory_files(pid)
+    process_tree.kill(process_tree.descendants(pid), KILL_TIMEOUT_S)
+    for path in shared:
+        path.unlink(missing_ok=True)
+    shutil.rmtree(socket_folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,160 @@
+"""The real path, end to end: Redis, Ray, SGLang and ZeRO-3 as a user starts them, for a few steps."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SMALL = (
+    "trainer.num_steps=4",
+    "trainer.groups_per_step=4",
+    "trainer.warm_start.num_steps=20",
+    "trainer.checkpoint_every=2",
+    "rollout.group_size=4",
+    "task.eval_size=16",
+    "run.panel=false",
+)
+
+
+def launch_command(runs: Path, name: str, *overrides: str) -> list[str]:
+    settings = [*SMALL, f"run.dir={runs}", f"run.name={name}", *overrides]
+    return [sys.executable, "-m", "controller.main", "launch", *settings]
+
+
+def start(runs: Path, name: str, *overrides: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        launch_command(runs, name, *overrides),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 300.0) -> str:
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        raise AssertionError(f"the launch did not end:\n{output[-4000:]}") from None
+    return output
+
+
+def result_of(output: str) -> dict[str, Any]:
+    last = output.strip().splitlines()[-1]
+    assert last.startswith("RESULT "), output[-4000:]
+    result = json.loads(last.removeprefix("RESULT "))
+    assert isinstance(result, dict)
+    return result
+
+
+def processes_of(runs: Path) -> list[str]:
+    """Processes that carry a run below `runs` in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("LEASH_RUN", "").startswith(str(runs)):
+                found.append(f"{process.pid} {process.name()}")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def wait_for_line(process: subprocess.Popen[str], text: str, timeout_s: float = 180.0) -> str:
+    assert process.stdout is not None
+    seen = ""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        line = process.stdout.readline()
+        seen += line
+        if text in line:
+            return seen
+        assert line or process.poll() is None, f"ended before {text!r}:\n{seen[-4000:]}"
+    raise AssertionError(f"no {text!r} within {timeout_s} s:\n{seen[-4000:]}")
+
+
+def assert_nothing_left(runs: Path, shared_memory: set[str]) -> None:
+    assert processes_of(runs) == []
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert list(runs.glob("**/*.sock")) == []
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_launch_trains_keeps_the_law_and_leaves_nothing(
+    tmp_path: Path, max_staleness: int
+) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    process = start(tmp_path, "run", f"buffer.max_staleness={max_staleness}")
+    output = finish(process)
+    assert process.returncode == 0, output[-6000:]
+    result = result_of(output)
+    dropped = sum(result["groups_dropped"].values())
+    places = result["groups_trained"] + dropped + result["groups_ready"] + result["groups_leased"]
+    assert result["groups_pushed"] == places
+    assert result["groups_trained"] == 4 * 4
+    assert result["steps"] == 4
+    assert result["versions_published"] == 4
+    assert result["max_staleness_trained"] <= max_staleness
+    assert result["tokens_trained"] > 0
+    assert result["logprob_diff_max"] <= 1e-4
+    if max_staleness == 0:
+        assert result["ratio_max_abs_dev"] <= 1e-3  # importance ratios are 1 within numeric error
+    run = tmp_path / "run"
+    for name in ("config.yaml", "metrics.jsonl", "summary.md", "result.json", "reward.png"):
+        assert (run / name).is_file(), name
+    assert (run / "checkpoints").is_dir()
+    assert json.loads((run / "run.json").read_text())["state"] == "finished"
+    assert_nothing_left(tmp_path, shared_memory)
+
+
+def test_a_signal_ends_a_run_and_leaves_nothing(tmp_path: Path) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    process = start(tmp_path, "run", "trainer.num_steps=1000")
+    wait_for_line(process, "step 2/")
+    process.send_signal(signal.SIGINT)
+    output = finish(process, timeout_s=60)
+    assert process.returncode == 130, output[-4000:]
+    assert json.loads((tmp_path / "run/run.json").read_text())["state"] == "stopped"
+    assert_nothing_left(tmp_path, shared_memory)
+
+
+def test_a_dead_engine_ends_the_run_by_name_with_the_end_of_its_log(tmp_path: Path) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    process = start(tmp_path, "run", "trainer.num_steps=1000")
+    wait_for_line(process, "step 2/")
+    servers = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if "rollout_pool.sglang_server" in (p.info["cmdline"] or []) and p.pid != process.pid
+        if p.environ().get("LEASH_RUN", "").startswith(str(tmp_path))
+    ]
+    assert servers
+    servers[0].kill()
+    output = finish(process, timeout_s=90)
+    assert process.returncode == 1, output[-4000:]
+    assert "engine-0" in output and "engine-0" in output.split("last lines of")[-1]
+    assert_nothing_left(tmp_path, shared_memory)
+
+
+def test_stop_from_another_shell_ends_the_run_and_leaves_nothing(tmp_path: Path) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    process = start(tmp_path, "run", "trainer.num_steps=1000")
+    wait_for_line(process, "step 2/")
+    stop = [sys.executable, "-m", "controller.main", "stop", "--dir", str(tmp_path)]
+    status = [sys.executable, "-m", "controller.main", "status", "--dir", str(tmp_path)]
+    told = subprocess.run(status, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0 and "run" in told.stdout, told.stdout + told.stderr
+    stopped = subprocess.run(stop, capture_output=True, text=True, timeout=120)
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    finish(process, timeout_s=30)
+    assert_nothing_left(tmp_path, shared_memory)

@@ -1,0 +1,59 @@
+"""The command line of an SGLang server."""
+
+from __future__ import annotations
+
+from configs.schema import Dtype, EngineConfig, PauseMode
+from rollout_pool.server_arguments import server_arguments
+
+
+def arguments(config=None, *, pause_mode=PauseMode.retract, uses_gpu=False, trust=False):
+    return server_arguments(
+        config or EngineConfig(),
+        pause_mode=pause_mode,
+        model_path="/models/policy",
+        trust_remote_code=trust,
+        served_name="leash-engine-0",
+        host="10.0.0.7",
+        port=31000,
+        seed=17,
+        uses_gpu=uses_gpu,
+    )
+
+
+def test_a_cpu_server_gets_the_kernels_that_exist_there():
+    assert " ".join(arguments()) == (
+        "--model-path /models/policy --served-model-name leash-engine-0 --host 10.0.0.7 "
+        "--port 31000 --tp-size 1 --dtype float32 --max-running-requests 128 --random-seed 17 "
+        "--skip-tokenizer-init --log-level-http warning --disable-radix-cache --device cpu "
+        "--attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph "
+        "--disable-overlap-schedule --skip-server-warmup --sleep-on-idle --max-total-tokens 65536"
+    )
+
+
+def test_a_gpu_server_keeps_sglangs_own_choice_of_kernels():
+    config = EngineConfig(tp_size=4, mem_fraction=0.7, max_running_requests=256)
+    assert " ".join(arguments(config, uses_gpu=True)) == (
+        "--model-path /models/policy --served-model-name leash-engine-0 --host 10.0.0.7 "
+        "--port 31000 --tp-size 4 --dtype bfloat16 --max-running-requests 256 --random-seed 17 "
+        "--skip-tokenizer-init --log-level-http warning --disable-radix-cache "
+        "--mem-fraction-static 0.7"
+    )
+
+
+def test_tokens_sampled_before_an_in_place_commit_are_never_stamped_with_its_version():
+    assert "--disable-overlap-schedule" in arguments(uses_gpu=True, pause_mode=PauseMode.in_place)
+    assert "--disable-overlap-schedule" not in arguments(uses_gpu=True)
+
+
+def test_what_the_config_says_is_passed_on_and_extra_arguments_come_last():
+    config = EngineConfig(
+        dtype=Dtype.bfloat16,
+        max_total_tokens=4096,
+        radix_cache=True,
+        extra_args=["--max-running-requests", "7"],
+    )
+    given = arguments(config, trust=True)
+    assert given[given.index("--dtype") + 1] == "bfloat16"
+    assert given[given.index("--max-total-tokens") + 1] == "4096"
+    assert "--disable-radix-cache" not in given and "--trust-remote-code" in given
+    assert given[-2:] == ["--max-running-requests", "7"]

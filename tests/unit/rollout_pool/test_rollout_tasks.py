@@ -1,0 +1,240 @@
+"""Prompts, their streams and their scores."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from configs.schema import OnLongPrompt, RolloutConfig, TaskConfig, TaskKind
+from rollout_pool.gsm8k_task import is_same_answer
+from rollout_pool.prompts import PromptReader, load_tokenizer, tokenize_prompt, tokenize_solution
+from rollout_pool.tasks import Prompt, TaskStream, build_task, supervised_texts
+
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+EXPRESSION = r": (.*=)$"
+
+
+def sums(**changes):
+    return build_task(
+        TaskConfig(
+            **{"params": SUMS, "prompt_pattern": EXPRESSION, "eval_size": 50, "seed": 3, **changes}
+        )
+    )
+
+
+def problems(path, count):
+    lines = [
+        json.dumps({"question": f"What is {i} + 1?", "answer": f"Add. #### {i + 1}"})
+        for i in range(count)
+    ]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def words(path, **changes):
+    return build_task(TaskConfig(kind=TaskKind.gsm8k, path=path, **{"eval_size": 3, **changes}))
+
+
+def test_a_pattern_cuts_the_prompt_to_the_expression():
+    prompt = sums().example(0)
+    left, operator, right, equals = prompt.text.split()
+    assert operator in "+-" and equals == "=" and left.isdigit() and right.isdigit()
+
+
+def test_an_index_always_names_the_same_prompt_also_across_the_generators_chunks():
+    indices = [0, 999, 1000, 1001, 123_456]
+    first = [sums().example(i) for i in indices]
+    other = sums()
+    assert [other.example(i) for i in reversed(indices)] == first[::-1]
+    assert len({prompt.text for prompt in first}) > 2
+
+
+def test_the_right_answer_scores_one_and_another_does_not():
+    task = sums()
+    for prompt in [*itertools.islice(TaskStream(task, 0, 1), 20), *task.eval_prompts()[:20]]:
+        left, operator, right, _ = prompt.text.split()
+        result = int(left) + int(right) if operator == "+" else int(left) - int(right)
+        assert task.solution(prompt) == str(result)
+        assert task.score(prompt, f" {result}\n") == 1.0
+        assert task.score(prompt, str(result + 1)) < 0.5
+        assert task.score(prompt, "what?") < 0.5
+        assert task.score(prompt, "") < 0.5
+
+
+def test_no_held_out_prompt_is_trained_on_even_where_prompts_repeat():
+    task = sums(eval_size=100)
+    held_out = {prompt.text for prompt in task.eval_prompts()}
+    assert len(held_out) == 100
+    trained = {prompt.text for prompt in itertools.islice(TaskStream(task, 0, 1), 2000)}
+    assert len(trained) > 50 and not held_out & trained
+
+
+def test_a_stream_goes_on_where_it_was():
+    task = sums()
+    whole = list(itertools.islice(TaskStream(task, 0, 1), 30))
+    first = TaskStream(task, 0, 1)
+    begun = list(itertools.islice(first, 12))
+    rest = list(itertools.islice(TaskStream(task, 0, 1, position=first.position), 18))
+    assert begun + rest == whole
+
+
+def test_the_streams_of_all_workers_share_the_prompts_out():
+    task = sums()
+    streams = [
+        {prompt.index for prompt in itertools.islice(TaskStream(task, worker, 3), 40)}
+        for worker in range(3)
+    ]
+    assert not streams[0] & streams[1] and not streams[1] & streams[2]
+    assert {index % 3 for index in streams[2]} == {2}
+
+
+def test_a_task_with_too_few_prompts_to_hold_back_says_so():
+    with pytest.raises(ValueError, match=r"task.eval_size=500: chain_sum .* only 200 different"):
+        sums(eval_size=500)
+    with pytest.raises(ValueError, match="nothing is left to train on"):
+        next(TaskStream(sums(eval_size=200), 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "chain_sums"}, r"task.name='chain_sums': .* did you mean chain_sum\?"),
+        ({"params": {"terms": 2}}, r"task.params.terms: chain_sum has no such setting; it has .*m"),
+        ({"params": {"seed": 2}}, r"task.params.seed: use task.seed"),
+        ({"params": {"min_terms": 5, "max_terms": 2}}, r"task.params=.*max_terms must be >="),
+        ({"prompt_pattern": "("}, r"task.prompt_pattern='\(': not a regular expression"),
+        ({"prompt_pattern": "never"}, r"task.prompt_pattern='never': matches nothing in the q"),
+    ],
+)
+def test_a_bad_setting_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        sums(**changes)
+
+
+def test_every_epoch_of_a_file_has_each_training_problem_once_in_another_order(tmp_path):
+    task = words(problems(tmp_path / "words.jsonl", 13))
+    epochs = [[task.example(10 * e + i).text for i in range(10)] for e in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
+    held_out = [prompt.text for prompt in task.eval_prompts()]
+    assert held_out == ["What is 10 + 1?", "What is 11 + 1?", "What is 12 + 1?"]
+    assert not set(held_out) & set(epochs[0])
+
+
+def test_an_answer_of_a_file_is_scored_and_is_what_warm_up_teaches(tmp_path):
+    task = words(problems(tmp_path / "words.jsonl", 13), instruction=" Think.")
+    [(text, answer)] = supervised_texts(task, 1)
+    number = int(text.split()[2])
+    assert text == f"What is {number} + 1? Think."
+    assert answer == f"Add. #### {number + 1}"
+    prompt = next(TaskStream(task, 0, 1))
+    assert task.score(prompt, answer) == 1.0
+    assert task.score(prompt, "#### 999") == 0.0
+    assert task.score(prompt, "no idea") == 0.0
+
+
+def test_held_out_problems_can_come_from_a_file_of_their_own(tmp_path):
+    task = words(
+        problems(tmp_path / "train.jsonl", 5), eval_path=problems(tmp_path / "test.jsonl", 2)
+    )
+    assert len(task.eval_prompts()) == 2
+    texts = {prompt.text for prompt in itertools.islice(TaskStream(task, 0, 1), 6)}
+    assert texts == {"What is 2 + 1?", "What is 3 + 1?", "What is 4 + 1?"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"words.jsonl: the file is empty"),
+        ("\n\n", r"words.jsonl: the file is empty"),
+        ('{"question": "a", "answer": "#### 1"}\n{oops\n', r"words.jsonl, line 2: not JSON"),
+        ('\n["a"]', r"line 2: must be an object with question and answer"),
+        ('{"question": "a"}', r'line 1: "answer" must be a text that is not empty'),
+        ('{"question": "", "answer": "#### 1"}', r'line 1: "question" must be a text'),
+        ('{"question": "a", "answer": "1"}', r'line 1: "answer" must end in "#### <the final'),
+        ('{"question": "a", "answer": "#### "}', r'line 1: "answer" must end in'),
+    ],
+)
+def test_a_bad_file_is_named_with_its_line(tmp_path, text, message):
+    path = tmp_path / "words.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"task.path=.*" + message):
+        words(str(path))
+
+
+def test_a_missing_or_too_short_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"task.path=/nowhere.jsonl: there is no such file"):
+        words("/nowhere.jsonl")
+    path = tmp_path / "binary.jsonl"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not a readable text file"):
+        words(str(path))
+    with pytest.raises(ValueError, match=r"task.eval_size=3: .* has only 3 problems"):
+        words(problems(tmp_path / "short.jsonl", 3))
+
+
+@pytest.mark.parametrize(
+    ("final", "completion", "is_same"),
+    [
+        ("42", "6 * 7 = 42\n#### 42", True),
+        ("42", "#### 42.0", True),
+        ("42", r"so it is \boxed{42}", True),
+        ("42", "The answer is $42$.", True),
+        ("42", "I think 41, no, 42", True),
+        ("1,234", "#### 1234", True),
+        ("1234", "#### 1,234", True),
+        ("0.5", r"\boxed{\frac{1}{2}}", True),
+        ("-3", "#### -3", True),
+        ("42", "#### 43", False),
+        ("42", "the 42 apples and 7 pears\n#### 7", False),
+        ("42", "#### 42 dollars\n", True),
+        ("42", "#### 42 or 43?", False),
+        ("3", "#### -3", False),
+        ("42", "####", False),
+        ("42", "", False),
+        ("42", "no number at all", False),
+        ("42", "\x00\xff{{{", False),
+    ],
+)
+def test_math_verify_compares_the_last_answer(final, completion, is_same):
+    assert is_same_answer(final, completion) is is_same
+
+
+class Letters:
+    """A tokenizer of one token a letter."""
+
+    eos_token_id = 1
+
+    def encode(self, text, *, add_special_tokens=True):
+        return [0] * add_special_tokens + [ord(letter) for letter in text]
+
+    def apply_chat_template(self, conversation, *, add_generation_prompt, tokenize):
+        [turn] = conversation
+        return f"<{turn['role']}>{turn['content']}<assistant>"
+
+
+def reader(limit, on_long):
+    config = RolloutConfig(max_prompt_tokens=limit, on_long_prompt=on_long)
+    return PromptReader(Letters(), TaskConfig(), config)
+
+
+def test_a_prompt_is_wrapped_in_the_chat_template_without_a_second_begin_token():
+    assert tokenize_prompt(Letters(), "hi", chat_template=False) == [0, ord("h"), ord("i")]
+    wrapped = tokenize_prompt(Letters(), "hi", chat_template=True)
+    assert "".join(map(chr, wrapped)) == "<user>hi<assistant>"
+    assert tokenize_solution(Letters(), "7") == [ord("7"), 1]
+
+
+def test_a_long_prompt_is_skipped_and_counted_or_refused_and_never_cut():
+    short, long = (Prompt(index=i, is_held_out=False, text="a" * i) for i in (4, 5))
+    skipping = reader(5, OnLongPrompt.skip)
+    assert skipping.read(long) is None and skipping.num_skipped == 1
+    assert len(skipping.read(short).tokens) == 5
+    with pytest.raises(ValueError, match=r"rollout.max_prompt_tokens=5: prompt 5 has 6 tokens"):
+        reader(5, OnLongPrompt.refuse).read(long)
+
+
+def test_a_model_path_that_is_none_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"model.path='.*nothing': no tokenizer to load"):
+        load_tokenizer(str(tmp_path / "nothing"), trust_remote_code=False)

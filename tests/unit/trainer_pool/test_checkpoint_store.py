@@ -1,0 +1,75 @@
+"""Checkpoints on disk are whole or absent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer_pool.checkpoint import CheckpointStore, TrainState
+
+
+def state(step: int) -> TrainState:
+    return TrainState(step=step, version=step + 1, lineage="chain", consumed_group_ids=("a", "b"))
+
+
+def write_checkpoint(store: CheckpointStore, step: int) -> Path:
+    store.begin(step)
+    shards = store.writing_folder(step) / "zero3"
+    shards.mkdir()
+    (shards / "rank0.pt").write_bytes(b"weights of %d" % step)
+    return store.commit(state(step))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_latest_is_none_before_the_first_checkpoint(tmp_path: Path) -> None:
+    assert CheckpointStore(tmp_path / "checkpoints").latest() is None
+
+
+def test_commit_makes_the_checkpoint_the_latest_with_its_state(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    folder = write_checkpoint(store, 50)
+    assert store.latest() == (folder, state(50))
+    assert (folder / "zero3" / "rank0.pt").read_bytes() == b"weights of 50"
+    assert names(store.folder) == {"step-000050", "latest"}
+
+
+def test_an_interrupted_checkpoint_leaves_the_one_before_and_is_cleared(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    first = write_checkpoint(store, 1)
+    store.begin(2)
+    (store.writing_folder(2) / "half").write_bytes(b"torn")
+    # The process dies here; another one looks, and goes on.
+    again = CheckpointStore(tmp_path)
+    assert again.latest() == (first, state(1))
+    write_checkpoint(again, 2)
+    assert names(tmp_path) == {"step-000001", "step-000002", "latest"}
+    assert not (tmp_path / "step-000002" / "half").exists()
+
+
+def test_a_crash_between_rename_and_pointer_leaves_the_older_one_named(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    first = write_checkpoint(store, 1)
+    store.begin(2)
+    (store.writing_folder(2) / "state.json").write_text("{}")
+    store.writing_folder(2).rename(tmp_path / "step-000002")
+    assert store.latest() == (first, state(1))
+    second = write_checkpoint(store, 2)
+    assert store.latest() == (second, state(2))
+
+
+def test_the_newest_two_are_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (9, 10, 100, 101):
+        write_checkpoint(store, step)
+    assert names(tmp_path) == {"step-000100", "step-000101", "latest"}
+
+
+@pytest.mark.parametrize("content", ["nowhere\n", ""])
+def test_a_pointer_to_no_checkpoint_is_an_error_that_names_it(tmp_path: Path, content: str) -> None:
+    (tmp_path / "latest").write_text(content)
+    with pytest.raises(ValueError, match=r"latest names .*, which is no readable checkpoint"):
+        CheckpointStore(tmp_path).latest()

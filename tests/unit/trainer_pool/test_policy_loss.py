@@ -1,0 +1,125 @@
+"""The policy loss and its gradient against values worked out by hand."""
+
+from __future__ import annotations
+
+from math import log
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer_pool.losses import PolicyLoss, policy_loss, supervised_loss
+
+
+def loss_of(
+    *,
+    trainer: Tensor,
+    proximal: list[float],
+    rollout: list[float],
+    advantages: list[float],
+    mask: list[float] | None = None,
+    tis_cap: float = 2.0,
+    num_tokens: float = 1.0,
+) -> PolicyLoss:
+    """One row; probabilities instead of their logarithms, to be readable."""
+    return policy_loss(
+        trainer_logprobs_BT=trainer,
+        proximal_logprobs_BT=torch.tensor([proximal]).log(),
+        rollout_logprobs_BT=torch.tensor([rollout]).log(),
+        advantages_BT=torch.tensor([advantages]),
+        mask_BT=torch.ones(1, len(proximal)) if mask is None else torch.tensor([mask]),
+        clip_low=0.2,
+        clip_high=0.28,
+        tis_cap=tis_cap,
+        num_tokens=num_tokens,
+    )
+
+
+def logprobs(*probabilities: float) -> Tensor:
+    return torch.tensor([probabilities]).log().requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (1.0, 2.0, -2.0, -2.0),
+        (1.1, 2.0, -2.2, -2.2),  # inside the bounds: d(r A)/d(log p) = r A
+        (1.5, 2.0, -2.56, 0.0),  # a good token already 1.28 times likelier: pushed no further
+        (0.5, 2.0, -1.0, -1.0),  # a good token that became rarer is always pulled back
+        (0.5, -2.0, 1.6, 0.0),  # a bad token already rarer than 0.8: pushed no further
+        (1.5, -2.0, 3.0, 3.0),  # a bad token that became likelier is always pushed down
+    ],
+)
+def test_ppo_clips_by_the_sign_of_the_advantage(
+    ratio: float, advantage: float, loss: float, gradient: float
+) -> None:
+    trainer = logprobs(0.4 * ratio)
+    result = loss_of(trainer=trainer, proximal=[0.4], rollout=[0.4], advantages=[advantage])
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(loss, rel=1e-5)
+    assert trainer.grad is not None
+    assert trainer.grad.item() == pytest.approx(gradient, rel=1e-5)
+    assert result.is_clipped_BT.item() == (gradient == 0)
+
+
+def test_importance_weight_is_proximal_over_rollout_up_to_the_cap() -> None:
+    trainer = logprobs(0.3, 0.5, 0.2)
+    result = loss_of(
+        trainer=trainer,
+        proximal=[0.3, 0.5, 0.2],
+        rollout=[0.2, 0.1, 0.4],  # weights 1.5, 5 -> 2, 0.5
+        advantages=[1.0, 1.0, -1.0],
+    )
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(-(1.5 + 2.0 - 0.5), rel=1e-5)
+    assert result.is_truncated_BT.tolist() == [[False, True, False]]
+    assert trainer.grad is not None
+    # The weight is a constant: the gradient is - w * A, though proximal and trainer are equal.
+    torch.testing.assert_close(trainer.grad, torch.tensor([[-1.5, -2.0, 0.5]]))
+
+
+def test_decoupled_ratio_clips_movement_of_the_step_and_not_staleness() -> None:
+    # The rollout policy is far away (weight 4, cap 10), the step itself has moved by 1.1 only.
+    trainer = logprobs(0.44)
+    result = loss_of(trainer=trainer, proximal=[0.4], rollout=[0.1], advantages=[1.0], tis_cap=10.0)
+    assert result.loss.item() == pytest.approx(-4 * 1.1, rel=1e-5)
+    assert not result.is_clipped_BT.item()
+
+
+def test_loss_is_normalized_by_the_tokens_of_the_whole_batch() -> None:
+    first, second = logprobs(0.3), logprobs(0.4)
+    both = loss_of(
+        trainer=torch.cat([first, second], dim=1),
+        proximal=[0.3, 0.2],
+        rollout=[0.3, 0.2],
+        advantages=[1.0, -2.0],
+        num_tokens=2,
+    )
+    parts = [
+        loss_of(trainer=first, proximal=[0.3], rollout=[0.3], advantages=[1.0], num_tokens=2),
+        loss_of(trainer=second, proximal=[0.2], rollout=[0.2], advantages=[-2.0], num_tokens=2),
+    ]
+    assert both.loss.item() == pytest.approx(sum(part.loss.item() for part in parts))
+    assert both.loss.item() == pytest.approx((-1.0 + 4.0) / 2)
+
+
+def test_masked_positions_count_for_nothing_whatever_they_hold() -> None:
+    trainer = torch.tensor([[log(0.5), -1e4, 0.0]], requires_grad=True)
+    result = loss_of(
+        trainer=trainer,
+        proximal=[0.5, 0.5, 1e-38],
+        rollout=[0.5, 1e-38, 1.0],
+        advantages=[1.0, 5.0, float("inf")],
+        mask=[1.0, 0.0, 0.0],
+    )
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(-1.0)
+    assert trainer.grad is not None
+    assert trainer.grad[0, 0].item() == pytest.approx(-1.0)
+    assert trainer.grad[0, 1].item() == 0
+    assert result.is_truncated_BT.tolist() == [[False, False, False]]
+
+
+def test_supervised_loss_is_mean_negative_log_likelihood_of_learnt_tokens() -> None:
+    loss = supervised_loss(logprobs(0.5, 0.25, 0.1), torch.tensor([[1.0, 1.0, 0.0]]), 2)
+    assert loss.item() == pytest.approx((log(2) + log(4)) / 2)

@@ -1,0 +1,211 @@
+"""Training through real ZeRO-3 over gloo: each rank a process, compared over numbers of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from buffer.codec import encode_group
+from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+from configs.schema import ScratchModelConfig
+from trainer_pool.scratch import build_scratch_model
+
+SCRIPT = Path(__file__).with_name("zero3_rank.py")
+NUM_STEPS = 4
+TEMPERATURE = 0.7
+TIMEOUT_S = 180.0
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    results: dict[str, Any]
+    weights: dict[str, NDArray[np.float32]]
+    export: Path
+
+
+def run_ranks(folder: Path, scenario: str, num_ranks: int) -> Outcome:
+    listener = socket.create_server(("127.0.0.1", 0))
+    os.set_inheritable(listener.fileno(), True)
+    host, port = listener.getsockname()
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(num_ranks)}
+    environment |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
+    processes = []
+    for rank in range(num_ranks):
+        arguments = [folder, rank, num_ranks, listener.fileno(), host, port, scenario]
+        log = (folder / f"{scenario}-{num_ranks}-{rank}.log").open("w")
+        with log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, SCRIPT, *map(str, arguments)],
+                    env={**environment, "RANK": str(rank)},
+                    pass_fds=[listener.fileno()] if rank == 0 else [],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    listener.close()
+    try:
+        codes = [process.wait(TIMEOUT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    logs = [(folder / f"{scenario}-{num_ranks}-{rank}.log") for rank in range(num_ranks)]
+    assert codes == [0] * num_ranks, "\n".join(log.read_text()[-3000:] for log in logs)
+    result_folder = folder / f"{scenario}-{num_ranks}"
+    return Outcome(
+        results=json.loads((result_folder / "results.json").read_text()),
+        weights=dict(np.load(result_folder / "weights.npz")),
+        export=result_folder / "export",
+    )
+
+
+def make_group(
+    random: np.random.Generator, group_id: str, version: int, model: torch.nn.Module | None
+) -> TrajectoryGroup:
+    """Three trajectories of 5 to 30 tokens; with a model, its own log-probabilities."""
+    trajectories = []
+    for i in range(3):
+        prompt_length, length = int(random.integers(2, 6)), int(random.integers(8, 31))
+        tokens = random.integers(0, 256, length).astype(np.int32)
+        mask = (np.arange(length) >= prompt_length).astype(np.uint8)
+        logprobs = random.normal(-5.5, 0.3, length).astype(np.float32) * mask
+        if model is not None:
+            with torch.no_grad():
+                logits = model(torch.from_numpy(tokens).long()[None]).logits[0] / TEMPERATURE
+            every = logits.log_softmax(-1)[:-1].gather(
+                -1, torch.from_numpy(tokens).long()[1:, None]
+            )
+            logprobs[1:] = every.squeeze(-1).numpy() * mask[1:]
+        trajectories.append(
+            Trajectory(
+                tokens=tokens,
+                loss_mask=mask,
+                rollout_logprobs=logprobs,
+                version_spans=(VersionSpan(version=version, start=prompt_length, end=length),),
+                prompt_length=prompt_length,
+                reward=float(i == random.integers(0, 3)),
+                finish_reason="stop",
+            )
+        )
+    return TrajectoryGroup(
+        group_id=group_id,
+        prompt=PromptRef(task="test", index=0),
+        trajectories=tuple(trajectories),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and a batch of 4 groups for each step; the first batch is exactly on-policy."""
+    folder = tmp_path_factory.mktemp("zero3")
+    config = ScratchModelConfig(
+        hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16
+    )
+    build_scratch_model(config, folder / "model", seed=0)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    random = np.random.default_rng(1)
+    for step in range(NUM_STEPS):
+        for i in range(4):
+            on_policy = model if step == 0 else None
+            version = max(0, step - i)  # staleness 0 to 3
+            group = make_group(random, f"{step}-{i}", version, on_policy)
+            (folder / f"batch-{step}-{i}.group").write_bytes(encode_group(group))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path) -> Outcome:
+    return run_ranks(folder, "whole_run", 1)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> Outcome:
+    return run_ranks(folder, "whole_run", 2)
+
+
+def test_one_and_two_ranks_give_the_same_stats_and_weights(
+    one_rank: Outcome, two_ranks: Outcome
+) -> None:
+    for alone, together in zip(one_rank.results["steps"], two_ranks.results["steps"], strict=True):
+        for name, value in alone.items():
+            if isinstance(value, str):
+                assert value == together[name]
+            else:
+                assert value == pytest.approx(together[name], rel=2e-4, abs=2e-6), name
+    assert one_rank.weights.keys() == two_ranks.weights.keys()
+    for name, weights in one_rank.weights.items():
+        np.testing.assert_allclose(weights, two_ranks.weights[name], atol=2e-5, err_msg=name)
+
+
+def test_steps_change_the_weights_and_count_what_they_trained(
+    folder: Path, two_ranks: Outcome
+) -> None:
+    first, last = two_ranks.results["steps"][0], two_ranks.results["steps"][-1]
+    assert first["num_groups"] == last["num_groups"] == 4
+    assert first["num_updates"] == 2 and first["num_skipped_updates"] == 0
+    assert last["staleness_max"] == 3 and last["staleness_mean"] == pytest.approx(1.5)
+    before = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    moved = [np.abs(w - before[name].numpy()).max() for name, w in two_ranks.weights.items()]
+    assert min(moved) > 1e-3
+
+
+def test_on_policy_batch_has_importance_ratio_one(two_ranks: Outcome) -> None:
+    first = two_ranks.results["steps"][0]
+    assert first["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert first["ratio_mean_abs_dev"] < 1e-5
+    assert first["logprob_diff_tokens"] == first["num_tokens"]
+    assert first["logprob_diff_max"] < 1e-4
+    assert first["tis_clipped_fraction"] == 0
+
+
+@pytest.fixture(scope="module")
+def resumed(folder: Path, one_rank: Outcome, two_ranks: Outcome) -> Outcome:
+    return run_ranks(folder, "resume", 2)
+
+
+def test_resume_in_fresh_processes_continues_identically(
+    two_ranks: Outcome, resumed: Outcome
+) -> None:
+    assert resumed.results["steps"] == two_ranks.results["steps"][2:]
+    for name, weights in two_ranks.weights.items():
+        np.testing.assert_array_equal(weights, resumed.weights[name], err_msg=name)
+
+
+def test_checkpoint_of_another_number_of_ranks_is_refused(resumed: Outcome) -> None:
+    message = resumed.results["refusal"]
+    assert message.startswith("trainer.num_ranks=2: the checkpoint")
+    assert message.endswith("holds the shards of 1 ranks; use that many")
+
+
+def test_export_has_hugging_face_names_and_the_trained_weights(two_ranks: Outcome) -> None:
+    model = AutoModelForCausalLM.from_pretrained(two_ranks.export)
+    names = {name for name, _ in model.named_parameters()}
+    assert names == set(two_ranks.weights)
+    for name, parameter in model.named_parameters():
+        np.testing.assert_array_equal(parameter.detach().numpy(), two_ranks.weights[name])
+    assert (two_ranks.export / "tokenizer.json").exists()
+
+
+def test_warm_start_is_the_same_on_one_and_two_ranks_and_leaves_no_momentum(
+    one_rank: Outcome, two_ranks: Outcome
+) -> None:
+    alone, together = one_rank.results, two_ranks.results
+    assert alone["warm_start_losses"] == pytest.approx(together["warm_start_losses"], rel=1e-4)
+    assert together["warm_start_losses"][1] < together["warm_start_losses"][0]
+    assert not together["has_moved_without_gradient"]

@@ -1,0 +1,139 @@
+"""One rank of the ZeRO-3 tests, run as a process: takes part in a scenario and writes what it saw.
+
+    python zero3_rank.py FOLDER RANK NUM_RANKS LISTENER_FD HOST PORT SCENARIO
+
+`FOLDER` holds the model and the batches of all ranks; results go to `FOLDER/SCENARIO-NUM_RANKS`.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from buffer.codec import decode_group
+from configs.schema import Backend, TrainerConfig, WarmStartConfig
+from trainer_pool.collectives import Collectives
+from trainer_pool.step import StepBatch, train_step
+from trainer_pool.types import SupervisedExample
+from trainer_pool.warm_start import warm_start
+from trainer_pool.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
+
+NUM_STEPS = 4
+SAVE_AFTER = 2
+
+
+def config_for(num_ranks: int) -> TrainerConfig:
+    return TrainerConfig(
+        num_ranks=num_ranks,
+        groups_per_step=4,
+        num_minibatches=2,
+        micro_batch_tokens=48,  # few rows a pass, so that the ranks differ in the number of passes
+        learning_rate=1e-2,
+        max_grad_norm=0.5,
+        warm_start=WarmStartConfig(num_steps=3, batch_size=5),
+    )
+
+
+def read_batch(folder: Path, step: int, rank: int, num_ranks: int) -> StepBatch:
+    groups = [decode_group(p.read_bytes()) for p in sorted(folder.glob(f"batch-{step}-*.group"))]
+    shares = [groups[:1], groups[1:]] if num_ranks == 2 else [groups]
+    return StepBatch(
+        version=step, group_ids=tuple(g.group_id for g in groups), groups=tuple(shares[rank])
+    )
+
+
+def examples() -> list[SupervisedExample]:
+    random = np.random.default_rng(5)
+    lengths = [4, 30, 7, 12, 3, 21, 9]
+    return [
+        SupervisedExample(
+            tokens=random.integers(0, 256, length).astype(np.int32),
+            loss_mask=np.array([0, 0] + [1] * (length - 2), np.uint8),
+        )
+        for length in lengths
+    ]
+
+
+class Scenario:
+    """What the ranks do together; `results` is the same on each."""
+
+    def __init__(self, folder: Path, output: Path, engine: Zero3Engine, ranks: Collectives) -> None:
+        self.folder = folder
+        self.output = output
+        self.engine = engine
+        self.ranks = ranks
+        self.config = config_for(ranks.num_ranks)
+        self.results: dict[str, object] = {"steps": []}
+        self.checkpoint = folder / f"checkpoint-{ranks.num_ranks}"
+
+    def whole_run(self) -> None:
+        self.train(0, NUM_STEPS)
+        self.write()
+        self.warm_start()
+
+    def resume(self) -> None:
+        self.engine.load(self.checkpoint)
+        self.train(SAVE_AFTER, NUM_STEPS)
+        self.write()
+        try:
+            self.engine.load(self.folder / "checkpoint-1")
+        except ValueError as error:
+            self.results["refusal"] = str(error)
+
+    def train(self, first: int, last: int) -> None:
+        steps = []
+        for step in range(first, last):
+            batch = read_batch(self.folder, step, self.ranks.rank, self.ranks.num_ranks)
+            stats = train_step(
+                self.engine, self.ranks, batch, self.config, temperature=0.7, learning_rate=1e-2
+            )
+            steps.append(stats.record())
+            if step + 1 == SAVE_AFTER:
+                self.engine.save(self.checkpoint)
+        self.results["steps"] = steps
+
+    def warm_start(self) -> None:
+        report = warm_start(self.engine, self.ranks, examples(), self.config)
+        self.results["warm_start_losses"] = [report.loss_first, report.loss_last]
+        # Moments that were not forgotten would move the weights without any gradient.
+        before = self.weights()
+        logits = self.engine.logits(torch.zeros(1, 4, dtype=torch.long), 2)
+        self.engine.backward(0.0 * logits.sum())
+        self.engine.step(1e-2)
+        is_same = [torch.equal(before[name], tensor) for name, tensor in self.weights().items()]
+        self.results["has_moved_without_gradient"] = not all(is_same)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.engine.named_tensors()}
+
+    def write(self) -> None:
+        weights = self.weights()
+        self.engine.export(self.output / "export")
+        if self.ranks.rank == 0:
+            np.savez(self.output / "weights.npz", **{k: v.numpy() for k, v in weights.items()})
+
+
+def main() -> None:
+    folder, rank, num_ranks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    listener = socket.socket(fileno=int(sys.argv[4])) if rank == 0 else None
+    host, port, name = sys.argv[5], int(sys.argv[6]), sys.argv[7]
+    address = RankAddress(rank=rank, num_ranks=num_ranks, host=host, port=port, uses_gpu=False)
+    ranks = join_ranks(address, Backend.gloo, 60.0, listener)
+    engine = Zero3Engine(str(folder / "model"), config_for(num_ranks), address)
+    output = folder / f"{name}-{num_ranks}"
+    scenario = Scenario(folder, output, engine, ranks)
+    {"whole_run": scenario.whole_run, "resume": scenario.resume}[name]()
+    if rank == 0:
+        (output / "results.json").write_text(json.dumps(scenario.results))
+    ranks.barrier()
+    engine.close()
+    leave_ranks()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Checkpoints on disk: each one is whole or absent, whatever is killed and when.
+
+    checkpoints/
+      .writing-step-000100/     being written; a crash leaves it, the next one clears it away
+      step-000050/
+        state.json              what the run was at
+        zero3/ ...              every rank's shards
+      latest                    names the newest whole one
+
+Written, forced to disk, renamed, and only then named by `latest`: after `commit` returns, the
+checkpoint survives a crash of the machine, and what it contains may be acknowledged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_STATE_FILE = "state.json"
+_LATEST_FILE = "latest"
+_NUM_KEPT = 2
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainState:
+    """Where a run stood when a checkpoint was made."""
+
+    step: int
+    """Steps done."""
+    version: int
+    """Of the weights in the checkpoint."""
+    lineage: str
+    """Names the chain of checkpoints; a resume starts a new one."""
+    consumed_group_ids: tuple[str, ...]
+    """Groups trained on since the checkpoint before."""
+
+
+class CheckpointStore:
+    """A run's checkpoints. `begin` and `commit` are for rank 0; the ranks meet in between."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def writing_folder(self, step: int) -> Path:
+        """Where the shards of the checkpoint of `step` go until it is committed."""
+        return self.folder / f".writing-step-{step:06d}"
+
+    def begin(self, step: int) -> None:
+        """Make an empty folder to write to; clears what an interrupted checkpoint left."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob(".writing-*"):
+            shutil.rmtree(leftover)
+        self.writing_folder(step).mkdir()
+
+    def commit(self, state: TrainState) -> Path:
+        """Make the written checkpoint durable and the latest; removes all but the newest two."""
+        written = self.writing_folder(state.step)
+        (written / _STATE_FILE).write_text(json.dumps(asdict(state), indent=1))
+        _sync_tree(written)
+        final = self.folder / f"step-{state.step:06d}"
+        if final.exists():
+            # Only a step that is done again after a rollback: `latest` is older than this folder.
+            shutil.rmtree(final)
+        written.rename(final)
+        _sync(self.folder)
+        self._point_latest_to(final.name)
+        self._prune()
+        return final
+
+    def latest(self) -> tuple[Path, TrainState] | None:
+        """The newest whole checkpoint with its state; None if there never was one.
+
+        Raises ValueError if `latest` names a folder that is no checkpoint.
+        """
+        pointer = self.folder / _LATEST_FILE
+        if not pointer.exists():
+            return None
+        folder = self.folder / pointer.read_text().strip()
+        try:
+            return folder, _read_state(folder / _STATE_FILE)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{pointer} names {folder}, which is no readable checkpoint ({error}); "
+                f"write the name of a whole one into {pointer}"
+            ) from error
+
+    def _point_latest_to(self, name: str) -> None:
+        draft = self.folder / f".{_LATEST_FILE}"
+        draft.write_text(name + "\n")
+        _sync(draft)
+        draft.replace(self.folder / _LATEST_FILE)
+        _sync(self.folder)
+
+    def _prune(self) -> None:
+        for old in sorted(self.folder.glob("step-*"))[:-_NUM_KEPT]:
+            shutil.rmtree(old)
+
+
+def _read_state(path: Path) -> TrainState:
+    fields = json.loads(path.read_text())
+    return TrainState(
+        step=int(fields["step"]),
+        version=int(fields["version"]),
+        lineage=str(fields["lineage"]),
+        consumed_group_ids=tuple(fields["consumed_group_ids"]),
+    )
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    """Force a file's bytes, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

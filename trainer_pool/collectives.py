@@ -1,0 +1,43 @@
+"""The few numbers that the ranks of the trainer tell each other, each as one small collective.
+
+No pickle: everything is a flat float64 tensor, on the device that the process group wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Collectives:
+    """One rank's end of the default process group; every rank must make the same calls."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    def broadcast_flags(self, flags: Sequence[bool]) -> list[bool]:
+        """What rank 0 says; the others' values only give the length."""
+        flat = torch.tensor(flags, dtype=torch.uint8, device=self.device)
+        dist.broadcast(flat, src=0)
+        return [bool(flag) for flag in flat.tolist()]
+
+    def gather(self, values: Tensor) -> Tensor:
+        """[K] of every rank as [num_ranks, K] in float64 on the CPU, in the order of the ranks."""
+        mine = values.to(self.device, torch.float64)
+        every = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        dist.all_gather(every, mine)
+        return torch.stack(every).cpu()
+
+    def all_equal(self, value: int) -> bool:
+        """Whether every rank brings the same number (below 2**53)."""
+        every = self.gather(torch.tensor([value], dtype=torch.float64))
+        return bool((every == every[0]).all())
+
+    def barrier(self) -> None:
+        dist.barrier()

@@ -1,0 +1,73 @@
+"""Log-probabilities of given tokens from logits, without a second tensor of the logits' size.
+
+`log_softmax(logits)[token]` in float32 would keep 4 bytes for every entry of the vocabulary until
+the backward pass. Here the logits are read in chunks of rows; kept are the logits themselves and
+one normalizer a row, and the backward pass computes the softmax again, chunk by chunk.
+
+Letters: N positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+_CHUNK_ELEMENTS = 2**25
+"""Logits in float32 at once: 128 MiB."""
+
+
+def selected_logprobs(
+    logits: Tensor, tokens: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """log p(token) and the entropy of p = softmax(logits / temperature), both float32.
+
+    `logits` [..., V] of any float type, `tokens` [...] ids. The entropy carries no gradient.
+    """
+    shape = tokens.shape
+    logits_NV = logits.reshape(-1, logits.shape[-1])
+    logprobs_N, entropy_N = _SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits_NV, tokens.reshape(-1), temperature
+    )
+    return logprobs_N.view(shape), entropy_N.view(shape)
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, logits_NV: Tensor, tokens_N: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        logprobs_N = torch.empty(len(tokens_N), device=logits_NV.device)
+        normalizer_N, entropy_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        for part in _chunks(logits_NV):
+            scaled = logits_NV[part].float() / temperature
+            normalizer_N[part] = scaled.logsumexp(-1)
+            chosen = scaled.gather(-1, tokens_N[part].unsqueeze(-1)).squeeze(-1)
+            logprobs_N[part] = chosen - normalizer_N[part]
+            every = scaled.sub_(normalizer_N[part].unsqueeze(-1))
+            entropy_N[part] = -(every.exp() * every).sum(-1)
+        ctx.save_for_backward(logits_NV, tokens_N, normalizer_N)
+        ctx.temperature = temperature  # type: ignore[attr-defined]
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_logprobs_N: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        """d log p(token) / d logits = (onehot(token) - p) / temperature."""
+        logits_NV, tokens_N, normalizer_N = ctx.saved_tensors  # type: ignore[attr-defined]
+        temperature = ctx.temperature  # type: ignore[attr-defined]
+        grad_NV = torch.empty_like(logits_NV)
+        for part in _chunks(logits_NV):
+            grad_N1 = grad_logprobs_N[part].unsqueeze(-1) / temperature
+            scaled = logits_NV[part].float() / temperature
+            grad = (scaled - normalizer_N[part].unsqueeze(-1)).exp_().mul_(-grad_N1)
+            grad.scatter_add_(-1, tokens_N[part].unsqueeze(-1), grad_N1)
+            grad_NV[part] = grad
+        return grad_NV, None, None
+
+
+def _chunks(logits_NV: Tensor) -> list[slice]:
+    num_rows, vocab = logits_NV.shape
+    rows = max(1, _CHUNK_ELEMENTS // vocab)
+    return [slice(start, start + rows) for start in range(0, num_rows, rows)]

@@ -1,0 +1,79 @@
+"""The policy-gradient loss with its off-policy corrections; pure, token by token.
+
+Three policies meet in a token: the one that sampled it (`rollout`, measured by the inference
+engine), the one that the step begins with (`proximal`) and the one that is being changed
+(`trainer`). Their log-probabilities give two ratios, each bounded in its own way:
+
+    trainer / proximal   how far this step has moved       PPO clips it
+    proximal / rollout   staleness and engine mismatch     truncated at a cap, not differentiated
+
+Letters: B rows, T positions. Every tensor is [B, T]; positions with mask 0 count for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PolicyLoss:
+    """The loss to differentiate, and per token what happened to it."""
+
+    loss: Tensor
+    """Scalar: this part's share of the mean over all tokens of the batch."""
+    is_clipped_BT: Tensor
+    """Bool: PPO's clip took this token's gradient away."""
+    is_truncated_BT: Tensor
+    """Bool: the importance weight reached its cap."""
+
+
+def policy_loss(
+    *,
+    trainer_logprobs_BT: Tensor,
+    proximal_logprobs_BT: Tensor,
+    rollout_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    clip_low: float,
+    clip_high: float,
+    tis_cap: float,
+    num_tokens: float,
+) -> PolicyLoss:
+    """Decoupled PPO (AReaL, arXiv 2505.24298, eq. 5) with a truncated importance weight.
+
+        loss = - 1/num_tokens * sum of mask * w * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+        r = trainer / proximal,   w = min(proximal / rollout, tis_cap), a constant
+
+    `num_tokens` counts the whole batch over all ranks and micro-batches, so that how it was cut
+    makes no difference, and every token weighs the same (DAPO, arXiv 2503.14476, eq. 12), where the
+    asymmetric clip bounds are from as well.
+    """
+    weight_BT = truncated_importance_weight(proximal_logprobs_BT, rollout_logprobs_BT, tis_cap)
+    # A masked position may hold any number; exp of it must not become inf (0 * inf is nan).
+    moved_BT = (trainer_logprobs_BT - proximal_logprobs_BT).masked_fill(mask_BT == 0, 0.0)
+    ratio_BT = moved_BT.exp()
+    free_BT = ratio_BT * advantages_BT
+    clipped_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT
+    surrogate_BT = weight_BT * torch.minimum(free_BT, clipped_BT)
+    is_real_BT = mask_BT != 0
+    return PolicyLoss(
+        loss=-surrogate_BT.masked_fill(~is_real_BT, 0.0).sum() / num_tokens,
+        is_clipped_BT=(clipped_BT < free_BT) & is_real_BT,
+        is_truncated_BT=(proximal_logprobs_BT - rollout_logprobs_BT).exp().gt(tis_cap) & is_real_BT,
+    )
+
+
+def truncated_importance_weight(
+    proximal_logprobs_BT: Tensor, rollout_logprobs_BT: Tensor, cap: float
+) -> Tensor:
+    """min(proximal / rollout, cap) without gradient (TIS; Yao et al. 2025; IMPALA's rho-bar)."""
+    ratio_BT = (proximal_logprobs_BT - rollout_logprobs_BT).detach().exp()
+    return ratio_BT.clamp(max=cap)
+
+
+def supervised_loss(logprobs_BT: Tensor, mask_BT: Tensor, num_tokens: float) -> Tensor:
+    """Scalar: this part's share of the mean negative log-likelihood over `num_tokens` tokens."""
+    return -logprobs_BT.masked_fill(mask_BT == 0, 0.0).sum() / num_tokens

@@ -1,0 +1,136 @@
+"""Lays trajectories of different lengths out as padded micro-batches; pure.
+
+    budget 12 tokens        rows sorted by length, so that rows of one batch need little padding
+
+    [ a a a a a a ]         [ c c c . ]
+    [ b b b b b . ]         [ d d d . ]     a dot is padding, on the right
+                            [ e e . . ]
+
+Letters: B rows, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class Row:
+    """One sequence as the trainer sees it; arrays are [T]."""
+
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    """1 where the token is trained on; never at position 0, which nothing predicts."""
+    rollout_logprobs: NDArray[np.float32]
+    advantage: float = 0.0
+    is_current: bool = False
+    """Sampled wholly by the version that is being trained: engine and trainer should agree."""
+
+    def __post_init__(self) -> None:
+        assert self.tokens.shape == self.loss_mask.shape == self.rollout_logprobs.shape
+        assert len(self.tokens) >= 2 and not self.loss_mask[0]
+
+    @property
+    def num_trained(self) -> int:
+        return int(self.loss_mask.sum())
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class MicroBatch:
+    """What goes through the model at once.
+
+    Predictions are wanted for the last P of the T positions only (the first trained token of any
+    row onward); tensors with P in their name are cut to these.
+    """
+
+    tokens_BT: Tensor
+    """int64"""
+    mask_BP: Tensor
+    """float32, 1 where the token is trained on"""
+    rollout_logprobs_BP: Tensor
+    advantages_B1: Tensor
+    is_current_B1: Tensor
+
+    @property
+    def num_last(self) -> int:
+        """Positions whose next-token logits are needed: one before each of the P."""
+        return self.mask_BP.shape[1] + 1
+
+    @property
+    def targets_BP(self) -> Tensor:
+        return self.tokens_BT[:, -self.mask_BP.shape[1] :]
+
+    def to(self, device: torch.device) -> MicroBatch:
+        return MicroBatch(
+            tokens_BT=self.tokens_BT.to(device, non_blocking=True),
+            mask_BP=self.mask_BP.to(device, non_blocking=True),
+            rollout_logprobs_BP=self.rollout_logprobs_BP.to(device, non_blocking=True),
+            advantages_B1=self.advantages_B1.to(device, non_blocking=True),
+            is_current_B1=self.is_current_B1.to(device, non_blocking=True),
+        )
+
+
+def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices of the rows in each micro-batch: longest first, rows x longest <= `max_tokens`.
+
+    Raises ValueError if one row alone is longer than that.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    plan: list[list[int]] = []
+    for i in order:
+        if lengths[i] > max_tokens:
+            raise ValueError(
+                f"trainer.micro_batch_tokens={max_tokens}: a trajectory has {lengths[i]} tokens; "
+                "set it to at least the longest prompt and response together"
+            )
+        if plan and (len(plan[-1]) + 1) * lengths[plan[-1][0]] <= max_tokens:
+            plan[-1].append(i)
+        else:
+            plan.append([i])
+    return plan
+
+
+def pack(rows: Sequence[Row], max_tokens: int) -> list[MicroBatch]:
+    """Every row in exactly one micro-batch of at most `max_tokens` padded tokens."""
+    plan = plan_micro_batches([len(row.tokens) for row in rows], max_tokens)
+    return [_pad([rows[i] for i in indices]) for indices in plan]
+
+
+def fill_up(batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
+    """`batches` and as many empty ones as make `count`.
+
+    ZeRO-3 gathers weights and reduces gradients in every pass, so a rank with less to do must go
+    through the model as often as the others; an empty micro-batch has no token to train on.
+    """
+    assert len(batches) <= count
+    empty = Row(
+        tokens=np.zeros(2, np.int32),
+        loss_mask=np.zeros(2, np.uint8),
+        rollout_logprobs=np.zeros(2, np.float32),
+    )
+    return [*batches, *(_pad([empty]) for _ in range(count - len(batches)))]
+
+
+def _pad(rows: Sequence[Row]) -> MicroBatch:
+    length = max(len(row.tokens) for row in rows)
+    first = min((int(row.loss_mask.argmax()) for row in rows if row.num_trained), default=1)
+    tokens = np.zeros((len(rows), length), np.int64)
+    mask = np.zeros((len(rows), length), np.float32)
+    logprobs = np.zeros((len(rows), length), np.float32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row.tokens)] = row.tokens
+        mask[i, : len(row.tokens)] = row.loss_mask
+        logprobs[i, : len(row.tokens)] = row.rollout_logprobs
+    return MicroBatch(
+        tokens_BT=torch.from_numpy(tokens),
+        mask_BP=torch.from_numpy(mask[:, first:].copy()),
+        rollout_logprobs_BP=torch.from_numpy(logprobs[:, first:].copy()),
+        advantages_B1=torch.tensor([[row.advantage] for row in rows], dtype=torch.float32),
+        is_current_B1=torch.tensor([[row.is_current] for row in rows]),
+    )

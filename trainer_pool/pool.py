@@ -1,0 +1,200 @@
+"""The trainer pool as the controller sees it: a Ray actor a rank, thin shells of `TrainerRank`.
+
+Importable without torch: an actor has to set its environment before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from configs.environment import PROCESS_VARIABLE
+from trainer_pool.types import SupervisedExample, TrainerSpec, TrainReport, WarmStartReport
+
+if TYPE_CHECKING:
+    from trainer_pool.worker import TrainerRank
+    from weight_sync.ports import ActorPort
+    from weight_sync.types import PublishReport
+
+_MAX_CONCURRENCY = 4
+"""Threads of an actor: `train` and `wait_dead` hold one each while `stop` and `close` come in."""
+_RENDEZVOUS_TIMEOUT_S = 120.0
+"""For the first answer of an actor, whose process must start and import its modules."""
+
+
+class TrainerActor:
+    """One rank in a process of its own. Threaded, so that `stop` gets in while `train` runs."""
+
+    def __init__(self, spec: TrainerSpec, rank: int) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._listener: socket.socket | None = None
+        self._trainer: TrainerRank | None = None
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def open_rendezvous(self) -> tuple[str, int]:
+        """Rank 0: listen where the ranks will meet. Keeping the socket keeps the port ours."""
+        host = self._spec.host
+        if not _is_loopback(host):
+            host = ray.util.get_node_ip_address()  # the controller's host is not always this node's
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listener.bind((host, 0))
+        self._listener.listen()
+        return host, self._listener.getsockname()[1]
+
+    def start(self, host: str, port: int) -> None:
+        """Meet the other ranks at rank 0's `host` and `port`, and load the model."""
+        os.environ.update(self._environment(host, port))
+        from trainer_pool.worker import TrainerRank
+        from trainer_pool.zero3 import RankAddress
+
+        address = RankAddress(
+            rank=self._rank,
+            num_ranks=self._spec.config.num_ranks,
+            host=host,
+            port=port,
+            uses_gpu=self._spec.uses_gpu,
+        )
+        self._trainer = TrainerRank(self._spec, address, self._listener)
+
+    def _environment(self, host: str, port: int) -> dict[str, str]:
+        environment = {
+            "RANK": str(self._rank),
+            "LOCAL_RANK": "0",  # Ray shows each actor its own GPU only
+            "WORLD_SIZE": str(self._spec.config.num_ranks),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            "DS_ACCELERATOR": "cuda" if self._spec.uses_gpu else "cpu",
+            "OMP_NUM_THREADS": str(self._spec.num_threads),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if _is_loopback(host):
+            # gloo would look up the host's name, which need not lead to an interface of its own.
+            environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = "lo"
+        return environment
+
+    def connect_engines(self, ports: Sequence[ActorPort]) -> None:
+        self._started.connect_engines(ports)
+
+    def publish_initial(self) -> PublishReport | None:
+        return self._started.publish_initial()
+
+    def warm_start(self, examples: Sequence[SupervisedExample]) -> WarmStartReport:
+        return self._started.warm_start(examples)
+
+    def train(self) -> TrainReport:
+        return self._started.train()
+
+    def stop(self) -> None:
+        if self._trainer is not None:
+            self._trainer.stop()
+
+    def close(self) -> None:
+        if self._trainer is not None:
+            self._trainer.close()
+            self._trainer = None
+
+    @property
+    def _started(self) -> TrainerRank:
+        assert self._trainer is not None, "start() comes first"
+        return self._trainer
+
+
+class TrainerPool:
+    """All ranks. Methods return Ray references by process name ("trainer-0", ...), at once.
+
+    A rank that fails raises at its own reference; the others then wait in a collective until its
+    process is gone or `trainer.timeout_s` is over, so close the pool when one reference raises.
+    """
+
+    def __init__(self, actors: Mapping[str, Any]) -> None:
+        # Ray gives actor handles no useful static type.
+        self._actors = dict(actors)
+
+    @classmethod
+    def create(cls, spec: TrainerSpec, placement_group: PlacementGroup) -> TrainerPool:
+        """One actor in each of the group's first `trainer.num_ranks` bundles."""
+        return cls(
+            {
+                f"trainer-{rank}": _place(spec, rank, placement_group)
+                for rank in range(spec.config.num_ranks)
+            }
+        )
+
+    def start(self) -> dict[str, Any]:
+        """Bring the ranks together and load the model; waits for rank 0's port itself."""
+        host, port = ray.get(self._lead.open_rendezvous.remote(), timeout=_RENDEZVOUS_TIMEOUT_S)
+        return {name: actor.start.remote(host, port) for name, actor in self._actors.items()}
+
+    def warm_start(self, examples: Sequence[SupervisedExample]) -> dict[str, Any]:
+        """WarmStartReport of each rank; all are equal but for the seconds."""
+        shared = ray.put(list(examples))
+        return {name: actor.warm_start.remote(shared) for name, actor in self._actors.items()}
+
+    def connect_engines(self, ports: Sequence[ActorPort]) -> dict[str, Any]:
+        """Form the weight group; only rank 0 has a part in it."""
+        return {next(iter(self._actors)): self._lead.connect_engines.remote(list(ports))}
+
+    def publish_initial(self) -> dict[str, Any]:
+        """Rank 0's PublishReport of version 0, None from the others."""
+        return {name: actor.publish_initial.remote() for name, actor in self._actors.items()}
+
+    def train(self) -> dict[str, Any]:
+        """TrainReport of each rank, when all steps are done or after `stop`."""
+        return {name: actor.train.remote() for name, actor in self._actors.items()}
+
+    def stop(self) -> dict[str, Any]:
+        """Ask `train` to end after the step it is in."""
+        return {name: actor.stop.remote() for name, actor in self._actors.items()}
+
+    def deaths(self) -> dict[str, Any]:
+        """References that raise RayActorError when a rank's process dies."""
+        return {name: actor.wait_dead.remote() for name, actor in self._actors.items()}
+
+    def close(self, timeout_s: float) -> None:
+        """Let the ranks leave their groups, for at most `timeout_s`, then end their processes."""
+        ends = [actor.close.remote() for actor in self._actors.values()]
+        ray.wait(ends, num_returns=len(ends), timeout=timeout_s)
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+    @property
+    def _lead(self) -> Any:
+        return next(iter(self._actors.values()))
+
+
+def _place(spec: TrainerSpec, rank: int, placement_group: PlacementGroup) -> Any:
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=placement_group, placement_group_bundle_index=rank
+    )
+    return (
+        ray.remote(TrainerActor)
+        .options(
+            num_cpus=0,  # the bundle holds the cores
+            num_gpus=1 if spec.uses_gpu else 0,
+            max_concurrency=_MAX_CONCURRENCY,
+            max_restarts=0,
+            scheduling_strategy=strategy,
+            runtime_env={"env_vars": {PROCESS_VARIABLE: f"trainer-{rank}"}},
+        )
+        .remote(spec, rank)
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

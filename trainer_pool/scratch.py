@@ -1,0 +1,91 @@
+"""Builds the quickstart's small policy: a random Qwen3 over bytes, in Hugging Face's layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from configs.schema import ScratchModelConfig
+
+PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|pad|>", "<|bos|>", "<|eos|>"
+VOCAB_SIZE = 264
+"""256 bytes and three special tokens, rounded up to a multiple of 8 with tokens never written."""
+
+
+def build_scratch_model(config: ScratchModelConfig, folder: Path, seed: int) -> None:
+    """Writes weights, configuration and tokenizer to `folder`; the same seed gives the same bytes.
+
+    Any loader of a Hugging Face folder can read it: `from_pretrained`, SGLang, the trainer.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(_model_config(config, tokenizer))
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(folder)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a UTF-8 byte, so that every text has exactly one encoding and decodes to itself."""
+    vocab = {char: i for i, char in enumerate(_chars_of_bytes())}
+    specials = [PAD_TOKEN, BOS_TOKEN, EOS_TOKEN]
+    specials += [f"<|unused{i}|>" for i in range(VOCAB_SIZE - len(vocab) - len(specials))]
+    vocab |= {token: len(vocab) + i for i, token in enumerate(specials)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD_TOKEN,
+        bos_token=BOS_TOKEN,
+        eos_token=EOS_TOKEN,
+        additional_special_tokens=specials[3:],
+        clean_up_tokenization_spaces=False,
+        # A prompt that spells "<|eos|>" is text; without this it would become the special token.
+        split_special_tokens=True,
+    )
+
+
+def _chars_of_bytes() -> list[str]:
+    """The character that ByteLevel writes for each byte 0..255.
+
+    The mapping is GPT-2's: printable bytes stand for themselves, the others take the code points
+    from 256 on, in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    shifted = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(shifted)) for byte in range(256)]
+
+
+def _model_config(config: ScratchModelConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )

@@ -1,0 +1,188 @@
+"""One training step: from the groups of a batch to new weights and an account of what happened.
+
+    groups ─ advantages ─ rows ┬ minibatch 0: micro-batches ─► forward, loss, backward ... ─► update
+                               └ minibatch 1: micro-batches ─► forward, loss, backward ... ─► update
+
+Each rank holds its own share of the groups. Losses are normalized by the tokens of the whole
+minibatch over all ranks, and a group's minibatch depends on its place in the whole batch alone; so
+the number of ranks and the cut into micro-batches change nothing but rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from buffer.types import Trajectory, TrajectoryGroup
+from configs.schema import TrainerConfig
+from trainer_pool.advantages import grpo_advantages
+from trainer_pool.collectives import Collectives
+from trainer_pool.logprobs import selected_logprobs
+from trainer_pool.losses import policy_loss
+from trainer_pool.packing import MicroBatch, Row, fill_up, pack
+from trainer_pool.step_stats import StepStats, StepTally, UpdateNorms
+from trainer_pool.zero3 import Zero3Engine
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class StepBatch:
+    """What one rank trains on in one step."""
+
+    version: int
+    """Of the weights that the step begins with."""
+    group_ids: tuple[str, ...]
+    """Of the whole batch, over all ranks and in the same order on each."""
+    groups: tuple[TrajectoryGroup, ...]
+    """This rank's share; may be empty."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class Minibatch:
+    """One update's part of a step, as one rank sees it."""
+
+    micro_batches: list[MicroBatch]
+    """The same number on every rank."""
+    num_tokens: int
+    """Trained tokens over all ranks."""
+
+
+def train_step(
+    engine: Zero3Engine,
+    ranks: Collectives,
+    batch: StepBatch,
+    config: TrainerConfig,
+    *,
+    temperature: float,
+    learning_rate: float,
+) -> StepStats:
+    """Update the weights by `batch`; every rank calls it with its own share of the same batch."""
+    minibatches = plan_minibatches(batch, config, ranks)
+    proximal = _proximal_logprobs(engine, minibatches, temperature)
+    tally, norms = StepTally(engine.device), UpdateNorms()
+    for minibatch, known in zip(minibatches, proximal, strict=True):
+        for micro_batch, proximal_BP in zip(minibatch.micro_batches, known, strict=True):
+            _accumulate(
+                engine,
+                tally,
+                micro_batch.to(engine.device),
+                proximal_BP,
+                config,
+                num_tokens=minibatch.num_tokens,
+                temperature=temperature,
+            )
+        norms.norms.append(engine.step(learning_rate))
+    return tally.total(
+        ranks,
+        groups=batch.groups,
+        group_ids=batch.group_ids,
+        version=batch.version,
+        norms=norms,
+        learning_rate=learning_rate,
+    )
+
+
+def _accumulate(
+    engine: Zero3Engine,
+    tally: StepTally,
+    batch: MicroBatch,
+    proximal_BP: Tensor | None,
+    config: TrainerConfig,
+    *,
+    num_tokens: int,
+    temperature: float,
+) -> None:
+    """Add the gradient of one micro-batch; without `proximal_BP` it is the policy as it stands."""
+    logits = engine.logits(batch.tokens_BT, batch.num_last)[:, :-1]
+    trainer_BP, entropy_BP = selected_logprobs(logits, batch.targets_BP, temperature)
+    proximal_BP = trainer_BP.detach() if proximal_BP is None else proximal_BP
+    result = policy_loss(
+        trainer_logprobs_BT=trainer_BP,
+        proximal_logprobs_BT=proximal_BP,
+        rollout_logprobs_BT=batch.rollout_logprobs_BP,
+        advantages_BT=batch.advantages_B1.expand_as(trainer_BP),
+        mask_BT=batch.mask_BP,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        tis_cap=config.tis_cap,
+        num_tokens=num_tokens,
+    )
+    engine.backward(result.loss)
+    tally.add(batch, result, proximal_BP, entropy_BP)
+
+
+def _proximal_logprobs(
+    engine: Zero3Engine, minibatches: Sequence[Minibatch], temperature: float
+) -> list[list[Tensor | None]]:
+    """What the policy says of every token before the first update, by minibatch and micro-batch.
+
+    With a single update that is what its own forward pass says anyway: None, and no extra pass.
+    """
+    if len(minibatches) <= 1:
+        return [[None] * len(minibatch.micro_batches) for minibatch in minibatches]
+    return [
+        [_score(engine, micro_batch, temperature) for micro_batch in minibatch.micro_batches]
+        for minibatch in minibatches
+    ]
+
+
+@torch.no_grad()
+def _score(engine: Zero3Engine, batch: MicroBatch, temperature: float) -> Tensor:
+    batch = batch.to(engine.device)
+    logits = engine.logits(batch.tokens_BT, batch.num_last)[:, :-1]
+    return selected_logprobs(logits, batch.targets_BP, temperature)[0]
+
+
+def plan_minibatches(
+    batch: StepBatch, config: TrainerConfig, ranks: Collectives
+) -> list[Minibatch]:
+    """Cut the step into updates of nearly equally many groups; one collective.
+
+    Updates that no token of any rank belongs to are left out.
+    """
+    mine = [pack(rows, config.micro_batch_tokens) for rows in _rows_by_minibatch(batch, config)]
+    tokens = [sum(int(part.mask_BP.sum()) for part in parts) for parts in mine]
+    every = ranks.gather(torch.tensor([tokens, [len(parts) for parts in mine]]).view(-1))
+    all_tokens, all_passes = every.view(ranks.num_ranks, 2, len(mine)).unbind(1)
+    return [
+        Minibatch(micro_batches=fill_up(parts, int(passes)), num_tokens=int(num_tokens))
+        for parts, num_tokens, passes in zip(
+            mine, all_tokens.sum(0).tolist(), all_passes.amax(0).tolist(), strict=True
+        )
+        if num_tokens > 0
+    ]
+
+
+def _rows_by_minibatch(batch: StepBatch, config: TrainerConfig) -> list[list[Row]]:
+    place = {group_id: i for i, group_id in enumerate(batch.group_ids)}
+    rows: list[list[Row]] = [[] for _ in range(config.num_minibatches)]
+    for group in batch.groups:
+        minibatch = place[group.group_id] * config.num_minibatches // len(place)
+        rows[minibatch] += rows_of_group(
+            group, batch.version, should_normalize_std=config.normalize_advantage_std
+        )
+    return rows
+
+
+def rows_of_group(group: TrajectoryGroup, version: int, *, should_normalize_std: bool) -> list[Row]:
+    """The group's trajectories with their advantages, but for those without a trained token."""
+    rewards = np.array([trajectory.reward for trajectory in group.trajectories])
+    advantages = grpo_advantages(rewards, should_normalize_std=should_normalize_std)
+    return [
+        _row(trajectory, float(advantage), version)
+        for trajectory, advantage in zip(group.trajectories, advantages, strict=True)
+        if trajectory.num_trainable_tokens > 0
+    ]
+
+
+def _row(trajectory: Trajectory, advantage: float, version: int) -> Row:
+    return Row(
+        tokens=trajectory.tokens,
+        loss_mask=trajectory.loss_mask,
+        rollout_logprobs=trajectory.rollout_logprobs,
+        advantage=advantage,
+        is_current=trajectory.min_version == version,
+    )

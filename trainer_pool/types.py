@@ -1,0 +1,64 @@
+"""What the controller hands to the trainer pool and gets back; importable without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from configs.schema import BufferConfig, TrainerConfig, WeightSyncConfig
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainerSpec:
+    """Everything that a trainer rank is built from; the same for every rank."""
+
+    config: TrainerConfig
+    weight_sync: WeightSyncConfig
+    buffer: BufferConfig
+    model_path: str
+    """Hugging Face name or folder of the policy that the run starts with."""
+    trust_remote_code: bool
+    temperature: float
+    """Of the rollouts: the engine's log-probabilities are of softmax(logits / temperature)."""
+    redis_url: str
+    run: str
+    run_dir: str
+    seed: int
+    host: str
+    """Address on which rank 0 listens, for the other ranks and for the engines."""
+    num_threads: int
+    uses_gpu: bool
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class SupervisedExample:
+    """A text to imitate: [T] token ids, and 1 where the token is to be learnt."""
+
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WarmStartReport:
+    """Mean negative log-likelihood of a learnt token in the first and the last batch (nats)."""
+
+    loss_first: float
+    loss_last: float
+    num_steps: int
+    seconds: float
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainReport:
+    """How a training loop ended."""
+
+    num_steps: int
+    version: int
+    """Of the weights that the loop ended with."""
+    was_stopped: bool
+    """By `stop()`, before all steps were done."""
+    export_dir: str
+    """The final policy in Hugging Face's layout."""
+    seconds: float

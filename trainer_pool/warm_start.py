@@ -1,0 +1,95 @@
+"""Supervised learning on a task's own answers before RL, which needs some success to learn from.
+
+It goes through the same ZeRO-3 engine and the same packing as a training step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.schema import TrainerConfig
+from trainer_pool.collectives import Collectives
+from trainer_pool.logprobs import selected_logprobs
+from trainer_pool.losses import supervised_loss
+from trainer_pool.packing import MicroBatch, Row, fill_up, pack, plan_micro_batches
+from trainer_pool.types import SupervisedExample, WarmStartReport
+from trainer_pool.zero3 import Zero3Engine
+
+
+def warm_start(
+    engine: Zero3Engine,
+    ranks: Collectives,
+    examples: Sequence[SupervisedExample],
+    config: TrainerConfig,
+) -> WarmStartReport:
+    """Imitate `examples`, in their order and again from the first when they run out.
+
+    Every rank is given all of them and takes its share. The optimizer forgets what it gathered, so
+    that RL begins with fresh moments. Raises ValueError without examples.
+    """
+    if not examples:
+        raise ValueError("trainer.warm_start.num_steps: the task gave no examples to learn from")
+    start = time.perf_counter()
+    losses = [
+        _supervised_step(engine, ranks, batch, config) for batch in _batches(examples, config)
+    ]
+    engine.reset_optimizer()
+    # One collective for all steps: each rank's losses are its shares of the global means.
+    totals = ranks.gather(torch.stack(losses)).sum(0) if losses else torch.zeros(1)
+    return WarmStartReport(
+        loss_first=float(totals[0]),
+        loss_last=float(totals[-1]),
+        num_steps=len(losses),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _batches(
+    examples: Sequence[SupervisedExample], config: TrainerConfig
+) -> Iterator[list[SupervisedExample]]:
+    size = config.warm_start.batch_size
+    for step in range(config.warm_start.num_steps):
+        yield [examples[(step * size + i) % len(examples)] for i in range(size)]
+
+
+def _supervised_step(
+    engine: Zero3Engine,
+    ranks: Collectives,
+    batch: Sequence[SupervisedExample],
+    config: TrainerConfig,
+) -> Tensor:
+    """One update; returns this rank's share of the loss, still on the device."""
+    shares = [batch[rank :: ranks.num_ranks] for rank in range(ranks.num_ranks)]
+    # Every rank knows every share, so none needs to ask how often the others go through the model.
+    budget = config.micro_batch_tokens
+    num_passes = max(len(plan_micro_batches(_lengths(share), budget)) for share in shares)
+    num_tokens = sum(int(example.loss_mask.sum()) for example in batch)
+    micro_batches = fill_up(pack([_row(e) for e in shares[ranks.rank]], budget), num_passes)
+    losses = [_accumulate(engine, part.to(engine.device), num_tokens) for part in micro_batches]
+    engine.step(config.warm_start.learning_rate)
+    return torch.stack(losses).sum()
+
+
+def _accumulate(engine: Zero3Engine, batch: MicroBatch, num_tokens: int) -> Tensor:
+    logits = engine.logits(batch.tokens_BT, batch.num_last)[:, :-1]
+    logprobs_BP, _ = selected_logprobs(logits, batch.targets_BP)
+    loss = supervised_loss(logprobs_BP, batch.mask_BP, num_tokens)
+    engine.backward(loss)
+    return loss.detach()
+
+
+def _lengths(examples: Sequence[SupervisedExample]) -> list[int]:
+    return [len(example.tokens) for example in examples]
+
+
+def _row(example: SupervisedExample) -> Row:
+    return Row(
+        tokens=example.tokens,
+        loss_mask=example.loss_mask,
+        rollout_logprobs=np.zeros(len(example.tokens), np.float32),
+    )
