@@ -78,6 +78,13 @@ class SGLangEngine:
         self.spec = spec
         self._server: _Server | None = None
         self._client: SGLangClient | None = None
+        self._info: EngineInfo | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        """Of the server that was started last."""
+        assert self._info is not None, "start() comes first"
+        return self._info
 
     @property
     def client(self) -> SGLangClient:
@@ -174,12 +181,13 @@ class SGLangEngine:
             await asyncio.wait({server.exited}, timeout=PROBE_INTERVAL_S)
         log.info("%s: ready after %.1f s", self.spec.name, time.monotonic() - started)
         server.note_shared_memory()
-        return EngineInfo(
+        self._info = EngineInfo(
             name=self.spec.name,
             url=_url(self.spec.host, port),
             pid=server.pid,
             num_ranks=self.spec.config.tp_size,
         )
+        return self._info
 
     def _failed_start(self, what: str) -> str:
         return (

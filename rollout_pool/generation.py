@@ -39,7 +39,7 @@ class SampleRequest:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class FirstToken:
-    """A sample has begun. Its oldest token is of `version`, or just before a commit of an older one.
+    """A sample has begun, with a token of `version` (around a commit perhaps of the one before).
 
     The spans of its Generation are exact.
     """

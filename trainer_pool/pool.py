@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,11 @@ class TrainerActor:
     def stop(self) -> None:
         if self._trainer is not None:
             self._trainer.stop()
+
+    def wait_dead(self) -> str:
+        """Never returns: Ray raises at the reference when the process ends."""
+        threading.Event().wait()
+        return "died"
 
     def close(self) -> None:
         if self._trainer is not None:

@@ -1,4 +1,4 @@
-"""The real SGLang server: its numbers, a commit under way, and that it never outlives its parent."""
+"""The real SGLang server: its numbers, commits under way, and that it never outlives its parent."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from rollout_pool.generation import (
     SampleRequest,
     Sampling,
 )
+from rollout_pool.process_tree import shared_memory_files
 from weight_sync.buckets import plan_buckets
 from weight_sync.group import join_as_sender, open_store
 from weight_sync.snapshot import spec_of
@@ -245,11 +246,10 @@ async def test_a_model_that_does_not_load_is_told_with_the_end_of_the_log(folder
 
 
 async def test_a_server_that_is_killed_is_told_and_leaves_nothing(engine):
-    info_pid = engine._server.pid
-    family = psutil.Process(info_pid).children(recursive=True)
-    shared = engine._server._shared_memory
+    family = psutil.Process(engine.info.pid).children(recursive=True)
+    shared = shared_memory_files(engine.info.pid)
     assert shared and all(path.exists() for path in shared)
-    os.kill(info_pid, signal.SIGKILL)
+    os.kill(engine.info.pid, signal.SIGKILL)
     died = await asyncio.wait_for(engine.wait_dead(), 20)
     assert (died.name, died.exit_code) == ("engine-0", -signal.SIGKILL)
     await engine.stop()
@@ -271,7 +271,7 @@ async def main():
     ))
     info = await engine.start()
     await engine.client.pause(PauseMode.retract)  # SGLang itself would not end while paused
-    print(json.dumps([info.pid, engine._server._socket_folder]), flush=True)
+    print(info.pid, flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -285,14 +285,13 @@ async def test_a_parent_that_is_killed_leaves_no_server(folder, model_a):
         [sys.executable, "-c", PARENT, json.dumps(fields)], stdout=subprocess.PIPE, text=True
     )
     line = await asyncio.wait_for(asyncio.to_thread(parent.stdout.readline), 180)
-    pid, socket_folder = json.loads(line)
-    server = psutil.Process(pid)
+    server = psutil.Process(int(line))
     family = [server, *server.children(recursive=True)]
-    assert len(family) > 2 and any(Path(socket_folder).iterdir())
-    before = set(Path("/dev/shm").glob("sglang_loads_*"))
+    socket_folder = Path(server.cmdline()[3])
+    shared = shared_memory_files(server.pid)
+    assert len(family) > 2 and any(socket_folder.iterdir()) and shared
     parent.kill()
     parent.wait()
     parent.stdout.close()
     assert not psutil.wait_procs(family, timeout=20)[1]
-    assert not Path(socket_folder).exists()
-    assert len(set(Path("/dev/shm").glob("sglang_loads_*"))) == len(before) - 1
+    assert not socket_folder.exists() and not any(path.exists() for path in shared)

@@ -142,7 +142,12 @@ class FakeSGLang:
             Route("/ready", self._ready),
         ]
         config = uvicorn.Config(
-            Starlette(routes=routes), host="127.0.0.1", port=0, log_level="warning", ws="none"
+            Starlette(routes=routes),
+            host="127.0.0.1",
+            port=0,
+            log_level="critical",
+            lifespan="off",
+            ws="none",
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)

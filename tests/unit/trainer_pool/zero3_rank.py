@@ -115,7 +115,9 @@ class Scenario:
         weights = self.weights()
         self.engine.export(self.output / "export")
         if self.ranks.rank == 0:
-            np.savez(self.output / "weights.npz", **{k: v.numpy() for k, v in weights.items()})
+            np.savez(
+                self.output / "weights.npz", **{k: v.float().numpy() for k, v in weights.items()}
+            )
 
 
 def main() -> None:
