@@ -9,6 +9,8 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 
+from buffer.cancellation import CancellableRedis
+
 SOCKET_TIMEOUT_S = 20.0
 MAX_BLOCK_S = SOCKET_TIMEOUT_S / 2
 """Longest that one blocking command waits at the server, well before the socket times out."""
@@ -40,7 +42,7 @@ async def connect(url: str) -> Redis:
     may evict keys.
     """
     await _check(url)
-    return Redis.from_url(
+    return CancellableRedis.from_url(
         url,
         protocol=2,
         socket_timeout=SOCKET_TIMEOUT_S,

@@ -10,6 +10,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, ResponseError
 
+from buffer.cancellation import cancellable
 from buffer.keys import Keys
 
 Argument = str | int | bytes
@@ -75,7 +76,7 @@ class Scripts:
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.set(key, value, px=expiry_ms, nx=True)
             pipe.evalsha(digest(name), 1, self._keys.prefix, *arguments)
-            _, reply = await pipe.execute()
+            _, reply = await cancellable(pipe.execute())
         return reply
 
     def explain(self, error: ResponseError) -> Exception:

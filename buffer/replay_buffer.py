@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from redis.asyncio import Redis
 
+from buffer.cancellation import cancellable
 from buffer.codec import decode_group, encode_group
 from buffer.keys import Keys, check_group_id
 from buffer.lease import Lease, PushResult
@@ -61,7 +62,7 @@ class ReplayBuffer:
         async with self._redis.pipeline(transaction=True) as pipe:
             for name, value in initial.items():
                 pipe.hsetnx(self._keys("settings"), name, str(value))
-            await pipe.execute()
+            await cancellable(pipe.execute())
 
     # Rollout side ----------------------------------------------------------------------------
 
@@ -200,7 +201,7 @@ class ReplayBuffer:
         async with self._redis.pipeline(transaction=False) as pipe:
             for group_id in group_ids:
                 pipe.get(self._keys.payload(group_id))
-            payloads = await pipe.execute()
+            payloads = await cancellable(pipe.execute())
         groups = []
         for group_id, payload in zip(group_ids, payloads, strict=True):
             if payload is not None:

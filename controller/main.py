@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; every expected error is one message on stderr and an exit code."""
     arguments = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end a run in the same order
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _dispatch(arguments)
     except KeyboardInterrupt:

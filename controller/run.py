@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -140,6 +139,7 @@ class Run:
         with self._panel.step("Ray") as step:
             cluster = start_ray(self._config, environment, supervise.SETUP_HOOK)
             cleanup.callback(cluster.stop, self._dir.logs)
+            supervise.end_on_signals()  # Ray has put a handler of its own on SIGTERM
             step.say(f"{cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs")
         return cluster
 
@@ -230,8 +230,7 @@ class Run:
     # The end, whatever brought it ----------------------------------------------------------------
 
     def _stop_pools(self, pools: Pools) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not break off the end
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        supervise.ignore_signals()  # a second Ctrl-C must not break off the end
         self._shared_memory = supervise.shared_memory_files(
             supervise.run_processes(self._dir.run_id)
         )
@@ -245,5 +244,4 @@ class Run:
         )
         if killed:
             self._panel.say(f"had to kill: {', '.join(killed)}")
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        supervise.end_on_signals()

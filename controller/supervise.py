@@ -29,6 +29,17 @@ class RunFailed(RuntimeError):
     """A part of the run died; the message names it and ends with the last lines of its log."""
 
 
+def end_on_signals() -> None:
+    """Ctrl-C and SIGTERM both end a run, in the same order: as KeyboardInterrupt."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
+def ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def enter_process() -> None:
     """First thing in every Ray worker: send its output to the run's own log of that process."""
     name, folder = os.environ.get(PROCESS_VARIABLE), os.environ.get(LOG_DIR_VARIABLE)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class EngineActor:
     """One engine in a process of its own. Every method is a coroutine; none blocks the others."""
 
     def __init__(self, spec: RolloutSpec, index: int) -> None:
+        _log_to_stderr()
         self._engine = SGLangEngine(engine_spec(spec, index, _listen_host(spec.host)))
         self._committer: Committer | None = None
         self._is_stopping = False
@@ -75,18 +77,17 @@ class WorkerActor:
     """One rollout worker in a process of its own."""
 
     def __init__(self, spec: RolloutSpec, index: int) -> None:
+        _log_to_stderr()
         self._parts = WorkerParts(spec, index)
-        self._preparing: asyncio.Task[None] | None = None
 
-    async def prepare(self) -> None:
-        """Everything that needs no engine; `start` tells of its errors."""
-        self._preparing = asyncio.create_task(self._parts.prepare())
-        await asyncio.wait({self._preparing})
+    async def start(self, engines: list[Awaitable[EngineInfo]]) -> None:
+        """Get ready while the engines start (their references come in a list, so that Ray does not
+        wait for them first), then connect to them.
 
-    async def start(self, *engines: EngineInfo) -> None:
-        assert self._preparing is not None, "prepare() comes first"
-        await self._preparing
-        self._parts.connect(engines)
+        Raises ValueError for a bad task or model at once.
+        """
+        await self._parts.prepare()
+        self._parts.connect(await asyncio.gather(*engines))
 
     async def run(self) -> WorkerReport:
         return await self._parts.worker.run()
@@ -147,9 +148,7 @@ class RolloutPool:
     def start(self) -> dict[str, Any]:
         """Engines load while workers prepare; a worker is started when it has met every engine."""
         engines = {engine.name: engine.handle.start.remote() for engine in self._engines}
-        for worker in self._workers:
-            worker.handle.prepare.remote()
-        workers = {w.name: w.handle.start.remote(*engines.values()) for w in self._workers}
+        workers = {w.name: w.handle.start.remote([*engines.values()]) for w in self._workers}
         return {**engines, **workers}
 
     def ports(self) -> list[ActorPort]:
@@ -181,6 +180,12 @@ class RolloutPool:
         ray.wait(ends, num_returns=len(ends), timeout=timeout_s)
         for member in [*self._workers, *self._engines]:
             ray.kill(member.handle)
+
+
+def _log_to_stderr() -> None:
+    """Which is the process's own log. httpx would tell of every request."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def engine_name(index: int) -> str:

@@ -16,6 +16,8 @@ import itertools
 import logging
 import secrets
 import time
+from collections.abc import Iterable
+from typing import Any
 
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 MAX_FAILURES_IN_A_ROW = 16
 """So many groups failing one after the other are no accident: the worker ends with the error."""
 WATCH_TIMEOUT_S = 60.0
+CANCEL_AGAIN_S = 0.5
 MIN_WAIT_S = 0.005
 """Shorter waits for a credit are round trips, not waits."""
 
@@ -63,8 +66,11 @@ class RolloutWorker:
         self._buffer = buffer
         self._state = state
         self._stopping = asyncio.Event()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Holds the error of the first group that failed for more than its own reasons."""
         self._room = asyncio.Semaphore(spec.config.max_groups_in_flight)
         self._flights: dict[Flight, asyncio.Task[None]] = {}
+        self._last_landing = 0.0
         self._too_old: set[str] = set()
         self._failures_in_a_row = 0
         self._num_groups = self._num_failed = self._num_too_old = 0
@@ -75,17 +81,21 @@ class RolloutWorker:
         Raises ValueError for a prompt that the settings refuse, TimeoutError if no credit came
         within `buffer.wait_timeout_s`, and SamplesFailed if nothing succeeds any more.
         """
+        loops: list[asyncio.Task[Any]] = [
+            asyncio.create_task(self._admit_groups()),
+            asyncio.create_task(self._watch_age()),
+            asyncio.create_task(self._stopping.wait()),
+        ]
+        ends: list[asyncio.Future[Any]] = [*loops, self._broken]
         try:
-            async with asyncio.TaskGroup() as tasks:
-                loops = [
-                    tasks.create_task(self._admit_groups(tasks)),
-                    tasks.create_task(self._stop_old_groups()),
-                ]
-                await self._stopping.wait()
-                for task in [*loops, *self._flights.values()]:
-                    task.cancel()
-        except BaseExceptionGroup as group:
-            raise _first(group) from None
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._stopping.set()
+            await _end(loops)
+            await self._give_up_all()
+        for end in ends:
+            if end.done() and not end.cancelled():
+                end.result()  # raises what ended the worker
         return WorkerReport(
             num_groups=self._num_groups,
             num_failed=self._num_failed,
@@ -103,7 +113,7 @@ class RolloutWorker:
 
     # Groups in ------------------------------------------------------------------------------------
 
-    async def _admit_groups(self, tasks: asyncio.TaskGroup) -> None:
+    async def _admit_groups(self) -> None:
         for serial in itertools.count():
             await self._room.acquire()
             group_id = f"{self._index}-{serial}-{secrets.token_hex(4)}"
@@ -113,15 +123,15 @@ class RolloutWorker:
             except BaseException:
                 await self._buffer.abandon(group_id, "stopped")
                 raise
-            flight = Flight(group_id=group_id, ref=ref, prompt=prompt)
-            self._flights[flight] = tasks.create_task(self._fly(flight))
+            self._launch(Flight(group_id=group_id, ref=ref, prompt=prompt))
 
     async def _wait_for_credit(self, group_id: str) -> None:
         started = time.monotonic()
         await self._buffer.admit(group_id, self._spec.buffer.wait_timeout_s)
-        waited_s = time.monotonic() - started
-        if waited_s > MIN_WAIT_S:
-            await self._state.add_wait("rollout", "trainer", waited_s)
+        # While groups are in flight the credits are with the engines, and nobody waits in vain.
+        idle_s = time.monotonic() - max(started, self._last_landing)
+        if not self._flights and idle_s > MIN_WAIT_S:
+            await self._state.add_wait("rollout", "trainer", idle_s)
 
     async def _next_prompt(self) -> tuple[PromptRef, TokenizedPrompt]:
         while (ref := await self._buffer.take_retry()) is not None:
@@ -133,6 +143,18 @@ class RolloutWorker:
         if self._reader.num_skipped > skipped:
             await self._state.count("prompts_skipped", self._reader.num_skipped - skipped)
         return PromptRef(task=self._task.name, index=prompt.prompt.index), prompt
+
+    def _launch(self, flight: Flight) -> None:
+        task = asyncio.create_task(self._fly(flight))
+        self._flights[flight] = task
+        task.add_done_callback(self._landed)
+
+    def _landed(self, task: asyncio.Task[None]) -> None:
+        self._last_landing = time.monotonic()
+        if task.cancelled() or self._broken.done():
+            return
+        if (error := task.exception()) is not None:
+            self._broken.set_exception(error)
 
     # Groups out -----------------------------------------------------------------------------------
 
@@ -151,6 +173,12 @@ class RolloutWorker:
             del self._flights[flight]
             self._room.release()
             await self._count(flight)
+
+    async def _give_up_all(self) -> None:
+        flights = list(self._flights.values())
+        for task in flights:
+            task.cancel()
+        await asyncio.gather(*flights, return_exceptions=True)
 
     async def _fail(self, flight: Flight, error: SamplesFailed) -> None:
         log.warning("%s", error)
@@ -177,7 +205,7 @@ class RolloutWorker:
             if amount:
                 await self._state.count(name, amount)
 
-    async def _stop_old_groups(self) -> None:
+    async def _watch_age(self) -> None:
         """At each publish, stop groups whose oldest token no later step could train."""
         version = await self._state.trainer_version()
         while True:
@@ -192,6 +220,14 @@ class RolloutWorker:
                     task.cancel()
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    inner = group.exceptions[0]
-    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
+async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel until they have ended.
+
+    Once may not be enough: asyncio.wait_for, through which redis-py sends, swallows a cancellation
+    that comes at the moment it is done (github.com/python/cpython/issues/86296, fixed in 3.12).
+    """
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)

@@ -157,3 +157,17 @@ async def test_blocked_clients_send_no_commands(buffer_factory: Any, redis_url: 
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+@pytest.mark.parametrize("num_turns", range(12))
+async def test_a_cancelled_wait_ends_at_whatever_point_the_cancellation_arrives(
+    buffer_factory: Any, num_turns: int
+) -> None:
+    buffer = await buffer_factory(groups_per_step=1, max_staleness=0)
+    await buffer.admit("holds-the-only-credit", 5)
+    waiting = asyncio.create_task(buffer.admit("waits", 60))
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    waiting.cancel()
+    done, _ = await asyncio.wait({waiting}, timeout=5)
+    assert waiting in done and waiting.cancelled()

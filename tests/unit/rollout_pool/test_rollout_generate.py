@@ -151,7 +151,7 @@ async def test_a_group_whose_samples_keep_failing_fails_with_the_reason(
     fake.status = other_fake.status = 500
     with pytest.raises(SamplesFailed, match=r"g: 4 of 4 samples failed 2 times .*out of order"):
         await generator.run(flight())
-    assert len(fake.calls) == len(other_fake.calls) == 1
+    assert len(fake.bodies("/generate")) == len(other_fake.bodies("/generate")) == 1
 
 
 async def test_a_scorer_that_fails_costs_its_sample_the_reward_and_is_counted(
