@@ -97,7 +97,10 @@ class Run:
                 panel=self._panel,
                 started=self._started,
             )
-            return asyncio.run(training.run())
+            try:
+                return asyncio.run(training.run())
+            finally:
+                supervise.ignore_signals()  # a second Ctrl-C must not break off the end
 
     # Start-up, each step named and timed ---------------------------------------------------------
 
@@ -230,7 +233,7 @@ class Run:
     # The end, whatever brought it ----------------------------------------------------------------
 
     def _stop_pools(self, pools: Pools) -> None:
-        supervise.ignore_signals()  # a second Ctrl-C must not break off the end
+        supervise.ignore_signals()
         self._shared_memory = supervise.shared_memory_files(
             supervise.run_processes(self._dir.run_id)
         )
