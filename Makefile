@@ -11,7 +11,7 @@ EXPERIMENT_FLAG := $(if $(EXPERIMENT),--experiment $(EXPERIMENT))
 RUN_FLAG := $(if $(RUN),--run $(RUN))
 
 .DEFAULT_GOAL := help
-.PHONY: help install launch dry-run status stop tune test test-fast lint format typecheck docs bench clean
+.PHONY: help install launch dry-run status stop tune test test-fast soak lint format typecheck docs bench clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,9 @@ test: install ## all tests, those with real servers too
 
 test-fast: install ## unit tests alone
 	@$(PYTHON_BIN) -m pytest tests/unit -m "not slow"
+
+soak: install ## the long form of the tests that CI runs in short: signals at 5 random moments
+	@LEASH_SOAK_SIGNALS=5 $(PYTHON_BIN) -m pytest tests/integration -k random_moment
 
 lint: install ## ruff, and formatting
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check .

@@ -1,7 +1,11 @@
-"""The real path, end to end: Redis, Ray, SGLang and ZeRO-3 as a user starts them, for a few steps."""
+"""The real path end to end, for a few steps: Redis, Ray, SGLang and ZeRO-3 as a user starts them.
+
+`make soak` sends more signals than CI does, each at another moment (LEASH_SOAK_SIGNALS).
+"""
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -117,15 +121,29 @@ def test_a_launch_trains_keeps_the_law_and_leaves_nothing(
     assert_nothing_left(tmp_path, shared_memory)
 
 
-def test_a_signal_ends_a_run_and_leaves_nothing(tmp_path: Path) -> None:
-    shared_memory = set(os.listdir("/dev/shm"))
+def listening() -> set[str]:
+    """TCP ports and named unix sockets that somebody listens on."""
+    inet = [f"port {c.laddr.port}" for c in psutil.net_connections("tcp") if c.status == "LISTEN"]
+    unix = [f"socket {c.laddr}" for c in psutil.net_connections("unix") if c.laddr]
+    return {*inet, *unix}
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("LEASH_SOAK_SIGNALS", "1"))))
+def test_a_signal_at_a_random_moment_ends_a_run_and_leaves_nothing(
+    tmp_path: Path, seed: int
+) -> None:
+    shared_memory, listeners = set(os.listdir("/dev/shm")), listening()
+    temporary = set(Path("/tmp").glob("leash-*"))
     process = start(tmp_path, "run", "trainer.num_steps=1000")
-    wait_for_line(process, "step 2/")
+    wait_for_line(process, "Redis")
+    time.sleep(random.Random(seed).uniform(0, 60))  # any moment from the start to full training
     process.send_signal(signal.SIGINT)
     output = finish(process, timeout_s=60)
     assert process.returncode == 130, output[-4000:]
     assert json.loads((tmp_path / "run/run.json").read_text())["state"] == "stopped"
     assert_nothing_left(tmp_path, shared_memory)
+    assert listening() <= listeners
+    assert set(Path("/tmp").glob("leash-*")) <= temporary
 
 
 def test_a_dead_engine_ends_the_run_by_name_with_the_end_of_its_log(tmp_path: Path) -> None:
