@@ -440,8 +440,15 @@ class Config:
             "a retracted request would find its old prefix in the cache; "
             "set weight_sync.pause_mode=in_place or rollout.engine.radix_cache=false",
         )
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+        _require(
+            longest <= self.trainer.micro_batch_tokens,
+            "trainer.micro_batch_tokens",
+            self.trainer.micro_batch_tokens,
+            "a trajectory of rollout.max_prompt_tokens + rollout.max_response_tokens = "
+            f"{longest} tokens must fit in one forward pass",
+        )
         if self.model.scratch is not None:
-            longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
             _require(
                 longest <= self.model.scratch.max_position_embeddings,
                 "rollout.max_prompt_tokens + rollout.max_response_tokens",

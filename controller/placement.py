@@ -21,56 +21,12 @@ class PlacementError(RuntimeError):
     """The cluster cannot hold the run; the message says what is asked for and what there is."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Demand:
-    """What a run needs of the cluster, in whole CPUs and GPUs."""
-
-    num_ranks: int
-    num_engines: int
-    num_workers: int
-    gpus_per_rank: int
-    gpus_per_engine: int
-
-    @property
-    def num_gpus(self) -> int:
-        return self.num_ranks * self.gpus_per_rank + self.num_engines * self.gpus_per_engine
-
-    @property
-    def num_cpus(self) -> int:
-        return (self.num_ranks + self.num_engines + self.num_workers) * CPUS_PER_PROCESS
-
-    @classmethod
-    def of(cls, config: Config, num_gpus: int) -> Demand:
-        """`num_gpus`: how many there are; without any the run is one for CPUs, unless told else."""
-        gpus_per_rank = config.cluster.gpus_per_rank
-        if gpus_per_rank is None:
-            gpus_per_rank = 1 if num_gpus else 0
-        return cls(
-            num_ranks=config.trainer.num_ranks,
-            num_engines=config.rollout.num_engines,
-            num_workers=config.rollout.num_workers,
-            gpus_per_rank=gpus_per_rank,
-            gpus_per_engine=config.rollout.engine.tp_size if gpus_per_rank else 0,
-        )
-
-    def threads_per_process(self, config: Config) -> int:
-        """Torch threads of a CPU process: the cores shared out, unless the config says."""
-        busy = self.num_ranks + self.num_engines
-        return config.cluster.threads_per_process or max(1, (os.cpu_count() or 1) // busy)
-
-    def check(self, num_cpus: float, num_gpus: float) -> None:
-        if self.num_gpus > num_gpus:
-            raise PlacementError(
-                f"the run asks for {self.num_gpus} GPUs (trainer.num_ranks={self.num_ranks} x "
-                f"{self.gpus_per_rank}, rollout.num_engines={self.num_engines} x "
-                f"{self.gpus_per_engine}) but Ray has {num_gpus:g}; lower trainer.num_ranks or "
-                "rollout.num_engines, add nodes, or set cluster.gpus_per_rank=0 to run on CPUs"
-            )
-        if self.num_cpus > num_cpus:
-            raise PlacementError(
-                f"the run asks for {self.num_cpus} CPUs, one a process, but Ray has {num_cpus:g}; "
-                "add nodes or lower trainer.num_ranks, rollout.num_engines or rollout.num_workers"
-            )
+def num_cpus_needed(config: Config) -> int:
+    """One for each process that Ray places."""
+    num_processes = (
+        config.trainer.num_ranks + config.rollout.num_engines + config.rollout.num_workers
+    )
+    return num_processes * CPUS_PER_PROCESS
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,6 +37,15 @@ class RayCluster:
     num_gpus: float
     temp_dir: Path | None
     groups: list[PlacementGroup] = field(default_factory=list)
+
+    def check_cpus(self, num_cpus: int) -> None:
+        """Raises PlacementError if the cluster has fewer in all, so that waiting would be vain."""
+        if num_cpus > self.num_cpus:
+            raise PlacementError(
+                f"the run asks for {num_cpus} CPUs, {CPUS_PER_PROCESS} a process, but Ray has "
+                f"{self.num_cpus:g}; add nodes, raise cluster.num_cpus, or lower "
+                "trainer.num_ranks, rollout.num_engines or rollout.num_workers"
+            )
 
     def reserve(self, bundles: list[dict[str, float]], timeout_s: float) -> PlacementGroup:
         """A placement group of `bundles`, packed. Raises PlacementError if there is no room."""
@@ -124,10 +89,9 @@ def start_ray(config: Config, process_env: Mapping[str, str], setup_hook: str) -
     else:
         temp_dir = _start_local(config, runtime_env)
     resources = ray.cluster_resources()
-    cluster = RayCluster(
+    return RayCluster(
         num_cpus=resources.get("CPU", 0), num_gpus=resources.get("GPU", 0), temp_dir=temp_dir
     )
-    return cluster
 
 
 def _start_local(config: Config, runtime_env: Mapping[str, object]) -> Path:
@@ -136,7 +100,7 @@ def _start_local(config: Config, runtime_env: Mapping[str, object]) -> Path:
     temp_dir = Path(tempfile.mkdtemp(prefix="leash-ray-", dir="/tmp"))
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     # CPUs are only promises here: a small machine runs all processes of a small run.
-    num_cpus = config.cluster.num_cpus or max(os.cpu_count() or 1, Demand.of(config, 0).num_cpus)
+    num_cpus = config.cluster.num_cpus or max(os.cpu_count() or 1, num_cpus_needed(config))
     ray.init(
         num_cpus=num_cpus,
         include_dashboard=False,

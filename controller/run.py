@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +31,8 @@ from configs.load import to_yaml
 from configs.schema import Config
 from controller import supervise
 from controller.panel import Panel
-from controller.placement import CPUS_PER_PROCESS, Demand, RayCluster, start_ray
+from controller.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, start_ray
+from controller.plan import Plan, make_plan
 from controller.run_dir import RunDir
 from controller.summary import RunResult, result_line
 from controller.training import Pools, Training
@@ -142,6 +144,8 @@ class Run:
         with self._panel.step("Ray") as step:
             cluster = start_ray(self._config, environment, supervise.SETUP_HOOK)
             cleanup.callback(cluster.stop, self._dir.logs)
+            if cluster.temp_dir is not None:
+                self._dir.link_temporary(cluster.temp_dir)
             supervise.end_on_signals()  # Ray has put a handler of its own on SIGTERM
             step.say(f"{cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs")
         return cluster
@@ -157,22 +161,22 @@ class Run:
         return self._config.model.path or str(self._dir.model)
 
     def _place(self, cluster: RayCluster) -> Pools:
-        demand = Demand.of(self._config, int(cluster.num_gpus))
-        demand.check(cluster.num_cpus, cluster.num_gpus)
-        rank: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": demand.gpus_per_rank}
-        engine: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": demand.gpus_per_engine}
+        config = self._config
+        plan = make_plan(config, int(cluster.num_gpus), os.cpu_count() or 1)
+        cluster.check_cpus(num_cpus_needed(config))
+        rank: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.trainer_gpus}
+        engine: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.engine_gpus}
+        worker: dict[str, float] = {"CPU": CPUS_PER_PROCESS}
         with self._panel.step("placement"):
-            ranks = cluster.reserve([rank] * demand.num_ranks, self._start_timeout_s)
-            engines = cluster.reserve([engine] * demand.num_engines, self._start_timeout_s)
-            workers = cluster.reserve(
-                [{"CPU": CPUS_PER_PROCESS}] * demand.num_workers, self._start_timeout_s
-            )
+            ranks = cluster.reserve([rank] * config.trainer.num_ranks, self._start_timeout_s)
+            engines = cluster.reserve([engine] * config.rollout.num_engines, self._start_timeout_s)
+            workers = cluster.reserve([worker] * config.rollout.num_workers, self._start_timeout_s)
             return Pools(
-                trainer=TrainerPool.create(self._trainer_spec(demand), ranks),
-                rollout=RolloutPool.create(self._rollout_spec(demand), engines, workers),
+                trainer=TrainerPool.create(self._trainer_spec(plan), ranks),
+                rollout=RolloutPool.create(self._rollout_spec(plan), engines, workers),
             )
 
-    def _trainer_spec(self, demand: Demand) -> TrainerSpec:
+    def _trainer_spec(self, plan: Plan) -> TrainerSpec:
         config = self._config
         return TrainerSpec(
             config=config.trainer,
@@ -186,11 +190,11 @@ class Run:
             run_dir=str(self._dir.path),
             seed=config.run.seed,
             host=config.cluster.host,
-            num_threads=demand.threads_per_process(config),
-            uses_gpu=demand.gpus_per_rank > 0,
+            num_threads=plan.threads_per_process,
+            uses_gpu=plan.trainer_gpus > 0,
         )
 
-    def _rollout_spec(self, demand: Demand) -> RolloutSpec:
+    def _rollout_spec(self, plan: Plan) -> RolloutSpec:
         config = self._config
         return RolloutSpec(
             config=config.rollout,
@@ -203,9 +207,10 @@ class Run:
             run=self._dir.name,
             run_dir=str(self._dir.path),
             host=config.cluster.host,
-            num_threads=demand.threads_per_process(config),
-            uses_gpu=demand.gpus_per_engine > 0,
+            num_threads=plan.threads_per_process,
+            uses_gpu=plan.engine_gpus > 0,
             seed=config.run.seed,
+            engine_key=secrets.token_urlsafe(32),
         )
 
     def _start(self, pools: Pools) -> None:
@@ -245,6 +250,7 @@ class Run:
         killed = supervise.end_processes(
             self._dir.run_id, self._config.cluster.stop_timeout_s, self._shared_memory
         )
+        self._dir.remove_temporary()
         if killed:
             self._panel.say(f"had to kill: {', '.join(killed)}")
         supervise.end_on_signals()

@@ -8,6 +8,7 @@ runs/<name>/
     logs/           a file a process
     model/          the initial policy, when it was built from scratch
     checkpoints/    the trainer's
+    ray/            a link to Ray's temporary folder, while the run is alive
     redis/          the data of a server started for this run
     summary.md, *.png, result.json
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -155,6 +157,16 @@ class RunDir:
     def forget_redis_url(self) -> None:
         """The server is gone, and its password with it."""
         (self.path / "redis.url").unlink(missing_ok=True)
+
+    def link_temporary(self, folder: Path) -> None:
+        """Note where the run keeps what must not outlive it."""
+        (self.path / "ray").symlink_to(folder)
+
+    def remove_temporary(self) -> None:
+        link = self.path / "ray"
+        if link.is_symlink():
+            shutil.rmtree(link.readlink(), ignore_errors=True)
+            link.unlink()
 
     def _write(self, name: str, text: str) -> None:
         """Replace the file at once: a reader sees the old or the new text, never a part."""

@@ -26,6 +26,7 @@ def stop_run(run_dir: RunDir) -> None:
         killed = end_processes(run_dir.run_id, timeout_s=20.0)
         if killed:
             print(f"had to kill: {', '.join(killed)}")
+    run_dir.remove_temporary()
     if run_dir.read_record().state == "running":
         run_dir.end("stopped")
         run_dir.forget_redis_url()

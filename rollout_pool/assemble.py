@@ -81,6 +81,7 @@ class WorkerParts:
             SGLangClient(
                 engine.name,
                 engine.url,
+                key=spec.engine_key,
                 request_timeout_s=config.engine.request_timeout_s,
                 keys_prefix_by_version=config.engine.radix_cache,
             )

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from configs.schema import EngineConfig, PauseMode
@@ -52,6 +52,8 @@ class EngineSpec:
     uses_gpu: bool
     seed: int
     """Of its sampling; engines must differ, or they would give the same samples."""
+    key: str = field(repr=False)
+    """What a request must carry for the server to answer it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -153,10 +155,11 @@ class SGLangEngine:
             seed=spec.seed,
             uses_gpu=spec.uses_gpu,
         )
-        self._server = _Server(served_name, arguments, spec.log_path, _environment(spec))
+        self._server = _Server(served_name, arguments, spec)
         self._client = SGLangClient(
             spec.name,
             _url(spec.host, port),
+            key=spec.key,
             request_timeout_s=spec.config.request_timeout_s,
             keys_prefix_by_version=spec.config.radix_cache,
         )
@@ -199,24 +202,26 @@ class SGLangEngine:
 class _Server:
     """The process itself: a new session, whose standard input is its lifeline."""
 
-    def __init__(
-        self, served_name: str, arguments: list[str], log_path: Path, environment: dict[str, str]
-    ) -> None:
+    def __init__(self, served_name: str, arguments: list[str], spec: EngineSpec) -> None:
         self.served_name = served_name
         # Paths of unix sockets may not be longer than 107 bytes; a run's folder could be too deep.
         self._socket_folder = tempfile.mkdtemp(prefix="leash-sglang-")
         self._shared_memory: frozenset[Path] = frozenset()
         command = [sys.executable, "-m", "rollout_pool.sglang_server", self._socket_folder]
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log_file:
+        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with spec.log_path.open("ab") as log_file:
             self._process = subprocess.Popen(
                 command + arguments,
                 stdin=subprocess.PIPE,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=_environment(spec),
                 start_new_session=True,  # Ctrl-C in the shell is for the controller
             )
+        assert self._process.stdin is not None
+        # Not an argument or a variable: those can be read by others on the machine.
+        self._process.stdin.write(spec.key.encode() + b"\n")
+        self._process.stdin.flush()
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         threading.Thread(target=self._watch, args=(self.exited,), daemon=True).start()
 

@@ -205,6 +205,7 @@ def engine_spec(spec: RolloutSpec, index: int, host: str) -> EngineSpec:
         log_path=Path(spec.run_dir) / "logs" / f"{name}.log",
         num_threads=spec.num_threads,
         uses_gpu=spec.uses_gpu,
+        key=spec.engine_key,
         seed=(spec.seed + SEED_STRIDE * index) % 2**31,
     )
 

@@ -49,7 +49,13 @@ class SGLangClient:
     """
 
     def __init__(
-        self, name: str, url: str, *, request_timeout_s: float, keys_prefix_by_version: bool
+        self,
+        name: str,
+        url: str,
+        *,
+        key: str,
+        request_timeout_s: float,
+        keys_prefix_by_version: bool,
     ) -> None:
         """`keys_prefix_by_version`: the server reuses prefixes, which must be of one version."""
         self._name = name
@@ -57,6 +63,7 @@ class SGLangClient:
         self._latest_version = 0
         self._http = httpx.AsyncClient(
             base_url=url,
+            headers={"Authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(
                 request_timeout_s, connect=min(CONNECT_TIMEOUT_S, request_timeout_s), pool=None
             ),
@@ -68,6 +75,10 @@ class SGLangClient:
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def url(self) -> str:
+        return str(self._http.base_url)
 
     # Generation ----------------------------------------------------------------------------------
 

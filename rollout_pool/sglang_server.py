@@ -1,8 +1,9 @@
 """The SGLang server process: `python -m rollout_pool.sglang_server <socket folder> <arguments>`.
 
-It lives exactly as long as its standard input: whoever started it holds the other end of that pipe,
-so a parent that is killed never leaves a server behind. SGLang's own SIGTERM is no way to stop it:
-it waits for running requests, which a paused server never ends.
+Its standard input brings one line, the key that every request must carry, and nothing more. The
+server lives exactly as long as that pipe: whoever started it holds the other end, so a parent that
+is killed never leaves a server behind. SGLang's own SIGTERM is no way to stop it: it waits for
+running requests, which a paused server never ends.
 
 SGLang spawns its scheduler and detokenizer with multiprocessing's spawn method, which imports this
 module again in each child, so the CPU stubs are installed at import time and not under `__main__`.
@@ -10,11 +11,13 @@ module again in each child, so the CPU stubs are installed at import time and no
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
 import tempfile
 import threading
+from typing import Any
 
 import torch
 
@@ -37,11 +40,35 @@ def main(argv: list[str]) -> None:
     # SGLang makes its sockets with `tempfile` and never removes them. Only this process makes them,
     # so TMPDIR, under which compilers keep their caches, stays as it is for the children.
     tempfile.tempdir = socket_folder
+    key = _read_line(sys.stdin.fileno())
     threading.Thread(target=_end_with_parent, args=(socket_folder,), daemon=True).start()
     try:
-        run_server(prepare_server_args(arguments))
+        server_args = prepare_server_args(arguments)
+        server_args.api_key = key
+        _keep_out_of_logs(key)  # SGLang logs all of its settings
+        run_server(server_args)
     finally:
         _leave_nothing(socket_folder)
+
+
+def _read_line(descriptor: int) -> str:
+    """Byte by byte: a buffered reader would keep what comes after the line from other readers."""
+    line = b""
+    while (byte := os.read(descriptor, 1)) not in (b"\n", b""):
+        line += byte
+    return line.decode()
+
+
+def _keep_out_of_logs(secret: str) -> None:
+    make_record = logging.getLogRecordFactory()
+
+    def make_clean_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make_record(*args, **kwargs)
+        if secret in (message := record.getMessage()):
+            record.msg, record.args = message.replace(secret, "***"), ()
+        return record
+
+    logging.setLogRecordFactory(make_clean_record)
 
 
 def _end_with_parent(socket_folder: str) -> None:

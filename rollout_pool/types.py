@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from configs.schema import BufferConfig, RolloutConfig, TaskConfig, WeightSyncConfig
 
@@ -27,6 +27,8 @@ class RolloutSpec:
     """Torch threads of an engine without a GPU."""
     uses_gpu: bool
     seed: int
+    engine_key: str = field(repr=False)
+    """What a request must carry for an engine to answer it; made anew for each run."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

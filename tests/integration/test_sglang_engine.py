@@ -13,6 +13,7 @@ import time
 from contextlib import aclosing
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import pytest_asyncio
@@ -78,6 +79,7 @@ def engine_spec(model_path: Path, log_path: Path) -> EngineSpec:
         num_threads=1,
         uses_gpu=False,
         seed=0,
+        key="k3y-of-this-test",
     )
 
 
@@ -295,3 +297,11 @@ async def test_a_parent_that_is_killed_leaves_no_server(folder, model_a):
     parent.stdout.close()
     assert not psutil.wait_procs(family, timeout=20)[1]
     assert not socket_folder.exists() and not any(path.exists() for path in shared)
+
+
+async def test_a_request_without_the_key_is_refused_and_the_key_is_in_no_log(engine, folder):
+    url = str(engine.client.url)
+    async with httpx.AsyncClient(trust_env=False) as stranger:
+        answer = await stranger.post(f"{url}/flush_cache")
+    assert answer.status_code == 401
+    assert engine.spec.key not in (folder / "engine.log").read_text()

@@ -31,9 +31,9 @@ def test_the_quickstart_is_a_small_asynchronous_run() -> None:
     assert config.model.scratch is not None
     assert config.buffer.max_staleness == 2
     assert config.trainer.warm_start.num_steps > 0
-    found = re.search(config.task.prompt_pattern or "", "State the final answer ...: 4 - 1 =")
+    found = re.search(config.task.prompt_pattern or "", "Spell this word backward ...: Tea")
     assert found is not None
-    assert found[1] == "4 - 1 ="
+    assert found[1] == "Tea"
 
 
 def test_an_override_wins_over_the_experiment_and_a_group_choice() -> None:

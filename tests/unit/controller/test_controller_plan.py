@@ -55,7 +55,7 @@ def test_a_dry_run_for_a_cluster_takes_its_gpus_for_given() -> None:
 
 def test_the_rendered_plan_says_what_starts_and_how_far_the_leash_reaches() -> None:
     text = text_of(make_plan(load_config([]), 0, 2))
-    for word in ("Redis server", "rollout worker", "trainer rank", "SGLang engine", "625k"):
+    for word in ("Redis server", "rollout worker", "trainer rank", "SGLang engine", "428k"):
         assert word in text
     assert "(2 + 1) x 16 = 48 groups" in text
 

@@ -169,6 +169,7 @@ class FakeSGLang:
         return SGLangClient(
             name,
             self.url,
+            key="a-key",
             request_timeout_s=2.0,
             keys_prefix_by_version=keys_prefix_by_version,
         )

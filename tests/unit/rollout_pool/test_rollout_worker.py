@@ -64,6 +64,7 @@ async def make_worker(fake, redis_url, run_name, buffer_factory, model_folder, t
             num_threads=1,
             uses_gpu=False,
             seed=0,
+            engine_key="a-key",
         )
         parts = WorkerParts(spec, 0)
         opened.append(parts)
