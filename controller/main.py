@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; every expected error is one message on stderr and an exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _dispatch(arguments)
@@ -61,6 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Settings may stand before and after options, which argparse alone would not take."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if not rest:
+        return arguments
+    arguments.overrides += rest
+    return arguments
+
+
 def _dispatch(arguments: argparse.Namespace) -> int:
     if arguments.verb in ("launch", "dry-run"):
         config = load_config(arguments.overrides, arguments.experiment)
@@ -73,6 +85,10 @@ def _launch(config: Config) -> int:
         # Ray replaces a loopback address by the machine's own unless clusters are switched off. It
         # reads this when it is first imported, and documents it for other systems alone.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed warns that it found nothing else
     from controller.run import launch
 
     launch(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -79,7 +80,12 @@ def start_ray(config: Config, process_env: Mapping[str, str], setup_hook: str) -
     address = config.cluster.ray_address
     if address is not None:
         try:
-            ray.init(address=address, runtime_env=runtime_env, log_to_driver=False)
+            ray.init(
+                address=address,
+                runtime_env=runtime_env,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise PlacementError(
                 f"no Ray cluster answers at cluster.ray_address={address!r} ({error}); start one "
@@ -105,6 +111,7 @@ def _start_local(config: Config, runtime_env: Mapping[str, object]) -> Path:
         num_cpus=num_cpus,
         include_dashboard=False,
         log_to_driver=False,
+        logging_level=logging.ERROR,
         object_store_memory=256 * 2**20,
         runtime_env=dict(runtime_env),
         _temp_dir=str(temp_dir),

@@ -33,6 +33,7 @@ from controller import supervise
 from controller.panel import Panel
 from controller.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, start_ray
 from controller.plan import Plan, make_plan
+from controller.preflight import check_inputs
 from controller.run_dir import RunDir
 from controller.summary import RunResult, result_line
 from controller.training import Pools, Training
@@ -50,11 +51,14 @@ def launch(config: Config) -> RunResult:
     Raises ValueError for bad input, and RunFailed when a part of the run died. KeyboardInterrupt
     ends the run early. In every case nothing of the run is left on this machine.
     """
+    panel = Panel(config.run.panel)
+    with panel.step("task and model"):
+        check_inputs(config)
     run_dir = RunDir.create(config.run.dir, config.run.name, config.experiment)
     state = "failed"
     try:
         (run_dir.path / "config.yaml").write_text(to_yaml(config))
-        result = Run(config, run_dir).execute()
+        result = Run(config, run_dir, panel).execute()
         state = "finished"
     except KeyboardInterrupt:
         state = "stopped"
@@ -69,12 +73,12 @@ def launch(config: Config) -> RunResult:
 class Run:
     """One run in execution; `execute` is called once."""
 
-    def __init__(self, config: Config, run_dir: RunDir) -> None:
+    def __init__(self, config: Config, run_dir: RunDir, panel: Panel) -> None:
         self._config = config
         self._dir = run_dir
         self._started = time.time()
         self._start_timeout_s = config.cluster.start_timeout_s
-        self._panel = Panel(config.run.panel)
+        self._panel = panel
         self._server: EmbeddedServer | None = None
         self._redis_url = ""
         self._shared_memory: set[Path] = set()

@@ -29,6 +29,9 @@ class WordProblem:
         return self.answer.rpartition(FINAL)[2].strip()
 
 
+LINE_FORM = 'each line must be {"question": "...", "answer": "... #### 42"}'
+
+
 class Gsm8kTask:
     """Every training problem once an epoch, in an order that changes with it; reward is 0 or 1."""
 
@@ -109,7 +112,9 @@ def read_problems(path: Path, setting: str) -> list[WordProblem]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError as error:
-        raise ValueError(f"{setting}={path}: there is no such file") from error
+        raise ValueError(
+            f"{setting}={path}: there is no such file; give the path of a JSONL file"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{setting}={path}: not a readable text file: {error}") from error
     problems = [
@@ -118,7 +123,7 @@ def read_problems(path: Path, setting: str) -> list[WordProblem]:
         if line.strip()
     ]
     if not problems:
-        raise ValueError(f"{setting}={path}: the file is empty")
+        raise ValueError(f"{setting}={path}: the file is empty; {LINE_FORM}")
     return problems
 
 
@@ -126,9 +131,9 @@ def _read_line(line: str, place: str) -> WordProblem:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not JSON: {error}") from error
+        raise ValueError(f"{place}: not JSON: {error}; {LINE_FORM}") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{place}: must be an object with question and answer")
+        raise ValueError(f"{place}: not an object; {LINE_FORM}")
     for key in ("question", "answer"):
         if not isinstance(record.get(key), str) or not record[key].strip():
             raise ValueError(f'{place}: "{key}" must be a text that is not empty')

@@ -149,7 +149,7 @@ def test_held_out_problems_can_come_from_a_file_of_their_own(tmp_path):
         ("", r"words.jsonl: the file is empty"),
         ("\n\n", r"words.jsonl: the file is empty"),
         ('{"question": "a", "answer": "#### 1"}\n{oops\n', r"words.jsonl, line 2: not JSON"),
-        ('\n["a"]', r"line 2: must be an object with question and answer"),
+        ('\n["a"]', r"line 2: not an object"),
         ('{"question": "a"}', r'line 1: "answer" must be a text that is not empty'),
         ('{"question": "", "answer": "#### 1"}', r'line 1: "question" must be a text'),
         ('{"question": "a", "answer": "1"}', r'line 1: "answer" must end in "#### <the final'),
@@ -236,5 +236,5 @@ def test_a_long_prompt_is_skipped_and_counted_or_refused_and_never_cut():
 
 
 def test_a_model_path_that_is_none_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"model.path='.*nothing': no tokenizer to load"):
+    with pytest.raises(ValueError, match=r"model.path='.*nothing': there is no tokenizer to load"):
         load_tokenizer(str(tmp_path / "nothing"), trust_remote_code=False)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.load import load_config
+from configs.schema import ScratchModelConfig
+from controller.main import EXIT_BAD_INPUT, main
+from controller.warm_start import supervised_examples
+from rollout_pool.prompts import load_tokenizer
+from trainer_pool.scratch import build_scratch_model
+
+BAD_LINE = '{"question": "a", "answer": "#### 1"}\n{"question": 3}\n'
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["bufer.max_staleness=1"], "did you mean buffer.max_staleness?"),
+        (["buffer.max_staleness=two"], "expected an integer"),
+        (["cluster.gpus_per_rank=1"], "need 3 GPUs, and Ray has 0"),
+        (["task=gsm8k", "task.path=/nowhere.jsonl"], "there is no such file"),
+        (["model=pretrained", "model.path=/nowhere/model"], "model.path='/nowhere/model'"),
+        (["task.name=spell_bakward"], "did you mean spell_backward?"),
+    ],
+)
+def test_bad_input_is_one_message_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str], message: str
+) -> None:
+    runs = tmp_path / "runs"
+    assert main(["launch", f"run.dir={runs}", *settings]) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith("leash: ") and message in error
+    assert error.count("\n") == 1
+    assert not runs.exists()
+
+
+def test_a_bad_line_of_a_task_file_is_named_by_its_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text(BAD_LINE)
+    runs = f"run.dir={tmp_path / 'runs'}"
+    assert main(["launch", runs, "--experiment", "gsm8k-smoke", f"task.path={file}"]) == 2
+    assert f"{file}, line 2" in capsys.readouterr().err
+
+
+def test_settings_may_stand_on_both_sides_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["trainer.num_steps=7", "--experiment", "gsm8k-smoke", "run.seed=5"]
+    assert main(["dry-run", *arguments]) == 0
+    told = capsys.readouterr().out
+    assert "num_steps: 7" in told and "seed: 5" in told and "What this run starts" in told
+
+
+def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["launch", "--experimnt", "x"])
+    assert exit_info.value.code == 2
+    assert "unrecognized arguments: --experimnt" in capsys.readouterr().err
+
+
+def test_supervised_examples_are_the_tasks_own_answers_with_an_end(tmp_path: Path) -> None:
+    build_scratch_model(ScratchModelConfig(), tmp_path, seed=0)
+    config = load_config(["trainer.warm_start.num_steps=2", "trainer.warm_start.batch_size=3"])
+    tokenizer = load_tokenizer(str(tmp_path), trust_remote_code=False)
+    examples = supervised_examples(config, str(tmp_path))
+    assert len(examples) == 6
+    for example in examples:
+        learnt = example.tokens[example.loss_mask == 1]
+        given = example.tokens[example.loss_mask == 0]
+        word = tokenizer.decode(given.tolist()).removesuffix(" =")
+        answer = tokenizer.decode(learnt.tolist(), skip_special_tokens=True)
+        assert answer == word[::-1]
+        assert learnt[-1] == tokenizer.eos_token_id
+        assert np.all(np.diff(example.loss_mask.astype(int)) >= 0), "the prompt, then the answer"

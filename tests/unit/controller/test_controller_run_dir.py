@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from controller.run_dir import RunDir, RunDirError
+
+
+def test_a_new_run_is_found_by_name_and_as_the_newest(tmp_path: Path) -> None:
+    first = RunDir.create(str(tmp_path), "first", "quickstart")
+    second = RunDir.create(str(tmp_path), None, "quickstart")
+    assert second.name.startswith("quickstart-2")
+    assert RunDir.find(str(tmp_path), "first") == first
+    assert RunDir.find(str(tmp_path), None) == second
+    assert first.read_record().state == "running" and first.read_record().is_alive
+
+
+def test_a_folder_in_use_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious").write_text("x")
+    with pytest.raises(RunDirError, match=r"run\.name='mine': .* is in use; choose another"):
+        RunDir.create(str(tmp_path), "mine", "quickstart")
+    assert (tmp_path / "mine" / "precious").read_text() == "x"
+
+
+@pytest.mark.parametrize("name", ["a b", "../up", "", "a:b", "{x}", "-x"])
+def test_a_name_that_could_not_name_redis_keys_is_refused(tmp_path: Path, name: str) -> None:
+    if name:
+        with pytest.raises(RunDirError, match=r"run\.name="):
+            RunDir.create(str(tmp_path), name, "quickstart")
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_the_fix(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirError, match=r"run\.dir='.*': cannot make .* choose a folder"):
+        RunDir.create(str(tmp_path / "file"), "a", "quickstart")
+
+
+def test_the_redis_url_is_for_its_owner_alone_and_can_be_forgotten(tmp_path: Path) -> None:
+    run = RunDir.create(str(tmp_path), "a", "quickstart")
+    run.write_redis_url("redis://:secret@127.0.0.1:1/0")
+    assert run.read_redis_url() == "redis://:secret@127.0.0.1:1/0"
+    assert (run.path / "redis.url").stat().st_mode & 0o777 == 0o600
+    run.forget_redis_url()
+    assert run.read_redis_url() is None
+
+
+def test_a_run_whose_process_is_gone_is_not_alive_even_if_its_number_is_used_again(
+    tmp_path: Path,
+) -> None:
+    run = RunDir.create(str(tmp_path), "a", "quickstart")
+    record = run.read_record()
+    assert not replace(record, process_started=record.process_started - 60).is_alive
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        started = psutil.Process(child.pid).create_time()
+        living = replace(record, pid=child.pid, process_started=started)
+        assert living.is_alive
+    assert not living.is_alive
+
+
+def test_an_unknown_run_is_told_with_those_that_exist(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match="no run below"):
+        RunDir.find(str(tmp_path), None)
+    RunDir.create(str(tmp_path), "a", "quickstart")
+    with pytest.raises(RunDirError, match=r"RUN='b': no such run .*there are: a"):
+        RunDir.find(str(tmp_path), "b")
+
+
+def test_temporary_folders_go_with_the_run(tmp_path: Path) -> None:
+    run = RunDir.create(str(tmp_path), "a", "quickstart")
+    temporary = tmp_path / "temporary"
+    (temporary / "below").mkdir(parents=True)
+    run.link_temporary(temporary)
+    assert os.path.samefile(run.path / "ray", temporary)
+    run.remove_temporary()
+    run.remove_temporary()
+    assert not temporary.exists() and not (run.path / "ray").is_symlink()
