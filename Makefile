@@ -11,7 +11,7 @@ EXPERIMENT_FLAG := $(if $(EXPERIMENT),--experiment $(EXPERIMENT))
 RUN_FLAG := $(if $(RUN),--run $(RUN))
 
 .DEFAULT_GOAL := help
-.PHONY: help install launch dry-run status stop tune test test-fast soak lint format typecheck docs bench clean
+.PHONY: help install launch dry-run status stop tune test test-fast soak lint format typecheck docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile

@@ -68,7 +68,7 @@ class EmbeddedServer:
     """A running server. Made by `start`; `stop` it, or it ends with this process."""
 
     def __init__(self, command: list[str], lock: int, host: str, port: int, password: str) -> None:
-        self.url = f"redis://:{password}@{host}:{port}/0"
+        self.url = f"redis://default:{password}@{host}:{port}/0"
         self._host, self._port, self._password = host, port, password
         self._command, self._lock = command, lock
         self._process: subprocess.Popen[bytes] | None = None

@@ -40,9 +40,10 @@ class StartStep:
 
     def line(self, mark: RenderableType) -> Table:
         row = Table.grid(padding=(0, 1))
-        row.add_column(width=1)
-        row.add_column(width=NAME_WIDTH)
-        row.add_column(width=9, justify="right")
+        # A minimum as well: a long detail would squeeze a column that only has a width.
+        row.add_column(width=1, min_width=1)
+        row.add_column(width=NAME_WIDTH, min_width=NAME_WIDTH)
+        row.add_column(width=9, min_width=9, justify="right")
         row.add_column(style="dim", no_wrap=True, overflow="ellipsis")
         row.add_row(mark, self.name, f"{self.elapsed_s:.1f} s", Text(f"  {self.detail}"))
         return row

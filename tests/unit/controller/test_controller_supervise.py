@@ -20,6 +20,9 @@ time.sleep(600)
 """
 
 
+IDLE = "import time; time.sleep(600)"
+
+
 def start(code: str, run_id: str) -> subprocess.Popen[str]:
     environment = {**os.environ, RUN_VARIABLE: run_id}
     command = [sys.executable, "-c", code]
@@ -28,18 +31,18 @@ def start(code: str, run_id: str) -> subprocess.Popen[str]:
 
 def test_every_process_of_the_run_ends_and_no_other(tmp_path: Path) -> None:
     mine, other = str(tmp_path / "mine"), str(tmp_path / "other")
-    with (
-        start(STUBBORN, mine) as stubborn,
-        start("import time; time.sleep(600)", other) as bystander,
-    ):
-        assert stubborn.stdout is not None
-        child = int(stubborn.stdout.readline())
-        assert {p.pid for p in run_processes(mine)} == {stubborn.pid, child}
-        killed = end_processes(mine, timeout_s=2.0)
-        assert len(killed) == 1 and str(stubborn.pid) in killed[0], "the child ended when asked"
-        assert run_processes(mine) == []
-        assert psutil.Process(bystander.pid).is_running()
-        bystander.kill()
+    with start(STUBBORN, mine) as stubborn, start(IDLE, other) as bystander:
+        try:
+            assert stubborn.stdout is not None
+            child = int(stubborn.stdout.readline())
+            assert {p.pid for p in run_processes(mine)} == {stubborn.pid, child}
+            killed = end_processes(mine, timeout_s=2.0)
+            assert len(killed) == 2, "a child inherits that SIGTERM is ignored"
+            assert run_processes(mine) == []
+            assert psutil.Process(bystander.pid).is_running()
+        finally:
+            stubborn.kill()
+            bystander.kill()
 
 
 def test_shared_memory_of_killed_processes_is_removed(tmp_path: Path) -> None:
@@ -55,7 +58,10 @@ time.sleep(600)
     with start(code, str(tmp_path)) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        end_processes(str(tmp_path), timeout_s=2.0)
+        try:
+            end_processes(str(tmp_path), timeout_s=2.0)
+        finally:
+            process.kill()
     assert not file.exists()
 
 
