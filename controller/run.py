@@ -139,6 +139,12 @@ class Run:
         )
         try:
             await buffer.open(config.buffer, config.trainer.groups_per_step)
+            stats = await buffer.stats()
+            if stats.pushed or stats.trainer_version:
+                raise ValueError(
+                    f"run.name={self._dir.name!r}: the Redis of buffer.url already holds a run of "
+                    "this name; choose another run.name"
+                )
         finally:
             await buffer.close()
 
