@@ -114,7 +114,13 @@ def test_a_launch_trains_keeps_the_law_and_leaves_nothing(
     if max_staleness == 0:
         assert result["ratio_max_abs_dev"] <= 1e-3  # importance ratios are 1 within numeric error
     run = tmp_path / "run"
-    for name in ("config.yaml", "metrics.jsonl", "summary.md", "result.json", "learning_by_step.png"):
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.md",
+        "result.json",
+        "learning_by_step.png",
+    ):
         assert (run / name).is_file(), name
     assert (run / "checkpoints").is_dir()
     assert json.loads((run / "run.json").read_text())["state"] == "finished"
