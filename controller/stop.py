@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
-
-import psutil
 
 from controller.run_dir import RunDir
 from controller.supervise import end_processes, run_processes
@@ -35,9 +34,14 @@ def stop_run(run_dir: RunDir) -> None:
 
 def _wait_for_end(pid: int) -> None:
     try:
-        psutil.Process(pid).wait(timeout=GRACE_S)
-    except psutil.NoSuchProcess:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
         return
-    except psutil.TimeoutExpired:
-        print(f"the controller did not end within {GRACE_S:g} s and is killed")
-        os.kill(pid, signal.SIGKILL)
+    try:
+        # Tells of the end also of a process that its parent has not reaped yet.
+        has_ended, _, _ = select.select([descriptor], [], [], GRACE_S)
+        if not has_ended:
+            print(f"the controller did not end within {GRACE_S:g} s and is killed")
+            os.kill(pid, signal.SIGKILL)
+    finally:
+        os.close(descriptor)

@@ -80,11 +80,11 @@ def _end_with_parent(socket_folder: str) -> None:
 
 def _leave_nothing(socket_folder: str) -> None:
     pid = os.getpid()
-    shared = process_tree.shared_memory_files(pid)
-    process_tree.kill(process_tree.descendants(pid), KILL_TIMEOUT_S)
-    for path in shared:
+    # Files first: SGLang kills this process as soon as one of its children has ended.
+    for path in process_tree.shared_memory_files(pid):
         path.unlink(missing_ok=True)
     shutil.rmtree(socket_folder, ignore_errors=True)
+    process_tree.kill(process_tree.descendants(pid), KILL_TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -247,6 +247,14 @@ async def test_a_model_that_does_not_load_is_told_with_the_end_of_the_log(folder
         await engine.start()
 
 
+async def test_a_request_without_the_key_is_refused_and_the_key_is_in_no_log(engine, folder):
+    url = str(engine.client.url)
+    async with httpx.AsyncClient(trust_env=False) as stranger:
+        answer = await stranger.post(f"{url}/flush_cache")
+    assert answer.status_code == 401
+    assert engine.spec.key not in (folder / "engine.log").read_text()
+
+
 async def test_a_server_that_is_killed_is_told_and_leaves_nothing(engine):
     family = psutil.Process(engine.info.pid).children(recursive=True)
     shared = shared_memory_files(engine.info.pid)
@@ -297,11 +305,3 @@ async def test_a_parent_that_is_killed_leaves_no_server(folder, model_a):
     parent.stdout.close()
     assert not psutil.wait_procs(family, timeout=20)[1]
     assert not socket_folder.exists() and not any(path.exists() for path in shared)
-
-
-async def test_a_request_without_the_key_is_refused_and_the_key_is_in_no_log(engine, folder):
-    url = str(engine.client.url)
-    async with httpx.AsyncClient(trust_env=False) as stranger:
-        answer = await stranger.post(f"{url}/flush_cache")
-    assert answer.status_code == 401
-    assert engine.spec.key not in (folder / "engine.log").read_text()
