@@ -19,7 +19,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,30 +85,37 @@ class Run:
 
     def execute(self) -> RunResult:
         """Everything from the first server to the summary; whatever was started is ended."""
+        os.environ[RUN_VARIABLE] = self._dir.run_id
         with contextlib.ExitStack() as cleanup, self._panel:
             cleanup.callback(self._leave_nothing)
-            self._start_redis(cleanup)
-            cluster = self._start_ray(cleanup)
-            self._prepare_model()
-            pools = self._place(cluster)
-            cleanup.callback(self._stop_pools, pools)
-            self._start(pools)
-            self._give_first_weights(pools)
-            training = Training(
-                config=self._config,
-                run_dir=self._dir,
-                pools=pools,
-                redis_url=self._redis_url,
-                redis_pid=self._server.pid if self._server else None,
-                panel=self._panel,
-                started=self._started,
-            )
             try:
-                return asyncio.run(training.run())
+                pools = self._start_up(cleanup)
+                return asyncio.run(self._training(pools).run())
             finally:
                 supervise.ignore_signals()  # a second Ctrl-C must not break off the end
 
+    def _training(self, pools: Pools) -> Training:
+        return Training(
+            config=self._config,
+            run_dir=self._dir,
+            pools=pools,
+            redis_url=self._redis_url,
+            redis_pid=self._server.pid if self._server else None,
+            panel=self._panel,
+            started=self._started,
+        )
+
     # Start-up, each step named and timed ---------------------------------------------------------
+
+    def _start_up(self, cleanup: contextlib.ExitStack) -> Pools:
+        self._start_redis(cleanup)
+        cluster = self._start_ray(cleanup)
+        self._prepare_model()
+        pools = self._place(cluster)
+        cleanup.callback(self._stop_pools, pools)
+        self._start_pools(pools)
+        self._give_first_weights(pools)
+        return pools
 
     def _start_redis(self, cleanup: contextlib.ExitStack) -> None:
         buffer = self._config.buffer
@@ -149,7 +156,6 @@ class Run:
             await buffer.close()
 
     def _start_ray(self, cleanup: contextlib.ExitStack) -> RayCluster:
-        os.environ[RUN_VARIABLE] = self._dir.run_id
         environment = {RUN_VARIABLE: self._dir.run_id, LOG_DIR_VARIABLE: str(self._dir.logs)}
         with self._panel.step("Ray") as step:
             cluster = start_ray(self._config, environment, supervise.SETUP_HOOK)
@@ -223,11 +229,15 @@ class Run:
             engine_key=secrets.token_urlsafe(32),
         )
 
-    def _start(self, pools: Pools) -> None:
-        with self._panel.step("engines and trainer ranks") as step:
-            refs = pools.rollout.start() | pools.trainer.start()
-            step.say(", ".join(refs))
-            self._wait(refs, "starting")
+    def _start_pools(self, pools: Pools) -> None:
+        with self._panel.step("engines, workers, trainer ranks") as step:
+            began, ready = time.monotonic(), list[str]()
+
+            def tell(name: str) -> None:
+                ready.append(f"{name} {time.monotonic() - began:.1f} s")
+                step.say(", ".join(ready))
+
+            self._wait(pools.rollout.start() | pools.trainer.start(), "starting", tell)
 
     def _give_first_weights(self, pools: Pools) -> None:
         config = self._config
@@ -242,13 +252,14 @@ class Run:
         with self._panel.step("version 0 to the engines"):
             self._wait(pools.trainer.publish_initial(), "publishing version 0")
 
-    def _wait(self, refs: Mapping[str, Any], doing: str) -> dict[str, Any]:
-        return supervise.wait_for_all(refs, self._dir.log_of, self._start_timeout_s, doing)
+    def _wait(
+        self, refs: Mapping[str, Any], doing: str, tell: Callable[[str], None] = lambda name: None
+    ) -> dict[str, Any]:
+        return supervise.wait_for_all(refs, self._dir.log_of, self._start_timeout_s, doing, tell)
 
     # The end, whatever brought it ----------------------------------------------------------------
 
     def _stop_pools(self, pools: Pools) -> None:
-        supervise.ignore_signals()
         self._shared_memory = supervise.shared_memory_files(
             supervise.run_processes(self._dir.run_id)
         )

@@ -18,7 +18,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-NAME_WIDTH = 28
+NAME_WIDTH = 32
 
 
 class StartStep:

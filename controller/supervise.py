@@ -89,9 +89,16 @@ def told(name: str, error: RayTaskError | RayActorError, log: Path) -> Exception
 
 
 def wait_for_all(
-    refs: Mapping[str, Any], log_of: Callable[[str], Path], timeout_s: float, doing: str
+    refs: Mapping[str, Any],
+    log_of: Callable[[str], Path],
+    timeout_s: float,
+    doing: str,
+    tell: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Results by process name. Raises for the first that fails, or is missing at `timeout_s`."""
+    """Results by process name; `tell` hears each name as it is done.
+
+    Raises for the first that fails, or is missing at `timeout_s`.
+    """
     names = {ref: name for name, ref in refs.items()}
     pending, results = list(names), dict[str, Any]()
     deadline = time.monotonic() + timeout_s
@@ -106,6 +113,7 @@ def wait_for_all(
             results[name] = ray.get(ready[0])
         except (RayTaskError, RayActorError) as error:
             raise told(name, error, log_of(name)) from error
+        tell(name)
     return results
 
 

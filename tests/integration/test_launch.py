@@ -143,7 +143,7 @@ def test_a_signal_at_a_random_moment_ends_a_run_and_leaves_nothing(
     process = start(tmp_path, "run", "trainer.num_steps=1000")
     wait_for_line(process, "Redis")
     time.sleep(random.Random(seed).uniform(0, 60))  # any moment from the start to full training
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does: every process of the shell's job
     output = finish(process, timeout_s=60)
     assert process.returncode == 130, output[-4000:]
     assert json.loads((tmp_path / "run/run.json").read_text())["state"] == "stopped"
