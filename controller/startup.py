@@ -48,6 +48,10 @@ class StartStep:
         row.add_row(mark, self.name, f"{self.elapsed_s:.1f} s", Text(f"  {self.detail}"))
         return row
 
+    def text(self, mark: Text) -> Text:
+        figures = f" {self.name:<{NAME_WIDTH}} {self.elapsed_s:>7.1f} s   "
+        return Text.assemble(mark, figures, (self.detail, "dim"))
+
     def spinning(self) -> Table:
         return self.line(self._spinner)
 
@@ -96,7 +100,8 @@ class StartSteps:
             if live is not None and not self._active:
                 self._live = None
                 live.stop()
-        self._console.print(step.line(mark))
+        # Not the table: a line that stays shows its whole detail, however long.
+        self._console.print(step.text(mark), soft_wrap=True, highlight=False)
 
     def _draw(self) -> RenderableType:
         rows = Table.grid()
