@@ -162,11 +162,15 @@ class RunDir:
         """Note where the run keeps what must not outlive it."""
         (self.path / "ray").symlink_to(folder)
 
-    def remove_temporary(self) -> None:
+    @property
+    def temporary(self) -> Path | None:
         link = self.path / "ray"
-        if link.is_symlink():
-            shutil.rmtree(link.readlink(), ignore_errors=True)
-            link.unlink()
+        return link.readlink() if link.is_symlink() else None
+
+    def remove_temporary(self) -> None:
+        if self.temporary is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            (self.path / "ray").unlink()
 
     def _write(self, name: str, text: str) -> None:
         """Replace the file at once: a reader sees the old or the new text, never a part."""

@@ -19,10 +19,10 @@ def stop_run(run_dir: RunDir) -> None:
         print(f"stopping {record.name} (controller {record.pid}) ...")
         os.kill(record.pid, signal.SIGINT)
         _wait_for_end(record.pid)
-    left = run_processes(run_dir.run_id)
+    left = run_processes(run_dir.run_id, run_dir.temporary)
     if left:
         print(f"ending {len(left)} processes that the controller left")
-        killed = end_processes(run_dir.run_id, timeout_s=20.0)
+        killed = end_processes(run_dir.run_id, timeout_s=20.0, temporary=run_dir.temporary)
         if killed:
             print(f"had to kill: {', '.join(killed)}")
     run_dir.remove_temporary()

@@ -130,16 +130,28 @@ async def exit_of(pid: int) -> None:
         os.close(fd)
 
 
-def run_processes(run_id: str) -> list[psutil.Process]:
-    """Every process on this machine, this one excepted, that belongs to the run."""
+def run_processes(run_id: str, temporary: Path | None = None) -> list[psutil.Process]:
+    """Every process on this machine, this one excepted, that belongs to the run.
+
+    `temporary`: the run's folder of Ray. Some of Ray's agents write their title over their
+    environment, but they keep a log open in there.
+    """
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and process.environ().get(RUN_VARIABLE) == run_id:
+            if process.pid != os.getpid() and _belongs(process, run_id, temporary):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # gone meanwhile, or another user's
     return found
+
+
+def _belongs(process: psutil.Process, run_id: str, temporary: Path | None) -> bool:
+    if process.environ().get(RUN_VARIABLE) == run_id:
+        return True
+    return temporary is not None and any(
+        file.path.startswith(f"{temporary}/") for file in process.open_files()
+    )
 
 
 def shared_memory_files(processes: Iterable[psutil.Process]) -> set[Path]:
@@ -154,19 +166,24 @@ def shared_memory_files(processes: Iterable[psutil.Process]) -> set[Path]:
     return files
 
 
-def end_processes(run_id: str, timeout_s: float, shared_memory: Iterable[Path] = ()) -> list[str]:
+def end_processes(
+    run_id: str,
+    timeout_s: float,
+    shared_memory: Iterable[Path] = (),
+    temporary: Path | None = None,
+) -> list[str]:
     """End what is left of the run: asked first, killed after half of `timeout_s`.
 
     Returns the names of those that had to be killed. Shared-memory files left by them are removed,
     and those of `shared_memory`, which processes that ended before had mapped.
     """
     deadline = time.monotonic() + timeout_s
-    left = run_processes(run_id)
+    left = run_processes(run_id, temporary)
     files = set(shared_memory) | shared_memory_files(left)
     _signal(left, signal.SIGTERM)
     _, left = psutil.wait_procs(left, timeout=timeout_s / 2)
     killed = [_name(process) for process in left]
-    while left := run_processes(run_id):  # what they had just started counts as well
+    while left := run_processes(run_id, temporary):  # what they had just started counts as well
         files |= shared_memory_files(left)
         _signal(left, signal.SIGKILL)
         psutil.wait_procs(left, timeout=max(0.1, deadline - time.monotonic()))
