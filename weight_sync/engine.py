@@ -84,7 +84,7 @@ class CheckpointEngine:
         self._collect("joining the weight group", joins)
         self._spec = spec
 
-    def capture(self, named_tensors: Iterable[tuple[str, Tensor]]) -> float:
+    def _capture(self, named_tensors: Iterable[tuple[str, Tensor]]) -> float:
         """Copy the policy into host memory; returns the seconds it took."""
         start = time.perf_counter()
         self._snapshot.capture(named_tensors)
@@ -98,7 +98,7 @@ class CheckpointEngine:
         """
         if version <= self._version:
             raise ValueError(f"version {version} was published after {self._version}: must grow")
-        snapshot_s = self.capture(named_tensors)
+        snapshot_s = self._capture(named_tensors)
         start = time.perf_counter()
         commits = self._transfer(version)
         wire_s = time.perf_counter() - start
