@@ -9,12 +9,14 @@ runs/<name>/
     model/          the initial policy, when it was built from scratch
     checkpoints/    the trainer's
     ray/            a link to Ray's temporary folder, while the run is alive
+    leftovers/      a file an engine: what its server would leave if it were killed
     redis/          the data of a server started for this run
     summary.md, *.png, result.json
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -168,9 +170,19 @@ class RunDir:
         return link.readlink() if link.is_symlink() else None
 
     def remove_temporary(self) -> None:
+        """Whatever a process that was killed could not remove itself. Its processes are gone."""
         if self.temporary is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
             (self.path / "ray").unlink()
+        for leftovers in (self.path / "leftovers").glob("*"):
+            for path in map(Path, leftovers.read_text().splitlines()):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+            leftovers.unlink()
+        with contextlib.suppress(OSError):
+            (self.path / "leftovers").rmdir()
 
     def _write(self, name: str, text: str) -> None:
         """Replace the file at once: a reader sees the old or the new text, never a part."""

@@ -47,6 +47,8 @@ class EngineSpec:
     host: str
     log_path: Path
     """Where the server's output goes."""
+    leftovers_path: Path
+    """Lists what a killed server would leave, for whoever clears up when this process is dead."""
     num_threads: int
     """Torch threads of a server without a GPU."""
     uses_gpu: bool
@@ -125,11 +127,13 @@ class SGLangEngine:
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """End the server and everything that it started, and remove what it left."""
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
-        if self._server is not None:
-            await self._server.stop(timeout_s)
+        client, self._client = self._client, None
+        try:
+            if self._server is not None:
+                await self._server.stop(timeout_s)
+        finally:
+            if client is not None:
+                await client.close()
 
     def log_tail(self) -> str:
         """The last lines of the server's log."""
@@ -207,6 +211,8 @@ class _Server:
         # Paths of unix sockets may not be longer than 107 bytes; a run's folder could be too deep.
         self._socket_folder = tempfile.mkdtemp(prefix="leash-sglang-")
         self._shared_memory: frozenset[Path] = frozenset()
+        self._leftovers_path = spec.leftovers_path
+        self._note_leftovers()
         command = [sys.executable, "-m", "rollout_pool.sglang_server", self._socket_folder]
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_path.open("ab") as log_file:
@@ -231,6 +237,12 @@ class _Server:
 
     def note_shared_memory(self) -> None:
         self._shared_memory = process_tree.shared_memory_files(self.pid)
+        self._note_leftovers()
+
+    def _note_leftovers(self) -> None:
+        paths = [self._socket_folder, *map(str, self._shared_memory)]
+        self._leftovers_path.parent.mkdir(parents=True, exist_ok=True)
+        self._leftovers_path.write_text("".join(f"{path}\n" for path in paths))
 
     async def stop(self, timeout_s: float) -> None:
         children = process_tree.descendants(self.pid)
@@ -247,6 +259,7 @@ class _Server:
         for path in self._shared_memory:
             path.unlink(missing_ok=True)
         shutil.rmtree(self._socket_folder, ignore_errors=True)
+        self._leftovers_path.unlink(missing_ok=True)
 
     def _watch(self, exited: asyncio.Future[int]) -> None:
         exit_code = self._process.wait()

@@ -203,6 +203,7 @@ def engine_spec(spec: RolloutSpec, index: int, host: str) -> EngineSpec:
         trust_remote_code=spec.trust_remote_code,
         host=host,
         log_path=Path(spec.run_dir) / "logs" / f"{name}.log",
+        leftovers_path=Path(spec.run_dir) / "leftovers" / name,
         num_threads=spec.num_threads,
         uses_gpu=spec.uses_gpu,
         key=spec.engine_key,

@@ -182,3 +182,17 @@ def test_stop_from_another_shell_ends_the_run_and_leaves_nothing(tmp_path: Path)
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     finish(process, timeout_s=30)
     assert_nothing_left(tmp_path, shared_memory)
+
+
+def test_stop_clears_up_behind_a_controller_that_was_killed(tmp_path: Path) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    temporary = set(Path("/tmp").glob("leash-*"))
+    process = start(tmp_path, "run", "trainer.num_steps=1000")
+    wait_for_line(process, "step 2/")
+    process.kill()
+    stop = [sys.executable, "-m", "controller.main", "stop", "--dir", str(tmp_path)]
+    stopped = subprocess.run(stop, capture_output=True, text=True, timeout=120)
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    finish(process, timeout_s=30)
+    assert_nothing_left(tmp_path, shared_memory)
+    assert set(Path("/tmp").glob("leash-*")) <= temporary

@@ -76,6 +76,7 @@ def engine_spec(model_path: Path, log_path: Path) -> EngineSpec:
         trust_remote_code=False,
         host="127.0.0.1",
         log_path=log_path,
+        leftovers_path=log_path.with_suffix(".leftovers"),
         num_threads=1,
         uses_gpu=False,
         seed=0,
