@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from configs.rules import at_least, require
+
 
 class Backend(Enum):
     """Transport of a process group. `auto` is nccl where the process has a GPU, gloo elsewhere."""
@@ -33,6 +35,18 @@ class OnStale(Enum):
 
     requeue = "requeue"  # run its prompt again, at most `max_retries` times, then drop it
     drop = "drop"
+    mask_tokens = (
+        "mask_tokens"  # leave its over-age tokens out of the loss; drop it if none is left
+    )
+    wait = "wait"  # the trainer waits for the oldest running group, so that none becomes too old
+
+
+class OnFull(Enum):
+    """What a push does when the buffer holds as much as it may; each is counted."""
+
+    block = "block"  # wait until there is room
+    drop_stalest = "drop_stalest"
+    error = "error"
 
 
 class Selector(Enum):
@@ -72,16 +86,6 @@ class TaskKind(Enum):
     gsm8k = "gsm8k"
 
 
-def _require(ok: bool, field_name: str, value: object, fix: str) -> None:
-    if not ok:
-        raise ValueError(f"{field_name}={value!r}: {fix}")
-
-
-def _at_least(minimum: float, section: str, **fields: float) -> None:
-    for name, value in fields.items():
-        _require(value >= minimum, f"{section}.{name}", value, f"must be at least {minimum:g}")
-
-
 @dataclass(kw_only=True, slots=True)
 class ScratchModelConfig:
     """A small Qwen3 with a byte-level tokenizer, built with random weights when the run starts."""
@@ -95,7 +99,7 @@ class ScratchModelConfig:
     max_position_embeddings: int = 2048
 
     def __post_init__(self) -> None:
-        _at_least(
+        at_least(
             1,
             "model.scratch",
             hidden_size=self.hidden_size,
@@ -106,7 +110,7 @@ class ScratchModelConfig:
             head_dim=self.head_dim,
             max_position_embeddings=self.max_position_embeddings,
         )
-        _require(
+        require(
             self.num_heads % self.num_kv_heads == 0,
             "model.scratch.num_kv_heads",
             self.num_kv_heads,
@@ -133,8 +137,8 @@ class WarmStartConfig:
     learning_rate: float = 1e-3
 
     def __post_init__(self) -> None:
-        _at_least(0, "trainer.warm_start", num_steps=self.num_steps)
-        _at_least(1, "trainer.warm_start", batch_size=self.batch_size)
+        at_least(0, "trainer.warm_start", num_steps=self.num_steps)
+        at_least(1, "trainer.warm_start", batch_size=self.batch_size)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -169,7 +173,7 @@ class TrainerConfig:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
     def __post_init__(self) -> None:
-        _at_least(
+        at_least(
             1,
             "trainer",
             num_ranks=self.num_ranks,
@@ -178,26 +182,26 @@ class TrainerConfig:
             micro_batch_tokens=self.micro_batch_tokens,
             checkpoint_every=self.checkpoint_every,
         )
-        _require(
+        require(
             self.groups_per_step >= self.num_ranks,
             "trainer.groups_per_step",
             self.groups_per_step,
             f"every rank needs a group: at least trainer.num_ranks={self.num_ranks}",
         )
-        _require(
+        require(
             self.num_minibatches <= self.groups_per_step // self.num_ranks,
             "trainer.num_minibatches",
             self.num_minibatches,
             "at most trainer.groups_per_step // trainer.num_ranks = "
             f"{self.groups_per_step // self.num_ranks}",
         )
-        _require(0 < self.clip_low < 1, "trainer.clip_low", self.clip_low, "must lie in (0, 1)")
-        _require(self.clip_high > 0, "trainer.clip_high", self.clip_high, "must be above 0")
-        _require(self.tis_cap >= 1, "trainer.tis_cap", self.tis_cap, "must be at least 1")
-        _require(
+        require(0 < self.clip_low < 1, "trainer.clip_low", self.clip_low, "must lie in (0, 1)")
+        require(self.clip_high > 0, "trainer.clip_high", self.clip_high, "must be above 0")
+        require(self.tis_cap >= 1, "trainer.tis_cap", self.tis_cap, "must be at least 1")
+        require(
             self.learning_rate > 0, "trainer.learning_rate", self.learning_rate, "must be above 0"
         )
-        _require(self.timeout_s > 0, "trainer.timeout_s", self.timeout_s, "must be above 0")
+        require(self.timeout_s > 0, "trainer.timeout_s", self.timeout_s, "must be above 0")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -207,14 +211,14 @@ class SamplingConfig:
     top_k: int = -1
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.temperature > 0,
             "rollout.sampling.temperature",
             self.temperature,
             "must be above 0: a greedy rollout has no gradient",
         )
         truncated = self.top_p != 1.0 or self.top_k != -1
-        _require(
+        require(
             not truncated,
             "rollout.sampling.top_p/top_k",
             (self.top_p, self.top_k),
@@ -242,13 +246,13 @@ class EngineConfig:
     """Further arguments for the server's command line."""
 
     def __post_init__(self) -> None:
-        _at_least(
+        at_least(
             1,
             "rollout.engine",
             tp_size=self.tp_size,
             max_running_requests=self.max_running_requests,
         )
-        _require(
+        require(
             0 < self.mem_fraction < 1,
             "rollout.engine.mem_fraction",
             self.mem_fraction,
@@ -277,7 +281,7 @@ class RolloutConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        _at_least(
+        at_least(
             1,
             "rollout",
             num_engines=self.num_engines,
@@ -287,10 +291,10 @@ class RolloutConfig:
             max_groups_in_flight=self.max_groups_in_flight,
             reward_processes=self.reward_processes,
         )
-        _at_least(
+        at_least(
             0, "rollout", eval_every=self.eval_every, max_request_retries=self.max_request_retries
         )
-        _require(
+        require(
             self.group_size >= 2,
             "rollout.group_size",
             self.group_size,
@@ -302,28 +306,63 @@ class RolloutConfig:
 class BufferConfig:
     url: str | None = None
     """redis://[user:password@]host:port/db or unix://; None starts a server for this run."""
+    tls_ca_file: str | None = None
+    """Certificates that a rediss:// server is checked against; None takes the system's."""
+    shards: int = 1
+    """Complete buffers that the groups are spread over, on one server or on a Redis Cluster."""
     max_staleness: int = 2
     """The most policy versions by which a trained token may lag. Can change during the run."""
     on_stale: OnStale = OnStale.requeue
     max_retries: int = 2
     """How often a prompt whose group went stale is run again."""
     selector: Selector = Selector.stalest
+    capacity_groups: int | None = None
+    """The most groups that may be ready or leased; None leaves it to `max_staleness`."""
+    capacity_bytes: int | None = None
+    """The most bytes that ready and leased groups may take."""
+    on_full: OnFull = OnFull.block
+    max_attempts: int = 5
+    """A group that was leased this often and never trained is put into quarantine."""
     lease_timeout_s: float = 600.0
-    """A lease that is not renewed for this long returns to the buffer."""
+    """A lease or a credit that is not renewed for this long returns to the buffer."""
     wait_timeout_s: float = 600.0
-    """Longest that a trainer waits for a batch or a worker for a credit before it is an error."""
+    """Longest that a trainer waits for a batch, a worker for a credit, a push for room."""
+    remember_s: float = 3600.0
+    """How long the id of a finished group is kept, so that a late retry of its push is known."""
+    audit_length: int = 100_000
+    """About how many events of groups are kept for `make trace`; 0 for none."""
+    compress: bool = False
+    """Compress payloads with zstd; pays where the network to Redis is slow."""
     appendfsync: AppendFsync = AppendFsync.everysec
     start_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        _at_least(0, "buffer", max_staleness=self.max_staleness, max_retries=self.max_retries)
+        at_least(
+            0,
+            "buffer",
+            max_staleness=self.max_staleness,
+            max_retries=self.max_retries,
+            audit_length=self.audit_length,
+        )
+        at_least(1, "buffer", shards=self.shards, max_attempts=self.max_attempts)
+        for name, limit in (
+            ("capacity_groups", self.capacity_groups),
+            ("capacity_bytes", self.capacity_bytes),
+        ):
+            require(
+                limit is None or limit >= self.shards,
+                f"buffer.{name}",
+                limit,
+                f"must be at least buffer.shards={self.shards}, or null for no limit",
+            )
         for name, value in (
             ("lease_timeout_s", self.lease_timeout_s),
             ("wait_timeout_s", self.wait_timeout_s),
+            ("remember_s", self.remember_s),
         ):
-            _require(value > 0, f"buffer.{name}", value, "must be above 0")
+            require(value > 0, f"buffer.{name}", value, "must be above 0")
         if self.url is not None:
-            _require(
+            require(
                 self.url.split("://")[0] in {"redis", "rediss", "unix"},
                 "buffer.url",
                 self.url.split("@")[-1],
@@ -341,8 +380,8 @@ class WeightSyncConfig:
     """Longest that joining the group, or one bucket, may take."""
 
     def __post_init__(self) -> None:
-        _at_least(1, "weight_sync", bucket_bytes=self.bucket_bytes)
-        _require(self.timeout_s > 0, "weight_sync.timeout_s", self.timeout_s, "must be above 0")
+        at_least(1, "weight_sync", bucket_bytes=self.bucket_bytes)
+        require(self.timeout_s > 0, "weight_sync.timeout_s", self.timeout_s, "must be above 0")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -366,7 +405,7 @@ class TaskConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _at_least(1, "task", eval_size=self.eval_size)
+        at_least(1, "task", eval_size=self.eval_size)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -386,7 +425,7 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         if self.gpus_per_rank is not None:
-            _require(
+            require(
                 self.gpus_per_rank in (0, 1),
                 "cluster.gpus_per_rank",
                 self.gpus_per_rank,
@@ -402,6 +441,8 @@ class RunConfig:
     seed: int = 0
     panel: bool = True
     """Draw the live panel; a line a step is printed where the output is no terminal."""
+    prometheus_port: int | None = None
+    """Port on cluster.host where Prometheus may read the metrics; None for none."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -419,19 +460,19 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.model.path is not None or self.model.scratch is not None,
             "model.path",
             self.model.path,
             "name a Hugging Face model or a folder, or choose model=tiny (which builds one)",
         )
-        _require(
+        require(
             self.model.path is None or self.model.scratch is None,
             "model.path",
             self.model.path,
             "model.scratch would build another model; add model=pretrained to leave that out",
         )
-        _require(
+        require(
             not (
                 self.rollout.engine.radix_cache and self.weight_sync.pause_mode is PauseMode.retract
             ),
@@ -441,7 +482,7 @@ class Config:
             "set weight_sync.pause_mode=in_place or rollout.engine.radix_cache=false",
         )
         longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
-        _require(
+        require(
             longest <= self.trainer.micro_batch_tokens,
             "trainer.micro_batch_tokens",
             self.trainer.micro_batch_tokens,
@@ -449,7 +490,7 @@ class Config:
             f"{longest} tokens must fit in one forward pass",
         )
         if self.model.scratch is not None:
-            _require(
+            require(
                 longest <= self.model.scratch.max_position_embeddings,
                 "rollout.max_prompt_tokens + rollout.max_response_tokens",
                 longest,
