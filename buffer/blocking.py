@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Collection, Coroutine, Mapping
-from concurrent.futures import CancelledError
+from collections.abc import Collection, Coroutine, Iterator, Mapping
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from buffer.connection import connect
-from buffer.lease import Lease, PushResult
+from buffer.events import GroupEvent
+from buffer.lease import Admission, Lease, PushResult, QuarantinedGroup, Reconciled
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import MetricsEntry, Record, RunState
 from buffer.stats import BufferStats
@@ -46,6 +47,10 @@ class LoopThread:
             future.cancel()
             raise
 
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs a coroutine in the loop until it ends, its future is cancelled, or `stop`."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def stop(self) -> None:
         """Cancels what still runs, then ends the loop and its thread."""
         self.run(_cancel_others())
@@ -61,22 +66,14 @@ async def _cancel_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-async def _open_buffer(url: str, run: str, lease_timeout_s: float) -> ReplayBuffer:
-    return ReplayBuffer(await connect(url), run, lease_timeout_s=lease_timeout_s)
-
-
-async def _open_state(url: str, run: str) -> RunState:
-    return RunState(await connect(url), run)
-
-
 class BlockingReplayBuffer:
     """`ReplayBuffer` with blocking methods."""
 
-    def __init__(self, url: str, run: str, *, lease_timeout_s: float) -> None:
+    def __init__(self, url: str, run: str, settings: BufferConfig) -> None:
         """Connects. Raises BufferConnectionError."""
         self._thread = LoopThread("replay-buffer")
         try:
-            self._buffer = self._thread.run(_open_buffer(url, run, lease_timeout_s))
+            self._buffer = self._thread.run(ReplayBuffer.connect(url, run, settings))
         except BaseException:
             self._thread.stop()
             raise
@@ -84,14 +81,20 @@ class BlockingReplayBuffer:
     def open(self, settings: BufferConfig, groups_per_step: int) -> None:
         self._thread.run(self._buffer.open(settings, groups_per_step))
 
-    def admit(self, group_id: str, timeout_s: float) -> int:
+    def admit(self, group_id: str, timeout_s: float) -> Admission:
         return self._thread.run(self._buffer.admit(group_id, timeout_s))
+
+    def renew_credits(self, group_ids: Collection[str]) -> int:
+        return self._thread.run(self._buffer.renew_credits(group_ids))
 
     def abandon(self, group_id: str, reason: str, requeue: PromptRef | None = None) -> None:
         self._thread.run(self._buffer.abandon(group_id, reason, requeue))
 
-    def push(self, group: TrajectoryGroup) -> PushResult:
-        return self._thread.run(self._buffer.push(group))
+    def push(self, group: TrajectoryGroup, timeout_s: float | None = None) -> PushResult:
+        return self._thread.run(self._buffer.push(group, timeout_s))
+
+    def flush(self, timeout_s: float) -> bool:
+        return self._thread.run(self._buffer.flush(timeout_s))
 
     def take_retry(self) -> PromptRef | None:
         return self._thread.run(self._buffer.take_retry())
@@ -120,23 +123,72 @@ class BlockingReplayBuffer:
     def validate(self, lease: Lease, version: int) -> frozenset[str]:
         return self._thread.run(self._buffer.validate(lease, version))
 
+    def renew(self, lease: Lease) -> int:
+        return self._thread.run(self._buffer.renew(lease))
+
+    @contextmanager
+    def renewing(self, lease: Lease) -> Iterator[None]:
+        """Renews the lease, from this object's own thread, for as long as the block lasts."""
+        renewal = self._thread.start(self._buffer.keep_renewed(lease))
+        try:
+            yield
+        finally:
+            renewal.cancel()
+
     def consume(self, lease: Lease, group_ids: Collection[str]) -> int:
         return self._thread.run(self._buffer.consume(lease, group_ids))
 
-    def ack(self, upto_step: int) -> int:
-        return self._thread.run(self._buffer.ack(upto_step))
+    def ack(self, upto_step: int, lineage: str | None = None) -> int:
+        return self._thread.run(self._buffer.ack(upto_step, lineage))
 
     def nack(self, lease: Lease, reason: str) -> int:
         return self._thread.run(self._buffer.nack(lease, reason))
 
-    def sweep(self) -> int:
-        return self._thread.run(self._buffer.sweep())
-
     def publish_version(self, version: int) -> None:
         self._thread.run(self._buffer.publish_version(version))
 
+    def reconcile(
+        self,
+        lineage: str,
+        *,
+        step: int,
+        version: int,
+        resume_version: int,
+        consumed_group_ids: Collection[str] = (),
+    ) -> Reconciled:
+        return self._thread.run(
+            self._buffer.reconcile(
+                lineage,
+                step=step,
+                version=version,
+                resume_version=resume_version,
+                consumed_group_ids=consumed_group_ids,
+            )
+        )
+
+    def sweep(self) -> int:
+        return self._thread.run(self._buffer.sweep())
+
+    def quarantined(self) -> list[QuarantinedGroup]:
+        return self._thread.run(self._buffer.quarantined())
+
+    def release(self, group_id: str) -> bool:
+        return self._thread.run(self._buffer.release(group_id))
+
+    def discard(self, group_id: str) -> bool:
+        return self._thread.run(self._buffer.discard(group_id))
+
     def stats(self) -> BufferStats:
         return self._thread.run(self._buffer.stats())
+
+    def staleness_histogram(self) -> Mapping[int, int]:
+        return self._thread.run(self._buffer.staleness_histogram())
+
+    def check_invariants(self) -> list[str]:
+        return self._thread.run(self._buffer.check_invariants())
+
+    def events(self, group_id: str) -> list[GroupEvent]:
+        return self._thread.run(self._buffer.events(group_id))
 
     def set_max_staleness(self, value: int) -> None:
         self._thread.run(self._buffer.set_max_staleness(value))
@@ -156,11 +208,11 @@ class BlockingReplayBuffer:
 class BlockingRunState:
     """`RunState` with blocking methods; also a `weight_sync` VersionBoard."""
 
-    def __init__(self, url: str, run: str) -> None:
+    def __init__(self, url: str, run: str, settings: BufferConfig) -> None:
         """Connects. Raises BufferConnectionError."""
         self._thread = LoopThread("run-state")
         try:
-            self._state = self._thread.run(_open_state(url, run))
+            self._state = self._thread.run(RunState.connect(url, run, settings))
         except BaseException:
             self._thread.stop()
             raise

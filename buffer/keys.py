@@ -1,19 +1,29 @@
-"""Names of everything that a run keeps in Redis, all below one hash tag so that they share a slot.
+"""Names of everything that a run keeps in Redis, all of a shard below one hash tag: in one slot.
 
 {leash:RUN}:settings         HASH    max_staleness, trainer_version and the other live settings
-{leash:RUN}:running          ZSET    groups being generated, by the version at their admission
-{leash:RUN}:ready            ZSET    groups to be trained, by min_version * 2^32 + sequence number
+{leash:RUN}:running          ZSET    groups being generated, by the oldest version of their tokens
+{leash:RUN}:credits          ZSET    the same, by the deadline of their credit (ms)
+{leash:RUN}:ready            ZSET    groups to be trained, by gate version * 2^32 + sequence number
 {leash:RUN}:arrivals         ZSET    the same in order of arrival; only with selector=fifo
 {leash:RUN}:leased           ZSET    groups being trained, by the deadline of their lease (ms)
 {leash:RUN}:consumed         ZSET    groups whose step is done, by step
+{leash:RUN}:quarantined      ZSET    groups that were put aside, by the time of it (ms)
 {leash:RUN}:retries          LIST    prompts to run again: 'attempt index task'
-{leash:RUN}:group:ID         HASH    a group's metadata; outlives the payload as a tombstone
-{leash:RUN}:payload:ID       STRING  the encoded group
+{leash:RUN}:group:ID         HASH    a group's metadata; its state outlives the payload for a while
+{leash:RUN}:payload:ID       STRING  the encoded group, or the index of its chunks
+{leash:RUN}:payload:ID:N     STRING  its chunks, above 64 MB
 {leash:RUN}:lease:STEP       HASH    the global batch of one step
+{leash:RUN}:batches          ZSET    the steps that have one
+{leash:RUN}:forming          STRING  lock of the process that forms a batch from several shards
+{leash:RUN}:lineages         ZSET    every lineage that ever owned the buffer, in their order
+{leash:RUN}:reconcile        HASH    how far the last reconcile is
 {leash:RUN}:stats            HASH    counters
-{leash:RUN}:wake:NAME        STREAM  wakes who waits for room, batch or version
+{leash:RUN}:events           STREAM  what happened to which group; bounded
+{leash:RUN}:wake:NAME        STREAM  wakes who waits for room, batch, forming or version
 {leash:RUN}:engine_versions  HASH    version that each engine serves
 {leash:RUN}:waits, :counters, :tasks, :heartbeats, :metrics, :phase   see run_state.py
+
+These are the names of shard 0, the home of a run. Shard 1 begins with {leash:RUN:1}, and so on.
 """
 
 from __future__ import annotations
@@ -26,9 +36,10 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 @dataclass(slots=True, frozen=True)
 class Keys:
-    """Keys of one run. Raises ValueError if the run's name could not be part of a key."""
+    """Keys of one shard of a run. Raises ValueError if the run's name cannot be part of a key."""
 
     run: str
+    shard: int = 0
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.run):
@@ -39,10 +50,13 @@ class Keys:
 
     @property
     def prefix(self) -> str:
-        return f"{{leash:{self.run}}}"
+        return f"{{leash:{self.run}:{self.shard}}}" if self.shard else f"{{leash:{self.run}}}"
 
     def __call__(self, name: str) -> str:
         return f"{self.prefix}:{name}"
+
+    def group(self, group_id: str) -> str:
+        return self(f"group:{group_id}")
 
     def payload(self, group_id: str) -> str:
         return self(f"payload:{group_id}")

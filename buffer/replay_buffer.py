@@ -1,89 +1,159 @@
 """The replay buffer in Redis: where the rollout pool and the trainer pool meet.
 
-    admit          push           lease           consume            ack
-    ------> running ----> ready <---------> leased ------> consumed ------> acked
-               |       |    |   nack, sweep    |
-            abandon    +----+------------------+----> dropped:stale (push, lease, validate, sweep)
+    admit          push           lease             consume            ack
+    ------> running ----> ready ----------> leased --------> consumed ------> acked
+               |       |    |  <-----------    |  reconcile     |
+            abandon    |    |   nack, sweep,   |<---------------'
+                       |    |   reconcile      |
+                       +----+------------------+----> dropped:REASON   stale, lineage, full, ...
+                                               '----> quarantined      leased too often, unreadable
 
-Each verb is one atomic script at the server, bounded in work and idempotent: after a lost reply, a
+Each verb is one atomic script a shard, bounded in work and idempotent: after a lost reply, a
 timeout or a crash, send it again. Between any two of them
 
     pushed = acked + consumed + dropped + quarantined + ready + leased
+
+With `shards` > 1 the groups are spread over complete buffers, each with its part of every limit.
+The first is home: it keeps which groups a step's batch has, and is told last of what must hold in
+all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
-from uuid import uuid4
+import asyncio
+import secrets
+from collections.abc import Collection, Mapping
+from typing import cast
+from zlib import crc32
 
 from redis.asyncio import Redis
 
-from buffer.cancellation import cancellable
-from buffer.codec import decode_group, encode_group
+from buffer.connection import connect
+from buffer.durability import PushKeeper
+from buffer.errors import BufferFullError, NotOwnerError
+from buffer.events import GroupEvent
 from buffer.keys import Keys, check_group_id
-from buffer.lease import Lease, PushResult
-from buffer.lua import Scripts
-from buffer.shares import split_by_tokens
-from buffer.stats import BufferStats, parse_stats
+from buffer.lease import Admission, Lease, PushResult, QuarantinedGroup, Reconciled
+from buffer.leasing import BatchFormer, LeaseRequest, Leasing, OneShardFormer
+from buffer.pushing import Pusher
+from buffer.settings import initial_settings
+from buffer.shard import Admitted, Shard
+from buffer.shard_set import ShardSet
+from buffer.sharded_lease import ShardedFormer
+from buffer.sharding import id_in_shard, shard_of
+from buffer.stats import BufferStats, sum_stats
+from buffer.takeover import take_over
 from buffer.types import PromptRef, TrajectoryGroup
 from buffer.wakeups import Deadline, WakeStreams
 from configs.schema import BufferConfig
 
-__all__ = ["BufferStats", "Lease", "PushResult", "ReplayBuffer"]
-
-_ORPHAN_EXPIRY_MS = 600_000  # a payload whose push never committed disappears by itself
-_BOUND = 256  # groups that one script call may move
+__all__ = ["BufferFullError", "BufferStats", "Lease", "NotOwnerError", "PushResult", "ReplayBuffer"]
 
 
 class ReplayBuffer:
     """One run's buffer as one process sees it. Made in, and used from, one event loop."""
 
-    def __init__(self, redis: Redis, run: str, *, lease_timeout_s: float) -> None:
-        """`redis` comes from `connect`; `close` closes its connections too."""
+    def __init__(
+        self,
+        redis: Redis,
+        run: str,
+        *,
+        lease_timeout_s: float,
+        shards: int = 1,
+        wait_timeout_s: float = 600.0,
+        compress: bool = False,
+    ) -> None:
+        """`redis` comes from `connect`; `close` closes its connections too.
+
+        `shards` must be what the run was opened with. `wait_timeout_s` is for pushes that do not
+        name their own.
+        """
         self._redis = redis
-        self._keys = Keys(run)
-        self._scripts = Scripts(redis, self._keys)
         self._wake = WakeStreams(redis)
-        self._lease_timeout_ms = int(1000 * lease_timeout_s)
+        keys = [Keys(run, shard) for shard in range(shards)]
+        self._shards = ShardSet([Shard(redis, k) for k in keys])
+        self._pushers = [
+            Pusher(shard, PushKeeper(redis, k("marker")), self._wake)
+            for shard, k in zip(self._shards, keys, strict=True)
+        ]
+        former: BatchFormer = (
+            ShardedFormer(self._shards) if shards > 1 else OneShardFormer(self._shards.home)
+        )
+        self._leasing = Leasing(self._shards, former, self._wake)
+        self._lease_ms = int(1000 * lease_timeout_s)
+        self._wait_timeout_s = wait_timeout_s
+        self._compress = compress
+        self._lineage = ""
+
+    @classmethod
+    async def connect(cls, url: str, run: str, settings: BufferConfig) -> ReplayBuffer:
+        """A buffer with connections of its own to `url`. Raises BufferConnectionError."""
+        return cls(
+            await connect(url, tls_ca_file=settings.tls_ca_file),
+            run,
+            lease_timeout_s=settings.lease_timeout_s,
+            shards=settings.shards,
+            wait_timeout_s=settings.wait_timeout_s,
+            compress=settings.compress,
+        )
 
     async def open(self, settings: BufferConfig, groups_per_step: int) -> None:
-        """Creates the run's settings in Redis. Those that exist already stay as they are."""
-        initial = {
-            "max_staleness": settings.max_staleness,
-            "on_stale": settings.on_stale.value,
-            "max_retries": settings.max_retries,
-            "selector": settings.selector.value,
-            "groups_per_step": groups_per_step,
-            "trainer_version": 0,
-            "acked_step": -1,
-            "wanted": 0,
-        }
-        async with self._redis.pipeline(transaction=True) as pipe:
-            for name, value in initial.items():
-                pipe.hsetnx(self._keys("settings"), name, str(value))
-            await cancellable(pipe.execute())
+        """Creates the run's settings in Redis. Those that exist already stay as they are.
+
+        Raises ValueError if they could never work: no room for one batch, or other shards than the
+        run has.
+        """
+        num_shards = len(self._shards)
+        there = await self._setting("num_shards")
+        if settings.shards != num_shards or (there is not None and there != num_shards):
+            raise ValueError(
+                f"buffer.shards={settings.shards}: this ReplayBuffer has {num_shards}, and the run "
+                f"in Redis {there or 'none yet'}; a run keeps the number that it began with"
+            )
+        capacity = settings.capacity_groups
+        if capacity is not None and capacity < groups_per_step:
+            raise ValueError(
+                f"buffer.capacity_groups={capacity}: a batch of trainer.groups_per_step="
+                f"{groups_per_step} would never fit; make it at least that"
+            )
+        for number, shard in reversed(list(enumerate(self._shards))):  # home last: then all is open
+            await shard.open(initial_settings(settings, groups_per_step, number, num_shards))
 
     # Rollout side ----------------------------------------------------------------------------
 
-    async def admit(self, group_id: str, timeout_s: float) -> int:
-        """Waits for room, takes a credit for the group and returns the trainer's version.
+    async def admit(self, group_id: str, timeout_s: float) -> Admission:
+        """Waits for room, and takes a credit for the group.
 
-        Raises TimeoutError that says how full the buffer is.
+        Use the id that it returns from then on: with several shards it names the one that had room.
+        A credit that is not renewed for `lease_timeout_s` goes back. Raises TimeoutError that says
+        how full the buffer is.
         """
         check_group_id(group_id)
-        deadline = Deadline(timeout_s)
+        deadline, num_shards = Deadline(timeout_s), len(self._shards)
+        first = crc32(
+            group_id.encode()
+        )  # the same for a retry, and all shards in turn for many ids
         while True:
-            reply = await self._scripts.run("admit", group_id)
-            if reply[0] == b"admitted":
-                return int(reply[1])
-            _, seen, in_use, limit = reply
+            seen, in_use, limit = dict[str, str](), 0, 0
+            for k in (number % num_shards for number in range(first, first + num_shards)):
+                name = id_in_shard(group_id, k, num_shards)
+                reply = await self._shards[k].admit(name, self._lease_ms)
+                if isinstance(reply, Admitted):
+                    return Admission(name, reply.version)
+                seen[self._shards[k].keys.wake("room")] = reply.last_wake
+                in_use, limit = in_use + reply.in_use, limit + reply.limit
             if not deadline.left_s:
                 raise TimeoutError(
                     f"no room for group {group_id} within {timeout_s:g} s: {in_use} groups are "
                     f"running, ready or leased and {limit} may be; the trainer consumed none"
                 )
-            await self._wake.wait(self._keys.wake("room"), seen.decode(), deadline.left_s)
+            await self._wake.wait(seen, deadline.left_s)
+
+    async def renew_credits(self, group_ids: Collection[str]) -> int:
+        """Keeps the credits of a worker's running groups; returns how many are still its own."""
+        return await self._shards.sum(
+            group_ids, lambda shard, ids: shard.renew_credits(ids, self._lease_ms)
+        )
 
     async def abandon(self, group_id: str, reason: str, requeue: PromptRef | None = None) -> None:
         """Frees the credit of a running group that will never be pushed, and counts it by reason.
@@ -91,36 +161,32 @@ class ReplayBuffer:
         `requeue` names the prompt if the group was stopped for being too old: it is then run again
         under the same rules as that of a stale group that was pushed.
         """
-        prompt = ("", 0, 0) if requeue is None else (requeue.task, requeue.index, requeue.attempt)
-        await self._scripts.run("abandon", group_id, reason, *prompt)
+        await self._shards.of(group_id).abandon(group_id, reason, requeue)
 
-    async def push(self, group: TrajectoryGroup) -> PushResult:
-        """Hands a finished group over. Raises ValueError if the group cannot be encoded."""
-        payload = encode_group(group)
-        prompt = group.prompt
-        metadata = (
-            check_group_id(group.group_id),
-            group.min_version,
-            group.num_tokens,
-            sum(t.num_trainable_tokens for t in group.trajectories),
-            len(payload),
-            *(prompt.task, prompt.index, prompt.attempt),
-        )
-        key = self._keys.payload(group.group_id)
-        while True:
-            reply = await self._scripts.run_after_set(
-                "push", key, payload, _ORPHAN_EXPIRY_MS, *metadata
-            )
-            if reply[0] != b"missing":  # an old orphan expired between SET NX and the commit
-                return PushResult(reply[0].decode())
+    async def push(self, group: TrajectoryGroup, timeout_s: float | None = None) -> PushResult:
+        """Hands a finished group over, and keeps it until the server has it on disk.
+
+        While the buffer is full it waits (on_full=block; TimeoutError after `timeout_s` tells what
+        is full), drops the stalest ready groups, or raises BufferFullError. Raises ValueError if
+        the group cannot be encoded, or is larger than all the room there is.
+        """
+        pusher = self._pushers[shard_of(group.group_id, len(self._shards))]
+        timeout_s = self._wait_timeout_s if timeout_s is None else timeout_s
+        return await pusher.push(group, timeout_s, compress=self._compress)
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Waits until all that this object pushed is on disk; whether it came so far in time."""
+        deadline = Deadline(timeout_s)
+        return all([await pusher.flush(deadline.left_s) for pusher in self._pushers])
 
     async def take_retry(self) -> PromptRef | None:
         """A prompt to run again before the stream's next one, if there is any."""
-        reply = await self._scripts.run("take_retry", uuid4().hex)
-        if reply is None:
-            return None
-        attempt, index, task = reply.decode().split(" ", 2)
-        return PromptRef(task=task, index=int(index), attempt=int(attempt))
+        token = secrets.token_hex(8)
+        for shard in self._shards:
+            prompt = await shard.take_retry(token)
+            if prompt is not None:
+                return prompt
+        return None
 
     # Trainer side ----------------------------------------------------------------------------
 
@@ -138,146 +204,204 @@ class ReplayBuffer:
 
         The first rank that finds `num_groups` fresh groups forms the batch; every rank that asks
         with the same step gets its share of that batch, also when it asks again. A group is fresh
-        if it lags behind `version` by no more than max_staleness; stale ones are dropped.
+        if it lags behind `version` by no more than max_staleness; stale ones are dropped, or with
+        on_stale=mask_tokens come with their over-age tokens out of the loss. A group that cannot be
+        read goes to quarantine and is missing.
 
-        Raises TimeoutError that says what is missing, and ValueError if the step is consumed
-        already, or was leased with other arguments.
+        Raises TimeoutError that says what is missing, ValueError if the step is consumed already,
+        or was leased with other arguments, and NotOwnerError if this object has reconciled and
+        another lineage took over since.
         """
         if not 0 <= share < num_shares <= num_groups:
             raise ValueError(
                 f"share={share}, num_shares={num_shares}, num_groups={num_groups}: "
                 "0 <= share < num_shares <= num_groups must hold"
             )
-        deadline = Deadline(timeout_s)
-        request = (step, version, num_groups, num_shares, self._lease_timeout_ms)
-        while True:
-            reply = await self._scripts.run("lease", *request, uuid4().hex, _BOUND)
-            match reply[0]:
-                case b"leased":
-                    return await self._receive(step, version, share, num_shares, reply)
-                case b"done":
-                    raise ValueError(
-                        f"step={step}: its groups were consumed before; lease a later step"
-                    )
-                case b"conflict":
-                    raise ValueError(
-                        f"step={step} was leased with version, num_groups, num_shares = "
-                        f"{', '.join(x.decode() for x in reply[1:])}; ranks must ask for the same"
-                    )
-                case b"wait":
-                    await self._wait_for_batch(step, num_groups, timeout_s, deadline, reply)
-
-    async def _wait_for_batch(
-        self, step: int, num_groups: int, timeout_s: float, deadline: Deadline, reply: list[Any]
-    ) -> None:
-        _, seen, ready, expires_ms = reply
-        if not deadline.left_s:
-            raise TimeoutError(
-                f"step {step} waited {timeout_s:g} s for {num_groups} fresh groups from the "
-                f"rollout pool: {ready} are ready"
-            )
-        # Nobody sends an event when a lease expires: wake up for it.
-        until_expiry_s = expires_ms / 1000 if expires_ms >= 0 else deadline.left_s
-        block_s = min(deadline.left_s, until_expiry_s)
-        await self._wake.wait(self._keys.wake("batch"), seen.decode(), block_s)
-
-    async def _receive(
-        self, step: int, version: int, share: int, num_shares: int, reply: list[Any]
-    ) -> Lease:
-        _, owner, deadline_ms, ids, tokens, held = reply
-        mine = split_by_tokens([int(number) for number in tokens], num_shares)[share]
-        held_ids = set(held)
-        wanted = [ids[i].decode() for i in mine if ids[i] in held_ids]
-        return Lease(
-            step=step,
-            version=version,
-            owner=owner.decode(),
-            group_ids=tuple(group_id.decode() for group_id in ids),
-            groups=await self._fetch(wanted, owner.decode()),
-            deadline=float(deadline_ms) / 1000,
-        )
-
-    async def _fetch(self, group_ids: Sequence[str], owner: str) -> tuple[TrajectoryGroup, ...]:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for group_id in group_ids:
-                pipe.get(self._keys.payload(group_id))
-            payloads = await cancellable(pipe.execute())
-        groups = []
-        for group_id, payload in zip(group_ids, payloads, strict=True):
-            if payload is not None:
-                groups.append(decode_group(payload))
-            elif await self._is_held(group_id, owner):
-                raise RuntimeError(
-                    f"group {group_id} is leased but its payload is gone: somebody deleted "
-                    f"{self._keys.payload(group_id)}, or the server lost data"
-                )
-            # else a sibling rank's validate has just dropped it
-        return tuple(groups)
-
-    async def _is_held(self, group_id: str, owner: str) -> bool:
-        held = await self._redis.hmget(self._keys(f"group:{group_id}"), ["state", "owner"])
-        return held == [b"leased", owner.encode()]
+        request = LeaseRequest(step, version, num_groups, num_shares, self._lease_ms, self._lineage)
+        return await self._leasing.lease(request, share, timeout_s)
 
     async def validate(self, lease: Lease, version: int) -> frozenset[str]:
         """Ids of the batch that may be trained at `version`, seen just before the step.
 
-        Drops the others, by the max_staleness of this moment, and renews the lease. Empty if the
-        lease was lost: lease the step again.
+        Drops the others, by the max_staleness of this moment, and renews the lease. Those that
+        would need more of their tokens masked than were go back to ready. Empty if the lease was
+        lost: lease the step again.
         """
-        kept = await self._scripts.run(
-            "validate", version, lease.owner, self._lease_timeout_ms, *lease.group_ids
+        kept = await self._shards.holding(
+            lease.group_ids,
+            lambda shard, ids: shard.validate(
+                version=version,
+                owner=lease.owner,
+                lease_ms=self._lease_ms,
+                oldest=lease.oldest,
+                ids=ids,
+            ),
         )
-        return frozenset(group_id.decode() for group_id in kept)
+        return frozenset(group_id for ids in kept for group_id in ids)
+
+    async def renew(self, lease: Lease) -> int:
+        """Extends the lease of a long step; how many groups it still holds, 0 if it was lost."""
+        return await self._shards.sum(
+            lease.group_ids, lambda shard, ids: shard.renew(lease.owner, self._lease_ms, ids)
+        )
+
+    async def keep_renewed(self, lease: Lease) -> None:
+        """Renews the lease until this is cancelled, or the lease is lost."""
+        while True:
+            await asyncio.sleep(self._lease_ms / 3000)
+            if await self.renew(lease) == 0:
+                return
 
     async def consume(self, lease: Lease, group_ids: Collection[str]) -> int:
         """Marks groups as trained; returns how many of them are, by this lease.
 
         0 for a lease that was lost meanwhile: the groups are ready again or somebody else's.
         """
-        return int(
-            await self._scripts.run(
-                "consume", lease.owner, lease.step, lease.version, *sorted(group_ids)
-            )
-        )
 
-    async def ack(self, upto_step: int) -> int:
-        """Forgets groups of all steps up to one whose checkpoint is durable; returns how many."""
-        return await self._repeat("ack", upto_step)
+        async def consume(shard: Shard, ids: list[str]) -> int:
+            return await shard.consume(
+                owner=lease.owner,
+                step=lease.step,
+                version=lease.version,
+                oldest=lease.oldest,
+                ids=ids,
+            )
+
+        total = await self._shards.sum(sorted(group_ids), consume)
+        if total and len(self._shards) > 1:
+            await consume(
+                self._shards.home, []
+            )  # the step is done, also if none of its groups is there
+        return total
+
+    async def ack(self, upto_step: int, lineage: str | None = None) -> int:
+        """Forgets groups of all steps up to one whose checkpoint is durable; returns how many.
+
+        Raises NotOwnerError, with nothing changed, if `lineage` is not the buffer's current one.
+        """
+        total = 0
+        for shard in self._shards.home_last:
+            while True:
+                reply = await shard.ack(upto_step, lineage or "")
+                if not reply.is_owner:
+                    raise NotOwnerError(
+                        f"lineage={lineage!r} acknowledges step {upto_step}, but another trainer "
+                        "took this buffer over; end this one"
+                    )
+                total += reply.count
+                if not reply.is_more:
+                    break
+        return total
 
     async def nack(self, lease: Lease, reason: str) -> int:
         """Gives the groups of a lease back that are not consumed; returns how many went back."""
-        return int(await self._scripts.run("nack", lease.owner, reason, *lease.group_ids))
+        return await self._shards.sum(
+            lease.group_ids, lambda shard, ids: shard.nack(lease.owner, reason, ids)
+        )
 
     async def publish_version(self, version: int) -> None:
         """Tells everybody the trainer's version. Raises ValueError if it is below the last one."""
-        reply = await self._scripts.run("publish", version)
-        if reply[0] == b"older":
-            raise ValueError(
-                f"version={version}: {int(reply[1])} was published before, and versions only grow"
-            )
+        for shard in self._shards.home_last:
+            newer = await shard.publish(version)
+            if newer is not None:
+                raise ValueError(
+                    f"version={version}: {newer} was published before, and versions only grow"
+                )
+
+    async def reconcile(
+        self,
+        lineage: str,
+        *,
+        step: int,
+        version: int,
+        resume_version: int,
+        consumed_group_ids: Collection[str] = (),
+    ) -> Reconciled:
+        """Takes the buffer over for a trainer that starts or restores, before its first lease.
+
+        `lineage` is new with every start; whoever held leases or acks under an older one is fenced.
+        `step` and `version` are those of the checkpoint (0 and 0 for none); it will be published as
+        `resume_version`, which is above every version ever published unless `version` is the newest
+        itself. Groups of the checkpoint are acked: those consumed up to `step`, and
+        `consumed_group_ids`. Every other one that was consumed or leased returns to ready. Groups
+        of versions between the two, whose weights no longer exist, are dropped; older ones are
+        renumbered, so that they keep their distance. The result is that of all calls with this
+        lineage; after a crash, call again with the same arguments.
+
+        Raises NotOwnerError if a later lineage took over, and ValueError for a version that was
+        used.
+        """
+        reconciled = await take_over(
+            self._redis,
+            self._shards,
+            lineage,
+            step=step,
+            version=version,
+            resume_version=resume_version,
+            consumed_group_ids=consumed_group_ids,
+        )
+        self._lineage = lineage
+        return reconciled
 
     # Either side -----------------------------------------------------------------------------
 
     async def sweep(self) -> int:
-        """Returns expired leases to ready and drops stale ready groups; how many it moved."""
-        total = 0
-        while True:
-            expired, dropped = map(int, await self._scripts.run("sweep", _BOUND))
-            total += expired + dropped
-            if max(expired, dropped) < _BOUND:
-                return total
+        """Tidies up; how many groups it moved.
 
-    async def _repeat(self, script: str, *arguments: int) -> int:
+        Expired leases return to ready, credits that nobody renewed are given back, and ready groups
+        that became stale are dropped.
+        """
         total = 0
-        while True:
-            moved = int(await self._scripts.run(script, *arguments, _BOUND))
-            total += moved
-            if moved < _BOUND:
-                return total
+        for shard in self._shards:
+            while True:
+                swept = await shard.sweep()
+                total += swept.expired + swept.dropped + swept.credits
+                if not swept.is_more:
+                    break
+        return total
+
+    async def quarantined(self) -> list[QuarantinedGroup]:
+        """The groups in quarantine, the longest there first."""
+        lists = await self._shards.each(Shard.quarantined)
+        groups = [
+            QuarantinedGroup(
+                group_id=record.group_id,
+                at=record.at_ms / 1000,
+                reason=record.reason,
+                attempts=record.attempts,
+                num_tokens=record.num_tokens,
+            )
+            for records in lists
+            for record in records
+        ]
+        return sorted(groups, key=lambda group: group.at)
+
+    async def release(self, group_id: str) -> bool:
+        """Gives a group in quarantine another chance: ready, as if it had never been leased."""
+        return await self._shards.of(group_id).release(group_id)
+
+    async def discard(self, group_id: str) -> bool:
+        """Drops a group in quarantine."""
+        return await self._shards.of(group_id).discard(group_id)
 
     async def stats(self) -> BufferStats:
-        """The buffer's numbers, all of one moment."""
-        return parse_stats(await self._scripts.run("stats"))
+        """The buffer's numbers; with one shard all of one moment, with several each shard's."""
+        return sum_stats(await self._shards.each(Shard.stats))
+
+    async def staleness_histogram(self) -> Mapping[int, int]:
+        """Number of ready groups by how far they lag behind the trainer's version."""
+        return (await self.stats()).by_staleness
+
+    async def check_invariants(self) -> list[str]:
+        """What does not hold, in words; nothing if all is well. Looks at every group: not cheap."""
+        lists = await self._shards.each(Shard.check)
+        if len(lists) == 1:
+            return list(lists[0])
+        return [f"shard {k}: {text}" for k, texts in enumerate(lists) for text in texts]
+
+    async def events(self, group_id: str) -> list[GroupEvent]:
+        """What happened to a group, as far as the audit stream still tells; oldest first."""
+        return await self._shards.of(group_id).events(group_id)
 
     async def set_max_staleness(self, value: int) -> None:
         """Changes the bound of a running job: higher at once, lower at the next sweep or lease.
@@ -286,12 +410,25 @@ class ReplayBuffer:
         """
         if value < 0:
             raise ValueError(f"buffer.max_staleness={value}: must be at least 0")
-        await self._scripts.run("tune", value)
+        for shard in self._shards.home_last:
+            await shard.tune(value)
 
     async def get_max_staleness(self) -> int:
-        return (await self.stats()).max_staleness
+        value = await self._setting("max_staleness")
+        return value if value is not None else (await self.stats()).max_staleness
 
     async def close(self) -> None:
-        """Ends every wait in this object with BufferClosedError and closes the connections."""
-        self._wake.close()
+        """Ends every wait in this object with BufferClosedError and closes the connections.
+
+        What was pushed and is not known to be on disk is no longer kept: `flush` first.
+        """
+        await self._wake.close()
+        for pusher in self._pushers:
+            await pusher.close()
         await self._redis.aclose()
+
+    async def _setting(self, name: str) -> int | None:
+        """A setting of the home shard; None if nobody opened the run."""
+        key = self._shards.home.keys("settings")
+        value = cast("bytes | None", await self._redis.hget(key, name))
+        return None if value is None else int(value)

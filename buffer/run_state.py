@@ -10,9 +10,11 @@ from uuid import uuid4
 
 from redis.asyncio import Redis
 
+from buffer.connection import connect
 from buffer.keys import Keys
 from buffer.lua import Scripts
 from buffer.wakeups import Deadline, WakeStreams
+from configs.schema import BufferConfig
 
 Record = Mapping[str, float | int | str]
 """Flat JSON: what one metrics entry or heartbeat says."""
@@ -37,20 +39,32 @@ class RunState:
     All but `heartbeat`, `phase` and the readers need a run that `ReplayBuffer.open` has opened.
     """
 
-    def __init__(self, redis: Redis, run: str) -> None:
-        """`redis` comes from `connect`; `close` closes its connections too."""
+    def __init__(self, redis: Redis, run: str, *, shards: int = 1) -> None:
+        """`redis` comes from `connect`; `close` closes its connections too.
+
+        `shards` is buffer.shards: each of them bounds admission by what the engines serve.
+        """
         self._redis = redis
         self._keys = Keys(run)
         self._scripts = Scripts(redis, self._keys)
+        self._others = [Scripts(redis, Keys(run, shard)) for shard in range(1, shards)]
         self._wake = WakeStreams(redis)
+
+    @classmethod
+    async def connect(cls, url: str, run: str, settings: BufferConfig) -> RunState:
+        """The run's state with connections of its own to `url`. Raises BufferConnectionError."""
+        redis = await connect(url, tls_ca_file=settings.tls_ca_file)
+        return cls(redis, run, shards=settings.shards)
 
     # Versions --------------------------------------------------------------------------------
 
     async def record_commits(self, served_versions: Mapping[str, int]) -> None:
         """Notes which version each engine serves now. Admission looks at the slowest one."""
         if served_versions:
-            pairs = (part for pair in served_versions.items() for part in pair)
-            await self._scripts.run("commit", *pairs)
+            pairs = [part for pair in served_versions.items() for part in pair]
+            # The home shard last: once `engine_versions` says so, it holds everywhere.
+            for scripts in (*self._others, self._scripts):
+                await scripts.run("commit", *pairs)
 
     async def engine_versions(self) -> dict[str, int]:
         return {name: int(value) for name, value in (await self._hash("engine_versions")).items()}
@@ -72,7 +86,7 @@ class RunState:
                 raise TimeoutError(
                     f"the trainer published no version above {version} within {timeout_s:g} s"
                 )
-            await self._wake.wait(stream, seen, deadline.left_s)
+            await self._wake.wait({stream: seen}, deadline.left_s)
 
     # Who waited on whom, and other counts ----------------------------------------------------
 
@@ -113,7 +127,7 @@ class RunState:
                 return [_metrics_entry(entry_id, fields) for entry_id, fields in reply[0][1]]
             if not deadline.left_s:
                 return []
-            await self._wake.wait(stream, after_id, deadline.left_s)
+            await self._wake.wait({stream: after_id}, deadline.left_s)
 
     # Positions, heartbeats, phase ------------------------------------------------------------
 
@@ -144,7 +158,7 @@ class RunState:
 
     async def close(self) -> None:
         """Ends every wait in this object with BufferClosedError and closes the connections."""
-        self._wake.close()
+        await self._wake.close()
         await self._redis.aclose()
 
     async def _hash(self, name: str) -> dict[str, str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.util
 import os
+import random
 import re
 import secrets
 import shutil
@@ -13,7 +15,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import redis
 from redis.backoff import NoBackoff
@@ -25,6 +29,8 @@ from configs.schema import BufferConfig
 
 _NAMES = ("redis-server", "valkey-server")
 _PORT_ATTEMPTS = 5
+_FIRST_PORT = 15_000
+_CLIENT_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _PING_EVERY_S = 0.02
 _LOG_TAIL_LINES = 8
 
@@ -51,6 +57,7 @@ maxmemory-policy noeviction
 save ""
 appendonly yes
 appendfsync {appendfsync}
+aof-load-truncated yes
 tcp-keepalive 60
 timeout 0
 """
@@ -65,20 +72,27 @@ class _PortTakenError(ServerStartError):
 
 
 class EmbeddedServer:
-    """A running server. Made by `start`; `stop` it, or it ends with this process."""
+    """A running server. Made by `start`; `stop` it, or it ends with this process.
 
-    def __init__(self, command: list[str], lock: int, host: str, port: int, password: str) -> None:
+    One that died is started again on its data, at the same URL, by `restart`.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        folder: Path,
+        log_path: Path,
+        start_timeout_s: float,
+        host: str,
+        port: int,
+        password: str,
+    ) -> None:
         self.url = f"redis://default:{password}@{host}:{port}/0"
         self._host, self._port, self._password = host, port, password
-        self._command, self._lock = command, lock
+        self._command, self._folder, self._log_path = command, folder, log_path
+        self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._error: OSError | None = None
-        self._spawned, self._ended = threading.Event(), threading.Event()
-        # The kernel sends PDEATHSIG when the thread that forked ends, so this one stays.
-        threading.Thread(target=self._spawn_and_wait, name="redis-server", daemon=True).start()
-        self._spawned.wait()
-        if self._error is not None:
-            raise ServerStartError(f"cannot run {command[-2]}: {self._error}") from self._error
+        self._ended = threading.Event()
 
     @classmethod
     def start(
@@ -88,19 +102,28 @@ class EmbeddedServer:
         host: str,
         log_path: Path,
         port: int | None = None,
+        *,
+        password: str | None = None,
+        extra: Mapping[str, str] = MappingProxyType({}),
+        binary: Path | None = None,
     ) -> EmbeddedServer:
         """Starts a server and returns when it answers. It keeps its data and config in `folder`.
 
-        The port is a free one unless given. Raises ServerStartError if there is no server program,
-        if the port or the folder is in use, or if the server does not answer in time.
+        The port is a free one and the password a new one, unless given: give those of a server that
+        ended, and this one takes its place. `extra` are further lines of its config, which win over
+        ours. `binary` is its program, found if not given. Raises ServerStartError if there is no
+        server program, if the port or the folder is in use, or if the server does not answer in
+        time.
         """
-        binary = find_binary()
+        binary = binary or find_binary()
         folder.mkdir(parents=True, exist_ok=True)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             chosen = port if port is not None else _free_port(host)
             try:
-                return cls._start_at(binary, folder.resolve(), config, host, log_path, chosen)
+                return cls._start_at(
+                    binary, folder.resolve(), config, host, log_path, chosen, password, extra
+                )
             except _PortTakenError:  # somebody took the free port before the server could
                 if port is not None or attempt == _PORT_ATTEMPTS:
                     raise
@@ -108,33 +131,51 @@ class EmbeddedServer:
 
     @classmethod
     def _start_at(
-        cls, binary: Path, folder: Path, config: BufferConfig, host: str, log_path: Path, port: int
+        cls,
+        binary: Path,
+        folder: Path,
+        config: BufferConfig,
+        host: str,
+        log_path: Path,
+        port: int,
+        password: str | None,
+        extra: Mapping[str, str],
     ) -> EmbeddedServer:
-        _refuse_taken_port(host, port)
-        lock = _lock_folder(folder)
+        password = password or secrets.token_urlsafe(24)
+        config_path = folder / "server.conf"
+        text = _CONFIG.format(
+            host=host,
+            port=port,
+            password=password,
+            folder=_quoted(folder),
+            log=_quoted(log_path.resolve()),
+            appendfsync=config.appendfsync.value,
+        )
+        command = [str(binary), str(config_path)]
+        server = cls(command, folder, log_path, config.start_timeout_s, host, port, password)
+        server._run(text + "".join(f"{name} {value}\n" for name, value in extra.items()))
+        return server
+
+    def restart(self) -> None:
+        """Starts a server that ended again: its data, its URL, but a new process.
+
+        Raises ServerStartError if it still runs, or as `start` does.
+        """
+        self._run((self._folder / "server.conf").read_text())
+
+    def _run(self, config: str) -> None:
+        lock = _lock_folder(self._folder)
         try:
-            password = secrets.token_urlsafe(24)
-            config_path = folder / "server.conf"
-            _write_private(
-                config_path,
-                _CONFIG.format(
-                    host=host,
-                    port=port,
-                    password=password,
-                    folder=_quoted(folder),
-                    log=_quoted(log_path.resolve()),
-                    appendfsync=config.appendfsync.value,
-                ),
-            )
-            server = cls([str(binary), str(config_path)], lock, host, port, password)
+            _refuse_taken_port(self._host, self._port)
+            _write_private(self._folder / "server.conf", config)
+            self._spawn(lock)
         finally:
             os.close(lock)  # the server holds its own copy: the lock lives as long as it does
         try:
-            server._wait_until_ready(config.start_timeout_s, log_path)
+            self._wait_until_ready()
         except BaseException:
-            server.stop(timeout_s=5)
+            self.stop(timeout_s=5)
             raise
-        return server
 
     @property
     def pid(self) -> int:
@@ -156,27 +197,39 @@ class EmbeddedServer:
                 self._ended.wait()
         return self._process.returncode
 
-    def _spawn_and_wait(self) -> None:
+    def _spawn(self, lock: int) -> None:
         launcher = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
-        try:
-            self._process = subprocess.Popen(
-                launcher + self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "LC_ALL": "C"},  # a server ends at a locale that is not there
-                pass_fds=(self._lock,),
-                start_new_session=True,  # Ctrl-C is for us: the server has to outlive its clients
-            )
-        except OSError as error:
-            self._error = error
-            return
-        finally:
-            self._spawned.set()
-        self._process.wait()
-        self._ended.set()
+        spawned, ended = threading.Event(), threading.Event()
+        errors: list[OSError] = []
 
-    def _wait_until_ready(self, timeout_s: float, log_path: Path) -> None:
+        def spawn_and_wait() -> None:
+            try:
+                with open(self._log_path, "ab") as log:  # for what it says before it opens its own
+                    self._process = subprocess.Popen(
+                        launcher + self._command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        env={**os.environ, "LC_ALL": "C"},  # it ends at a locale that is not there
+                        pass_fds=(lock,),
+                        start_new_session=True,  # Ctrl-C is for us: it has to outlive its clients
+                    )
+            except OSError as error:
+                errors.append(error)
+                return
+            finally:
+                spawned.set()
+            self._process.wait()
+            ended.set()
+
+        self._ended = ended
+        # The kernel sends PDEATHSIG when the thread that forked ends, so this one stays.
+        threading.Thread(target=spawn_and_wait, name="redis-server", daemon=True).start()
+        spawned.wait()
+        if errors:
+            raise ServerStartError(f"cannot run {self._command[0]}: {errors[0]}") from errors[0]
+
+    def _wait_until_ready(self) -> None:
         client = redis.Redis(
             host=self._host,
             port=self._port,
@@ -184,14 +237,15 @@ class EmbeddedServer:
             socket_timeout=1.0,
             retry=Retry(NoBackoff(), 0),
         )
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self._start_timeout_s
         try:
             # The process's end is an event; readiness has to be asked for, as no server tells.
             while not self._ended.wait(_PING_EVERY_S):
                 if time.monotonic() > deadline:
                     raise ServerStartError(
                         f"{self._command[0]} did not answer on {self._host}:{self._port} within "
-                        f"buffer.start_timeout_s={timeout_s:g}; its log ends:\n{_tail(log_path)}"
+                        f"buffer.start_timeout_s={self._start_timeout_s:g}; its log ends:\n"
+                        f"{_tail(self._log_path)}"
                     )
                 try:
                     client.ping()
@@ -200,7 +254,7 @@ class EmbeddedServer:
                     continue
         finally:
             client.close()
-        tail = _tail(log_path)
+        tail = _tail(self._log_path)
         kind = _PortTakenError if "Address already in use" in tail else ServerStartError
         raise kind(
             f"{self._command[0]} ended with code {self.wait()} at {self._host}:{self._port}; "
@@ -243,6 +297,19 @@ def _version_of(binary: Path) -> tuple[int, ...]:
 
 
 def _free_port(host: str) -> int:
+    """A port below those that the kernel gives to clients.
+
+    One of theirs could be taken while a server that died waits for its restart; and a client that
+    tries again and again to reach such a port on its own machine ends up connected to itself.
+    """
+    first_of_clients = int(_CLIENT_PORTS.read_text().split()[0]) if _CLIENT_PORTS.exists() else 0
+    for _ in range(100):
+        if first_of_clients - _FIRST_PORT < 1000:
+            break  # a system that leaves too little room
+        port = random.SystemRandom().randrange(_FIRST_PORT, first_of_clients)
+        with contextlib.suppress(OSError):
+            socket.create_server((host, port)).close()
+            return port
     with socket.create_server((host, 0)) as probe:
         return int(probe.getsockname()[1])
 

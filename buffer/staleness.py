@@ -9,9 +9,10 @@ in flight.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from buffer.types import PromptRef
+from buffer.types import PromptRef, Trajectory, TrajectoryGroup
 
 
 def staleness(version: int, min_version: int) -> int:
@@ -34,3 +35,45 @@ def next_attempt(prompt: PromptRef, max_retries: int) -> PromptRef | None:
     if prompt.attempt >= max_retries:
         return None
     return replace(prompt, attempt=prompt.attempt + 1)
+
+
+def mask_over_age(group: TrajectoryGroup, oldest: int) -> TrajectoryGroup:
+    """The group with every token out of the loss that a version before `oldest` sampled.
+
+    The group itself if it has none.
+    """
+    trajectories = tuple(_masked(trajectory, oldest) for trajectory in group.trajectories)
+    if all(new is old for new, old in zip(trajectories, group.trajectories, strict=True)):
+        return group
+    return replace(group, trajectories=trajectories)
+
+
+def _masked(trajectory: Trajectory, oldest: int) -> Trajectory:
+    too_old = [s for s in trajectory.version_spans if s.version < oldest]
+    if not any(trajectory.loss_mask[s.start : s.end].any() for s in too_old):
+        return trajectory
+    mask, logprobs = trajectory.loss_mask.copy(), trajectory.rollout_logprobs.copy()
+    for span in too_old:
+        mask[span.start : span.end] = 0
+        logprobs[span.start : span.end] = 0
+    return replace(trajectory, loss_mask=mask, rollout_logprobs=logprobs)
+
+
+def renumber(group: TrajectoryGroup, numbers: Sequence[int]) -> TrajectoryGroup:
+    """The group with its versions replaced by those that a rollback left them (see lineage.py).
+
+    `numbers` are the new ones of the versions with trainable tokens, in ascending order of the old.
+    Spans without a trainable token keep theirs: nothing asks for it.
+    """
+    renamed = dict(zip(group.tokens_by_version, numbers, strict=True))
+    trajectories = (
+        replace(
+            trajectory,
+            version_spans=tuple(
+                replace(span, version=renamed.get(span.version, span.version))
+                for span in trajectory.version_spans
+            ),
+        )
+        for trajectory in group.trajectories
+    )
+    return replace(group, trajectories=tuple(trajectories))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from math import inf
 from typing import Any
 
 
@@ -21,6 +24,7 @@ class BufferStats:
     dropped: Mapping[str, int]
     """By reason."""
     quarantined: int
+    """Put aside: leased too often, or not to be decoded."""
     ready: int
     leased: int
     running: int
@@ -35,7 +39,7 @@ class BufferStats:
     expired: int
     """Groups that came back from a lease that was not renewed."""
     by_staleness: Mapping[int, int]
-    """Ready groups by how far they lag behind the trainer's version."""
+    """Ready groups by how far their gate version lags behind the trainer's."""
     trainer_version: int
     engine_versions: Mapping[str, int]
     max_staleness: int
@@ -48,7 +52,34 @@ class BufferStats:
     """Tokens of the groups that are held (ready, leased or consumed)."""
     tokens_pushed: int
     tokens_trained: int
-    """Trainable tokens of all groups that were ever consumed."""
+    """Trainable tokens of all groups that were ever consumed, but those that were masked."""
+    tokens_masked: int
+    """Trainable tokens that were masked for their age (on_stale=mask_tokens)."""
+    dropped_tokens: Mapping[str, int]
+    """By reason."""
+    dropped_by_length: Mapping[str, int]
+    """Dropped groups by the tokens that they had, as '<=1k', ..., '>64k'."""
+    bytes_consumed: int
+    """Part of `bytes` that is consumed: it takes no capacity."""
+    bytes_quarantined: int
+    """Part of `bytes` that is in quarantine: it takes no capacity either."""
+    capacity_groups: int | None
+    capacity_bytes: int | None
+    num_shards: int
+    oldest_ready_age_s: float | None
+    """Since the push of the ready group that is next by staleness; None if there is none."""
+    push_blocked: int
+    """Pushes that had to wait for room, and got it."""
+    push_blocked_s: float
+    lineage: str
+    """Of the trainer that owns the buffer; "" before the first reconcile."""
+    trained_by_staleness: Mapping[int, int]
+    """Groups that were ever consumed, by staleness."""
+    trained_by_age: Mapping[float, int]
+    """Groups that were consumed up to so many seconds after their push; cumulative, ends in inf."""
+    trained_age_sum_s: float
+    counters: Mapping[str, int]
+    """All counters of `stats` as they are in Redis."""
 
     @property
     def trained(self) -> int:
@@ -61,27 +92,36 @@ class BufferStats:
     @property
     def is_conserved(self) -> bool:
         """Whether every pushed group is in exactly one place."""
-        places = self.trained + self.num_dropped + self.quarantined + self.ready + self.leased
-        return self.pushed == places
+        return self.pushed == self.num_placed
+
+    @property
+    def num_placed(self) -> int:
+        """Pushed groups, counted where they are."""
+        return self.trained + self.num_dropped + self.quarantined + self.ready + self.leased
+
+
+AGE_BOUNDS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, inf)
+"""Of the histogram of ages; consume.lua has the same."""
 
 
 def parse_stats(reply: list[Any]) -> BufferStats:
     """Reads the reply of stats.lua."""
-    running, ready, leased, consumed, retries_waiting = (int(number) for number in reply[:5])
-    settings, counters = _pairs(reply[5]), _pairs(reply[6])
+    running, ready, leased, consumed, quarantined, retries_waiting = map(int, reply[:6])
+    settings = _pairs(reply[6])
+    counters = {name: int(number) for name, number in _pairs(reply[7]).items()}
     trainer_version = int(settings["trainer_version"])
     abandoned = _by_reason(counters, "abandoned:")
-    trained_staleness = counters.get("max_staleness_trained")
+    oldest_ready_ms = int(reply[10])
 
     def count(name: str) -> int:
-        return int(counters.get(name, 0))
+        return counters.get(name, 0)
 
     return BufferStats(
         pushed=count("pushed"),
         acked=count("acked"),
         consumed=consumed,
         dropped=_by_reason(counters, "dropped:"),
-        quarantined=0,  # no verb moves a group there yet
+        quarantined=quarantined,
         ready=ready,
         leased=leased,
         running=running,
@@ -93,28 +133,94 @@ def parse_stats(reply: list[Any]) -> BufferStats:
         expired=count("expired"),
         by_staleness={
             trainer_version - int(version): int(number)
-            for version, number in zip(reply[8][::2], reply[8][1::2], strict=True)
+            for version, number in zip(reply[9][::2], reply[9][1::2], strict=True)
         },
         trainer_version=trainer_version,
-        engine_versions={name: int(version) for name, version in _pairs(reply[7]).items()},
+        engine_versions={name: int(version) for name, version in _pairs(reply[8]).items()},
         max_staleness=int(settings["max_staleness"]),
-        max_staleness_trained=None if trained_staleness is None else int(trained_staleness),
+        max_staleness_trained=counters.get("max_staleness_trained"),
         groups_per_step=int(settings["groups_per_step"]),
         bytes=count("bytes"),
         tokens=count("tokens"),
         tokens_pushed=count("tokens_pushed"),
         tokens_trained=count("tokens_trained"),
+        tokens_masked=count("tokens_masked"),
+        dropped_tokens=_by_reason(counters, "dropped_tokens:"),
+        dropped_by_length=_by_reason(counters, "dropped_len:"),
+        bytes_consumed=count("bytes_consumed"),
+        bytes_quarantined=count("bytes_quarantined"),
+        capacity_groups=_limit(settings["capacity_groups"]),
+        capacity_bytes=_limit(settings["capacity_bytes"]),
+        num_shards=int(settings["num_shards"]),
+        oldest_ready_age_s=None if oldest_ready_ms < 0 else oldest_ready_ms / 1000,
+        push_blocked=count("push_blocked"),
+        push_blocked_s=count("push_blocked_ms") / 1000,
+        lineage=settings["lineage"],
+        trained_by_staleness={
+            int(age): n for age, n in sorted(_by_reason(counters, "trained_staleness:").items())
+        },
+        trained_by_age=_cumulative(_by_reason(counters, "trained_age:")),
+        trained_age_sum_s=count("trained_age_ms") / 1000,
+        counters=counters,
     )
 
 
-def _pairs(flat: list[bytes]) -> dict[str, str]:
+def sum_stats(parts: Sequence[BufferStats]) -> BufferStats:
+    """The numbers of all shards of a run together; what holds for the run is the home shard's."""
+    home = parts[0]
+    if len(parts) == 1:
+        return home
+    summed = {
+        field.name: _merged(field.name, [getattr(part, field.name) for part in parts])
+        for field in fields(BufferStats)
+        if field.name not in _OF_THE_RUN
+    }
+    return replace(home, **summed)
+
+
+_OF_THE_RUN = {
+    "engine_versions",
+    "max_staleness",
+    "groups_per_step",
+    "num_shards",
+    "lineage",
+}
+# A trainer that died while it published left a version that not all shards know; it is used up.
+_LARGEST = {"trainer_version", "max_staleness_trained", "oldest_ready_age_s"}
+
+
+def _merged(name: str, values: Sequence[Any]) -> Any:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if name in _LARGEST:
+        return max(known)
+    if not isinstance(known[0], Mapping):
+        return sum(known)
+    merged: Counter[Any] = Counter()
+    for mapping in known:
+        merged.update(mapping)
+    return dict(merged)
+
+
+def _limit(text: str) -> int | None:
+    return int(text) if text else None
+
+
+def _cumulative(by_bucket: Mapping[str, int]) -> dict[float, int]:
+    by_bound = {float(bound): number for bound, number in by_bucket.items()}
+    totals = accumulate(by_bound.get(bound, 0) for bound in AGE_BOUNDS_S)
+    return dict(zip(AGE_BOUNDS_S, totals, strict=True))
+
+
+def _pairs(flat: Iterable[bytes]) -> dict[str, str]:
     texts = [item.decode() for item in flat]
     return dict(zip(texts[::2], texts[1::2], strict=True))
 
 
-def _by_reason(counters: Mapping[str, str], prefix: str) -> dict[str, int]:
+def _by_reason(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
     return {
-        name.removeprefix(prefix): int(number)
+        name.removeprefix(prefix): number
         for name, number in counters.items()
         if name.startswith(prefix)
     }

@@ -10,6 +10,7 @@ Example: a prompt of 3 tokens, answered with 4 of which the last two were sample
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -19,6 +20,10 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 MaskArray = NDArray[np.uint8]
+
+MAX_VERSION = 2**21 - 1
+"""The highest policy version: the buffer's index orders groups by version * 2^32 + a sequence
+number, which Redis keeps as a double, exact below 2^53."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -64,13 +69,22 @@ class Trajectory:
 
     @property
     def num_trainable_tokens(self) -> int:
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def min_version(self) -> int | None:
         """Version of the oldest trainable token; None if no token is trainable."""
-        versions = [s.version for s in self.version_spans if self.loss_mask[s.start : s.end].any()]
-        return min(versions, default=None)
+        return min(self.tokens_by_version, default=None)
+
+    @property
+    def tokens_by_version(self) -> Mapping[int, int]:
+        """Number of trainable tokens of each version that sampled any, oldest version first."""
+        counts: dict[int, int] = {}
+        for span in sorted(self.version_spans, key=lambda span: span.version):
+            trainable = int(np.count_nonzero(self.loss_mask[span.start : span.end]))
+            if trainable:
+                counts[span.version] = counts.get(span.version, 0) + trainable
+        return counts
 
     def token_versions(self) -> IntArray:
         """[T] policy version of each token, -1 where no policy wrote it."""
@@ -109,8 +123,26 @@ class TrajectoryGroup:
         return sum(t.num_tokens for t in self.trajectories)
 
     @property
+    def num_trainable_tokens(self) -> int:
+        return sum(t.num_trainable_tokens for t in self.trajectories)
+
+    @property
+    def tokens_by_version(self) -> Mapping[int, int]:
+        """Number of trainable tokens of each version that sampled any, oldest version first."""
+        counts = sum((Counter(t.tokens_by_version) for t in self.trajectories), Counter[int]())
+        return dict(sorted(counts.items()))
+
+    @property
     def min_version(self) -> int:
         """Version of the group's oldest trainable token: what the staleness gate looks at."""
-        versions = [v for t in self.trajectories if (v := t.min_version) is not None]
+        return min(self._versions())
+
+    @property
+    def max_version(self) -> int:
+        """Version of the group's newest trainable token."""
+        return max(self._versions())
+
+    def _versions(self) -> Mapping[int, int]:
+        versions = self.tokens_by_version
         assert versions, f"group {self.group_id} has no trainable token"
-        return min(versions)
+        return versions

@@ -1,16 +1,25 @@
 -- A checkpoint is durable: consumed -> acked, for steps up to the one given; payloads go.
--- ARGV: step, bound of work.   Reply: how many were acknowledged (fewer than the bound: that is all).
-local due = redis.call('ZRANGE', CONSUMED, '-inf', ARGV[1], 'BYSCORE', 'LIMIT', '0', ARGV[2], 'WITHSCORES')
-local newest
+-- ARGV: step, lineage ('' for any), bound of work.
+-- Reply: {how many were acknowledged, 1 if there may be more} | {'not_owner'}
+if ARGV[2] ~= '' and ARGV[2] ~= lineage then return {'not_owner'} end
+local bound, acked_step = tonumber(ARGV[3]), setting('acked_step')
+local due = redis.call('ZRANGE', CONSUMED, '-inf', ARGV[1], 'BYSCORE', 'LIMIT', '0', bound, 'WITHSCORES')
+local ids, newest = {}, acked_step
 for i = 1, #due, 2 do
-  local id, step = due[i], due[i + 1]
-  redis.call('ZREM', CONSUMED, id)
-  bury(id, 'acked')
-  if step ~= newest then redis.call('EXPIRE', lease_key(step), TOMBSTONE_S) end
-  newest = step
+  ids[#ids + 1] = due[i]
+  newest = math.max(newest, tonumber(due[i + 1]))
+  count('bytes_consumed', -bury(due[i], 'acked').bytes)
+  audit(due[i], 'acked', 's', due[i + 1])
 end
-if #due > 0 then
-  count('acked', #due / 2)
-  if tonumber(newest) > setting('acked_step') then redis.call('HSET', SETTINGS, 'acked_step', newest) end
+if #ids > 0 then
+  call_many('ZREM', CONSUMED, ids)
+  count('acked', #ids)
 end
-return #due / 2
+-- Records of these steps are of no more use: `acked_step` answers a rank that comes late.
+local steps = redis.call('ZRANGE', BATCHES, '-inf', ARGV[1], 'BYSCORE', 'LIMIT', '0', bound)
+for _, step in ipairs(steps) do
+  if redis.call('HEXISTS', lease_key(step), 'done') == 1 then newest = math.max(newest, tonumber(step)) end
+end
+for _, step in ipairs(steps) do if tonumber(step) <= newest then forget_batch(step) end end
+if newest > acked_step then redis.call('HSET', SETTINGS, 'acked_step', whole(newest)) end
+return {#ids, (#ids == bound) and 1 or 0}

@@ -1,29 +1,52 @@
 -- The step is done: leased -> consumed, for the groups that this owner still holds.
--- ARGV: owner token, step, version trained, group ids...
+-- ARGV: owner token, step, version trained, version below which tokens were masked ('' for none), ids...
 -- Reply: how many of them are consumed by this owner (the same number when it is sent again).
-local owner, step, version = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local total, num_new = 0, 0
+-- With no ids only the step's record is marked: its groups lie in other shards.
+local owner, step, version, masked_below = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+if is_reconciling then return 0 end -- the owner is of a lineage that was rolled back
+local total, ids, steps, largest = 0, {}, {}, nil
 
-for i = 4, #ARGV do
+-- Bounds in seconds of the histogram of ages; the counters are not cumulative.
+local function age_bucket(age_s)
+  for _, bound in ipairs({1, 5, 15, 60, 300, 900, 3600}) do if age_s <= bound then return bound end end
+  return 'inf'
+end
+
+for i = 5, #ARGV do
   local id = ARGV[i]
-  local group = redis.call('HMGET', group_key(id), 'state', 'owner', 'min_version', 'trainable')
+  local group = redis.call('HMGET', group_key(id), 'state', 'owner', 'min_version', 'trainable',
+    'versions', 'bytes', 'pushed_at')
   if group[2] == owner and group[1] == 'consumed' then
     total = total + 1
   elseif group[2] == owner and group[1] == 'leased' then
-    redis.call('ZREM', LEASED, id)
-    redis.call('ZADD', CONSUMED, step, id)
-    redis.call('HSET', group_key(id), 'state', 'consumed')
-    count('tokens_trained', group[4])
-    local staleness = version - group[3]
-    local largest = tonumber(redis.call('HGET', STATS, 'max_staleness_trained'))
-    if not largest or staleness > largest then
-      redis.call('HSET', STATS, 'max_staleness_trained', whole(staleness))
-    end
-    total, num_new = total + 1, num_new + 1
+    ids[#ids + 1] = id
+    steps[#steps + 1] = step
+    steps[#steps + 1] = id
+    redis.call('HSET', group_key(id), 'state', 'consumed', 'leases', 0) -- trained: it is no poison
+    local oldest, masked = oldest_trained(group[3], group[5], group[4], masked_below)
+    local age_ms, staleness = math.max(0, now_ms() - group[7]), version - oldest
+    count('tokens_trained', group[4] - masked)
+    count('tokens_masked', masked)
+    count('bytes_consumed', group[6])
+    count('trained_staleness:' .. whole(staleness), 1)
+    count('trained_age:' .. age_bucket(age_ms / 1000), 1)
+    count('trained_age_ms', age_ms)
+    largest = math.max(largest or staleness, staleness)
+    audit(id, 'consumed', 's', step)
+    total = total + 1
   end
 end
-if num_new > 0 then
-  redis.call('HSET', lease_key(step), 'done', '1')
+
+if #ids > 0 then
+  call_many('ZREM', LEASED, ids)
+  call_many('ZADD', CONSUMED, steps)
+  local before = tonumber(redis.call('HGET', STATS, 'max_staleness_trained'))
+  if not before or largest > before then
+    redis.call('HSET', STATS, 'max_staleness_trained', whole(largest))
+  end
   wake('room')
+end
+if (total > 0 or #ARGV == 4) and redis.call('HGET', lease_key(step), 'owner') == owner then
+  redis.call('HSET', lease_key(step), 'done', '1')
 end
 return total

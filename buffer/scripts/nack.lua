@@ -1,14 +1,11 @@
--- Gives leased groups back: leased -> ready, for those that this owner still holds.
+-- Gives leased groups back: leased -> ready (or quarantine), for those that this owner still holds.
 -- ARGV: owner token, reason, group ids...   Reply: how many went back.
 local owner, total = ARGV[1], 0
 for i = 3, #ARGV do
   if is_held(ARGV[i], owner) then
-    return_to_ready(ARGV[i])
+    return_leased(ARGV[i], 'nacked', 'r', ARGV[2])
     total = total + 1
   end
 end
-if total > 0 then
-  count('nacked:' .. ARGV[2], total)
-  wake_batch()
-end
+count('nacked:' .. ARGV[2], total)
 return total

@@ -1,21 +1,29 @@
 -- The last gate before the step: which groups of a lease may still be trained. Renews their deadline.
--- ARGV: version, owner token, timeout in ms, group ids...   Reply: the ids that stay.
-local version, owner = tonumber(ARGV[1]), ARGV[2]
+-- ARGV: version, owner token, lease in ms, version below which tokens were masked ('' for none), ids...
+-- Reply: the ids that stay.
+local version, owner, masked_below = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[4])
 local deadline, oldest = whole(now_ms() + tonumber(ARGV[3])), oldest_fresh(version)
-local fresh, num_dropped = {}, 0
+local fresh, deadlines = {}, {}
 
-for i = 4, #ARGV do
+for i = 5, is_reconciling and 0 or #ARGV do
   local id = ARGV[i]
-  if is_held(id, owner) then
-    if tonumber(redis.call('HGET', group_key(id), 'min_version')) >= oldest then
-      redis.call('ZADD', LEASED, deadline, id)
-      fresh[#fresh + 1] = id
-    else
+  local group = redis.call('HMGET', group_key(id), 'state', 'owner', 'min_version', 'max_version',
+    'versions')
+  if group[1] == 'leased' and group[2] == owner then
+    if gate_of(group[3], group[4]) < oldest then
       redis.call('ZREM', LEASED, id)
-      drop_stale(id)
-      num_dropped = num_dropped + 1
+      drop(id, 'stale')
+    elseif oldest_trained(group[3], group[5], 0, masked_below) < oldest then
+      -- More of it must be masked now than the trainer has masked.
+      redis.call('ZREM', LEASED, id)
+      to_ready(id, 'requeued', 'r', 'mask')
+      wake('room')
+    else
+      fresh[#fresh + 1] = id
+      deadlines[#deadlines + 1] = deadline
+      deadlines[#deadlines + 1] = id
     end
   end
 end
-if num_dropped > 0 then wake('room') end
+if #fresh > 0 then call_many('ZADD', LEASED, deadlines) end
 return fresh

@@ -1,0 +1,13 @@
+-- One part of the audit stream, and of it what one group lived through.
+-- ARGV: group id, entry to read from, entries to look at.
+-- Reply: {next entry to read from or '', {entry id, {name, value...}, ...}}
+local entries = redis.call('XRANGE', EVENTS, ARGV[2], '+', 'COUNT', ARGV[3])
+local found = {}
+for _, entry in ipairs(entries) do
+  if entry[2][2] == ARGV[1] then
+    found[#found + 1] = entry[1]
+    found[#found + 1] = entry[2]
+  end
+end
+local is_more = #entries == tonumber(ARGV[3])
+return {is_more and '(' .. entries[#entries][1] or '', found}

@@ -1,0 +1,73 @@
+-- The library: what a rollback does to version numbers (the rule of buffer/lineage.py).
+-- settings.gaps holds the rollbacks as 'last:resume last:resume', oldest first: a version up to
+-- `last` moves up by resume - last, one between the two is gone. num_gaps counts all there ever were;
+-- the field `gaps` of a group says how many of them its numbers know.
+
+local MAX_GAPS = 32
+
+local function parse_gaps(text)
+  local gaps = {}
+  for last, resume in string.gmatch(text, '(%S+):(%d+)') do
+    gaps[#gaps + 1] = {last = tonumber(last), resume = tonumber(resume)}
+  end
+  return gaps
+end
+
+local function read_gaps()
+  local held = redis.call('HMGET', SETTINGS, 'gaps', 'num_gaps')
+  return parse_gaps(held[1]), tonumber(held[2])
+end
+
+-- What is older than the last MAX_GAPS becomes one gap that ends all versions before it.
+local function write_gaps(gaps, num_gaps)
+  if #gaps > MAX_GAPS then
+    table.remove(gaps, 1)
+    gaps[1].last = -1
+  end
+  local pairs_ = {}
+  for i, gap in ipairs(gaps) do pairs_[i] = whole(gap.last) .. ':' .. whole(gap.resume) end
+  redis.call('HSET', SETTINGS, 'gaps', table.concat(pairs_, ' '), 'num_gaps', num_gaps)
+end
+
+-- The number of a version after gaps[first] and the later ones; nil if it is gone.
+local function renumber(version, gaps, first)
+  for i = first, #gaps do
+    if version <= gaps[i].last then version = version + gaps[i].resume - gaps[i].last
+    elseif version < gaps[i].resume then return nil end
+  end
+  return version
+end
+
+-- The same for 'version:tokens version:tokens': the new text, its oldest and newest version. Two
+-- versions that become one stay two entries, so that entries agree with the payload's by position.
+local function renumber_all(versions, gaps, first)
+  local parts, min_version, max_version = {}, nil, nil
+  for version, tokens in string.gmatch(versions, '(%d+):(%d+)') do
+    local moved = renumber(tonumber(version), gaps, first)
+    if not moved then return nil end
+    parts[#parts + 1] = whole(moved) .. ':' .. tokens
+    min_version, max_version = min_version or moved, moved
+  end
+  return table.concat(parts, ' '), min_version, max_version
+end
+
+-- Brings the numbers of a stored group up to date; the caller mends the set that is ordered by them.
+-- Returns 'same', 'gone' if it holds a token of a version that is gone, or 'moved' and its oldest and
+-- newest version.
+local function update_numbers(id, gaps, num_gaps)
+  local name = group_key(id)
+  local group = redis.call('HMGET', name, 'gaps', 'versions', 'min_version', 'trainable')
+  local known = tonumber(group[1] or 0)
+  if known == num_gaps then return 'same' end
+  local before = group[2] or group[3] .. ':' .. group[4]
+  local first = math.max(1, known - (num_gaps - #gaps) + 1)
+  local versions, min_version, max_version = renumber_all(before, gaps, first)
+  if not versions then return 'gone' end
+  if versions == before then
+    redis.call('HSET', name, 'gaps', num_gaps)
+    return 'same'
+  end
+  redis.call('HSET', name, 'gaps', num_gaps, 'versions', versions, 'moved', '1',
+    'min_version', whole(min_version), 'max_version', whole(max_version))
+  return 'moved', min_version, max_version
+end

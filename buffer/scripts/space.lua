@@ -1,0 +1,10 @@
+-- Whether a push of so many bytes would fit: cheap to ask before the payload is sent again.
+-- ARGV: bytes.   Reply: {1 or 0, last wake id of room, groups, bytes in use}
+local capacity = redis.call('HMGET', SETTINGS, 'capacity_groups', 'capacity_bytes', 'on_full')
+local held = redis.call('HMGET', STATS, 'bytes', 'bytes_consumed', 'bytes_quarantined')
+local num_groups = redis.call('ZCARD', READY) + redis.call('ZCARD', LEASED)
+local used = (held[1] or 0) - (held[2] or 0) - (held[3] or 0)
+local has_room = num_groups + 1 <= (tonumber(capacity[1]) or math.huge)
+  and used + ARGV[1] <= (tonumber(capacity[2]) or math.huge)
+if capacity[3] == 'drop_stalest' and redis.call('ZCARD', READY) > 0 then has_room = true end
+return {has_room and 1 or 0, last_wake('room'), num_groups, used}

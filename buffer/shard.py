@@ -1,0 +1,394 @@
+"""One complete buffer at one hash tag: every verb is one script, or SETs and a script.
+
+No waits and no codec here: `ReplayBuffer` waits, encodes and spreads groups over shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from buffer.cancellation import cancellable
+from buffer.chunks import join_payload, num_chunks
+from buffer.events import GroupEvent, parse_events
+from buffer.invariants import find_violations
+from buffer.keys import Keys
+from buffer.lua import Argument, Scripts
+from buffer.replies import (
+    AckReply,
+    Admitted,
+    Candidate,
+    Formed,
+    Held,
+    Locked,
+    NoRoom,
+    NotFormed,
+    Peek,
+    PushRecord,
+    PushReply,
+    QuarantinedRecord,
+    ReconcileBegun,
+    ReconcileReply,
+    Space,
+    StepRecord,
+    Swept,
+    Taken,
+    parse_formed,
+    parse_held,
+    parse_locked,
+    parse_peek,
+    parse_push,
+    parse_taken,
+    texts,
+)
+from buffer.stats import BufferStats, parse_stats
+from buffer.types import PromptRef
+
+__all__ = [
+    "BOUND",
+    "AckReply",
+    "Admitted",
+    "Candidate",
+    "Formed",
+    "Held",
+    "Locked",
+    "NoRoom",
+    "NotFormed",
+    "Peek",
+    "PushRecord",
+    "PushReply",
+    "QuarantinedRecord",
+    "ReconcileBegun",
+    "ReconcileReply",
+    "Shard",
+    "Space",
+    "StepRecord",
+    "Swept",
+    "Taken",
+]
+
+BOUND = 32
+"""Groups that one call of a script may move: far below 10 ms, also at a busy server."""
+_MAX_IDS = 128
+"""Ids that one call of a script may be given."""
+_ORPHAN_EXPIRY_MS = 600_000
+"""A payload whose push never committed disappears by itself."""
+_PAYLOADS_AT_ONCE = 64
+_EVENTS_AT_ONCE = 1000
+
+
+class Shard:
+    """One shard's verbs. Each may be sent again after a lost reply, with the effect of once."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        """`redis` stays the caller's."""
+        self._redis = redis
+        self._scripts = Scripts(redis, keys)
+        self.keys = keys
+
+    async def open(self, initial: Mapping[str, str]) -> None:
+        """Creates the settings (see `initial_settings`). Those that exist already stay."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for name, value in initial.items():
+                pipe.hsetnx(self.keys("settings"), name, value)
+            await cancellable(pipe.execute())
+
+    # Rollout side ----------------------------------------------------------------------------
+
+    async def admit(self, group_id: str, credit_ms: int) -> Admitted | NoRoom:
+        """Takes a credit for the group; a second call for it renews the credit."""
+        reply = await self._scripts.run("admit", group_id, credit_ms)
+        if reply[0] == b"admitted":
+            return Admitted(int(reply[1]))
+        return NoRoom(reply[1].decode(), int(reply[2]), int(reply[3]))
+
+    async def renew_credits(self, ids: Sequence[str], credit_ms: int) -> int:
+        """How many of the groups are running; their credits last longer now."""
+        return await self._sum("renew_credits", (credit_ms,), ids)
+
+    async def abandon(self, group_id: str, reason: str, requeue: PromptRef | None) -> bool:
+        """Frees the credit of a group that will never be pushed; False if it had none."""
+        prompt = ("", 0, 0) if requeue is None else (requeue.task, requeue.index, requeue.attempt)
+        return bool(await self._scripts.run("abandon", group_id, reason, *prompt))
+
+    async def push(
+        self, record: PushRecord, chunks: Sequence[bytes], blocked_ms: int = 0
+    ) -> PushReply:
+        """Stores a group; `chunks` are what `split_payload` made of its payload.
+
+        `blocked_ms` is counted with the call that stores it (0: it was not blocked).
+        """
+        first = self.keys.payload(record.group_id)
+        keys = [first, *(f"{first}:{number}" for number in range(1, len(chunks)))]
+        reply = await self._scripts.run_after_sets(
+            "push",
+            list(zip(keys, chunks, strict=True)),
+            _ORPHAN_EXPIRY_MS,
+            *astuple(record),
+            len(chunks) - 1,
+            blocked_ms,
+            BOUND,
+        )
+        return parse_push(reply)
+
+    async def has_space(self, num_bytes: int) -> Space:
+        """Whether a push of so many bytes would find room now."""
+        has_room, last_wake, groups, in_use = await self._scripts.run("space", num_bytes)
+        return Space(bool(has_room), last_wake.decode(), int(groups), int(in_use))
+
+    async def take_retry(self, token: str) -> PromptRef | None:
+        """A prompt to run again; the same token gets the same one."""
+        reply = await self._scripts.run("take_retry", token)
+        if reply is None:
+            return None
+        attempt, index, task = reply.decode().split(" ", 2)
+        return PromptRef(task=task, index=int(index), attempt=int(attempt))
+
+    # Trainer side: a batch in one shard ------------------------------------------------------
+
+    async def form(
+        self,
+        *,
+        step: int,
+        version: int,
+        num_groups: int,
+        num_shares: int,
+        lease_ms: int,
+        owner: str,
+        lineage: str = "",
+        bound: int = BOUND,
+    ) -> Formed | NotFormed:
+        """The step's batch, formed with this owner if there is none yet."""
+        return parse_formed(
+            await self._scripts.run(
+                "form", step, version, num_groups, num_shares, lease_ms, owner, lineage, bound
+            )
+        )
+
+    # Trainer side: a batch in several shards -------------------------------------------------
+
+    async def lock_step(
+        self, step: int, token: str, lock_ms: int, *, lineage: str = "", void_owner: str = ""
+    ) -> Locked | StepRecord | NotFormed:
+        """At the home shard: the record of the step's batch, else the lock to form it.
+
+        `void_owner`: the caller saw that nothing of this owner's batch is held any more.
+        """
+        return parse_locked(
+            await self._scripts.run("lock_step", step, token, lock_ms, lineage, void_owner)
+        )
+
+    async def unlock(self, token: str) -> bool:
+        """Gives the lock back without a batch; False if it was not held."""
+        return bool(await self._scripts.run("unlock", token))
+
+    async def peek(self, version: int, limit: int, bound: int = BOUND, wanted: int = 0) -> Peek:
+        """What this shard would give to a batch at `version`, at most `limit` groups.
+
+        With `wanted` a push wakes wake:batch once so many are ready here.
+        """
+        return parse_peek(await self._scripts.run("peek", version, limit, bound, wanted))
+
+    async def take(
+        self, version: int, ids: Sequence[str], owner: str, lease_ms: int, step: int
+    ) -> Taken:
+        """Leases those of the groups that are ready and fresh. One call, however many they are."""
+        return parse_taken(await self._scripts.run("take", version, owner, lease_ms, step, *ids))
+
+    async def record(
+        self,
+        *,
+        step: int,
+        version: int,
+        num_groups: int,
+        num_shares: int,
+        owner: str,
+        ids: Sequence[str],
+        tokens: Sequence[int],
+        oldest: int | None,
+        token: str,
+    ) -> bool:
+        """At the home shard: keeps the step's batch and gives the lock back.
+
+        False if the lock was lost meanwhile: the batch is somebody else's, give the groups back.
+        """
+        batch = (" ".join(ids), " ".join(map(str, tokens)), "" if oldest is None else oldest)
+        return bool(
+            await self._scripts.run(
+                "record", step, version, num_groups, num_shares, owner, *batch, token
+            )
+        )
+
+    async def held(self, owner: str, ids: Sequence[str]) -> Held:
+        """What an owner still has of these groups."""
+        return parse_held(await self._scripts.run("held", owner, *ids))
+
+    # Trainer side: a batch in hand -----------------------------------------------------------
+
+    async def validate(
+        self, *, version: int, owner: str, lease_ms: int, oldest: int | None, ids: Sequence[str]
+    ) -> list[str]:
+        """The ids that may be trained at `version`; renews them and drops the others.
+
+        `oldest` is what the batch was formed with: tokens before it are masked already.
+        """
+        masked_below = "" if oldest is None else oldest
+        kept: list[str] = []
+        for part in _parts(ids):
+            arguments = (version, owner, lease_ms, masked_below, *part)
+            kept += texts(await self._scripts.run("validate", *arguments))
+        return kept
+
+    async def renew(self, owner: str, lease_ms: int, ids: Sequence[str]) -> int:
+        """Extends the deadline of the groups that the owner still holds; how many they are."""
+        return await self._sum("renew", (owner, lease_ms), ids)
+
+    async def consume(
+        self, *, owner: str, step: int, version: int, oldest: int | None, ids: Sequence[str]
+    ) -> int:
+        """Marks groups as trained; how many are, by this owner.
+
+        No ids, at the home shard: marks the step as done whose groups lie elsewhere.
+        """
+        masked_below = "" if oldest is None else oldest
+        arguments = (owner, step, version, masked_below)
+        if not ids:
+            return int(await self._scripts.run("consume", *arguments))
+        return await self._sum("consume", arguments, ids)
+
+    async def ack(self, upto_step: int, lineage: str = "", bound: int = BOUND) -> AckReply:
+        """Forgets consumed groups of steps up to this one. `lineage`: only if it is the owner."""
+        reply = await self._scripts.run("ack", upto_step, lineage, bound)
+        if reply[0] == b"not_owner":
+            return AckReply(0, is_owner=False, is_more=False)
+        return AckReply(int(reply[0]), is_owner=True, is_more=bool(reply[1]))
+
+    async def nack(self, owner: str, reason: str, ids: Sequence[str]) -> int:
+        """Gives back what the owner still holds; how many went back."""
+        return await self._sum("nack", (owner, reason), ids)
+
+    # Quarantine ------------------------------------------------------------------------------
+
+    async def quarantine(self, owner: str, reason: str, group_id: str) -> bool:
+        """Puts a group that the owner cannot use aside; True if it is in quarantine now."""
+        return bool(await self._scripts.run("quarantine", owner, reason, group_id))
+
+    async def quarantined(self) -> list[QuarantinedRecord]:
+        """The groups in quarantine, the longest there first."""
+        found: list[Any] = await self._redis.zrange(
+            self.keys("quarantined"), 0, -1, withscores=True
+        )
+        records = []
+        for start in range(0, len(found), _MAX_IDS):
+            part = found[start : start + _MAX_IDS]
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for group_id, _ in part:
+                    pipe.hmget(self.keys.group(group_id.decode()), ["why", "leases", "tokens"])
+                replies = await cancellable(pipe.execute())
+            for (group_id, at_ms), (why, leases, tokens) in zip(part, replies, strict=True):
+                if why is not None:  # else it has just left
+                    record = (int(at_ms), why.decode(), int(leases or 0), int(tokens))
+                    records.append(QuarantinedRecord(group_id.decode(), *record))
+        return records
+
+    async def release(self, group_id: str) -> bool:
+        """quarantined -> ready, with all its attempts; False if it was not there."""
+        return bool(await self._scripts.run("release", group_id))
+
+    async def discard(self, group_id: str) -> bool:
+        """quarantined -> dropped; False if it was not there."""
+        return bool(await self._scripts.run("discard", group_id))
+
+    # Versions and lineage --------------------------------------------------------------------
+
+    async def publish(self, version: int) -> int | None:
+        """Makes `version` the trainer's. None, or the present one if that is above."""
+        reply = await self._scripts.run("publish", version)
+        return int(reply[1]) if reply[0] == b"older" else None
+
+    async def reconcile_begin(
+        self, lineage: str, *, step: int, version: int, resume_version: int
+    ) -> ReconcileBegun:
+        """Makes `lineage` the owner; from here on every older one is fenced out.
+
+        Until `reconcile` has nothing more to do no batch is formed.
+        """
+        reply = await self._scripts.run("reconcile_begin", lineage, step, version, resume_version)
+        return ReconcileBegun(reply[0].decode(), *map(int, reply[1:]))
+
+    async def reconcile_acked(self, lineage: str, ids: Sequence[str]) -> bool:
+        """Acknowledges groups that the checkpoint contains; False if `lineage` is not the owner."""
+        for part in _parts(ids):
+            if not await self._scripts.run("reconcile_acked", lineage, *part):
+                return False
+        return True
+
+    async def reconcile(self, lineage: str, bound: int = BOUND) -> ReconcileReply:
+        """One part of sorting what was in hand; call it until there is no more."""
+        reply = await self._scripts.run("reconcile", lineage, bound)
+        if reply[0] == b"not_owner":
+            return ReconcileReply(is_owner=False, is_more=False)
+        is_more, acked, requeued, dropped, quarantined = reply
+        return ReconcileReply(True, bool(is_more), acked, requeued, dropped, quarantined)
+
+    # Either side -----------------------------------------------------------------------------
+
+    async def sweep(self, bound: int = BOUND) -> Swept:
+        """Ends expired credits and leases and drops stale ready groups."""
+        expired, dropped, credits = map(int, await self._scripts.run("sweep", bound))
+        return Swept(expired, dropped, credits, max(expired, dropped, credits) == bound)
+
+    async def tune(self, max_staleness: int) -> None:
+        await self._scripts.run("tune", max_staleness)
+
+    async def stats(self) -> BufferStats:
+        """The shard's numbers, all of one moment."""
+        return parse_stats(await self._scripts.run("stats"))
+
+    async def check(self) -> list[str]:
+        """What is not as it must be, in words; safe while the run goes on."""
+        return await find_violations(self._scripts, self.stats)
+
+    async def events(self, group_id: str) -> list[GroupEvent]:
+        """What one group lived through, as far back as the audit stream goes."""
+        found: list[GroupEvent] = []
+        position = "-"
+        while position:
+            reply = await self._scripts.run("events", group_id, position, _EVENTS_AT_ONCE)
+            found += parse_events(reply[1])
+            position = reply[0].decode()
+        return found
+
+    async def payloads(self, ids: Sequence[str]) -> list[bytes | None]:
+        """The payload of each group, None if it is gone. ValueError if a chunk is missing."""
+        found: list[bytes | None] = []
+        for start in range(0, len(ids), _PAYLOADS_AT_ONCE):
+            part = ids[start : start + _PAYLOADS_AT_ONCE]
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for group_id in part:
+                    pipe.get(self.keys.payload(group_id))
+                firsts: list[bytes | None] = await cancellable(pipe.execute())
+            for group_id, first in zip(part, firsts, strict=True):
+                found.append(None if first is None else await self._joined(group_id, first))
+        return found
+
+    async def _joined(self, group_id: str, first: bytes) -> bytes:
+        rest: list[bytes | None] = []
+        for number in range(1, num_chunks(first) + 1):
+            key = f"{self.keys.payload(group_id)}:{number}"
+            rest.append(cast("bytes | None", await self._redis.get(key)))
+        return join_payload(first, rest)
+
+    async def _sum(self, script: str, arguments: Sequence[Argument], ids: Sequence[str]) -> int:
+        total = 0
+        for part in _parts(ids):
+            total += int(await self._scripts.run(script, *arguments, *part))
+        return total
+
+
+def _parts(ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    for start in range(0, len(ids), _MAX_IDS):
+        yield ids[start : start + _MAX_IDS]
