@@ -1,20 +1,27 @@
 # Every target makes its own set-up. `make help` lists them.
+# Those on a run take RUN=name (default: the newest) and DIR=folder (default: runs); those on its buffer
+# also URL=redis://..., where the run's folder does not tell (any more) where that is.
 EXPERIMENT ?=
 ARGS ?=
 RAY_ADDRESS ?=
 RUN ?=
+DIR ?=
+URL ?=
+WATCH ?=
 
 PYTHON_BIN := .venv/bin/python
 LEASH := $(PYTHON_BIN) -m controller.main
 OVERRIDES := $(if $(RAY_ADDRESS),cluster.ray_address=$(RAY_ADDRESS)) $(ARGS)
 EXPERIMENT_FLAG := $(if $(EXPERIMENT),--experiment $(EXPERIMENT))
-RUN_FLAG := $(if $(RUN),--run $(RUN))
+RUN_FLAG := $(if $(RUN),--run $(RUN)) $(if $(DIR),--dir $(DIR))
+BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install launch dry-run status stop tune test test-fast soak lint format typecheck docs clean
+.PHONY: help install launch dry-run status stop tune depth trace quarantine buffer-dump buffer-load \
+	test test-fast soak bench lint format typecheck docs clean
 
 help: ## this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 install: ## make .venv (nothing is done when it is up to date)
 	@deploy/install.sh
@@ -34,14 +41,40 @@ stop: install ## stop a run from another shell (RUN=name; default: the newest)
 tune: install ## change a running job: make tune MAX_STALENESS=2 [RUN=name]
 	@$(LEASH) tune $(RUN_FLAG) --max-staleness $(MAX_STALENESS)
 
+depth: install ## what the buffer holds, in one line; WATCH=1 draws it again and again [RUN=name]
+	@$(LEASH) depth $(BUFFER_FLAG) $(if $(WATCH),--watch)
+
+trace: install ## the life of one group: make trace GROUP=id [RUN=name]
+	@$(LEASH) trace $(BUFFER_FLAG) $(if $(GROUP),'$(GROUP)')
+
+quarantine: install ## groups that are kept but not trained [RELEASE=id or DISCARD=id] [RUN=name]
+	@$(LEASH) quarantine $(BUFFER_FLAG) $(if $(RELEASE),--release '$(RELEASE)') $(if $(DISCARD),--discard '$(DISCARD)')
+
+buffer-dump: install ## write the buffer's groups to a file: make buffer-dump FILE=path [RUN=name]
+	@$(LEASH) buffer-dump $(BUFFER_FLAG) $(if $(FILE),'$(FILE)')
+
+buffer-load: install ## read them from a file: make buffer-load FILE=path [RUN=name]
+	@$(LEASH) buffer-load $(BUFFER_FLAG) $(if $(FILE),'$(FILE)')
+
 test: install ## all tests, those with real servers too
 	@$(PYTHON_BIN) -m pytest tests
 
 test-fast: install ## unit tests alone
 	@$(PYTHON_BIN) -m pytest tests/unit -m "not slow"
 
-soak: install ## the long form of the tests that CI runs in short: signals at 5 random moments
-	@LEASH_SOAK_SIGNALS=5 $(PYTHON_BIN) -m pytest tests/integration -k random_moment
+# Full size; CI runs the same tests in short (`make test`). Any of them may be given: make soak SOAK="MINUTES=1"
+SOAK ?=
+SOAK_SIZES := SIGNALS=5 GROUPS=100000 KILLS=200 SERVER_KILLS=30 KILLS_PER_POINT=50 LOSSY_GROUPS=20000 \
+	SEQUENCES=10000 FUZZ=1000000 MINUTES=30 $(SOAK)
+SOAK_TESTS := tests/soak tests/unit/buffer/test_buffer_model.py tests/unit/buffer/test_buffer_codec_fuzz.py \
+	tests/integration/test_launch.py
+
+soak: install ## the long form of the tests that CI runs in short (hours): kills, fuzzing, signals, 30 minutes at full rate
+	@env $(addprefix LEASH_SOAK_,$(SOAK_SIZES)) $(PYTHON_BIN) -m pytest $(SOAK_TESTS) --timeout 0 -s \
+		-k "not launch or random_moment"
+
+bench: install ## the buffer against a Ray queue, bare Redis and its own targets; the last line is RESULT {json}
+	@$(PYTHON_BIN) benchmarks/buffer.py $(ARGS)
 
 lint: install ## ruff, and formatting
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check .

@@ -1,4 +1,5 @@
-"""The command line: `leash launch | dry-run | status | stop | tune`.
+"""The command line: `leash launch | dry-run | status | stop | tune`, and a run's buffer:
+`leash depth | trace | quarantine | buffer-dump | buffer-load`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by a signal.
 """
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 
 from configs.load import load_config
 from configs.schema import Config
+from controller.buffer_commands import add_buffer_verbs, add_run_verb, on_buffer
+from controller.run_dir import RunDir
 
 LOOPBACK = "127.0.0.1"
 EXIT_FAILED = 1
@@ -34,13 +37,11 @@ def _parser() -> argparse.ArgumentParser:
     for verb, what in (
         ("status", "what a run does now and what holds it back"),
         ("stop", "end a run and whatever is left of it"),
-        ("tune", "change a setting of a running job"),
     ):
-        sub = verbs.add_parser(verb, help=what)
-        sub.add_argument("--run", help="name of the run (default: the newest)")
-        sub.add_argument("--dir", default="runs", help="folder that holds the runs")
-        if verb == "tune":
-            sub.add_argument("--max-staleness", type=int, required=True)
+        add_run_verb(verbs, verb, what)
+    tune = add_run_verb(verbs, "tune", "change a setting of a running job")
+    tune.add_argument("--max-staleness", type=int, required=True)
+    add_buffer_verbs(verbs)
     return parser
 
 
@@ -112,21 +113,22 @@ def _dry_run(config: Config) -> int:
 
 
 def _on_existing_run(arguments: argparse.Namespace) -> int:
-    from controller.run_dir import RunDir
-
     run_dir = RunDir.find(arguments.dir, arguments.run)
-    if arguments.verb == "status":
-        from controller.status import print_status
+    match arguments.verb:
+        case "status":
+            from controller.status import print_status
 
-        print_status(run_dir)
-    elif arguments.verb == "stop":
-        from controller.stop import stop_run
+            print_status(run_dir)
+        case "stop":
+            from controller.stop import stop_run
 
-        stop_run(run_dir)
-    else:
-        from controller.tune import set_max_staleness
+            stop_run(run_dir)
+        case "tune":
+            from controller.tune import set_max_staleness
 
-        set_max_staleness(run_dir, arguments.max_staleness)
+            set_max_staleness(run_dir, arguments.max_staleness)
+        case _:
+            on_buffer(run_dir, arguments)
     return 0
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from buffer.stats import BufferStats
 from controller.bottleneck import MUCH, bottleneck_sentence
+from controller.remarks import buffer_remarks
 from controller.startup import StartStep, StartSteps
 from controller.units import format_count, format_duration
 from controller.view import RunView
@@ -110,6 +111,7 @@ def render(view: RunView, hint: str = "Ctrl-C stops everything") -> RenderableTy
     parts: list[RenderableType] = [_progress(view), "", _Sections(view), ""]
     if view.stats is not None:
         parts.append(_law(view.stats))
+        parts += [Text(remark, style="yellow") for remark in buffer_remarks(view.stats)]
     parts.append(_bottleneck(view))
     if view.log_lines:
         parts.append("")

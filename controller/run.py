@@ -23,17 +23,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from buffer.connection import connect
-from buffer.replay_buffer import ReplayBuffer
 from buffer.server import EmbeddedServer
 from configs.environment import LOG_DIR_VARIABLE, RUN_VARIABLE
 from configs.load import to_yaml
 from configs.schema import Config
 from controller import supervise
+from controller.buffer_access import BufferAddress, opened
 from controller.panel import Panel
 from controller.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, start_ray
 from controller.plan import Plan, make_plan
 from controller.preflight import check_inputs
+from controller.prometheus import MetricsServer
 from controller.run_dir import RunDir
 from controller.summary import RunResult, result_line
 from controller.training import Pools, Training
@@ -99,16 +99,22 @@ class Run:
             config=self._config,
             run_dir=self._dir,
             pools=pools,
-            redis_url=self._redis_url,
+            address=self._address,
             redis_pid=self._server.pid if self._server else None,
             panel=self._panel,
             started=self._started,
         )
 
+    @property
+    def _address(self) -> BufferAddress:
+        settings = self._config.buffer
+        return BufferAddress(url=self._redis_url, run=self._dir.name, settings=settings)
+
     # Start-up, each step named and timed ---------------------------------------------------------
 
     def _start_up(self, cleanup: contextlib.ExitStack) -> Pools:
         self._start_redis(cleanup)
+        self._start_prometheus(cleanup)
         cluster = self._start_ray(cleanup)
         self._prepare_model()
         pools = self._place(cluster)
@@ -139,12 +145,7 @@ class Run:
 
     async def _open_buffer(self) -> None:
         config = self._config
-        buffer = ReplayBuffer(
-            await connect(self._redis_url),
-            self._dir.name,
-            lease_timeout_s=config.buffer.lease_timeout_s,
-        )
-        try:
+        async with opened(self._address) as buffer:
             await buffer.open(config.buffer, config.trainer.groups_per_step)
             stats = await buffer.stats()
             if stats.pushed or stats.trainer_version:
@@ -152,8 +153,15 @@ class Run:
                     f"run.name={self._dir.name!r}: the Redis of buffer.url already holds a run of "
                     "this name; choose another run.name"
                 )
-        finally:
-            await buffer.close()
+
+    def _start_prometheus(self, cleanup: contextlib.ExitStack) -> None:
+        port, host = self._config.run.prometheus_port, self._config.cluster.host
+        if port is None:
+            return
+        with self._panel.step("Prometheus") as step:
+            server = MetricsServer(self._address, host, port)
+            cleanup.callback(server.close)
+            step.say(server.url)
 
     def _start_ray(self, cleanup: contextlib.ExitStack) -> RayCluster:
         environment = {RUN_VARIABLE: self._dir.run_id, LOG_DIR_VARIABLE: str(self._dir.logs)}

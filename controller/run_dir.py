@@ -52,6 +52,11 @@ class RunRecord:
         except psutil.NoSuchProcess:
             return False
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the run goes on; one whose controller was killed does not, whatever it says."""
+        return self.state == "running" and self.is_alive
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RunDir:

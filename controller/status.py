@@ -8,13 +8,11 @@ import time
 from rich.console import Console
 from rich.markdown import Markdown
 
-from buffer.connection import connect
 from buffer.keys import Keys
-from buffer.replay_buffer import ReplayBuffer
-from buffer.run_state import RunState
 from buffer.stats import BufferStats
 from configs.load import read_config
 from controller.bottleneck import Waits, bottleneck_sentence, wait_shares
+from controller.buffer_access import BufferAddress, open_buffer, open_state
 from controller.metrics import Record, read_metrics
 from controller.panel import render
 from controller.run_dir import RunDir
@@ -58,18 +56,14 @@ def _live_view(run_dir: RunDir, started: float, url: str) -> RunView:
     )
     for record in read_metrics(run_dir.metrics):
         view.apply(record)
-    stats, waits, tokens = asyncio.run(
-        asyncio.wait_for(
-            _sample(url, run_dir.name, config.buffer.lease_timeout_s), CONNECT_TIMEOUT_S
-        )
-    )
+    address = BufferAddress(url=url, run=run_dir.name, settings=config.buffer)
+    stats, waits, tokens = asyncio.run(asyncio.wait_for(_sample(address), CONNECT_TIMEOUT_S))
     view.observe(time.time(), stats, waits, tokens)
     return view
 
 
-async def _sample(url: str, run: str, lease_timeout_s: float) -> tuple[BufferStats, Waits, int]:
-    buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=lease_timeout_s)
-    state = RunState(await connect(url), run)
+async def _sample(address: BufferAddress) -> tuple[BufferStats, Waits, int]:
+    buffer, state = await open_buffer(address), await open_state(address)
     try:
         counters = await state.counters()
         tokens = int(counters.get("tokens_generated", 0))

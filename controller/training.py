@@ -10,10 +10,8 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from buffer.connection import connect
-from buffer.replay_buffer import ReplayBuffer
-from buffer.run_state import RunState
 from configs.schema import Config
+from controller.buffer_access import BufferAddress, open_buffer, open_state
 from controller.metrics import MetricsLog, Record, read_metrics
 from controller.panel import Panel
 from controller.plots import write_plots
@@ -45,7 +43,7 @@ class Training:
         config: Config,
         run_dir: RunDir,
         pools: Pools,
-        redis_url: str,
+        address: BufferAddress,
         redis_pid: int | None,
         panel: Panel,
         started: float,
@@ -53,7 +51,7 @@ class Training:
         self._config = config
         self._dir = run_dir
         self._pools = pools
-        self._redis_url = redis_url
+        self._address = address
         self._redis_pid = redis_pid
         self._panel = panel
         self._started = started
@@ -81,12 +79,9 @@ class Training:
 
     async def _open(self, cleanup: AsyncExitStack) -> None:
         run, config = self._dir.name, self._config
-        lease_timeout_s = config.buffer.lease_timeout_s
-        self._buffer = ReplayBuffer(
-            await connect(self._redis_url), run, lease_timeout_s=lease_timeout_s
-        )
+        self._buffer = await open_buffer(self._address)
         cleanup.push_async_callback(self._buffer.close)
-        self._state = RunState(await connect(self._redis_url), run)
+        self._state = await open_state(self._address)
         cleanup.push_async_callback(self._state.close)
         log = cleanup.enter_context(MetricsLog(self._dir.metrics))
         view = RunView(

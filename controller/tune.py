@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from buffer.connection import connect
-from buffer.replay_buffer import ReplayBuffer
+from configs.load import read_config
+from controller.buffer_access import BufferAddress, opened
 from controller.run_dir import RunDir, RunDirError
 
 
@@ -14,16 +14,14 @@ def set_max_staleness(run_dir: RunDir, value: int) -> None:
     url = run_dir.read_redis_url()
     if url is None or not run_dir.read_record().is_alive:
         raise RunDirError(f"{run_dir.name} does not run, so there is nothing to tune")
-    before = asyncio.run(_set(url, run_dir.name, value))
+    settings = read_config(run_dir.path / "config.yaml").buffer
+    address = BufferAddress(url=url, run=run_dir.name, settings=settings)
+    before = asyncio.run(_set(address, value))
     print(f"{run_dir.name}: max_staleness {before} -> {value}")
 
 
-async def _set(url: str, run: str, value: int) -> int:
-    redis = await connect(url)
-    buffer = ReplayBuffer(redis, run, lease_timeout_s=1.0)  # it leases nothing
-    try:
+async def _set(address: BufferAddress, value: int) -> int:
+    async with opened(address) as buffer:
         before = await buffer.get_max_staleness()
         await buffer.set_max_staleness(value)
         return before
-    finally:
-        await buffer.close()

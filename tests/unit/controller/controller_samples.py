@@ -1,11 +1,18 @@
-"""Made-up records and buffer numbers of a run that learns."""
+"""Made-up records and buffer numbers of a run that learns, and groups for a real buffer."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import inf
 
+import numpy as np
+
+from buffer.connection import connect
+from buffer.replay_buffer import ReplayBuffer
 from buffer.stats import BufferStats
+from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+from configs.schema import BufferConfig
 from controller.metrics import Record
 
 STATS = BufferStats(
@@ -33,6 +40,22 @@ STATS = BufferStats(
     tokens=9_000,
     tokens_pushed=80_000,
     tokens_trained=70_000,
+    tokens_masked=0,
+    dropped_tokens={"stale": 700},
+    dropped_by_length={"<=1k": 20},
+    bytes_consumed=100_000,
+    bytes_quarantined=0,
+    capacity_groups=None,
+    capacity_bytes=None,
+    num_shards=1,
+    oldest_ready_age_s=12.0,
+    push_blocked=0,
+    push_blocked_s=0.0,
+    lineage="a1b2",
+    trained_by_staleness={0: 400, 1: 900, 2: 892},
+    trained_by_age={1.0: 100, 5.0: 1500, inf: 2192},
+    trained_age_sum_s=8000.0,
+    counters={},
 )
 
 
@@ -72,3 +95,39 @@ def step_record(step: int, t: float, reward: float = 0.5) -> Record:
 def eval_record(version: int, t: float, accuracy: float) -> Record:
     values = {"version_min": version, "version_max": version, "accuracy": accuracy}
     return Record(t=t, kind="eval", values={**values, "num_prompts": 64, "seconds": 0.8})
+
+
+def small_group(group_id: str, version: int = 0, num_tokens: int = 8) -> TrajectoryGroup:
+    """Two equal trajectories sampled wholly by one version."""
+    mask = np.ones(num_tokens, np.uint8)
+    mask[:3] = 0
+    trajectory = Trajectory(
+        tokens=np.arange(num_tokens, dtype=np.int32),
+        loss_mask=mask,
+        rollout_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+        version_spans=(VersionSpan(version=version, start=3, end=num_tokens),),
+        prompt_length=3,
+        reward=1.0,
+        finish_reason="stop",
+    )
+    prompt = PromptRef(task="sums", index=0)
+    return TrajectoryGroup(group_id=group_id, prompt=prompt, trajectories=(trajectory,) * 2)
+
+
+async def fill(url: str, run: str, *, pushed: int = 0, leased: int = 0, **settings: object) -> None:
+    """Opens the buffer of `run`, pushes group-0, group-1, ... and leases the first of them.
+
+    `settings` are fields of BufferConfig.
+    """
+    config = BufferConfig(**settings)  # type: ignore[arg-type]
+    buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=60, shards=config.shards)
+    try:
+        await buffer.open(config, groups_per_step=max(leased, 4))
+        for number in range(pushed):
+            await buffer.push(small_group(f"group-{number}"))
+        if leased:
+            await buffer.lease(
+                step=0, version=0, num_groups=leased, share=0, num_shares=1, timeout_s=5
+            )
+    finally:
+        await buffer.close()

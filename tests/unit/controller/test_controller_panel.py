@@ -11,6 +11,7 @@ from rich.console import Console
 
 from controller.metrics import Record
 from controller.panel import Panel, render, sparkline, step_line
+from controller.remarks import buffer_remarks
 from controller.view import RunView, buffer_values, waits_of
 
 
@@ -68,6 +69,38 @@ def test_groups_that_do_not_add_up_are_told() -> None:
     view = trained_view()
     view.observe(1020.0, replace(STATS, pushed=2261), {}, 0)
     assert "does NOT add up" in text_of(view)
+
+
+def test_groups_in_quarantine_are_told() -> None:
+    view = trained_view()
+    view.observe(1020.0, replace(STATS, pushed=2263, quarantined=3), {}, 0)
+    text = text_of(view, width=140)
+    assert "+ 3 quarantined" in text and "add up" not in text
+    assert "3 groups are in quarantine, kept but not trained: `make quarantine` says why." in text
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"capacity_groups": 48}, "is full: 48 groups, buffer.capacity_groups=48. The trainer"),
+        ({"capacity_bytes": 20_000}, "is full: 19.5 KiB, buffer.capacity_bytes=20000. The trainer"),
+        (
+            {"capacity_groups": 48, "push_blocked": 2, "push_blocked_s": 75.0},
+            "buffer.capacity_groups=48 (2 pushes waited 1m 15s so far). The trainer is behind",
+        ),
+        (
+            {"capacity_groups": 49, "push_blocked": 1, "push_blocked_s": 2.5},
+            "1 push waited 2.5 s for room so far; there is room now.",
+        ),
+    ],
+)
+def test_pushes_that_wait_for_capacity_are_told(change: dict[str, float], told: str) -> None:
+    (remark,) = buffer_remarks(replace(STATS, **change))  # type: ignore[arg-type]
+    assert told in remark
+
+
+def test_a_buffer_with_room_has_no_remark() -> None:
+    assert buffer_remarks(replace(STATS, capacity_groups=49, capacity_bytes=20_001)) == []
 
 
 def test_engines_that_lag_are_told() -> None:

@@ -1,0 +1,123 @@
+"""How a run's buffer is reached: by the controller, and from another shell also after its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from buffer.connection import DiskFullError, MemoryFullError, NotAllowedError
+from buffer.connection import address as server_address
+from buffer.replay_buffer import ReplayBuffer
+from buffer.run_state import RunState
+from buffer.server import EmbeddedServer
+from configs.load import read_config
+from configs.schema import BufferConfig
+from controller.run_dir import RunDir, RunDirError
+
+T = TypeVar("T")
+
+LOOPBACK = "127.0.0.1"
+STOP_TIMEOUT_S = 20.0
+ANSWER_TIMEOUT_S = 5.0
+"""Longest that a command waits for one answer of a server that may be gone."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class BufferAddress:
+    """Where the buffer of a run is."""
+
+    url: str
+    run: str
+    settings: BufferConfig
+
+
+@contextmanager
+def buffer_address(run_dir: RunDir, url: str | None = None) -> Iterator[BufferAddress]:
+    """The address of the run's buffer; `url` says it where the run's folder does not.
+
+    The data of a run that is over and had a server of its own is served for as long as the context
+    lasts. Raises RunDirError if nothing tells where the buffer is, and ConnectionError for what the
+    server refuses inside.
+    """
+    settings = read_config(run_dir.path / "config.yaml").buffer
+    known = url or _known_url(run_dir, settings)
+    server = None if known is not None else _serve(run_dir, settings)
+    try:
+        where = server.url if server is not None else known
+        assert where is not None
+        yield BufferAddress(url=where, run=run_dir.name, settings=settings)
+    except (NotAllowedError, MemoryFullError, DiskFullError) as error:
+        raise ConnectionError(str(error)) from error
+    finally:
+        if server is not None:
+            server.stop(STOP_TIMEOUT_S)
+
+
+def _serve(run_dir: RunDir, settings: BufferConfig) -> EmbeddedServer:
+    """A server on the data that the run's own one left."""
+    folder = run_dir.path / "redis"
+    if not (folder / "server.conf").is_file():
+        raise RunDirError(
+            f"{run_dir.name} is over and {folder} holds no data of a Redis server: say where its "
+            "buffer is with --url"
+        )
+    return EmbeddedServer.start(folder, settings, LOOPBACK, run_dir.log_of("redis"))
+
+
+def _known_url(run_dir: RunDir, settings: BufferConfig) -> str | None:
+    """The URL of a server that runs without our doing; None if the run's own ended with it."""
+    url, is_alive = run_dir.read_redis_url(), run_dir.read_record().is_alive
+    if url is not None and (is_alive or settings.url is not None):
+        return url
+    if is_alive:
+        raise RunDirError(f"{run_dir.name} is starting; its Redis is not up yet: try again soon")
+    if settings.url is not None and ":***@" in settings.url:
+        raise RunDirError(
+            f"{run_dir.name} is over, and its folder does not keep the password of "
+            f"{settings.url}: give the whole URL with --url"
+        )
+    return settings.url
+
+
+async def open_buffer(address: BufferAddress) -> ReplayBuffer:
+    """A client of the buffer; close it. Raises BufferConnectionError."""
+    return await ReplayBuffer.connect(address.url, address.run, address.settings)
+
+
+async def open_state(address: BufferAddress) -> RunState:
+    """A client of what else the run keeps in Redis; close it. Raises BufferConnectionError."""
+    return await RunState.connect(address.url, address.run, address.settings)
+
+
+@asynccontextmanager
+async def opened(address: BufferAddress) -> AsyncIterator[ReplayBuffer]:
+    """The same for the length of a block."""
+    buffer = await open_buffer(address)
+    try:
+        yield buffer
+    finally:
+        await buffer.close()
+
+
+async def answer(address: BufferAddress, question: Awaitable[T]) -> T:
+    """What a verb of the buffer returns; ConnectionError if that takes too long."""
+    try:
+        return await asyncio.wait_for(question, ANSWER_TIMEOUT_S)
+    except TimeoutError:
+        raise ConnectionError(
+            f"Redis at {server_address(address.url)} did not answer within {ANSWER_TIMEOUT_S:g} s: "
+            f"it is gone or busy; `make status` tells how {address.run} is"
+        ) from None
+
+
+def ask(address: BufferAddress, verb: Callable[[ReplayBuffer], Awaitable[T]]) -> T:
+    """One verb of the buffer, from a command that has no event loop."""
+
+    async def call() -> T:
+        async with opened(address) as buffer:
+            return await answer(address, verb(buffer))
+
+    return asyncio.run(call())

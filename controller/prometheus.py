@@ -1,0 +1,97 @@
+"""Serves the buffer's numbers to Prometheus, read from Redis at each scrape.
+
+Prometheus asks without a password, so whoever reaches the port can read the numbers (and nothing
+else: no text of a trajectory is among them). Only this machine can, unless cluster.host says more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from buffer.blocking import LoopThread
+from buffer.stats import BufferStats
+from controller.buffer_access import BufferAddress, open_buffer
+from controller.buffer_metrics import metric_families, one
+
+SCRAPE_TIMEOUT_S = 5.0
+"""Below Prometheus' own default of 10 s, so that it is told when Redis does not answer."""
+
+
+class MetricsServer:
+    """An HTTP server with threads of its own. Made by `start`; `close` it."""
+
+    def __init__(self, address: BufferAddress, host: str, port: int) -> None:
+        self._redis = LoopThread("prometheus")
+        try:
+            self._buffer = self._redis.run(open_buffer(address))
+            registry = CollectorRegistry()
+            registry.register(BufferCollector(address.run, self._read))
+            self._http, self._thread = _listen(host, port, registry)
+        except BaseException:
+            self._redis.stop()
+            raise
+        bound_host, bound_port = self._http.server_address[:2]
+        self.url = f"http://{bound_host!s}:{bound_port}/metrics"
+
+    def _read(self) -> BufferStats:
+        return self._redis.run(asyncio.wait_for(self._buffer.stats(), SCRAPE_TIMEOUT_S))
+
+    def close(self) -> None:
+        """Ends a scrape that is under way, too."""
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+        self._redis.run(self._buffer.close())
+        self._redis.stop()
+
+
+def _listen(
+    host: str, port: int, registry: CollectorRegistry
+) -> tuple[WSGIServer, threading.Thread]:
+    try:
+        return start_http_server(port, host, registry)
+    except OSError as error:
+        raise ValueError(
+            f"run.prometheus_port={port}: cannot listen on {host}:{port} ({error.strerror}); "
+            "choose another port (0 takes a free one), or null for no metrics"
+        ) from None
+
+
+class BufferCollector(Collector):
+    """What one registry asks at each scrape. `read` may raise what it likes: that is counted."""
+
+    def __init__(self, run: str, read: Callable[[], BufferStats]) -> None:
+        self._run = run
+        self._read = read
+        self._num_errors = 0
+        self._lock = threading.Lock()
+        """Guards `_num_errors`: each scrape has a thread of its own."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything; where Redis does not answer, only that it does not."""
+        try:
+            stats = self._read()
+        except Exception:  # a scrape is answered whatever happened, and the answer counts it
+            stats = None
+        with self._lock:
+            self._num_errors += stats is None
+            num_errors = self._num_errors
+        yield one(
+            GaugeMetricFamily, "replay_up", "Whether Redis answered.", self._run, stats is not None
+        )
+        yield one(
+            CounterMetricFamily,
+            "replay_scrape_errors",
+            "Scrapes that Redis did not answer.",
+            self._run,
+            num_errors,
+        )
+        if stats is not None:
+            yield from metric_families(self._run, stats)

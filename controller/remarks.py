@@ -1,0 +1,49 @@
+"""What a person should know of the buffer besides its numbers, in words with the fix (pure)."""
+
+from __future__ import annotations
+
+from buffer.stats import BufferStats
+from controller.units import format_bytes, format_duration
+
+
+def buffer_remarks(stats: BufferStats) -> list[str]:
+    """A sentence for each thing that somebody may want to do something about."""
+    return [sentence for sentence in (_blocked(stats), _quarantined(stats)) if sentence]
+
+
+def _blocked(stats: BufferStats) -> str:
+    # A push is counted when its wait ends: a full buffer is told before the first one.
+    full, times = _full(stats), stats.push_blocked
+    waited = (
+        f"{times} push{'es' if times != 1 else ''} waited {format_duration(stats.push_blocked_s)}"
+    )
+    if full:
+        so_far = f" ({waited} so far)" if times else ""
+        return (
+            f"The buffer is full: {full}{so_far}. The trainer is behind: raise the capacity, or "
+            "train more a step."
+        )
+    return f"{waited} for room so far; there is room now." if times else ""
+
+
+def bytes_in_use(stats: BufferStats) -> int:
+    """What counts against buffer.capacity_bytes: payloads that are ready or leased."""
+    return stats.bytes - stats.bytes_consumed - stats.bytes_quarantined
+
+
+def _full(stats: BufferStats) -> str:
+    """Which capacity is used up, if one is."""
+    held = stats.ready + stats.leased
+    if stats.capacity_groups is not None and held >= stats.capacity_groups:
+        return f"{held} groups, buffer.capacity_groups={stats.capacity_groups}"
+    size = bytes_in_use(stats)
+    if stats.capacity_bytes is not None and size >= stats.capacity_bytes:
+        return f"{format_bytes(size)}, buffer.capacity_bytes={stats.capacity_bytes}"
+    return ""
+
+
+def _quarantined(stats: BufferStats) -> str:
+    if not stats.quarantined:
+        return ""
+    are = "1 group is" if stats.quarantined == 1 else f"{stats.quarantined} groups are"
+    return f"{are} in quarantine, kept but not trained: `make quarantine` says why."

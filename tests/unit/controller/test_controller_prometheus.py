@@ -1,0 +1,155 @@
+"""The numbers for Prometheus: a scrape of a real buffer, and what a scrape says without one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+from controller_samples import fill, small_group
+from prometheus_client.parser import text_string_to_metric_families
+
+from buffer.connection import connect
+from buffer.replay_buffer import ReplayBuffer
+from buffer.server import EmbeddedServer
+from buffer.stats import BufferStats
+from configs.schema import BufferConfig, OnStale
+from controller.buffer_access import BufferAddress
+from controller.main import EXIT_BAD_INPUT
+from controller.prometheus import SCRAPE_TIMEOUT_S, MetricsServer
+from controller.run_dir import RunDir
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(url: str) -> Samples:
+    """Samples by name and labels, read with Prometheus' own parser."""
+    with urllib.request.urlopen(url, timeout=20) as reply:
+        text = reply.read().decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def labels(run: str, **more: str) -> frozenset[tuple[str, str]]:
+    return frozenset({"run": run, **more}.items())
+
+
+async def live_then_stats(url: str, run: str) -> BufferStats:
+    """Some of everything: two groups trained (one acked), a stale one dropped, one running."""
+    await fill(url, run, pushed=5, max_staleness=0, on_stale=OnStale.drop, capacity_bytes=10**6)
+    buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=60)
+    try:
+        for step in range(2):
+            lease = await buffer.lease(
+                step=step, version=0, num_groups=1, share=0, num_shares=1, timeout_s=5
+            )
+            await buffer.consume(lease, lease.group_ids)
+        await buffer.ack(0)
+        await buffer.publish_version(1)
+        await buffer.sweep()
+        await buffer.set_max_staleness(3)
+        await buffer.admit("running-0", timeout_s=5)
+        for number in range(2):
+            await buffer.push(small_group(f"fresh-{number}", version=number))
+        return await buffer.stats()
+    finally:
+        await buffer.close()
+
+
+def test_a_scrape_tells_what_the_buffer_tells(redis_url: str, run_name: str) -> None:
+    stats = asyncio.run(live_then_stats(redis_url, run_name))
+    address = BufferAddress(url=redis_url, run=run_name, settings=BufferConfig())
+    with closing(MetricsServer(address, "127.0.0.1", 0)) as server:
+        samples = scrape(server.url)
+    run = labels(run_name)
+    expected = {
+        ("replay_up", run): 1,
+        ("replay_scrape_errors_total", run): 0,
+        ("replay_depth_groups", run): 2,
+        ("replay_ready_groups", labels(run_name, staleness="0")): 1,
+        ("replay_ready_groups", labels(run_name, staleness="1")): 1,
+        ("replay_running_groups", run): 1,
+        ("replay_leased_groups", run): 0,
+        ("replay_consumed_groups", run): 1,
+        ("replay_quarantined_groups", run): 0,
+        ("replay_pushed_total", run): 7,
+        ("replay_acked_total", run): 1,
+        ("replay_dropped_total", labels(run_name, reason="stale")): 3,
+        ("replay_dropped_tokens_total", labels(run_name, reason="stale")): 48,
+        ("replay_bytes", run): stats.bytes,
+        ("replay_capacity_bytes", run): 10**6,
+        ("replay_trainer_version", run): 1,
+        ("replay_max_staleness", run): 3,
+        ("replay_push_blocked_total", run): 0,
+        ("replay_push_blocked_seconds_total", run): 0,
+        ("replay_staleness_versions_bucket", labels(run_name, le="0.0")): 2,
+        ("replay_staleness_versions_count", run): 2,
+        ("replay_staleness_versions_sum", run): 0,
+        ("replay_age_seconds_count", run): 2,
+        ("replay_age_seconds_bucket", labels(run_name, le="+Inf")): 2,
+    }
+    assert {name: samples.get(name) for name in expected} == expected
+    assert ("replay_capacity_groups", run) not in samples, "there is no such limit here"
+    assert 0 <= samples["replay_oldest_age_seconds", run] < 60
+    assert 0 <= samples["replay_age_seconds_sum", run] < 60
+
+
+@pytest.mark.slow
+def test_a_scrape_is_answered_when_redis_is_gone(tmp_path: Path) -> None:
+    redis = EmbeddedServer.start(tmp_path / "redis", BufferConfig(), "127.0.0.1", tmp_path / "log")
+    address = BufferAddress(url=redis.url, run="night", settings=BufferConfig())
+    with closing(MetricsServer(address, "127.0.0.1", 0)) as server:
+        redis.stop(timeout_s=5)
+        began = time.monotonic()
+        samples = scrape(server.url)
+        assert time.monotonic() - began < SCRAPE_TIMEOUT_S + 2
+    assert samples == {
+        ("replay_up", labels("night")): 0,
+        ("replay_scrape_errors_total", labels("night")): 1,
+    }
+
+
+def test_a_server_that_is_closed_frees_its_port_and_leaves_no_thread(
+    redis_url: str, run_name: str
+) -> None:
+    before = threading.active_count()
+    address = BufferAddress(url=redis_url, run=run_name, settings=BufferConfig())
+    server = MetricsServer(address, "127.0.0.1", 0)
+    server.close()
+    assert threading.active_count() == before
+    with pytest.raises(OSError):
+        scrape(server.url)
+
+
+def test_a_port_in_use_is_told_by_the_name_of_its_setting(redis_url: str, run_name: str) -> None:
+    address = BufferAddress(url=redis_url, run=run_name, settings=BufferConfig())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"run\.prometheus_port={port}: cannot listen"):
+            MetricsServer(address, "127.0.0.1", port)
+
+
+@pytest.mark.slow
+def test_a_launch_whose_port_is_in_use_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = [f"run.dir={tmp_path}", "run.name=night", f"run.prometheus_port={port}"]
+        command = [sys.executable, "-m", "controller.main", "launch", *settings]
+        launch = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert launch.returncode == EXIT_BAD_INPUT
+    assert launch.stderr.startswith(f"leash: run.prometheus_port={port}: cannot listen on")
+    assert "Ray" not in launch.stdout, "it comes before everything that takes long"
+    assert RunDir.find(str(tmp_path), "night").read_record().state == "failed"
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(p.info["cmdline"])]
+    assert left == []

@@ -1,0 +1,77 @@
+"""`make quarantine` against a real buffer that holds a poison group."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from controller_samples import small_group
+
+from buffer.connection import connect
+from buffer.replay_buffer import ReplayBuffer
+from buffer.stats import BufferStats
+from configs.schema import BufferConfig
+from controller.main import EXIT_BAD_INPUT, main
+from controller.run_dir import RunDir
+
+
+async def poison(url: str, run: str, group_id: str = "poison") -> None:
+    """Puts a group into quarantine: it is leased twice and given back both times."""
+    buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=60)
+    try:
+        await buffer.open(BufferConfig(max_attempts=2), groups_per_step=4)
+        await buffer.push(small_group(group_id))
+        for step in range(2):
+            lease = await buffer.lease(
+                step=step, version=0, num_groups=1, share=0, num_shares=1, timeout_s=5
+            )
+            await buffer.nack(lease, "it broke the trainer")
+        assert (await buffer.stats()).quarantined == 1
+    finally:
+        await buffer.close()
+
+
+async def stats_of(url: str, run: str) -> BufferStats:
+    buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=60)
+    try:
+        return await buffer.stats()
+    finally:
+        await buffer.close()
+
+
+def test_poison_is_listed_released_and_discarded(
+    live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = ["--dir", str(live_run.path.parent)]
+    asyncio.run(poison(redis_url, live_run.name))
+    assert main(["quarantine", *here]) == 0
+    listed = capsys.readouterr().out
+    assert "poison" in listed and "ago" in listed and "16" in listed, "two trajectories of 8 tokens"
+
+    assert main(["quarantine", *here, "--release", "poison"]) == 0
+    assert "poison is ready to be trained again" in capsys.readouterr().out
+    stats = asyncio.run(stats_of(redis_url, live_run.name))
+    assert (stats.quarantined, stats.ready) == (0, 1)
+
+    assert main(["quarantine", *here, "--discard", "poison"]) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert "no such group is in quarantine" in error and error.count("\n") == 1
+
+
+def test_a_discarded_group_is_dropped_and_counted(
+    live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = ["--dir", str(live_run.path.parent)]
+    asyncio.run(poison(redis_url, live_run.name))
+    assert main(["quarantine", *here, "--discard", "poison"]) == 0
+    assert "poison is dropped" in capsys.readouterr().out
+    stats = asyncio.run(stats_of(redis_url, live_run.name))
+    assert (stats.quarantined, stats.dropped) == (0, {"discarded": 1})
+    assert main(["quarantine", *here]) == 0
+    assert "no group is in quarantine" in capsys.readouterr().out
+
+
+def test_release_and_discard_exclude_each_other(live_run: RunDir) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["quarantine", "--release", "a", "--discard", "b"])
+    assert exit_info.value.code == 2

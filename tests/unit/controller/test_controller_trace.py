@@ -1,0 +1,100 @@
+"""`make trace`: a group's life in words, and the command against a real buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+from controller_samples import fill, small_group
+
+from buffer.connection import connect
+from buffer.events import GroupEvent
+from buffer.replay_buffer import ReplayBuffer
+from configs.schema import BufferConfig
+from controller.main import EXIT_BAD_INPUT, main
+from controller.run_dir import RunDir
+from controller.trace import tell_life
+
+
+def event(at: float, name: str, **detail: str) -> GroupEvent:
+    return GroupEvent(at=at, event=name, group_id="g", detail=detail)
+
+
+def test_a_life_is_told_with_times_and_durations() -> None:
+    lines = tell_life(
+        "night",
+        "g",
+        [
+            event(1000.0, "admitted", v="3"),
+            event(1002.5, "pushed"),
+            event(1010.5, "leased", s="4", o="3fa9"),
+            event(1011.5, "expired"),
+            event(1012.5, "leased", s="4", o="77bc"),
+            event(1014.5, "consumed", s="4"),
+            event(1074.5, "acked"),
+        ],
+        now=2000.0,
+    )
+    assert lines[0].endswith("g of night: acked")
+    told = [re.sub(r"^\S+", "TIME", line) for line in lines[1:-1]]
+    assert told == [
+        "TIME              admitted (version 3)",
+        "TIME     +2.5 s   pushed",
+        "TIME     +8.0 s   leased (step 4, owner 3fa9)",
+        "TIME     +1.0 s   expired (its lease was not renewed)",
+        "TIME     +1.0 s   leased (step 4, owner 77bc)",
+        "TIME     +2.0 s   consumed (step 4)",
+        "TIME    +1m 00s   acked (a durable checkpoint contains it)",
+    ]
+    assert lines[-1] == "running 2.5 s, ready 9.0 s, leased 3.0 s, consumed 1m 00s"
+
+
+def test_the_life_of_a_group_that_waits_goes_on_until_now() -> None:
+    lines = tell_life("night", "g", [event(1000.0, "pushed")], now=1030.0)
+    assert lines[0].endswith("g of night: ready")
+    assert lines[-1] == "ready 30 s until now"
+
+
+async def train_one(url: str, run: str) -> None:
+    buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=60)
+    try:
+        await buffer.open(BufferConfig(), groups_per_step=4)
+        await buffer.admit("mine", timeout_s=5)
+        await buffer.push(small_group("mine"))
+        lease = await buffer.lease(
+            step=0, version=0, num_groups=1, share=0, num_shares=1, timeout_s=5
+        )
+        await buffer.consume(lease, lease.group_ids)
+    finally:
+        await buffer.close()
+
+
+def test_the_command_tells_the_life_of_a_real_group(
+    live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(train_one(redis_url, live_run.name))
+    assert main(["trace", "mine", "--dir", str(live_run.path.parent)]) == 0
+    printed = capsys.readouterr().out
+    assert f"mine of {live_run.name}: consumed" in printed
+    events = re.findall(r"^\d\d:\d\d:\d\d\.\d{3} .{10}   (\w+)", printed, re.MULTILINE)
+    assert events == ["admitted", "pushed", "leased", "consumed"]
+    assert "step 0" in printed
+
+
+def test_a_group_that_nobody_knows_is_one_line(
+    live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(fill(redis_url, live_run.name))
+    assert main(["trace", "nobody", "--dir", str(live_run.path.parent)]) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "there never was such a group" in error and "buffer.audit_length=100000" in error
+
+
+def test_the_state_is_told_of_a_group_whose_events_are_gone(
+    live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(fill(redis_url, live_run.name, pushed=1, audit_length=0))
+    assert main(["trace", "group-0", "--dir", str(live_run.path.parent)]) == 0
+    assert f"group-0 of {live_run.name}: ready" in capsys.readouterr().out
