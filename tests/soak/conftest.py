@@ -1,0 +1,23 @@
+"""Makes the parts in `murder/` importable, here and in the processes that the tests start."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_HERE = str(Path(__file__).parent)
+if _HERE not in sys.path:  # multiprocessing hands sys.path on to the processes that it starts
+    sys.path.insert(0, _HERE)
+
+from murder.mortal_server import MortalServer  # noqa: E402
+
+
+@pytest.fixture
+def mortal_server(tmp_path: Path) -> Iterator[MortalServer]:
+    """A server of this test's own, to be killed."""
+    server = MortalServer(tmp_path / "server")
+    yield server
+    server.stop()

@@ -1,0 +1,76 @@
+"""Checkpoints of the soak's trainer: small atomic files, each naming the one that it grew from."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Checkpoint:
+    step: int = 0
+    version: int = 0
+    lineage: str = ""
+    consumed: tuple[str, ...] = ()
+    """Groups trained since the checkpoint before."""
+    depths: dict[int, int] = field(default_factory=lambda: {0: 0})
+    """Optimizer steps that made each version, for the newest ancestors of these weights."""
+    parent: str | None = None
+    """File of the checkpoint before."""
+
+
+class CheckpointChain:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._latest = folder / "latest"
+        self._aliases = folder / "aliases"
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Whole or absent; the latest from the moment of the last rename."""
+        name = f"step-{checkpoint.step:06d}-{checkpoint.lineage}.json"
+        _write(self._folder / name, json.dumps(asdict(checkpoint)))
+        _write(self._latest, name)
+
+    def latest_name(self) -> str | None:
+        return self._latest.read_text() if self._latest.exists() else None
+
+    def latest(self) -> Checkpoint:
+        name = self.latest_name()
+        return Checkpoint() if name is None else self._read(name)
+
+    def note_alias(self, version: int) -> None:
+        """The latest checkpoint's weights are about to be published as `version`."""
+        with self._aliases.open("a") as file:  # one line, one write: whole or absent
+            file.write(json.dumps([self.latest_name(), version]) + "\n")
+
+    def aliases(self) -> list[int]:
+        """Versions under which the latest checkpoint's weights ever were published again.
+
+        A life that was killed before its first checkpoint leaves groups with such a number.
+        """
+        lines = self._aliases.read_text().splitlines() if self._aliases.exists() else []
+        latest = self.latest_name()
+        return [version for name, version in map(json.loads, lines) if name == latest]
+
+    def trained(self) -> list[str]:
+        """Every group that the surviving weights were trained on, in order."""
+        chain, name = [], self.latest_name()
+        while name is not None:
+            checkpoint = self._read(name)
+            chain.append(checkpoint.consumed)
+            name = checkpoint.parent
+        return [group_id for consumed in reversed(chain) for group_id in consumed]
+
+    def _read(self, name: str) -> Checkpoint:
+        fields = json.loads((self._folder / name).read_text())
+        fields["consumed"] = tuple(fields["consumed"])
+        fields["depths"] = {int(version): depth for version, depth in fields["depths"].items()}
+        return Checkpoint(**fields)
+
+
+def _write(path: Path, text: str) -> None:
+    written = path.with_name(f".{path.name}.writing")
+    written.write_text(text)
+    os.replace(written, path)

@@ -1,0 +1,33 @@
+"""An embedded server that is killed and started again on its own data, at the same address."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from buffer.server import EmbeddedServer
+from configs.schema import BufferConfig
+
+
+class MortalServer:
+    """Its `url` stays the same over all of its lives."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log = folder / "server.log"
+        self._server = EmbeddedServer.start(folder, BufferConfig(), "127.0.0.1", self._log)
+        self.url = self._server.url
+
+    def kill(self) -> None:
+        """SIGKILL: what the append-only file holds at this moment is all that is left."""
+        os.kill(self._server.pid, signal.SIGKILL)
+        assert self._server.wait(10) is not None
+
+    def restart(self) -> None:
+        self._server.restart()
+
+    def stop(self) -> None:
+        self._server.stop(timeout_s=10)
+
+    def log_tail(self) -> str:
+        return self._log.read_text(errors="replace")[-2000:] if self._log.exists() else "(no log)"

@@ -1,0 +1,47 @@
+"""Small groups whose tokens say which policy version wrote them, whatever the buffer says later."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+
+_PROMPT_TOKENS = 3
+
+
+def synthetic_group(group_id: str, prompt: PromptRef, versions: Sequence[int]) -> TrajectoryGroup:
+    """The same group whenever it is made of the same arguments. `versions` ascend."""
+    dice = random.Random(group_id)
+    trajectories = tuple(_trajectory(dice, versions) for _ in range(dice.randint(1, 3)))
+    return TrajectoryGroup(group_id=group_id, prompt=prompt, trajectories=trajectories)
+
+
+def _trajectory(dice: random.Random, versions: Sequence[int]) -> Trajectory:
+    lengths = [dice.randint(1, 6) for _ in versions]
+    length = _PROMPT_TOKENS + sum(lengths)
+    tokens, mask = np.zeros(length, np.int32), np.zeros(length, np.uint8)
+    spans, start = [], _PROMPT_TOKENS
+    for version, number in zip(versions, lengths, strict=True):
+        tokens[start : start + number] = version
+        spans.append(VersionSpan(version=version, start=start, end=start + number))
+        start += number
+    mask[_PROMPT_TOKENS:] = 1
+    return Trajectory(
+        tokens=tokens,
+        loss_mask=mask,
+        rollout_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+        version_spans=tuple(spans),
+        prompt_length=_PROMPT_TOKENS,
+        reward=dice.random(),
+        finish_reason="stop",
+    )
+
+
+def written_by(group: TrajectoryGroup) -> set[int]:
+    """Versions that wrote the group's trainable tokens, as its producer saw them."""
+    return {
+        int(version) for t in group.trajectories for version in np.unique(t.tokens[t.loss_mask > 0])
+    }
