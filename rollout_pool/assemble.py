@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from buffer.connection import connect
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from rollout_pool.engine import EngineInfo
@@ -67,10 +66,8 @@ class WorkerParts:
 
     async def _reach_redis(self) -> None:
         spec = self._spec
-        self._buffer = ReplayBuffer(
-            await connect(spec.redis_url), spec.run, lease_timeout_s=spec.buffer.lease_timeout_s
-        )
-        self._state = RunState(await connect(spec.redis_url), spec.run)
+        self._buffer = await ReplayBuffer.connect(spec.redis_url, spec.run, spec.buffer)
+        self._state = await RunState.connect(spec.redis_url, spec.run, spec.buffer)
         self._position = (await self._state.task_positions()).get(self._index, 0)
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from buffer.types import PromptRef
+from configs.schema import OnStale
 from rollout_pool.evaluate import Evaluator
 from rollout_pool.generate import Flight, GroupGenerator
 from rollout_pool.prompts import PromptReader, TokenizedPrompt
@@ -35,6 +36,8 @@ MAX_FAILURES_IN_A_ROW = 16
 """So many groups failing one after the other are no accident: the worker ends with the error."""
 WATCH_TIMEOUT_S = 60.0
 CANCEL_AGAIN_S = 0.5
+DROPPED_WHEN_STALE = (OnStale.requeue, OnStale.drop)
+"""Otherwise an old group is of use: its old tokens are masked, or the trainer waits for it."""
 MIN_WAIT_S = 0.005
 """Shorter waits for a credit are round trips, not waits."""
 
@@ -83,9 +86,11 @@ class RolloutWorker:
         """
         loops: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._admit_groups()),
-            asyncio.create_task(self._watch_age()),
+            asyncio.create_task(self._renew_credits()),
             asyncio.create_task(self._stopping.wait()),
         ]
+        if self._spec.buffer.on_stale in DROPPED_WHEN_STALE:
+            loops.append(asyncio.create_task(self._watch_age()))
         ends: list[asyncio.Future[Any]] = [*loops, self._broken]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -118,20 +123,22 @@ class RolloutWorker:
             await self._room.acquire()
             group_id = f"{self._index}-{serial}-{secrets.token_hex(4)}"
             try:
-                await self._wait_for_credit(group_id)
+                group_id = await self._wait_for_credit(group_id)
                 ref, prompt = await self._next_prompt()
             except BaseException:
                 await self._buffer.abandon(group_id, "stopped")
                 raise
             self._launch(Flight(group_id=group_id, ref=ref, prompt=prompt))
 
-    async def _wait_for_credit(self, group_id: str) -> None:
+    async def _wait_for_credit(self, group_id: str) -> str:
+        """The id under which the group was admitted."""
         started = time.monotonic()
-        await self._buffer.admit(group_id, self._spec.buffer.wait_timeout_s)
+        admission = await self._buffer.admit(group_id, self._spec.buffer.wait_timeout_s)
         # While groups are in flight the credits are with the engines, and nobody waits in vain.
         idle_s = time.monotonic() - max(started, self._last_landing)
         if not self._flights and idle_s > MIN_WAIT_S:
             await self._state.add_wait("rollout", "trainer", idle_s)
+        return admission.group_id
 
     async def _next_prompt(self) -> tuple[PromptRef, TokenizedPrompt]:
         while (ref := await self._buffer.take_retry()) is not None:
@@ -218,6 +225,12 @@ class RolloutWorker:
                 if flight.oldest_version is not None and flight.oldest_version < oldest_trainable:
                     self._too_old.add(flight.group_id)
                     task.cancel()
+
+    async def _renew_credits(self) -> None:
+        """A worker that dies gives the credits of its groups back by no longer renewing them."""
+        while True:
+            await asyncio.sleep(self._spec.buffer.lease_timeout_s / 3)
+            await self._buffer.renew_credits([flight.group_id for flight in self._flights])
 
 
 async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -8,7 +8,6 @@ from uuid import uuid4
 
 import pytest
 
-from buffer.connection import connect
 from buffer.replay_buffer import ReplayBuffer
 from buffer.server import EmbeddedServer
 from configs.schema import BufferConfig
@@ -42,8 +41,7 @@ async def buffer_factory(redis_url: str, run_name: str) -> AsyncIterator[BufferF
 
     async def make(groups_per_step: int = 4, **settings: object) -> ReplayBuffer:
         config = BufferConfig(**settings)  # type: ignore[arg-type]
-        redis = await connect(redis_url)
-        buffer = ReplayBuffer(redis, run_name, lease_timeout_s=config.lease_timeout_s)
+        buffer = await ReplayBuffer.connect(redis_url, run_name, config)
         opened.append(buffer)
         await buffer.open(config, groups_per_step)
         return buffer

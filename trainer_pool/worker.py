@@ -51,10 +51,8 @@ class TrainerRank:
         self._engine = Zero3Engine(
             spec.model_path, config, address, trust_remote_code=spec.trust_remote_code
         )
-        self._buffer = BlockingReplayBuffer(
-            spec.redis_url, spec.run, lease_timeout_s=spec.buffer.lease_timeout_s
-        )
-        self._run_state = BlockingRunState(spec.redis_url, spec.run)
+        self._buffer = BlockingReplayBuffer(spec.redis_url, spec.run, spec.buffer)
+        self._run_state = BlockingRunState(spec.redis_url, spec.run, spec.buffer)
         self._sender: CheckpointEngine | None = None
         self._checkpoints = CheckpointStore(Path(spec.run_dir) / "checkpoints")
         self._export_dir = Path(spec.run_dir) / "final_model"
@@ -86,6 +84,10 @@ class TrainerRank:
     def publish_initial(self) -> PublishReport | None:
         """Give the engines version 0, the weights that RL starts from; None on other ranks."""
         if self._is_lead:
+            # From here on the buffer refuses whoever trained this run before.
+            self._buffer.reconcile(
+                self._lineage, step=self._step, version=self._version, resume_version=self._version
+            )
             self._buffer.publish_version(self._version)
         return self._send_weights()
 
@@ -124,7 +126,8 @@ class TrainerRank:
         clock, times = _Clock(), _StepTimes()
         lease, kept_ids = self._lease()
         times.lease_wait_s = clock.lap()
-        stats = self._update(lease, kept_ids)
+        with self._buffer.renewing(lease):  # a step may take longer than the lease
+            stats = self._update(lease, kept_ids)
         self._step += 1
         self._version += 1
         if self._is_lead:
@@ -193,9 +196,10 @@ class TrainerRank:
         num_consumed = self._buffer.consume(lease, kept_ids)
         if num_consumed < len(kept_ids):
             raise RuntimeError(
-                f"buffer.lease_timeout_s={self._spec.buffer.lease_timeout_s:g}: step {self._step} "
-                f"took longer, and {len(kept_ids) - num_consumed} of its groups went back to the "
-                "buffer, where they would be trained again; set it well above a step's time"
+                f"step {self._step} lost its lease: Redis could not be reached for "
+                f"buffer.lease_timeout_s={self._spec.buffer.lease_timeout_s:g}, and "
+                f"{len(kept_ids) - num_consumed} of its groups went back to the buffer, where they "
+                "would be trained again; start again from the last checkpoint"
             )
         self._unsaved_group_ids += kept_ids
 
@@ -230,7 +234,7 @@ class TrainerRank:
                     consumed_group_ids=tuple(self._unsaved_group_ids),
                 )
             )
-            self._buffer.ack(self._step)
+            self._buffer.ack(self._step, self._lineage)
             self._unsaved_group_ids.clear()
         self._saved_step = self._step
 

@@ -1,8 +1,10 @@
-"""Groups to push, and buffers that check the law of conservation after each of their verbs."""
+"""Groups to push, and buffers that check all invariants after each of their verbs."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from buffer.replay_buffer import ReplayBuffer
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig
 
+sys.path.insert(0, str(Path(__file__).parent))  # for plain_buffer
+
 GroupMaker = Callable[..., TrajectoryGroup]
 
 
@@ -20,6 +24,7 @@ def _group(
     group_id: str,
     version: int = 0,
     *,
+    newest: int | None = None,
     num_tokens: int = 8,
     prompt_length: int = 3,
     size: int = 2,
@@ -28,11 +33,17 @@ def _group(
 ) -> TrajectoryGroup:
     mask = np.ones(num_tokens, np.uint8)
     mask[:prompt_length] = 0
+    spans = [VersionSpan(version=version, start=prompt_length, end=num_tokens)]
+    if newest is not None and newest != version:  # the last two tokens, after a commit
+        spans = [
+            VersionSpan(version=version, start=prompt_length, end=num_tokens - 2),
+            VersionSpan(version=newest, start=num_tokens - 2, end=num_tokens),
+        ]
     trajectory = Trajectory(
         tokens=np.arange(num_tokens, dtype=np.int32),
         loss_mask=mask,
         rollout_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
-        version_spans=(VersionSpan(version=version, start=prompt_length, end=num_tokens),),
+        version_spans=tuple(spans),
         prompt_length=prompt_length,
         reward=1.0,
         finish_reason="stop",
@@ -43,7 +54,10 @@ def _group(
 
 @pytest.fixture(scope="session")
 def make_group() -> GroupMaker:
-    """`make_group("id", version)`: a small valid group sampled wholly by that version."""
+    """`make_group("id", version)`: a small valid group sampled wholly by that version.
+
+    With `newest=` the last two tokens of each trajectory are by that version.
+    """
     return _group
 
 
@@ -52,6 +66,7 @@ def _checked(verb: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
         result = await verb(self, *args, **kwargs)
         stats = await self.stats()
         assert stats.is_conserved, stats
+        assert await self.check_invariants() == []
         return result
 
     return call
@@ -69,6 +84,11 @@ class CheckedBuffer(ReplayBuffer):
     consume = _checked(ReplayBuffer.consume)
     ack = _checked(ReplayBuffer.ack)
     nack = _checked(ReplayBuffer.nack)
+    renew = _checked(ReplayBuffer.renew)
+    renew_credits = _checked(ReplayBuffer.renew_credits)
+    reconcile = _checked(ReplayBuffer.reconcile)
+    release = _checked(ReplayBuffer.release)
+    discard = _checked(ReplayBuffer.discard)
     sweep = _checked(ReplayBuffer.sweep)
     publish_version = _checked(ReplayBuffer.publish_version)
     set_max_staleness = _checked(ReplayBuffer.set_max_staleness)
@@ -83,8 +103,14 @@ async def checked_buffer(
 
     async def make(groups_per_step: int = 4, **settings: Any) -> CheckedBuffer:
         config = BufferConfig(**settings)
-        redis = await connect(redis_url)
-        buffer = CheckedBuffer(redis, run_name, lease_timeout_s=config.lease_timeout_s)
+        buffer = CheckedBuffer(
+            await connect(redis_url),
+            run_name,
+            lease_timeout_s=config.lease_timeout_s,
+            shards=config.shards,
+            wait_timeout_s=config.wait_timeout_s,
+            compress=config.compress,
+        )
         opened.append(buffer)
         await buffer.open(config, groups_per_step)
         return buffer

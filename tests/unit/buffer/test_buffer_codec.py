@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from buffer.chunks import join_payload, split_payload
 from buffer.codec import COLUMN_DTYPES, decode_group, encode_group
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 
@@ -21,7 +23,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     start = draw(st.integers(0, length - 1))
     cut = draw(st.integers(start + 1, length))
     bounds = [(start, cut), (cut, length)] if cut < length else [(start, cut)]
-    versions = draw(st.lists(st.integers(0, 2**21), min_size=2, max_size=2))
+    versions = draw(st.lists(st.integers(0, 2**21 - 1), min_size=2, max_size=2))
     mask = np.zeros(length, np.uint8)
     mask[start:] = draw(
         st.lists(st.integers(0, 1), min_size=length - start, max_size=length - start)
@@ -77,9 +79,10 @@ def _assert_same(one: Trajectory, other: Trajectory) -> None:
         assert getattr(one, name) == getattr(other, name), name
 
 
-@given(groups)
-def test_a_group_comes_back_as_it_went(group: TrajectoryGroup) -> None:
-    copy = decode_group(encode_group(group))
+@given(groups, st.booleans())
+def test_a_group_comes_back_as_it_went(group: TrajectoryGroup, compress: bool) -> None:
+    copy = decode_group(encode_group(group, compress))
+    assert encode_group(copy) == encode_group(group)
     assert (copy.group_id, copy.prompt) == (group.group_id, group.prompt)
     assert len(copy.trajectories) == len(group.trajectories)
     for one, other in zip(group.trajectories, copy.trajectories, strict=True):
@@ -92,6 +95,85 @@ def test_a_long_trajectory_takes_eight_bytes_a_token(make_group: Any) -> None:
     data = encode_group(group)
     assert len(data) < 8.001 * 160_000
     assert decode_group(data).num_tokens == 160_000
+
+
+def _agentic_group(size: int, num_tokens: int) -> TrajectoryGroup:
+    """Long episodes of many turns, with every column that a trainer may ask for."""
+    random = np.random.default_rng(0)
+    mask = np.zeros(num_tokens, np.uint8)
+    turns = [(start, start + 700) for start in range(1000, num_tokens - 700, 1000)]
+    for start, end in turns:
+        mask[start:end] = 1
+    trajectory = Trajectory(
+        tokens=(random.zipf(1.3, num_tokens) % 150_000).astype(np.int32),
+        loss_mask=mask,
+        rollout_logprobs=np.where(mask, -random.exponential(0.5, num_tokens), 0).astype(np.float32),
+        version_spans=tuple(
+            VersionSpan(version=number // 20, start=start, end=end)
+            for number, (start, end) in enumerate(turns)
+        ),
+        prompt_length=1000,
+        reward=1.0,
+        finish_reason="stop",
+        columns={
+            "teacher_logprobs": -random.random(num_tokens, np.float32),
+            "routed_experts": random.integers(0, 128, (num_tokens, 8)).astype(np.uint8),
+        },
+    )
+    prompt = PromptRef(task="agent", index=3)
+    return TrajectoryGroup(group_id="long", prompt=prompt, trajectories=(trajectory,) * size)
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_group_of_eight_160k_token_trajectories_comes_back_with_its_columns(
+    compress: bool,
+) -> None:
+    group = _agentic_group(8, 160_000)
+    data = encode_group(group, compress)
+    assert len(data) < (8 + 4 + 8) * group.num_tokens + 100_000
+    assert not compress or len(data) < 0.8 * 20 * group.num_tokens
+    copy = decode_group(data)
+    for one, other in zip(group.trajectories, copy.trajectories, strict=True):
+        _assert_same(one, other)
+    assert copy.tokens_by_version == group.tokens_by_version
+    assert (copy.min_version, copy.max_version) == (0, 7)
+
+
+def test_a_group_above_64_mb_comes_back_from_its_chunks() -> None:
+    group = _agentic_group(22, 160_000)
+    first, *rest = split_payload(encode_group(group))
+    assert len(rest) == 2
+    assert decode_group(join_payload(first, rest)).num_tokens == group.num_tokens
+
+
+def test_compression_makes_real_groups_smaller_and_never_one_larger(make_group: Any) -> None:
+    for group in (make_group("g", num_tokens=4), _agentic_group(2, 3000)):
+        plain, packed = encode_group(group), encode_group(group, compress=True)
+        assert len(packed) <= len(plain)
+        assert decode_group(packed).num_tokens == group.num_tokens
+
+
+def test_what_shrinks_like_a_bomb_is_sent_as_it_is(make_group: Any) -> None:
+    group = make_group("g", num_tokens=4, size=1)
+    (trajectory,) = group.trajectories
+    zeros = np.zeros((4, 2**21), np.uint8)
+    group = replace(group, trajectories=(replace(trajectory, columns={"zeros": zeros}),))
+    assert encode_group(group, compress=True) == encode_group(group)
+
+
+def test_tokens_are_counted_by_version() -> None:
+    mask = np.array([0, 1, 1, 0, 1, 1], np.uint8)
+    spans = ((9, 0, 2), (4, 2, 4), (9, 4, 5), (2, 5, 6))
+    one = _trajectory(
+        tokens=np.arange(6, dtype=np.int32),
+        loss_mask=mask,
+        rollout_logprobs=np.zeros(6, np.float32),
+        version_spans=tuple(VersionSpan(version=v, start=a, end=b) for v, a, b in spans),
+    )
+    group = replace(_group_of(one), trajectories=(one, _trajectory()))
+    assert list(one.tokens_by_version.items()) == [(2, 1), (4, 1), (9, 2)]
+    assert list(group.tokens_by_version.items()) == [(2, 1), (4, 3), (9, 2)]
+    assert (group.min_version, group.max_version, group.num_trainable_tokens) == (2, 9, 6)
 
 
 def test_decoded_arrays_are_aligned_and_cannot_be_written(make_group: Any) -> None:
@@ -131,6 +213,13 @@ def _group_of(trajectory: Trajectory) -> TrajectoryGroup:
         ({"version_spans": (VersionSpan(version=1, start=2, end=3),)}, "1 trainable tokens"),
         ({"version_spans": (VersionSpan(version=1, start=1, end=4),)}, "ends after the tokens"),
         ({"version_spans": (VersionSpan(version=2**32, start=1, end=3),)}, "32 bits"),
+        ({"version_spans": (VersionSpan(version=2**21, start=1, end=3),)}, "above the highest"),
+        ({"tokens": np.array([1, 2, 2**31], np.int64)}, "tokens of int64"),
+        ({"rollout_logprobs": np.array([0, -1, 1e300])}, "infinity"),
+        ({"columns": {"teacher": np.array([0, np.nan, 0], np.float16)}}, "'teacher' holds NaN"),
+        ({"columns": {"teacher": np.array([0, np.inf, 0])}}, "'teacher' holds NaN or inf"),
+        ({"columns": {str(i): np.zeros(3, np.int8) for i in range(257)}}, "257 columns"),
+        ({"finish_reason": "\ud800"}, "surrogates"),
         ({"columns": {"names": np.array(["a", "b", "c"])}}, "column 'names'"),
         ({"columns": {"deep": np.zeros((3, 2, 2), np.float32)}}, "column 'deep'"),
         ({"finish_reason": "x" * 70_000}, "do not fit"),
@@ -166,7 +255,7 @@ def test_every_truncation_is_noticed(make_group: Any) -> None:
 
 def _reseal(data: bytes) -> bytes:
     """The same bytes with a right checksum, so that the checks behind it are reached."""
-    return data[:8] + struct.pack("<I", zlib.crc32(data[16:]) ^ 0) + data[12:]
+    return data[:8] + struct.pack("<I", zlib.crc32(data[16:])) + data[12:]
 
 
 def _decodes_or_raises_value_error(data: bytes) -> None:
@@ -181,7 +270,7 @@ def _decodes_or_raises_value_error(data: bytes) -> None:
 @settings(max_examples=300)
 def test_random_bytes_raise_only_value_error(data: bytes) -> None:
     _decodes_or_raises_value_error(data)
-    _decodes_or_raises_value_error(b"LSHG\x01\x00\x00\x00" + data)
+    _decodes_or_raises_value_error(b"LSHG\x02\x00\x00\x00" + data)
 
 
 @given(groups, st.data())
@@ -195,13 +284,3 @@ def test_forged_groups_with_a_right_checksum_raise_only_value_error(
         replacement = data.draw(st.sampled_from([b"\xff" * 4, b"\0" * 4, b"\x01", b"\x7f", b""]))
         forged[at : at + len(replacement) or at + 1] = replacement
     _decodes_or_raises_value_error(_reseal(bytes(forged)))
-
-
-def test_many_mutations_of_one_group_raise_only_value_error(make_group: Any) -> None:
-    random = np.random.default_rng(0)
-    original = encode_group(make_group("g", num_tokens=6, size=2))
-    for _ in range(5000):
-        forged = bytearray(original)
-        for at in random.integers(12, len(forged), random.integers(1, 5)):
-            forged[at] = random.integers(256)
-        _decodes_or_raises_value_error(_reseal(bytes(forged)))

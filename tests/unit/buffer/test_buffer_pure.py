@@ -1,16 +1,26 @@
-"""The pure parts: staleness, admission, shares, keys."""
+"""The pure parts: staleness, admission, shares, shards, keys."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.admission import admission_limit, engine_lag, has_room
 from buffer.keys import Keys, check_group_id
+from buffer.settings import quota
+from buffer.sharding import id_in_shard, ids_by_shard, shard_of
 from buffer.shares import split_by_tokens
-from buffer.staleness import is_fresh, next_attempt, oldest_fresh_version, staleness
-from buffer.types import PromptRef
+from buffer.staleness import (
+    is_fresh,
+    mask_over_age,
+    next_attempt,
+    oldest_fresh_version,
+    renumber,
+    staleness,
+)
+from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 
 
 def test_a_group_is_fresh_up_to_exactly_max_staleness() -> None:
@@ -30,6 +40,83 @@ def test_a_prompt_is_run_again_until_its_retries_are_used_up() -> None:
     assert second == PromptRef(task="sums", index=9, attempt=1)
     assert next_attempt(second, max_retries=1) is None
     assert next_attempt(first, max_retries=0) is None
+
+
+def _mixed_group() -> TrajectoryGroup:
+    """A trajectory of a prompt token and two tokens each by versions 4, 5 and 6, and one by 5."""
+
+    def trajectory(*spans: tuple[int, int, int]) -> Trajectory:
+        return Trajectory(
+            tokens=np.arange(7, dtype=np.int32),
+            loss_mask=np.array([0, 1, 1, 1, 0, 1, 1], np.uint8),
+            rollout_logprobs=np.array([0, -1, -2, -3, 0, -5, -6], np.float32),
+            version_spans=tuple(VersionSpan(version=v, start=a, end=b) for v, a, b in spans),
+            prompt_length=1,
+            reward=1.0,
+            finish_reason="stop",
+        )
+
+    return TrajectoryGroup(
+        group_id="mixed",
+        prompt=PromptRef(task="sums", index=0),
+        trajectories=(trajectory((4, 1, 3), (5, 3, 5), (6, 5, 7)), trajectory((5, 1, 7))),
+    )
+
+
+def test_masking_takes_only_tokens_before_the_oldest_version_out_of_the_loss() -> None:
+    group = _mixed_group()
+    masked = mask_over_age(group, 5)
+    assert masked.trajectories[0].loss_mask.tolist() == [0, 0, 0, 1, 0, 1, 1]
+    assert masked.trajectories[0].rollout_logprobs.tolist() == [0, 0, 0, -3, 0, -5, -6]
+    assert masked.trajectories[1] is group.trajectories[1]
+    assert masked.min_version == 5
+    assert group.trajectories[0].loss_mask.tolist() == [0, 1, 1, 1, 0, 1, 1]
+    assert mask_over_age(group, 4) is group
+
+
+def test_a_trajectory_may_lose_all_its_tokens_to_the_mask() -> None:
+    masked = mask_over_age(_mixed_group(), 6)
+    assert [t.num_trainable_tokens for t in masked.trajectories] == [2, 0]
+    assert masked.min_version == 6
+
+
+def test_renumbering_gives_each_version_its_own_new_number() -> None:
+    group = _mixed_group()
+    moved = renumber(group, [7, 8, 12])
+    assert [s.version for s in moved.trajectories[0].version_spans] == [7, 8, 12]
+    assert [s.version for s in moved.trajectories[1].version_spans] == [8]
+    assert moved.trajectories[0].loss_mask is group.trajectories[0].loss_mask
+    assert (moved.group_id, moved.prompt) == (group.group_id, group.prompt)
+    with pytest.raises(ValueError):
+        renumber(group, [7, 8])
+
+
+def test_an_admitted_id_names_its_shard() -> None:
+    assert id_in_shard("g", 2, num_shards=3) == "g@2"
+    assert shard_of("g@2", 3) == 2
+    assert id_in_shard("g", 0, num_shards=1) == "g" and shard_of("g@7", 1) == 0
+    with pytest.raises(ValueError, match="must not contain '@'"):
+        id_in_shard("g@1", 0, num_shards=2)
+
+
+@given(st.text(min_size=1, max_size=20), st.integers(1, 9))
+def test_every_id_has_one_shard(group_id: str, num_shards: int) -> None:
+    assert 0 <= shard_of(group_id, num_shards) < num_shards
+    assert shard_of(group_id, num_shards) == shard_of(group_id, num_shards)
+
+
+def test_ids_without_a_mark_are_spread_out() -> None:
+    parts = ids_by_shard([f"worker-{i}" for i in range(300)], 3)
+    assert sorted(parts) == [0, 1, 2] and all(70 < len(ids) < 130 for ids in parts.values())
+    assert sorted(i for ids in parts.values() for i in ids) == sorted(
+        f"worker-{i}" for i in range(300)
+    )
+
+
+@given(st.integers(0, 1000), st.integers(1, 9))
+def test_quotas_add_up_to_the_limit(limit: int, num_shards: int) -> None:
+    parts = [quota(limit, shard, num_shards) for shard in range(num_shards)]
+    assert sum(parts) == limit and max(parts) - min(parts) <= 1
 
 
 def test_admission_bound_shrinks_by_a_step_for_each_version_that_engines_lag() -> None:

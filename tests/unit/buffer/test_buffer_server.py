@@ -1,8 +1,9 @@
-"""The embedded server and the checks at connect, with real processes."""
+"""The embedded server, with real processes."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -16,7 +17,6 @@ from urllib.parse import urlsplit
 import pytest
 from redis import Redis
 
-from buffer.connection import BufferConnectionError, connect
 from buffer.server import EmbeddedServer, ServerStartError, find_binary
 from configs.schema import AppendFsync, BufferConfig
 
@@ -161,44 +161,66 @@ def test_a_server_program_is_found() -> None:
     assert os.access(find_binary(), os.X_OK)
 
 
-# Connecting -----------------------------------------------------------------------------------
+# Restart --------------------------------------------------------------------------------------
 
 
-async def test_connect_reaches_the_server(server: EmbeddedServer) -> None:
-    client = await connect(server.url)
-    await client.set("key", "value")
-    assert await client.get("key") == b"value"
-    await client.aclose()
-
-
-async def test_an_unreachable_server_is_named_with_the_fix() -> None:
-    with socket.create_server((HOST, 0)) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(BufferConnectionError, match=f"{HOST}:{port}.*start it, or correct") as info:
-        await connect(f"redis://:hunter2@{HOST}:{port}/0")
-    assert "hunter2" not in str(info.value)
-
-
-@pytest.mark.parametrize(
-    ("user", "message"), [(":hunter2@", "refuses the user or password"), ("", "wants a password")]
-)
-async def test_a_wrong_password_is_named_and_never_shown(
-    server: EmbeddedServer, user: str, message: str
-) -> None:
-    port = urlsplit(server.url).port
-    with pytest.raises(BufferConnectionError, match=f"{HOST}:{port}.*{message}") as info:
-        await connect(f"redis://{user}{HOST}:{port}/0")
-    assert "hunter2" not in str(info.value)
-
-
-@pytest.mark.parametrize("url", ["http://x", "redis://host:port/0", "redis://h/?socket_timeout=x"])
-async def test_a_url_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(BufferConnectionError, match=r"no valid Redis URL"):
-        await connect(url)
-
-
-async def test_a_server_that_evicts_is_refused_with_the_fix(server: EmbeddedServer) -> None:
+def test_a_killed_server_is_started_again_on_its_log_at_the_same_url(tmp_path: Path) -> None:
+    server = _start(tmp_path, appendfsync=AppendFsync.always)
     with _client(server.url) as client:
-        client.config_set("maxmemory-policy", "allkeys-lru")
-    with pytest.raises(BufferConnectionError, match="CONFIG SET maxmemory-policy noeviction"):
-        await connect(server.url)
+        client.set("kept", "yes")
+    url, pid = server.url, server.pid
+    os.kill(pid, signal.SIGKILL)
+    assert server.wait(timeout_s=5) == -signal.SIGKILL
+    server.restart()
+    assert server.url == url and server.pid != pid
+    with _client(url) as client:
+        assert client.get("kept") == "yes"
+    with pytest.raises(ServerStartError, match="a server is running in"):
+        server.restart()
+    assert server.stop(timeout_s=5) == 0
+
+
+def test_another_object_can_take_the_place_of_a_server_that_ended(tmp_path: Path) -> None:
+    first = _start(tmp_path)
+    parts = urlsplit(first.url)
+    first.stop(timeout_s=5)
+    folder = tmp_path / "re dis"
+    second = EmbeddedServer.start(
+        folder, BufferConfig(), HOST, tmp_path / "log", port=parts.port, password=parts.password
+    )
+    assert second.url == first.url
+    second.stop(timeout_s=5)
+
+
+def test_a_log_whose_end_is_torn_is_loaded_up_to_there(tmp_path: Path) -> None:
+    server = _start(tmp_path, appendfsync=AppendFsync.always)
+    with _client(server.url) as client:
+        for number in range(10):
+            client.set(f"key-{number}", "value")
+    os.kill(server.pid, signal.SIGKILL)
+    server.wait(timeout_s=5)
+    (log,) = (tmp_path / "re dis" / "appendonlydir").glob("*.incr.aof")
+    os.truncate(log, log.stat().st_size - 5)
+    server.restart()
+    with _client(server.url) as client:
+        assert sorted(client.keys()) == [f"key-{number}" for number in range(9)]
+    server.stop(timeout_s=5)
+
+
+def test_extra_lines_of_config_win_over_ours_and_a_bad_one_is_told(tmp_path: Path) -> None:
+    server = EmbeddedServer.start(
+        tmp_path, BufferConfig(), HOST, tmp_path / "log", extra={"maxmemory": "64mb"}
+    )
+    with _client(server.url) as client:
+        assert client.config_get("maxmemory") == {"maxmemory": str(64 << 20)}
+    server.stop(timeout_s=5)
+    with pytest.raises(ServerStartError, match="no-such-setting"):
+        EmbeddedServer.start(
+            tmp_path, BufferConfig(), HOST, tmp_path / "log", extra={"no-such-setting": "1"}
+        )
+
+
+def test_its_port_is_none_that_a_client_could_be_given(server: EmbeddedServer) -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    port = urlsplit(server.url).port
+    assert port is not None and (port < first or first < 16_000)

@@ -25,7 +25,7 @@ async def _fill(buffer: ReplayBuffer, make_group: Any, names: str, version: int 
 
 async def test_a_group_goes_through_all_states(checked_buffer: Any, make_group: Any) -> None:
     buffer = await checked_buffer(groups_per_step=1)
-    assert await buffer.admit("g", 1) == 0
+    assert await buffer.admit("g", 1) == ("g", 0)
     assert (await buffer.stats()).running == 1
     assert await buffer.push(make_group("g")) is PushResult.stored
     stats = await buffer.stats()
@@ -46,7 +46,7 @@ async def test_a_group_goes_through_all_states(checked_buffer: Any, make_group: 
 
 async def test_every_verb_may_be_sent_twice(checked_buffer: Any, make_group: Any) -> None:
     buffer = await checked_buffer(groups_per_step=1)
-    assert await buffer.admit("g", 1) == await buffer.admit("g", 1) == 0
+    assert await buffer.admit("g", 1) == await buffer.admit("g", 1) == ("g", 0)
     await buffer.push(make_group("g"))
     assert await buffer.push(make_group("g")) is PushResult.duplicate
     first = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
@@ -81,15 +81,29 @@ async def test_a_late_retry_of_a_push_leaves_the_payload_as_it_should_be(
     await redis.aclose()
 
 
-async def test_a_payload_that_somebody_deleted_is_not_passed_over(
-    checked_buffer: Any, redis_url: str, run_name: str, make_group: Any
+@pytest.mark.parametrize(
+    ("payload", "reason"), [(None, "payload_missing"), (b"LSHG damaged", "undecodable")]
+)
+async def test_a_group_that_cannot_be_read_is_kept_aside_and_the_rest_is_trained(
+    buffer_factory: Any,
+    redis_url: str,
+    run_name: str,
+    make_group: Any,
+    payload: bytes | None,
+    reason: str,
 ) -> None:
-    buffer = await checked_buffer()
-    await buffer.push(make_group("g"))
+    buffer = await buffer_factory()
+    await _fill(buffer, make_group, "ab")
     redis = await connect(redis_url)
-    await redis.delete(f"{{leash:{run_name}}}:payload:g")
-    with pytest.raises(RuntimeError, match="group g is leased but its payload is gone"):
-        await buffer.lease(step=0, version=0, num_groups=1, **STEP)
+    key = f"{{leash:{run_name}}}:payload:a"
+    await (redis.delete(key) if payload is None else redis.set(key, payload))
+    lease = await buffer.lease(step=0, version=0, num_groups=2, **STEP)
+    assert [group.group_id for group in lease.groups] == ["b"]
+    assert await buffer.validate(lease, 0) == {"b"}
+    (found,) = await buffer.quarantined()
+    assert (found.group_id, found.reason, found.attempts) == ("a", reason, 1)
+    stats = await buffer.stats()
+    assert (stats.quarantined, stats.leased) == (1, 1) and stats.is_conserved
     await redis.aclose()
 
 
@@ -381,10 +395,10 @@ async def test_admission_counts_running_ready_and_leased_but_not_consumed(
     with pytest.raises(TimeoutError, match="3 groups are running, ready or leased and 3 may be"):
         await buffer.admit("d", 0)
     await buffer.consume(lease, lease.group_ids)
-    assert await buffer.admit("d", 0) == 0
+    assert (await buffer.admit("d", 0)).version == 0
     await buffer.abandon("c", "engine died")
     await buffer.abandon("c", "engine died")
-    assert await buffer.admit("e", 0) == 0
+    assert (await buffer.admit("e", 0)).version == 0
     stats = await buffer.stats()
     assert stats.abandoned_by_reason == {"engine died": 1} and stats.abandoned == 1
 
@@ -398,7 +412,7 @@ async def test_admission_shrinks_while_engines_lag_behind(
     await buffer.publish_version(1)
     await state.record_commits({"engine-0": 1})  # engine-1 is the slowest: limit (1 + 1 - 1) * 2
     for name in "ab":
-        assert await buffer.admit(name, 0) == 1
+        assert (await buffer.admit(name, 0)).version == 1
     with pytest.raises(TimeoutError, match="2 may be"):
         await buffer.admit("c", 0)
     await state.record_commits({"engine-1": 1})
@@ -416,7 +430,7 @@ async def test_a_higher_max_staleness_admits_more_at_once(checked_buffer: Any) -
     await asyncio.sleep(0.02)
     assert not waiting.done()
     await buffer.set_max_staleness(1)
-    assert await asyncio.wait_for(waiting, 1) == 0
+    assert await asyncio.wait_for(waiting, 1) == ("b", 0)
 
 
 async def test_an_abandoned_group_may_requeue_its_prompt(checked_buffer: Any) -> None:

@@ -26,7 +26,7 @@ def test_settings_know_type_default_and_description() -> None:
     staleness = by_name["buffer.max_staleness"]
     assert (staleness.expected, staleness.default) == ("an integer", 2)
     assert "policy versions" in staleness.doc
-    assert by_name["buffer.on_stale"].expected == "one of requeue, drop"
+    assert by_name["buffer.on_stale"].expected == "one of requeue, drop, mask_tokens, wait"
     assert by_name["buffer.on_stale"].default == "requeue"
     assert by_name["model.path"].expected == "text or null"
     assert by_name["task.params"].is_open

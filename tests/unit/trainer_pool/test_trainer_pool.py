@@ -115,7 +115,7 @@ class MadeUpRollouts:
     """Admits and pushes groups in a thread until it is closed."""
 
     def __init__(self, url: str) -> None:
-        self._buffer = BlockingReplayBuffer(url, RUN, lease_timeout_s=60)
+        self._buffer = BlockingReplayBuffer(url, RUN, BufferConfig(lease_timeout_s=60))
         self._thread = threading.Thread(target=self._push_groups)
         self._thread.start()
 
@@ -123,7 +123,7 @@ class MadeUpRollouts:
         random = np.random.default_rng(3)
         try:
             for i in range(10**6):
-                version = self._buffer.admit(f"group-{i}", TIMEOUT_S)
+                version = self._buffer.admit(f"group-{i}", TIMEOUT_S).version
                 self._buffer.push(make_group(random, f"group-{i}", version))
         except BufferClosedError:
             pass
@@ -209,8 +209,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     )
     bundles = placement_group([{"CPU": 0.5}] * 2)
     spec = make_spec(run_dir, server.url)
-    buffer = BlockingReplayBuffer(server.url, RUN, lease_timeout_s=60)
-    run_state = BlockingRunState(server.url, RUN)
+    buffer = BlockingReplayBuffer(server.url, RUN, spec.buffer)
+    run_state = BlockingRunState(server.url, RUN, spec.buffer)
     try:
         buffer.open(spec.buffer, GROUPS_PER_STEP)
         pool = TrainerPool.create(spec, bundles)

@@ -1,0 +1,421 @@
+"""The buffer's verbs, end to end, on every server program found and on a cluster of three.
+
+Programs are those on PATH, the one of the pip package, and those that the environment variable
+LEASH_TEST_SERVERS names (paths, joined by ':').
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from itertools import count
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+import redis as blocking_redis
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+
+from buffer.connection import connect
+from buffer.errors import NotOwnerError
+from buffer.keys import Keys
+from buffer.lease import Lease, PushResult
+from buffer.replay_buffer import ReplayBuffer
+from buffer.run_state import RunState
+from buffer.server import EmbeddedServer, ServerStartError, find_binary
+from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+from configs.schema import BufferConfig
+
+HOST = "127.0.0.1"
+PASSWORD = "of-every-node"
+NUM_NODES = 3
+GROUPS_PER_STEP = 6
+OpenBuffer = Callable[..., Awaitable[ReplayBuffer]]
+
+
+def _programs() -> list[Path]:
+    on_path = [shutil.which(name) for name in ("redis-server", "valkey-server")]
+    named = os.environ.get("LEASH_TEST_SERVERS", "").split(":")
+    found = [Path(name) for name in [*on_path, *named] if name]
+    try:
+        found.append(find_binary())
+    except ServerStartError:
+        assert found, "no server program to test with"
+    return list({program.resolve(): program for program in found}.values())
+
+
+@pytest.fixture(scope="module", params=_programs(), ids=lambda path: path.name)
+def program(request: pytest.FixtureRequest) -> Path:
+    chosen: Path = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def url(program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("server")
+    server = EmbeddedServer.start(folder, BufferConfig(), HOST, folder / "log", binary=program)
+    yield server.url
+    server.stop(timeout_s=5)
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    program: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[EmbeddedServer]]:
+    """Three nodes with a third of the slots each."""
+    nodes: list[EmbeddedServer] = []
+    try:
+        for _ in range(NUM_NODES):
+            nodes.append(_start_node(tmp_path_factory.mktemp("node"), program))
+        _join(nodes)
+        yield nodes
+    finally:
+        for node in nodes:
+            node.stop(timeout_s=5)
+
+
+def _start_node(folder: Path, program: Path) -> EmbeddedServer:
+    extra = {
+        "cluster-enabled": "yes",
+        "cluster-node-timeout": "1000",
+        "cluster-require-full-coverage": "no",
+        "masterauth": PASSWORD,
+        "repl-diskless-sync-delay": "0",
+    }
+    return EmbeddedServer.start(
+        folder,
+        BufferConfig(),
+        HOST,
+        folder / "log",
+        password=PASSWORD,  # one for all nodes, as users and passwords are in any cluster
+        extra=extra,
+        binary=program,
+    )
+
+
+def _join(nodes: list[EmbeddedServer]) -> None:
+    clients = [blocking_redis.Redis.from_url(node.url, decode_responses=True) for node in nodes]
+    size = REDIS_CLUSTER_HASH_SLOTS // NUM_NODES + 1
+    for number, client in enumerate(clients):
+        last = min((number + 1) * size, REDIS_CLUSTER_HASH_SLOTS) - 1
+        client.execute_command("CLUSTER ADDSLOTSRANGE", number * size, last)
+        client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+    for node in nodes[1:]:
+        clients[0].execute_command("CLUSTER MEET", HOST, urlsplit(node.url).port)
+    deadline = time.monotonic() + 20
+    while not all(_is_complete(client) for client in clients):
+        assert time.monotonic() < deadline, "the nodes did not form a cluster"
+        time.sleep(0.05)
+    for client in clients:
+        client.close()
+
+
+def _is_complete(client: blocking_redis.Redis) -> bool:
+    info = client.execute_command("CLUSTER INFO")
+    text = info if isinstance(info, dict) else dict(x.split(":") for x in info.split())
+    return (
+        text["cluster_state"] == "ok"
+        and text["cluster_known_nodes"] == str(NUM_NODES)
+        and len(client.execute_command("CLUSTER SLOTS")) == NUM_NODES
+    )
+
+
+def _run_on_all_nodes(purpose: str) -> str:
+    """A run's name whose three shards land on different nodes."""
+    size = REDIS_CLUSTER_HASH_SLOTS // NUM_NODES + 1
+    for number in count():
+        run = f"{purpose}-{number}"
+        slots = [key_slot(Keys(run, shard).prefix.encode()) for shard in range(NUM_NODES)]
+        if len({slot // size for slot in slots}) == NUM_NODES:
+            return run
+    raise AssertionError("unreachable")
+
+
+@pytest.fixture
+async def open_buffer() -> AsyncIterator[OpenBuffer]:
+    """`open_buffer(url, run, max_staleness=1)`; closed at the end."""
+    opened: list[ReplayBuffer] = []
+
+    async def make(url: str, run: str, **settings: object) -> ReplayBuffer:
+        config = BufferConfig(**settings)  # type: ignore[arg-type]
+        buffer = ReplayBuffer(
+            await connect(url),
+            run,
+            lease_timeout_s=config.lease_timeout_s,
+            shards=config.shards,
+            wait_timeout_s=20,
+        )
+        opened.append(buffer)
+        await buffer.open(config, GROUPS_PER_STEP)
+        return buffer
+
+    yield make
+    for buffer in opened:
+        await buffer.close()
+
+
+def _group(group_id: str, version: int, index: int = 0, num_tokens: int = 32) -> TrajectoryGroup:
+    mask = np.ones(num_tokens, np.uint8)
+    mask[:4] = 0
+    trajectory = Trajectory(
+        tokens=np.arange(num_tokens, dtype=np.int32),
+        loss_mask=mask,
+        rollout_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+        version_spans=(VersionSpan(version=version, start=4, end=num_tokens),),
+        prompt_length=4,
+        reward=1.0,
+        finish_reason="stop",
+    )
+    prompt = PromptRef(task="sums", index=index, attempt=0)
+    return TrajectoryGroup(group_id=group_id, prompt=prompt, trajectories=(trajectory,) * 2)
+
+
+async def _produce(buffer: ReplayBuffer, name: str, version: int, number: int) -> list[str]:
+    """Admits, keeps alive and pushes; the ids."""
+    credits = [await buffer.admit(f"{name}-{index}", 10) for index in range(number)]
+    ids = [credit.group_id for credit in credits]
+    assert await buffer.renew_credits(ids) == number
+    for index, group_id in enumerate(ids):
+        group = _group(group_id, version, index)
+        assert await buffer.push(group) is PushResult.stored
+        assert await buffer.push(group) is PushResult.duplicate
+    return ids
+
+
+async def _lease(buffer: ReplayBuffer, step: int, version: int, num_shares: int = 2) -> list[Lease]:
+    return [
+        await buffer.lease(
+            step=step,
+            version=version,
+            num_groups=GROUPS_PER_STEP,
+            share=share,
+            num_shares=num_shares,
+            timeout_s=10,
+        )
+        for share in range(num_shares)
+    ]
+
+
+async def _train(buffer: ReplayBuffer, step: int, version: int) -> frozenset[str]:
+    """A whole step; ids of what was trained."""
+    leases = await _lease(buffer, step, version)
+    assert leases[0].group_ids == leases[1].group_ids
+    mine = [group.group_id for lease in leases for group in lease.groups]
+    assert sorted(mine) == sorted(leases[0].group_ids)
+    assert await buffer.renew(leases[0]) == GROUPS_PER_STEP
+    valid = await buffer.validate(leases[0], version)
+    assert await buffer.consume(leases[0], valid) == len(valid) == GROUPS_PER_STEP
+    assert await buffer.consume(leases[0], valid) == len(valid)  # a retry counts nothing twice
+    await buffer.publish_version(version + 1)
+    return valid
+
+
+async def _scenario(buffer: ReplayBuffer, other: ReplayBuffer) -> None:
+    """`buffer` is the trainer's, `other` a rollout worker's."""
+    # A lease waits for what a producer pushes a moment later.
+    waiting = asyncio.create_task(_train(buffer, 0, 0))
+    await asyncio.sleep(0.1)
+    first = await _produce(other, "first", 0, GROUPS_PER_STEP)
+    assert await waiting == frozenset(first)
+
+    # A group is stopped, and its prompt runs again.
+    credit = await other.admit("stopped", 10)
+    await other.abandon(credit.group_id, "stale", PromptRef(task="sums", index=7, attempt=0))
+    retry = await other.take_retry()
+    assert retry is not None and (retry.index, retry.attempt) == (7, 1)
+
+    # A batch goes back, and is leased again.
+    second = await _produce(other, "second", 1, GROUPS_PER_STEP)
+    lost = (await _lease(buffer, 1, 1))[0]
+    assert await buffer.nack(lost, "test") == GROUPS_PER_STEP
+    assert await buffer.consume(lost, lost.group_ids) == 0
+    assert await buffer.validate(lost, 1) == frozenset()
+    assert await _train(buffer, 1, 1) == frozenset(second)
+
+    # A trainer restores the checkpoint of step 0: what came after it is trained again.
+    reconciled = await other.reconcile("lineage-b", step=0, version=1, resume_version=3)
+    assert (reconciled.acked, reconciled.requeued) == (GROUPS_PER_STEP, GROUPS_PER_STEP)
+    with pytest.raises(NotOwnerError):
+        await buffer.ack(1, "lineage-a")
+    assert await _train(other, 1, 3) == frozenset(second)
+    assert await other.ack(1, "lineage-b") == GROUPS_PER_STEP
+
+    # The leash gets shorter: what is too old is dropped.
+    await _produce(other, "third", 3, 2)
+    assert await other.staleness_histogram() == {1: 2}
+    await other.set_max_staleness(0)
+    assert await buffer.get_max_staleness() == 0
+    assert await other.sweep() == 2
+
+    stats = await other.stats()
+    assert stats.is_conserved
+    assert (stats.pushed, stats.acked) == (2 * GROUPS_PER_STEP + 2, 2 * GROUPS_PER_STEP)
+    assert (stats.ready, stats.leased, stats.consumed, stats.dropped["stale"]) == (0, 0, 0, 2)
+    assert await other.check_invariants() == []
+    told = [event.event for event in await other.events(second[0])]
+    assert told[:3] == ["admitted", "pushed", "leased"] and told[-1] == "acked"
+    assert await other.flush(timeout_s=15)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_every_verb_works_on_one_server(
+    url: str, shards: int, open_buffer: OpenBuffer
+) -> None:
+    run = f"conformance-{shards}"
+    settings = {"shards": shards, "max_staleness": 2, "lease_timeout_s": 60.0}
+    trainer = await open_buffer(url, run, **settings)
+    worker = await open_buffer(url, run, **settings)
+    await asyncio.wait_for(_scenario(trainer, worker), 30)
+
+
+async def test_poison_goes_to_quarantine_and_comes_back(url: str, open_buffer: OpenBuffer) -> None:
+    buffer = await open_buffer(url, "poison", max_attempts=1)
+    ids = await _produce(buffer, "bad", 0, GROUPS_PER_STEP)
+    await buffer.nack((await _lease(buffer, 0, 0))[0], "test")
+    assert {group.group_id for group in await buffer.quarantined()} == set(ids)
+    assert await buffer.discard(ids[0])
+    assert await buffer.release(ids[1])
+    stats = await buffer.stats()
+    assert (stats.ready, stats.quarantined) == (1, GROUPS_PER_STEP - 2)
+    assert await buffer.check_invariants() == []
+
+
+async def test_every_verb_works_on_a_cluster(
+    cluster: list[EmbeddedServer], open_buffer: OpenBuffer
+) -> None:
+    run = _run_on_all_nodes("verbs")
+    settings = {"shards": NUM_NODES, "max_staleness": 2, "lease_timeout_s": 60.0}
+    trainer = await open_buffer(cluster[1].url, run, **settings)
+    worker = await open_buffer(cluster[2].url, run, **settings)
+    await asyncio.wait_for(_scenario(trainer, worker), 30)
+    for node in cluster:  # each has its part
+        with blocking_redis.Redis.from_url(node.url) as client:
+            assert client.keys(f"{{leash:{run}*") != []
+
+
+async def test_what_a_run_notes_besides_its_groups_works_on_a_cluster(
+    cluster: list[EmbeddedServer], open_buffer: OpenBuffer
+) -> None:
+    run = _run_on_all_nodes("notes")
+    await open_buffer(cluster[0].url, run, shards=NUM_NODES)
+    state = RunState(await connect(cluster[2].url), run, shards=NUM_NODES)
+    await state.record_commits({"engine-0": 0})
+    await state.append_metrics({"loss": 1.0}, "train")
+    assert [entry.record for entry in await state.read_metrics("0-0", 1)] == [{"loss": 1.0}]
+    assert await state.engine_versions() == {"engine-0": 0}
+    await state.set_phase("testing")
+    assert await state.phase() == "testing"
+    await state.close()
+
+
+async def test_a_node_that_is_killed_and_comes_back_costs_nothing(
+    cluster: list[EmbeddedServer], open_buffer: OpenBuffer
+) -> None:
+    run = _run_on_all_nodes("restart")
+    settings = {"shards": NUM_NODES, "max_staleness": 20, "lease_timeout_s": 60.0}
+    trainer = await open_buffer(cluster[0].url, run, **settings)
+    worker = await open_buffer(cluster[1].url, run, **settings)
+    num_steps = 8
+
+    async def produce() -> None:
+        for step in range(num_steps):
+            for index in range(GROUPS_PER_STEP):
+                name = f"group-{step}-{index}"
+                credit = await worker.admit(name, 30)
+                await worker.push(_group(credit.group_id, credit.version, index), 30)
+            await asyncio.sleep(0.1)
+
+    async def train() -> list[frozenset[str]]:
+        trained = []
+        for step in range(num_steps):
+            lease = await trainer.lease(
+                step=step,
+                version=step,
+                num_groups=GROUPS_PER_STEP,
+                share=0,
+                num_shares=1,
+                timeout_s=30,
+            )
+            valid = await trainer.validate(lease, step)
+            assert await trainer.consume(lease, valid) == len(valid)
+            assert await trainer.ack(step) == len(valid)
+            await trainer.publish_version(step + 1)
+            trained.append(valid)
+        return trained
+
+    async def murder() -> None:
+        for node in cluster:
+            await asyncio.sleep(0.2)
+            os.kill(node.pid, signal.SIGKILL)
+            await asyncio.to_thread(node.wait, 5)
+            await asyncio.to_thread(node.restart)
+
+    _, trained, _ = await asyncio.wait_for(asyncio.gather(produce(), train(), murder()), 60)
+    ids = [group_id for step in trained for group_id in step]
+    assert len(ids) == len(set(ids))
+    assert await worker.flush(timeout_s=20)
+    stats = await trainer.stats()
+    assert stats.is_conserved
+    assert stats.pushed == num_steps * GROUPS_PER_STEP
+    assert await trainer.check_invariants() == []
+
+
+@pytest.mark.slow
+async def test_pushes_survive_a_primary_whose_replica_takes_over(
+    cluster: list[EmbeddedServer],
+    open_buffer: OpenBuffer,
+    program: Path,
+    tmp_path: Path,
+) -> None:
+    replica = _start_node(tmp_path, program)
+    try:
+        run = _run_on_all_nodes("failover")
+        lost = cluster[0]
+        await asyncio.to_thread(_follow, replica, lost)
+        worker = await open_buffer(cluster[1].url, run, shards=NUM_NODES, max_staleness=20)
+        await worker.publish_version(0)
+        await asyncio.to_thread(_wait_for_replica, lost)
+        # What is pushed now does not reach it: 13 MB do not fit into the sockets' buffers.
+        os.kill(replica.pid, signal.SIGSTOP)
+        pushes = [worker.push(_group(f"group-{index}", 0, index, 40_000)) for index in range(60)]
+        assert set(await asyncio.gather(*pushes)) == {PushResult.stored}
+        os.kill(lost.pid, signal.SIGKILL)
+        os.kill(replica.pid, signal.SIGCONT)
+        assert await worker.flush(timeout_s=30)
+        stats = await worker.stats()
+        assert (stats.pushed, stats.ready, stats.is_conserved) == (60, 60, True)
+        assert await worker.check_invariants() == []
+    finally:
+        replica.stop(timeout_s=5)
+
+
+def _follow(replica: EmbeddedServer, primary: EmbeddedServer) -> None:
+    with (
+        blocking_redis.Redis.from_url(replica.url, decode_responses=True) as client,
+        blocking_redis.Redis.from_url(primary.url, decode_responses=True) as leader,
+    ):
+        client.execute_command("CLUSTER MEET", HOST, urlsplit(primary.url).port)
+        leader_id = leader.execute_command("CLUSTER MYID")
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                client.execute_command("CLUSTER REPLICATE", leader_id)
+                return
+            except blocking_redis.ResponseError:  # does not know it yet
+                assert time.monotonic() < deadline, "the replica did not meet its primary"
+                time.sleep(0.05)
+
+
+def _wait_for_replica(primary: EmbeddedServer) -> None:
+    """Until it has all that was written so far."""
+    with blocking_redis.Redis.from_url(primary.url) as client:
+        written = client.info("replication")["master_repl_offset"]
+        deadline = time.monotonic() + 20
+        while client.info("replication").get("slave0", {}).get("offset", -1) < written:
+            assert time.monotonic() < deadline, "the replica did not follow"
+            time.sleep(0.05)

@@ -1,0 +1,295 @@
+"""The users of deploy/redis/: what each role's code does is allowed, and nothing else."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from redis import Redis as BlockingRedis
+from redis.asyncio import Redis
+
+from buffer.connection import NotAllowedError, connect
+from buffer.dump import dump_buffer
+from buffer.lua import source
+from buffer.replay_buffer import ReplayBuffer
+from buffer.run_state import RunState
+from buffer.server import EmbeddedServer, find_binary
+from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+from configs.schema import BufferConfig
+
+HOST, RUN = "127.0.0.1", "acl"
+FOLDER = Path(__file__).parents[2] / "deploy" / "redis"
+CONNECT = ["ping", "info", "client|setinfo", "cluster|slots", "script|load", "evalsha"]
+ROLLOUT_SCRIPTS = ["admit", "renew_credits", "abandon", "push", "space", "take_retry", "add"]
+TRAINER_SCRIPTS = [
+    "form",
+    "lock_step",
+    "unlock",
+    "peek",
+    "take",
+    "record",
+    "held",
+    "validate",
+    "renew",
+    "consume",
+    "ack",
+    "nack",
+    "quarantine",
+    "publish",
+    "reconcile_begin",
+    "reconcile_acked",
+    "reconcile",
+    "commit",
+    "add",
+    "append",
+    "stats",
+]
+ALL_SCRIPTS = sorted(
+    {path.stem for path in (Path(__file__).parents[2] / "buffer" / "scripts").glob("*.lua")}
+    - {"common", "groups", "lineage", "batches"}  # preludes
+)
+# What the clients send themselves, besides scripts.
+SENT = {
+    "rollout": ["get", "hget", "hgetall", "hset", "set", "wait", "waitaof", "xread", "xrevrange"],
+    "trainer": ["get", "hget", "hgetall", "hset", "set", "xread", "xrevrange"],
+    "controller": [
+        "exec",
+        "get",
+        "hget",
+        "hgetall",
+        "hset",
+        "hsetnx",
+        "mget",
+        "multi",
+        "set",
+        "wait",
+        "waitaof",
+        "xread",
+        "xrevrange",
+        "zrange",
+    ],
+}
+SCRIPTS = {
+    "rollout": ROLLOUT_SCRIPTS,
+    "trainer": TRAINER_SCRIPTS,
+    "controller": ALL_SCRIPTS,
+}
+
+
+def _granted(role: str) -> set[str]:
+    lines = (FOLDER / f"{role}.acl").read_text().splitlines()
+    rules = " ".join(line for line in lines if not line.startswith("#")).split()
+    return {rule[1:] for rule in rules if rule.startswith("+")}
+
+
+@pytest.mark.parametrize("role", sorted(SCRIPTS))
+def test_a_role_is_granted_just_what_its_code_uses(role: str) -> None:
+    call = re.compile(r"(?:redis\.p?call|call_many)\(\s*'([A-Z]+)'")
+    used = {name.lower() for script in SCRIPTS[role] for name in call.findall(source(script))}
+    assert _granted(role) == used | set(SENT[role]) | set(CONNECT)
+
+
+@pytest.fixture
+def urls(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A server with these users; a URL for each of them and for its admin."""
+    admin = tmp_path / "admin"
+    admin.write_text("admin-password")
+    made = subprocess.run(
+        [FOLDER / "make-users.sh", "--admin", admin, *_for_its_version()],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    password = "password-of-the-default-user"  # the server is asked with it whether it is ready
+    acl = made.stdout.replace("user default off", f"user default on >{password} ~* &* +@all")
+    (tmp_path / "users.acl").write_text(acl)
+    server = EmbeddedServer.start(
+        tmp_path / "redis",
+        BufferConfig(),
+        HOST,
+        tmp_path / "log",
+        password=password,
+        extra={"aclfile": str(tmp_path / "users.acl")},
+    )
+    where = f"{HOST}:{urlsplit(server.url).port}"
+    users = dict(line.split() for line in made.stderr.splitlines())
+    users["admin"] = "admin-password"
+    with BlockingRedis.from_url(f"redis://admin:admin-password@{where}") as client:
+        client.execute_command("ACL SETUSER default off")
+    yield {
+        user.removeprefix("leash-"): f"redis://{user}:{secret}@{where}/0"
+        for user, secret in users.items()
+    }
+    server.stop(timeout_s=5)
+
+
+def _for_its_version() -> list[str]:
+    run = subprocess.run([find_binary(), "--version"], check=True, capture_output=True, text=True)
+    return ["--redis-7.0"] if "v=7.0" in run.stdout else []
+
+
+Opener = Callable[[str], Awaitable[ReplayBuffer]]
+
+
+@pytest.fixture(params=[1, 2])
+def shards(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+async def open_as(urls: dict[str, str], shards: int) -> AsyncIterator[Opener]:
+    opened: list[ReplayBuffer] = []
+
+    async def make(role: str) -> ReplayBuffer:
+        buffer = ReplayBuffer(await connect(urls[role]), RUN, lease_timeout_s=60, shards=shards)
+        opened.append(buffer)
+        return buffer
+
+    yield make
+    for buffer in opened:
+        await buffer.close()
+
+
+def _group(group_id: str, version: int) -> TrajectoryGroup:
+    trajectory = Trajectory(
+        tokens=np.arange(8, dtype=np.int32),
+        loss_mask=np.ones(8, np.uint8),
+        rollout_logprobs=np.full(8, -0.5, np.float32),
+        version_spans=(VersionSpan(version=version, start=0, end=8),),
+        prompt_length=0,
+        reward=1.0,
+        finish_reason="stop",
+    )
+    prompt = PromptRef(task="sums", index=0, attempt=0)
+    return TrajectoryGroup(group_id=group_id, prompt=prompt, trajectories=(trajectory,))
+
+
+async def _push(rollout: ReplayBuffer, name: str, version: int) -> str:
+    credit = await rollout.admit(name, 5)
+    await rollout.renew_credits([credit.group_id])
+    await rollout.push(_group(credit.group_id, version), 5)
+    return credit.group_id
+
+
+async def test_each_role_can_do_its_work(
+    urls: dict[str, str], shards: int, open_as: Opener, tmp_path: Path
+) -> None:
+    controller, rollout = await open_as("controller"), await open_as("rollout")
+    trainer, watcher = await open_as("trainer"), await open_as("watcher")
+    await controller.open(BufferConfig(shards=shards, capacity_groups=8, max_attempts=2), 4)
+    states = {
+        role: RunState(await connect(urls[role]), RUN, shards=shards)
+        for role in ("rollout", "trainer", "controller", "watcher")
+    }
+
+    await trainer.reconcile("lineage", step=0, version=0, resume_version=0)
+    await trainer.publish_version(0)
+    for index in range(4):
+        await _push(rollout, f"group-{index}", 0)
+    stopped = await rollout.admit("stopped", 5)
+    await rollout.abandon(stopped.group_id, "stale", PromptRef(task="sums", index=1, attempt=0))
+    assert await rollout.take_retry() is not None
+    assert await rollout.get_max_staleness() == 2
+    await states["rollout"].add_wait("rollout", "trainer", 1.0)
+    await states["rollout"].count("tokens_generated", 8)
+    await states["rollout"].set_task_position(0, 5)
+    await states["rollout"].heartbeat("rollout-0", {"running": 1})
+    assert await states["rollout"].task_positions() == {0: 5}
+
+    async def lease(step: int, version: int, number: int) -> frozenset[str]:
+        batch = await trainer.lease(
+            step=step, version=version, num_groups=number, share=0, num_shares=1, timeout_s=5
+        )
+        assert await trainer.renew(batch) == number
+        if step == 1:
+            await trainer.nack(batch, "test")
+            return await lease(step + 1, version, number)
+        kept = await trainer.validate(batch, version)
+        assert await trainer.consume(batch, kept) == number
+        return kept
+
+    assert len(await lease(1, 0, 4)) == 4
+    await trainer.publish_version(1)
+    await states["trainer"].record_commits({"engine-0": 1})
+    await states["trainer"].append_metrics({"loss": 1.0}, "step")
+    await states["trainer"].set_phase("training")
+    assert await trainer.ack(2, "lineage") == 4
+    assert await states["rollout"].wait_version_above(0, 5) == 1
+
+    kept = await _push(rollout, "kept", 1)
+    assert await rollout.flush(timeout_s=10)
+    await controller.set_max_staleness(3)
+    assert await controller.sweep() == 0
+    assert await controller.check_invariants() == []
+    assert not await controller.release("unknown") and not await controller.discard("unknown")
+    for role in ("controller", "watcher"):
+        redis = await connect(urls[role])
+        assert (await dump_buffer(redis, RUN, tmp_path / role)).groups == {"ready": 1}
+        await redis.aclose()
+
+    assert (await watcher.stats()).ready == 1
+    assert await watcher.staleness_histogram() == {0: 1}
+    assert await watcher.quarantined() == []
+    assert [event.event for event in await watcher.events(kept)][:2] == ["admitted", "pushed"]
+    assert len(await states["watcher"].read_metrics("0-0", 0)) == 1
+    assert await states["watcher"].phase() == "training"
+    assert await states["watcher"].waits() == {("rollout", "trainer"): 1.0}
+    for state in states.values():
+        await state.close()
+
+
+@pytest.mark.parametrize("role", ["rollout", "trainer", "controller", "watcher"])
+async def test_no_role_may_touch_the_server_or_other_keys(urls: dict[str, str], role: str) -> None:
+    redis: Redis = await connect(urls[role])
+    for command in (
+        ("FLUSHALL",),
+        ("FLUSHDB",),
+        ("KEYS", "*"),
+        ("CONFIG", "SET", "maxmemory", "1"),
+        ("CONFIG", "GET", "*"),
+        ("SHUTDOWN",),
+        ("CLUSTER", "RESET"),
+        ("ACL", "LIST"),
+        ("CLIENT", "KILL", "ID", "1"),
+        ("SCRIPT", "FLUSH"),
+        ("REPLICAOF", "NO", "ONE"),
+        ("MONITOR",),
+        ("GET", "somebody-elses"),
+        ("GET", "leash:no-tag"),
+        ("HGETALL", "{other:run}:settings"),
+        ("PUBLISH", "channel", "message"),
+    ):
+        with pytest.raises(NotAllowedError):
+            await redis.execute_command(*command)
+    digest = await redis.script_load("return redis.call('DBSIZE')")
+    with pytest.raises(NotAllowedError):
+        await redis.evalsha(digest, 1, "{leash:acl}")
+    steal = await redis.script_load("return redis.call('GET', 'somebody-elses')")
+    with pytest.raises(NotAllowedError):
+        await redis.evalsha(steal, 1, "{leash:acl}")
+    await redis.aclose()
+
+
+async def test_the_watcher_changes_nothing(
+    open_as: Opener, urls: dict[str, str], shards: int
+) -> None:
+    watcher = await open_as("watcher")
+    controller = await open_as("controller")
+    await controller.open(BufferConfig(shards=shards), 4)
+    for verb in (
+        watcher.admit("group", 1),
+        watcher.push(_group("group", 0), 1),
+        watcher.publish_version(1),
+        watcher.set_max_staleness(9),
+    ):
+        with pytest.raises(NotAllowedError):
+            await verb
+    with BlockingRedis.from_url(urls["admin"]) as admin:
+        table = admin.command()
+        writing = {name for name, info in table.items() if "write" in info["flags"]}
+    assert _granted("watcher") & writing == set()

@@ -1,0 +1,448 @@
+"""The replay buffer as DESIGN.md tells it, in plain Python: no Redis, no clock, no client.
+
+What a verb refuses it raises, as the real one does; of the message it knows the part that matters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from zlib import crc32
+
+from buffer.admission import admission_limit, engine_lag
+from buffer.errors import BufferFullError, NotOwnerError
+from buffer.lease import PushResult, Reconciled
+from buffer.lineage import Gap, renumber_version
+from buffer.settings import quota
+from buffer.sharding import id_in_shard, shard_of
+from buffer.staleness import next_attempt
+from buffer.types import PromptRef
+from configs.schema import BufferConfig, OnFull, OnStale, Selector
+
+DONE = "consumed before"
+OTHER_ARGUMENTS = "was leased with"
+
+
+@dataclass
+class Group:
+    """`state` as in the scripts; `numbers` are (version, trainable tokens), oldest first."""
+
+    prompt: PromptRef
+    state: str = "running"
+    oldest_possible: int = 0
+    has_lost_credit: bool = False
+    numbers: list[tuple[int, int]] = field(default_factory=list)
+    known_gaps: int = 0
+    num_bytes: int = 0
+    order: int = 0
+    owner: int | None = None
+    is_expired: bool = False
+    is_damaged: bool = False
+    leases: int = 0
+    step: int = -1
+
+    @property
+    def oldest(self) -> int:
+        return self.numbers[0][0]
+
+    @property
+    def newest(self) -> int:
+        return self.numbers[-1][0]
+
+    def tokens_from(self, oldest: int | None) -> Counter[int]:
+        """Trainable tokens by version, without what is masked."""
+        counts: Counter[int] = Counter()
+        for version, tokens in self.numbers:
+            if oldest is None or version >= oldest:
+                counts[version] += tokens
+        return counts
+
+
+class Batch(NamedTuple):
+    owner: int
+    arguments: tuple[int, int, int]
+    """version, groups, shares"""
+    ids: tuple[str, ...]
+    oldest: int | None
+
+
+class PlainBuffer:
+    def __init__(self, settings: BufferConfig, groups_per_step: int) -> None:
+        self.settings = settings
+        self.groups_per_step = groups_per_step
+        self.max_staleness = settings.max_staleness
+        self.groups: dict[str, Group] = {}
+        self.batches: dict[int, Batch] = {}
+        self.done_steps: set[int] = set()
+        self.retries: list[list[PromptRef]] = [[] for _ in range(settings.shards)]
+        self.orders = [0] * settings.shards
+        self.engines: dict[str, int] = {}
+        self.version = 0
+        self.acked_step = -1
+        self.num_owners = 0
+        self.gaps: list[Gap] = []
+        self.lineages: list[str] = [""]
+        self.reconciled = Reconciled(acked=0, requeued=0, dropped=0, quarantined=0)
+        self.pushed = self.abandoned = self.tokens_masked = 0
+        self.dropped: Counter[str] = Counter()
+        self.trained: Counter[int] = Counter()
+        self.tokens_trained = 0
+
+    # Looking ---------------------------------------------------------------------------------
+
+    def ids(self, *states: str, shard: int | None = None) -> list[str]:
+        return [
+            name
+            for name, group in self.groups.items()
+            if group.state in states and (shard is None or self.shard_of(name) == shard)
+        ]
+
+    def shard_of(self, name: str) -> int:
+        return shard_of(name, self.settings.shards)
+
+    def gate(self, group: Group) -> int:
+        masks = self.settings.on_stale is OnStale.mask_tokens
+        return group.newest if masks else group.oldest
+
+    def score(self, name: str) -> tuple[int, int]:
+        return self.gate(self.groups[name]), self.groups[name].order
+
+    def by_staleness(self) -> dict[int, int]:
+        return dict(Counter(self.version - self.gate(self.groups[n]) for n in self.ids("ready")))
+
+    def held(self, owner: int, names: Iterable[str]) -> list[str]:
+        return [
+            name
+            for name in names
+            if (group := self.groups[name]).state == "leased" and group.owner == owner
+        ]
+
+    def max_trained(self) -> int | None:
+        return max(self.trained, default=None)
+
+    # Moving ----------------------------------------------------------------------------------
+
+    def requeue(self, name: str, is_counted: bool) -> None:
+        if self.settings.on_stale is not OnStale.requeue:
+            return
+        prompt: PromptRef | None = self.groups[name].prompt
+        if is_counted and prompt is not None:
+            prompt = next_attempt(prompt, self.settings.max_retries)
+        if prompt is not None:
+            self.retries[self.shard_of(name)].append(prompt)
+
+    def drop(self, name: str, reason: str) -> None:
+        self.groups[name].state, self.groups[name].owner = "dropped", None
+        self.dropped[reason] += 1
+        if reason in ("stale", "lineage"):
+            self.requeue(name, is_counted=reason == "stale")
+
+    def to_ready(self, name: str) -> None:
+        self.groups[name].state, self.groups[name].owner = "ready", None
+
+    def to_quarantine(self, name: str) -> None:
+        self.groups[name].state, self.groups[name].owner = "quarantined", None
+
+    def return_leased(self, name: str) -> bool:
+        if self.groups[name].leases < self.settings.max_attempts:
+            self.to_ready(name)
+            return True
+        self.to_quarantine(name)
+        return False
+
+    def expire(self) -> None:
+        for name in self.ids("leased"):
+            if self.groups[name].is_expired:
+                self.return_leased(name)
+
+    def drop_stale_ready(self, version: int) -> None:
+        for name in sorted(self.ids("ready"), key=self.score):
+            if self.gate(self.groups[name]) < version - self.max_staleness:
+                self.drop(name, "stale")
+
+    def renumber(self, group: Group) -> bool:
+        """False if the group holds a token of a version that is gone."""
+        gaps, group.known_gaps = self.gaps[group.known_gaps :], len(self.gaps)
+        moved = [(renumber_version(version, gaps), tokens) for version, tokens in group.numbers]
+        if any(version is None for version, _ in moved):
+            return False
+        group.numbers = [(version, tokens) for version, tokens in moved if version is not None]
+        return True
+
+    # The rollout side's verbs ----------------------------------------------------------------
+
+    def admit(self, group_id: str, prompt: PromptRef) -> tuple[str, int]:
+        lag, num_shards = engine_lag(self.version, self.engines.values()), self.settings.shards
+        limit = admission_limit(
+            max_staleness=self.max_staleness, lag=lag, groups_per_step=self.groups_per_step
+        )
+        for number in range(num_shards):
+            shard = (crc32(group_id.encode()) + number) % num_shards
+            in_use = len(self.ids("running", "ready", "leased", shard=shard))
+            if in_use < quota(limit, shard, num_shards):
+                name = id_in_shard(group_id, shard, num_shards)
+                self.groups[name] = Group(prompt, oldest_possible=self.version - lag)
+                return name, self.version
+        raise TimeoutError("no room")
+
+    def renew_credits(self, names: Iterable[str]) -> int:
+        running = [name for name in names if self.groups[name].state == "running"]
+        for name in running:
+            self.groups[name].has_lost_credit = False
+        return len(running)
+
+    def abandon(self, name: str, is_stale: bool) -> None:
+        if self.groups[name].state == "running":
+            self.groups[name].state = "abandoned"
+            self.abandoned += 1
+            if is_stale:
+                self.requeue(name, is_counted=True)
+
+    def push(
+        self, name: str, prompt: PromptRef, numbers: list[tuple[int, int]], num_bytes: int
+    ) -> PushResult:
+        known = self.groups.get(name)
+        if known is not None and known.state not in ("running", "abandoned"):
+            return PushResult.duplicate
+        group = Group(prompt, state="ready", numbers=numbers, num_bytes=num_bytes)
+        is_valid, shard = self.renumber(group), self.shard_of(name)
+        if is_valid and self.gate(group) >= self.version - self.max_staleness:
+            self.make_room(shard)
+            group.order = self.orders[shard] = self.orders[shard] + 1
+            self.groups[name] = group
+            self.pushed += 1
+            return PushResult.stored
+        self.groups[name] = group
+        self.pushed += 1
+        self.drop(name, "stale" if is_valid else "lineage")
+        return PushResult.stale if is_valid else PushResult.abandoned_lineage
+
+    def make_room(self, shard: int) -> None:
+        if self.settings.capacity_groups is None:
+            return
+        capacity = quota(self.settings.capacity_groups, shard, self.settings.shards)
+        if self.settings.on_full is OnFull.drop_stalest:
+            for name in sorted(self.ids("ready", shard=shard), key=self.score):
+                if len(self.ids("ready", "leased", shard=shard)) >= capacity:
+                    self.drop(name, "full")
+        if len(self.ids("ready", "leased", shard=shard)) >= capacity:
+            if self.settings.on_full is OnFull.error:
+                raise BufferFullError("no room")
+            raise TimeoutError("no room")
+
+    def take_retry(self) -> PromptRef | None:
+        return next((waiting.pop(0) for waiting in self.retries if waiting), None)
+
+    # The trainer side's verbs ----------------------------------------------------------------
+
+    def lease(self, step: int, arguments: tuple[int, int, int], lineage: str) -> Batch:
+        if lineage and lineage != self.lineages[-1]:
+            raise NotOwnerError("another trainer")
+        if self.settings.shards == 1:
+            self.expire()
+        batch = self.batches.get(step)
+        if batch is not None and step in self.done_steps:
+            raise ValueError(DONE)
+        if batch is not None and self.held(batch.owner, batch.ids):
+            if batch.arguments != arguments:
+                raise ValueError(OTHER_ARGUMENTS)
+            return batch
+        self.batches.pop(step, None)
+        if step <= self.acked_step:
+            raise ValueError(DONE)
+        return self.form(step, arguments)
+
+    def form(self, step: int, arguments: tuple[int, int, int]) -> Batch:
+        version, num_groups, _ = arguments
+        self.expire()
+        self.drop_stale_ready(version)
+        chosen = self.choose(version)[:num_groups]
+        if len(chosen) < num_groups or self.is_held_back(version):
+            raise TimeoutError(f"step {step}")
+        self.num_owners += 1
+        for name in chosen:
+            group = self.groups[name]
+            group.state, group.owner, group.is_expired = "leased", self.num_owners, False
+            group.leases += 1
+        is_masking = self.settings.on_stale is OnStale.mask_tokens
+        oldest = version - self.max_staleness if is_masking else None
+        self.batches[step] = Batch(self.num_owners, arguments, tuple(chosen), oldest)
+        return self.batches[step]
+
+    def is_held_back(self, version: int) -> bool:
+        return self.settings.on_stale is OnStale.wait and any(
+            self.groups[name].oldest_possible <= version - self.max_staleness
+            for name in self.ids("running")
+        )
+
+    def choose(self, version: int) -> list[str]:
+        brink = version - self.max_staleness
+
+        def key(name: str) -> tuple[object, ...]:
+            gate, order = self.score(name)
+            if self.settings.on_stale is OnStale.wait and gate <= brink:
+                return 0, gate, order, name
+            match self.settings.selector:
+                case Selector.fifo:
+                    return 1, order, name
+                case Selector.freshest:
+                    return 1, -gate, -order, name
+                case _:
+                    return 1, gate, order, name
+
+        return sorted(self.ids("ready"), key=key)
+
+    def fetch(self, batch: Batch) -> dict[str, Counter[int]]:
+        """Trainable tokens of each group that the ranks get; unreadable ones go to quarantine."""
+        held = self.held(batch.owner, batch.ids)
+        for name in held:
+            if self.groups[name].is_damaged:
+                self.to_quarantine(name)
+        return {
+            name: self.groups[name].tokens_from(batch.oldest)
+            for name in self.held(batch.owner, batch.ids)
+        }
+
+    def validate(self, batch: Batch) -> frozenset[str]:
+        oldest, fresh = self.version - self.max_staleness, set()
+        for name in self.held(batch.owner, batch.ids):
+            group = self.groups[name]
+            if self.gate(group) < oldest:
+                self.drop(name, "stale")
+            elif max(group.oldest, batch.oldest or 0) < oldest:
+                self.to_ready(name)
+            else:
+                group.is_expired = False
+                fresh.add(name)
+        return frozenset(fresh)
+
+    def renew(self, batch: Batch) -> int:
+        held = self.held(batch.owner, batch.ids)
+        for name in held:
+            self.groups[name].is_expired = False
+        return len(held)
+
+    def consume(self, step: int, batch: Batch, names: Iterable[str]) -> int:
+        for name in self.held(batch.owner, names):
+            group = self.groups[name]
+            group.state, group.step, group.leases = "consumed", step, 0
+            trained = group.tokens_from(batch.oldest)
+            self.trained[batch.arguments[0] - min(trained)] += 1
+            self.tokens_trained += trained.total()
+            self.tokens_masked += group.tokens_from(None).total() - trained.total()
+        done = [
+            name
+            for name in names
+            if self.groups[name].state == "consumed" and self.groups[name].owner == batch.owner
+        ]
+        if done:
+            self.done_steps.add(step)
+        return len(done)
+
+    def nack(self, batch: Batch) -> int:
+        held = self.held(batch.owner, batch.ids)
+        for name in held:
+            self.return_leased(name)
+        return len(held)
+
+    def ack(self, upto_step: int, lineage: str) -> int:
+        if lineage and lineage != self.lineages[-1]:
+            raise NotOwnerError("another trainer")
+        due = [name for name in self.ids("consumed") if self.groups[name].step <= upto_step]
+        steps = {step for step in self.done_steps & set(self.batches) if step <= upto_step}
+        steps |= {self.groups[name].step for name in due}
+        self.acked_step = max(steps | {self.acked_step})
+        for name in due:
+            self.groups[name].state, self.groups[name].owner = "acked", None
+        for step in [s for s in self.batches if s <= min(upto_step, self.acked_step)]:
+            del self.batches[step]
+        return len(due)
+
+    # Either side's verbs ---------------------------------------------------------------------
+
+    def publish(self, version: int) -> None:
+        if version < self.version:
+            raise ValueError("versions only grow")
+        self.version = version
+
+    def sweep(self) -> int:
+        before = {name: group.state for name, group in self.groups.items()}
+        for name in self.ids("running"):
+            if self.groups[name].has_lost_credit:
+                self.groups[name].state = "abandoned"
+                self.abandoned += 1
+        self.expire()
+        moved = sum(before[name] != group.state for name, group in self.groups.items())
+        ready = self.ids("ready")
+        self.drop_stale_ready(self.version)
+        return moved + sum(self.groups[name].state == "dropped" for name in ready)
+
+    def release(self, name: str) -> bool:
+        group = self.groups[name]
+        if group.state != "quarantined":
+            return False
+        if self.renumber(group):
+            group.leases = 0
+            self.to_ready(name)
+        else:
+            self.drop(name, "lineage")
+        return True
+
+    def discard(self, name: str) -> bool:
+        if self.groups[name].state != "quarantined":
+            return False
+        self.drop(name, "discarded")
+        return True
+
+    def reconcile(
+        self, lineage: str, step: int, version: int, resume_version: int, acked: Iterable[str]
+    ) -> Reconciled:
+        if lineage in self.lineages[:-1]:
+            raise NotOwnerError("a later trainer")
+        if lineage != self.lineages[-1]:
+            self.begin(lineage, step, version, resume_version)
+            self.reconciled = self.sort_out(step, set(acked))
+        return self.reconciled
+
+    def begin(self, lineage: str, step: int, version: int, resume_version: int) -> None:
+        last = renumber_version(version, self.gaps)
+        last = -1 if last is None else last
+        is_newest = last == resume_version == self.version
+        if resume_version <= self.version and not is_newest:
+            raise ValueError("published before")
+        if resume_version > last:
+            self.gaps.append(Gap(last, resume_version))
+            for name in self.ids("running"):
+                moved = renumber_version(self.groups[name].oldest_possible, self.gaps[-1:])
+                self.groups[name].oldest_possible = resume_version if moved is None else moved
+        self.lineages.append(lineage)
+        self.version, self.acked_step = resume_version, step
+
+    def sort_out(self, step: int, acked: set[str]) -> Reconciled:
+        num_acked = requeued = quarantined = 0
+        acked |= {name for name in self.ids("consumed") if self.groups[name].step <= step}
+        for name in acked & set(self.ids("ready", "leased", "consumed", "quarantined")):
+            self.groups[name].state, self.groups[name].owner = "acked", None
+            num_acked += 1
+        for name in self.ids("leased", "consumed"):
+            if self.groups[name].state == "consumed":
+                self.to_ready(name)
+                requeued += 1
+            elif self.return_leased(name):
+                requeued += 1
+            else:
+                quarantined += 1
+        self.batches.clear()
+        self.done_steps.clear()
+        before = self.dropped["lineage"]
+        for name in sorted(self.ids("ready"), key=self.score, reverse=True):
+            if not self.renumber(self.groups[name]):
+                self.drop(name, "lineage")
+        return Reconciled(
+            acked=num_acked,
+            requeued=requeued,
+            dropped=self.dropped["lineage"] - before,
+            quarantined=quarantined,
+        )

@@ -1,0 +1,146 @@
+"""A full buffer: pushes wait, make room or fail, as `on_full` says."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from buffer.codec import encode_group
+from buffer.connection import connect
+from buffer.errors import BufferFullError
+from buffer.lease import PushResult
+from buffer.wakeups import BufferClosedError
+from configs.schema import OnFull
+
+STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "timeout_s": 0}
+
+
+async def _blocked(task: asyncio.Task[Any]) -> None:
+    await asyncio.sleep(0.05)
+    assert not task.done()
+
+
+async def test_a_blocked_producer_is_woken_when_a_group_is_consumed(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(groups_per_step=1, capacity_groups=1)
+    await buffer.push(make_group("a"))
+    waiting = asyncio.create_task(buffer.push(make_group("b"), 10))
+    await _blocked(waiting)
+    lease = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
+    await _blocked(waiting)  # leased groups take room, too
+    start = time.monotonic()
+    await buffer.consume(lease, ["a"])
+    assert await asyncio.wait_for(waiting, 2) is PushResult.stored
+    assert time.monotonic() - start < 0.5
+    stats = await buffer.stats()
+    assert (stats.ready, stats.consumed, stats.push_blocked) == (1, 1, 1)
+    assert 0.05 < stats.push_blocked_s < 2
+    assert stats.capacity_groups == 1 and stats.capacity_bytes is None
+
+
+async def test_a_push_that_waited_in_vain_says_what_is_full(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(groups_per_step=1, capacity_groups=1)
+    await buffer.push(make_group("a"))
+    with pytest.raises(TimeoutError, match=r"no room for group b .* within 0\.05 s: .* 1 groups"):
+        await buffer.push(make_group("b"), 0.05)
+    assert (await buffer.stats()).pushed == 1
+    assert await buffer.push(make_group("a"), 0) is PushResult.duplicate
+
+
+async def test_blocked_pushes_stand_in_line_and_send_their_payload_once_each(
+    checked_buffer: Any, redis_url: str, make_group: Any
+) -> None:
+    buffer = await checked_buffer(groups_per_step=1, capacity_groups=2)
+    waiting = [asyncio.create_task(buffer.push(make_group(f"g{i}"), 20)) for i in range(20)]
+    redis = await connect(redis_url)
+    await asyncio.sleep(0.2)
+    before = (await redis.info("commandstats"))["cmdstat_set"]["calls"]
+    for step in range(18):
+        lease = await buffer.lease(step=step, version=0, num_groups=1, **{**STEP, "timeout_s": 5})
+        await buffer.consume(lease, lease.group_ids)
+    assert await asyncio.gather(*waiting) == [PushResult.stored] * 20
+    sets = (await redis.info("commandstats"))["cmdstat_set"]["calls"] - before
+    assert sets <= 18 + 5  # and the keeper's markers
+    stats = await buffer.stats()
+    assert (stats.ready, stats.consumed, stats.push_blocked) == (2, 18, 18)
+    await redis.aclose()
+
+
+async def test_bytes_are_bounded_too(checked_buffer: Any, make_group: Any) -> None:
+    size = len(encode_group(make_group("a")))
+    buffer = await checked_buffer(groups_per_step=1, capacity_bytes=2 * size)
+    await buffer.push(make_group("a"))
+    await buffer.push(make_group("b"))
+    waiting = asyncio.create_task(buffer.push(make_group("c"), 10))
+    await _blocked(waiting)
+    lease = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
+    await buffer.consume(lease, lease.group_ids)
+    assert await asyncio.wait_for(waiting, 2) is PushResult.stored
+    with pytest.raises(ValueError, match=r"group big has \d+ bytes .* raise buffer.capacity_bytes"):
+        await buffer.push(make_group("big", num_tokens=5000), 1)
+
+
+async def test_the_stalest_groups_make_way_if_the_user_says_so(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(
+        groups_per_step=1, capacity_groups=2, on_full=OnFull.drop_stalest, max_staleness=5
+    )
+    await buffer.publish_version(2)
+    for name, version in (("a", 1), ("b", 0), ("c", 2)):
+        assert await buffer.push(make_group(name, version)) is PushResult.stored
+    stats = await buffer.stats()
+    assert stats.dropped == {"full": 1} and stats.by_staleness == {0: 1, 1: 1}
+    assert await buffer.take_retry() is None
+
+
+async def test_what_is_leased_never_makes_way(checked_buffer: Any, make_group: Any) -> None:
+    buffer = await checked_buffer(groups_per_step=1, capacity_groups=1, on_full=OnFull.drop_stalest)
+    await buffer.push(make_group("a"))
+    lease = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
+    waiting = asyncio.create_task(buffer.push(make_group("b"), 10))
+    await _blocked(waiting)
+    await buffer.nack(lease, "test")
+    assert await asyncio.wait_for(waiting, 2) is PushResult.stored
+    assert (await buffer.stats()).dropped == {"full": 1}
+
+
+async def test_an_error_is_raised_if_the_user_says_so(checked_buffer: Any, make_group: Any) -> None:
+    buffer = await checked_buffer(groups_per_step=1, capacity_groups=1, on_full=OnFull.error)
+    await buffer.push(make_group("a"))
+    with pytest.raises(
+        BufferFullError, match=r"no room for group b .*1 of 1 groups.*on_full=block"
+    ):
+        await buffer.push(make_group("b"))
+    assert (await buffer.stats()).pushed == 1
+
+
+async def test_close_ends_blocked_pushes(buffer_factory: Any, make_group: Any) -> None:
+    buffer = await buffer_factory(groups_per_step=1, capacity_groups=1)
+    await buffer.push(make_group("a"))
+    waiting = [asyncio.create_task(buffer.push(make_group(name), 60)) for name in "bcd"]
+    await _blocked(waiting[0])
+    await buffer.close()
+    for task in waiting:
+        with pytest.raises(BufferClosedError):
+            await asyncio.wait_for(task, 1)
+
+
+async def test_a_capacity_that_no_batch_fits_in_is_refused(buffer_factory: Any) -> None:
+    with pytest.raises(ValueError, match=r"capacity_groups=3.*groups_per_step=4"):
+        await buffer_factory(groups_per_step=4, capacity_groups=3)
+
+
+async def test_what_was_pushed_is_known_to_be_on_disk_after_a_flush(
+    buffer_factory: Any, make_group: Any
+) -> None:
+    buffer = await buffer_factory()
+    assert await buffer.flush(0)  # nothing was pushed
+    await buffer.push(make_group("a"))
+    assert await buffer.flush(10)

@@ -1,0 +1,393 @@
+"""The client: what it checks at connect, what it waits for and what it says when that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from redis import Redis, exceptions
+
+from buffer.cluster import key_of
+from buffer.connection import (
+    BufferConnectionError,
+    DiskFullError,
+    MemoryFullError,
+    connect,
+)
+from buffer.server import EmbeddedServer, ServerStartError, find_binary
+from configs.schema import BufferConfig
+
+HOST = "127.0.0.1"
+WRITE = "return redis.call('SET', KEYS[1], ARGV[1])"
+
+
+Start = Callable[..., EmbeddedServer]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start(key_load_delay="500")`: a server with such lines in its config."""
+    started: list[EmbeddedServer] = []
+
+    def make(**extra: str) -> EmbeddedServer:
+        lines = {name.replace("_", "-"): value for name, value in extra.items()}
+        server = EmbeddedServer.start(
+            tmp_path / "redis", BufferConfig(), HOST, tmp_path / "log", extra=lines
+        )
+        started.append(server)
+        return server
+
+    yield make
+    for server in started:
+        server.stop(timeout_s=5)
+
+
+@pytest.fixture
+def server(start: Start) -> EmbeddedServer:
+    return start()
+
+
+def _client(url: str) -> Redis:
+    return Redis.from_url(url, decode_responses=True)
+
+
+# Connecting -----------------------------------------------------------------------------------
+
+
+async def test_connect_reaches_the_server(server: EmbeddedServer) -> None:
+    client = await connect(server.url)
+    await client.set("key", "value")
+    assert await client.get("key") == b"value"
+    await client.aclose()
+
+
+async def test_connect_reaches_a_unix_socket(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    server = start(unixsocket=str(path))
+    password = urlsplit(server.url).password
+    client = await connect(f"unix://{path}?password={password}")
+    await client.set("key", "value")
+    assert await client.get("key") == b"value"
+    await client.aclose()
+
+
+async def test_an_unreachable_server_is_named_with_the_fix() -> None:
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(BufferConnectionError, match=f"{HOST}:{port}.*start it, or correct") as info:
+        await connect(f"redis://:hunter2@{HOST}:{port}/0")
+    assert "hunter2" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("user", "message"), [(":hunter2@", "refuses the user or password"), ("", "wants a password")]
+)
+async def test_a_wrong_password_is_named_and_never_shown(
+    server: EmbeddedServer, user: str, message: str
+) -> None:
+    port = urlsplit(server.url).port
+    with pytest.raises(BufferConnectionError, match=f"{HOST}:{port}.*{message}") as info:
+        await connect(f"redis://{user}{HOST}:{port}/0")
+    assert "hunter2" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://x", "redis://host:port/0", "redis://h/?socket_timeout=x", "redis://h/?no_such=1"],
+)
+async def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(BufferConnectionError, match=r"no valid Redis URL"):
+        await connect(url)
+
+
+async def test_a_server_that_evicts_is_refused_with_the_fix(server: EmbeddedServer) -> None:
+    with _client(server.url) as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+    with pytest.raises(BufferConnectionError, match="CONFIG SET maxmemory-policy noeviction"):
+        await connect(server.url)
+
+
+# A server that is away ------------------------------------------------------------------------
+
+
+async def test_commands_and_pipelines_wait_for_a_server_that_is_restarted(
+    server: EmbeddedServer,
+) -> None:
+    client = await connect(server.url)
+    await client.set("before", "1")
+    os.kill(server.pid, signal.SIGKILL)
+    server.wait(timeout_s=5)
+
+    async def pipelined() -> list[bytes | None]:
+        async with client.pipeline(transaction=False) as pipe:
+            pipe.set("piped", "2")
+            pipe.get("piped")
+            replies: list[bytes | None] = await pipe.execute()
+            return replies
+
+    single = asyncio.create_task(client.set("single", "3"))
+    piped = asyncio.create_task(pipelined())
+    blocked = asyncio.create_task(client.xread({"stream": "0-0"}, 1, 2000))
+    await asyncio.sleep(0.3)
+    assert not single.done() and not piped.done() and not blocked.done()
+    await asyncio.to_thread(server.restart)
+    assert await single
+    assert await piped == [True, b"2"]
+    await client.xadd("stream", {"field": "value"})
+    assert await blocked
+    await client.aclose()
+
+
+async def test_a_server_that_stays_away_is_named_with_the_fix(server: EmbeddedServer) -> None:
+    client = await connect(server.url, try_for_s=0.3)
+    await client.set("before", "1")
+    server.stop(timeout_s=5)
+    began = time.monotonic()
+    where = f"{HOST}:{urlsplit(server.url).port}"
+    with pytest.raises(BufferConnectionError, match=f"Redis at {where} is away.*start it again"):
+        await client.get("before")
+    async with client.pipeline(transaction=False) as pipe:
+        pipe.get("before")
+        with pytest.raises(BufferConnectionError, match="is away"):
+            await pipe.execute()
+    assert time.monotonic() - began < 5
+    await client.aclose()
+
+
+async def test_a_server_that_loads_its_data_is_waited_for(start: Start) -> None:
+    # 2,000 keys at half a millisecond each; the first part of the log is a snapshot.
+    server = start(key_load_delay="500", loading_process_events_interval_bytes="1024")
+    client = await connect(server.url, try_for_s=0.1)
+    for number in range(2000):
+        await client.set(f"key-{number}", "value")
+    await client.bgrewriteaof()
+    while (await client.info("persistence"))["aof_rewrite_in_progress"]:
+        await asyncio.sleep(0.05)
+    os.kill(server.pid, signal.SIGKILL)
+    server.wait(timeout_s=5)
+    restarting = asyncio.create_task(asyncio.to_thread(server.restart))
+    while not _is_loading(server.url):
+        await asyncio.sleep(0.01)
+    assert await client.get("key-1999") == b"value"
+    await restarting
+    await client.aclose()
+
+
+def _is_loading(url: str) -> bool:
+    try:
+        with _client(url) as probe:
+            return bool(probe.info("persistence")["loading"])
+    except exceptions.ConnectionError:
+        return False
+
+
+async def test_a_blocked_read_may_last_longer_than_a_reply(server: EmbeddedServer) -> None:
+    client = await connect(f"{server.url}?socket_timeout=0.2")
+    assert not await client.xread({"stream": "0-0"}, 1, 600)
+    with _client(server.url) as probe:
+        before = probe.info("stats")["total_connections_received"]
+    assert await client.get("key") is None
+    with _client(server.url) as probe:  # its own is one more; ours lives
+        assert probe.info("stats")["total_connections_received"] == before + 1
+    await client.aclose()
+
+
+async def test_a_wait_ends_at_whatever_turn_of_the_loop_it_is_cancelled(
+    server: EmbeddedServer,
+) -> None:
+    client = await connect(server.url)
+    for turns in range(200):
+        waiting = asyncio.create_task(client.xread({"stream": "0-0"}, 1, 60_000))
+        for _ in range(1 + turns % 40):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting}, timeout=5)
+        assert waiting.cancelled()
+    assert await client.get("key") is None  # no reply of another command is left over
+    await client.aclose()
+
+
+async def test_a_wait_outlasts_several_crashes_that_are_shorter_than_its_patience(
+    server: EmbeddedServer,
+) -> None:
+    client = await connect(server.url, try_for_s=1.0)
+    waiting = asyncio.create_task(client.xread({"stream": "0-0"}, 1, 60_000))
+    for _ in range(4):
+        await asyncio.sleep(0.3)
+        os.kill(server.pid, signal.SIGKILL)
+        await asyncio.to_thread(server.wait, 5)
+        await asyncio.to_thread(server.restart)
+    await asyncio.sleep(0.5)
+    await client.xadd("stream", {"field": "value"})
+    assert await waiting
+    await client.aclose()
+
+
+# A server without room ------------------------------------------------------------------------
+
+
+async def test_a_server_without_memory_says_so_with_the_fix(server: EmbeddedServer) -> None:
+    client = await connect(server.url)
+    await client.set("key", b"x" * 5_000_000)
+    with _client(server.url) as admin:
+        admin.config_set("maxmemory", "4mb")
+    where = f"{HOST}:{urlsplit(server.url).port}"
+    with pytest.raises(MemoryFullError, match=f"{where} has no memory left.*capacity_bytes"):
+        await client.set("more", "value")
+    digest = await client.script_load(WRITE)
+    with pytest.raises(MemoryFullError, match="nothing was lost"):
+        await client.evalsha(digest, 1, "more", "value")
+    async with client.pipeline(transaction=False) as pipe:
+        pipe.set("more", "value")
+        pipe.evalsha(digest, 1, "more", "value")
+        with pytest.raises(MemoryFullError, match="nothing was lost"):
+            await pipe.execute()
+    with _client(server.url) as admin:
+        admin.config_set("maxmemory", "0")
+    assert await client.set("more", "value")
+    await client.aclose()
+
+
+async def test_a_server_without_disk_says_so_and_recovers_by_itself(start: Start) -> None:
+    server = start()
+    client = await connect(server.url)
+    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    await client.set("large", b"x" * 200_000)  # acknowledged; it is written behind
+    digest = await client.script_load(WRITE)
+    error = await _first_refusal(client)
+    assert "cannot write its append-only file" in str(error) and "Make room" in str(error)
+    with pytest.raises(DiskFullError, match="nothing that it acknowledged before was lost"):
+        await client.evalsha(digest, 1, "more", "value")
+    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            await client.set("more", "value")
+            break
+        except DiskFullError:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)
+    await client.aclose()
+
+
+async def _first_refusal(client: Redis) -> DiskFullError:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            await client.set("more", b"x" * 1000)  # type: ignore[misc]
+        except DiskFullError as error:
+            return error
+        await asyncio.sleep(0.05)
+    raise AssertionError("the server took every write")
+
+
+# TLS ------------------------------------------------------------------------------------------
+
+
+def _openssl(folder: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def _make_certificates(folder: Path) -> None:
+    """ca.crt, and server.crt and client.crt with their keys, signed by it."""
+    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    _openssl(
+        folder,
+        *("req", "-x509", *new_key, "-days", "2", "-subj", "/CN=test authority"),
+        *("-keyout", "ca.key", "-out", "ca.crt"),
+    )
+    (folder / "names").write_text(f"subjectAltName=IP:{HOST}\n")
+    for name in ("server", "client"):
+        _openssl(
+            folder,
+            *("req", *new_key, "-subj", f"/CN={name}"),
+            *("-keyout", f"{name}.key", "-out", f"{name}.csr"),
+        )
+        _openssl(
+            folder,
+            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key"),
+            *("-CAcreateserial", "-days", "2", "-extfile", "names", "-out", f"{name}.crt"),
+        )
+
+
+@pytest.fixture
+def tls_server(tmp_path: Path) -> Iterator[tuple[EmbeddedServer, str]]:
+    """A server that wants client certificates, and its TLS URL."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl program to make certificates with")
+    _make_certificates(tmp_path)
+    named = [Path(name) for name in os.environ.get("LEASH_TEST_SERVERS", "").split(":") if name]
+    for binary in [*named, find_binary()]:
+        with socket.create_server((HOST, 0)) as free:
+            port = free.getsockname()[1]
+        try:
+            server = EmbeddedServer.start(
+                tmp_path / "redis",
+                BufferConfig(),
+                HOST,
+                tmp_path / "log",
+                extra={
+                    "tls-port": str(port),
+                    "tls-ca-cert-file": str(tmp_path / "ca.crt"),
+                    "tls-cert-file": str(tmp_path / "server.crt"),
+                    "tls-key-file": str(tmp_path / "server.key"),
+                    "tls-auth-clients": "yes",
+                },
+                binary=binary,
+            )
+        except ServerStartError:
+            continue
+        yield server, f"rediss://:{urlsplit(server.url).password}@{HOST}:{port}/0"
+        server.stop(timeout_s=5)
+        return
+    pytest.skip("no server program here was built with TLS")
+
+
+async def test_a_tls_server_is_checked_and_shown_our_certificate(
+    tls_server: tuple[EmbeddedServer, str], tmp_path: Path
+) -> None:
+    _, url = tls_server
+    ours = f"?ssl_certfile={tmp_path}/client.crt&ssl_keyfile={tmp_path}/client.key"
+    client = await connect(url + ours, tls_ca_file=str(tmp_path / "ca.crt"))
+    await client.set("key", b"x" * 3_000_000)
+    assert await client.get("key") == b"x" * 3_000_000
+    await client.aclose()
+    with pytest.raises(BufferConnectionError, match=r"not trusted.*buffer\.tls_ca_file"):
+        await connect(url + ours)
+    with pytest.raises(BufferConnectionError, match="cannot reach Redis"):
+        await connect(url, tls_ca_file=str(tmp_path / "ca.crt"))
+
+
+async def test_a_ca_file_that_is_not_there_or_of_no_use_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BufferConnectionError, match=r"tls_ca_file=.*there is no such file"):
+        await connect(f"rediss://{HOST}:1/0", tls_ca_file=str(tmp_path / "missing.crt"))
+    with pytest.raises(BufferConnectionError, match=r"does not begin with rediss://"):
+        await connect(f"redis://{HOST}:1/0", tls_ca_file=str(tmp_path / "missing.crt"))
+
+
+# A cluster (see also tests/integration/test_conformance.py) -----------------------------------
+
+
+def test_a_commands_key_says_to_which_node_it_goes() -> None:
+    assert key_of(("GET", "{a}:x")) == "{a}:x"
+    assert key_of(("EVALSHA", "digest", 1, "{a}", "argument")) == "{a}"
+    assert key_of(("XREAD", b"BLOCK", "10", b"COUNT", "1", b"STREAMS", "{a}:s", "0-0")) == "{a}:s"
+    assert key_of(("INFO", "server")) is None
+    with pytest.raises(ValueError, match="SCAN sees the keys of one node only"):
+        key_of(("SCAN", "0"))
+
+
+async def test_a_node_of_a_cluster_without_slots_is_refused_with_the_fix(start: Start) -> None:
+    server = start(cluster_enabled="yes")
+    with pytest.raises(BufferConnectionError, match=r"no node holds a slot: .*--cluster create"):
+        await connect(server.url)
