@@ -24,7 +24,9 @@ _CRC = struct.Struct("<I")
 INDEX_BYTES = _INDEX.size + _CRC.size
 
 
-def split_payload(data: bytes, chunk_bytes: int = MAX_CHUNK_BYTES) -> list[bytes]:
+def split_payload(
+    data: bytes | memoryview, chunk_bytes: int = MAX_CHUNK_BYTES
+) -> list[bytes | memoryview]:
     """The values to store: the payload itself, or an index and then the chunks."""
     if not 0 < chunk_bytes < 2**32:
         raise ValueError(f"chunk_bytes={chunk_bytes}: must be at least 1 and below 2^32")
@@ -35,7 +37,7 @@ def split_payload(data: bytes, chunk_bytes: int = MAX_CHUNK_BYTES) -> list[bytes
     return [index + _CRC.pack(zlib.crc32(index)), *chunks]
 
 
-def num_chunks(first: bytes) -> int:
+def num_chunks(first: bytes | memoryview) -> int:
     """How many chunks belong to the first value; 0 if it is the whole payload.
 
     Raises ValueError if it begins like an index and is none.
@@ -45,7 +47,9 @@ def num_chunks(first: bytes) -> int:
     return _read_index(first)[0]
 
 
-def join_payload(first: bytes, rest: Sequence[bytes | None]) -> bytes:
+def join_payload(
+    first: bytes | memoryview, rest: Sequence[bytes | memoryview | None]
+) -> bytes | memoryview:
     """The payload of the values that `split_payload` made; None stands for one that is missing.
 
     Raises ValueError unless every length is what the index says.
@@ -57,7 +61,7 @@ def join_payload(first: bytes, rest: Sequence[bytes | None]) -> bytes:
     count, chunk_bytes, num_bytes = _read_index(first)
     if len(rest) != count:
         raise ValueError(f"{len(rest)} chunks of {count}")
-    chunks: list[bytes] = []
+    chunks: list[bytes | memoryview] = []
     for number, chunk in enumerate(rest, start=1):
         wanted = chunk_bytes if number < count else num_bytes - chunk_bytes * (count - 1)
         if chunk is None or len(chunk) != wanted:
@@ -67,7 +71,7 @@ def join_payload(first: bytes, rest: Sequence[bytes | None]) -> bytes:
     return b"".join(chunks)
 
 
-def _read_index(first: bytes) -> tuple[int, int, int]:
+def _read_index(first: bytes | memoryview) -> tuple[int, int, int]:
     """Number of chunks, bytes of each but the last, bytes in all."""
     if len(first) != INDEX_BYTES:
         raise ValueError(f"an index of chunks has {len(first)} bytes, not {INDEX_BYTES}")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 import time
 from asyncio import sleep
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.connection import ConnectionPool
+
+from buffer.receiving import Allocate, Value, receive
 
 T = TypeVar("T")
 
@@ -91,6 +93,52 @@ class BufferRedis(Redis):
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
         """Commands for keys of one slot, in one round trip."""
         return _PatientPipeline(self, transaction)
+
+    async def exchange(
+        self, parts: Sequence[bytes | memoryview], num_replies: int, key: str
+    ) -> list[Any]:
+        """Sends commands for the slot of `key` that are packed already, in one round trip.
+
+        Returns the replies as they come, error replies among them.
+        """
+        return await self._use_connection(
+            ("GET", key), lambda connection: connection.exchange(parts, num_replies)
+        )
+
+    async def receive(self, keys: Sequence[str], allocate: Allocate) -> list[Value]:
+        """The values of keys of one slot, in memory of `allocate`; None where there is no key."""
+        replies = await self._use_connection(
+            ("GET", keys[0]), lambda connection: receive(connection, keys, allocate)
+        )
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return replies
+
+    async def _use_connection(
+        self, routed: tuple[str, str], use: Callable[[Any], Awaitable[list[Any]]]
+    ) -> list[Any]:
+        """What `use` gets as replies over a connection for this command; errors are explained."""
+
+        async def attempt() -> list[Any]:
+            node = self.node_for(routed)
+            pool: Any = node.connection_pool
+            connection = await pool.get_connection()
+            try:
+                replies = await use(connection)
+            finally:
+                await pool.release(connection)
+            node.reached_at = time.monotonic()
+            for reply in replies:
+                if isinstance(reply, _AWAY):
+                    raise reply
+            return replies
+
+        replies = await self.patiently(attempt, routed)
+        return [
+            explained(reply, self.where) if isinstance(reply, exceptions.ResponseError) else reply
+            for reply in replies
+        ]
 
     def node_for(self, command: tuple[Any, ...]) -> BufferRedis:
         """The client of the server that holds the command's key."""

@@ -23,15 +23,16 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import zstandard
+from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
+from buffer.arena import Allocate, fresh
 from buffer.flat import F4, I4, U4, Array, FlatGroup, check_finite, exactly
 from buffer.types import FloatArray, IntArray, PromptRef, Trajectory, TrajectoryGroup
 
@@ -41,6 +42,7 @@ COLUMN_DTYPES = ("<i1", "<u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", 
 """Types that a further column may have; the wire carries the index."""
 MAX_TRAJECTORIES = 2**16
 MAX_COLUMNS = 256
+MAX_TEXT_BYTES = 2**16 - 1
 MAX_BODY_BYTES = 2**32
 MAX_COMPRESSION = 1024
 """A body that claims to be more than this many times as long as its frame is refused as a bomb. It
@@ -66,23 +68,34 @@ def encode_group(group: TrajectoryGroup, compress: bool = False) -> bytes:
 
     `compress` makes them about a third fewer with zstd, at a seventh of the speed.
     """
+    return bytes(encode_into(fresh, group, compress))
+
+
+def encode_into(
+    allocate: Allocate, group: TrajectoryGroup, compress: bool = False
+) -> bytes | memoryview:
+    """The same bytes, uncompressed ones in memory that `allocate` gives."""
     try:
         flat = FlatGroup.of(group.trajectories)
-        out = _Writer()
-        columns = _describe(group, flat, out)
+        description, columns = _describe(group, flat)
         tokens = [exactly(t.tokens, I4, "tokens") for t in group.trajectories]
         logprobs = [_as_float32(t.rollout_logprobs) for t in group.trajectories]
-        description = b"".join(out.parts)
-        data = _seal(description, [tokens, logprobs, [flat.runs], [flat.spans], *columns])
-        # Checked where they have come to lie in one piece.
-        arrays = _Reader(memoryview(data)[_HEADER.size :], len(description))
-        flat.check(arrays.array(I4, flat.num_tokens), arrays.array(F4, flat.num_tokens))
+        numbers: list[tuple[np.dtype[Any], Sequence[Array]]] = [
+            (I4, tokens),
+            (F4, logprobs),
+            (U4, [flat.runs]),
+            (U4, [flat.spans.reshape(-1)]),
+            *((column.dtype, [column.reshape(-1)]) for column in columns),
+        ]
+        data, arrays = _lay_out(allocate, description, numbers)
+        flat.check(arrays[0], arrays[1])  # where they have come to lie in one piece
+        _write_header(data, 0, len(description))
         return _compress(data) if compress else data
     except ValueError as error:
         raise ValueError(f"group {group.group_id}: {error}") from None
 
 
-def decode_group(data: bytes) -> TrajectoryGroup:
+def decode_group(data: bytes | memoryview) -> TrajectoryGroup:
     """The group of these bytes, its arrays read-only views of them.
 
     Whatever the bytes, raises ValueError and nothing else if they are not one whole, valid group,
@@ -94,19 +107,22 @@ def decode_group(data: bytes) -> TrajectoryGroup:
     if not 0 < num_trajectories <= MAX_TRAJECTORIES:
         raise ValueError(f"a group of {num_trajectories} trajectories")
     heads = [_Head.read(description) for _ in range(num_trajectories)]
-    description.expect_end("description")
-    num_tokens = sum(head.num_tokens for head in heads)
+    description.expect_end()
+    lengths = [head.num_tokens for head in heads]
+    run_counts = [head.num_runs for head in heads]
+    span_counts = [head.num_spans for head in heads]
+    num_tokens = sum(lengths)
     tokens, logprobs = arrays.array(I4, num_tokens), arrays.array(F4, num_tokens)
     flat = FlatGroup(
-        lengths=[head.num_tokens for head in heads],
-        run_counts=[head.num_runs for head in heads],
-        span_counts=[head.num_spans for head in heads],
-        runs=arrays.array(U4, sum(head.num_runs for head in heads)),
-        spans=arrays.array(U4, 3 * sum(head.num_spans for head in heads)).reshape(-1, 3),
+        lengths=lengths,
+        run_counts=run_counts,
+        span_counts=span_counts,
+        runs=arrays.array(U4, sum(run_counts)),
+        spans=arrays.array(U4, 3 * sum(span_counts)).reshape(-1, 3),
     )
     flat.check(tokens, logprobs)
     columns = [{c.name: c.read(arrays, head.num_tokens) for c in head.columns} for head in heads]
-    arrays.expect_end("arrays")
+    arrays.expect_end()
     return TrajectoryGroup(
         group_id=group_id,
         prompt=PromptRef(task=task, index=index, attempt=attempt),
@@ -117,51 +133,46 @@ def decode_group(data: bytes) -> TrajectoryGroup:
 # Writing -------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Writer:
-    parts: list[bytes] = field(default_factory=list)
-
-    def pack(self, layout: struct.Struct, *values: float) -> None:
-        try:
-            self.parts.append(layout.pack(*values))
-        except struct.error as error:
-            raise ValueError(f"{values} do not fit their fields: {error}") from None
-
-    def text(self, value: str) -> None:
-        raw = value.encode()
-        self.pack(_TEXT, len(raw))
-        self.parts.append(raw)
-
-
-def _describe(group: TrajectoryGroup, flat: FlatGroup, out: _Writer) -> list[list[Array]]:
-    """Writes the description; returns the columns in wire order."""
+def _describe(group: TrajectoryGroup, flat: FlatGroup) -> tuple[bytes, list[Array]]:
+    """The description, and the columns in wire order."""
     if len(group.trajectories) > MAX_TRAJECTORIES:
         raise ValueError(f"{len(group.trajectories)} trajectories, of at most {MAX_TRAJECTORIES}")
-    out.text(group.group_id)
-    out.text(group.prompt.task)
-    out.pack(_PROMPT, group.prompt.index, group.prompt.attempt, len(group.trajectories))
-    columns: list[list[Array]] = []
-    for number, trajectory in enumerate(group.trajectories):
+    prompt = group.prompt
+    parts = [_text(group.group_id), _text(prompt.task)]
+    try:
+        parts.append(_PROMPT.pack(prompt.index, prompt.attempt, len(group.trajectories)))
+    except struct.error as error:
+        raise ValueError(f"{prompt} does not fit its fields: {error}") from None
+    columns: list[Array] = []
+    counts = zip(flat.lengths, flat.run_counts, flat.span_counts, strict=True)
+    for number, (t, (length, num_runs, num_spans)) in enumerate(
+        zip(group.trajectories, counts, strict=True)
+    ):
         try:
-            _check_described(trajectory.reward, trajectory.reward_parts, len(trajectory.columns))
-            out.pack(
-                _TRAJECTORY,
-                *(trajectory.num_tokens, trajectory.prompt_length),
-                *(flat.run_counts[number], flat.span_counts[number]),
-                trajectory.reward,
-                *(len(trajectory.reward_parts), len(trajectory.columns)),
-            )
-            out.text(trajectory.finish_reason)
-            for name, value in trajectory.reward_parts.items():
-                out.text(name)
-                out.pack(_NUMBER, value)
-            columns += [[_describe_column(n, c, out)] for n, c in trajectory.columns.items()]
-        except ValueError as error:
+            _check_described(t.reward, t.reward_parts, len(t.columns))
+            sizes = (length, t.prompt_length, num_runs, num_spans)
+            parts.append(_TRAJECTORY.pack(*sizes, t.reward, len(t.reward_parts), len(t.columns)))
+            parts.append(_text(t.finish_reason))
+            for name, value in t.reward_parts.items():
+                parts += (_text(name), _NUMBER.pack(value))
+            for name, column in t.columns.items():
+                little = _little_endian(name, column)
+                width = little.shape[1] if little.ndim == 2 else 0
+                parts += (_text(name), _COLUMN.pack(_CODES[little.dtype], width))
+                columns.append(little)
+        except (ValueError, struct.error) as error:
             raise ValueError(f"trajectory {number}: {error}") from None
-    return columns
+    return b"".join(parts), columns
 
 
-def _describe_column(name: str, column: Array, out: _Writer) -> Array:
+def _text(value: str) -> bytes:
+    raw = value.encode()
+    if len(raw) > MAX_TEXT_BYTES:
+        raise ValueError(f"{len(raw)} bytes of text do not fit {MAX_TEXT_BYTES}")
+    return _TEXT.pack(len(raw)) + raw
+
+
+def _little_endian(name: str, column: Array) -> Array:
     little = column.astype(column.dtype.newbyteorder("<"), copy=False)
     if little.dtype not in _CODES or little.ndim not in (1, 2) or 0 in little.shape[1:]:
         raise ValueError(
@@ -169,8 +180,6 @@ def _describe_column(name: str, column: Array, out: _Writer) -> Array:
             f"{', '.join(COLUMN_DTYPES)}"
         )
     _check_column(name, little)
-    out.text(name)
-    out.pack(_COLUMN, _CODES[little.dtype], little.shape[1] if little.ndim == 2 else 0)
     return little
 
 
@@ -181,77 +190,99 @@ def _as_float32(logprobs: Array) -> Array:
         return logprobs.astype(F4)
 
 
-def _seal(description: bytes, arrays: Sequence[Sequence[Array]]) -> bytes:
-    """The message. The arrays of one inner sequence are written without a gap."""
-    parts: list[bytes | memoryview] = [description]
-    size = len(description)
-    for pieces in arrays:
-        padding = -size % _ALIGNMENT
-        parts.append(bytes(padding))
-        parts += [np.ascontiguousarray(p).reshape(-1).view(np.uint8).data for p in pieces]
-        size += padding + sum(piece.nbytes for piece in pieces)
+def _lay_out(
+    allocate: Allocate,
+    description: bytes,
+    numbers: Sequence[tuple[np.dtype[Any], Sequence[Array]]],
+) -> tuple[memoryview, list[NDArray[Any]]]:
+    """The message, its header still empty, and its arrays. Of each, the pieces have no gap."""
+    places, end = [], _HEADER.size + len(description)
+    for dtype, pieces in numbers:
+        start = end + -(end - _HEADER.size) % _ALIGNMENT
+        count = sum(map(len, pieces))
+        places.append((end, start, dtype, count))
+        end = start + dtype.itemsize * count
+    size = end - _HEADER.size
     if size > MAX_BODY_BYTES:
         raise ValueError(f"its {size} bytes are more than {MAX_BODY_BYTES}: make groups smaller")
-    return _with_header(0, len(description), parts)
+    data = allocate(end)
+    data[_HEADER.size : _HEADER.size + len(description)] = description
+    arrays = []
+    for (padding, start, dtype, count), (_, pieces) in zip(places, numbers, strict=True):
+        data[padding:start] = bytes(start - padding)
+        array = np.frombuffer(data, dtype, count, start)
+        np.concatenate(pieces, out=array)
+        arrays.append(array)
+    return data, arrays
 
 
-def _compress(data: bytes) -> bytes:
+def _write_header(data: memoryview, flags: int, description_bytes: int) -> None:
+    crc = crc32(data[_HEADER.size :])
+    _HEADER.pack_into(data, 0, MAGIC, FORMAT_VERSION, flags, crc, description_bytes)
+
+
+def _compress(data: memoryview) -> bytes | memoryview:
     """The same message compressed, unless it would not become shorter, or incredibly short."""
     *_, description_bytes = _HEADER.unpack_from(data)
-    body = memoryview(data)[_HEADER.size :]
+    body = data[_HEADER.size :]
     frame = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(body)
     if not len(frame) + _RAW_BYTES.size < len(body) <= MAX_COMPRESSION * len(frame):
         return data
-    return _with_header(_COMPRESSED, description_bytes, [_RAW_BYTES.pack(len(body)), frame])
-
-
-def _with_header(flags: int, description_bytes: int, body: Sequence[bytes | memoryview]) -> bytes:
-    crc = 0
-    for part in body:
-        crc = zlib.crc32(part, crc)
-    header = _HEADER.pack(MAGIC, FORMAT_VERSION, flags, crc, description_bytes)
-    return b"".join([header, *body])
+    packed = memoryview(bytearray(_HEADER.size) + _RAW_BYTES.pack(len(body)) + frame)
+    _write_header(packed, _COMPRESSED, description_bytes)
+    return packed
 
 
 # Reading -------------------------------------------------------------------------------------
 
 
-class _Reader:
-    """A cursor over a part of a body that never steps past its end."""
+class _Description:
+    """A cursor over the description that never steps past its end."""
 
-    __slots__ = ("_at", "_data", "_end")
+    __slots__ = ("_at", "_data")
 
-    def __init__(self, data: memoryview, at: int) -> None:
-        self._data, self._at, self._end = data, at, len(data)
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
 
-    def take(self, num_bytes: int) -> memoryview:
-        start = self._at
-        if num_bytes > self._end - start:
-            raise ValueError(
-                f"{num_bytes} bytes wanted at {start}, but the part ends at {self._end}"
-            )
-        self._at = start + num_bytes
-        return self._data[start : self._at]
-
-    def unpack(self, layout: struct.Struct) -> tuple[int, ...]:
-        return layout.unpack(self.take(layout.size))
-
-    def number(self) -> float:
-        return float(_NUMBER.unpack(self.take(_NUMBER.size))[0])
+    def unpack(self, layout: struct.Struct) -> tuple[Any, ...]:
+        start, self._at = self._at, self._at + layout.size
+        if self._at > len(self._data):
+            raise ValueError(f"the description ends in the middle, at {len(self._data)}")
+        return layout.unpack_from(self._data, start)
 
     def text(self) -> str:
         (length,) = self.unpack(_TEXT)
-        return str(self.take(length), "utf-8")  # UnicodeDecodeError is a ValueError
+        start, self._at = self._at, self._at + length
+        if self._at > len(self._data):
+            raise ValueError(f"a text of {length} bytes ends after the description")
+        return self._data[start : self._at].decode()  # UnicodeDecodeError is a ValueError
+
+    def expect_end(self) -> None:
+        if self._at != len(self._data):
+            raise ValueError(f"{len(self._data) - self._at} bytes too many in the description")
+
+
+class _Arrays:
+    """A cursor over the arrays behind the description."""
+
+    __slots__ = ("_at", "_body")
+
+    def __init__(self, body: memoryview, at: int) -> None:
+        self._body, self._at = body, at
 
     def array(self, dtype: np.dtype[np.generic], count: int) -> NDArray[Any]:
-        padding = self.take(-self._at % _ALIGNMENT)
-        if any(padding):
+        start = self._at + -self._at % _ALIGNMENT
+        end = start + dtype.itemsize * count
+        if end > len(self._body):
+            raise ValueError(f"an array ends at {end}, after the body of {len(self._body)}")
+        if start > self._at and any(self._body[self._at : start]):
             raise ValueError("the padding between two arrays is not zero")
-        return np.frombuffer(self.take(dtype.itemsize * count), dtype)
+        self._at = end
+        return np.frombuffer(self._body[start:end], dtype)
 
-    def expect_end(self, part: str) -> None:
-        if self._at != self._end:
-            raise ValueError(f"{self._end - self._at} bytes too many after the {part}")
+    def expect_end(self) -> None:
+        if self._at != len(self._body):
+            raise ValueError(f"{len(self._body) - self._at} bytes too many after the arrays")
 
 
 @dataclass(slots=True, frozen=True)
@@ -261,14 +292,13 @@ class _ColumnLayout:
     width: int
     """k of [T, k]; 0 of [T]."""
 
-    def read(self, arrays: _Reader, num_tokens: int) -> Array:
+    def read(self, arrays: _Arrays, num_tokens: int) -> Array:
         column = arrays.array(self.dtype, num_tokens * max(1, self.width))
         _check_column(self.name, column)
         return column.reshape(num_tokens, self.width) if self.width else column
 
 
-@dataclass(slots=True, frozen=True)
-class _Head:
+class _Head(NamedTuple):
     """What the description says of one trajectory."""
 
     num_tokens: int
@@ -281,32 +311,24 @@ class _Head:
     columns: Sequence[_ColumnLayout]
 
     @classmethod
-    def read(cls, description: _Reader) -> _Head:
+    def read(cls, description: _Description) -> _Head:
         values = description.unpack(_TRAJECTORY)
         num_tokens, prompt_length, num_runs, num_spans, reward, num_parts, num_columns = values
         finish_reason = description.text()
-        parts = {description.text(): description.number() for _ in range(num_parts)}
+        parts = {description.text(): description.unpack(_NUMBER)[0] for _ in range(num_parts)}
         _check_described(reward, parts, num_columns)
         columns = [_read_layout(description) for _ in range(num_columns)]
         if prompt_length > num_tokens:
             raise ValueError(f"a prompt of {prompt_length} in {num_tokens} tokens")
-        if max(num_runs - 1, num_spans) > num_tokens:
+        if num_runs > num_tokens + 1 or num_spans > num_tokens:
             raise ValueError(f"{num_runs} runs and {num_spans} spans for {num_tokens} tokens")
         if len(parts) < num_parts or len({column.name for column in columns}) < num_columns:
             raise ValueError("two reward parts or two columns have the same name")
-        return cls(
-            num_tokens=num_tokens,
-            prompt_length=prompt_length,
-            num_runs=num_runs,
-            num_spans=num_spans,
-            reward=reward,
-            finish_reason=finish_reason,
-            reward_parts=parts,
-            columns=columns,
-        )
+        sizes = (num_tokens, prompt_length, num_runs, num_spans)
+        return cls(*sizes, reward, finish_reason, parts, columns)
 
 
-def _read_layout(description: _Reader) -> _ColumnLayout:
+def _read_layout(description: _Description) -> _ColumnLayout:
     name = description.text()
     code, width = description.unpack(_COLUMN)
     if code >= len(_DTYPES):
@@ -314,9 +336,9 @@ def _read_layout(description: _Reader) -> _ColumnLayout:
     return _ColumnLayout(name, _DTYPES[code], width)
 
 
-def _open(data: bytes) -> tuple[_Reader, _Reader]:
+def _open(data: bytes | memoryview) -> tuple[_Description, _Arrays]:
     """Readers of the description and of the arrays, once header and checksum are right."""
-    view = memoryview(data)
+    view = memoryview(data).toreadonly()
     if len(view) < _HEADER.size:
         raise ValueError(f"{len(view)} bytes are too few for a trajectory group")
     magic, version, flags, crc, length = _HEADER.unpack_from(view)
@@ -328,7 +350,7 @@ def _open(data: bytes) -> tuple[_Reader, _Reader]:
             f"this program reads format {FORMAT_VERSION}: update it"
         )
     body = view[_HEADER.size :]
-    if zlib.crc32(body) != crc:
+    if crc32(body) != crc:
         raise ValueError(
             "the checksum of a trajectory group does not agree: its bytes were damaged"
         )
@@ -336,7 +358,7 @@ def _open(data: bytes) -> tuple[_Reader, _Reader]:
         body = memoryview(_decompress(body))
     if length > len(body):
         raise ValueError(f"a description of {length} bytes does not fit {len(body)} bytes")
-    return _Reader(body[:length], 0), _Reader(body, length)
+    return _Description(bytes(body[:length])), _Arrays(body, length)
 
 
 def _decompress(body: memoryview) -> bytes:

@@ -71,7 +71,7 @@ def address(url: str) -> str:
 
 async def connect(
     url: str, *, tls_ca_file: str | None = None, try_for_s: float = TRY_FOR_S
-) -> Redis:
+) -> BufferRedis:
     """A client of the server at `url`, or of the whole cluster if that is a node of one.
 
     Its commands are repeated for `try_for_s` while the server is away, so only idempotent ones may
@@ -89,7 +89,7 @@ async def connect(
     return await _connect_cluster(options, where, try_for_s)
 
 
-async def _connect_cluster(options: dict[str, Any], where: str, try_for_s: float) -> Redis:
+async def _connect_cluster(options: dict[str, Any], where: str, try_for_s: float) -> ClusterRedis:
     if options.pop("db", 0) != 0:
         raise BufferConnectionError(
             f"Redis at {where} is a cluster, which has database 0 only: end buffer.url with /0"

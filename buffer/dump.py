@@ -197,7 +197,7 @@ def _dumped(
         return None
     first, *rest = values
     try:
-        payload = b"" if first is None else join_payload(first, rest)
+        payload = b"" if first is None else bytes(join_payload(first, rest))
     except ValueError:  # what is left of it would not help anybody
         payload = b""
     return DumpedGroup(group_id=group_id, state=state, fields=fields, payload=payload)

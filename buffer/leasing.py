@@ -16,6 +16,8 @@ from buffer.staleness import mask_over_age, renumber
 from buffer.types import TrajectoryGroup
 from buffer.wakeups import Deadline, WakeStreams
 
+Payload = bytes | memoryview
+
 
 class LeaseRequest(NamedTuple):
     """What the ranks ask for; the same at each of them."""
@@ -131,8 +133,8 @@ class Leasing:
             deadline=formed.deadline_ms / 1000,
         )
 
-    async def _fetch(self, group_ids: Sequence[str]) -> Mapping[str, bytes | None]:
-        async def fetch(shard: Shard, ids: list[str]) -> Iterable[tuple[str, bytes | None]]:
+    async def _fetch(self, group_ids: Sequence[str]) -> Mapping[str, Payload | None]:
+        async def fetch(shard: Shard, ids: list[str]) -> Iterable[tuple[str, Payload | None]]:
             return zip(ids, await _payloads(shard, ids), strict=True)
 
         return {
@@ -142,7 +144,7 @@ class Leasing:
         }
 
     async def _open(
-        self, group_id: str, payload: bytes | None, formed: Formed
+        self, group_id: str, payload: Payload | None, formed: Formed
     ) -> TrajectoryGroup | None:
         """The group as it is to be trained; None if it had to be put away."""
         if payload is None:
@@ -164,7 +166,7 @@ class Leasing:
         await self._shards.of(group_id).quarantine(owner, reason, group_id)
 
 
-async def _payloads(shard: Shard, ids: Sequence[str]) -> list[bytes | None]:
+async def _payloads(shard: Shard, ids: Sequence[str]) -> list[Payload | None]:
     try:
         return await shard.payloads(ids)
     except ValueError:  # the chunks of one do not fit together: it must not spoil the others

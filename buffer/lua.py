@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from hashlib import sha1
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from redis.asyncio import Redis
+from hiredis import pack_command
 from redis.exceptions import NoScriptError, ResponseError
 
-from buffer.cancellation import cancellable
+from buffer.batching import Message
+from buffer.client import BufferRedis
 from buffer.keys import Keys
 
 Argument = str | int | bytes
@@ -77,9 +79,10 @@ def _text(name: str) -> str:
 class Scripts:
     """Runs scripts for one shard. Each is atomic and may be repeated, so clients retry freely."""
 
-    def __init__(self, redis: Redis, keys: Keys) -> None:
+    def __init__(self, redis: BufferRedis, keys: Keys) -> None:
         self._redis = redis
         self._keys = keys
+        self._prefix = keys.prefix
 
     async def run(self, name: str, *arguments: Argument) -> Any:
         """The script's reply as redis-py hands it out: int, bytes, None or a list of these."""
@@ -92,38 +95,55 @@ class Scripts:
         except ResponseError as error:
             raise self.explain(error) from error
 
-    async def run_after_sets(
-        self, name: str, values: Sequence[tuple[str, bytes]], expiry_ms: int, *arguments: Argument
-    ) -> Any:
-        """Sets each key unless it exists, then runs the script, all in one round trip.
+    def after_sets(
+        self,
+        values: Sequence[tuple[str, bytes | memoryview]],
+        expiry_ms: int,
+        *arguments: Argument,
+    ) -> Message:
+        """Sets each key unless it exists, for a script to be run by `exchange` with `arguments`.
 
         The values travel outside of the script, for Lua would copy them; they expire by themselves
         unless the script makes them stay.
         """
-        try:
-            try:
-                return await self._evaluate_after_sets(name, values, expiry_ms, arguments)
-            except NoScriptError:
-                await self._redis.script_load(source(name))
-                return await self._evaluate(name, arguments)
-        except ResponseError as error:
-            raise self.explain(error) from error
+        parts: list[bytes | memoryview] = []
+        end = b""
+        for key, value in values:
+            raw = key.encode()
+            parts.append(
+                b"%b*6\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (end, len(raw), raw, len(value))
+            )
+            parts.append(value)
+            end = b"\r\n$2\r\nPX\r\n$%d\r\n%d\r\n$2\r\nNX\r\n" % (len(str(expiry_ms)), expiry_ms)
+        parts.append(end)
+        return Message(parts, len(values), arguments)
+
+    async def exchange(
+        self, name: str, first: Sequence[Argument], messages: Sequence[Message]
+    ) -> list[Any]:
+        """Sends the messages and runs the script once for all; its answer to each, or an exception.
+
+        The script gets the arguments `first` and then those of each message in their order, and
+        replies with a list of as many answers.
+        """
+        arguments = [*first, *(argument for m in messages for argument in m.arguments)]
+        command = ("EVALSHA", digest(name), 1, self._prefix, *arguments)
+        parts = [part for message in messages for part in message.parts]
+        parts.append(pack_command(cast(Any, command)))
+        num_sets = sum(message.num_replies for message in messages)
+        *of_sets, answers = await self._redis.exchange(parts, num_sets + 1, self._prefix)
+        if isinstance(answers, NoScriptError):  # a new server, or a restarted one
+            answers = await self.run(name, *arguments)
+        if isinstance(answers, ResponseError):
+            answers = [self.explain(answers)] * len(messages)
+        rest = iter(of_sets)
+        return [
+            _error(islice(rest, message.num_replies)) or answer
+            for message, answer in zip(messages, answers, strict=True)
+        ]
 
     async def _evaluate(self, name: str, arguments: tuple[Argument, ...]) -> Any:
-        return await self._redis.evalsha(digest(name), 1, self._keys.prefix, *arguments)
-
-    async def _evaluate_after_sets(
-        self,
-        name: str,
-        values: Sequence[tuple[str, bytes]],
-        expiry_ms: int,
-        arguments: tuple[Argument, ...],
-    ) -> Any:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for key, value in values:
-                pipe.set(key, value, px=expiry_ms, nx=True)
-            pipe.evalsha(digest(name), 1, self._keys.prefix, *arguments)
-            return (await cancellable(pipe.execute()))[-1]
+        return await self._redis.evalsha(digest(name), 1, self._prefix, *arguments)
 
     def explain(self, error: ResponseError) -> Exception:
         """The error to raise for one that a script replied with."""
@@ -133,3 +153,8 @@ class Scripts:
                 "first, or check the run's name and the URL"
             )
         return error
+
+
+def _error(replies: Iterable[Any]) -> Exception | None:
+    """The first error of them; takes all."""
+    return next((reply for reply in list(replies) if isinstance(reply, Exception)), None)

@@ -26,8 +26,7 @@ from collections.abc import Collection, Mapping
 from typing import cast
 from zlib import crc32
 
-from redis.asyncio import Redis
-
+from buffer.client import BufferRedis
 from buffer.connection import connect
 from buffer.durability import PushKeeper
 from buffer.errors import BufferFullError, NotOwnerError
@@ -55,7 +54,7 @@ class ReplayBuffer:
 
     def __init__(
         self,
-        redis: Redis,
+        redis: BufferRedis,
         run: str,
         *,
         lease_timeout_s: float,

@@ -37,6 +37,13 @@ class PushRecord:
     index: int
     attempt: int
 
+    @property
+    def arguments(self) -> tuple[str | int, ...]:
+        """As push.lua lists them."""
+        versions = (self.min_version, self.max_version, self.versions)
+        sizes = (self.tokens, self.trainable, self.bytes)
+        return (self.group_id, *versions, *sizes, self.task, self.index, self.attempt)
+
 
 PushWord = Literal[
     "stored", "duplicate", "stale", "abandoned_lineage", "full", "too_large", "missing", "again"

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 from uuid import uuid4
 
-from redis.asyncio import Redis
-
+from buffer.client import BufferRedis
 from buffer.connection import connect
 from buffer.keys import Keys
 from buffer.lua import Scripts
@@ -39,7 +38,7 @@ class RunState:
     All but `heartbeat`, `phase` and the readers need a run that `ReplayBuffer.open` has opened.
     """
 
-    def __init__(self, redis: Redis, run: str, *, shards: int = 1) -> None:
+    def __init__(self, redis: BufferRedis, run: str, *, shards: int = 1) -> None:
         """`redis` comes from `connect`; `close` closes its connections too.
 
         `shards` is buffer.shards: each of them bounds admission by what the engines serve.

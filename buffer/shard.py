@@ -5,14 +5,15 @@ No waits and no codec here: `ReplayBuffer` waits, encodes and spreads groups ove
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
-from redis.asyncio import Redis
-
-from buffer.cancellation import cancellable
+from buffer.arena import Allocate
+from buffer.batching import Batcher, Message
+from buffer.blocks import Blocks
 from buffer.chunks import join_payload, num_chunks
+from buffer.client import BufferRedis
 from buffer.events import GroupEvent, parse_events
 from buffer.invariants import find_violations
 from buffer.keys import Keys
@@ -76,17 +77,22 @@ _MAX_IDS = 128
 """Ids that one call of a script may be given."""
 _ORPHAN_EXPIRY_MS = 600_000
 """A payload whose push never committed disappears by itself."""
-_PAYLOADS_AT_ONCE = 64
-_EVENTS_AT_ONCE = 1000
+_EVENTS_AT_ONCE = 500
+
+MakeGroup = Callable[[Allocate], tuple[PushRecord, Sequence[bytes | memoryview]]]
+"""What to store: the record, and what `split_payload` makes of the payload. A payload lies in the
+memory that it is given, which is good until the push is answered."""
 
 
 class Shard:
     """One shard's verbs. Each may be sent again after a lost reply, with the effect of once."""
 
-    def __init__(self, redis: Redis, keys: Keys) -> None:
+    def __init__(self, redis: BufferRedis, keys: Keys) -> None:
         """`redis` stays the caller's."""
         self._redis = redis
         self._scripts = Scripts(redis, keys)
+        self._pushes = Batcher(partial(self._scripts.exchange, "push", (BOUND,)))
+        self._blocks = Blocks()
         self.keys = keys
 
     async def open(self, initial: Mapping[str, str]) -> None:
@@ -94,7 +100,11 @@ class Shard:
         async with self._redis.pipeline(transaction=True) as pipe:
             for name, value in initial.items():
                 pipe.hsetnx(self.keys("settings"), name, value)
-            await cancellable(pipe.execute())
+            await pipe.execute()
+
+    async def close(self) -> None:
+        """Ends the pushes that are under way with BufferClosedError."""
+        await self._pushes.close()
 
     # Rollout side ----------------------------------------------------------------------------
 
@@ -114,25 +124,22 @@ class Shard:
         prompt = ("", 0, 0) if requeue is None else (requeue.task, requeue.index, requeue.attempt)
         return bool(await self._scripts.run("abandon", group_id, reason, *prompt))
 
-    async def push(
-        self, record: PushRecord, chunks: Sequence[bytes], blocked_ms: int = 0
-    ) -> PushReply:
-        """Stores a group; `chunks` are what `split_payload` made of its payload.
+    async def push(self, make: MakeGroup, num_bytes: int, blocked_ms: int = 0) -> PushReply:
+        """Stores a group, which is made when it is sent and may be made again.
 
-        `blocked_ms` is counted with the call that stores it (0: it was not blocked).
+        `num_bytes` is about how large it is. `blocked_ms` is counted with the call that stores it
+        (0: it was not blocked).
         """
-        first = self.keys.payload(record.group_id)
-        keys = [first, *(f"{first}:{number}" for number in range(1, len(chunks)))]
-        reply = await self._scripts.run_after_sets(
-            "push",
-            list(zip(keys, chunks, strict=True)),
-            _ORPHAN_EXPIRY_MS,
-            *astuple(record),
-            len(chunks) - 1,
-            blocked_ms,
-            BOUND,
-        )
-        return parse_push(reply)
+
+        def message(allocate: Allocate) -> Message:
+            record, chunks = make(allocate)
+            first = self.keys.payload(record.group_id)
+            values = [(first, chunks[0])]
+            values += [(f"{first}:{number}", chunk) for number, chunk in enumerate(chunks[1:], 1)]
+            arguments = (*record.arguments, len(chunks) - 1, blocked_ms)
+            return self._scripts.after_sets(values, _ORPHAN_EXPIRY_MS, *arguments)
+
+        return parse_push(await self._pushes.send(message, num_bytes))
 
     async def has_space(self, num_bytes: int) -> Space:
         """Whether a push of so many bytes would find room now."""
@@ -287,7 +294,7 @@ class Shard:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for group_id, _ in part:
                     pipe.hmget(self.keys.group(group_id.decode()), ["why", "leases", "tokens"])
-                replies = await cancellable(pipe.execute())
+                replies = await pipe.execute()
             for (group_id, at_ms), (why, leases, tokens) in zip(part, replies, strict=True):
                 if why is not None:  # else it has just left
                     record = (int(at_ms), why.decode(), int(leases or 0), int(tokens))
@@ -362,25 +369,24 @@ class Shard:
             position = reply[0].decode()
         return found
 
-    async def payloads(self, ids: Sequence[str]) -> list[bytes | None]:
+    async def payloads(self, ids: Sequence[str]) -> list[bytes | memoryview | None]:
         """The payload of each group, None if it is gone. ValueError if a chunk is missing."""
-        found: list[bytes | None] = []
-        for start in range(0, len(ids), _PAYLOADS_AT_ONCE):
-            part = ids[start : start + _PAYLOADS_AT_ONCE]
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for group_id in part:
-                    pipe.get(self.keys.payload(group_id))
-                firsts: list[bytes | None] = await cancellable(pipe.execute())
-            for group_id, first in zip(part, firsts, strict=True):
-                found.append(None if first is None else await self._joined(group_id, first))
-        return found
+        if not ids:
+            return []
+        keys = [self.keys.payload(group_id) for group_id in ids]
+        return [
+            None if first is None else await self._joined(key, first)
+            for key, first in zip(keys, await self._values(keys), strict=True)
+        ]
 
-    async def _joined(self, group_id: str, first: bytes) -> bytes:
-        rest: list[bytes | None] = []
-        for number in range(1, num_chunks(first) + 1):
-            key = f"{self.keys.payload(group_id)}:{number}"
-            rest.append(cast("bytes | None", await self._redis.get(key)))
-        return join_payload(first, rest)
+    async def _joined(self, key: str, first: memoryview) -> bytes | memoryview:
+        number = num_chunks(first)
+        if not number:
+            return first
+        return join_payload(first, await self._values([f"{key}:{i + 1}" for i in range(number)]))
+
+    async def _values(self, keys: Sequence[str]) -> list[memoryview | None]:
+        return cast("list[memoryview | None]", await self._redis.receive(keys, self._blocks.take))
 
     async def _sum(self, script: str, arguments: Sequence[Argument], ids: Sequence[str]) -> int:
         total = 0

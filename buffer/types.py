@@ -10,7 +10,6 @@ Example: a prompt of 3 tokens, answered with 4 of which the last two were sample
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -80,11 +79,11 @@ class Trajectory:
     def tokens_by_version(self) -> Mapping[int, int]:
         """Number of trainable tokens of each version that sampled any, oldest version first."""
         counts: dict[int, int] = {}
-        for span in sorted(self.version_spans, key=lambda span: span.version):
+        for span in self.version_spans:
             trainable = int(np.count_nonzero(self.loss_mask[span.start : span.end]))
             if trainable:
                 counts[span.version] = counts.get(span.version, 0) + trainable
-        return counts
+        return counts if len(counts) < 2 else dict(sorted(counts.items()))
 
     def token_versions(self) -> IntArray:
         """[T] policy version of each token, -1 where no policy wrote it."""
@@ -123,13 +122,26 @@ class TrajectoryGroup:
         return sum(t.num_tokens for t in self.trajectories)
 
     @property
+    def num_bytes(self) -> int:
+        """Of its arrays: what it takes in memory, and about what it takes in Redis."""
+        total = 0
+        for t in self.trajectories:
+            total += t.tokens.nbytes + t.loss_mask.nbytes + t.rollout_logprobs.nbytes
+            for column in t.columns.values():
+                total += column.nbytes
+        return total
+
+    @property
     def num_trainable_tokens(self) -> int:
         return sum(t.num_trainable_tokens for t in self.trajectories)
 
     @property
     def tokens_by_version(self) -> Mapping[int, int]:
         """Number of trainable tokens of each version that sampled any, oldest version first."""
-        counts = sum((Counter(t.tokens_by_version) for t in self.trajectories), Counter[int]())
+        counts: dict[int, int] = {}
+        for trajectory in self.trajectories:
+            for version, number in trajectory.tokens_by_version.items():
+                counts[version] = counts.get(version, 0) + number
         return dict(sorted(counts.items()))
 
     @property

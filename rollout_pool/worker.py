@@ -38,6 +38,7 @@ WATCH_TIMEOUT_S = 60.0
 CANCEL_AGAIN_S = 0.5
 DROPPED_WHEN_STALE = (OnStale.requeue, OnStale.drop)
 """Otherwise an old group is of use: its old tokens are masked, or the trainer waits for it."""
+FLUSH_TIMEOUT_S = 5.0
 MIN_WAIT_S = 0.005
 """Shorter waits for a credit are round trips, not waits."""
 
@@ -101,6 +102,8 @@ class RolloutWorker:
         for end in ends:
             if end.done() and not end.cancelled():
                 end.result()  # raises what ended the worker
+        if not await self._buffer.flush(FLUSH_TIMEOUT_S):
+            log.warning("Redis has not told that the last groups are on its disk")
         return WorkerReport(
             num_groups=self._num_groups,
             num_failed=self._num_failed,

@@ -4,21 +4,27 @@
 if ARGV[2] ~= '' and ARGV[2] ~= lineage then return {'not_owner'} end
 local bound, acked_step = tonumber(ARGV[3]), setting('acked_step')
 local due = redis.call('ZRANGE', CONSUMED, '-inf', ARGV[1], 'BYSCORE', 'LIMIT', '0', bound, 'WITHSCORES')
-local ids, newest = {}, acked_step
+local ids, by_step, newest = {}, {}, acked_step
 for i = 1, #due, 2 do
-  ids[#ids + 1] = due[i]
-  newest = math.max(newest, tonumber(due[i + 1]))
-  count('bytes_consumed', -bury(due[i], 'acked').bytes)
-  audit(due[i], 'acked', 's', due[i + 1])
+  local id, step = due[i], due[i + 1]
+  ids[#ids + 1] = id
+  by_step[step] = by_step[step] or {}
+  table.insert(by_step[step], id)
+  newest = math.max(newest, tonumber(step))
 end
 if #ids > 0 then
+  local num_bytes = bury(ids, 'acked')
   call_many('ZREM', CONSUMED, ids)
+  count('bytes_consumed', -num_bytes)
   count('acked', #ids)
+  for step, acked in pairs(by_step) do audit(acked, 'acked', 's', step) end
 end
 -- Records of these steps are of no more use: `acked_step` answers a rank that comes late.
 local steps = redis.call('ZRANGE', BATCHES, '-inf', ARGV[1], 'BYSCORE', 'LIMIT', '0', bound)
 for _, step in ipairs(steps) do
-  if redis.call('HEXISTS', lease_key(step), 'done') == 1 then newest = math.max(newest, tonumber(step)) end
+  if tonumber(step) > newest and redis.call('HEXISTS', lease_key(step), 'done') == 1 then
+    newest = tonumber(step)
+  end
 end
 for _, step in ipairs(steps) do if tonumber(step) <= newest then forget_batch(step) end end
 if newest > acked_step then redis.call('HSET', SETTINGS, 'acked_step', whole(newest)) end

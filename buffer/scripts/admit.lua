@@ -21,5 +21,5 @@ if in_use >= quota then return {'wait', last_wake('room'), in_use, quota} end
 -- Scored by the oldest version that one of its tokens can have.
 redis.call('ZADD', RUNNING, trainer_version - lag, id)
 redis.call('ZADD', CREDITS, whole(now_ms() + credit_ms), id)
-audit(id, 'admitted', 'v', trainer_version)
+audit({id}, 'admitted', 'v', trainer_version)
 return {'admitted', trainer_version}

@@ -54,9 +54,9 @@ local function take(ids, owner, deadline, step)
       moved[#moved + 1] = group[4]
     end
     deadlines[2 * i - 1], deadlines[2 * i] = deadline, id
-    audit(id, 'leased', 's', step, 'o', owner)
   end
   call_many('ZADD', LEASED, deadlines)
+  audit(ids, 'leased', 's', step, 'o', owner)
   return tokens, moved
 end
 

@@ -13,17 +13,29 @@
 -- and agrees at every moment with the one set that holds the group. The last two are tombstones:
 -- nothing but the state, kept for a while so that a late retry of a push is known as a duplicate.
 
-local function key(name) return KEYS[1] .. ':' .. name end
-local function group_key(id) return KEYS[1] .. ':group:' .. id end
-local function payload_key(id) return KEYS[1] .. ':payload:' .. id end
-local function lease_key(step) return KEYS[1] .. ':lease:' .. step end
+local PREFIX = KEYS[1] .. ':'
+local function key(name) return PREFIX .. name end
+local function group_key(id) return PREFIX .. 'group:' .. id end
+local function payload_key(id) return PREFIX .. 'payload:' .. id end
+local function lease_key(step) return PREFIX .. 'lease:' .. step end
 
-local SETTINGS, STATS, EVENTS = key('settings'), key('stats'), key('events')
-local RUNNING, CREDITS, READY, ARRIVALS = key('running'), key('credits'), key('ready'), key('arrivals')
-local LEASED, CONSUMED, QUARANTINED = key('leased'), key('consumed'), key('quarantined')
-local RETRIES, BATCHES, ENGINES = key('retries'), key('batches'), key('engine_versions')
+local SETTINGS = PREFIX .. 'settings'
+local STATS = PREFIX .. 'stats'
+local EVENTS = PREFIX .. 'events'
+local RUNNING = PREFIX .. 'running'
+local CREDITS = PREFIX .. 'credits'
+local READY = PREFIX .. 'ready'
+local ARRIVALS = PREFIX .. 'arrivals'
+local LEASED = PREFIX .. 'leased'
+local CONSUMED = PREFIX .. 'consumed'
+local QUARANTINED = PREFIX .. 'quarantined'
+local RETRIES = PREFIX .. 'retries'
+local BATCHES = PREFIX .. 'batches'
+local ENGINES = PREFIX .. 'engine_versions'
 
 local SEQ_RANGE = 4294967296 -- 2^32: `ready` is scored gate version * 2^32 + sequence number
+local MAX_ITEMS = 1000 -- of one command: Lua's stack does not take any number
+local MAX_TOLD = 32 -- groups in one entry of the audit stream
 
 local held_settings = redis.call('HMGET', SETTINGS, 'trainer_version', 'max_staleness', 'on_stale',
   'selector', 'wanted', 'audit_length', 'lineage', 'reconciling')
@@ -51,10 +63,16 @@ local function now_ms()
   return now
 end
 
--- A command with any number of items: Lua's stack does not take them all at once.
+-- A command with any number of items.
 local function call_many(command, name, items)
-  for first = 1, #items, 1000 do
-    redis.call(command, name, unpack(items, first, math.min(first + 999, #items)))
+  for first = 1, #items, MAX_ITEMS do
+    redis.call(command, name, unpack(items, first, math.min(first + MAX_ITEMS - 1, #items)))
+  end
+end
+
+local function unlink(names)
+  for first = 1, #names, MAX_ITEMS do
+    redis.call('UNLINK', unpack(names, first, math.min(first + MAX_ITEMS - 1, #names)))
   end
 end
 
@@ -73,12 +91,13 @@ local function wake(name) wakes[name] = true end
 -- A lease that found too few groups leaves its number in `wanted`; what does not reach it wakes nobody.
 local function wake_batch() is_batch_due = true end
 
--- A group is running no more. With on_stale=wait a lease may have waited for it, here or at another shard.
-local function leave_running(id)
-  redis.call('ZREM', CREDITS, id)
-  local was_running = redis.call('ZREM', RUNNING, id) == 1
+-- Groups are running no more; returns how many were. With on_stale=wait a lease may have waited for
+-- one, here or at another shard.
+local function leave_running(ids)
+  local num_running = redis.call('ZREM', RUNNING, unpack(ids))
+  if num_running > 0 then redis.call('ZREM', CREDITS, unpack(ids)) end
   if on_stale == 'wait' and wanted ~= '0' then wake('batch') end
-  return was_running
+  return num_running
 end
 
 local function settle()
@@ -100,11 +119,13 @@ local function last_wake(name)
   return newest[1] and newest[1][1] or '0-0'
 end
 
--- One line of a group's life, for `make trace`. Details come as name, value: s(tep) v(ersion)
--- r(eason) o(wner).
-local function audit(id, event, ...)
-  if audit_length ~= '0' then
-    redis.call('XADD', EVENTS, 'MAXLEN', '~', audit_length, '*', 'g', id, 'e', event, ...)
+-- A line in the lives of some groups, for `make trace`; they share entries, for an entry costs more
+-- than a name in it. Details come as name, value: s(tep) v(ersion) r(eason) o(wner).
+local function audit(ids, event, ...)
+  if audit_length == '0' then return end
+  for first = 1, #ids, MAX_TOLD do
+    redis.call('XADD', EVENTS, 'MAXLEN', '~', audit_length, '*',
+      'g', table.concat(ids, ' ', first, math.min(first + MAX_TOLD - 1, #ids)), 'e', event, ...)
   end
 end
 

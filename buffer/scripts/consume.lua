@@ -5,6 +5,7 @@
 local owner, step, version, masked_below = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 if is_reconciling then return 0 end -- the owner is of a lineage that was rolled back
 local total, ids, steps, largest = 0, {}, {}, nil
+local trained, masked_out, num_bytes, total_age_ms, by_staleness = 0, 0, 0, 0, {}
 
 -- Bounds in seconds of the histogram of ages; the counters are not cumulative.
 local function age_bucket(age_s)
@@ -25,14 +26,11 @@ for i = 5, #ARGV do
     redis.call('HSET', group_key(id), 'state', 'consumed', 'leases', 0) -- trained: it is no poison
     local oldest, masked = oldest_trained(group[3], group[5], group[4], masked_below)
     local age_ms, staleness = math.max(0, now_ms() - group[7]), version - oldest
-    count('tokens_trained', group[4] - masked)
-    count('tokens_masked', masked)
-    count('bytes_consumed', group[6])
-    count('trained_staleness:' .. whole(staleness), 1)
+    trained, masked_out = trained + group[4] - masked, masked_out + masked
+    num_bytes, total_age_ms = num_bytes + group[6], total_age_ms + age_ms
+    by_staleness[staleness] = (by_staleness[staleness] or 0) + 1
     count('trained_age:' .. age_bucket(age_ms / 1000), 1)
-    count('trained_age_ms', age_ms)
     largest = math.max(largest or staleness, staleness)
-    audit(id, 'consumed', 's', step)
     total = total + 1
   end
 end
@@ -40,6 +38,12 @@ end
 if #ids > 0 then
   call_many('ZREM', LEASED, ids)
   call_many('ZADD', CONSUMED, steps)
+  audit(ids, 'consumed', 's', step)
+  count('tokens_trained', trained)
+  count('tokens_masked', masked_out)
+  count('bytes_consumed', num_bytes)
+  count('trained_age_ms', total_age_ms)
+  for staleness, number in pairs(by_staleness) do count('trained_staleness:' .. whole(staleness), number) end
   local before = tonumber(redis.call('HGET', STATS, 'max_staleness_trained'))
   if not before or largest > before then
     redis.call('HSET', STATS, 'max_staleness_trained', whole(largest))

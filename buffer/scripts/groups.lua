@@ -17,9 +17,10 @@ local function oldest_trained(min_version, versions, trainable, masked_below)
   return masked_below, trainable -- nothing is left of it
 end
 
-local function enter_ready(id, gate, seq)
-  redis.call('ZADD', READY, whole(gate * SEQ_RANGE + seq), id)
-  if selector == 'fifo' then redis.call('ZADD', ARRIVALS, seq, id) end
+-- `places` are the groups' scores in `ready` and ids, score, id...; `seqs` their numbers and ids alike.
+local function enter_ready(places, seqs)
+  call_many('ZADD', READY, places)
+  if selector == 'fifo' then call_many('ZADD', ARRIVALS, seqs) end
 end
 
 local function leave_ready(ids)
@@ -34,21 +35,33 @@ local function payload_keys(id, num_chunks)
   return names
 end
 
-local function leave_tombstone(id, state)
-  redis.call('HSET', group_key(id), 'state', state)
-  redis.call('PEXPIRE', group_key(id), math.ceil(1000 * setting('remember_s')))
+local function leave_tombstones(ids, state)
+  local remember_ms = math.ceil(1000 * setting('remember_s'))
+  for _, id in ipairs(ids) do
+    local name = group_key(id)
+    redis.call('HSET', name, 'state', state)
+    redis.call('PEXPIRE', name, remember_ms)
+  end
 end
 
--- Turns a group that no set holds any more into a tombstone; returns its bytes and its prompt.
-local function bury(id, state)
-  local name = group_key(id)
-  local group = redis.call('HMGET', name, 'bytes', 'tokens', 'chunks', 'task', 'index', 'attempt')
-  redis.call('UNLINK', name, unpack(payload_keys(id, group[3])))
-  leave_tombstone(id, state)
-  count('bytes', -group[1])
-  count('tokens', -group[2])
-  return {bytes = group[1], tokens = tonumber(group[2]), task = group[4], index = group[5],
-    attempt = tonumber(group[6] or 0)}
+-- Turns groups that no set holds any more into tombstones; returns their bytes and, of each, its
+-- tokens and its prompt.
+local function bury(ids, state)
+  local buried, doomed, total_bytes, total_tokens = {}, {}, 0, 0
+  for i, id in ipairs(ids) do
+    local name = group_key(id)
+    local group = redis.call('HMGET', name, 'bytes', 'tokens', 'chunks', 'task', 'index', 'attempt')
+    local tokens = tonumber(group[2])
+    total_bytes, total_tokens = total_bytes + group[1], total_tokens + tokens
+    doomed[#doomed + 1] = name
+    for _, payload in ipairs(payload_keys(id, group[3])) do doomed[#doomed + 1] = payload end
+    buried[i] = {tokens = tokens, task = group[4], index = group[5], attempt = tonumber(group[6] or 0)}
+  end
+  unlink(doomed)
+  leave_tombstones(ids, state)
+  count('bytes', -total_bytes)
+  count('tokens', -total_tokens)
+  return total_bytes, buried
 end
 
 -- Puts a prompt in line again. A retry is counted, and they end, unless it went for no fault of its own.
@@ -64,26 +77,34 @@ local function length_of(tokens)
     or tokens <= 65536 and '<=64k' or '>64k'
 end
 
--- Counts a drop; a stale or rolled back prompt is run again, one that was thrown out is not.
-local function count_drop(id, reason, prompt)
-  count('dropped:' .. reason, 1)
-  count('dropped_tokens:' .. reason, prompt.tokens)
-  count('dropped_len:' .. length_of(prompt.tokens), 1)
-  if reason == 'stale' or reason == 'lineage' then
-    requeue(prompt.task, prompt.index, prompt.attempt, reason == 'stale')
+-- Counts drops; a stale or rolled back prompt is run again, one that was thrown out is not.
+local function count_drops(ids, reason, prompts)
+  local tokens = 0
+  for _, prompt in ipairs(prompts) do
+    tokens = tokens + prompt.tokens
+    count('dropped_len:' .. length_of(prompt.tokens), 1)
+    if reason == 'stale' or reason == 'lineage' then
+      requeue(prompt.task, prompt.index, prompt.attempt, reason == 'stale')
+    end
   end
+  count('dropped:' .. reason, #prompts)
+  count('dropped_tokens:' .. reason, tokens)
   wake('room')
-  audit(id, 'dropped', 'r', reason)
+  audit(ids, 'dropped', 'r', reason)
 end
 
-local function drop(id, reason) count_drop(id, reason, bury(id, 'dropped:' .. reason)) end
+local function drop(ids, reason)
+  if #ids == 0 then return end
+  local _, prompts = bury(ids, 'dropped:' .. reason)
+  count_drops(ids, reason, prompts)
+end
 
 local function to_quarantine(id, reason, num_bytes)
   redis.call('ZADD', QUARANTINED, whole(now_ms()), id)
   redis.call('HSET', group_key(id), 'state', 'quarantined', 'owner', '', 'why', reason)
   count('bytes_quarantined', num_bytes)
   wake('room')
-  audit(id, 'quarantined', 'r', reason)
+  audit({id}, 'quarantined', 'r', reason)
 end
 
 -- The fence: the group is leased, and by this owner. After a rollback all owners are of the past.
@@ -96,9 +117,9 @@ end
 -- A group that is in no set at this moment goes back to ready; `event` says why.
 local function to_ready(id, event, ...)
   local group = redis.call('HMGET', group_key(id), 'min_version', 'max_version', 'seq')
-  enter_ready(id, gate_of(group[1], group[2]), group[3])
+  enter_ready({whole(gate_of(group[1], group[2]) * SEQ_RANGE + group[3]), id}, {group[3], id})
   redis.call('HSET', group_key(id), 'state', 'ready', 'owner', '')
-  audit(id, event, ...)
+  audit({id}, event, ...)
   wake_batch()
 end
 
@@ -111,7 +132,7 @@ local function return_leased(id, event, ...)
     wake('room') -- with on_full=drop_stalest it may make way
     return true
   end
-  audit(id, event, ...)
+  audit({id}, event, ...)
   to_quarantine(id, 'attempts', group[2])
   return false
 end
@@ -122,7 +143,7 @@ local function drop_stale_ready(version, limit)
   local cutoff = '(' .. whole(oldest_fresh(version) * SEQ_RANGE)
   local stale = redis.call('ZRANGE', READY, '-inf', cutoff, 'BYSCORE', 'LIMIT', '0', limit)
   if #stale > 0 then leave_ready(stale) end
-  for _, id in ipairs(stale) do drop(id, 'stale') end
+  drop(stale, 'stale')
   return #stale
 end
 

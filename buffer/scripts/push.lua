@@ -1,113 +1,152 @@
--- Commits a group whose payload the client has just SET with an expiry.
--- ARGV: group id, min_version, max_version, versions, tokens, trainable tokens, bytes, task, index,
---       attempt, further chunks, ms that the push was blocked, bound of evictions.
--- Reply: {'stored'} | {'duplicate'} | {'stale'} | {'abandoned_lineage'}
+-- Commits groups whose payloads the client has just SET with an expiry.
+-- ARGV: bound of evictions; then of each group: id, min_version, max_version, versions, tokens, trainable
+--       tokens, bytes, task, index, attempt, further chunks, ms that the push was blocked.
+-- Reply: for each group {'stored'} | {'duplicate'} | {'stale'} | {'abandoned_lineage'}
 --      | {'missing'} (the payload is gone: send it again) | {'again'} (more to evict)
 --      | {'full' or 'too_large', last wake id, groups, bytes, capacity in groups, in bytes, on_full}
-local id, versions, tokens, num_bytes = ARGV[1], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[7])
-local min_version, max_version = tonumber(ARGV[2]), tonumber(ARGV[3])
-local payload = payload_keys(id, ARGV[11])
+local bound, num_evicted = tonumber(ARGV[1]), 0
+local rules = redis.call('HMGET', SETTINGS, 'sequence', 'gaps', 'num_gaps', 'capacity_groups',
+  'capacity_bytes', 'on_full')
+local sequence, gaps = tonumber(rules[1] or 0), rules[2] ~= '' and parse_gaps(rules[2])
+local max_groups, max_bytes = tonumber(rules[4]) or math.huge, tonumber(rules[5]) or math.huge
+local pushed_at, replies, arrived, num_stored = whole(now_ms()), {}, {}, 0
 
-local state = redis.call('HGET', group_key(id), 'state')
-if state then
-  -- The retry's SET NX did nothing for a living group; for a buried one it made a new orphan.
-  if state == 'acked' or string.sub(state, 1, 8) == 'dropped:' then redis.call('UNLINK', unpack(payload)) end
-  leave_running(id)
-  return {'duplicate'}
+-- What all groups of the call need is gathered and written once.
+local places, seqs, told = {}, {}, {}
+local function enter()
+  if #places == 0 then return end
+  enter_ready(places, seqs)
+  for version, ids in pairs(told) do audit(ids, 'pushed', 'v', version) end
+  places, seqs, told = {}, {}, {}
 end
 
-local function arrive()
-  leave_running(id)
-  count('pushed', 1)
-  count('tokens_pushed', tokens)
-  if ARGV[12] ~= '0' then
-    count('push_blocked', 1)
-    count('push_blocked_ms', ARGV[12])
-  end
-end
-
-local function refuse(reason)
-  arrive()
-  audit(id, 'pushed', 'v', ARGV[2])
-  redis.call('UNLINK', unpack(payload))
-  leave_tombstone(id, 'dropped:' .. reason)
-  count_drop(id, reason, {tokens = tokens, task = ARGV[8], index = ARGV[9], attempt = tonumber(ARGV[10])})
-end
-
-local rules = redis.call('HMGET', SETTINGS, 'gaps', 'num_gaps', 'capacity_groups', 'capacity_bytes',
-  'on_full')
-local before = versions
-local gaps = rules[1] ~= '' and parse_gaps(rules[1])
-if gaps and min_version < gaps[#gaps].resume then
-  versions, min_version, max_version = renumber_all(versions, gaps, 1)
-  if not versions then
-    refuse('lineage')
-    return {'abandoned_lineage'}
-  end
-end
-local gate = gate_of(min_version, max_version)
-if gate < oldest_fresh(trainer_version) then
-  refuse('stale')
-  return {'stale'}
-end
-
--- Capacity: what is ready or leased. Consumed groups do not count, or a trainer could wait for itself.
-if rules[3] ~= '' or rules[4] ~= '' then
-  local max_groups, max_bytes = tonumber(rules[3]) or math.huge, tonumber(rules[4]) or math.huge
+-- What is ready or leased. Consumed groups do not count, or a trainer could wait for itself.
+local groups_before, bytes_before
+if max_groups < math.huge or max_bytes < math.huge then
   local held = redis.call('HMGET', STATS, 'bytes', 'bytes_consumed', 'bytes_quarantined')
-  local outside = (held[2] or 0) + (held[3] or 0)
-  local num_groups = redis.call('ZCARD', READY) + redis.call('ZCARD', LEASED)
-  local function used_bytes() return (held[1] or 0) - outside + (counts.bytes or 0) end
-  local function is_full() return num_groups + 1 > max_groups or used_bytes() + num_bytes > max_bytes end
-  local function refusal(word)
-    redis.call('UNLINK', unpack(payload))
-    return {word, last_wake('room'), num_groups, used_bytes(), rules[3], rules[4], rules[5]}
+  bytes_before = (held[1] or 0) - (held[2] or 0) - (held[3] or 0)
+  groups_before = redis.call('ZCARD', READY) + redis.call('ZCARD', LEASED)
+end
+local function used_groups() return groups_before + num_stored - num_evicted end
+local function used_bytes() return bytes_before + (counts.bytes or 0) end
+local function is_full(num_bytes)
+  return groups_before and (used_groups() + 1 > max_groups or used_bytes() + num_bytes > max_bytes)
+end
+
+-- Evicts what would be leased last or never; returns whether it ended at the bound.
+local function make_room(num_bytes)
+  enter() -- the stalest may be of this very call
+  for _, stalest in ipairs(redis.call('ZRANGE', READY, '0', bound - 1)) do
+    if not is_full(num_bytes) or num_evicted == bound then break end
+    leave_ready({stalest})
+    drop({stalest}, 'full')
+    num_evicted = num_evicted + 1
   end
-  if num_bytes > max_bytes then return refusal('too_large') end
-  if is_full() and rules[5] == 'drop_stalest' then
-    local num_evicted, bound = 0, tonumber(ARGV[13])
-    for _, stalest in ipairs(redis.call('ZRANGE', READY, '0', bound - 1)) do
-      if not is_full() then break end
-      leave_ready({stalest})
-      drop(stalest, 'full')
-      num_groups, num_evicted = num_groups - 1, num_evicted + 1
+  return num_evicted == bound and is_full(num_bytes)
+end
+
+local function commit(id, min_text, max_text, before, tokens, trainable, bytes, task, index, attempt,
+                      num_chunks, blocked_ms)
+  local min_version, max_version, versions = tonumber(min_text), tonumber(max_text), before
+  local num_bytes, name, payload = tonumber(bytes), group_key(id), payload_keys(id, num_chunks)
+
+  local state = redis.call('HGET', name, 'state')
+  if state then
+    -- The retry's SET NX did nothing for a living group; for a buried one it made a new orphan.
+    if state == 'acked' or string.sub(state, 1, 8) == 'dropped:' then unlink(payload) end
+    arrived[#arrived + 1] = id
+    return {'duplicate'}
+  end
+
+  local function arrive()
+    arrived[#arrived + 1] = id
+    count('pushed', 1)
+    count('tokens_pushed', tokens)
+    if blocked_ms ~= '0' then
+      count('push_blocked', 1)
+      count('push_blocked_ms', blocked_ms)
     end
-    if is_full() and num_evicted == bound then return {'again'} end
   end
-  if is_full() then
-    if ARGV[12] == '0' then audit(id, 'full') end
-    return refusal('full')
+
+  local function refuse(reason)
+    arrive()
+    audit({id}, 'pushed', 'v', min_text)
+    unlink(payload)
+    leave_tombstones({id}, 'dropped:' .. reason)
+    local prompt = {tokens = tonumber(tokens), task = task, index = index, attempt = tonumber(attempt)}
+    count_drops({id}, reason, {prompt})
   end
+
+  local function full(word)
+    unlink(payload)
+    return {word, last_wake('room'), used_groups(), used_bytes(), rules[4], rules[5], rules[6]}
+  end
+
+  if gaps and min_version < gaps[#gaps].resume then
+    versions, min_version, max_version = renumber_all(before, gaps, 1)
+    if not versions then
+      refuse('lineage')
+      return {'abandoned_lineage'}
+    end
+  end
+  local gate = gate_of(min_version, max_version)
+  if gate < oldest_fresh(trainer_version) then
+    refuse('stale')
+    return {'stale'}
+  end
+
+  if num_bytes > max_bytes then return full('too_large') end
+  if is_full(num_bytes) then
+    if rules[6] == 'drop_stalest' and make_room(num_bytes) then return {'again'} end
+    if is_full(num_bytes) then
+      if blocked_ms == '0' then audit({id}, 'full') end
+      return full('full')
+    end
+  end
+
+  if #payload > 1 then
+    if redis.call('EXISTS', unpack(payload)) < #payload then return {'missing'} end
+    for _, chunk in ipairs(payload) do redis.call('PERSIST', chunk) end
+  elseif redis.call('PERSIST', payload[1]) == 0 and redis.call('EXISTS', payload[1]) == 0 then
+    return {'missing'}
+  end
+
+  -- Few and short fields: what has its usual value is left out, and the hash stays one small block.
+  sequence = sequence + 1
+  local seq = sequence % SEQ_RANGE
+  local group = {'state', 'ready', 'seq', seq, 'min_version', whole(min_version), 'tokens', tokens,
+    'trainable', trainable, 'bytes', bytes, 'task', task, 'index', index, 'pushed_at', pushed_at}
+  local function add(field, value)
+    group[#group + 1] = field
+    group[#group + 1] = value
+  end
+  if versions ~= before or max_version > min_version then
+    add('versions', versions)
+    add('max_version', whole(max_version))
+  end
+  if versions ~= before then add('moved', '1') end
+  if gaps then add('gaps', rules[3]) end
+  if attempt ~= '0' then add('attempt', attempt) end
+  if num_chunks ~= '0' then add('chunks', num_chunks) end
+  redis.call('HSET', name, unpack(group))
+
+  arrive()
+  count('bytes', num_bytes)
+  count('tokens', tokens)
+  places[#places + 1], seqs[#seqs + 1] = whole(gate * SEQ_RANGE + seq), seq
+  places[#places + 1], seqs[#seqs + 1] = id, id
+  local version = whole(min_version)
+  told[version] = told[version] or {}
+  table.insert(told[version], id)
+  num_stored = num_stored + 1
+  return {'stored'}
 end
 
-if #payload > 1 then
-  if redis.call('EXISTS', unpack(payload)) < #payload then return {'missing'} end
-  for _, name in ipairs(payload) do redis.call('PERSIST', name) end
-elseif redis.call('PERSIST', payload[1]) == 0 and redis.call('EXISTS', payload[1]) == 0 then
-  return {'missing'}
+for i = 2, #ARGV, 12 do replies[#replies + 1] = commit(unpack(ARGV, i, i + 11)) end
+enter()
+if #arrived > 0 then leave_running(arrived) end
+if num_stored > 0 then
+  redis.call('HSET', SETTINGS, 'sequence', whole(sequence))
+  wake_batch()
 end
-
--- Few and short fields: what has its usual value is left out, and the hash stays one small block.
-local group = {'state', 'ready', 'seq', redis.call('HINCRBY', SETTINGS, 'sequence', 1) % SEQ_RANGE,
-  'min_version', whole(min_version), 'tokens', ARGV[5], 'trainable', ARGV[6], 'bytes', ARGV[7],
-  'task', ARGV[8], 'index', ARGV[9], 'pushed_at', whole(now_ms())}
-local function add(name, value)
-  group[#group + 1] = name
-  group[#group + 1] = value
-end
-if versions ~= before or max_version > min_version then
-  add('versions', versions)
-  add('max_version', whole(max_version))
-end
-if versions ~= before then add('moved', '1') end
-if gaps then add('gaps', rules[2]) end
-if ARGV[10] ~= '0' then add('attempt', ARGV[10]) end
-if ARGV[11] ~= '0' then add('chunks', ARGV[11]) end
-redis.call('HSET', group_key(id), unpack(group))
-arrive()
-count('bytes', num_bytes)
-count('tokens', tokens)
-enter_ready(id, gate, group[4])
-audit(id, 'pushed', 'v', whole(min_version))
-wake_batch()
-return {'stored'}
+return replies

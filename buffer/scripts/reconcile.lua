@@ -21,10 +21,10 @@ for i = 1, #consumed, 2 do
   local id = consumed[i]
   redis.call('ZREM', CONSUMED, id)
   if tonumber(consumed[i + 1]) <= tonumber(step) then
-    count('bytes_consumed', -bury(id, 'acked').bytes)
+    count('bytes_consumed', -(bury({id}, 'acked')))
     count('acked', 1)
     tally('acked', 1)
-    audit(id, 'acked', 's', consumed[i + 1])
+    audit({id}, 'acked', 's', consumed[i + 1])
   else
     count('bytes_consumed', -redis.call('HGET', group_key(id), 'bytes'))
     to_ready(id, 'reconciled')
@@ -55,7 +55,7 @@ for i = 1, #ready, 2 do
   local change, min_version, max_version = update_numbers(id, gaps, num_gaps)
   if change == 'gone' then
     leave_ready({id})
-    drop(id, 'lineage')
+    drop({id}, 'lineage')
     tally('dropped', 1)
   elseif change == 'moved' then
     local seq = ready[i + 1] % SEQ_RANGE

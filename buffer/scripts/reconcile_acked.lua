@@ -7,13 +7,13 @@ for i = 2, #ARGV do
   local state = redis.call('HGET', group_key(id), 'state')
   if not state then
     -- The server lost it, and its producer may push it again: it must not be trained twice.
-    leave_tombstone(id, 'acked')
+    leave_tombstones({id}, 'acked')
   elseif state ~= 'acked' and string.sub(state, 1, 8) ~= 'dropped:' then
     if state == 'ready' then leave_ready({id}) else redis.call('ZREM', key(state), id) end
-    local num_bytes = bury(id, 'acked').bytes
+    local num_bytes = bury({id}, 'acked')
     if state == 'consumed' or state == 'quarantined' then count('bytes_' .. state, -num_bytes) end
     count('acked', 1)
-    audit(id, 'acked', 'r', 'reconciled')
+    audit({id}, 'acked', 'r', 'reconciled')
     total = total + 1
   end
 end

@@ -5,7 +5,7 @@ if redis.call('ZREM', QUARANTINED, id) == 0 then return 0 end
 count('bytes_quarantined', -redis.call('HGET', group_key(id), 'bytes'))
 local gaps, num_gaps = read_gaps()
 if update_numbers(id, gaps, num_gaps) == 'gone' then
-  drop(id, 'lineage')
+  drop({id}, 'lineage')
   return 1
 end
 redis.call('HDEL', group_key(id), 'leases', 'why')

@@ -2,11 +2,10 @@
 -- ARGV: bound of work.   Reply: {expired, dropped, credits}; one at the bound means there may be more.
 local bound = tonumber(ARGV[1])
 local lost = redis.call('ZRANGE', CREDITS, '-inf', whole(now_ms()), 'BYSCORE', 'LIMIT', '0', bound)
-for _, id in ipairs(lost) do
-  leave_running(id)
-  audit(id, 'abandoned', 'r', 'expired')
-end
 if #lost > 0 then
+  call_many('ZREM', CREDITS, lost)
+  leave_running(lost)
+  audit(lost, 'abandoned', 'r', 'expired')
   count('abandoned:expired', #lost)
   wake('room')
 end

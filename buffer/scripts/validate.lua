@@ -3,7 +3,7 @@
 -- Reply: the ids that stay.
 local version, owner, masked_below = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[4])
 local deadline, oldest = whole(now_ms() + tonumber(ARGV[3])), oldest_fresh(version)
-local fresh, deadlines = {}, {}
+local fresh, deadlines, stale = {}, {}, {}
 
 for i = 5, is_reconciling and 0 or #ARGV do
   local id = ARGV[i]
@@ -11,8 +11,7 @@ for i = 5, is_reconciling and 0 or #ARGV do
     'versions')
   if group[1] == 'leased' and group[2] == owner then
     if gate_of(group[3], group[4]) < oldest then
-      redis.call('ZREM', LEASED, id)
-      drop(id, 'stale')
+      stale[#stale + 1] = id
     elseif oldest_trained(group[3], group[5], 0, masked_below) < oldest then
       -- More of it must be masked now than the trainer has masked.
       redis.call('ZREM', LEASED, id)
@@ -25,5 +24,7 @@ for i = 5, is_reconciling and 0 or #ARGV do
     end
   end
 end
+call_many('ZREM', LEASED, stale)
+drop(stale, 'stale')
 if #fresh > 0 then call_many('ZADD', LEASED, deadlines) end
 return fresh

@@ -311,7 +311,7 @@ class PlainBuffer:
             group = self.groups[name]
             if self.gate(group) < oldest:
                 self.drop(name, "stale")
-            elif max(group.oldest, batch.oldest or 0) < oldest:
+            elif min(group.tokens_from(batch.oldest)) < oldest:
                 self.to_ready(name)
             else:
                 group.is_expired = False

@@ -59,7 +59,7 @@ class CheckedShard(Shard):
             attempt=attempt,
         )
         chunks = [b"x" * size] if not num_chunks else [b"index", *(b"y" * 10,) * num_chunks]
-        return await self.push(record, chunks, blocked_ms)
+        return await self.push(lambda _: (record, chunks), size, blocked_ms)
 
     async def fill(self, names: Sequence[str], *versions: int) -> None:
         for name in names:

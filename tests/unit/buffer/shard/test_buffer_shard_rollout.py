@@ -107,10 +107,9 @@ async def test_a_chunk_that_is_missing_is_asked_for_again(open_shard: Any) -> No
     await shard.redis.set(f"{first}:2", b"here before, expires between SET and commit", px=1)
     await asyncio.sleep(0.01)
     shard.should_check = False
-    source = "push"
-    arguments = ("g", 0, 0, "0:4", 10, 4, 100, "sums", 0, 0, 2, 0, 128)
-    reply = await shard._scripts.run_after_sets(source, [(first, b"i")], 60_000, *arguments)
-    assert reply == [b"missing"]
+    arguments = ("g", 0, 0, "0:4", 10, 4, 100, "sums", 0, 0, 2, 0)
+    message = shard._scripts.after_sets([(first, b"i")], 60_000, *arguments)
+    assert await shard._scripts.exchange("push", [128], [message]) == [[b"missing"]]
     assert await shard.redis.pttl(first) > 0
 
 
