@@ -7,7 +7,8 @@
 A server that was killed comes back without the last second of its log, or with an empty disk; a
 replica takes over without what had not reached it. Both show another run_id. To push again what the
 server still has changes nothing, for a push is idempotent. Where there are replicas, a push is kept
-until one of them has it, too.
+until one of them has it, too. Pushing again is a task of its own, for it may wait for room; what is
+on disk is forgotten meanwhile.
 
 One keeper looks after one hash tag: all of it lives in one server.
 """
@@ -25,6 +26,8 @@ from typing import Any
 
 from redis import exceptions
 from redis.asyncio import Redis
+
+from buffer.wakeups import BufferClosedError
 
 Ticket = str
 """The server that was there before a push: its run_id."""
@@ -46,6 +49,10 @@ class _Kept:
     again: Callable[[], Awaitable[object]]
     server: Ticket
     at: float = field(default_factory=time.monotonic)
+    trouble: str = ""
+    """Why it could not be pushed again, the last time that this was tried."""
+    is_told: bool = False
+    """Whether an error of `again` was told already."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,6 +81,8 @@ class PushKeeper:
         self._numbers = count()
         self._changed = asyncio.Condition()  # guards nothing: it tells of every change of _kept
         self._task: asyncio.Task[None] | None = None
+        self._again: asyncio.Task[None] | None = None
+        self._is_closed = False
         self._num_replicas = 0
         self._error: Exception | None = None
         self._can_wait_aof = True
@@ -92,18 +101,20 @@ class PushKeeper:
     async def room(self, num_bytes: int, timeout_s: float) -> Ticket:
         """Waits until that much may be kept; something larger than all room is kept alone.
 
-        Raises TimeoutError, and the error that ended the keeper, if one did.
+        Raises TimeoutError, BufferClosedError once `close` is called, and what went wrong with
+        what is kept already, if something did.
         """
 
         def has_room() -> bool:
             free = self._max_bytes - self._bytes
-            return self._error is not None or not self._kept or num_bytes <= free
+            return self._is_over or not self._kept or num_bytes <= free
 
+        self._start()
         if not await self._wait_until(has_room, timeout_s):
             raise TimeoutError(
                 f"{self.num_kept} pushed groups ({self._bytes} bytes) are not on the disk of Redis "
                 f"and at a replica, if it has one, after {timeout_s:g} s: see its log, INFO "
-                "persistence and INFO replication for what is slow"
+                f"persistence and INFO replication for what is slow{self._troubles}"
             )
         self._raise_error()
         if self._server is None:
@@ -112,33 +123,58 @@ class PushKeeper:
         return self._server
 
     def keep(self, ticket: Ticket, num_bytes: int, again: Callable[[], Awaitable[object]]) -> None:
-        """Keeps a push that the server has acknowledged; `again` repeats it, whatever its reply."""
+        """Keeps a push that the server has acknowledged; `again` repeats it, whatever its reply.
+
+        Nothing is kept once `close` is called.
+        """
+        if self._is_closed:
+            return
         self._kept[next(self._numbers)] = _Kept(num_bytes, again, ticket)
         self._bytes += num_bytes
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._watch(), name="push-keeper")
+        self._start()
 
     async def flush(self, timeout_s: float) -> bool:
         """Waits until all that is kept now is on disk. Whether it came so far in time.
 
-        Raises the error that ended the keeper, if one did.
+        Raises BufferClosedError once `close` is called, for then it will never be known. Raises
+        what went wrong with what is kept, if something did; the same call again goes on waiting.
         """
         newest = max(self._kept, default=-1)
 
         def is_flushed() -> bool:
-            return self._error is not None or min(self._kept, default=newest + 1) > newest
+            return self._is_over or min(self._kept, default=newest + 1) > newest
 
+        self._start()
         is_done = await self._wait_until(is_flushed, timeout_s)
         self._raise_error()
         return is_done
 
     async def close(self) -> None:
-        """Forgets what is kept; `flush` first."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """Ends every wait with BufferClosedError, and forgets what is kept; `flush` first."""
+        self._is_closed = True
+        tasks = [task for task in (self._task, self._again) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._kept.clear()
         self._bytes = 0
+        await self._tell()
+
+    def _start(self) -> None:
+        if self._kept and (self._task is None or self._task.done()) and not self._is_closed:
+            self._task = asyncio.create_task(self._watch(), name="push-keeper")
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether every wait ends now: `_raise_error` says why."""
+        return self._is_closed or self._error is not None
+
+    @property
+    def _troubles(self) -> str:
+        troubles = [kept.trouble for kept in self._kept.values() if kept.trouble]
+        if not troubles:
+            return ""
+        return f"; {len(troubles)} of them it lost and did not take again yet: {troubles[0]}"
 
     async def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         if condition():
@@ -150,8 +186,11 @@ class PushKeeper:
         return condition()
 
     def _raise_error(self) -> None:
+        if self._is_closed:
+            raise BufferClosedError("the buffer was closed before what it kept was on disk")
         if self._error is not None:
             error, self._error = self._error, None  # the next push may find that it is over
+            self._start()  # for the others who wait
             raise error
 
     async def _watch(self) -> None:
@@ -167,7 +206,7 @@ class PushKeeper:
                     # Nothing is known of what is kept, so it stays.
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                     _log.warning("Redis does not tell what is on its disk yet: %s", error)
-        except Exception as error:  # of `again`: told by the next room() or flush()
+        except Exception as error:  # told by the next room() or flush(), which start this again
             self._error = error
         finally:
             await self._tell()
@@ -177,15 +216,53 @@ class PushKeeper:
         answer = await (self._ask() if self._can_wait_aof else self._ask_without_waitaof())
         self._server = answer.server
         for number, kept in list(self._kept.items()):
-            if kept.server != answer.server:
-                await kept.again()
-                # Whether that reached the server that answered is for the next round to see.
-                kept.server, kept.at = answer.server, time.monotonic()
-                self.num_repushed += 1
-            elif kept.at <= min(asked_at, answer.durable_until):
+            is_there = kept.server == answer.server
+            if is_there and kept.at <= min(asked_at, answer.durable_until):
                 del self._kept[number]
                 self._bytes -= kept.num_bytes
+        if self._lost() and (self._again is None or self._again.done()):
+            self._again = asyncio.create_task(self._push_again(), name="push-again")
         await self._tell()
+
+    def _lost(self) -> list[_Kept]:
+        """What was pushed to another server than the one that answered last, in order."""
+        return [kept for kept in self._kept.values() if kept.server != self._server]
+
+    async def _push_again(self) -> None:
+        """Runs while something is lost. What cannot be pushed holds up nothing behind it."""
+        pause_s = _ROUND_EVERY_S
+        logged: set[str] = set()
+        while lost := self._lost():
+            for kept in lost:
+                server = self._server
+                assert server is not None  # a round has started this
+                if kept.server == server:  # it had only been out of reach
+                    continue
+                try:
+                    await kept.again()
+                except BufferClosedError:  # `close` follows
+                    return
+                except Exception as error:
+                    await self._note(kept, error, logged)
+                else:
+                    # Whether that reached the server that answered is for the next round to see.
+                    kept.server, kept.at, kept.trouble = server, time.monotonic(), ""
+                    self.num_repushed += 1
+            if any(kept.trouble for kept in lost):
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _note(self, kept: _Kept, error: Exception, logged: set[str]) -> None:
+        """That a group could not be pushed again. It stays, and will be tried again."""
+        kept.trouble = str(error)
+        if kept.trouble not in logged:
+            logged.add(kept.trouble)
+            _log.warning("Redis lost a pushed group and did not take it again yet: %s", error)
+        # No server and no room (TimeoutError, an OSError) pass by themselves.
+        if not isinstance(error, exceptions.RedisError | OSError) and not kept.is_told:
+            kept.is_told = True
+            self._error = self._error or error
+            await self._tell()
 
     async def _ask(self) -> _Answer:
         """Waits at the server until the marker, and with it all that came before, is on disk."""

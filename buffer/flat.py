@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -66,50 +66,22 @@ class FlatGroup:
         if tokens.min() < 0:
             raise ValueError(f"token id {tokens.min()} is negative")
         check_finite(logprobs, "rollout_logprobs")
-        bounds, ones = self._check_runs()
-        if ones[-1] == 0:
+        # Plain lists from here on: runs and spans are few, and numpy takes longer to be called.
+        if sum(self.run_counts) != len(self.runs) or sum(self.span_counts) != len(self.spans):
+            raise ValueError("other runs or spans than the trajectories have")
+        runs, spans = iter(self.runs.tolist()), iter(self.spans.tolist())
+        counts = zip(self.lengths, self.run_counts, self.span_counts, strict=True)
+        num_ones = uncovered = 0
+        for length, num_runs, num_spans in counts:
+            mask = list(islice(runs, num_runs))
+            _check_mask(mask, length)
+            ones = sum(mask[1::2])
+            num_ones += ones
+            uncovered += ones - _ones_covered(mask, islice(spans, num_spans))
+        if num_ones == 0:
             raise ValueError("no trainable token in any trajectory")
-        starts, ends = self._check_spans()
-        covered = _ones_before(ends, bounds, ones) - _ones_before(starts, bounds, ones)
-        uncovered = int(ones[-1] - covered.sum())
         if uncovered:
             raise ValueError(f"{uncovered} trainable tokens are in no version span")
-
-    def _check_runs(self) -> tuple[Lengths, Lengths]:
-        """Where each run starts, with N at the end, and the ones before each of these places."""
-        if min(self.run_counts) == 0:
-            raise ValueError("a trajectory without a mask")
-        bounds = np.zeros(len(self.runs) + 1, np.int64)
-        np.cumsum(self.runs, out=bounds[1:])
-        last_runs = list(accumulate(self.run_counts))
-        # Compared before anything is expanded: a forged run must not ask for more memory than the
-        # tokens took.
-        wrong = bounds[last_runs] != list(accumulate(self.lengths))
-        if wrong.any():
-            number = int(wrong.argmax())
-            raise ValueError(f"the mask of trajectory {number} is not as long as its tokens")
-        firsts = np.array([0, *last_runs[:-1]])
-        if np.count_nonzero(self.runs) + np.count_nonzero(self.runs[firsts] == 0) < len(self.runs):
-            raise ValueError("a mask has an empty run")
-        is_one = (np.arange(len(self.runs)) - np.repeat(firsts, self.run_counts)) & 1
-        ones = np.zeros_like(bounds)
-        np.cumsum(self.runs * is_one, out=ones[1:])
-        return bounds, ones
-
-    def _check_spans(self) -> tuple[Lengths, Lengths]:
-        """Where each span starts and ends, counted from the first token of the group."""
-        version, start, end = (self.spans[:, i].astype(np.int64) for i in range(3))
-        if version.size and version.max() > MAX_VERSION:
-            raise ValueError(f"version {version.max()} is above the highest, {MAX_VERSION}")
-        if (start >= end).any():
-            raise ValueError("a version span without tokens")
-        if (end > np.repeat(self.lengths, self.span_counts)).any():
-            raise ValueError("a version span ends after the tokens")
-        offset = np.repeat([0, *accumulate(self.lengths[:-1])], self.span_counts)
-        start, end = start + offset, end + offset
-        if (start[1:] < end[:-1]).any():
-            raise ValueError("a version span overlaps the one before")
-        return start, end
 
     def masks(self) -> MaskArray:
         """[N] the loss masks, read-only. Call `check` first."""
@@ -172,8 +144,34 @@ def _span_rows(spans: Sequence[VersionSpan]) -> list[int]:
     return rows
 
 
-def _ones_before(places: Lengths, bounds: Lengths, ones: Lengths) -> Lengths:
-    """How many trainable tokens lie before each of these places."""
-    run = np.searchsorted(bounds[1:-1], places, side="right")
-    before: Lengths = np.minimum(ones[run] + places - bounds[run], ones[run + 1])
-    return before  # the minimum, for in a run of zeros `ones` does not grow
+def _check_mask(runs: Sequence[int], length: int) -> None:
+    # Compared before anything is expanded: a forged run must not ask for more memory than the
+    # tokens took.
+    if sum(runs) != length:
+        raise ValueError(f"the mask of a trajectory is {sum(runs)} long, not {length}")
+    if 0 in runs[1:]:
+        raise ValueError("a mask has an empty run")
+
+
+def _ones_covered(runs: Sequence[int], spans: Iterable[Sequence[int]]) -> int:
+    """How many ones of a mask lie in these spans, which are checked on the way."""
+    length, covered, before = sum(runs), 0, 0
+    run, run_start, run_end = 0, 0, runs[0]
+    for version, start, end in spans:
+        if version > MAX_VERSION:
+            raise ValueError(f"version {version} is above the highest, {MAX_VERSION}")
+        if start >= end:
+            raise ValueError("a version span without tokens")
+        if end > length:
+            raise ValueError("a version span ends after the tokens")
+        if start < before:
+            raise ValueError("a version span overlaps the one before")
+        before = end
+        while True:  # the runs that touch the span; the last one may touch the next span too
+            if run % 2:
+                covered += max(0, min(end, run_end) - max(start, run_start))
+            if run_end >= end:
+                break
+            run += 1
+            run_start, run_end = run_end, run_end + runs[run]
+    return covered

@@ -41,12 +41,15 @@ async def receive(connection: Any, keys: Sequence[str], allocate: Allocate) -> l
         num_asked = 0
         while len(receiver.values) < len(keys):
             num_ahead = receiver.num_ahead()
-            upto = min(len(receiver.values) + num_ahead, len(keys))
+            # Never back: values that turn out larger than those before leave fewer to ask for.
+            upto = max(num_asked, min(len(receiver.values) + num_ahead, len(keys)))
             transport.write(b"".join(map(_get, keys[num_asked:upto])))
             num_asked = upto
-            enough = upto if upto == len(keys) else upto - num_ahead // 2
+            halfway = max(len(receiver.values) + 1, upto - num_ahead // 2)
+            enough = upto if upto == len(keys) else halfway
             async with asyncio.timeout(connection.socket_timeout):
                 await receiver.wait_for(enough)
+        receiver.check_end(len(keys))
         transport.set_protocol(usual)
     except BaseException as error:  # what is under way would be taken for replies to what is next
         transport.set_protocol(usual)
@@ -92,6 +95,13 @@ class _Receiver(asyncio.BufferedProtocol):
         if not sizes:
             return 4
         return max(2, _BYTES_AHEAD * len(sizes) // (sum(sizes) + 64 * len(sizes)))
+
+    def check_end(self, num_values: int) -> None:
+        """Raises InvalidResponse if anything but these values came: who knows whose they are."""
+        if len(self.values) != num_values or self._end or self._value:
+            raise exceptions.InvalidResponse(
+                f"{num_values} GETs are answered {len(self.values)} values and {self._end} bytes"
+            )
 
     async def wait_for(self, num_values: int) -> None:
         """Until there are so many, in all. Raises the error that ended the connection."""

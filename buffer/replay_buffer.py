@@ -21,12 +21,13 @@ all of them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Collection, Mapping
 from typing import cast
 from zlib import crc32
 
-from buffer.client import BufferRedis
+from buffer.client import BufferConnectionError, BufferRedis
 from buffer.connection import connect
 from buffer.durability import PushKeeper
 from buffer.errors import BufferFullError, NotOwnerError
@@ -136,7 +137,11 @@ class ReplayBuffer:
             seen, in_use, limit = dict[str, str](), 0, 0
             for k in (number % num_shards for number in range(first, first + num_shards)):
                 name = id_in_shard(group_id, k, num_shards)
-                reply = await self._shards[k].admit(name, self._lease_ms)
+                try:
+                    reply = await self._shards[k].admit(name, self._lease_ms)
+                except asyncio.CancelledError:  # the caller does not know this name
+                    await asyncio.shield(self._shards[k].abandon(name, "stopped", None))
+                    raise
                 if isinstance(reply, Admitted):
                     return Admission(name, reply.version)
                 seen[self._shards[k].keys.wake("room")] = reply.last_wake
@@ -248,8 +253,9 @@ class ReplayBuffer:
         """Renews the lease until this is cancelled, or the lease is lost."""
         while True:
             await asyncio.sleep(self._lease_ms / 3000)
-            if await self.renew(lease) == 0:
-                return
+            with contextlib.suppress(BufferConnectionError):  # the lease may outlast the outage
+                if await self.renew(lease) == 0:
+                    return
 
     async def consume(self, lease: Lease, group_ids: Collection[str]) -> int:
         """Marks groups as trained; returns how many of them are, by this lease.
@@ -299,12 +305,22 @@ class ReplayBuffer:
         )
 
     async def publish_version(self, version: int) -> None:
-        """Tells everybody the trainer's version. Raises ValueError if it is below the last one."""
+        """Tells everybody the trainer's version.
+
+        Raises ValueError if it is below the last one, and NotOwnerError if this object has
+        reconciled and another lineage took over since.
+        """
         for shard in self._shards.home_last:
-            newer = await shard.publish(version)
-            if newer is not None:
+            reply = await shard.publish(version, self._lineage)
+            if reply.word == "not_owner":
+                raise NotOwnerError(
+                    f"lineage={self._lineage!r} publishes version {version}, but another trainer "
+                    "took this buffer over; end this one"
+                )
+            if reply.word == "older":
                 raise ValueError(
-                    f"version={version}: {newer} was published before, and versions only grow"
+                    f"version={version}: {reply.version} was published before, and versions only "
+                    "grow"
                 )
 
     async def reconcile(

@@ -168,6 +168,13 @@ class AckReply:
     """The bound was reached: call again."""
 
 
+class PublishReply(NamedTuple):
+    word: str
+    """published, same, older (a newer one is there) or not_owner (another lineage took over)."""
+    version: int
+    """The trainer's version now."""
+
+
 class ReconcileBegun(NamedTuple):
     word: Literal["begun", "not_owner", "behind"]
     """behind: resume_version is not above what was published; `trainer_version` says what."""

@@ -28,6 +28,7 @@ from buffer.replies import (
     NoRoom,
     NotFormed,
     Peek,
+    PublishReply,
     PushRecord,
     PushReply,
     QuarantinedRecord,
@@ -59,6 +60,7 @@ __all__ = [
     "NoRoom",
     "NotFormed",
     "Peek",
+    "PublishReply",
     "PushRecord",
     "PushReply",
     "QuarantinedRecord",
@@ -311,10 +313,10 @@ class Shard:
 
     # Versions and lineage --------------------------------------------------------------------
 
-    async def publish(self, version: int) -> int | None:
-        """Makes `version` the trainer's. None, or the present one if that is above."""
-        reply = await self._scripts.run("publish", version)
-        return int(reply[1]) if reply[0] == b"older" else None
+    async def publish(self, version: int, lineage: str = "") -> PublishReply:
+        """Makes `version` the trainer's."""
+        reply = await self._scripts.run("publish", version, lineage)
+        return PublishReply(reply[0].decode(), int(reply[1]) if len(reply) > 1 else version)
 
     async def reconcile_begin(
         self, lineage: str, *, step: int, version: int, resume_version: int

@@ -143,11 +143,13 @@ class ShardedFormer:
     async def _choose(self, request: LeaseRequest, number: int) -> list[str] | Unmet:
         """Ids of the `number` groups that the selector puts first, over all shards."""
         peeks = await self._peek(request, number, [0] * len(self._shards))
-        missing = number - sum(len(peek.candidates) for peek in peeks)
-        if missing > 0:
-            # So many groups cannot come without this many at one shard: it will tell.
-            share = -(-missing // len(self._shards))
-            peeks = await self._peek(request, number, [peek.ready + share for peek in peeks])
+        while (missing := number - sum(len(peek.candidates) for peek in peeks)) > 0:
+            # So many groups cannot come without this many at one shard: it will tell. Unless some
+            # came or went just now: then it is another number that has to be told.
+            share, before = -(-missing // len(self._shards)), [peek.ready for peek in peeks]
+            peeks = await self._peek(request, number, [ready + share for ready in before])
+            if [peek.ready for peek in peeks] == before:
+                break
         blocking_version, blocking = min(
             ((peek.blocking_version, peek.blocking) for peek in peeks if peek.blocking),
             default=(0, ""),

@@ -179,6 +179,9 @@ class RolloutWorker:
         except asyncio.CancelledError:
             await self._give_up(flight)
             raise
+        except Exception:  # of the push, or one of ours: whichever, the credit is not needed
+            await self._buffer.abandon(flight.group_id, "failed")
+            raise
         finally:
             del self._flights[flight]
             self._room.release()

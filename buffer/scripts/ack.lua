@@ -26,6 +26,12 @@ for _, step in ipairs(steps) do
     newest = tonumber(step)
   end
 end
-for _, step in ipairs(steps) do if tonumber(step) <= newest then forget_batch(step) end end
+local num_forgotten = 0
+for _, step in ipairs(steps) do
+  if tonumber(step) <= newest then
+    forget_batch(step)
+    num_forgotten = num_forgotten + 1
+  end
+end
 if newest > acked_step then redis.call('HSET', SETTINGS, 'acked_step', whole(newest)) end
-return {#ids, (#ids == bound) and 1 or 0}
+return {#ids, (#ids == bound or num_forgotten == bound) and 1 or 0}

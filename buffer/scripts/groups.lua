@@ -155,3 +155,13 @@ local function expire_leases(limit)
   count('expired', #expired)
   return #expired
 end
+
+-- Whether a group would fit if all that is ready were thrown out; at most some batches are leased.
+local function fits_beside_leased(num_bytes, max_groups, max_bytes)
+  local ids = redis.call('ZRANGE', LEASED, '0', '-1')
+  if #ids + 1 > max_groups then return false end
+  if max_bytes == math.huge then return true end
+  local total = num_bytes
+  for _, id in ipairs(ids) do total = total + redis.call('HGET', group_key(id), 'bytes') end
+  return total <= max_bytes
+end

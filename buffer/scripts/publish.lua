@@ -1,5 +1,7 @@
 -- The trainer made a version available. Versions only grow.
--- ARGV: version.   Reply: {'published'} | {'same'} | {'older', current version}
+-- ARGV: version, lineage ('' for any).
+-- Reply: {'published'} | {'same'} | {'older', current version} | {'not_owner'}
+if ARGV[2] ~= '' and ARGV[2] ~= lineage then return {'not_owner'} end
 local version = tonumber(ARGV[1])
 if version < trainer_version then return {'older', trainer_version} end
 if version == trainer_version then return {'same'} end

@@ -97,7 +97,8 @@ local function commit(id, min_text, max_text, before, tokens, trainable, bytes, 
 
   if num_bytes > max_bytes then return full('too_large') end
   if is_full(num_bytes) then
-    if rules[6] == 'drop_stalest' and make_room(num_bytes) then return {'again'} end
+    local can_evict = rules[6] == 'drop_stalest' and fits_beside_leased(num_bytes, max_groups, max_bytes)
+    if can_evict and make_room(num_bytes) then return {'again'} end
     if is_full(num_bytes) then
       if blocked_ms == '0' then audit({id}, 'full') end
       return full('full')

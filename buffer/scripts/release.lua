@@ -10,4 +10,5 @@ if update_numbers(id, gaps, num_gaps) == 'gone' then
 end
 redis.call('HDEL', group_key(id), 'leases', 'why')
 to_ready(id, 'requeued', 'r', 'released')
+wake('room') -- with on_full=drop_stalest it may be thrown out again
 return 1

@@ -4,7 +4,9 @@ local capacity = redis.call('HMGET', SETTINGS, 'capacity_groups', 'capacity_byte
 local held = redis.call('HMGET', STATS, 'bytes', 'bytes_consumed', 'bytes_quarantined')
 local num_groups = redis.call('ZCARD', READY) + redis.call('ZCARD', LEASED)
 local used = (held[1] or 0) - (held[2] or 0) - (held[3] or 0)
-local has_room = num_groups + 1 <= (tonumber(capacity[1]) or math.huge)
-  and used + ARGV[1] <= (tonumber(capacity[2]) or math.huge)
-if capacity[3] == 'drop_stalest' and redis.call('ZCARD', READY) > 0 then has_room = true end
+local max_groups, max_bytes = tonumber(capacity[1]) or math.huge, tonumber(capacity[2]) or math.huge
+local has_room = num_groups + 1 <= max_groups and used + ARGV[1] <= max_bytes
+if not has_room and capacity[3] == 'drop_stalest' then
+  has_room = fits_beside_leased(tonumber(ARGV[1]), max_groups, max_bytes)
+end
 return {has_room and 1 or 0, last_wake('room'), num_groups, used}

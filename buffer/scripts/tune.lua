@@ -2,4 +2,5 @@
 -- ARGV: value.   Reply: 1
 redis.call('HSET', SETTINGS, 'max_staleness', ARGV[1])
 wake('room')
+wake('batch') -- a lease may wait for a group that would have become too old
 return 1

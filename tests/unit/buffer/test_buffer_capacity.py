@@ -144,3 +144,22 @@ async def test_what_was_pushed_is_known_to_be_on_disk_after_a_flush(
     assert await buffer.flush(0)  # nothing was pushed
     await buffer.push(make_group("a"))
     assert await buffer.flush(10)
+
+
+async def test_nothing_is_thrown_out_for_a_group_that_would_not_fit_all_the_same(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    size, big = (len(encode_group(make_group("a", num_tokens=n))) for n in (8, 100))
+    buffer = await checked_buffer(
+        groups_per_step=1, capacity_bytes=2 * size + big - 1, on_full=OnFull.drop_stalest
+    )
+    await buffer.push(make_group("a"))
+    await buffer.push(make_group("b"))
+    lease = await buffer.lease(step=0, version=0, num_groups=2, **STEP)
+    await buffer.push(make_group("c"))
+    waiting = asyncio.create_task(buffer.push(make_group("d", num_tokens=100), 10))
+    await _blocked(waiting)
+    assert (await buffer.stats()).dropped == {}
+    await buffer.consume(lease, lease.group_ids)
+    assert await asyncio.wait_for(waiting, 2) is PushResult.stored
+    assert (await buffer.stats()).dropped == {}

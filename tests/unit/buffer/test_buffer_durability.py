@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 from buffer.connection import connect
 from buffer.durability import PushKeeper
 from buffer.server import EmbeddedServer, ServerStartError
+from buffer.wakeups import BufferClosedError
 from configs.schema import AppendFsync, BufferConfig
 
 HOST = "127.0.0.1"
@@ -240,3 +241,130 @@ async def test_an_error_of_a_repeated_push_is_told_to_the_next_one(
     with pytest.raises(RuntimeError, match="the run is gone"):
         await keeper.flush(timeout_s=10)
     await keeper.close()
+
+
+async def test_close_ends_the_waits_for_room_and_for_the_disk(redis: Redis) -> None:
+    await redis.config_set("appendfsync", "no")  # what is pushed stays kept
+    producer = Producer(redis, max_bytes=100)
+    await producer.push("group", num_bytes=100)
+    waits = [
+        asyncio.create_task(producer.push("no room", num_bytes=100, timeout_s=30)),
+        asyncio.create_task(producer.keeper.flush(timeout_s=30)),
+    ]
+    await asyncio.sleep(0.05)
+    await producer.keeper.close()
+    async with asyncio.timeout(2):
+        errors = await asyncio.gather(*waits, return_exceptions=True)
+    assert [type(error) for error in errors] == [BufferClosedError] * 2
+    with pytest.raises(BufferClosedError):
+        await producer.push("after")
+    with pytest.raises(BufferClosedError):
+        await producer.keeper.flush(timeout_s=0)
+    assert (producer.pushed, producer.keeper.num_kept) == (["group"], 0)
+
+
+class Group:
+    """A kept push whose repetition fails as long as there is an error, and waits for `may_go`."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.num_calls = 0
+        self.may_go = asyncio.Event()
+        self.may_go.set()
+
+    async def again(self) -> None:
+        self.num_calls += 1
+        await self.may_go.wait()
+        if self.error is not None:
+            raise self.error
+
+
+async def _keep(keeper: PushKeeper, group: Group) -> None:
+    keeper.keep(await keeper.room(1, timeout_s=5), 1, group.again)
+
+
+async def _until_kept(keeper: PushKeeper, number: int) -> None:
+    async with asyncio.timeout(10):
+        while keeper.num_kept != number:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_group_that_cannot_be_pushed_again_is_told_once_and_holds_up_no_other(
+    server: EmbeddedServer, redis: Redis
+) -> None:
+    keeper = PushKeeper(redis, MARKER, max_bytes=3)
+    gone, behind = Group(RuntimeError("the run is gone")), Group()
+    await _keep(keeper, gone)
+    await _keep(keeper, behind)
+    _kill(server)
+    server.restart()
+    with pytest.raises(RuntimeError, match="the run is gone"):
+        await keeper.flush(timeout_s=10)
+    await _until_kept(keeper, 1)
+    assert (behind.num_calls, keeper.num_repushed) == (1, 1)
+    assert not await keeper.flush(timeout_s=0.5)  # the error was told, the group is not on disk
+    with pytest.raises(TimeoutError, match=r"1 of them it lost .* yet: the run is gone"):
+        await keeper.room(3, timeout_s=0.01)
+    gone.error = None
+    assert await keeper.flush(timeout_s=10)
+    assert gone.num_calls > 1
+    await keeper.close()
+
+
+async def test_two_who_wait_for_the_disk_share_an_error_and_the_other_goes_on_waiting(
+    server: EmbeddedServer, redis: Redis
+) -> None:
+    keeper = PushKeeper(redis, MARKER)
+    gone = Group(RuntimeError("the run is gone"))
+    await _keep(keeper, gone)
+    waits = [asyncio.create_task(keeper.flush(timeout_s=20)) for _ in range(2)]
+    _kill(server)
+    server.restart()
+    done, (other,) = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+    assert [str(task.exception()) for task in done] == ["the run is gone"]
+    gone.error = None
+    assert await other
+    await keeper.close()
+
+
+async def test_a_push_again_that_finds_no_room_holds_up_nothing_and_is_logged_as_that(
+    server: EmbeddedServer, redis: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper = PushKeeper(redis, MARKER)
+    large, small, fresh = Group(TimeoutError("no room for group large")), Group(), Group()
+    large.may_go.clear()
+    await _keep(keeper, large)
+    await _keep(keeper, small)
+    _kill(server)
+    server.restart()
+    async with asyncio.timeout(10):
+        while not large.num_calls:
+            await asyncio.sleep(0.02)
+    await _keep(keeper, fresh)
+    await _until_kept(keeper, 2)  # fresh is on disk though large still waits for room
+    assert (large.num_calls, small.num_calls, fresh.num_calls) == (1, 0, 0)
+    caplog.clear()
+    large.may_go.set()
+    await _until_kept(keeper, 1)
+    assert small.num_calls == 1
+    large.error = None
+    assert await keeper.flush(timeout_s=10)  # no error: room comes by itself
+    assert [record.message for record in caplog.records] == [
+        "Redis lost a pushed group and did not take it again yet: no room for group large"
+    ]
+    await keeper.close()
+
+
+async def test_close_ends_a_push_again_that_waits(server: EmbeddedServer, redis: Redis) -> None:
+    keeper = PushKeeper(redis, MARKER)
+    group = Group()
+    group.may_go.clear()
+    await _keep(keeper, group)
+    _kill(server)
+    server.restart()
+    async with asyncio.timeout(10):
+        while not group.num_calls:
+            await asyncio.sleep(0.02)
+    await keeper.close()
+    names = {task.get_name() for task in asyncio.all_tasks()}
+    assert not names & {"push-keeper", "push-again"}

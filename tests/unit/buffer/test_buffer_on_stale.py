@@ -161,3 +161,18 @@ async def test_a_group_of_an_expired_credit_may_still_be_pushed(
     await asyncio.sleep(0.02)
     assert await buffer.sweep() == 1
     assert await buffer.push(make_group("slow")) is PushResult.stored
+
+
+async def test_a_longer_leash_wakes_a_lease_that_waits_for_a_running_group(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=1, on_stale=OnStale.wait)
+    await buffer.admit("slow", 0)
+    await buffer.publish_version(1)
+    await buffer.push(make_group("a", 1))
+    request = {**STEP, "timeout_s": 10}
+    waiting = asyncio.create_task(buffer.lease(step=0, version=1, num_groups=1, **request))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await buffer.set_max_staleness(5)
+    assert (await asyncio.wait_for(waiting, 2)).group_ids == ("a",)

@@ -211,3 +211,33 @@ async def test_retries_of_every_shard_are_taken(checked_buffer: Any, make_group:
         await buffer.push(make_group(f"old@{k}", 0, index=k))
     prompts = [await buffer.take_retry() for _ in range(4)]
     assert [p and p.index for p in prompts] == [0, 1, 2, None]
+
+
+async def test_an_ack_of_many_steps_leaves_no_record_of_them(
+    checked_buffer: Any, redis_url: str, run_name: str, make_group: Any
+) -> None:
+    buffer = await checked_buffer(shards=2, groups_per_step=1, max_staleness=9)
+    for step in range(70):
+        await buffer.push(make_group(f"g{step}@1"))  # none at home, where the records are
+        lease = await buffer.lease(step=step, version=0, num_groups=1, **STEP)
+        await buffer.consume(lease, lease.group_ids)
+    assert await buffer.ack(69) == 70
+    redis = await connect(redis_url)
+    home = Keys(run_name)
+    assert await redis.zcard(home("batches")) == 0
+    assert await redis.hget(home("settings"), "acked_step") == b"69"
+    await redis.aclose()
+
+
+async def test_an_admission_that_is_cancelled_keeps_no_credit(buffer_factory: Any) -> None:
+    buffer = await buffer_factory(shards=3, groups_per_step=1, max_staleness=30)
+    for turns in range(40):
+        admitting = asyncio.create_task(buffer.admit(f"g{turns}", 5))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        admitting.cancel()
+        try:
+            await buffer.abandon((await admitting).group_id, "test")
+        except asyncio.CancelledError:
+            continue
+    assert (await buffer.stats()).running == 0

@@ -157,3 +157,19 @@ async def test_a_group_that_is_leased_again_and_again_goes_to_quarantine(
     stats = await buffer.stats()
     assert stats.dropped == {"discarded": 1} and stats.quarantined == stats.bytes == 0
     assert [event.event for event in await buffer.events("poison")][-1] == "dropped"
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_a_zombie_cannot_publish_a_version(
+    checked_buffer: Any, make_group: Any, shards: int
+) -> None:
+    zombie = await checked_buffer(max_staleness=0, shards=shards)
+    await zombie.reconcile("first", step=0, version=0, resume_version=0)
+    buffer = await checked_buffer(max_staleness=0, shards=shards)
+    await buffer.reconcile("second", step=0, version=0, resume_version=0)
+    await buffer.push(make_group("a"))
+    with pytest.raises(NotOwnerError, match="publishes version 1"):
+        await zombie.publish_version(1)
+    await buffer.sweep()
+    stats = await buffer.stats()
+    assert (stats.trainer_version, stats.ready) == (0, 1)

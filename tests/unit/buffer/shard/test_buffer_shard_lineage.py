@@ -200,8 +200,9 @@ async def test_numbers_are_not_used_again(open_shard: Any) -> None:
     assert (await shard.stats()).lineage == ""
     assert (await shard.restore("b", 5, 5, 5)).is_owner  # nothing newer was published
     assert await shard.redis.hget(shard.keys("settings"), "gaps") == b""
-    assert await shard.publish(4) == 5
-    assert await shard.publish(5) is None and await shard.publish(6) is None
+    assert await shard.publish(4) == ("older", 5)
+    assert await shard.publish(5) == ("same", 5)
+    assert await shard.publish(6) == ("published", 6)
 
 
 async def test_restoring_a_checkpoint_of_a_lost_branch_drops_all(open_shard: Any) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
 import pytest
 
 from buffer.stats import sum_stats
-from configs.schema import Selector
+from configs.schema import OnFull, Selector
 
 
 async def test_the_life_of_one_group_can_be_told(open_shard: Any) -> None:
@@ -32,6 +33,40 @@ async def test_the_life_of_one_group_can_be_told(open_shard: Any) -> None:
         ("acked", {"s": "8"}),
     ]
     assert all(e.group_id == "g" and abs(e.at - time.time()) < 60 for e in events)
+
+
+async def test_groups_that_share_an_entry_of_the_audit_stream_have_lives_of_their_own(
+    open_shard: Any,
+) -> None:
+    shard = await open_shard()
+    names = [f"g{i}" for i in range(40)]
+    await asyncio.gather(*(shard.put(name) for name in names))
+    await shard.lease(1, 0, 39, "o")
+    await shard.consume(owner="o", step=1, version=0, oldest=None, ids=names[:20])
+    for number, name in enumerate(names):  # 'g1' is part of 'g10'
+        told = [event.event for event in await shard.events(name)]
+        assert (
+            told
+            == ["pushed", "leased", "consumed"][: 3 if number < 20 else 2 if number < 39 else 1]
+        )
+    assert await shard.redis.xlen(shard.keys("events")) < 10
+
+
+async def test_pushes_of_one_batch_are_answered_each_for_itself(open_shard: Any) -> None:
+    shard = await open_shard(max_staleness=1, capacity_groups=3, on_full=OnFull.drop_stalest)
+    await shard.publish(3)
+    await shard.fill(["old"], 2)
+    shard.should_check = False  # they are all in one script
+    replies = await asyncio.gather(
+        *(shard.put(name, version) for name, version in [("a", 3), ("stale", 1), ("a", 3)]),
+        *(shard.put(name, 3) for name in ["b", "c", "old"]),
+    )
+    words = [reply.word for reply in replies]
+    assert words == ["stored", "stale", "duplicate", "stored", "stored", "duplicate"]
+    shard.should_check = True
+    await shard.sweep()
+    stats = await shard.stats()
+    assert (stats.ready, stats.dropped) == (3, {"stale": 1, "full": 1})
 
 
 async def test_the_audit_stream_is_bounded_and_can_be_off(open_shard: Any) -> None:
