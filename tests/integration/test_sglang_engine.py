@@ -278,7 +278,8 @@ async def main():
     fields = json.loads(sys.argv[1])
     engine = SGLangEngine(EngineSpec(
         **{**fields, "config": EngineConfig(), "pause_mode": PauseMode.retract,
-           "log_path": Path(fields["log_path"])}
+           "log_path": Path(fields["log_path"]),
+           "leftovers_path": Path(fields["leftovers_path"])}
     ))
     info = await engine.start()
     await engine.client.pause(PauseMode.retract)  # SGLang itself would not end while paused
@@ -291,7 +292,8 @@ asyncio.run(main())
 
 async def test_a_parent_that_is_killed_leaves_no_server(folder, model_a):
     spec = dataclasses.asdict(engine_spec(folder / "a", folder / "orphan.log"))
-    fields = {**spec, "log_path": str(folder / "orphan.log"), "config": None, "pause_mode": None}
+    paths = {name: str(spec[name]) for name in ("log_path", "leftovers_path")}
+    fields = {**spec, **paths, "config": None, "pause_mode": None}
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, json.dumps(fields)], stdout=subprocess.PIPE, text=True
     )
