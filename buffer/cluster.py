@@ -59,7 +59,8 @@ class ClusterRedis(BufferRedis):
         for address in random.sample(sorted(known), len(known)):
             ask = Redis.execute_command(self._client(address), "CLUSTER SLOTS")  # type: ignore[no-untyped-call]
             try:
-                reply = await asyncio.wait_for(ask, _ASK_TIMEOUT_S)
+                async with asyncio.timeout(_ASK_TIMEOUT_S):
+                    reply = await ask
             except (exceptions.ConnectionError, exceptions.TimeoutError, TimeoutError) as error:
                 trouble = error  # this one is down: perhaps another one knows
                 continue

@@ -105,7 +105,9 @@ async def opened(address: BufferAddress) -> AsyncIterator[ReplayBuffer]:
 async def answer(address: BufferAddress, question: Awaitable[T]) -> T:
     """What a verb of the buffer returns; ConnectionError if that takes too long."""
     try:
-        return await asyncio.wait_for(question, ANSWER_TIMEOUT_S)
+        # Not wait_for: in Python 3.11 that loses a Ctrl-C which comes together with the answer.
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            return await question
     except TimeoutError:
         raise ConnectionError(
             f"Redis at {server_address(address.url)} did not answer within {ANSWER_TIMEOUT_S:g} s: "

@@ -101,17 +101,16 @@ def test_the_watch_of_a_server_that_is_gone_ends_with_a_word(
 def test_ctrl_c_ends_the_watch_with_success(live_run: RunDir) -> None:
     fill_now(live_run, pushed=1)
     command = [sys.executable, "-m", "controller.main", "depth", "--watch"]
-    watch = subprocess.Popen(
+    with subprocess.Popen(
         [*command, "--dir", str(live_run.path.parent)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert watch.stdout is not None
-        assert "ready 1" in watch.stdout.readline()
-        watch.send_signal(signal.SIGINT)
-        rest, _ = watch.communicate(timeout=20)
-    finally:
-        watch.kill()
-        watch.wait()
+    ) as watch:
+        try:
+            assert watch.stdout is not None
+            assert "ready 1" in watch.stdout.readline()
+            watch.send_signal(signal.SIGINT)
+            rest, _ = watch.communicate(timeout=20)
+        finally:
+            watch.kill()
     assert watch.returncode == 0
     assert "Traceback" not in rest
 
