@@ -21,8 +21,3 @@ def engine_lag(trainer_version: int, engine_versions: Iterable[int]) -> int:
 def admission_limit(*, max_staleness: int, lag: int, groups_per_step: int) -> int:
     """The most groups that may be running, ready or leased."""
     return max(0, (max_staleness + 1 - lag) * groups_per_step)
-
-
-def has_room(*, running: int, ready: int, leased: int, limit: int) -> bool:
-    """Whether one more group may be admitted."""
-    return running + ready + leased < limit

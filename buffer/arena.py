@@ -13,7 +13,7 @@ import numpy as np
 Allocate = Callable[[int], memoryview]
 """Writable memory of so many bytes; what is in it is left from before."""
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 
 
 def fresh(num_bytes: int) -> memoryview:
@@ -33,9 +33,9 @@ class Arena:
 
     def take(self, num_bytes: int) -> memoryview:
         """A piece that is good until the next `clear`; beyond the block it is memory of its own."""
-        start = self._used + -self._used % _ALIGNMENT
+        start = self._used + -self._used % ALIGNMENT
         end = start + num_bytes
-        self._wanted += num_bytes + _ALIGNMENT
+        self._wanted += num_bytes + ALIGNMENT
         if end > len(self._block):
             return fresh(num_bytes)
         self._used = end

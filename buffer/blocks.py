@@ -14,11 +14,11 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
+from buffer.arena import ALIGNMENT, fresh
+
 BLOCK_BYTES = 8 << 20
 BLOCKS_KEPT = 16
 """Free blocks that are kept for the next batch."""
-
-_ALIGNMENT = 64
 
 
 class Blocks:
@@ -35,11 +35,11 @@ class Blocks:
         What would fill half a block gets memory of its own.
         """
         if 2 * num_bytes > BLOCK_BYTES:
-            return np.empty(num_bytes, np.uint8).data
+            return fresh(num_bytes)
         if self._used + num_bytes > len(self._block):
             self._begin_block()
         piece = self._block[self._used : self._used + num_bytes]
-        self._used += num_bytes + -num_bytes % _ALIGNMENT
+        self._used += num_bytes + -num_bytes % ALIGNMENT
         return piece
 
     def _begin_block(self) -> None:

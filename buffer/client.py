@@ -13,7 +13,8 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.connection import ConnectionPool
 
-from buffer.receiving import Allocate, Value, receive
+from buffer.arena import Allocate
+from buffer.receiving import Value, receive
 
 T = TypeVar("T")
 

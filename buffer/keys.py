@@ -66,7 +66,10 @@ class Keys:
 
 
 def check_group_id(group_id: str) -> str:
-    """The id itself. Raises ValueError if it is empty, too long or holds white space."""
-    if not 0 < len(group_id) <= 256 or any(c.isspace() for c in group_id):
-        raise ValueError(f"group_id={group_id!r}: must have 1 to 256 characters and no white space")
+    """The id itself. Raises ValueError if it could not be part of a key or of a list of ids."""
+    # With a ':' the payload of 'a:1' would have the key of the first chunk of 'a'.
+    if not 0 < len(group_id) <= 256 or any(c.isspace() or c == ":" for c in group_id):
+        raise ValueError(
+            f"group_id={group_id!r}: must have 1 to 256 characters, no white space and no ':'"
+        )
     return group_id

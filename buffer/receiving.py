@@ -16,7 +16,8 @@ from typing import Any
 
 from redis import exceptions
 
-Allocate = Callable[[int], memoryview]
+from buffer.arena import Allocate
+
 Value = memoryview | None | Exception
 """What a GET is answered: read-only bytes, None for no such key, or an error reply."""
 

@@ -130,9 +130,8 @@ class ReplayBuffer:
         """
         check_group_id(group_id)
         deadline, num_shards = Deadline(timeout_s), len(self._shards)
-        first = crc32(
-            group_id.encode()
-        )  # the same for a retry, and all shards in turn for many ids
+        # Where to begin: the same for a retry, and all shards in turn for many ids.
+        first = crc32(group_id.encode())
         while True:
             seen, in_use, limit = dict[str, str](), 0, 0
             for k in (number % num_shards for number in range(first, first + num_shards)):
@@ -274,9 +273,8 @@ class ReplayBuffer:
 
         total = await self._shards.sum(sorted(group_ids), consume)
         if total and len(self._shards) > 1:
-            await consume(
-                self._shards.home, []
-            )  # the step is done, also if none of its groups is there
+            # The step is done, also if none of its groups is at home.
+            await consume(self._shards.home, [])
         return total
 
     async def ack(self, upto_step: int, lineage: str | None = None) -> int:

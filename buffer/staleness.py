@@ -2,9 +2,7 @@
 
     staleness(token) = version being trained - version that sampled the token
 
-A group is as old as its oldest trainable token. The scripts apply the same rules at the server;
-these functions are the model that they are tested against, and what a worker asks about its groups
-in flight.
+A group is as old as its oldest trainable token. The scripts apply the same rules at the server.
 """
 
 from __future__ import annotations
@@ -15,19 +13,9 @@ from dataclasses import replace
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup
 
 
-def staleness(version: int, min_version: int) -> int:
-    """Versions by which a group lags whose oldest trainable token was sampled by `min_version`."""
-    return version - min_version
-
-
-def oldest_fresh_version(version: int, max_staleness: int) -> int:
-    """The oldest version whose tokens may be trained when `version` is being trained."""
-    return version - max_staleness
-
-
 def is_fresh(version: int, min_version: int, max_staleness: int) -> bool:
     """Whether a group may be trained; also, with the trainer's version now, whether it ever may."""
-    return min_version >= oldest_fresh_version(version, max_staleness)
+    return version - min_version <= max_staleness
 
 
 def next_attempt(prompt: PromptRef, max_retries: int) -> PromptRef | None:
@@ -60,7 +48,7 @@ def _masked(trajectory: Trajectory, oldest: int) -> Trajectory:
 
 
 def renumber(group: TrajectoryGroup, numbers: Sequence[int]) -> TrajectoryGroup:
-    """The group with its versions replaced by those that a rollback left them (see lineage.py).
+    """The group with its versions replaced by those that a rollback left them.
 
     `numbers` are the new ones of the versions with trainable tokens, in ascending order of the old.
     Spans without a trainable token keep theirs: nothing asks for it.

@@ -39,6 +39,7 @@ from controller.summary import RunResult, result_line
 from controller.training import Pools, Training
 from controller.warm_start import supervised_examples
 from rollout_pool.pool import RolloutPool
+from rollout_pool.process_tree import shared_memory_files
 from rollout_pool.types import RolloutSpec
 from trainer_pool.pool import TrainerPool
 from trainer_pool.scratch import build_scratch_model
@@ -81,7 +82,7 @@ class Run:
         self._panel = panel
         self._server: EmbeddedServer | None = None
         self._redis_url = ""
-        self._shared_memory: set[Path] = set()
+        self._shared_memory: frozenset[Path] = frozenset()
 
     def execute(self) -> RunResult:
         """Everything from the first server to the summary; whatever was started is ended."""
@@ -268,9 +269,7 @@ class Run:
     # The end, whatever brought it ----------------------------------------------------------------
 
     def _stop_pools(self, pools: Pools) -> None:
-        self._shared_memory = supervise.shared_memory_files(
-            supervise.run_processes(self._dir.run_id)
-        )
+        self._shared_memory = shared_memory_files(supervise.run_processes(self._dir.run_id))
         pools.rollout.close(self._config.cluster.stop_timeout_s)
         pools.trainer.close(self._config.cluster.stop_timeout_s)
 

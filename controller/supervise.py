@@ -21,6 +21,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from configs.environment import LOG_DIR_VARIABLE, PROCESS_VARIABLE, RUN_VARIABLE
+from rollout_pool.process_tree import shared_memory_files
 
 SETUP_HOOK = "controller.supervise.enter_process"
 
@@ -154,18 +155,6 @@ def _belongs(process: psutil.Process, run_id: str, temporary: Path | None) -> bo
     )
 
 
-def shared_memory_files(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Files below /dev/shm that these processes map and that a killed one would leave behind."""
-    files: set[Path] = set()
-    for process in processes:
-        try:
-            paths = [mapping.path for mapping in process.memory_maps()]
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-        files.update(Path(path) for path in paths if path.startswith("/dev/shm/"))
-    return files
-
-
 def end_processes(
     run_id: str,
     timeout_s: float,
@@ -179,7 +168,7 @@ def end_processes(
     """
     deadline = time.monotonic() + timeout_s
     left = run_processes(run_id, temporary)
-    files = set(shared_memory) | shared_memory_files(left)
+    files = {*shared_memory, *shared_memory_files(left)}
     _signal(left, signal.SIGTERM)
     _, left = psutil.wait_procs(left, timeout=timeout_s / 2)
     killed = [_name(process) for process in left]

@@ -236,7 +236,8 @@ class _Server:
         return self._process.pid
 
     def note_shared_memory(self) -> None:
-        self._shared_memory = process_tree.shared_memory_files(self.pid)
+        family = process_tree.family(self.pid)
+        self._shared_memory = process_tree.shared_memory_files(family)
         self._note_leftovers()
 
     def _note_leftovers(self) -> None:

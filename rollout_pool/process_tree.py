@@ -18,13 +18,21 @@ def descendants(pid: int) -> list[psutil.Process]:
         return []
 
 
-def shared_memory_files(pid: int) -> frozenset[Path]:
-    """Files in shared memory that the tree of `pid` maps now: a killed process cannot remove them.
+def family(pid: int) -> list[psutil.Process]:
+    """`pid` and the processes below it; none if it is gone."""
+    try:
+        return [psutil.Process(pid), *descendants(pid)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def shared_memory_files(processes: Iterable[psutil.Process]) -> frozenset[Path]:
+    """Files in shared memory that these processes map now: a killed one cannot remove them.
 
     Python's own semaphores (sem.*) are not among them: its resource tracker removes those.
     """
     found: set[Path] = set()
-    for process in [*descendants(pid), *_self(pid)]:
+    for process in processes:
         try:
             paths = {mapping.path for mapping in process.memory_maps()}
         except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -46,13 +54,6 @@ def kill(processes: Iterable[psutil.Process], timeout_s: float) -> None:
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(doomed, timeout=timeout_s)
-
-
-def _self(pid: int) -> list[psutil.Process]:
-    try:
-        return [psutil.Process(pid)]
-    except psutil.NoSuchProcess:
-        return []
 
 
 def _is_tracker(process: psutil.Process) -> bool:

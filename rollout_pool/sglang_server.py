@@ -81,7 +81,7 @@ def _end_with_parent(socket_folder: str) -> None:
 def _leave_nothing(socket_folder: str) -> None:
     pid = os.getpid()
     # Files first: SGLang kills this process as soon as one of its children has ended.
-    for path in process_tree.shared_memory_files(pid):
+    for path in process_tree.shared_memory_files(process_tree.family(pid)):
         path.unlink(missing_ok=True)
     shutil.rmtree(socket_folder, ignore_errors=True)
     process_tree.kill(process_tree.descendants(pid), KILL_TIMEOUT_S)

@@ -21,6 +21,7 @@ from typing import Any
 
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
+from buffer.staleness import is_fresh
 from buffer.types import PromptRef
 from configs.schema import OnStale
 from rollout_pool.evaluate import Evaluator
@@ -226,9 +227,10 @@ class RolloutWorker:
                 version = await self._state.wait_version_above(version, WATCH_TIMEOUT_S)
             except TimeoutError:
                 continue  # a long step; the trainer's own waits notice a dead one
-            oldest_trainable = version - await self._buffer.get_max_staleness()
+            max_staleness = await self._buffer.get_max_staleness()
             for flight, task in self._flights.items():
-                if flight.oldest_version is not None and flight.oldest_version < oldest_trainable:
+                oldest = flight.oldest_version
+                if oldest is not None and not is_fresh(version, oldest, max_staleness):
                     self._too_old.add(flight.group_id)
                     task.cancel()
 

@@ -1,4 +1,11 @@
--- The library: what a rollback does to version numbers (the rule of buffer/lineage.py).
+-- The library: which versions survive a rollback, and the number each has afterwards. A trainer that
+-- restores a checkpoint of version `last` publishes it under a higher number `resume`, for a number is
+-- never used again for other weights. What was sampled up to `last` survives and keeps its distance:
+--
+--     0 .. last           -> moved up by resume - last
+--     last+1 .. resume-1  -> gone: made by weights that no longer exist
+--     resume ..           -> as it is
+--
 -- settings.gaps holds the rollbacks as 'last:resume last:resume', oldest first: a version up to
 -- `last` moves up by resume - last, one between the two is gone. num_gaps counts all there ever were;
 -- the field `gaps` of a group says how many of them its numbers know.

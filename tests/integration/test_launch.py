@@ -3,6 +3,7 @@
 `make soak` sends more signals than CI does, each at another moment (LEASH_SOAK_SIGNALS).
 """
 
+import contextlib
 import json
 import os
 import random
@@ -87,21 +88,24 @@ def wait_for_line(process: subprocess.Popen[str], text: str, timeout_s: float = 
     raise AssertionError(f"no {text!r} within {timeout_s} s:\n{seen[-4000:]}")
 
 
-def mapped_files() -> set[str]:
-    files: set[str] = set()
+def mapped_inodes() -> set[int]:
+    """Of files in shared memory; a semaphore is mapped under another name than it has."""
+    inodes: set[int] = set()
     for process in psutil.process_iter():
-        try:
-            files |= {mapping.path for mapping in process.memory_maps()}
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return files
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                if "/dev/shm/" in line:
+                    inodes.add(int(line.split()[4]))
+    return inodes
 
 
 def assert_nothing_left(runs: Path, shared_memory: set[str]) -> None:
     assert processes_of(runs) == []
-    new = {f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - shared_memory}
-    # None of this run is alive any more: what is mapped belongs to others on this machine.
-    assert new - (mapped_files() if new else set()) == set()
+    if new := [file for file in os.scandir("/dev/shm") if file.name not in shared_memory]:
+        # None of this run is alive any more: what is mapped belongs to others on this machine.
+        mapped = mapped_inodes()
+        left = [file.name for file in new if file.inode() not in mapped and os.path.exists(file)]
+        assert left == []
     assert list(runs.glob("**/*.sock")) == []
 
 

@@ -32,6 +32,7 @@ from rollout_pool.generation import (
     SampleRequest,
     Sampling,
 )
+from rollout_pool.process_tree import family as family_of
 from rollout_pool.process_tree import shared_memory_files
 from weight_sync.buckets import plan_buckets
 from weight_sync.group import join_as_sender, open_store
@@ -258,7 +259,7 @@ async def test_a_request_without_the_key_is_refused_and_the_key_is_in_no_log(eng
 
 async def test_a_server_that_is_killed_is_told_and_leaves_nothing(engine):
     family = psutil.Process(engine.info.pid).children(recursive=True)
-    shared = shared_memory_files(engine.info.pid)
+    shared = shared_memory_files(family_of(engine.info.pid))
     assert shared and all(path.exists() for path in shared)
     os.kill(engine.info.pid, signal.SIGKILL)
     died = await asyncio.wait_for(engine.wait_dead(), 20)
@@ -301,7 +302,7 @@ async def test_a_parent_that_is_killed_leaves_no_server(folder, model_a):
     server = psutil.Process(int(line))
     family = [server, *server.children(recursive=True)]
     socket_folder = Path(server.cmdline()[3])
-    shared = shared_memory_files(server.pid)
+    shared = shared_memory_files(family_of(server.pid))
     assert len(family) > 2 and any(socket_folder.iterdir()) and shared
     parent.kill()
     parent.wait()

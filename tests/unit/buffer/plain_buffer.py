@@ -14,12 +14,34 @@ from zlib import crc32
 from buffer.admission import admission_limit, engine_lag
 from buffer.errors import BufferFullError, NotOwnerError
 from buffer.lease import PushResult, Reconciled
-from buffer.lineage import Gap, renumber_version
 from buffer.settings import quota
 from buffer.sharding import id_in_shard, shard_of
 from buffer.staleness import next_attempt
 from buffer.types import PromptRef
 from configs.schema import BufferConfig, OnFull, OnStale, Selector
+
+
+class Gap(NamedTuple):
+    """One rollback: version `last` became `resume`, and nothing between them is valid."""
+
+    last: int
+    resume: int
+
+
+def renumber_version(version: int, gaps: Iterable[Gap]) -> int | None:
+    """The number of `version` after these rollbacks, in their order; None if it is gone."""
+    for gap in gaps:
+        if version <= gap.last:
+            version += gap.resume - gap.last
+        elif version < gap.resume:
+            return None
+    return version
+
+
+def parse_gaps(text: str) -> tuple[Gap, ...]:
+    """Reads 'last:resume last:resume', as the settings hold it."""
+    return tuple(Gap(*map(int, pair.split(":"))) for pair in text.split())
+
 
 DONE = "consumed before"
 OTHER_ARGUMENTS = "was leased with"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_buffer import Gap, parse_gaps, renumber_version
 
-from buffer.lineage import Gap, parse_gaps, renumber_version
 from buffer.replies import Formed, ReconcileBegun
 from buffer.types import PromptRef
 from configs.schema import OnStale, Selector
