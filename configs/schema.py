@@ -8,82 +8,22 @@ rule raises ValueError naming the field, its value and the fix.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
+from configs.choices import (
+    AppendFsync,
+    Backend,
+    CommitStrategy,
+    Dtype,
+    OnFull,
+    OnLongPrompt,
+    OnStale,
+    PauseMode,
+    Selector,
+    TaskKind,
+)
+from configs.joint_rules import check_joint_rules
 from configs.rules import at_least, require
-
-
-class Backend(Enum):
-    """Transport of a process group. `auto` is nccl where the process has a GPU, gloo elsewhere."""
-
-    auto = "auto"
-    gloo = "gloo"
-    nccl = "nccl"
-
-
-class Dtype(Enum):
-    """`auto` is bfloat16 on a GPU and float32 on a CPU."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class OnStale(Enum):
-    """What happens to a group that became older than `max_staleness`; each is counted by reason."""
-
-    requeue = "requeue"  # run its prompt again, at most `max_retries` times, then drop it
-    drop = "drop"
-    mask_tokens = (
-        "mask_tokens"  # leave its over-age tokens out of the loss; drop it if none is left
-    )
-    wait = "wait"  # the trainer waits for the oldest running group, so that none becomes too old
-
-
-class OnFull(Enum):
-    """What a push does when the buffer holds as much as it may; each is counted."""
-
-    block = "block"  # wait until there is room
-    drop_stalest = "drop_stalest"
-    error = "error"
-
-
-class Selector(Enum):
-    """Which of the ready groups the trainer takes first."""
-
-    stalest = "stalest"
-    freshest = "freshest"
-    fifo = "fifo"
-
-
-class AppendFsync(Enum):
-    """When the embedded server's append-only file reaches the disk."""
-
-    everysec = "everysec"
-    always = "always"
-
-
-class PauseMode(Enum):
-    """What the engine does with running requests while weights change.
-
-    `retract` computes their KV cache anew under the new weights; `in_place` goes on over the old.
-    """
-
-    retract = "retract"
-    in_place = "in_place"
-
-
-class OnLongPrompt(Enum):
-    """A prompt longer than `max_prompt_tokens`: end the run with an error, or skip and count it."""
-
-    refuse = "refuse"
-    skip = "skip"
-
-
-class TaskKind(Enum):
-    reasoning_gym = "reasoning_gym"
-    gsm8k = "gsm8k"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -242,6 +182,8 @@ class EngineConfig:
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
     """Longest that one request may go without an answer."""
+    max_restarts: int = 3
+    """How often a server that died, or whose weights are torn, is started again in one run."""
     extra_args: list[str] = field(default_factory=list)
     """Further arguments for the server's command line."""
 
@@ -252,6 +194,7 @@ class EngineConfig:
             tp_size=self.tp_size,
             max_running_requests=self.max_running_requests,
         )
+        at_least(0, "rollout.engine", max_restarts=self.max_restarts)
         require(
             0 < self.mem_fraction < 1,
             "rollout.engine.mem_fraction",
@@ -373,15 +316,63 @@ class BufferConfig:
 @dataclass(kw_only=True, slots=True)
 class WeightSyncConfig:
     backend: Backend = Backend.auto
-    bucket_bytes: int = 256 * 2**20
-    """Size of one broadcast; a larger tensor travels alone."""
+    bucket_bytes: int = 32 * 2**20
+    """Size of one message; a tensor may span several, and several share one."""
+    num_buffers: int = 2
+    """Buckets that are on their way at once, for each member."""
+    num_staged: int = 2
+    """Versions that a receiver has room for: the one it offers and the one that arrives."""
+    stage_dir: str | None = None
+    """Folder of the staged versions, on every node; None is /dev/shm."""
+    commit: CommitStrategy = CommitStrategy.staged_disk
     pause_mode: PauseMode = PauseMode.retract
-    timeout_s: float = 120.0
-    """Longest that joining the group, or one bucket, may take."""
+    max_concurrent_commits: int = 1
+    """Engines of the fleet that may stand still at once to take a version."""
+    commit_timeout_s: float = 120.0
+    """Longest that one engine's commit may take."""
+    full_every: int = 1
+    """Every so many publishes all bytes are sent, between them only those that changed."""
+    max_delta_density: float = 0.25
+    """A larger share of changed elements than this is sent in full."""
+    timeout_s: float = 30.0
+    """Longest silence of a member, beyond what its bytes need at `min_bandwidth`."""
+    min_bandwidth: float = 50e6
+    """Bytes per second below which a member counts as stalled."""
 
     def __post_init__(self) -> None:
-        at_least(1, "weight_sync", bucket_bytes=self.bucket_bytes)
-        require(self.timeout_s > 0, "weight_sync.timeout_s", self.timeout_s, "must be above 0")
+        at_least(
+            1,
+            "weight_sync",
+            bucket_bytes=self.bucket_bytes,
+            num_buffers=self.num_buffers,
+            max_concurrent_commits=self.max_concurrent_commits,
+            full_every=self.full_every,
+            min_bandwidth=self.min_bandwidth,
+        )
+        at_least(2, "weight_sync", num_staged=self.num_staged)
+        require(
+            0 <= self.max_delta_density <= 0.5,
+            "weight_sync.max_delta_density",
+            self.max_delta_density,
+            "must lie in [0, 0.5]: with more a delta of 2-byte weights is larger than all of them",
+        )
+        require(
+            self.full_every == 1 or self.max_delta_density > 0,
+            "weight_sync.full_every",
+            self.full_every,
+            "with max_delta_density=0 every version is sent in full: raise it, or set full_every=1",
+        )
+        require(
+            self.stage_dir is None or self.stage_dir.startswith("/"),
+            "weight_sync.stage_dir",
+            self.stage_dir,
+            "give an absolute path: it means the same folder on every node",
+        )
+        for name, value in (
+            ("timeout_s", self.timeout_s),
+            ("commit_timeout_s", self.commit_timeout_s),
+        ):
+            require(value > 0, f"weight_sync.{name}", value, "must be above 0")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -460,40 +451,4 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
-        require(
-            self.model.path is not None or self.model.scratch is not None,
-            "model.path",
-            self.model.path,
-            "name a Hugging Face model or a folder, or choose model=tiny (which builds one)",
-        )
-        require(
-            self.model.path is None or self.model.scratch is None,
-            "model.path",
-            self.model.path,
-            "model.scratch would build another model; add model=pretrained to leave that out",
-        )
-        require(
-            not (
-                self.rollout.engine.radix_cache and self.weight_sync.pause_mode is PauseMode.retract
-            ),
-            "rollout.engine.radix_cache",
-            True,
-            "a retracted request would find its old prefix in the cache; "
-            "set weight_sync.pause_mode=in_place or rollout.engine.radix_cache=false",
-        )
-        longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
-        require(
-            longest <= self.trainer.micro_batch_tokens,
-            "trainer.micro_batch_tokens",
-            self.trainer.micro_batch_tokens,
-            "a trajectory of rollout.max_prompt_tokens + rollout.max_response_tokens = "
-            f"{longest} tokens must fit in one forward pass",
-        )
-        if self.model.scratch is not None:
-            require(
-                longest <= self.model.scratch.max_position_embeddings,
-                "rollout.max_prompt_tokens + rollout.max_response_tokens",
-                longest,
-                "must fit in model.scratch.max_position_embeddings="
-                f"{self.model.scratch.max_position_embeddings}",
-            )
+        check_joint_rules(self)

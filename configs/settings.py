@@ -15,7 +15,7 @@ from itertools import pairwise
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from configs import schema
+from configs import choices, schema
 
 TYPE_WORDS: dict[object, str] = {
     bool: "true or false",
@@ -117,8 +117,9 @@ def _default(default: object, factory: Any) -> object:
 
 @cache
 def _class_nodes() -> dict[str, ast.ClassDef]:
-    tree = ast.parse(inspect.getsource(schema))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    trees = [ast.parse(inspect.getsource(module)) for module in (schema, choices)]
+    bodies = [node for tree in trees for node in tree.body]
+    return {node.name: node for node in bodies if isinstance(node, ast.ClassDef)}
 
 
 def section_doc(section: type) -> str:
@@ -126,15 +127,15 @@ def section_doc(section: type) -> str:
     return ast.get_docstring(_class_nodes()[section.__name__]) or ""
 
 
-def enum_docs(choices: type[Enum]) -> str:
+def enum_docs(names: type[Enum]) -> str:
     """The docstring of an Enum, and the comments that stand behind its members."""
-    lines = inspect.getsource(choices).splitlines()
+    lines = inspect.getsource(names).splitlines()
     comments = [
         f"`{line.split('=')[0].strip()}`: {line.partition('  # ')[2]}."
         for line in lines
         if "  # " in line
     ]
-    doc = ast.get_docstring(_class_nodes()[choices.__name__]) or ""
+    doc = ast.get_docstring(_class_nodes()[names.__name__]) or ""
     return " ".join([*doc.split(), *comments])
 
 

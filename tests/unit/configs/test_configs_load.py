@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from configs.choices import CommitStrategy, Dtype, PauseMode
 from configs.load import CONFIG_DIR, ConfigError, load_config, options, read_config, to_yaml
-from configs.schema import Dtype, PauseMode
 
 
 def refusal(*overrides: str, experiment: str = "quickstart") -> str:
@@ -160,6 +160,15 @@ def test_a_wrong_type_is_refused_with_the_expected_one(override: str, message: s
         (["rollout.group_size=1"], "rollout.group_size=1"),
         (["rollout.sampling.top_p=0.9"], "rollout.sampling.top_p"),
         (["rollout.engine.radix_cache=true"], "rollout.engine.radix_cache=True"),
+        (["weight_sync.num_staged=1"], "weight_sync.num_staged=1"),
+        (["weight_sync.max_delta_density=1.5"], "weight_sync.max_delta_density=1.5"),
+        (["weight_sync=delta", "weight_sync.max_delta_density=0"], "weight_sync.full_every=20"),
+        (["weight_sync.stage_dir=stage"], "weight_sync.stage_dir='stage'"),
+        (["weight_sync.commit_timeout_s=600"], "weight_sync.commit_timeout_s=600"),
+        (["weight_sync.timeout_s=0"], "weight_sync.timeout_s=0"),
+        (["weight_sync=ipc", "cluster.gpus_per_rank=0"], "weight_sync.commit='ipc'"),
+        (["weight_sync.backend=nccl", "cluster.gpus_per_rank=0"], "weight_sync.backend='nccl'"),
+        (["trainer.backend=nccl", "cluster.gpus_per_rank=0"], "trainer.backend='nccl'"),
         (["rollout.max_response_tokens=4096"], "rollout.max_prompt_tokens"),
         (["buffer.url=http://host"], "buffer.url='http://host'"),
         (["model.path=Qwen/Qwen3-0.6B"], "model.path='Qwen/Qwen3-0.6B'"),
@@ -168,6 +177,21 @@ def test_a_wrong_type_is_refused_with_the_expected_one(override: str, message: s
 )
 def test_a_broken_rule_names_the_field_and_its_value(overrides: list[str], field: str) -> None:
     assert field in refusal(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "setting", "value"),
+    [
+        ("in_place", "pause_mode", PauseMode.in_place),
+        ("delta", "full_every", 20),
+        ("ipc", "commit", CommitStrategy.ipc),
+        ("direct", "commit", CommitStrategy.direct),
+    ],
+)
+def test_a_way_for_the_weights_can_be_chosen_by_name(
+    chosen: str, setting: str, value: object
+) -> None:
+    assert getattr(load_config([f"weight_sync={chosen}"]).weight_sync, setting) == value
 
 
 def test_an_unknown_file_of_a_group_is_refused_with_those_that_exist() -> None:

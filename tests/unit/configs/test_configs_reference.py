@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 
+from configs.choices import OnStale
 from configs.load import CONFIG_DIR, GROUPS, options
 from configs.reference import PAGE, reference_markdown
-from configs.schema import Config, OnStale
+from configs.schema import Config
 from configs.settings import all_sections, all_settings, enum_docs
 
 
