@@ -1,33 +1,134 @@
-"""Cuts a model's parameters into broadcast buckets; pure, and the same on every rank."""
+"""Cuts the ranks' streams into the buckets that travel; pure, and the same at every member.
+
+The buckets of one transfer have one global order, which every member follows: each sends, receives
+and forwards its own in that order, so nobody can wait in a circle.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
-from weight_sync.types import Bucket, TensorSpec
+from weight_sync.manifest import Layout, Transfer
+
+_DIRECT_SHARE = 4
+"""A stretch of at least a quarter bucket travels by itself, straight into its place in the file."""
 
 
-def plan_buckets(tensors: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Whole tensors in the given order, at most `bucket_bytes` a bucket unless one alone is larger.
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Extent:
+    """Bytes that lie next to each other both in a stream and in the file. All in bytes."""
 
-    A bucket holds one dtype only: a receiver views slices of the flat bytes as that dtype, and a
-    slice behind tensors of a narrower dtype might not be aligned for a wider one.
+    stream_start: int
+    file_start: int
+    num_bytes: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Bucket:
+    """A range of one rank's stream, one message on the wire."""
+
+    index: int
+    """Place in the global order of the transfer."""
+    rank: int
+    start: int
+    stop: int
+    extents: tuple[Extent, ...]
+    """Where its bytes lie in the file, in order; of a delta none."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def direct(self) -> Extent | None:
+        """Its only extent: such a bucket can be received right where it belongs."""
+        return self.extents[0] if len(self.extents) == 1 else None
+
+
+def plan_buckets(layout: Layout, transfer: Transfer) -> tuple[Bucket, ...]:
+    """Every bucket of the transfer in the global order: the ranks take turns.
+
+    Raises ValueError for a transfer that is not one of this layout.
     """
-    if bucket_bytes < 1:
-        raise ValueError(f"weight_sync.bucket_bytes={bucket_bytes}: must be at least 1")
-    runs = _runs(tensors, bucket_bytes)
-    return tuple(Bucket(index=index, tensors=run) for index, run in enumerate(runs))
+    size = transfer.bucket_bytes
+    if size < 1:
+        raise ValueError(f"weight_sync.bucket_bytes={size}: must be at least 1")
+    is_full = transfer.base_version is None
+    whole = tuple(map(layout.stream_bytes, range(layout.num_ranks)))
+    if len(transfer.wire_bytes) != layout.num_ranks or (is_full and transfer.wire_bytes != whole):
+        raise ValueError(
+            f"the transfer of version {transfer.version} has streams of "
+            f"{list(transfer.wire_bytes)} bytes, its layout has {list(whole)}"
+        )
+    streams = [
+        _cut_pieces(layout, rank, size) if is_full else _cut_delta(rank, num_bytes, size)
+        for rank, num_bytes in enumerate(transfer.wire_bytes)
+    ]
+    in_turns = (bucket for turn in zip_longest(*streams) for bucket in turn if bucket is not None)
+    return tuple(replace(bucket, index=index) for index, bucket in enumerate(in_turns))
 
 
-def _runs(tensors: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
-    run: list[TensorSpec] = []
-    num_bytes = 0
-    for tensor in tensors:
-        does_fit = num_bytes + tensor.num_bytes <= bucket_bytes
-        if run and not (does_fit and tensor.dtype == run[0].dtype):
-            yield tuple(run)
-            run, num_bytes = [], 0
-        run.append(tensor)
-        num_bytes += tensor.num_bytes
-    if run:
-        yield tuple(run)
+_NO_INDEX = -1
+
+
+def _cut_delta(rank: int, num_bytes: int, size: int) -> Iterator[Bucket]:
+    for start in range(0, num_bytes, size):
+        stop = min(start + size, num_bytes)
+        yield Bucket(index=_NO_INDEX, rank=rank, start=start, stop=stop, extents=())
+
+
+def _cut_pieces(layout: Layout, rank: int, size: int) -> Iterator[Bucket]:
+    """Long stretches by themselves, short neighbours together."""
+    gathered: list[Extent] = []
+    room = size
+    for extent in _extents(layout, rank):
+        is_long = extent.num_bytes * _DIRECT_SHARE >= size
+        if gathered and (is_long or extent.num_bytes > room):
+            yield _bucket(rank, gathered)
+            gathered, room = [], size
+        if is_long:
+            yield from (_bucket(rank, [part]) for part in _cut(extent, size))
+        else:
+            gathered.append(extent)
+            room -= extent.num_bytes
+    if gathered:
+        yield _bucket(rank, gathered)
+
+
+def _bucket(rank: int, extents: Sequence[Extent]) -> Bucket:
+    return Bucket(
+        index=_NO_INDEX,
+        rank=rank,
+        start=extents[0].stream_start,
+        stop=extents[-1].stream_start + extents[-1].num_bytes,
+        extents=tuple(extents),
+    )
+
+
+def _extents(layout: Layout, rank: int) -> Iterator[Extent]:
+    """The rank's pieces, joined where they also lie next to each other in the file."""
+    current: Extent | None = None
+    for piece in layout.pieces[rank]:
+        if current and current.file_start + current.num_bytes == piece.file_start:
+            current = replace(current, num_bytes=current.num_bytes + piece.num_bytes)
+            continue
+        if current:
+            yield current
+        current = Extent(
+            stream_start=piece.stream_start,
+            file_start=piece.file_start,
+            num_bytes=piece.num_bytes,
+        )
+    if current:
+        yield current
+
+
+def _cut(extent: Extent, size: int) -> Iterator[Extent]:
+    for offset in range(0, extent.num_bytes, size):
+        yield Extent(
+            stream_start=extent.stream_start + offset,
+            file_start=extent.file_start + offset,
+            num_bytes=min(size, extent.num_bytes - offset),
+        )

@@ -1,155 +1,346 @@
-"""The checkpoint engine: brings a policy version from the trainer to every inference engine.
+"""The checkpoint engine: brings the policy's versions from the trainer's ranks to every receiver.
 
-It lives on trainer rank 0. One publish:
+    training thread of each rank     publish ─► copy own shards ─► back to training
+    sender thread of each rank                        │ encode, send, as rank 0 commands
+    coordinator, on rank 0                            └─► receivers ─► published ─► engines commit
 
-    all ranks   gather ──► Snapshot (host)          snapshot_s: training stands still
-    rank 0                 │ pause every engine     ┐
-                           │ broadcast bucket 0 ──► receive + load │ wire_s
-                           │ broadcast bucket 1 ──► ...            │
-                           │ resume, check the served version      ┘ pause_s, per engine
-
-Engines load straight into the serving weights, so they stay paused for the whole transfer:
-between two buckets the weights are neither version and must not decode. Engines that stage the
-bytes and only pause for a local commit take the place of `_transfer`; everything around it stays.
+Training waits for the copy alone; which of the two snapshot buffers it goes to is the one thing
+that the ranks tell each other on the way.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import CancelledError, Future
+from datetime import timedelta
+from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from configs.schema import WeightSyncConfig
-from weight_sync.group import join_as_sender, open_store, resolve_backend, sender_device
-from weight_sync.snapshot import Snapshot
-from weight_sync.types import CommitReport, EnginePort, GroupSpec, PublishReport
+from weight_sync.control import ControlError, ControlGroup
+from weight_sync.coordinator import Coordinator
+from weight_sync.courier import Courier
+from weight_sync.epochs import forget_epochs
+from weight_sync.fleet import Fleet
+from weight_sync.group import open_store, own_address_towards, resolve_backend
+from weight_sync.limits import Limits
+from weight_sync.manifest import Layout
+from weight_sync.published import Published
+from weight_sync.ranks import Ranks
+from weight_sync.sender import Sender
+from weight_sync.sending_rank import SendingRank
+from weight_sync.slots import Captured, Slots
+from weight_sync.snapshot import Shard, Snapshots
+from weight_sync.types import GroupSpec, PublishReport, VersionBoard, WeightSyncError
 
-T = TypeVar("T")
-
-
-class WeightSyncError(RuntimeError):
-    """A publish or the meeting before it failed; the message names the engine and the step."""
+_NUM_SNAPSHOTS = 2
+_CLOSE_S = 5.0
+OpenBoard = Callable[[], Awaitable[VersionBoard]]
 
 
 class CheckpointEngine:
-    """Sends versions to a fixed set of engines through one process group. Not thread-safe."""
+    """One trainer rank's end. All but `close` and the waits are for the training thread."""
 
     def __init__(
         self,
-        ports: Sequence[EnginePort],
+        layout: Layout,
         config: WeightSyncConfig,
         *,
+        rank: int,
         run: str,
         host: str,
+        key: str,
         uses_gpu: bool,
+        open_board: OpenBoard,
+        control_timeout_s: float,
     ) -> None:
-        self._ports = tuple(ports)
-        self._config = config
-        self._run = run
-        self._host = host
-        self._backend = resolve_backend(config.backend, uses_gpu=uses_gpu)
-        self._snapshot = Snapshot(config.bucket_bytes, should_pin=uses_gpu)
-        self._group: dist.ProcessGroup | None = None
-        self._spec: GroupSpec | None = None
-        self._version = -1
+        """Collective: the `layout.num_ranks` ranks of torch's default group, if more than one.
 
-    def connect(self) -> None:
-        """Meet all engines in a new group; returns when every one has joined.
-
-        Raises WeightSyncError naming the engine that did not come.
+        `host` is where rank 0 listens for the other ranks and the receivers, which ask for `key`.
+        `open_board` is called on rank 0 only, in the event loop that the board is then used in.
+        `control_timeout_s` bounds every silence of a rank. Raises WeightSyncError.
         """
-        store = open_store(self._host, self._config.timeout_s)
-        spec = GroupSpec(
-            host=self._host,
-            port=store.port,
-            name=f"leash-{self._run}-0",  # the number is the membership epoch
-            world_size=1 + sum(port.num_ranks for port in self._ports),
-            backend=self._backend,
-            timeout_s=self._config.timeout_s,
+        self._rank = rank
+        self._limits = Limits(config=config, layout=layout, control_s=control_timeout_s)
+        backend = resolve_backend(config.backend, uses_gpu=uses_gpu)
+        self._snapshots = Snapshots(layout, rank, _NUM_SNAPSHOTS, should_pin=uses_gpu)
+        sender = Sender(rank, config, _sender_device(backend))
+        sending = SendingRank(self._limits, rank, self._snapshots, sender)
+        store = _meet(layout.num_ranks, rank, host, control_timeout_s)
+        self._choices = self._open_control(store, run, host, "choices", self._limits.encode_s)
+        control = self._open_control(store, run, host, "commands", 0.0)
+        self._version = -1
+        self._lead: _Lead | None = None
+        self._follower: _Follower | None = None
+        if rank == 0:
+            group = GroupSpec(
+                epoch=0,
+                host=host,
+                port=store.port,
+                name=f"leash-{run}",
+                num_senders=layout.num_ranks,
+                receivers=(),
+                backend=backend,
+                timeout_s=config.timeout_s,
+            )
+            self._lead = _Lead(self._limits, sending, control, group, key, open_board, store)
+        else:
+            assert control is not None
+            self._follower = _Follower(control, sending)
+
+    def _open_control(
+        self, store: TCPStore, run: str, host: str, name: str, patience_s: float
+    ) -> ControlGroup | None:
+        if self._limits.layout.num_ranks == 1:
+            return None
+        return ControlGroup(
+            store,
+            f"leash-{run}/{name}",
+            rank=self._rank,
+            num_ranks=self._limits.layout.num_ranks,
+            address=own_address_towards(host, store.port),
+            timeout_s=self._limits.control_s + patience_s,
         )
-        joins: list[Future[None]] = []
-        rank = 1
-        for port in self._ports:
-            joins.append(port.join_group(spec, rank))
-            rank += port.num_ranks
-        try:
-            self._group = join_as_sender(store, spec)
-        except RuntimeError as error:
-            self._collect("joining the weight group", joins)
-            raise WeightSyncError(f"the weight group did not form: {error}") from error
-        self._collect("joining the weight group", joins)
-        self._spec = spec
 
-    def _capture(self, named_tensors: Iterable[tuple[str, Tensor]]) -> float:
-        """Copy the policy into host memory; returns the seconds it took."""
-        start = time.perf_counter()
-        self._snapshot.capture(named_tensors)
-        return time.perf_counter() - start
+    def publish(self, version: int, shards: Iterable[Shard]) -> PublishReport:
+        """Collective: copy this rank's shards of `version`; they travel while training goes on.
 
-    def publish(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> PublishReport:
-        """Make `version` the policy that every engine serves.
-
-        `named_tensors` is consumed to its end before any engine pauses. Raises WeightSyncError if
-        an engine did not take the version, and ValueError for a version that does not grow.
+        A version that nobody has begun to send yet is given up for this one. Raises WeightSyncError
+        if versions cannot be sent any more, with the cause, and ValueError for a version that does
+        not grow or for shards that are not the layout's.
         """
         if version <= self._version:
             raise ValueError(f"version {version} was published after {self._version}: must grow")
-        snapshot_s = self._capture(named_tensors)
-        start = time.perf_counter()
-        commits = self._transfer(version)
-        wire_s = time.perf_counter() - start
+        start = time.monotonic()
+        slot = self._choose_slot()
+        snapshot_at, chosen = time.time(), time.monotonic()
+        self._snapshots.capture(slot, version, shards)
+        snapshot_s = time.monotonic() - chosen
         self._version = version
+        if self._lead is not None:
+            self._lead.slots.captured(
+                Captured(
+                    slot=slot,
+                    version=version,
+                    snapshot_s=snapshot_s,
+                    wait_s=chosen - start,
+                    snapshot_at=snapshot_at,
+                )
+            )
         return PublishReport(
             version=version,
-            num_bytes=self._snapshot.num_bytes,
+            num_bytes=self._snapshots.num_bytes,
             snapshot_s=snapshot_s,
-            wire_s=wire_s,
-            commits=commits,
+            wait_s=chosen - start,
         )
 
-    def _transfer(self, version: int) -> tuple[CommitReport, ...]:
-        assert self._group is not None and self._spec is not None, "connect() comes first"
-        device = sender_device(self._backend)
-        self._collect("pausing", [port.pause() for port in self._ports])
-        for bucket, flat in self._snapshot.buckets():
-            received = [port.receive(bucket, self._spec, version) for port in self._ports]
-            try:
-                dist.broadcast(flat.to(device), src=0, group=self._group)
-            except RuntimeError as error:
-                self._collect(f"receiving bucket {bucket.index} of version {version}", received)
-                raise WeightSyncError(
-                    f"broadcast of bucket {bucket.index} of version {version} failed: {error}"
-                ) from error
-            self._collect(f"receiving bucket {bucket.index} of version {version}", received)
-        commits = self._collect("resuming", [port.resume(version) for port in self._ports])
-        for commit in commits:
-            if commit.served_version != version:
-                raise WeightSyncError(
-                    f"{commit.engine} says that it serves version {commit.served_version} "
-                    f"after the commit of version {version}"
-                )
-        return tuple(commits)
+    def _choose_slot(self) -> int:
+        if self._lead is None:
+            assert self._choices is not None and self._follower is not None
+            self._follower.check()
+            choice = self._choices.hear()
+            if "error" in choice:
+                raise WeightSyncError(choice["error"])
+            return int(choice["slot"])
+        try:
+            slot = self._lead.slots.take(self._limits.encode_s)
+        except WeightSyncError as error:
+            if self._choices is not None and not isinstance(error.__cause__, ControlError):
+                self._choices.tell({"error": str(error)})
+            raise
+        if self._choices is not None:
+            self._choices.tell({"slot": slot})
+        return slot
 
-    def _collect(self, doing: str, futures: Sequence[Future[T]]) -> list[T]:
-        results: list[T] = []
-        for port, future in zip(self._ports, futures, strict=True):
-            try:
-                results.append(future.result(timeout=self._config.timeout_s))
-            except TimeoutError as error:
-                raise WeightSyncError(
-                    f"{port.name} did not finish {doing} within weight_sync.timeout_s="
-                    f"{self._config.timeout_s:g}"
-                ) from error
-            except Exception as error:
-                raise WeightSyncError(f"{port.name} failed while {doing}: {error}") from error
-        return results
+    def guard(self) -> None:
+        """To be called before the weights change: the last version's copy is then safe from it."""
+        self._snapshots.guard()
+
+    def wait_committed(self, version: int, timeout_s: float) -> None:
+        """Until every live engine serves `version` or a later one; at once on other ranks than 0.
+
+        Raises WeightSyncError that names what is missing, or why nothing can be sent any more.
+        """
+        if self._lead is not None:
+            self._lead.wait(lambda made: made.wait_committed(version, timeout_s), timeout_s)
+
+    def drain(self, version: int, timeout_s: float) -> None:
+        """Until `version` is published and recorded; at once on other ranks than 0.
+
+        Waits for engines, too, but for none longer than weight_sync.commit_timeout_s. Raises
+        WeightSyncError if it was not published in time, or why nothing can be sent any more.
+        """
+        if self._lead is not None:
+            self._lead.wait(lambda made: made.drain(version, timeout_s), timeout_s)
 
     def close(self) -> None:
-        """Leave the group; engines notice at their next receive."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+        """End the threads and leave all groups. What was not published by now never will be."""
+        if self._lead is not None:
+            self._lead.close()
+        if self._follower is not None:
+            self._follower.close()
+        if self._choices is not None:
+            self._choices.close()
+
+
+class _Lead:
+    """Rank 0's coordinator, in an event loop and a thread of its own."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        sending: SendingRank,
+        control: ControlGroup | None,
+        group: GroupSpec,
+        key: str,
+        open_board: OpenBoard,
+        store: TCPStore,
+    ) -> None:
+        self.slots = Slots(_NUM_SNAPSHOTS, self._on_pending)
+        self._limits = limits
+        self._sending = sending
+        self._control = control
+        self._epoch = group
+        self._key = key
+        self._open_board = open_board
+        self._store = store  # the members of every epoch meet in it
+        self._loop = asyncio.new_event_loop()
+        self._coordinator: Future[Coordinator] = Future()
+        self._error: BaseException | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, name="weights-coordinator", daemon=True)
+        self._thread.start()
+        self._coordinator.result()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._main = self._loop.create_task(self._coordinate())
+        try:
+            self._loop.run_until_complete(self._main)
+        except asyncio.CancelledError:
+            self._fail(WeightSyncError("the checkpoint engine was closed"))
+        except BaseException as error:
+            self._fail(_cause(error))
+        finally:
+            others = asyncio.all_tasks(self._loop)  # of `wait`
+            for task in others:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*others, return_exceptions=True))
+            self._loop.close()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self.slots.fail(error)
+        if not self._coordinator.done():
+            self._coordinator.set_exception(error)
+
+    async def _coordinate(self) -> None:
+        limits = self._limits
+        board = await self._open_board()
+        ranks = Ranks(self._sending.handle, self._control, limits.control_s)
+        fleet = Fleet(board, limits, self._key)
+        forget = partial(forget_epochs, self._store, self._epoch.name)
+        courier = Courier(fleet, ranks, limits, self._epoch, forget)
+        coordinator = Coordinator(
+            limits, slots=self.slots, ranks=ranks, fleet=fleet, courier=courier, board=board
+        )
+        self._coordinator.set_result(coordinator)
+        try:
+            await coordinator.run()
+        finally:
+            await ranks.close(_CLOSE_S)
+            await fleet.close()
+            await board.close()
+
+    def _on_pending(self) -> None:
+        self._call(self._coordinator.result().wake)
+
+    def _call(self, call: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: `take` says why
+            self._loop.call_soon_threadsafe(call)
+
+    def wait(
+        self, begin: Callable[[Published], Coroutine[Any, Any, None]], timeout_s: float
+    ) -> None:
+        waiting = begin(self._coordinator.result().published)
+        try:
+            future = asyncio.run_coroutine_threadsafe(waiting, self._loop)
+        except RuntimeError:  # the loop has ended
+            waiting.close()
+            raise self._broken() from self._error
+        try:
+            future.result(timeout_s + _CLOSE_S)
+        except (CancelledError, TimeoutError):
+            raise self._broken() from self._error
+
+    def _broken(self) -> WeightSyncError:
+        return WeightSyncError(f"weights cannot be sent: {self._error}")
+
+    def close(self) -> None:
+        if self._main is not None:
+            self._call(self._main.cancel)
+        self._thread.join(2 * _CLOSE_S)
+        if self._control is not None:
+            self._control.close()
+
+
+class _Follower:
+    """Any other rank's thread, which serves rank 0's commands."""
+
+    def __init__(self, control: ControlGroup, sending: SendingRank) -> None:
+        self._control = control
+        self._sending = sending
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name="weights-sender", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self._control.serve(self._sending.handle)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._control.close()
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise WeightSyncError(f"weights cannot be sent: {self._error}") from self._error
+
+    def close(self) -> None:
+        self._thread.join(_CLOSE_S)  # rank 0 ends it by command, or by being gone
+
+
+def _meet(num_ranks: int, rank: int, host: str, timeout_s: float) -> TCPStore:
+    """A connection to a store on rank 0, whose port the ranks learn through the default group."""
+    if rank == 0:
+        store = open_store(host, timeout_s)
+    if num_ranks > 1:
+        is_nccl = dist.get_backend() == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else None
+        port = torch.tensor([store.port if rank == 0 else 0], dtype=torch.int64, device=device)
+        dist.broadcast(port, src=0)
+        if rank > 0:
+            limit = timedelta(seconds=timeout_s)
+            store = TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
+    return store
+
+
+def _sender_device(backend: str) -> torch.device:
+    if backend == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What a task group's error is about."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,17 +1,23 @@
-"""Process groups that live beside torch's default one: how a sender meets its receivers.
+"""Process groups that live beside torch's default one, one for each membership epoch.
 
-SGLang joins through torch's own `_new_process_group_helper` under a key prefix that is the group's
-name; the sender has to go the same way, or the two ends would look for each other under other keys.
+A weight group is registered nowhere in torch.distributed: it belongs to its owner alone, and ends
+when the owner drops it. Its senders are ranks 0 to num_senders - 1, its receivers follow.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore, Work
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import (
     Backend,
     GroupName,
@@ -20,8 +26,8 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from configs.schema import Backend as BackendChoice
-from weight_sync.types import GroupSpec
+from configs.choices import Backend as BackendChoice
+from weight_sync.types import GroupSpec, WeightSyncError
 
 
 def resolve_backend(choice: BackendChoice, *, uses_gpu: bool) -> str:
@@ -31,6 +37,11 @@ def resolve_backend(choice: BackendChoice, *, uses_gpu: bool) -> str:
     if choice is BackendChoice.nccl and not uses_gpu:
         raise ValueError("weight_sync.backend=nccl: these processes have no GPU; use gloo or auto")
     return str(choice.value)
+
+
+def bucket_timeout_s(num_bytes: int, timeout_s: float, min_bandwidth: float) -> float:
+    """How long one may wait for a member through whose link `num_bytes` must pass first."""
+    return timeout_s + num_bytes / min_bandwidth
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
@@ -55,28 +66,243 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
     )
 
 
-def join_as_sender(store: TCPStore, spec: GroupSpec) -> dist.ProcessGroup:
-    """Rank 0 of the group that `spec` describes.
+class Message(NamedTuple):
+    """One tensor (uint8, contiguous) to or from one peer."""
 
-    Blocks until every receiver has joined. Raises torch's DistStoreError at `spec.timeout_s`.
-    """
-    group, _ = _new_process_group_helper(
-        spec.world_size,
-        0,
-        [],
-        Backend(spec.backend),
-        PrefixStore(spec.name, store),
-        group_name=GroupName(spec.name),
-        backend_options=None,
-        timeout=timedelta(seconds=spec.timeout_s),
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    _world.pg_group_ranks[group] = {rank: rank for rank in range(spec.world_size)}
+    tensor: Tensor
+    peer: int
+    tag: int
+
+
+class WeightGroup:
+    """This process's place in one epoch. Used by one thread; any failure of it is final."""
+
+    def __init__(self, spec: GroupSpec, rank: int, group: ProcessGroup, device: torch.device):
+        self.spec = spec
+        self.rank = rank
+        self.device = device
+        """Where a tensor must lie to be sent or received."""
+        self._group: ProcessGroup | None = group
+
+    @classmethod
+    def join(
+        cls,
+        spec: GroupSpec,
+        rank: int,
+        store: TCPStore | None = None,
+        device: torch.device | None = None,
+    ) -> WeightGroup:
+        """Blocks until every member has come.
+
+        `store` is a connection to the rendezvous store; None opens one. `device` is this process's
+        GPU, for nccl. Raises WeightSyncError naming who did not come within `spec.timeout_s`; the
+        epoch is spent then, and its number must not be used again.
+        """
+        if not 0 <= rank < spec.world_size:
+            raise ValueError(f"rank {rank} of a weight group of {spec.world_size} members")
+        timeout = timedelta(seconds=spec.timeout_s)
+        try:
+            store = store or TCPStore(
+                spec.host, spec.port, None, False, timeout, wait_for_workers=False
+            )
+            meeting = PrefixStore(f"{spec.name}/{spec.epoch}", store)
+            _await_everyone(meeting, spec, rank)
+            if spec.backend == "gloo":
+                device = torch.device("cpu")
+                group = _gloo_group(meeting, spec, rank)
+            else:
+                assert device is not None, "nccl needs a device"
+                group = _nccl_group(meeting, spec, rank, device)
+        except (RuntimeError, OSError) as error:  # of torch's stores and groups; of a name's lookup
+            message = f"{epoch_name(spec)} did not form at {member_name(spec, rank)}: {error}"
+            raise WeightSyncError(message) from error
+        return cls(spec, rank, group, device)
+
+    def send(self, tensor: Tensor, dst: int, tag: int) -> Work:
+        """`tag` is the bucket's index. Raises WeightSyncError if `dst` is known to be lost."""
+        assert self._group is not None, "the group was closed"
+        with self.naming(f"starting to send bucket {tag}", dst):
+            return self._group.send([tensor], dst, tag)
+
+    def recv(self, tensor: Tensor, src: int, tag: int) -> Work:
+        assert self._group is not None, "the group was closed"
+        with self.naming(f"starting to receive bucket {tag}", src):
+            return self._group.recv([tensor], src, tag)
+
+    def exchange(
+        self, outgoing: Message | None, incoming: Message | None
+    ) -> tuple[Work | None, Work | None]:
+        """Start a send and a receive that run at the same time; either may be left out.
+
+        gloo needs nothing for that. nccl runs one operation after the other unless they are
+        coalesced, and has one Work for both then.
+        """
+        assert self._group is not None, "the group was closed"
+        group = self._group
+        if self.spec.backend != "nccl" or outgoing is None or incoming is None:
+            sending = None if outgoing is None else self.send(*outgoing)
+            return sending, None if incoming is None else self.recv(*incoming)
+        group._start_coalescing(self.device)
+        try:
+            self.send(*outgoing)
+            self.recv(*incoming)
+        except BaseException:
+            # Left open, it would swallow whatever this thread does with NCCL from here on.
+            with contextlib.suppress(Exception):
+                group._end_coalescing(self.device)
+            raise
+        with self.naming(f"exchanging buckets {outgoing.tag} and {incoming.tag}", outgoing.peer):
+            both = group._end_coalescing(self.device)
+        return both, both
+
+    @contextlib.contextmanager
+    def naming(self, doing: str, peer: int) -> Iterator[None]:
+        """Errors of torch inside become WeightSyncErrors that say what was done with whom.
+
+        So does the end of the group: whoever stood still inside may touch nothing afterwards.
+        """
+        try:
+            yield
+            if not self.is_open:
+                raise RuntimeError("the group was left meanwhile")
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"{doing} failed between {member_name(self.spec, self.rank)} and "
+                f"{member_name(self.spec, peer)} in {epoch_name(self.spec)}: {error}"
+            ) from error
+
+    @property
+    def is_open(self) -> bool:
+        return self._group is not None
+
+    def walk(self, steps: Callable[[WeightGroup], None]) -> None:
+        """Run `steps`; if they fail, leave the group, so that nobody waits for this member.
+
+        Raises WeightSyncError. Its traceback begins here: that of the first error would keep the
+        frames that hold Works, and these gloo's sockets.
+        """
+        try:
+            return steps(self)
+        except WeightSyncError as error:
+            failure = str(error)
+        except RuntimeError as error:  # of torch, outside of what is named
+            failure = f"{member_name(self.spec, self.rank)} in {epoch_name(self.spec)}: {error}"
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+        raise WeightSyncError(failure)
+
+    def close(self) -> None:
+        """Leave; the others notice at once. May be called twice.
+
+        gloo closes its sockets when nothing refers to the group any more, its Works included.
+        """
+        group, self._group = self._group, None
+        if group is not None and self.spec.backend == "nccl":
+            group.abort()
+
+
+def member_name(spec: GroupSpec, rank: int) -> str:
+    if rank < spec.num_senders:
+        return f"sender {rank}"
+    return f"receiver {spec.receivers[rank - spec.num_senders]}"
+
+
+def epoch_name(spec: GroupSpec) -> str:
+    return f"epoch {spec.epoch} of weight group {spec.name!r}"
+
+
+def _await_everyone(store: PrefixStore, spec: GroupSpec, rank: int) -> None:
+    """So that who is missing can be named, and nobody hangs in a library's own meeting."""
+    keys = [f"here/{member}" for member in range(spec.world_size)]
+    store.set(keys[rank], "1")
+    try:
+        store.wait(keys, timedelta(seconds=spec.timeout_s))
+    except dist.DistStoreError:
+        missing = [member_name(spec, i) for i, key in enumerate(keys) if not store.check([key])]
+        raise WeightSyncError(
+            f"{', '.join(missing)} did not come within weight_sync.timeout_s={spec.timeout_s:g}"
+        ) from None
+
+
+def _gloo_group(store: PrefixStore, spec: GroupSpec, rank: int) -> ProcessGroup:
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # Without a device gloo looks up the machine's name, which need not lead to an interface of its
+    # own, let alone to the one that leads to the other members.
+    address = own_address_towards(spec.host, spec.port)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=spec.timeout_s)
+    backend = dist.ProcessGroupGloo(store, rank, spec.world_size, options)
+    backend._set_sequence_number_for_group()
+    group = ProcessGroup(store, rank, spec.world_size)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
     return group
 
 
-def sender_device(backend: str) -> torch.device:
-    """Where a bucket must lie to be sent."""
-    if backend == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def _nccl_group(
+    store: PrefixStore, spec: GroupSpec, rank: int, device: torch.device
+) -> ProcessGroup:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(days=1)  # each wait here has its own, which scales with its bytes
+    with _errors_stay_in_the_group():
+        backend = dist.ProcessGroupNCCL(store, rank, spec.world_size, options)
+    backend._set_sequence_number_for_group()
+    # Connected now, sends and receives share this one communicator; later, each pair makes its own.
+    backend.eager_connect_single_device(device)
+    group = ProcessGroup(store, rank, spec.world_size)
+    group._set_default_backend(ProcessGroup.BackendType.NCCL)
+    group._register_backend(device, ProcessGroup.BackendType.NCCL, backend)
+    return group
+
+
+@contextlib.contextmanager
+def _errors_stay_in_the_group() -> Iterator[None]:
+    """torch's NCCL watchdog ends the whole process when a peer is lost, and would end training.
+
+    It reads these variables when a group is made; the process's other groups keep theirs.
+    """
+    settings = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def own_address_towards(host: str, port: int) -> str:
+    """This machine's address on the interface that leads to `host`. Sends nothing."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def join_as_sglang_sender(
+    store: TCPStore, *, name: str, world_size: int, backend: str, timeout_s: float
+) -> dist.ProcessGroup:
+    """Rank 0 of a group whose other members are SGLang's ranks, for its own broadcast endpoint.
+
+    SGLang joins through torch's own `_new_process_group_helper` under a key prefix that is the
+    group's name; the sender has to go the same way, or they would look under different keys.
+    Blocks until all have joined. Raises torch's DistStoreError at `timeout_s`.
+    """
+    group, _ = _new_process_group_helper(
+        world_size,
+        0,
+        [],
+        Backend(backend),
+        PrefixStore(name, store),
+        group_name=GroupName(name),
+        backend_options=None,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group

@@ -1,14 +1,20 @@
-"""What the two ends of a publish agree on: which tensors, in which buckets, through which group."""
+"""What the two ends of a publish agree on, and what they ask of the rest of the house."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+Record = Mapping[str, float | int | str]
+"""Flat JSON: one record of metrics.jsonl."""
+
+
+class WeightSyncError(RuntimeError):
+    """A publish, a transfer or a member failed; the message names which and at what."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -20,76 +26,99 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Bucket:
-    """Whole tensors that travel as one flat uint8 broadcast, in this order and without gaps."""
-
-    index: int
-    tensors: tuple[TensorSpec, ...]
+    def num_elements(self) -> int:
+        return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.num_bytes for t in self.tensors)
+        return self.num_elements * ITEM_BYTES[self.dtype]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GroupSpec:
-    """A weight group: the sender is rank 0, the receivers follow in the order of the engines."""
+    """One membership epoch: the senders are ranks 0 to num_senders - 1, the receivers follow."""
 
+    epoch: int
     host: str
     port: int
+    """Of the rendezvous store on trainer rank 0."""
     name: str
-    world_size: int
+    num_senders: int
+    receivers: tuple[str, ...]
+    """Names, in the order of their ranks: the chain that every bucket goes down."""
     backend: str
     timeout_s: float
+    """For the meeting, and for each silence of a member after it."""
 
+    @property
+    def world_size(self) -> int:
+        return self.num_senders + len(self.receivers)
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class CommitReport:
-    """One engine's account of one publish; times in seconds."""
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
-    engine: str
-    version: int
-    pause_s: float
-    """From the request to pause until generation went on."""
-    served_version: int
-    """What the engine says of itself after the commit."""
+    @classmethod
+    def from_json(cls, fields: Any) -> GroupSpec:
+        """Raises ValueError naming what is wrong."""
+        try:
+            spec = cls(
+                epoch=int(fields["epoch"]),
+                host=str(fields["host"]),
+                port=int(fields["port"]),
+                name=str(fields["name"]),
+                num_senders=int(fields["num_senders"]),
+                receivers=tuple(map(str, fields["receivers"])),
+                backend=str(fields["backend"]),
+                timeout_s=float(fields["timeout_s"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a weight group: {error!r}") from None
+        if spec.num_senders < 1 or not spec.receivers or spec.timeout_s <= 0:
+            raise ValueError(
+                f"weight group {spec.name!r}, epoch {spec.epoch}: needs a sender, a receiver, a "
+                "timeout"
+            )
+        return spec
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PublishReport:
-    """One publish as the trainer saw it; times in seconds."""
+    """One publish as the trainer saw it: the seconds it stood still, and what will travel."""
 
     version: int
     num_bytes: int
+    """Of this rank's shards."""
     snapshot_s: float
-    """Gathering the shards into host memory: all ranks stand still."""
-    wire_s: float
-    """Pause, broadcast, load and resume of every engine."""
-    commits: tuple[CommitReport, ...]
-
-
-class EnginePort(Protocol):
-    """One inference engine as the checkpoint engine sees it. Calls return at once with a Future."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def num_ranks(self) -> int:
-        """Members that this engine brings to the weight group (its tensor-parallel size)."""
-        ...
-
-    def join_group(self, spec: GroupSpec, rank_offset: int) -> Future[None]: ...
-    def pause(self) -> Future[None]: ...
-    def receive(self, bucket: Bucket, spec: GroupSpec, version: int) -> Future[None]: ...
-    def resume(self, version: int) -> Future[CommitReport]: ...
+    """Copying them into host memory. On a GPU only giving it that order: the copy runs beside
+    training, and the record of the publish has its `copy_s`."""
+    wait_s: float
+    """Waiting for a free snapshot buffer, before that."""
 
 
 class VersionBoard(Protocol):
-    """Where publishes and commits are recorded for everyone to see."""
+    """What a run keeps about its weights, for everyone to see; `buffer.run_state` satisfies it."""
 
-    def record_commits(self, served_versions: Mapping[str, int]) -> None: ...
+    async def receivers(self) -> dict[str, str]:
+        """URL of each registered receiver, by name."""
+        ...
+
+    async def engine_versions(self) -> dict[str, int]:
+        """What each live engine serves; an engine that is starting or lost is not among them."""
+        ...
+
+    async def record_staged(self, receiver: str, version: int) -> None: ...
+
+    async def publish_weights(self, version: int) -> None:
+        """From here on `version` exists: it is whole at one receiver at least."""
+        ...
+
+    async def wait_engines_at(self, version: int, timeout_s: float) -> Mapping[str, int]:
+        """Waits until every live engine (one at least) serves `version` or a later one.
+
+        Returns engine_versions. Raises TimeoutError naming the engines that do not.
+        """
+        ...
+
+    async def append_metrics(self, record: Record, kind: str) -> None: ...
+
+    async def close(self) -> None: ...

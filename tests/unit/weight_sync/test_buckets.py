@@ -1,32 +1,160 @@
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import full_transfer, layouts, make_streams, random_bytes, spec
+from safetensors.torch import load_file
 
-from weight_sync.buckets import plan_buckets
-from weight_sync.types import TensorSpec
+from weight_sync.buckets import Bucket, plan_buckets
+from weight_sync.manifest import Layout
 
-
-def spec(name: str, *shape: int, dtype: str = "float32") -> TensorSpec:
-    return TensorSpec(name=name, dtype=dtype, shape=shape)
-
-
-def names(tensors: list[TensorSpec], bucket_bytes: int) -> list[list[str]]:
-    return [[t.name for t in b.tensors] for b in plan_buckets(tensors, bucket_bytes)]
-
-
-def test_buckets_hold_at_most_the_given_bytes_in_the_given_order() -> None:
-    tensors = [spec("a", 2), spec("b", 2), spec("c", 1)]
-    assert names(tensors, 16) == [["a", "b"], ["c"]]
-    assert [b.num_bytes for b in plan_buckets(tensors, 16)] == [16, 4]
+sizes = st.one_of(st.integers(1, 40), st.integers(41, 3000))
 
 
-def test_a_tensor_larger_than_a_bucket_travels_alone() -> None:
-    assert names([spec("a", 1), spec("huge", 100), spec("b", 1)], 16) == [["a"], ["huge"], ["b"]]
+def plan(layout: Layout, bucket_bytes: int) -> tuple[Bucket, ...]:
+    return plan_buckets(layout, full_transfer(layout, bucket_bytes=bucket_bytes))
 
 
-def test_a_bucket_has_one_dtype_so_that_every_slice_is_aligned() -> None:
-    tensors = [spec("a", 1, dtype="bfloat16"), spec("b", 1), spec("c", 1)]
-    assert names(tensors, 1000) == [["a"], ["b", "c"]]
+@settings(deadline=None)
+@given(layouts(), sizes)
+def test_every_byte_of_every_stream_is_in_exactly_one_bucket(layout: Layout, size: int) -> None:
+    buckets = plan(layout, size)
+    for rank in range(layout.num_ranks):
+        position = 0
+        for bucket in buckets:
+            if bucket.rank == rank:
+                assert bucket.start == position
+                assert 0 < bucket.num_bytes <= size
+                position = bucket.stop
+        assert position == layout.stream_bytes(rank)
+
+
+@settings(deadline=None)
+@given(layouts(), sizes)
+def test_the_extents_of_a_bucket_are_its_bytes_in_order(layout: Layout, size: int) -> None:
+    for bucket in plan(layout, size):
+        position = bucket.start
+        for extent in bucket.extents:
+            assert extent.stream_start == position
+            position += extent.num_bytes
+        assert position == bucket.stop
+
+
+@settings(deadline=None)
+@given(layouts(), sizes, st.integers(0, 2**32))
+def test_streams_that_are_scattered_bucket_by_bucket_are_the_file(
+    layout: Layout, size: int, seed: int
+) -> None:
+    sent = random_bytes(layout.num_bytes, seed)
+    streams = make_streams(layout, sent)
+    received = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for bucket in plan(layout, size):
+        stream = streams[bucket.rank]
+        for extent in bucket.extents:
+            place = received[extent.file_start : extent.file_start + extent.num_bytes]
+            place += stream[extent.stream_start : extent.stream_start + extent.num_bytes]
+    assert torch.equal(received, sent)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5])
+def test_what_was_scattered_reads_back_as_the_tensors_that_were_sent(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    tensors = {
+        "embed": torch.randn(101, 33).bfloat16(),  # 6666 bytes: larger than a bucket
+        "norm": torch.randn(13),
+        "scale": torch.tensor(float("nan")),
+        "pair": torch.tensor([-0.0, float("inf")]).bfloat16(),  # fewer elements than ranks
+        "half": torch.randn(5, 3, 3).half(),
+    }
+    layout = Layout.of(
+        [spec(n, *t.shape, dtype=str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()],
+        num_ranks,
+    )
+    data = torch.cat([tensors[t.name].reshape(-1).view(torch.uint8) for t in layout.tensors])
+    streams = make_streams(layout, data)
+    file = bytearray(len(layout.file_header) + layout.num_bytes)
+    file[: len(layout.file_header)] = layout.file_header
+    for bucket in plan(layout, 1000):
+        for extent in bucket.extents:
+            start = len(layout.file_header) + extent.file_start
+            part = streams[bucket.rank][extent.stream_start :][: extent.num_bytes]
+            file[start : start + extent.num_bytes] = part.numpy().tobytes()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(file)
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        wanted = tensor.reshape(-1).view(torch.uint8)
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), wanted)
+
+
+def test_ranks_take_turns_and_buckets_are_numbered_in_that_order() -> None:
+    layout = Layout.of([spec("a", 24)], num_ranks=3)  # 16 bytes a rank
+    buckets = plan(layout, 12)
+    assert [(b.index, b.rank, b.start, b.stop) for b in buckets] == [
+        (0, 0, 0, 12),
+        (1, 1, 0, 12),
+        (2, 2, 0, 12),
+        (3, 0, 12, 16),
+        (4, 1, 12, 16),
+        (5, 2, 12, 16),
+    ]
+
+
+def test_a_long_stretch_travels_straight_to_its_place_and_short_ones_together() -> None:
+    tensors = [spec("s0", 4), spec("s1", 4), spec("long", 100), spec("s2", 4), spec("s3", 4)]
+    buckets = [b for b in plan(Layout.of(tensors, num_ranks=2), 64) if b.rank == 1]
+    # Of each tensor rank 1 has the second half: nothing of it is a neighbour in the file.
+    assert [[e.file_start for e in b.extents] for b in buckets] == [
+        [4, 12],
+        [116],
+        [180],
+        [220, 228],
+    ]
+    assert [b.direct is not None for b in buckets] == [False, True, True, False]
+    assert [b.num_bytes for b in buckets] == [8, 64, 36, 8]
+
+
+def test_short_stretches_fill_a_bucket_and_no_more() -> None:
+    layout = Layout.of([spec(f"t{i}", 12) for i in range(8)], num_ranks=2)  # 12 bytes a piece
+    assert [b.num_bytes for b in plan(layout, 64) if b.rank == 0] == [60, 36]
+
+
+def test_neighbours_in_stream_and_file_are_one_stretch() -> None:
+    layout = Layout.of([spec(f"t{i}", 3) for i in range(10)], num_ranks=1)
+    (bucket,) = plan(layout, 1000)
+    assert bucket.direct is not None
+    assert (bucket.direct.file_start, bucket.direct.num_bytes) == (0, 60)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 200), min_size=2, max_size=2), sizes)
+def test_a_delta_is_cut_by_its_length_alone(wire_bytes: list[int], size: int) -> None:
+    layout = Layout.of([spec("a", 40), spec("b", 3)], num_ranks=2)
+    transfer = replace(
+        full_transfer(layout, bucket_bytes=size), base_version=0, wire_bytes=tuple(wire_bytes)
+    )
+    buckets = plan_buckets(layout, transfer)
+    assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
+    for rank, num_bytes in enumerate(wire_bytes):
+        ours = [bucket for bucket in buckets if bucket.rank == rank]
+        assert [b.start for b in ours] == list(range(0, num_bytes, size))
+        assert sum(b.num_bytes for b in ours) == num_bytes
+        assert not any(b.extents or b.direct for b in ours)
 
 
 def test_a_bucket_size_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"weight_sync\.bucket_bytes=0"):
-        plan_buckets([], 0)
+        plan(Layout.of([spec("a", 2)], 1), 0)
+
+
+@pytest.mark.parametrize("wire_bytes", [(), (8,), (8, 7), (8, 8, 8)])
+def test_a_transfer_of_another_layout_is_refused(wire_bytes: tuple[int, ...]) -> None:
+    layout = Layout.of([spec("a", 8)], 2)
+    with pytest.raises(ValueError, match="version 1"):
+        plan_buckets(layout, replace(full_transfer(layout), wire_bytes=wire_bytes))

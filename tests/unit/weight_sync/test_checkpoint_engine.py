@@ -1,195 +1,159 @@
-"""The checkpoint engine against real receivers: other processes, a real gloo group, real bytes.
+"""The checkpoint engine of one rank: real receiver processes, a real gloo group, real files."""
 
-Each receiver joins in the way that SGLang does (a rendezvous by address under the group's name).
-"""
+from __future__ import annotations
 
-import multiprocessing as mp
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
+from scene import scene
 
-from configs.schema import Backend, WeightSyncConfig
-from weight_sync.engine import CheckpointEngine, WeightSyncError
-from weight_sync.types import Bucket, CommitReport, GroupSpec
+from configs.choices import Backend
+from configs.schema import WeightSyncConfig
+from weight_sync.engine import CheckpointEngine
+from weight_sync.manifest import Layout
+from weight_sync.snapshot import Shard
+from weight_sync.types import TensorSpec, WeightSyncError
 
-Named = list[tuple[str, torch.Tensor]]
-
-
-def receiver(pipe: Connection) -> None:
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import (
-        Backend as TorchBackend,
-    )
-    from torch.distributed.distributed_c10d import (
-        GroupName,
-        PrefixStore,
-        _new_process_group_helper,
-        _world,
-        rendezvous,
-    )
-
-    group: dist.ProcessGroup | None = None
-    weights: dict[str, torch.Tensor] = {}
-    while True:
-        try:
-            verb, *args = pipe.recv()
-        except EOFError:
-            return
-        if verb == "join":
-            spec, rank = args
-            limit = timedelta(seconds=spec.timeout_s)
-            url = f"tcp://{spec.host}:{spec.port}"
-            store, _, _ = next(rendezvous(url, rank, spec.world_size, timeout=limit))
-            group, _ = _new_process_group_helper(  # type: ignore[assignment]
-                spec.world_size,
-                rank,
-                [],
-                TorchBackend(spec.backend),
-                PrefixStore(spec.name, store),
-                group_name=GroupName(spec.name),
-                timeout=limit,
-            )
-            assert group is not None
-            _world.pg_group_ranks[group] = {i: i for i in range(spec.world_size)}
-            pipe.send(None)
-        elif verb == "receive":
-            (bucket,) = args
-            flat = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-            dist.broadcast(flat, src=0, group=group)
-            start = 0
-            for spec in bucket.tensors:
-                part = flat[start : start + spec.num_bytes]
-                weights[spec.name] = part.view(getattr(torch, spec.dtype)).view(spec.shape)
-                start += spec.num_bytes
-            pipe.send(None)
-        elif verb == "weights":
-            pipe.send({name: tensor.double().sum().item() for name, tensor in weights.items()})
+pytestmark = pytest.mark.slow
 
 
-class ProcessPort:
-    """An EnginePort whose engine is a process that receives for real and records the calls."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.num_ranks = 1
-        self.calls: list[str] = []
-        self.lie_about_version = 0
-        self._pipe, child = mp.Pipe()
-        self._process = mp.get_context("spawn").Process(target=receiver, args=(child,), daemon=True)
-        self._process.start()
-        child.close()
-        self._executor = ThreadPoolExecutor(1)
-
-    def _ask(self, *message: object) -> Future[None]:
-        def ask() -> None:
-            self._pipe.send(message)
-            self._pipe.recv()
-
-        return self._executor.submit(ask)
-
-    def join_group(self, spec: GroupSpec, rank_offset: int) -> Future[None]:
-        return self._ask("join", spec, rank_offset)
-
-    def pause(self) -> Future[None]:
-        return self._executor.submit(self.calls.append, "pause")
-
-    def receive(self, bucket: Bucket, spec: GroupSpec, version: int) -> Future[None]:
-        self.calls.append(f"receive {bucket.index}")
-        return self._ask("receive", bucket)
-
-    def resume(self, version: int) -> Future[CommitReport]:
-        self.calls.append("resume")
-        served = version + self.lie_about_version
-        report = CommitReport(engine=self.name, version=version, pause_s=0.0, served_version=served)
-        return self._executor.submit(lambda: report)
-
-    def sums(self) -> dict[str, float]:
-        self._pipe.send(("weights",))
-        return self._pipe.recv()  # type: ignore[no-any-return]
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join(10)
-
-    def close(self) -> None:
-        self.kill()
-        self._executor.shutdown()
-        self._pipe.close()
+async def test_each_version_reaches_every_receiver_bit_by_bit(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        nodes = await s.add("a", "b")
+        for version in (0, 1, 5):
+            report = await s.publish(version)
+            assert report.version == version and report.num_bytes == s.layout.num_bytes
+            assert report.snapshot_s > 0 and report.wait_s >= 0
+            await s.committed(version)
+            for node in nodes:
+                await s.check(node, version)
+        assert s.board.published == [0, 1, 5]
+        assert sorted(s.board.staged) == [(name, v) for name in "ab" for v in (0, 1, 5)]
+        assert len(s.board.events("epoch")) == 1  # one group for all of them
+        records = await s.publish_records(5)
+        assert [record["version"] for record in records] == [0, 1, 5]
+        for record in records:
+            assert record["mode"] == "full" and record["density"] == 1.0
+            assert record["bytes"] == record["wire_bytes"] == s.layout.num_bytes
+            assert record["num_receivers"] == 2 and record["epoch"] == 1
+            times = [record[f"{name}_at"] for name in ("snapshot", "encode", "wire", "verify")]
+            times += [record["released_at"], record["converged_at"]]
+            assert times == sorted(times)
+            assert record["convergence_s"] >= record["wire_s"] + record["verify_s"] > 0
 
 
-@pytest.fixture
-def ports() -> Iterator[list[ProcessPort]]:
-    made = [ProcessPort("engine-0"), ProcessPort("engine-1")]
-    yield made
-    for port in made:
-        port.close()
+async def test_the_newest_of_versions_in_quick_succession_wins(tmp_path: Path) -> None:
+    async with scene(tmp_path, num_rows=20_000) as s:
+        a, b = await s.add("a", "b")
+        await s.publish_at_once(range(6))
+        await s.committed(5)
+        await s.check(a, 5)
+        await s.check(b, 5)
+        published, records = s.board.published, await s.publish_records(5)
+        assert published == sorted(set(published)) and published[-1] == 5
+        skipped = [record["version"] for record in records if record["mode"] == "skipped"]
+        assert sorted(skipped + published) == list(range(6)) and len(skipped) >= 2
 
 
-@pytest.fixture
-def engine(ports: list[ProcessPort]) -> Iterator[CheckpointEngine]:
-    config = WeightSyncConfig(backend=Backend.gloo, bucket_bytes=64, timeout_s=30)
-    engine = CheckpointEngine(ports, config, run="test", host="127.0.0.1", uses_gpu=False)
-    engine.connect()
-    yield engine
-    engine.close()
+async def test_only_what_changed_is_sent_between_full_versions(tmp_path: Path) -> None:
+    async with scene(tmp_path, full_every=3) as s:
+        a, b = await s.add("a", "b")
+        for version in range(5):
+            await s.publish(version)
+            await s.committed(version)
+            await s.check(a, version)
+            await s.check(b, version)
+        records = await s.publish_records(4)
+        assert [r["mode"] for r in records] == ["full", "delta", "delta", "full", "delta"]
+        for record in records:
+            if record["mode"] == "delta":
+                assert 0.005 < record["density"] < 0.015
+                assert record["wire_bytes"] < 0.05 * record["bytes"]
 
 
-def weights(scale: float) -> Named:
-    return [
-        ("a", torch.full((4, 4), scale)),
-        ("b", torch.full((3,), -scale)),
-        ("c", torch.ones(30)),
-    ]
+async def test_more_changes_than_pay_are_sent_in_full(tmp_path: Path) -> None:
+    async with scene(tmp_path, full_every=10, max_delta_density=0.3) as s:
+        (a,) = await s.add("a")
+        s.share = 0.5
+        for version in range(2):
+            await s.publish(version)
+            await s.committed(version)
+        await s.check(a, 1)
+        assert [r["mode"] for r in await s.publish_records(1)] == ["full", "full"]
 
 
-def test_every_engine_gets_every_byte_of_each_version(
-    engine: CheckpointEngine, ports: list[ProcessPort]
-) -> None:
-    for version, scale in ((0, 1.0), (1, 2.0), (5, 3.0)):
-        report = engine.publish(version, iter(weights(scale)))
-        assert report.version == version
-        assert report.num_bytes == (16 + 3 + 30) * 4
-        assert [c.served_version for c in report.commits] == [version, version]
-        for port in ports:
-            assert port.sums() == {"a": 16 * scale, "b": -3 * scale, "c": 30.0}
+async def test_a_version_waits_for_the_first_receiver(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        await s.publish(0)
+        with pytest.raises(
+            WeightSyncError, match=r"version 0 was not published within 0\.2 s: no receiver is reg"
+        ):
+            await s.committed(0, timeout_s=0.2)
+        (a,) = await s.add("a")
+        await s.committed(0)
+        await s.check(a, 0)
 
 
-def test_engines_are_paused_before_the_first_byte_and_resumed_after_the_last(
-    engine: CheckpointEngine, ports: list[ProcessPort]
-) -> None:
-    engine.publish(0, weights(1.0))
-    for port in ports:
-        assert port.calls == ["pause", "receive 0", "receive 1", "receive 2", "resume"]
+async def test_who_does_not_serve_a_version_is_named(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        await s.add("a")
+        s.board.set_engine("the-slow-one", -1)
+        await s.publish(0)
+        with pytest.raises(WeightSyncError, match=r"behind version 0: .*'the-slow-one': -1"):
+            await s.committed(0, timeout_s=3.0)
 
 
-def test_versions_only_grow(engine: CheckpointEngine) -> None:
-    engine.publish(3, weights(1.0))
-    with pytest.raises(ValueError, match="version 3 was published after 3"):
-        engine.publish(3, weights(1.0))
+async def test_the_loss_of_the_board_reaches_the_trainer_with_its_cause(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        await s.add("a")
+        await s.publish(0)
+        await s.committed(0)
+        s.board.is_lost = True
+        with pytest.raises(WeightSyncError, match="cannot be sent: the board is lost") as caught:
+            await s.publish(1)
+            await s.committed(1)
+        assert isinstance(caught.value.__cause__, ConnectionError)
+        with pytest.raises(WeightSyncError, match="cannot be sent: the board is lost"):
+            await s.publish(2)
 
 
-def test_an_engine_that_serves_another_version_is_an_error(
-    engine: CheckpointEngine, ports: list[ProcessPort]
-) -> None:
-    ports[1].lie_about_version = -1
-    with pytest.raises(WeightSyncError, match="engine-1 says that it serves version 6"):
-        engine.publish(7, weights(1.0))
+async def test_versions_only_grow(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        await s.publish(3)
+        with pytest.raises(ValueError, match="version 3 was published after 3"):
+            await s.publish(3)
 
 
-def test_a_dead_engine_is_named_and_does_not_hang_the_sender(
-    engine: CheckpointEngine, ports: list[ProcessPort]
-) -> None:
-    engine.publish(0, weights(1.0))
-    ports[0].kill()
-    with pytest.raises(WeightSyncError, match="engine-0 failed while receiving bucket 0"):
-        engine.publish(1, weights(1.0))
+async def test_a_closed_engine_says_so(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        s.engine.close()
+        with pytest.raises(WeightSyncError, match="the checkpoint engine was closed"):
+            await s.publish(0)
+        with pytest.raises(WeightSyncError, match="the checkpoint engine was closed"):
+            await s.committed(0)
+
+
+async def test_shards_that_are_not_the_layouts_are_refused(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        shard = Shard(name="embed", tensor=torch.zeros(3))
+        with pytest.raises(ValueError, match=r"shard of 'embed' has shape \[3\]"):
+            s.engine.publish(0, [shard])
 
 
 def test_nccl_without_a_gpu_is_refused_with_the_fix() -> None:
-    config = WeightSyncConfig(backend=Backend.nccl)
+    async def open_board() -> None:
+        raise AssertionError
+
     with pytest.raises(ValueError, match=r"weight_sync\.backend=nccl"):
-        CheckpointEngine([], config, run="test", host="127.0.0.1", uses_gpu=False)
+        CheckpointEngine(
+            Layout.of([TensorSpec(name="a", dtype="float32", shape=(1,))], 1),
+            WeightSyncConfig(backend=Backend.nccl),
+            rank=0,
+            run="test",
+            host="127.0.0.1",
+            key="key",
+            uses_gpu=False,
+            open_board=open_board,  # type: ignore[arg-type]
+            control_timeout_s=1.0,
+        )

@@ -1,0 +1,141 @@
+"""A copy from a peer, whose slot is kept no longer than somebody reads it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import uvicorn
+from staging import LAYOUT, Clock, content, full, manifest_of, stage
+from wire_fleet import KEY, receiver_spec
+
+from weight_sync import catch_up
+from weight_sync.catch_up import Peer
+from weight_sync.errors import StoreBusyError, UnknownVersion
+from weight_sync.receiver import Receiver
+from weight_sync.receiver_app import make_app
+from weight_sync.types import WeightSyncError
+
+TIMEOUT_S = 10.0
+_START_S = 30.0
+
+
+class Served:
+    """A receiver with versions 1 and 2, behind its HTTP API."""
+
+    def __init__(self, folder: Path) -> None:
+        self.receiver = Receiver(receiver_spec("west", folder, TIMEOUT_S), pid=1)
+        self.store = self.receiver._store
+        self.store._clock = self.clock = Clock()
+        self.store.set_layout(LAYOUT)
+        for version in (1, 2):
+            stage(self.store, version)
+        self._server = uvicorn.Server(
+            uvicorn.Config(make_app(self.receiver), port=0, log_level="warning", lifespan="off")
+        )
+        self._thread = threading.Thread(target=self._serve)
+        self._is_up = threading.Event()
+        self._thread.start()
+        assert self._is_up.wait(_START_S)
+
+    def _serve(self) -> None:
+        startup = self._server.startup
+
+        async def start(*arguments: Any, **named: Any) -> None:
+            await startup(*arguments, **named)
+            self._is_up.set()
+
+        self._server.startup = start  # type: ignore[method-assign]
+        self._server.run()
+
+    @property
+    def url(self) -> str:
+        host, port = self._server.servers[0].sockets[0].getsockname()[:2]
+        return f"http://{host}:{port}"
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(_START_S)
+        self.receiver.close(should_remove=True)
+
+
+@pytest.fixture
+def west(tmp_path: Path) -> Iterator[Served]:
+    west = Served(tmp_path)
+    yield west
+    west.close()
+
+
+@pytest.fixture
+def joiner(west: Served) -> Iterator[Peer]:
+    peer = Peer(west.url, KEY, "receiver east", timeout_s=TIMEOUT_S, min_bandwidth=50e6)
+    yield peer
+    peer.close()
+
+
+def room() -> torch.Tensor:
+    return torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
+
+
+def test_every_range_renews_a_short_hold(west: Served, joiner: Peer) -> None:
+    """One that outlasted the whole copy would outlive a joiner that dies by minutes."""
+    holds: list[float] = []
+    hold = west.store.hold
+
+    def note(version: int, who: str, ttl_s: float) -> None:
+        if who == "receiver east":
+            holds.append(ttl_s)
+            west.clock.now += 1.5 * TIMEOUT_S  # a slow copy, in all longer than one hold
+        hold(version, who, ttl_s)
+
+    data = room()
+    with patch.object(west.store, "hold", note), patch.object(catch_up, "_RANGE_BYTES", 500):
+        manifest = joiner.copy(1, LAYOUT, data)
+    assert torch.equal(data, content(1)) and manifest == manifest_of(1, content(1))
+    assert len(holds) > LAYOUT.num_bytes / 500
+    assert max(holds) <= 2 * TIMEOUT_S + 1
+    west.store.begin(full(3))
+
+
+def test_a_joiner_that_dies_costs_the_slot_for_two_silences(west: Served, joiner: Peer) -> None:
+    joiner._hold(1)
+    with pytest.raises(StoreBusyError, match="receiver east"):
+        west.store.begin(full(3))
+    west.clock.now += 2 * TIMEOUT_S + 2
+    west.store.begin(full(3))
+
+
+def test_a_copy_that_fails_half_way_lets_go(west: Served, joiner: Peer) -> None:
+    with (
+        patch.object(catch_up, "_READ_BYTES", 100),
+        patch.object(catch_up, "bucket_timeout_s", lambda *_: 0.0),
+        pytest.raises(WeightSyncError, match=r"slower than weight_sync\.min_bandwidth"),
+    ):
+        joiner.copy(1, LAYOUT, room())
+    west.clock.now += 1  # that of the range that was broken off
+    west.store.let_go(1, "read 1")
+    west.store.begin(full(3))
+
+
+def test_a_version_that_goes_in_the_middle_ends_the_copy(west: Served, joiner: Peer) -> None:
+    hold, num_holds = west.receiver.hold, 0
+
+    def lose(version: int, who: str, ttl_s: float) -> None:
+        nonlocal num_holds
+        num_holds += who == "receiver east"
+        if num_holds == 3:
+            raise UnknownVersion("version 1 is not staged here")
+        hold(version, who, ttl_s)
+
+    with (
+        patch.object(west.receiver, "hold", lose),
+        patch.object(catch_up, "_RANGE_BYTES", 500),
+        pytest.raises(WeightSyncError, match="answered 404"),
+    ):
+        joiner.copy(1, LAYOUT, room())
+    west.store.begin(full(3))

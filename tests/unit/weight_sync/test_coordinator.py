@@ -1,0 +1,184 @@
+"""What happens to receivers on the way costs them alone: real processes, killed and stopped."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from scene import Scene, scene
+
+pytestmark = pytest.mark.slow
+
+LARGE = 40_000
+"""Rows: 40 MB, which are some hundred milliseconds on their way."""
+
+
+async def settle(s: Scene, condition: str, timeout_s: float = 30.0) -> None:
+    """Until an event of this name is on record."""
+    await s.board.wait_until(lambda: bool(s.board.events(condition)), timeout_s)
+
+
+async def test_a_late_joiner_catches_up_from_a_peer(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        (a,) = await s.add("a")
+        await s.publish(0)
+        await s.committed(0)
+        (b,) = await s.add("b")
+        await settle(s, "catch_up")
+        await s.check(b, 0)
+        (event,) = s.board.events("catch_up")
+        assert event["who"] == "b" and s.board.registered["a"] in event["detail"]
+        assert ("b", 0) in s.board.staged
+        # From here on it is a member as any other.
+        await s.publish(1)
+        await s.committed(1)
+        await s.check(a, 1)
+        await s.check(b, 1)
+        assert [e["who"] for e in s.board.events("epoch")] == ["a", "a, b"]
+
+
+async def test_a_joiner_gets_the_trainers_snapshot_when_no_peer_is_left(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        (a,) = await s.add("a")
+        await s.publish(0)
+        await s.committed(0)
+        await a.die()
+        del s.board.registered["a"]
+        (b,) = await s.add("b")
+        await settle(s, "catch_up")
+        await s.check(b, 0)
+        assert s.board.events("catch_up")[0]["detail"] == "version 0 from the trainer"
+        assert s.board.published == [0]
+
+
+async def test_a_receiver_without_the_base_makes_the_next_version_full(tmp_path: Path) -> None:
+    async with scene(tmp_path, full_every=10) as s:
+        (a,) = await s.add("a")
+        await s.publish(0)
+        await s.committed(0)
+        await a.die()
+        del s.board.registered["a"]
+        (b,) = await s.add("b")
+        await s.publish(1)
+        await s.committed(1)
+        await s.check(b, 1)
+        assert [r["mode"] for r in await s.publish_records(1)] == ["full", "full"]
+
+
+@pytest.mark.parametrize("doomed", [0, 1])
+@pytest.mark.parametrize("full_every", [1, 10])
+async def test_a_receiver_that_dies_under_way_costs_itself(
+    tmp_path: Path, doomed: int, full_every: int
+) -> None:
+    async with scene(tmp_path, num_rows=LARGE, full_every=full_every) as s:
+        s.share = 0.2
+        nodes = await s.add("a", "b")
+        if full_every > 1:
+            await s.publish(0)
+            await s.committed(0)
+        await s.publish(1)
+        await nodes[doomed].wait_received(20)
+        await nodes[doomed].die()
+        survivor = nodes[1 - doomed]
+        await s.committed(1)
+        await s.check(survivor, 1)
+        assert s.board.events("excluded")[0]["who"] == nodes[doomed].name
+        assert [e["who"] for e in s.board.events("epoch")] == ["a, b", survivor.name]
+        # It comes back, in another process, and gets the version from the survivor.
+        await nodes[doomed].start()
+        await settle(s, "catch_up")
+        await s.check(nodes[doomed], 1)
+
+
+async def test_a_receiver_that_stalls_costs_itself_until_it_answers_again(tmp_path: Path) -> None:
+    async with scene(tmp_path, num_rows=LARGE, timeout_s=3.0) as s:
+        a, b = await s.add("a", "b")
+        await s.publish(0)
+        await s.committed(0)
+        await s.publish(1)
+        await b.wait_received(20)
+        b.signal(signal.SIGSTOP)
+        del s.board.engines["engine-of-b"]
+        await s.committed(1)
+        await s.check(a, 1)
+        (excluded,) = s.board.events("excluded")
+        assert excluded["who"] == "b"
+        # It is not waited for again: the next version has only the one that answers.
+        await s.publish(2)
+        await s.committed(2)
+        assert len(s.board.events("excluded")) == 1
+        b.signal(signal.SIGCONT)
+        await settle(s, "catch_up")
+        await s.check(b, 2)
+        assert [event["who"] for event in s.board.events("came_back")] == ["b"]
+
+
+async def test_a_joiner_is_served_though_the_only_holder_is_dead_and_not_forgotten(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as s:
+        (a,) = await s.add("a")
+        await s.publish(0)
+        await s.committed(0)
+        await a.die()
+        (b,) = await s.add("b")
+        await settle(s, "catch_up")
+        await s.check(b, 0)
+
+
+async def test_a_receiver_without_a_free_slot_costs_itself(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        a, b = await s.add("a", "b")
+        await s.publish(0)
+        await s.committed(0)
+        assert b.client is not None
+        await b.client.hold(0, "a-reader", 60.0, timeout_s=5.0)
+        await s.publish(1)
+        await s.board.wait_until(lambda: s.board.published[-1:] == [1], 30.0)
+        await s.board.wait_until(lambda: ("b", 1) in s.board.staged, 30.0)
+        # Version 0 is held and version 1 is the newest: no slot is free at b.
+        await s.publish(2)
+        await settle(s, "left_out")
+        assert s.board.events("left_out")[0]["who"] == "b"
+        await s.board.wait_until(lambda: s.board.published[-1:] == [2], 30.0)
+        await s.check(a, 2)
+        await b.client.let_go(0, "a-reader", timeout_s=5.0)
+        await s.board.wait_until(lambda: ("b", 2) in s.board.staged, 30.0)
+        await s.check(b, 2)
+
+
+async def test_a_version_that_nobody_could_take_is_sent_when_somebody_can(tmp_path: Path) -> None:
+    async with scene(tmp_path, num_rows=LARGE) as s:
+        (a,) = await s.add("a")
+        await s.publish(0)
+        await a.wait_received(20)
+        await a.die()
+        await settle(s, "excluded")
+        assert s.board.published == []
+        await a.start()
+        await s.committed(0)
+        await s.check(a, 0)
+
+
+async def test_bytes_that_were_changed_on_the_way_are_sent_again_and_never_seen(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as s:
+        (a,) = await s.add("a")
+        s.board.on_record = lambda record: _flip(s, record)
+        await s.publish(0)
+        await s.committed(0)
+        await s.check(a, 0)
+        (torn,) = s.board.events("torn")
+        assert torn["who"] == "a" and "embed" in torn["detail"]
+        assert s.board.published == [0] and s.board.staged == [("a", 0)]
+
+
+def _flip(s: Scene, record: dict[str, object]) -> None:
+    """Another bit from when the checksums were made until a receiver has noticed."""
+    if record.get("event") == "epoch" or record.get("event") == "torn":
+        _, checksums = s.engine._lead._sending._checksums
+        checksums.result(10)
+        slot = s.engine._snapshots._buffers[0].stream
+        slot[12345] ^= 64

@@ -1,0 +1,15 @@
+"""What stays of an epoch in the rendezvous store."""
+
+from __future__ import annotations
+
+from weight_sync.epochs import forget_epochs
+from weight_sync.group import open_store
+
+
+def test_only_earlier_epochs_of_the_group_are_forgotten() -> None:
+    store = open_store("127.0.0.1", 5.0)
+    kept = ["run/3/here/0", "run/11/0/1", "run/choices/0/1", "run-b/1/here/0", "here"]
+    for key in ["run/1/here/0", "run/2/0/1", *kept]:
+        store.set(key, "1")
+    forget_epochs(store, "run", 3)
+    assert sorted(store.list_keys()) == sorted(kept)

@@ -1,0 +1,227 @@
+"""Process groups by epoch: members that meet, talk, and leave, over real gloo."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from configs.choices import Backend
+from weight_sync.group import (
+    Message,
+    WeightGroup,
+    bucket_timeout_s,
+    open_store,
+    resolve_backend,
+)
+from weight_sync.types import GroupSpec, WeightSyncError
+
+LIMIT = timedelta(seconds=20)
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return open_store("127.0.0.1", 20.0)
+
+
+def make_spec(
+    store: TCPStore, num_receivers: int = 1, epoch: int = 1, **changes: float
+) -> GroupSpec:
+    fields: dict[str, object] = {
+        "epoch": epoch,
+        "host": "127.0.0.1",
+        "port": store.port,
+        "name": "leash-test",
+        "num_senders": 1,
+        "receivers": tuple(f"node{i}" for i in range(num_receivers)),
+        "backend": "gloo",
+        "timeout_s": 20.0,
+    }
+    return GroupSpec(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def meet(pool: ThreadPoolExecutor, spec: GroupSpec) -> list[WeightGroup]:
+    joins = [pool.submit(WeightGroup.join, spec, rank) for rank in range(spec.world_size)]
+    return [join.result(20) for join in joins]
+
+
+def test_auto_is_nccl_where_the_process_has_a_gpu() -> None:
+    assert resolve_backend(Backend.auto, uses_gpu=True) == "nccl"
+    assert resolve_backend(Backend.auto, uses_gpu=False) == "gloo"
+    assert resolve_backend(Backend.gloo, uses_gpu=True) == "gloo"
+    with pytest.raises(ValueError, match="no GPU"):
+        resolve_backend(Backend.nccl, uses_gpu=False)
+
+
+def test_the_limit_of_a_wait_grows_with_the_bytes_in_front_of_it() -> None:
+    assert bucket_timeout_s(0, 30.0, 50e6) == 30.0
+    assert bucket_timeout_s(100_000_000, 30.0, 50e6) == 32.0
+
+
+def test_a_group_travels_as_json(store: TCPStore) -> None:
+    spec = make_spec(store, num_receivers=2)
+    assert GroupSpec.from_json(spec.to_json()) == spec
+
+
+@pytest.mark.parametrize("change", [{"port": "http"}, {"receivers": []}, {"timeout_s": 0}])
+def test_a_group_that_makes_no_sense_is_refused(store: TCPStore, change: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        GroupSpec.from_json({**make_spec(store).to_json(), **change})
+    with pytest.raises(ValueError, match="epoch"):
+        GroupSpec.from_json({})
+
+
+def test_members_exchange_both_ways_at_once(store: TCPStore, pool: ThreadPoolExecutor) -> None:
+    left, right = meet(pool, make_spec(store))
+    sent, echoed = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+    got, reply = torch.zeros(100, dtype=torch.uint8), torch.full((100,), 7, dtype=torch.uint8)
+    for works in (
+        left.exchange(Message(sent, 1, 0), Message(echoed, 1, 1)),
+        right.exchange(Message(reply, 0, 1), Message(got, 0, 0)),
+    ):
+        for work in works:
+            assert work is not None
+            work.wait(LIMIT)
+    assert torch.equal(got, sent) and torch.equal(echoed, reply)
+    assert left.exchange(None, None) == (None, None)
+
+
+def test_groups_of_two_epochs_share_a_store(store: TCPStore, pool: ThreadPoolExecutor) -> None:
+    for epoch in (1, 2):
+        left, right = meet(pool, make_spec(store, epoch=epoch))
+        got = torch.zeros(4, dtype=torch.uint8)
+        receiving = right.recv(got, 0, 0)
+        left.send(torch.full((4,), epoch, dtype=torch.uint8), 1, 0).wait(LIMIT)
+        receiving.wait(LIMIT)
+        assert got.tolist() == [epoch] * 4
+
+
+def test_who_does_not_come_is_named(store: TCPStore) -> None:
+    with pytest.raises(WeightSyncError, match="receiver node1 did not come"):
+        spec = make_spec(store, num_receivers=2, timeout_s=0.5)
+        with ThreadPoolExecutor(2) as pool:
+            joins = [pool.submit(WeightGroup.join, spec, rank) for rank in (0, 1)]
+            for join in joins:
+                join.result(20)
+
+
+def test_a_rendezvous_that_is_gone_is_an_error_of_this_epoch(store: TCPStore) -> None:
+    spec = make_spec(store, port=1, timeout_s=0.5)
+    with pytest.raises(WeightSyncError, match="epoch 1 of weight group 'leash-test'"):
+        WeightGroup.join(spec, 0)
+
+
+def test_a_failed_walk_leaves_the_group_and_the_peer_is_told(
+    store: TCPStore, pool: ThreadPoolExecutor
+) -> None:
+    left, right = meet(pool, make_spec(store))
+
+    def wait_for_ever(group: WeightGroup) -> None:
+        work = group.recv(torch.zeros(8, dtype=torch.uint8), 0, 5)
+        started.set()
+        with group.naming("receiving bucket 5", 0):
+            work.wait(timedelta(seconds=300))  # a closed socket tells sooner
+
+    def fail(group: WeightGroup) -> None:
+        group.recv(torch.zeros(8, dtype=torch.uint8), 1, 6)
+        raise WeightSyncError("lost my way")
+
+    started = threading.Event()
+    waiting = pool.submit(right.walk, wait_for_ever)
+    assert started.wait(10)
+    with pytest.raises(WeightSyncError, match="lost my way"):
+        left.walk(fail)
+    named = "receiving bucket 5 failed between receiver node0 and sender 0 in epoch 1"
+    with pytest.raises(WeightSyncError, match=named):
+        waiting.result(20)
+
+
+def test_a_silent_peer_is_an_error_when_the_limit_is_over(
+    store: TCPStore, pool: ThreadPoolExecutor
+) -> None:
+    left, right = meet(pool, make_spec(store))
+
+    def receive(group: WeightGroup) -> None:
+        with group.naming("receiving bucket 0", 0):
+            group.recv(torch.zeros(8, dtype=torch.uint8), 0, 0).wait(timedelta(seconds=0.2))
+
+    with pytest.raises(WeightSyncError, match="receiving bucket 0 failed"):
+        right.walk(receive)
+    left.close()
+    left.close()
+
+
+def test_an_address_that_leads_nowhere_is_an_error_of_this_epoch(store: TCPStore) -> None:
+    def look_up(*_: object, **__: object) -> None:
+        raise socket.gaierror("Name or service not known")
+
+    with (
+        patch("socket.getaddrinfo", look_up),
+        pytest.raises(WeightSyncError, match=r"epoch 1 of weight group .*service not known"),
+    ):
+        WeightGroup.join(make_spec(store, timeout_s=5.0), 1, store=alone(store))
+
+
+def alone(store: TCPStore) -> TCPStore:
+    """A store in which everyone has come."""
+    for rank in range(2):
+        store.set(f"leash-test/1/here/{rank}", "1")
+    return store
+
+
+class NcclStandIn:
+    """Counts what is left open, as NCCL does for the thread."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        self.failing = ""
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.num_open += 1
+
+    def _end_coalescing(self, device: torch.device) -> str:
+        self.num_open -= 1
+        if "end" in self.failing:
+            raise RuntimeError("no end")
+        return "both"
+
+    def send(self, *_: object) -> None:
+        if "send" in self.failing:
+            raise RuntimeError("no send")
+
+    def recv(self, *_: object) -> None:
+        if "recv" in self.failing:
+            raise RuntimeError("no recv")
+
+    def abort(self) -> None:
+        assert self.num_open == 0
+
+
+@pytest.mark.parametrize("failing", ["send", "recv", "end", "send end"])
+def test_an_exchange_that_fails_leaves_nothing_open(store: TCPStore, failing: str) -> None:
+    spec = replace(make_spec(store, num_receivers=2), backend="nccl")
+    nccl: Any = NcclStandIn()
+    group = WeightGroup(spec, 1, nccl, torch.device("cpu"))
+    outgoing = Message(torch.zeros(1, dtype=torch.uint8), 2, 3)
+    incoming = Message(torch.zeros(1, dtype=torch.uint8), 0, 4)
+    both: Any = group.exchange(outgoing, incoming)
+    assert both == ("both", "both")
+    nccl.failing = failing
+    with pytest.raises(WeightSyncError, match=f"no {failing.split()[0]}"):
+        group.exchange(outgoing, incoming)
+    assert nccl.num_open == 0

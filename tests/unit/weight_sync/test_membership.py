@@ -1,0 +1,264 @@
+"""A process's place in its epochs: who stands still costs the epoch, and nothing after it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from layouts import full_transfer, random_bytes, spec
+
+from configs.schema import WeightSyncConfig
+from weight_sync import delta, group
+from weight_sync.errors import TransferFailed
+from weight_sync.group import WeightGroup, open_store
+from weight_sync.limits import Limits
+from weight_sync.manifest import Layout
+from weight_sync.membership import Membership
+from weight_sync.receiver import Receiver, ReceiverSpec
+from weight_sync.sender import Sender
+from weight_sync.sending_rank import SendingRank
+from weight_sync.snapshot import Shard, Snapshots
+from weight_sync.types import GroupSpec, WeightSyncError
+
+LIMIT = timedelta(seconds=20)
+LAYOUT = Layout.of([spec("a", 50, 30)], num_ranks=1)
+
+
+class Scene:
+    """Sender 0 and receiver node0, who meet at one store."""
+
+    def __init__(self) -> None:
+        self.store = open_store("127.0.0.1", 20.0)
+        self.go_on = threading.Event()
+        """What stands still goes on."""
+        self.pool = ThreadPoolExecutor(4)
+
+    def spec(self, epoch: int, timeout_s: float = 20.0) -> GroupSpec:
+        return GroupSpec(
+            epoch=epoch,
+            host="127.0.0.1",
+            port=self.store.port,
+            name="leash-test",
+            num_senders=1,
+            receivers=("node0",),
+            backend="gloo",
+            timeout_s=timeout_s,
+        )
+
+    def peer(self, spec: GroupSpec) -> Any:
+        return self.pool.submit(WeightGroup.join, spec, 1)
+
+    def stands_still_in(self, name: str) -> Any:
+        """A function of weight_sync.group, which comes to an end when `go_on` is set."""
+        go_on, original = self.go_on, getattr(group, name)
+
+        def stand_still(*arguments: Any) -> Any:
+            assert go_on.wait(20)
+            return original(*arguments)
+
+        return patch.object(group, name, stand_still)
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.go_on.set()
+    scene.pool.shutdown()
+
+
+@pytest.fixture
+def membership() -> Iterator[Membership]:
+    membership = Membership("test-lane")
+    yield membership
+    membership.leave()
+
+
+def meet(spec: GroupSpec) -> Callable[[], WeightGroup]:
+    return partial(WeightGroup.join, spec, 0)
+
+
+def bytes_of(number: int) -> torch.Tensor:
+    return torch.full((4,), number, dtype=torch.uint8)
+
+
+def send(group: WeightGroup) -> None:
+    group.send(bytes_of(7), 1, 0).wait(LIMIT)
+
+
+def test_a_walk_runs_on_a_thread_that_lasts_until_one_fails(
+    scene: Scene, membership: Membership
+) -> None:
+    threads = []
+
+    def note(_: WeightGroup) -> None:
+        threads.append(threading.current_thread())
+
+    def fail(group: WeightGroup) -> None:
+        note(group)
+        raise WeightSyncError("lost my way")
+
+    peer = scene.peer(scene.spec(1))
+    membership.join(scene.spec(1), meet(scene.spec(1)))
+    membership.walk(note, 20)
+    with pytest.raises(WeightSyncError, match="lost my way"):
+        membership.walk(fail, 20)
+    assert membership.spec is None and peer.result(20)
+    peer = scene.peer(scene.spec(2))
+    membership.join(scene.spec(2), meet(scene.spec(2)))
+    membership.walk(note, 20)
+    first, failed, fresh = threads
+    assert first is failed and failed is not fresh
+    failed.join(20)
+    assert not failed.is_alive()
+
+
+def test_a_meeting_that_stands_still_costs_its_epoch_alone(
+    scene: Scene, membership: Membership
+) -> None:
+    """As NCCL's, when a member is stopped after all have come."""
+    slow = scene.spec(1, timeout_s=0.2)
+    with scene.stands_still_in("_gloo_group"):
+        late_peer = scene.peer(slow)
+        with pytest.raises(WeightSyncError, match=r"epoch 1 .* did not form: .* one stopped"):
+            membership.join(slow, meet(slow))
+    assert membership.spec is None
+    peer = scene.peer(scene.spec(2))
+    membership.join(scene.spec(2), meet(scene.spec(2)))
+    received = bytes_of(0)
+    receiving = peer.result(20).recv(received, 0, 0)
+    membership.walk(send, 20)
+    receiving.wait(LIMIT)
+    assert received.tolist() == [7] * 4
+    scene.go_on.set()  # the old epoch forms at last, and this process leaves it at once
+    with pytest.raises(RuntimeError):
+        late_peer.result(20).recv(bytes_of(0), 0, 0).wait(LIMIT)
+
+
+def test_a_walk_that_stands_still_is_given_up_and_touches_nothing_later(
+    scene: Scene, membership: Membership
+) -> None:
+    touched: list[str] = []
+    over = threading.Event()
+
+    def stand_still(group: WeightGroup) -> None:
+        try:
+            with group.naming("starting to send bucket 0", 1):
+                assert scene.go_on.wait(20)
+            touched.append("the next bucket")
+        finally:
+            over.set()
+
+    peer = scene.peer(scene.spec(1))
+    membership.join(scene.spec(1), meet(scene.spec(1)))
+    with pytest.raises(WeightSyncError, match=r"epoch 1 .* is given up: .* within 0\.2 s"):
+        membership.walk(stand_still, 0.2)
+    assert membership.spec is None and peer.result(20)
+    peer = scene.peer(scene.spec(2))
+    membership.join(scene.spec(2), meet(scene.spec(2)))
+    assert peer.result(20)
+    scene.go_on.set()
+    assert over.wait(20) and not touched
+
+
+def test_a_left_group_is_noticed_at_once(scene: Scene, membership: Membership) -> None:
+    peer = scene.peer(scene.spec(1))
+    membership.join(scene.spec(1), meet(scene.spec(1)))
+    membership.leave()
+    membership.leave()
+    with pytest.raises(RuntimeError):
+        peer.result(20).recv(bytes_of(0), 0, 0).wait(LIMIT)
+
+
+# What uses it ------------------------------------------------------------------------------------
+
+
+def sending_rank() -> SendingRank:
+    config = WeightSyncConfig(timeout_s=0.5)
+    limits = Limits(config=config, layout=LAYOUT, control_s=5.0)
+    snapshots = Snapshots(LAYOUT, 0)
+    for version in (0, 1):
+        values = random_bytes(3000, seed=version).view(torch.bfloat16)
+        snapshots.capture(version, version, [Shard(name="a", tensor=values)])
+    return SendingRank(limits, 0, snapshots, Sender(0, config, torch.device("cpu")))
+
+
+def test_a_rank_answers_a_join_that_stands_still(scene: Scene) -> None:
+    """Silence would end training; an error is one failed attempt."""
+    with scene.stands_still_in("_gloo_group"):
+        slow = scene.spec(1, timeout_s=0.2)
+        peer = scene.peer(slow)
+        reply = sending_rank().handle({"do": "join", "group": slow.to_json()})
+        assert reply is not None and "trainer rank 0: epoch 1" in reply["error"]
+        scene.go_on.set()
+        peer.result(20).close()
+
+
+def encode_command() -> dict[str, Any]:
+    return {
+        "do": "encode",
+        "version": 1,
+        "slot": 1,
+        "base_version": 0,
+        "base_slot": 0,
+        "max_density": 1.0,
+    }
+
+
+def test_a_rank_without_memory_for_a_delta_sends_all() -> None:
+    rank = sending_rank()
+    with patch.object(delta, "encode", side_effect=MemoryError("40 GiB")):
+        reply = rank.handle(encode_command())
+    assert reply is not None and reply["result"]["num_bytes"] is None
+    again = rank.handle(encode_command())
+    assert again is not None and again["result"]["num_bytes"] > 0
+    assert again["result"]["checksums"] == reply["result"]["checksums"]
+    assert again["result"]["copy_s"] > 0
+
+
+@pytest.mark.parametrize("error", [OSError("no route"), AssertionError(), MemoryError()])
+def test_whatever_goes_wrong_in_a_rank_is_an_answer(error: Exception) -> None:
+    with patch("weight_sync.sending_rank.piece_checksums", side_effect=error):
+        reply = sending_rank().handle(encode_command())
+    assert reply is not None and type(error).__name__ in reply["error"]
+
+
+def test_a_receiver_answers_a_transfer_that_stands_still(scene: Scene, tmp_path: Path) -> None:
+    receiver = Receiver(
+        ReceiverSpec(
+            name="node0",
+            host="127.0.0.1",
+            folder=str(tmp_path),
+            num_slots=2,
+            num_buffers=2,
+            timeout_s=0.2,
+            min_bandwidth=50e6,
+            key="key",
+        ),
+        pid=1,
+    )
+    receiver.set_layout(LAYOUT)
+    receiver.begin(full_transfer(LAYOUT, version=1))
+    trainer = scene.pool.submit(WeightGroup.join, scene.spec(1), 0)
+    receiver.join(scene.spec(1), 1)
+
+    def stand_still(*_: object) -> None:
+        assert scene.go_on.wait(20)
+
+    with (
+        patch.object(WeightGroup, "exchange", stand_still),
+        pytest.raises(TransferFailed, match=r"epoch 1 .* is given up") as failed,
+    ):
+        receiver.receive(1, 1, 0)
+    assert failed.value.received == 0
+    assert receiver.status().epoch is None and trainer.result(20)
+    scene.go_on.set()
+    receiver.close(should_remove=True)

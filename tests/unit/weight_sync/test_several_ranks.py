@@ -1,0 +1,131 @@
+"""Several trainer ranks, each a process with its own shards, publish together to two receivers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import engine_rank
+import pytest
+import torch
+from scene import Node
+from scene_board import MemoryBoard
+from scene_model import cast_weights, scene_layout
+
+from weight_sync.group import open_store
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 60.0
+
+
+class Ranks:
+    """The processes, by their pipes."""
+
+    def __init__(self, num_ranks: int, timeout_s: float, full_every: int) -> None:
+        self.store = open_store("127.0.0.1", LIMIT_S)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["engine_rank"])
+        self.processes = []
+        self._pipes = []
+        for rank in range(num_ranks):
+            mine, theirs = context.Pipe()
+            arguments = (rank, num_ranks, self.store.port, timeout_s, full_every, theirs)
+            process = context.Process(target=engine_rank.serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(mine)
+
+    async def ask(self, rank: int, verb: str, *arguments: object) -> Any:
+        return (await self._ask([rank], verb, *arguments))[0]
+
+    async def ask_all(self, verb: str, *arguments: object) -> list[Any]:
+        return await self._ask(range(len(self._pipes)), verb, *arguments)
+
+    async def _ask(self, ranks: range | list[int], verb: str, *arguments: object) -> list[Any]:
+        for rank in ranks:
+            self._pipes[rank].send((verb, *arguments))
+        for rank in ranks:
+            assert await asyncio.to_thread(self._pipes[rank].poll, LIMIT_S), (rank, verb)
+        return [self._pipes[rank].recv() for rank in ranks]
+
+    def close(self) -> None:
+        for process, pipe in zip(self.processes, self._pipes, strict=True):
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+@contextlib.asynccontextmanager
+async def scene_of(
+    folder: Path, num_ranks: int, *, timeout_s: float = 20.0, full_every: int = 1
+) -> AsyncIterator[tuple[Ranks, list[Node]]]:
+    ranks = Ranks(num_ranks, timeout_s, full_every)
+    nodes = [Node(name, folder, MemoryBoard(), timeout_s) for name in ("a", "b")]
+    try:
+        await asyncio.gather(*(node.start() for node in nodes))
+        for node in nodes:
+            await ranks.ask(0, "register", node.name, node.process.info.url)
+        yield ranks, nodes
+    finally:
+        ranks.close()
+        await asyncio.gather(*(node.close() for node in nodes))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+async def test_the_shards_of_all_ranks_make_up_each_version(tmp_path: Path, num_ranks: int) -> None:
+    layout = scene_layout(num_ranks)
+    async with scene_of(tmp_path, num_ranks, full_every=2) as (ranks, nodes):
+        for version in range(3):
+            sizes = await ranks.ask_all("publish", version)
+            assert sizes == [layout.stream_bytes(rank) for rank in range(num_ranks)]
+            await ranks.ask(0, "published", version, LIMIT_S)
+            for node in nodes:
+                found, expected = await node.weights(version), cast_weights(layout, version)
+                assert found.keys() == expected.keys()
+                for name, tensor in expected.items():
+                    assert torch.equal(found[name], tensor), name
+        records = await ranks.ask(0, "records", "publish")
+        assert [record["mode"] for record in records] == ["full", "delta", "full"]
+        assert await ranks.ask_all("close") == [None] * num_ranks
+
+
+async def test_versions_in_quick_succession_keep_the_ranks_together(tmp_path: Path) -> None:
+    async with scene_of(tmp_path, 2) as (ranks, nodes):
+        for version in range(20):
+            await ranks.ask_all("publish", version)
+        published = await ranks.ask(0, "published", 19, LIMIT_S)
+        assert published == sorted(set(published)) and published[-1] == 19
+        for node in nodes:
+            found, expected = await node.weights(19), cast_weights(scene_layout(2), 19)
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+async def test_a_rank_that_died_is_named_to_the_others(tmp_path: Path) -> None:
+    async with scene_of(tmp_path, 2, timeout_s=10.0) as (ranks, nodes):
+        await ranks.ask_all("publish", 0)
+        await ranks.ask(0, "published", 0, LIMIT_S)
+        await asyncio.gather(*(node.weights(0) for node in nodes))
+        ranks.processes[1].kill()
+        ranks.processes[1].join()
+        error = await ranks.ask(0, "published", 1, LIMIT_S)
+        assert "weights cannot be sent: trainer rank 0, sending to rank 1: it is gone" in error
+        assert await ranks.ask(0, "publish", 1) == error
+        assert (await nodes[0].status()).newest == 0
+
+
+async def test_without_rank_0_nothing_becomes_visible_and_the_others_say_so(tmp_path: Path) -> None:
+    async with scene_of(tmp_path, 2, timeout_s=10.0) as (ranks, nodes):
+        await ranks.ask_all("publish", 0)
+        await ranks.ask(0, "published", 0, LIMIT_S)
+        await asyncio.gather(*(node.weights(0) for node in nodes))
+        ranks.processes[0].kill()
+        ranks.processes[0].join()
+        error = await ranks.ask(1, "publish", 1)
+        assert "rank 0: it is gone, or was silent for" in error
+        assert [(await node.status()).newest for node in nodes] == [0, 0]

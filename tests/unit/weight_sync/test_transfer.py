@@ -1,0 +1,267 @@
+"""Versions on the wire: real sender and receiver processes, real gloo groups, whole files."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from safetensors.torch import load_file
+from wire_fleet import CALL_S, SenderProcess, WireFleet
+from wire_model import file_data, make_manifest, make_transfer, num_buckets
+
+from weight_sync.errors import (
+    ChecksumMismatch,
+    ReceiverUnreachable,
+    TransferFailed,
+    UnknownVersion,
+)
+from weight_sync.types import WeightSyncError
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+FleetFactory = Callable[..., Awaitable[WireFleet]]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def senders() -> AsyncIterator[dict[int, SenderProcess]]:
+    """By rank; those that are alive go from test to test."""
+    senders: dict[int, SenderProcess] = {}
+    yield senders
+    await asyncio.gather(*(sender.stop() for sender in senders.values()))
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def start_fleet(
+    tmp_path: Path, senders: dict[int, SenderProcess]
+) -> AsyncIterator[FleetFactory]:
+    """The silence that they bear is longer than any call: losses must be noticed as such."""
+    fleets: list[WireFleet] = []
+
+    async def start(num_senders: int, *receivers: str, timeout_s: float = 300.0) -> WireFleet:
+        for rank in range(num_senders):
+            if rank not in senders or senders[rank].process.returncode is not None:
+                senders[rank] = await SenderProcess.start(rank)
+        fleet = WireFleet(tmp_path, [senders[rank] for rank in range(num_senders)], timeout_s)
+        fleets.append(fleet)
+        await asyncio.gather(*map(fleet.start_receiver, receivers))
+        return fleet
+
+    yield start
+    for fleet in fleets:
+        await fleet.close()
+
+
+async def begin(fleet: WireFleet, version: int, base: int | None, *names: str) -> list[int]:
+    transfer = make_transfer(fleet.layout, version, base)
+    calls = (fleet.clients[name].begin(transfer, timeout_s=CALL_S) for name in names)
+    return list(await asyncio.gather(*calls))
+
+
+async def finish(fleet: WireFleet, version: int, *names: str) -> None:
+    manifest = make_manifest(fleet.layout, version)
+    for name in names:
+        await fleet.clients[name].finish(manifest, timeout_s=CALL_S)
+        await fleet.clients[name].release(version, timeout_s=CALL_S)
+
+
+async def publish(fleet: WireFleet, version: int, base: int | None, *names: str) -> None:
+    total = num_buckets(fleet.layout, make_transfer(fleet.layout, version, base))
+    await begin(fleet, version, base, *names)
+    fleet.send(version, base)
+    for report in fleet.receive(version).values():
+        assert (await report).received == total
+    assert [await sender.hear() for sender in fleet.senders] == [{}] * len(fleet.senders)
+    await finish(fleet, version, *names)
+
+
+async def assert_staged(fleet: WireFleet, version: int, *names: str) -> None:
+    expected = fleet.layout.file_header + file_data(fleet.layout, version).numpy().tobytes()
+    for name in names:
+        staged = await fleet.clients[name].newest(version - 1, timeout_s=5.0)
+        assert staged is not None and staged.version == version
+        file = Path(staged.path) / "model.safetensors"
+        assert file.read_bytes() == expected
+        tensors = load_file(file)
+        assert {name: tuple(t.shape) for name, t in tensors.items()} == {
+            spec.name: spec.shape for spec in fleet.layout.tensors
+        }
+
+
+@pytest.mark.parametrize(
+    ("num_senders", "receivers"),
+    [(1, ("east",)), (2, ("east", "west")), (3, ("east", "west"))],
+)
+async def test_full_and_delta_versions_arrive_bit_by_bit(
+    start_fleet: FleetFactory, num_senders: int, receivers: tuple[str, ...]
+) -> None:
+    fleet = await start_fleet(num_senders, *receivers)
+    await fleet.join(*receivers)
+    base = None
+    for version in (0, 1, 2, 5):
+        await publish(fleet, version, base, *receivers)
+        await assert_staged(fleet, version, *receivers)
+        base = version if version != 1 else None  # version 2 comes in full again
+    for name in receivers:
+        status = await fleet.clients[name].status(timeout_s=CALL_S)
+        assert (status.newest, status.receiving, status.complete) == (5, None, (2, 5))
+
+
+async def stop_in_the_middle(
+    fleet: WireFleet, victim: str, number: signal.Signals
+) -> dict[str, asyncio.Task[object]]:
+    """Version 1 has half gone when a receiver is hit; returns the receivers' answers."""
+    await begin(fleet, 1, None, "east", "west")
+    fleet.send(1, None, halt_at=20)
+    tasks = fleet.receive(1)
+    assert await fleet.senders[-1].hear() == {"at": 20}
+    fleet.signal_receiver(victim, number)
+    fleet.senders[-1].tell(go=True)
+    return tasks
+
+
+async def finish_with(fleet: WireFleet, survivor: str, first: int) -> None:
+    """The next epoch, without the victim, goes on from the first bucket that did not arrive."""
+    total = num_buckets(fleet.layout, make_transfer(fleet.layout, 1))
+    assert 10 < first < total
+    assert await begin(fleet, 1, None, survivor) == [first]
+    await fleet.join(survivor)
+    fleet.send(1, None, first=first)
+    report = await fleet.receive(1, first)[survivor]
+    assert report.received == total
+    assert [await sender.hear() for sender in fleet.senders] == [{}] * len(fleet.senders)
+    await finish(fleet, 1, survivor)
+    await assert_staged(fleet, 1, survivor)
+
+
+@pytest.mark.parametrize("victim", ["east", "west"])
+async def test_a_killed_receiver_costs_itself_and_the_others_go_on_from_where_they_were(
+    start_fleet: FleetFactory, victim: str
+) -> None:
+    fleet = await start_fleet(2, "east", "west")
+    survivor = "west" if victim == "east" else "east"
+    await fleet.join("east", "west")
+    tasks = await stop_in_the_middle(fleet, victim, signal.SIGKILL)
+    with pytest.raises(TransferFailed, match=rf"receiver {survivor} .*receiver {victim}") as failed:
+        await tasks[survivor]
+    with pytest.raises(ReceiverUnreachable):
+        await tasks[victim]
+    for sender in fleet.senders:
+        assert "bucket" in (await sender.hear())["error"]
+    await finish_with(fleet, survivor, failed.value.received)
+    died = await fleet.receivers[victim].wait_dead()
+    assert died.exit_code == -signal.SIGKILL
+
+
+async def test_a_stopped_receiver_is_given_up_and_its_version_is_never_whole(
+    start_fleet: FleetFactory,
+) -> None:
+    fleet = await start_fleet(2, "east", "west", timeout_s=2.0)
+    await fleet.join("east", "west", timeout_s=5.0)
+    tasks = await stop_in_the_middle(fleet, "west", signal.SIGSTOP)
+    with pytest.raises(TransferFailed, match="bucket") as failed:
+        await tasks["east"]
+    errors = [(await sender.hear())["error"] for sender in fleet.senders]
+    assert all("receiver east" in error for error in errors)
+    with pytest.raises(ReceiverUnreachable):
+        await fleet.clients["west"].status(timeout_s=0.5)
+    await finish_with(fleet, "east", failed.value.received)
+    fleet.signal_receiver("west", signal.SIGCONT)
+    with pytest.raises(TransferFailed):
+        await tasks["west"]
+    with pytest.raises(ChecksumMismatch, match="ended after"):
+        await finish(fleet, 1, "west")
+    status = await fleet.clients["west"].status(timeout_s=CALL_S)
+    assert (status.newest, status.complete, status.receiving) == (None, (), None)
+    report = await fleet.clients["west"].catch_up(
+        1, [fleet.clients["east"].url], fleet.layout, timeout_s=CALL_S
+    )
+    assert report.peer == fleet.clients["east"].url
+    await assert_staged(fleet, 1, "west")
+
+
+@pytest.mark.parametrize("base", [None, 0])
+async def test_a_flipped_bit_is_refused_and_the_version_before_it_stays(
+    start_fleet: FleetFactory, base: int | None
+) -> None:
+    fleet = await start_fleet(1, "east")
+    await fleet.join("east")
+    await publish(fleet, 0, None, "east")
+    await begin(fleet, 1, base, "east")
+    fleet.send(1, base, flip_at=0)
+    await fleet.receive(1)["east"]
+    assert await fleet.senders[0].hear() == {}
+    with pytest.raises(ChecksumMismatch) as refused:
+        await finish(fleet, 1, "east")
+    assert base is not None or len(refused.value.tensors) == 1
+    with pytest.raises(UnknownVersion):
+        await fleet.clients["east"].release(1, timeout_s=CALL_S)
+    await assert_staged(fleet, 0, "east")
+    await publish(fleet, 1, base, "east")  # the same version again, as it should be
+    await assert_staged(fleet, 1, "east")
+
+
+async def test_buckets_that_are_here_already_are_passed_on_and_ignored(
+    start_fleet: FleetFactory,
+) -> None:
+    fleet = await start_fleet(2, "east", "west")
+    await fleet.join("east")
+    await begin(fleet, 1, None, "east")
+    fleet.send(1, None)
+    total = (await fleet.receive(1)["east"]).received
+    assert [await sender.hear() for sender in fleet.senders] == [{}, {}]
+    assert await begin(fleet, 1, None, "east", "west") == [total, 0]
+    await fleet.join("east", "west")
+    fleet.send(1, None)
+    assert [(await report).received for report in fleet.receive(1).values()] == [total, total]
+    assert [await sender.hear() for sender in fleet.senders] == [{}, {}]
+    await finish(fleet, 1, "east", "west")
+    await assert_staged(fleet, 1, "east", "west")
+    assert await begin(fleet, 1, None, "east") == [total]  # whole: it would pass everything on
+    with pytest.raises(WeightSyncError, match="not staged"):
+        await begin(fleet, 3, 2, "east")
+    with pytest.raises(TransferFailed, match="not a member of epoch 7"):
+        await begin(fleet, 2, None, "east")
+        await fleet.clients["east"].receive(7, 2, 0, timeout_s=CALL_S)
+
+
+async def test_a_sender_that_is_killed_leaves_no_version_and_nobody_waiting(
+    start_fleet: FleetFactory,
+) -> None:
+    fleet = await start_fleet(2, "east", "west")
+    await fleet.join("east", "west")
+    await begin(fleet, 1, None, "east", "west")
+    fleet.send(1, None, halt_at=20)
+    tasks = fleet.receive(1)
+    assert await fleet.senders[-1].hear() == {"at": 20}
+    await fleet.senders[-1].stop()
+    for name in ("east", "west"):
+        with pytest.raises(TransferFailed):
+            await tasks[name]
+    assert "error" in await fleet.senders[0].hear()
+    for name in ("east", "west"):
+        assert (await fleet.clients[name].status(timeout_s=CALL_S)).complete == ()
+        assert await fleet.clients[name].newest(-1, timeout_s=0.0) is None
+
+
+async def test_a_receiver_that_never_joins_is_named_at_every_other_member(
+    start_fleet: FleetFactory,
+) -> None:
+    fleet = await start_fleet(1, "east", "west")
+    await fleet.receivers["west"].stop(should_remove=False)
+    spec = fleet.next_epoch("east", "west", timeout_s=2.0)
+    fleet.tell_join(fleet.senders[0], spec)
+    with pytest.raises(WeightSyncError, match="receiver west did not come"):
+        await fleet.clients["east"].join(spec, 1, timeout_s=CALL_S)
+    assert "receiver west did not come" in (await fleet.senders[0].hear())["error"]
+    await publish_anew(fleet)
+
+
+async def publish_anew(fleet: WireFleet) -> None:
+    """The failed meeting has spoiled nothing."""
+    await fleet.join("east")
+    await publish(fleet, 0, None, "east")
+    await assert_staged(fleet, 0, "east")

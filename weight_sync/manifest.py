@@ -1,0 +1,244 @@
+"""The layout of a model, on the wire and in the staged file, and the manifest of one version.
+
+Every ZeRO-3 rank owns one contiguous piece of each tensor. What a rank sends is its stream: its
+pieces one after the other. What a receiver stages is one safetensors file:
+
+    stream of rank 0    [embed 0 | q 0 | k 0 | ...]
+    stream of rank 1    [embed 1 | q 1 | k 1 | ...]
+    file                header [embed 0 embed 1 | q 0 q 1 | k 0 k 1 | ...]
+
+Pure: all of it follows from the tensors and the number of ranks, the same at both ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from itertools import accumulate
+from typing import Any
+
+from weight_sync.types import ITEM_BYTES, TensorSpec
+
+_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_FILE_ALIGNMENT = 64
+"""The data behind the header starts at a multiple of it: a cache line, and the widest registers."""
+_RESERVED_NAME = "__metadata__"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Piece:
+    """The part of one tensor that one rank owns; never empty. Offsets and sizes in bytes."""
+
+    tensor: int
+    """Index into `Layout.tensors`."""
+    stream_start: int
+    file_start: int
+    """From the start of the file's data, behind its header."""
+    num_bytes: int
+
+    @property
+    def stream_stop(self) -> int:
+        return self.stream_start + self.num_bytes
+
+
+@dataclass(kw_only=True, frozen=True)
+class Layout:
+    """Which tensors a model has and how they are spread over the trainer's ranks.
+
+    Tensors of wider items come first (else in the order given), so that every piece is aligned to
+    its own dtype, in the streams and in the file, without a gap.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    num_ranks: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorSpec], num_ranks: int) -> Layout:
+        """Raises ValueError naming a tensor that cannot be served, and for no tensor or rank."""
+        specs = tuple(sorted(tensors, key=lambda t: -_item_bytes(t)))
+        if not specs:
+            raise ValueError("the model has no tensor to publish")
+        counts = Counter(spec.name for spec in specs)
+        if doubled := sorted(name for name, count in counts.items() if count > 1):
+            raise ValueError(f"tensors of the model share a name: {', '.join(doubled)}")
+        if _RESERVED_NAME in counts:
+            raise ValueError(f"a tensor is named {_RESERVED_NAME!r}, which safetensors reserves")
+        for spec in specs:
+            if any(size < 0 for size in spec.shape):
+                raise ValueError(f"tensor {spec.name!r} has the shape {list(spec.shape)}")
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks={num_ranks}: must be at least 1")
+        return cls(tensors=specs, num_ranks=num_ranks)
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """By rank, in the order of the tensors.
+
+        As ZeRO-3 cuts them: of n elements each rank has ceil(n / num_ranks), the last ones fewer.
+        """
+        return tuple(tuple(self._pieces_of(rank)) for rank in range(self.num_ranks))
+
+    def _pieces_of(self, rank: int) -> Iterable[Piece]:
+        stream_start = 0
+        for index, (tensor, file_start) in enumerate(zip(self.tensors, self.offsets, strict=False)):
+            share = -(-tensor.num_elements // self.num_ranks)
+            start = min(rank * share, tensor.num_elements)
+            num_elements = min(share, tensor.num_elements - start)
+            if num_elements:
+                item = ITEM_BYTES[tensor.dtype]
+                yield Piece(
+                    tensor=index,
+                    stream_start=stream_start,
+                    file_start=file_start + start * item,
+                    num_bytes=num_elements * item,
+                )
+                stream_start += num_elements * item
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each tensor starts in the file's data, and where the last one ends."""
+        return tuple(accumulate((t.num_bytes for t in self.tensors), initial=0))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return self.offsets[-1]
+
+    def stream_bytes(self, rank: int) -> int:
+        return self.pieces[rank][-1].stream_stop if self.pieces[rank] else 0
+
+    @cached_property
+    def file_header(self) -> bytes:
+        """What a safetensors file of these tensors begins with, padded to align its data."""
+        entries = {
+            tensor.name: {
+                "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [start, start + tensor.num_bytes],
+            }
+            for tensor, start in zip(self.tensors, self.offsets, strict=False)
+        }
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % _FILE_ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal at two ends exactly if their layouts are."""
+        return sha256(json.dumps(self.to_json(), separators=(",", ":")).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_ranks": self.num_ranks,
+            "tensors": [[t.name, t.dtype, list(t.shape)] for t in self.tensors],
+        }
+
+    @classmethod
+    def from_json(cls, fields: Any) -> Layout:
+        """Raises ValueError naming what is wrong."""
+        try:
+            tensors = [
+                TensorSpec(name=str(name), dtype=str(dtype), shape=tuple(map(int, shape)))
+                for name, dtype, shape in fields["tensors"]
+            ]
+            return cls.of(tensors, int(fields["num_ranks"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a layout of a model: {error!r}") from None
+
+
+def _item_bytes(tensor: TensorSpec) -> int:
+    if tensor.dtype not in ITEM_BYTES:
+        raise ValueError(
+            f"tensor {tensor.name!r} is of dtype {tensor.dtype!r}; "
+            f"weights are served as {', '.join(ITEM_BYTES)}"
+        )
+    return ITEM_BYTES[tensor.dtype]
+
+
+@dataclass(kw_only=True, frozen=True)
+class Transfer:
+    """What is about to travel: known before the first byte of it."""
+
+    version: int
+    base_version: int | None
+    """None: everything is sent. Else only what differs from this version."""
+    layout_digest: str
+    wire_bytes: tuple[int, ...]
+    """Length of each rank's stream on the wire: its pieces, or its delta."""
+    bucket_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "version": self.version,
+            "base_version": self.base_version,
+            "layout_digest": self.layout_digest,
+            "wire_bytes": list(self.wire_bytes),
+            "bucket_bytes": self.bucket_bytes,
+        }
+
+    @classmethod
+    def from_json(cls, fields: Any) -> Transfer:
+        """Raises ValueError naming what is wrong."""
+        try:
+            base = fields["base_version"]
+            transfer = cls(
+                version=int(fields["version"]),
+                base_version=None if base is None else int(base),
+                layout_digest=str(fields["layout_digest"]),
+                wire_bytes=tuple(map(int, fields["wire_bytes"])),
+                bucket_bytes=int(fields["bucket_bytes"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a transfer: {error!r}") from None
+        if any(num_bytes < 0 for num_bytes in transfer.wire_bytes):
+            raise ValueError(f"transfer of version {transfer.version}: a length is negative")
+        return transfer
+
+
+@dataclass(kw_only=True, frozen=True)
+class Manifest:
+    """A version, whole: what a staged copy must equal byte for byte."""
+
+    version: int
+    layout: Layout
+    checksums: tuple[tuple[int, ...], ...]
+    """CRC-32 of every piece, by rank and in the order of `Layout.pieces[rank]`: for a delta too,
+    of the whole piece as it must be when the delta is applied."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "version": self.version,
+            "layout": self.layout.to_json(),
+            "checksums": [list(sums) for sums in self.checksums],
+        }
+
+    @classmethod
+    def from_json(cls, fields: Any) -> Manifest:
+        """Raises ValueError naming what is wrong."""
+        try:
+            layout = Layout.from_json(fields["layout"])
+            checksums = tuple(tuple(map(int, sums)) for sums in fields["checksums"])
+            version = int(fields["version"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a manifest: {error!r}") from None
+        expected = [len(pieces) for pieces in layout.pieces]
+        if [len(sums) for sums in checksums] != expected:
+            raise ValueError(f"manifest of version {version}: checksums do not match its pieces")
+        return cls(version=version, layout=layout, checksums=checksums)
+
+
+def mismatches(
+    layout: Layout, expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]
+) -> list[str]:
+    """Names of the tensors of which a piece differs."""
+    names = {
+        layout.tensors[piece.tensor].name
+        for pieces, wanted, got in zip(layout.pieces, expected, found, strict=True)
+        for piece, a, b in zip(pieces, wanted, got, strict=True)
+        if a != b
+    }
+    return sorted(names)
