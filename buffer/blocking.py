@@ -206,7 +206,7 @@ class BlockingReplayBuffer:
 
 
 class BlockingRunState:
-    """`RunState` with blocking methods; also a `weight_sync` VersionBoard."""
+    """`RunState` with blocking methods."""
 
     def __init__(self, url: str, run: str, settings: BufferConfig) -> None:
         """Connects. Raises BufferConnectionError."""
@@ -217,11 +217,53 @@ class BlockingRunState:
             self._thread.stop()
             raise
 
+    def register_receiver(self, name: str, url: str) -> None:
+        self._thread.run(self._state.register_receiver(name, url))
+
+    def forget_receiver(self, name: str) -> None:
+        self._thread.run(self._state.forget_receiver(name))
+
+    def receivers(self) -> dict[str, str]:
+        return self._thread.run(self._state.receivers())
+
+    def record_staged(self, receiver: str, version: int) -> None:
+        self._thread.run(self._state.record_staged(receiver, version))
+
+    def staged_versions(self) -> dict[str, int]:
+        return self._thread.run(self._state.staged_versions())
+
+    def publish_weights(self, version: int) -> None:
+        self._thread.run(self._state.publish_weights(version))
+
+    def published_weights(self) -> int | None:
+        return self._thread.run(self._state.published_weights())
+
     def record_commits(self, served_versions: Mapping[str, int]) -> None:
         self._thread.run(self._state.record_commits(served_versions))
 
+    def record_commit(self, engine: str, version: int, record: Record) -> None:
+        self._thread.run(self._state.record_commit(engine, version, record))
+
+    def commits(self) -> dict[str, dict[str, float | int | str]]:
+        return self._thread.run(self._state.commits())
+
+    def forget_engine(self, engine: str) -> None:
+        self._thread.run(self._state.forget_engine(engine))
+
     def engine_versions(self) -> dict[str, int]:
         return self._thread.run(self._state.engine_versions())
+
+    def wait_engines_at(self, version: int, timeout_s: float) -> dict[str, int]:
+        return self._thread.run(self._state.wait_engines_at(version, timeout_s))
+
+    def wait_engines_changed(self, seen: Mapping[str, int], timeout_s: float) -> dict[str, int]:
+        return self._thread.run(self._state.wait_engines_changed(seen, timeout_s))
+
+    def enter_commit(self, engine: str, limit: int, ttl_s: float, timeout_s: float) -> bool:
+        return self._thread.run(self._state.enter_commit(engine, limit, ttl_s, timeout_s))
+
+    def leave_commit(self, engine: str) -> None:
+        self._thread.run(self._state.leave_commit(engine))
 
     def trainer_version(self) -> int:
         return self._thread.run(self._state.trainer_version())

@@ -19,8 +19,13 @@
 {leash:RUN}:reconcile        HASH    how far the last reconcile is
 {leash:RUN}:stats            HASH    counters
 {leash:RUN}:events           STREAM  what happened to which group; bounded
-{leash:RUN}:wake:NAME        STREAM  wakes who waits for room, batch, forming or version
-{leash:RUN}:engine_versions  HASH    version that each engine serves
+{leash:RUN}:wake:NAME        STREAM  wakes who waits: room, batch, forming, version, engines, gate
+{leash:RUN}:engine_versions  HASH    version that each engine serves; one that is lost is not there
+{leash:RUN}:commits          HASH    how each engine took that version: a record of JSON
+{leash:RUN}:commit_gate      ZSET    engines that stand still for a commit, by when that ends (ms)
+{leash:RUN}:receivers        HASH    URL of each receiver of weights
+{leash:RUN}:staged           HASH    version that each receiver staged last
+{leash:RUN}:weights          HASH    published: the newest version that engines may take
 {leash:RUN}:waits, :counters, :tasks, :heartbeats, :metrics, :phase   see run_state.py
 
 These are the names of shard 0, the home of a run. Shard 1 begins with {leash:RUN:1}, and so on.

@@ -1,4 +1,4 @@
-"""What a run keeps in Redis besides its groups: versions, waits, metrics, positions, heartbeats."""
+"""What a run keeps in Redis besides its groups: weights, waits, metrics, positions, heartbeats."""
 
 from __future__ import annotations
 
@@ -55,7 +55,37 @@ class RunState:
         redis = await connect(url, tls_ca_file=settings.tls_ca_file)
         return cls(redis, run, shards=settings.shards)
 
-    # Versions --------------------------------------------------------------------------------
+    # Weights: staged at receivers ------------------------------------------------------------
+
+    async def register_receiver(self, name: str, url: str) -> None:
+        """Notes where a receiver is reached; at a new URL it counts as one that staged nothing."""
+        await self._scripts.run("register_receiver", name, url)
+
+    async def forget_receiver(self, name: str) -> None:
+        await self._scripts.run("forget_receiver", name)
+
+    async def receivers(self) -> dict[str, str]:
+        """URL of each registered receiver, by name."""
+        return await self._hash("receivers")
+
+    async def record_staged(self, receiver: str, version: int) -> None:
+        """Notes that a receiver holds a whole version; nothing if it was forgotten meanwhile."""
+        await self._scripts.run("record_staged", receiver, version)
+
+    async def staged_versions(self) -> dict[str, int]:
+        """What each receiver staged last; one that staged nothing yet is not among them."""
+        return await self._numbers("staged")
+
+    async def publish_weights(self, version: int) -> None:
+        """From here on engines may take `version`; one below the newest changes nothing."""
+        await self._scripts.run("publish_weights", version)
+
+    async def published_weights(self) -> int | None:
+        """The newest version of `publish_weights`; None before the first."""
+        version = await self._redis.hget(self._keys("weights"), "published")
+        return None if version is None else int(version)
+
+    # Weights: served by engines --------------------------------------------------------------
 
     async def record_commits(self, served_versions: Mapping[str, int]) -> None:
         """Notes which version each engine serves now. Admission looks at the slowest one."""
@@ -65,8 +95,84 @@ class RunState:
             for scripts in (*self._others, self._scripts):
                 await scripts.run("commit", *pairs)
 
+    async def record_commit(self, engine: str, version: int, record: Record) -> None:
+        """Notes which version an engine serves now, and how it took it (for `commits`)."""
+        text = json.dumps({**record, "at": time.time()})
+        for scripts in self._others:
+            await scripts.run("commit", engine, version)
+        await self._scripts.run("commit_record", engine, version, text)
+
+    async def commits(self) -> dict[str, dict[str, float | int | str]]:
+        """The last record of each engine's `record_commit`, with its Unix time ("at")."""
+        return {name: json.loads(text) for name, text in (await self._hash("commits")).items()}
+
+    async def forget_engine(self, engine: str) -> None:
+        """Notes that an engine serves nothing any more; it holds up neither admission nor commits.
+
+        When the last one is gone, admission gives no credit until one serves again.
+        """
+        for scripts in (*self._others, self._scripts):
+            await scripts.run("forget_engine", engine)
+
     async def engine_versions(self) -> dict[str, int]:
-        return {name: int(value) for name, value in (await self._hash("engine_versions")).items()}
+        """What each live engine serves; an engine that is starting or lost is not among them."""
+        return await self._numbers("engine_versions")
+
+    async def wait_engines_at(self, version: int, timeout_s: float) -> dict[str, int]:
+        """Waits until every live engine (one at least) serves `version` or a later one.
+
+        Returns engine_versions. Raises TimeoutError naming the engines that do not.
+        """
+        deadline = Deadline(timeout_s)
+        while True:
+            seen, served = await self._engines_now()
+            if served and min(served.values()) >= version:
+                return served
+            if not deadline.left_s:
+                raise TimeoutError(_who_is_behind(served, version, timeout_s))
+            await self._wake.wait(seen, deadline.left_s)
+
+    async def wait_engines_changed(
+        self, seen: Mapping[str, int], timeout_s: float
+    ) -> dict[str, int]:
+        """engine_versions, as soon as it differs from `seen`, at the latest after `timeout_s`."""
+        deadline = Deadline(timeout_s)
+        while True:
+            last, served = await self._engines_now()
+            if served != seen or not deadline.left_s:
+                return served
+            await self._wake.wait(last, deadline.left_s)
+
+    async def _engines_now(self) -> tuple[dict[str, str], dict[str, int]]:
+        """What to wait for next, and engine_versions."""
+        stream = self._keys.wake("engines")
+        newest = await self._wake.newest(stream)  # before the versions, or a commit could slip by
+        return {stream: newest}, await self.engine_versions()
+
+    async def enter_commit(self, engine: str, limit: int, ttl_s: float, timeout_s: float) -> bool:
+        """Waits until fewer than `limit` other engines of the run stand still for a commit.
+
+        The place is held until `leave_commit`, for `ttl_s` at most: an engine that dies in it holds
+        up the others no longer. Entering again renews the time. False if no place became free in
+        time.
+        """
+        deadline, ttl_ms = Deadline(timeout_s), max(1, int(1000 * ttl_s))
+        while True:
+            reply = await self._scripts.run("enter_commit", engine, limit, ttl_ms)
+            if reply[0] == b"entered":
+                return True
+            if not deadline.left_s:
+                return False
+            until_free_s = int(reply[2]) / 1000
+            await self._wake.wait(
+                {self._keys.wake("gate"): reply[1].decode()}, min(deadline.left_s, until_free_s)
+            )
+
+    async def leave_commit(self, engine: str) -> None:
+        """Gives the place of `enter_commit` to the next; nothing if it is over already."""
+        await self._scripts.run("leave_commit", engine)
+
+    # The trainer's version -------------------------------------------------------------------
 
     async def trainer_version(self) -> int:
         """The version that the trainer published last; 0 before the first."""
@@ -160,9 +266,19 @@ class RunState:
         await self._wake.close()
         await self._redis.aclose()
 
+    async def _numbers(self, name: str) -> dict[str, int]:
+        return {field: int(value) for field, value in (await self._hash(name)).items()}
+
     async def _hash(self, name: str) -> dict[str, str]:
         pairs = cast("dict[bytes, bytes]", await self._redis.hgetall(self._keys(name)))
         return {field.decode(): value.decode() for field, value in pairs.items()}
+
+
+def _who_is_behind(served: Mapping[str, int], version: int, timeout_s: float) -> str:
+    if not served:
+        return f"no engine served version {version} within {timeout_s:g} s: none is alive"
+    late = (f"{name} (version {at})" for name, at in sorted(served.items()) if at < version)
+    return f"engines that did not serve version {version} within {timeout_s:g} s: {', '.join(late)}"
 
 
 def _pair(name: str) -> tuple[str, str]:

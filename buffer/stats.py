@@ -42,6 +42,9 @@ class BufferStats:
     """Ready groups by how far their gate version lags behind the trainer's."""
     trainer_version: int
     engine_versions: Mapping[str, int]
+    """Of the engines that serve one."""
+    engines_gone: bool
+    """Engines served once and none does now: until one comes back nothing is admitted."""
     max_staleness: int
     max_staleness_trained: int | None
     """The largest staleness of any group that was ever consumed; None before the first."""
@@ -137,6 +140,7 @@ def parse_stats(reply: list[Any]) -> BufferStats:
         },
         trainer_version=trainer_version,
         engine_versions={name: int(version) for name, version in _pairs(reply[8]).items()},
+        engines_gone="engines_gone" in settings,
         max_staleness=int(settings["max_staleness"]),
         max_staleness_trained=counters.get("max_staleness_trained"),
         groups_per_step=int(settings["groups_per_step"]),
@@ -180,6 +184,7 @@ def sum_stats(parts: Sequence[BufferStats]) -> BufferStats:
 
 _OF_THE_RUN = {
     "engine_versions",
+    "engines_gone",
     "max_staleness",
     "groups_per_step",
     "num_shards",

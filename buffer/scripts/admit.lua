@@ -8,12 +8,20 @@ if redis.call('ZSCORE', RUNNING, id) then
   return {'admitted', trainer_version}
 end
 
-local lag = 0
-for _, version in ipairs(redis.call('HVALS', ENGINES)) do lag = math.max(lag, trainer_version - version) end
+-- Engines that are too old get no request, and so do not count; with no other one the limit is 0.
+local lag, num_fresh, served = 0, 0, redis.call('HVALS', ENGINES)
+for _, version in ipairs(served) do
+  local behind = trainer_version - version
+  if behind <= max_staleness then lag, num_fresh = math.max(lag, behind), num_fresh + 1 end
+end
+if served[1] and num_fresh == 0 then lag = max_staleness + 1 end
 
 -- Counted from the sets themselves: a cumulative counter would drift at the first dropped group.
 local in_use = redis.call('ZCARD', RUNNING) + redis.call('ZCARD', READY) + redis.call('ZCARD', LEASED)
 local limit = math.max(0, (max_staleness + 1 - lag) * setting('groups_per_step'))
+-- After the last engine is gone nobody knows how old the next one's weights will be. (Before the first
+-- one came lag is 0: a run gives its engines the trainer's version before its workers ask.)
+if not served[1] and setting('engines_gone') then limit = 0 end
 local shard, num_shards = setting('shard'), setting('num_shards')
 local quota = math.floor(limit / num_shards) + (shard < limit % num_shards and 1 or 0)
 if in_use >= quota then return {'wait', last_wake('room'), in_use, quota} end

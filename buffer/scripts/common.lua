@@ -32,6 +32,7 @@ local QUARANTINED = PREFIX .. 'quarantined'
 local RETRIES = PREFIX .. 'retries'
 local BATCHES = PREFIX .. 'batches'
 local ENGINES = PREFIX .. 'engine_versions'
+local GATE = PREFIX .. 'commit_gate'
 
 local SEQ_RANGE = 4294967296 -- 2^32: `ready` is scored gate version * 2^32 + sequence number
 local MAX_ITEMS = 1000 -- of one command: Lua's stack does not take any number

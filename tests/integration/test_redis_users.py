@@ -25,7 +25,23 @@ from configs.schema import BufferConfig
 HOST, RUN = "127.0.0.1", "acl"
 FOLDER = Path(__file__).parents[2] / "deploy" / "redis"
 CONNECT = ["ping", "info", "client|setinfo", "cluster|slots", "script|load", "evalsha"]
-ROLLOUT_SCRIPTS = ["admit", "renew_credits", "abandon", "push", "space", "take_retry", "add"]
+ROLLOUT_SCRIPTS = [
+    "admit",
+    "renew_credits",
+    "abandon",
+    "push",
+    "space",
+    "take_retry",
+    "add",
+    "append",
+    "register_receiver",
+    "forget_receiver",
+    "enter_commit",
+    "leave_commit",
+    "commit",
+    "commit_record",
+    "forget_engine",
+]
 TRAINER_SCRIPTS = [
     "form",
     "lock_step",
@@ -44,7 +60,8 @@ TRAINER_SCRIPTS = [
     "reconcile_begin",
     "reconcile_acked",
     "reconcile",
-    "commit",
+    "record_staged",
+    "publish_weights",
     "add",
     "append",
     "stats",
@@ -215,7 +232,20 @@ async def test_each_role_can_do_its_work(
 
     assert len(await lease(1, 0, 4)) == 4
     await trainer.publish_version(1)
-    await states["trainer"].record_commits({"engine-0": 1})
+    await states["rollout"].register_receiver("receiver-0", "http://127.0.0.1:1")
+    await states["rollout"].register_receiver("receiver-1", "http://127.0.0.1:2")
+    await states["rollout"].forget_receiver("receiver-1")
+    assert list(await states["trainer"].receivers()) == ["receiver-0"]
+    await states["trainer"].record_staged("receiver-0", 1)
+    await states["trainer"].publish_weights(1)
+    assert await states["rollout"].published_weights() == 1
+    assert await states["rollout"].enter_commit("engine-0", 1, 60, 5)
+    await states["rollout"].record_commit("engine-0", 1, {"pause_s": 0.1})
+    await states["rollout"].record_commits({"engine-1": 1})
+    await states["rollout"].append_metrics({"pause_s": 0.1}, "commit")
+    await states["rollout"].leave_commit("engine-0")
+    await states["rollout"].forget_engine("engine-1")
+    assert await states["trainer"].wait_engines_at(1, 5) == {"engine-0": 1}
     await states["trainer"].append_metrics({"loss": 1.0}, "step")
     await states["trainer"].set_phase("training")
     assert await trainer.ack(2, "lineage") == 4
@@ -236,7 +266,9 @@ async def test_each_role_can_do_its_work(
     assert await watcher.staleness_histogram() == {0: 1}
     assert await watcher.quarantined() == []
     assert [event.event for event in await watcher.events(kept)][:2] == ["admitted", "pushed"]
-    assert len(await states["watcher"].read_metrics("0-0", 0)) == 1
+    assert len(await states["watcher"].read_metrics("0-0", 0)) == 2
+    assert await states["watcher"].staged_versions() == {"receiver-0": 1}
+    assert (await states["watcher"].commits())["engine-0"]["pause_s"] == 0.1
     assert await states["watcher"].phase() == "training"
     assert await states["watcher"].waits() == {("rollout", "trainer"): 1.0}
     for state in states.values():

@@ -18,7 +18,8 @@ from buffer.settings import quota
 from buffer.sharding import id_in_shard, shard_of
 from buffer.staleness import next_attempt
 from buffer.types import PromptRef
-from configs.schema import BufferConfig, OnFull, OnStale, Selector
+from configs.choices import OnFull, OnStale, Selector
+from configs.schema import BufferConfig
 
 
 class Gap(NamedTuple):
@@ -196,7 +197,8 @@ class PlainBuffer:
     # The rollout side's verbs ----------------------------------------------------------------
 
     def admit(self, group_id: str, prompt: PromptRef) -> tuple[str, int]:
-        lag, num_shards = engine_lag(self.version, self.engines.values()), self.settings.shards
+        lag = engine_lag(self.version, self.engines.values(), self.max_staleness)
+        num_shards = self.settings.shards
         limit = admission_limit(
             max_staleness=self.max_staleness, lag=lag, groups_per_step=self.groups_per_step
         )

@@ -13,7 +13,7 @@ from buffer.connection import connect
 from buffer.errors import BufferFullError
 from buffer.lease import PushResult
 from buffer.wakeups import BufferClosedError
-from configs.schema import OnFull
+from configs.choices import OnFull
 
 STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "timeout_s": 0}
 

@@ -18,7 +18,8 @@ from buffer.connection import connect
 from buffer.durability import PushKeeper
 from buffer.server import EmbeddedServer, ServerStartError
 from buffer.wakeups import BufferClosedError
-from configs.schema import AppendFsync, BufferConfig
+from configs.choices import AppendFsync
+from configs.schema import BufferConfig
 
 HOST = "127.0.0.1"
 MARKER = "{test}:durable"

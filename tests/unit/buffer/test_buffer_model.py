@@ -37,7 +37,8 @@ from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from buffer.server import EmbeddedServer
 from buffer.types import PromptRef
-from configs.schema import BufferConfig, OnFull, OnStale, Selector
+from configs.choices import OnFull, OnStale, Selector
+from configs.schema import BufferConfig
 
 T = TypeVar("T")
 
@@ -354,7 +355,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.run(self.buffer.set_max_staleness(value))
         self.model.max_staleness = value
 
-    @rule(engine=st.sampled_from(["e0", "e1"]), lag=st.integers(0, 2))
+    @rule(engine=st.sampled_from(["e0", "e1"]), lag=st.integers(0, 4))
     def commit(self, engine: str, lag: int) -> None:
         version = max(0, self.model.version - lag)
         self.run(self.state.record_commits({engine: version}))

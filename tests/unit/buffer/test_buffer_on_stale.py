@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from buffer.lease import PushResult
-from configs.schema import OnStale, Selector
+from configs.choices import OnStale, Selector
 
 STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "timeout_s": 0}
 

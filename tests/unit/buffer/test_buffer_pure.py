@@ -121,9 +121,17 @@ def test_admission_bound_shrinks_by_a_step_for_each_version_that_engines_lag() -
 
 
 def test_engine_lag_is_that_of_the_slowest_engine_and_never_negative() -> None:
-    assert engine_lag(5, [5, 3, 4]) == 2
-    assert engine_lag(5, []) == 0
-    assert engine_lag(5, [6]) == 0
+    assert engine_lag(5, [5, 3, 4], 2) == 2
+    assert engine_lag(5, [], 2) == 0
+    assert engine_lag(5, [6], 2) == 0
+
+
+def test_engines_too_far_behind_for_a_request_count_only_if_there_is_no_other() -> None:
+    assert engine_lag(5, [5, 1, 4], 2) == 1
+    assert engine_lag(5, [4, 5], 0) == 0
+    # More than max_staleness: the limit is 0.
+    assert engine_lag(5, [1, 2], 2) == 3
+    assert engine_lag(5, [4], 0) == 1
 
 
 def test_the_largest_groups_go_to_the_lightest_shares() -> None:

@@ -18,6 +18,7 @@ from buffer.lua import Scripts
 from buffer.run_state import STREAM_START, RunState
 from buffer.wakeups import BufferClosedError
 from configs.schema import BufferConfig
+from weight_sync.types import VersionBoard
 
 
 @pytest.fixture
@@ -34,6 +35,173 @@ async def test_commits_are_kept_by_engine(state: RunState) -> None:
     await state.record_commits({"a": 1, "b": 1})
     await state.record_commits({"b": 2})
     assert await state.engine_versions() == {"a": 1, "b": 2}
+
+
+async def test_receivers_and_what_they_staged_are_kept(state: RunState) -> None:
+    for _ in range(2):  # a call that is sent again changes nothing
+        await state.register_receiver("receiver-0", "http://a:1")
+        await state.record_staged("receiver-0", 4)
+    await state.register_receiver("receiver-1", "http://b:1")
+    assert await state.receivers() == {"receiver-0": "http://a:1", "receiver-1": "http://b:1"}
+    assert await state.staged_versions() == {"receiver-0": 4}
+    await state.register_receiver("receiver-0", "http://a:2")  # a new process
+    assert await state.staged_versions() == {}
+    for _ in range(2):
+        await state.forget_receiver("receiver-1")
+    await state.record_staged("receiver-1", 5)  # the news of one that is gone came late
+    assert await state.receivers() == {"receiver-0": "http://a:2"}
+    assert await state.staged_versions() == {}
+
+
+async def test_the_published_version_only_grows(state: RunState) -> None:
+    assert await state.published_weights() is None
+    for version, newest in ((0, 0), (2, 2), (2, 2), (1, 2), (10, 10), (9, 10)):
+        await state.publish_weights(version)
+        assert await state.published_weights() == newest
+
+
+async def test_a_commit_is_kept_with_its_record_on_every_shard(
+    redis_url: str, run_name: str, buffer_factory: Any
+) -> None:
+    await buffer_factory(shards=2)
+    state = RunState(await connect(redis_url), run_name, shards=2)
+    await state.record_commit("e0", 3, {"pause_s": 0.25, "strategy": "staged_disk"})
+    record = (await state.commits())["e0"]
+    assert (record["pause_s"], record["strategy"]) == (0.25, "staged_disk")
+    assert abs(float(record["at"]) - time.time()) < 5
+    redis = await connect(redis_url)
+    for shard in range(2):
+        keys = Keys(run_name, shard)
+        assert await redis.hgetall(keys("engine_versions")) == {b"e0": b"3"}
+    for _ in range(2):
+        await state.forget_engine("e0")
+    assert await state.engine_versions() == {} == await state.commits()
+    assert not await redis.exists(Keys(run_name, 1)("engine_versions"))
+    await redis.aclose()
+    await state.close()
+
+
+async def test_all_live_engines_are_waited_for(state: RunState) -> None:
+    with pytest.raises(TimeoutError, match=r"no engine served version 0 within 0\.02 s"):
+        await state.wait_engines_at(0, 0.02)
+    await state.record_commits({"e0": 1, "e1": 2, "e2": 0})
+    with pytest.raises(TimeoutError, match=r"within 0 s: e0 \(version 1\), e2 \(version 0\)$"):
+        await state.wait_engines_at(2, 0)
+    waiting = asyncio.create_task(state.wait_engines_at(2, 10))
+    await state.record_commit("e0", 3, {})
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await state.forget_engine("e2")  # who is lost holds up nobody
+    async with asyncio.timeout(1):
+        assert await waiting == {"e0": 3, "e1": 2}
+
+
+async def test_a_change_of_the_engines_wakes_who_waits_for_it(state: RunState) -> None:
+    async with asyncio.timeout(1):
+        assert await state.wait_engines_changed({"e0": 1}, 10) == {}
+    assert await state.wait_engines_changed({}, 0.02) == {}
+    waiting = asyncio.create_task(state.wait_engines_changed({}, 10))
+    await asyncio.sleep(0.05)
+    await state.record_commit("e0", 0, {})
+    async with asyncio.timeout(1):
+        assert await waiting == {"e0": 0}
+    waiting = asyncio.create_task(state.wait_engines_changed({"e0": 0}, 10))
+    await asyncio.sleep(0.05)
+    await state.forget_engine("e0")
+    async with asyncio.timeout(1):
+        assert await waiting == {}
+
+
+async def test_only_so_many_engines_stand_still_at_once(state: RunState) -> None:
+    assert await state.enter_commit("e0", 2, 60, 0)
+    assert await state.enter_commit("e1", 2, 60, 0)
+    assert not await state.enter_commit("e2", 2, 60, 0.02)
+    assert await state.enter_commit("e0", 2, 60, 0)  # again: it holds its place
+    waiting = asyncio.create_task(state.enter_commit("e2", 2, 60, 10))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    for _ in range(2):
+        await state.leave_commit("e1")
+    async with asyncio.timeout(1):
+        assert await waiting
+    assert not await state.enter_commit("e1", 2, 60, 0)
+
+
+async def test_an_engine_that_dies_in_a_commit_holds_up_the_others_for_its_time(
+    state: RunState,
+) -> None:
+    assert await state.enter_commit("dead", 1, 0.3, 0)
+    before = time.monotonic()
+    async with asyncio.timeout(5):
+        assert await state.enter_commit("e1", 1, 60, 10)  # nobody wakes it: the time is over
+    assert time.monotonic() - before > 0.2
+    await state.leave_commit("dead")  # it was not dead but slow: the place is another's by now
+    assert not await state.enter_commit("e2", 1, 60, 0)
+
+
+async def test_an_engine_that_is_forgotten_leaves_its_place(state: RunState) -> None:
+    assert await state.enter_commit("e0", 1, 60, 0)
+    waiting = asyncio.create_task(state.enter_commit("e1", 1, 60, 10))
+    await asyncio.sleep(0.05)
+    await state.forget_engine("e0")  # which never served anything
+    async with asyncio.timeout(1):
+        assert await waiting
+
+
+async def test_waiting_engines_enter_one_after_another(state: RunState) -> None:
+    inside: set[str] = set()
+    most = 0
+
+    async def commit(engine: str) -> None:
+        nonlocal most
+        assert await state.enter_commit(engine, 2, 60, 10)
+        inside.add(engine)
+        most = max(most, len(inside))
+        await asyncio.sleep(0.01)
+        inside.remove(engine)
+        await state.leave_commit(engine)
+
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(commit(f"e{number}") for number in range(12)))
+    assert most == 2
+
+
+async def test_without_any_engine_nothing_is_admitted(
+    redis_url: str, run_name: str, buffer_factory: Any
+) -> None:
+    buffer = await buffer_factory(groups_per_step=2, max_staleness=1)
+    state = RunState(await connect(redis_url), run_name)
+    await buffer.admit("before-the-first-engine", 0)
+    await state.forget_engine("never-was")
+    await state.record_commits({"e0": 0, "e1": 0})
+    await buffer.publish_version(1)
+    await buffer.admit("of-two", 0)
+    with pytest.raises(TimeoutError):
+        await buffer.admit("too-many", 0)
+    await state.record_commit("e1", 1, {})
+    waiting = asyncio.create_task(buffer.admit("when-the-slow-one-is-gone", 10))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await state.forget_engine("e0")
+    async with asyncio.timeout(1):
+        await waiting
+    await state.forget_engine("e1")
+    assert (await buffer.stats()).engines_gone
+    with pytest.raises(TimeoutError):
+        await buffer.admit("nobody-there", 0)
+    waiting = asyncio.create_task(buffer.admit("when-one-is-back", 10))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await state.record_commit("e1", 1, {})
+    async with asyncio.timeout(1):
+        await waiting
+    assert not (await buffer.stats()).engines_gone
+    await state.close()
+
+
+async def test_a_run_state_is_a_version_board(state: RunState) -> None:
+    board: VersionBoard = state  # the type checker's part
+    assert await board.published_weights() is None
 
 
 async def test_waits_and_counters_add_up(state: RunState) -> None:
@@ -162,7 +330,20 @@ def test_the_blocking_run_state_has_the_same_verbs(
     blocking: BlockingReplayBuffer, redis_url: str, run_name: str
 ) -> None:
     state = BlockingRunState(redis_url, run_name, BufferConfig())
+    state.register_receiver("receiver", "http://a:1")
+    state.record_staged("receiver", 0)
+    state.publish_weights(0)
+    assert state.receivers() == {"receiver": "http://a:1"}
+    assert (state.staged_versions(), state.published_weights()) == ({"receiver": 0}, 0)
+    state.forget_receiver("receiver")
     state.record_commits({"engine": 0})
+    assert state.enter_commit("engine", 1, 60, 0)
+    state.record_commit("another", 0, {"pause_s": 1})
+    assert state.commits()["another"]["pause_s"] == 1
+    state.leave_commit("engine")
+    assert state.wait_engines_at(0, 1) == {"engine": 0, "another": 0}
+    state.forget_engine("another")
+    assert state.wait_engines_changed({}, 1) == {"engine": 0}
     state.add_wait("trainer", "rollout", 2)
     state.count("tokens_generated", 3)
     state.append_metrics({"step": 0}, "step")

@@ -18,7 +18,8 @@ import pytest
 from redis import Redis
 
 from buffer.server import EmbeddedServer, ServerStartError, find_binary
-from configs.schema import AppendFsync, BufferConfig
+from configs.choices import AppendFsync
+from configs.schema import BufferConfig
 
 HOST = "127.0.0.1"
 

@@ -12,7 +12,7 @@ from buffer.connection import connect
 from buffer.keys import Keys
 from buffer.run_state import RunState
 from buffer.shard import Locked, Shard
-from configs.schema import OnFull, Selector
+from configs.choices import OnFull, Selector
 
 STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "timeout_s": 0}
 

@@ -13,7 +13,7 @@ from buffer.lua import RunNotOpenError
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from buffer.types import PromptRef
-from configs.schema import OnStale, Selector
+from configs.choices import OnStale, Selector
 
 STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "timeout_s": 0}
 
@@ -420,6 +420,45 @@ async def test_admission_shrinks_while_engines_lag_behind(
         await buffer.admit(name, 0)
     with pytest.raises(TimeoutError, match="4 may be"):
         await buffer.admit("e", 0)
+    await state.close()
+
+
+async def test_an_engine_that_cannot_follow_does_not_stop_admission(
+    checked_buffer: Any, redis_url: str, run_name: str
+) -> None:
+    buffer = await checked_buffer(groups_per_step=2, max_staleness=1)
+    state = RunState(await connect(redis_url), run_name)
+    await state.record_commits({"stuck": 0, "good": 0})
+    await buffer.publish_version(1)
+    await buffer.publish_version(2)  # no engine may have requests: both are 2 behind
+    with pytest.raises(TimeoutError, match="0 may be"):
+        await buffer.admit("a", 0)
+    await state.record_commits({"good": 1})  # limit (1 + 1 - 1) * 2
+    for name in "ab":
+        await buffer.admit(name, 0)
+    with pytest.raises(TimeoutError, match="2 may be"):
+        await buffer.admit("c", 0)
+    await state.record_commits({"good": 2})
+    for name in "cd":
+        await buffer.admit(name, 0)
+    with pytest.raises(TimeoutError, match="4 may be"):
+        await buffer.admit("e", 0)
+    await state.close()
+
+
+async def test_with_max_staleness_0_nothing_is_admitted_until_an_engine_serves_the_newest_version(
+    checked_buffer: Any, redis_url: str, run_name: str
+) -> None:
+    buffer = await checked_buffer(groups_per_step=1, max_staleness=0)
+    state = RunState(await connect(redis_url), run_name)
+    await state.record_commits({"stuck": 0, "good": 0})
+    await buffer.publish_version(1)
+    waiting = asyncio.create_task(buffer.admit("a", 10))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await state.record_commits({"good": 1})
+    async with asyncio.timeout(5):
+        assert (await waiting).version == 1
     await state.close()
 
 

@@ -11,7 +11,7 @@ from plain_buffer import Gap, parse_gaps, renumber_version
 
 from buffer.replies import Formed, ReconcileBegun
 from buffer.types import PromptRef
-from configs.schema import OnStale, Selector
+from configs.choices import OnStale, Selector
 
 
 def test_versions_after_a_gap_are_moved_kept_or_gone() -> None:

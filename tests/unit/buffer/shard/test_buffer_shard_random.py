@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from buffer.types import PromptRef
-from configs.schema import OnFull, OnStale, Selector
+from configs.choices import OnFull, OnStale, Selector
 
 MODES = [
     {"on_stale": OnStale.requeue, "selector": Selector.stalest, "capacity_bytes": 900},

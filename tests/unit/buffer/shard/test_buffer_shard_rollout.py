@@ -10,7 +10,7 @@ import pytest
 from buffer.replies import Admitted, NoRoom, PushReply
 from buffer.shard import BOUND
 from buffer.types import PromptRef
-from configs.schema import OnFull, OnStale
+from configs.choices import OnFull, OnStale
 
 PROMPT = PromptRef(task="sums", index=3)
 

@@ -9,7 +9,7 @@ import pytest
 
 from buffer.replies import Candidate, Formed, Locked, NotFormed, StepRecord
 from buffer.types import PromptRef
-from configs.schema import OnStale, Selector
+from configs.choices import OnStale, Selector
 
 
 async def test_a_batch_is_formed_once(open_shard: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from buffer.stats import sum_stats
-from configs.schema import OnFull, Selector
+from configs.choices import OnFull, Selector
 
 
 async def test_the_life_of_one_group_can_be_told(open_shard: Any) -> None:

@@ -1,0 +1,12 @@
+-- Lets an engine stand still for a commit, if fewer than `limit` others do. It holds its place until it
+-- leaves or the time is over, so one that dies in it blocks nobody for longer; again renews the time.
+-- ARGV: engine, limit, ms that the place is held.
+-- Reply: {'entered'} | {'wait', last wake id, ms until the next place is over}
+local over = redis.call('ZRANGE', GATE, '-inf', whole(now_ms()), 'BYSCORE', 'LIMIT', '0', MAX_ITEMS)
+if over[1] then redis.call('ZREM', GATE, unpack(over)) end
+if not redis.call('ZSCORE', GATE, ARGV[1]) and redis.call('ZCARD', GATE) >= tonumber(ARGV[2]) then
+  local first = redis.call('ZRANGE', GATE, '0', '0', 'WITHSCORES')
+  return {'wait', last_wake('gate'), math.max(1, first[2] - now_ms() + 1)}
+end
+redis.call('ZADD', GATE, whole(now_ms() + ARGV[3]), ARGV[1])
+return {'entered'}
