@@ -21,7 +21,6 @@ from trainer_pool.types import SupervisedExample, TrainerSpec, TrainReport, Warm
 
 if TYPE_CHECKING:
     from trainer_pool.worker import TrainerRank
-    from weight_sync.ports import ActorPort
     from weight_sync.types import PublishReport
 
 _MAX_CONCURRENCY = 4
@@ -84,10 +83,10 @@ class TrainerActor:
             environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = "lo"
         return environment
 
-    def connect_engines(self, ports: Sequence[ActorPort]) -> None:
-        self._started.connect_engines(ports)
+    def connect(self) -> None:
+        self._started.connect()
 
-    def publish_initial(self) -> PublishReport | None:
+    def publish_initial(self) -> PublishReport:
         return self._started.publish_initial()
 
     def warm_start(self, examples: Sequence[SupervisedExample]) -> WarmStartReport:
@@ -147,12 +146,12 @@ class TrainerPool:
         shared = ray.put(list(examples))
         return {name: actor.warm_start.remote(shared) for name, actor in self._actors.items()}
 
-    def connect_engines(self, ports: Sequence[ActorPort]) -> dict[str, Any]:
-        """Form the weight group; only rank 0 has a part in it."""
-        return {next(iter(self._actors)): self._lead.connect_engines.remote(list(ports))}
+    def connect(self) -> dict[str, Any]:
+        """Make the checkpoint engine, which finds the receivers by itself."""
+        return {name: actor.connect.remote() for name, actor in self._actors.items()}
 
     def publish_initial(self) -> dict[str, Any]:
-        """Rank 0's PublishReport of version 0, None from the others."""
+        """PublishReport of version 0 from each rank; rank 0's when an engine serves it."""
         return {name: actor.publish_initial.remote() for name, actor in self._actors.items()}
 
     def train(self) -> dict[str, Any]:

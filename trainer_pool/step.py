@@ -10,7 +10,7 @@ the number of ranks and the cut into micro-batches change nothing but rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,8 +58,12 @@ def train_step(
     *,
     temperature: float,
     learning_rate: float,
+    before_update: Callable[[], None],
 ) -> StepStats:
-    """Update the weights by `batch`; every rank calls it with its own share of the same batch."""
+    """Update the weights by `batch`; every rank calls it with its own share of the same batch.
+
+    `before_update` is called whenever the weights are about to change; until then they are read.
+    """
     minibatches = plan_minibatches(batch, config, ranks)
     proximal = _proximal_logprobs(engine, minibatches, temperature)
     tally, norms = StepTally(engine.device), UpdateNorms()
@@ -74,6 +78,7 @@ def train_step(
                 num_tokens=minibatch.num_tokens,
                 temperature=temperature,
             )
+        before_update()
         norms.norms.append(engine.step(learning_rate))
     return tally.total(
         ranks,

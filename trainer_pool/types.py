@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +27,13 @@ class TrainerSpec:
     run_dir: str
     seed: int
     host: str
-    """Address on which rank 0 listens, for the other ranks and for the engines."""
+    """Address on which rank 0 listens, for the other ranks and for the receivers."""
     num_threads: int
     uses_gpu: bool
+    serving_dtype: str
+    """Of the weights as engines serve them, as torch spells it: "float32" or "bfloat16"."""
+    weights_key: str = field(repr=False)
+    """What the receivers of this run ask for."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)

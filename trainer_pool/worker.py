@@ -1,11 +1,12 @@
 """One rank of the trainer: the loop from leased groups to published weights.
 
     rollout pool ─► [ready] ─ lease ─► validate ─► train_step ─┬► publish_version, consume
-                       ▲                                       ├► weights to the engines
+                       ▲                                       ├► copy of the shards ─► engines
                        └── stale: dropped or run again         └► checkpoint ─► ack
 
 Every rank runs this loop. Rank 0 alone speaks for all of them: it decides which groups may still be
-trained, sends the weights, and writes down what happened.
+trained, and writes down what happened. Weights leave each rank beside the loop, which waits for the
+copy alone.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from buffer.blocking import BlockingReplayBuffer, BlockingRunState
 from buffer.lease import Lease
+from buffer.run_state import RunState
 from trainer_pool.checkpoint import CheckpointStore, TrainState
 from trainer_pool.collectives import Collectives
 from trainer_pool.step import StepBatch, train_step
@@ -31,14 +33,13 @@ from trainer_pool.types import SupervisedExample, TrainerSpec, TrainReport, Warm
 from trainer_pool.warm_start import warm_start
 from trainer_pool.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
 from weight_sync.engine import CheckpointEngine
-from weight_sync.types import EnginePort, PublishReport
+from weight_sync.types import PublishReport, VersionBoard
 
 
 class TrainerRank:
     """The policy's shards on this rank, and the ways to the buffer and to the engines.
 
-    Public methods are collectives, to be called on all ranks, but for `stop`, `connect_engines`
-    and `close`.
+    Public methods are collectives, to be called on all ranks, but for `stop` and `close`.
     """
 
     def __init__(self, spec: TrainerSpec, address: RankAddress, listener: socket | None) -> None:
@@ -53,7 +54,7 @@ class TrainerRank:
         )
         self._buffer = BlockingReplayBuffer(spec.redis_url, spec.run, spec.buffer)
         self._run_state = BlockingRunState(spec.redis_url, spec.run, spec.buffer)
-        self._sender: CheckpointEngine | None = None
+        self._weights: CheckpointEngine | None = None
         self._checkpoints = CheckpointStore(Path(spec.run_dir) / "checkpoints")
         self._export_dir = Path(spec.run_dir) / "final_model"
         self._stop_requested = threading.Event()
@@ -72,31 +73,55 @@ class TrainerRank:
         """Supervised learning before RL; see `trainer_pool.warm_start`."""
         return warm_start(self._engine, self._ranks, examples, self._spec.config)
 
-    def connect_engines(self, ports: Sequence[EnginePort]) -> None:
-        """Rank 0 only: form the weight group with the inference engines."""
-        assert self._is_lead
+    def connect(self) -> None:
+        """Make the checkpoint engine. Receivers may come at any time, before it or later."""
         spec = self._spec
-        self._sender = CheckpointEngine(
-            ports, spec.weight_sync, run=spec.run, host=self._host, uses_gpu=spec.uses_gpu
-        )
-        self._sender.connect()
 
-    def publish_initial(self) -> PublishReport | None:
-        """Give the engines version 0, the weights that RL starts from; None on other ranks."""
+        async def open_board() -> VersionBoard:
+            return await RunState.connect(spec.redis_url, spec.run, spec.buffer)
+
+        self._weights = CheckpointEngine(
+            self._engine.layout(spec.serving_dtype),
+            spec.weight_sync,
+            rank=self._ranks.rank,
+            run=spec.run,
+            host=self._host,
+            key=spec.weights_key,
+            uses_gpu=spec.uses_gpu,
+            open_board=open_board,
+            control_timeout_s=spec.config.timeout_s,
+        )
+
+    def publish_initial(self) -> PublishReport:
+        """Give the engines version 0, the weights that RL starts from, and wait for them.
+
+        Raises WeightSyncError that names who did not take it within `trainer.timeout_s`.
+        """
         if self._is_lead:
             # From here on the buffer refuses whoever trained this run before.
             self._buffer.reconcile(
                 self._lineage, step=self._step, version=self._version, resume_version=self._version
             )
             self._buffer.publish_version(self._version)
-        return self._send_weights()
+        report = self._publish_weights()
+        self._sending.wait_committed(self._version, self._spec.config.timeout_s)
+        return report
+
+    @property
+    def _sending(self) -> CheckpointEngine:
+        assert self._weights is not None, "connect() comes first"
+        return self._weights
 
     def stop(self) -> None:
         """End `train` after the step it is in, with a checkpoint; from any thread."""
         self._stop_requested.set()
 
     def train(self) -> TrainReport:
-        """Run all steps. Raises TimeoutError if the rollout pool brings no batch in time."""
+        """Run all steps, until engines serve the last version.
+
+        Raises TimeoutError if the rollout pool brings no batch in time, and WeightSyncError if
+        versions do not reach the engines.
+        """
         self._is_training = True
         try:
             return self._train()
@@ -110,6 +135,8 @@ class TrainerRank:
         if self._saved_step < self._step:
             self._checkpoint()
         self._engine.export(self._export_dir)
+        # What follows, such as the last evaluation, is about the weights that training ended with.
+        self._sending.drain(self._version, self._spec.config.timeout_s)
         return TrainReport(
             num_steps=self._step,
             version=self._version,
@@ -133,13 +160,13 @@ class TrainerRank:
         if self._is_lead:
             self._hand_over(lease, kept_ids)
         times.step_s = clock.lap()
-        report = self._send_weights()
-        times.publish_s = clock.lap()
+        report = self._publish_weights()
+        clock.lap()
         is_due = self._step % self._spec.config.checkpoint_every == 0
         if is_due or self._step == self._spec.config.num_steps:
             self._checkpoint()
         times.checkpoint_s = clock.lap()
-        if report is not None:
+        if self._is_lead:
             self._record(stats, report, times)
 
     def _lease(self) -> tuple[Lease, tuple[str, ...]]:
@@ -185,6 +212,7 @@ class TrainerRank:
             config,
             temperature=self._spec.temperature,
             learning_rate=learning_rate(self._step, config.learning_rate, config.lr_warmup_steps),
+            before_update=self._sending.guard,
         )
         # A group that no rank held must not be counted as trained.
         assert stats.num_groups == len(kept_ids), (stats.num_groups, kept_ids)
@@ -203,20 +231,9 @@ class TrainerRank:
             )
         self._unsaved_group_ids += kept_ids
 
-    def _send_weights(self) -> PublishReport | None:
-        """All ranks gather; rank 0 sends. None on other ranks."""
-        tensors = self._engine.named_tensors()
-        try:
-            if not self._is_lead:
-                return None
-            assert self._sender is not None, "connect_engines() comes first"
-            report = self._sender.publish(self._version, tensors)
-        finally:
-            # If sending failed half way, the other ranks are still gathering.
-            for _ in tensors:
-                pass
-        self._run_state.record_commits({c.engine: c.served_version for c in report.commits})
-        return report
+    def _publish_weights(self) -> PublishReport:
+        """Copy this rank's shards; they travel while training goes on."""
+        return self._sending.publish(self._version, self._engine.shards())
 
     def _checkpoint(self) -> None:
         """Save all shards; once they are durable, the buffer may forget the groups in them."""
@@ -240,7 +257,7 @@ class TrainerRank:
 
     def _record(self, stats: StepStats, report: PublishReport, times: _StepTimes) -> None:
         self._run_state.add_wait("trainer", "rollout", times.lease_wait_s)
-        self._run_state.add_wait("trainer", "weight_sync", times.publish_s)
+        self._run_state.add_wait("trainer", "weight_sync", report.wait_s + report.snapshot_s)
         record: dict[str, float | int | str] = {
             "step": self._step,
             "version": self._version - 1,  # the one that was trained
@@ -248,9 +265,7 @@ class TrainerRank:
             "lease_wait_s": times.lease_wait_s,
             "step_s": times.step_s,
             "snapshot_s": report.snapshot_s,
-            "wire_s": report.wire_s,
-            "pause_s_max": max((commit.pause_s for commit in report.commits), default=0.0),
-            "publish_bytes": report.num_bytes,
+            "snapshot_wait_s": report.wait_s,
             "checkpoint_s": times.checkpoint_s,
         }
         self._run_state.append_metrics(record, kind="step")
@@ -264,8 +279,8 @@ class TrainerRank:
             # A step may be in a collective, whose groups must not be pulled from under it: it ends
             # with the process.
             return
-        if self._sender is not None:
-            self._sender.close()
+        if self._weights is not None:
+            self._weights.close()
         self._engine.close()
         leave_ranks()
 
@@ -286,8 +301,6 @@ class _StepTimes:
 
     lease_wait_s: float = 0.0
     step_s: float = 0.0
-    publish_s: float = 0.0
-    """Snapshot and wire, with what is recorded about them."""
     checkpoint_s: float = 0.0
 
 

@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO-3 around a Hugging Face causal language model; the only import of deepspeed.
 
-Sharded are parameters, gradients and Adam's moments. Every public method except the properties is
-a collective: all ranks call it, in the same order.
+Sharded are parameters, gradients and Adam's moments. Every public method that does not say
+otherwise is a collective: all ranks call it, in the same order.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ from torch._C._distributed_c10d import TCPStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 
-from configs.schema import Backend, Dtype, TrainerConfig
+from configs.choices import Backend, Dtype
+from configs.schema import TrainerConfig
 from trainer_pool.collectives import Collectives
+from weight_sync.manifest import Layout
+from weight_sync.snapshot import Shard
+from weight_sync.types import TensorSpec
 
 _CHECKPOINT_TAG = "zero3"
 _GATHER_ELEMENTS = 50_000_000
-"""Parameters that are whole on every rank at once while a snapshot or an export walks the model."""
+"""Parameters that are whole on every rank at once while an export walks the model."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -164,11 +168,41 @@ class Zero3Engine:
             for value in state.values():
                 value.zero_()
 
+    def layout(self, serving_dtype: str) -> Layout:
+        """Every parameter by its Hugging Face name, as engines serve it. No collective.
+
+        A tied output head is not listed by itself. Raises RuntimeError if deepspeed has cut a
+        parameter in another way than the layout says.
+        """
+        parameters = list(self._engine.module.named_parameters())
+        specs = [
+            TensorSpec(name=name, dtype=serving_dtype, shape=tuple(parameter.ds_shape))
+            for name, parameter in parameters
+        ]
+        layout = Layout.of(specs, self.num_ranks)
+        for name, parameter in parameters:
+            share = -(-parameter.ds_numel // self.num_ranks)
+            if parameter.ds_tensor.numel() != share:
+                raise RuntimeError(
+                    f"deepspeed gave this rank {parameter.ds_tensor.numel()} elements of {name}, "
+                    f"not a share of {share}: weights can only be sent from shares of that size"
+                )
+        return layout
+
+    def shards(self) -> Iterator[Shard]:
+        """What this rank owns of each parameter: views of the live weights. No collective."""
+        rank = dist.get_rank()
+        for name, parameter in self._engine.module.named_parameters():
+            share = parameter.ds_tensor.numel()
+            # The last ranks' slices are padded, or are nothing else.
+            num_own = max(0, min(share, parameter.ds_numel - rank * share))
+            yield Shard(name=name, tensor=parameter.ds_tensor.data.flatten()[:num_own])
+
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter, whole, by its Hugging Face name; on all ranks and in the same order.
 
         A tensor is only valid until the iterator moves on: copy what you keep. Each rank must walk
-        to the end, else the others wait for it. A tied output head is not listed by itself.
+        to the end, else the others wait for it.
         """
         for bucket in self._gather_buckets():
             with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):

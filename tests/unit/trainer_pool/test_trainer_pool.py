@@ -5,11 +5,11 @@ Rollouts come from this process: made-up tokens, admitted and pushed as a rollou
 
 from __future__ import annotations
 
-import sys
+import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group, remove_placement_group
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from buffer.blocking import BlockingReplayBuffer, BlockingRunState
-from buffer.run_state import STREAM_START
+from buffer.run_state import STREAM_START, RunState
 from buffer.server import EmbeddedServer
 from buffer.stats import BufferStats
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
@@ -38,57 +39,66 @@ from trainer_pool.checkpoint import CheckpointStore
 from trainer_pool.pool import TrainerPool
 from trainer_pool.scratch import build_scratch_model
 from trainer_pool.types import SupervisedExample, TrainerSpec, TrainReport, WarmStartReport
-from weight_sync.ports import ActorPort
-from weight_sync.types import Bucket, CommitReport, GroupSpec, PublishReport
+from weight_sync.receiver import ReceiverSpec
+from weight_sync.receiver_client import ReceiverClient
+from weight_sync.receiver_process import ReceiverProcess
+from weight_sync.types import PublishReport
 
 pytestmark = pytest.mark.slow
 
 RUN, GROUPS_PER_STEP, MAX_STALENESS = "trainer-pool-test", 4, 1
 TIMEOUT_S = 120.0
+WEIGHTS_KEY = "a-key"
 
 
 class ReceivingEngine:
-    """Joins the weight group as SGLang does, and keeps what it receives."""
+    """A receiver's process and, in a thread here, an engine that serves what it stages."""
 
-    def __init__(self) -> None:
-        self._weights: dict[str, torch.Tensor] = {}
-        self._group: Any = None
-
-    def join_group(self, spec: GroupSpec, rank_offset: int) -> None:
-        from torch.distributed import distributed_c10d as c10d
-
-        limit = timedelta(seconds=spec.timeout_s)
-        url = f"tcp://{spec.host}:{spec.port}"
-        store, *_ = next(c10d.rendezvous(url, rank_offset, spec.world_size, timeout=limit))
-        self._group, _ = c10d._new_process_group_helper(
-            spec.world_size,
-            rank_offset,
-            [],
-            c10d.Backend(spec.backend),
-            c10d.PrefixStore(spec.name, store),
-            group_name=c10d.GroupName(spec.name),
-            timeout=limit,
+    def __init__(self, redis_url: str, folder: Path) -> None:
+        self._redis_url = redis_url
+        spec = ReceiverSpec(
+            name="node-0",
+            host="127.0.0.1",
+            folder=str(folder / "staged"),
+            num_slots=2,
+            num_buffers=2,
+            timeout_s=60.0,
+            min_bandwidth=50e6,
+            key=WEIGHTS_KEY,
         )
-        c10d._world.pg_group_ranks[self._group] = {i: i for i in range(spec.world_size)}
+        self._receiver = ReceiverProcess(spec, folder / "receiver.log")
+        self.weights: dict[str, torch.Tensor] = {}
+        self._loop = asyncio.new_event_loop()
+        self._following = self._loop.create_task(self._follow())
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
 
-    def pause(self) -> None:
-        pass
+    def _run(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._following)
+        self._loop.close()
 
-    def receive(self, bucket: Bucket, spec: GroupSpec, version: int) -> None:
-        flat = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        torch.distributed.broadcast(flat, src=0, group=self._group)
-        parts = flat.split([tensor.num_bytes for tensor in bucket.tensors])
-        for tensor, part in zip(bucket.tensors, parts, strict=True):
-            dtype = getattr(torch, tensor.dtype)
-            self._weights[tensor.name] = part.view(dtype).view(tensor.shape)
+    async def _follow(self) -> None:
+        info = await self._receiver.start()
+        run_state = await RunState.connect(self._redis_url, RUN, BufferConfig())
+        client = ReceiverClient(info.name, info.url, WEIGHTS_KEY)
+        version = -1
+        try:
+            await run_state.register_receiver(info.name, info.url)
+            while True:
+                staged = await client.newest(version, timeout_s=TIMEOUT_S)
+                if staged is not None:
+                    version = staged.version
+                    self.weights = load_file(Path(staged.path) / "model.safetensors")
+                    await run_state.record_commits({"engine-0": version})
+        finally:
+            await client.close()
+            await run_state.close()
+            await self._receiver.stop()
 
-    def resume(self, version: int) -> CommitReport:
-        return CommitReport(
-            engine="engine-0", version=version, pause_s=0.01, served_version=version
-        )
-
-    def weights(self) -> dict[str, Any]:
-        return {name: tensor.numpy() for name, tensor in self._weights.items()}
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._following.cancel)
+        self._thread.join(30)
 
 
 def make_group(random: np.random.Generator, group_id: str, version: int) -> TrajectoryGroup:
@@ -145,12 +155,12 @@ class Outcome:
 
     run_dir: Path
     warm_start: dict[str, WarmStartReport]
-    initial: dict[str, PublishReport | None]
+    initial: dict[str, PublishReport]
     reports: dict[str, TrainReport]
     records: list[dict[str, Any]]
     waits: dict[tuple[str, str], float]
     stats: BufferStats
-    engine_weights: dict[str, Any]
+    engine_weights: dict[str, torch.Tensor]
 
 
 def make_spec(run_dir: Path, redis_url: str) -> TrainerSpec:
@@ -180,6 +190,8 @@ def make_spec(run_dir: Path, redis_url: str) -> TrainerSpec:
         host="127.0.0.1",
         num_threads=1,
         uses_gpu=False,
+        serving_dtype="float32",
+        weights_key=WEIGHTS_KEY,
     )
 
 
@@ -189,7 +201,7 @@ def wait_for_steps(run_state: BlockingRunState, num_steps: int) -> list[dict[str
     while len(records) < num_steps:
         entries = run_state.read_metrics(last, TIMEOUT_S)
         assert entries, "no step within the time limit"
-        records += [dict(entry.record) for entry in entries]
+        records += [dict(entry.record) for entry in entries if entry.kind == "step"]
         last = entries[-1].id
     return records
 
@@ -202,7 +214,6 @@ def results_of(refs: dict[str, Any]) -> dict[str, Any]:
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     """Warm start, version 0, three steps or more, stop."""
     run_dir = tmp_path_factory.mktemp("run")
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     server = EmbeddedServer.start(
         run_dir / "redis", BufferConfig(), "127.0.0.1", run_dir / "redis.log"
@@ -211,18 +222,17 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     spec = make_spec(run_dir, server.url)
     buffer = BlockingReplayBuffer(server.url, RUN, spec.buffer)
     run_state = BlockingRunState(server.url, RUN, spec.buffer)
+    buffer.open(spec.buffer, GROUPS_PER_STEP)
+    engine = ReceivingEngine(server.url, run_dir)
     try:
-        buffer.open(spec.buffer, GROUPS_PER_STEP)
         pool = TrainerPool.create(spec, bundles)
-        engine = ray.remote(ReceivingEngine).options(num_cpus=0).remote()
         results_of(pool.start())
         example = SupervisedExample(
             tokens=np.arange(65, 75, dtype=np.int32), loss_mask=np.ones(10, np.uint8)
         )
         example.loss_mask[0] = 0
         warm_start = results_of(pool.warm_start([example]))
-        port = ActorPort(handle=engine, name="engine-0", num_ranks=1)
-        results_of(pool.connect_engines([port]))
+        results_of(pool.connect())
         initial = results_of(pool.publish_initial())
         rollouts = MadeUpRollouts(server.url)
         training = pool.train()
@@ -238,12 +248,13 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
             records=records,
             waits=run_state.waits(),
             stats=buffer.stats(),
-            engine_weights=ray.get(engine.weights.remote(), timeout=TIMEOUT_S),
+            engine_weights=engine.weights,
         )
         deaths = pool.deaths()
         pool.close(timeout_s=20)
         assert_all_died(deaths)
     finally:
+        engine.close()
         buffer.close()
         run_state.close()
         remove_placement_group(bundles)
@@ -262,10 +273,11 @@ def test_the_engine_holds_the_weights_that_training_ended_with(outcome: Outcome)
     names = {name for name, _ in model.named_parameters()}
     assert names == set(outcome.engine_weights)
     for name, parameter in model.named_parameters():
-        np.testing.assert_array_equal(parameter.detach().numpy(), outcome.engine_weights[name])
-    initial, nothing = outcome.initial.values()
-    assert initial is not None and initial.version == 0 and nothing is None
-    assert initial.num_bytes == sum(w.nbytes for w in outcome.engine_weights.values())
+        assert torch.equal(parameter.detach(), outcome.engine_weights[name]), name
+    reports = outcome.initial.values()
+    assert [report.version for report in reports] == [0, 0]
+    num_bytes = sum(weights.nbytes for weights in outcome.engine_weights.values())
+    assert sum(report.num_bytes for report in reports) == num_bytes
 
 
 def test_trained_groups_are_acked_and_within_the_leash(outcome: Outcome) -> None:
@@ -293,8 +305,7 @@ def test_each_step_is_on_record_with_its_times(outcome: Outcome) -> None:
         assert record["num_groups"] == GROUPS_PER_STEP and record["num_tokens"] > 0
         assert record["reward_mean"] == 0.5 and record["lr"] == pytest.approx(1e-3)
         assert record["staleness_max"] <= MAX_STALENESS
-        assert record["pause_s_max"] == 0.01
-        for name in ("lease_wait_s", "step_s", "snapshot_s", "wire_s", "checkpoint_s"):
+        for name in ("lease_wait_s", "step_s", "snapshot_s", "snapshot_wait_s", "checkpoint_s"):
             assert record[name] >= 0
     assert {("trainer", "rollout"), ("trainer", "weight_sync")} <= outcome.waits.keys()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -15,12 +16,16 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from buffer.codec import encode_group
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import ScratchModelConfig
 from trainer_pool.scratch import build_scratch_model
+from weight_sync.receiver import ReceiverSpec
+from weight_sync.receiver_client import ReceiverClient
+from weight_sync.receiver_process import ReceiverProcess
 
 SCRIPT = Path(__file__).with_name("zero3_rank.py")
 NUM_STEPS = 4
@@ -165,6 +170,15 @@ def test_steps_change_the_weights_and_count_what_they_trained(
     assert min(moved) > 1e-3
 
 
+def test_the_copy_of_the_weights_is_awaited_right_before_each_update(two_ranks: Outcome) -> None:
+    """Not before the passes through the model, which leave the weights as they are."""
+    calls = two_ranks.results["calls"]
+    updates = [place for place, call in enumerate(calls) if call == "step"]
+    assert len(updates) == calls.count("before_update") == 2 * NUM_STEPS
+    for place in updates:
+        assert calls[place - 2 : place] == ["backward", "before_update"]
+
+
 def test_on_policy_batch_has_importance_ratio_one(two_ranks: Outcome) -> None:
     first = two_ranks.results["steps"][0]
     assert first["ratio_mean"] == pytest.approx(1, abs=1e-5)
@@ -209,3 +223,36 @@ def test_warm_start_is_the_same_on_one_and_two_ranks_and_leaves_no_momentum(
     assert alone["warm_start_losses"] == pytest.approx(together["warm_start_losses"], rel=1e-4)
     assert together["warm_start_losses"][1] < together["warm_start_losses"][0]
     assert not together["has_moved_without_gradient"]
+
+
+async def test_what_two_ranks_publish_is_what_they_export_cast_to_the_serving_dtype(
+    folder: Path,
+) -> None:
+    spec = ReceiverSpec(
+        name="node-0",
+        host="127.0.0.1",
+        folder=str(folder / "staged"),
+        num_slots=2,
+        num_buffers=2,
+        timeout_s=30.0,
+        min_bandwidth=50e6,
+        key="a-key",
+    )
+    receiver = ReceiverProcess(spec, folder / "receiver.log")
+    info = await receiver.start()
+    client = ReceiverClient("node-0", info.url, "a-key")
+    try:
+        (folder / "receivers.json").write_text(json.dumps({"node-0": info.url}))
+        outcome = await asyncio.to_thread(run_ranks, folder, "publish", 2)
+        staged = await client.newest(-1, timeout_s=10.0)
+        assert staged is not None and staged.version == NUM_STEPS
+        found = load_file(Path(staged.path) / "model.safetensors")
+    finally:
+        await client.close()
+        await receiver.stop()
+    assert outcome.results["published"][-1] == NUM_STEPS
+    # The output head is tied to the embedding: it is not among them.
+    assert len(found) == outcome.results["num_tensors"] == len(outcome.weights)
+    assert "lm_head.weight" not in found and "model.embed_tokens.weight" in found
+    for name, weights in outcome.weights.items():
+        assert torch.equal(found[name], torch.from_numpy(weights).to(torch.bfloat16)), name

@@ -2,7 +2,8 @@
 
     python zero3_rank.py FOLDER RANK NUM_RANKS LISTENER_FD HOST PORT SCENARIO
 
-`FOLDER` holds the model and the batches of all ranks; results go to `FOLDER/SCENARIO-NUM_RANKS`.
+`FOLDER` holds the model and the batches of all ranks, and in `receivers.json` who is published to;
+results go to `FOLDER/SCENARIO-NUM_RANKS`.
 """
 
 from __future__ import annotations
@@ -10,18 +11,24 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from buffer.codec import decode_group
-from configs.schema import Backend, TrainerConfig, WarmStartConfig
+from configs.choices import Backend
+from configs.schema import TrainerConfig, WarmStartConfig, WeightSyncConfig
 from trainer_pool.collectives import Collectives
 from trainer_pool.step import StepBatch, train_step
 from trainer_pool.types import SupervisedExample
 from trainer_pool.warm_start import warm_start
 from trainer_pool.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
+from weight_sync.engine import CheckpointEngine
+from weight_sync.types import Record
 
 NUM_STEPS = 4
 SAVE_AFTER = 2
@@ -59,6 +66,35 @@ def examples() -> list[SupervisedExample]:
     ]
 
 
+class NoticeBoard:
+    """A board in memory, beside which every engine serves what is published."""
+
+    def __init__(self, receivers: dict[str, str]) -> None:
+        self._receivers = receivers
+        self.published: list[int] = []
+
+    async def receivers(self) -> dict[str, str]:
+        return self._receivers
+
+    async def engine_versions(self) -> dict[str, int]:
+        return {"engine": self.published[-1]} if self.published else {}
+
+    async def record_staged(self, receiver: str, version: int) -> None:
+        pass
+
+    async def publish_weights(self, version: int) -> None:
+        self.published.append(version)
+
+    async def wait_engines_at(self, version: int, timeout_s: float) -> dict[str, int]:
+        return await self.engine_versions()
+
+    async def append_metrics(self, record: Record, kind: str) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
 class Scenario:
     """What the ranks do together; `results` is the same on each."""
 
@@ -85,17 +121,69 @@ class Scenario:
         except ValueError as error:
             self.results["refusal"] = str(error)
 
-    def train(self, first: int, last: int) -> None:
+    def publish(self) -> None:
+        """Every step's weights as bfloat16, in full and as deltas; waits for the last one only."""
+        board = NoticeBoard(json.loads((self.folder / "receivers.json").read_text()))
+
+        async def open_board() -> NoticeBoard:
+            return board
+
+        weights = CheckpointEngine(
+            self.engine.layout("bfloat16"),
+            WeightSyncConfig(bucket_bytes=5_000, full_every=3, max_delta_density=0.5),
+            rank=self.ranks.rank,
+            run="zero3",
+            host="127.0.0.1",
+            key="a-key",
+            uses_gpu=False,
+            open_board=open_board,
+            control_timeout_s=60.0,
+        )
+        weights.publish(0, self.engine.shards())
+        weights.wait_committed(0, 60.0)
+        for step in range(NUM_STEPS):
+            self.train(step, step + 1, weights.guard)
+            weights.publish(step + 1, self.engine.shards())
+        weights.wait_committed(NUM_STEPS, 60.0)
+        self.results["num_tensors"] = len(self.engine.layout("bfloat16").tensors)
+        self.results["published"] = board.published
+        self.write()
+        self.ranks.barrier()
+        weights.close()
+
+    def train(
+        self, first: int, last: int, before_update: Callable[[], None] = lambda: None
+    ) -> None:
         steps = []
+        calls: list[str] = []
+
+        def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def note(*arguments: Any) -> Any:
+                calls.append(name)
+                return call(*arguments)
+
+            return note
+
         for step in range(first, last):
             batch = read_batch(self.folder, step, self.ranks.rank, self.ranks.num_ranks)
-            stats = train_step(
-                self.engine, self.ranks, batch, self.config, temperature=0.7, learning_rate=1e-2
-            )
+            with (
+                patch.object(self.engine, "backward", noted("backward", self.engine.backward)),
+                patch.object(self.engine, "step", noted("step", self.engine.step)),
+            ):
+                stats = train_step(
+                    self.engine,
+                    self.ranks,
+                    batch,
+                    self.config,
+                    temperature=0.7,
+                    learning_rate=1e-2,
+                    before_update=noted("before_update", before_update),
+                )
             steps.append(stats.record())
             if step + 1 == SAVE_AFTER:
                 self.engine.save(self.checkpoint)
         self.results["steps"] = steps
+        self.results["calls"] = calls
 
     def warm_start(self) -> None:
         report = warm_start(self.engine, self.ranks, examples(), self.config)
@@ -129,7 +217,12 @@ def main() -> None:
     engine = Zero3Engine(str(folder / "model"), config_for(num_ranks), address)
     output = folder / f"{name}-{num_ranks}"
     scenario = Scenario(folder, output, engine, ranks)
-    {"whole_run": scenario.whole_run, "resume": scenario.resume}[name]()
+    scenarios = {
+        "whole_run": scenario.whole_run,
+        "resume": scenario.resume,
+        "publish": scenario.publish,
+    }
+    scenarios[name]()
     if rank == 0:
         (output / "results.json").write_text(json.dumps(scenario.results))
     ranks.barrier()
