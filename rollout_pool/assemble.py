@@ -8,7 +8,9 @@ from pathlib import Path
 
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
+from rollout_pool.cancelling import end_tasks
 from rollout_pool.engine import EngineInfo
+from rollout_pool.engine_watch import EngineWatch
 from rollout_pool.evaluate import Evaluator
 from rollout_pool.generate import GroupGenerator
 from rollout_pool.generation import Sampling
@@ -30,6 +32,7 @@ class WorkerParts:
         self._index = index
         self._clients: list[SGLangClient] = []
         self._worker: RolloutWorker | None = None
+        self._watching: asyncio.Task[None] | None = None
         log_path = Path(spec.run_dir) / "logs" / f"rewards-{index}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._rewards = RewardPool(
@@ -71,7 +74,10 @@ class WorkerParts:
         self._position = (await self._state.task_positions()).get(self._index, 0)
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
-        """Build the worker on these engines. Raises ValueError for held-out prompts too long."""
+        """Build the worker on these engines, and follow what they serve.
+
+        Raises ValueError for held-out prompts too long.
+        """
         spec, config = self._spec, self._spec.config
         assert self._task and self._tokenizer and self._buffer and self._state, "prepare() first"
         self._clients = [
@@ -84,7 +90,8 @@ class WorkerParts:
             )
             for engine in engines
         ]
-        router = Router(self._clients)
+        router = Router(self._clients, spec.buffer.wait_timeout_s)
+        self._watching = asyncio.create_task(EngineWatch(router, self._state, self._buffer).run())
         reader = PromptReader(self._tokenizer, spec.task, config)
         self._worker = RolloutWorker(
             index=self._index,
@@ -107,6 +114,7 @@ class WorkerParts:
             ),
             buffer=self._buffer,
             state=self._state,
+            watching=self._watching,
         )
 
     def _sampler(self, router: Router, temperature: float) -> Sampler:
@@ -118,6 +126,8 @@ class WorkerParts:
         """End `worker.run`, the scorers and all connections."""
         if self._worker is not None:
             self._worker.stop()
+        if self._watching is not None:
+            await end_tasks({self._watching})
         await self._rewards.close()
         for client in self._clients:
             await client.close()

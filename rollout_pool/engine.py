@@ -19,7 +19,10 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from configs.schema import EngineConfig, PauseMode
+import psutil
+
+from configs.choices import PauseMode
+from configs.schema import EngineConfig
 from rollout_pool import process_tree
 from rollout_pool.generation import EngineError
 from rollout_pool.server_arguments import server_arguments
@@ -28,6 +31,8 @@ from rollout_pool.sglang_client import SGLangClient
 log = logging.getLogger(__name__)
 
 PORT_ATTEMPTS = 3
+RESTART_STOP_S = 5.0
+"""Longest wait for a server to end by itself; one that hangs is killed then."""
 PROBE_INTERVAL_S = 0.25
 PROGRESS_INTERVAL_S = 10.0
 LOG_TAIL_LINES = 20
@@ -83,6 +88,8 @@ class SGLangEngine:
         self._server: _Server | None = None
         self._client: SGLangClient | None = None
         self._info: EngineInfo | None = None
+        self._reserved: socket.socket | None = None
+        """Keeps the port for the next server when one has died."""
 
     @property
     def info(self) -> EngineInfo:
@@ -96,37 +103,59 @@ class SGLangEngine:
         return self._client
 
     async def start(self) -> EngineInfo:
-        """Start the server and wait until it takes requests.
+        """Start the server on a free port and wait until it takes requests.
 
         Raises EngineError with the end of its log if it dies or is not ready within
         `rollout.engine.start_timeout_s`.
         """
         deadline = time.monotonic() + self.spec.config.start_timeout_s
         for attempt in range(1, 1 + PORT_ATTEMPTS):
-            with _reserve_port(self.spec.host) as reserved:
-                port = int(reserved.getsockname()[1])
-                self._launch(port)
-                try:
-                    return await self._wait_ready(port, deadline)
-                except EngineError:
-                    was_taken = "address already in use" in self.log_tail().lower()
-                    await self.stop()
-                    if not was_taken or attempt == PORT_ATTEMPTS:
-                        raise
-                    log.warning("%s: port %d was taken, trying another", self.spec.name, port)
-                except BaseException:
-                    await self.stop()
+            self._reserved = _reserve_port(self.spec.host)
+            try:
+                return await self._start_at(self._reserved, deadline)
+            except EngineError:
+                self._let_port_go()
+                was_taken = "address already in use" in self.log_tail().lower()
+                if not was_taken or attempt == PORT_ATTEMPTS:
                     raise
+                log.warning("%s: its port was taken, trying another", self.spec.name)
+            except BaseException:
+                self._let_port_go()
+                raise
         raise AssertionError("unreachable")
+
+    async def restart(self) -> EngineInfo:
+        """End what is left of the server and start another one at the same URL, so that whoever
+        talks to it may go on. Raises EngineError like `start`; it may be called again then.
+        """
+        assert self._reserved is not None, "start() comes first"
+        await self._end_server(RESTART_STOP_S)
+        deadline = time.monotonic() + self.spec.config.start_timeout_s
+        return await self._start_at(self._reserved, deadline)
+
+    async def _start_at(self, reserved: socket.socket, deadline: float) -> EngineInfo:
+        port = int(reserved.getsockname()[1])
+        self._launch(port)
+        try:
+            return await self._wait_ready(port, deadline)
+        except BaseException:
+            await self._end_server(RESTART_STOP_S)
+            raise
 
     async def wait_dead(self) -> EngineDied:
         """Returns when the server has ended, also after `stop`."""
         assert self._server is not None, "start() comes first"
-        exit_code = await self._server.exited
+        exit_code = await asyncio.shield(self._server.exited)  # others wait for it, too
         return EngineDied(name=self.spec.name, exit_code=exit_code, log_tail=self.log_tail())
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """End the server and everything that it started, and remove what it left."""
+        try:
+            await self._end_server(timeout_s)
+        finally:
+            self._let_port_go()
+
+    async def _end_server(self, timeout_s: float) -> None:
         client, self._client = self._client, None
         try:
             if self._server is not None:
@@ -134,6 +163,11 @@ class SGLangEngine:
         finally:
             if client is not None:
                 await client.close()
+
+    def _let_port_go(self) -> None:
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
 
     def log_tail(self) -> str:
         """The last lines of the server's log."""
@@ -187,7 +221,7 @@ class SGLangEngine:
             # Another process's start has no event to wait for, but its end has.
             await asyncio.wait({server.exited}, timeout=PROBE_INTERVAL_S)
         log.info("%s: ready after %.1f s", self.spec.name, time.monotonic() - started)
-        server.note_shared_memory()
+        server.note_family()
         self._info = EngineInfo(
             name=self.spec.name,
             url=_url(self.spec.host, port),
@@ -211,6 +245,7 @@ class _Server:
         # Paths of unix sockets may not be longer than 107 bytes; a run's folder could be too deep.
         self._socket_folder = tempfile.mkdtemp(prefix="leash-sglang-")
         self._shared_memory: frozenset[Path] = frozenset()
+        self._children: list[psutil.Process] = []
         self._leftovers_path = spec.leftovers_path
         self._note_leftovers()
         command = [sys.executable, "-m", "rollout_pool.sglang_server", self._socket_folder]
@@ -235,8 +270,10 @@ class _Server:
     def pid(self) -> int:
         return self._process.pid
 
-    def note_shared_memory(self) -> None:
+    def note_family(self) -> None:
+        """What would be left if the server were killed: its children and their shared memory."""
         family = process_tree.family(self.pid)
+        self._children = family[1:]
         self._shared_memory = process_tree.shared_memory_files(family)
         self._note_leftovers()
 
@@ -246,14 +283,14 @@ class _Server:
         self._leftovers_path.write_text("".join(f"{path}\n" for path in paths))
 
     async def stop(self, timeout_s: float) -> None:
-        children = process_tree.descendants(self.pid)
+        children = [*self._children, *process_tree.descendants(self.pid)]
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         done, _ = await asyncio.wait({self.exited}, timeout=timeout_s)
         if not done:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
             await asyncio.wait({self.exited}, timeout=timeout_s)
         # A server that was killed, by us or another, could not clear up behind itself.
         await asyncio.to_thread(process_tree.kill, children, timeout_s)

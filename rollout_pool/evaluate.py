@@ -46,14 +46,14 @@ class Evaluator:
             )
 
     async def run(self, version: int) -> EvalReport:
-        """`version`: the oldest policy version that may have written a token.
+        """`version`: the oldest policy version that may have written a token; waits for it.
 
         Raises SamplesFailed, and RuntimeError if an older version was still served.
         """
         started = time.perf_counter()
         turn = asyncio.Semaphore(CALLS_AT_ONCE)
         batches = [self._prompts[i : i + BATCH] for i in range(0, len(self._prompts), BATCH)]
-        answers = await asyncio.gather(*(self._answer(batch, turn) for batch in batches))
+        answers = await asyncio.gather(*(self._answer(batch, turn, version) for batch in batches))
         scores = [score for batch, _ in answers for score in batch]
         versions = [served for _, batch in answers for served in batch]
         if min(versions) < version:
@@ -70,13 +70,14 @@ class Evaluator:
         )
 
     async def _answer(
-        self, prompts: Sequence[TokenizedPrompt], turn: asyncio.Semaphore
+        self, prompts: Sequence[TokenizedPrompt], turn: asyncio.Semaphore, version: int
     ) -> tuple[list[float], set[int]]:
         """Scores, and the versions that wrote a token."""
         scoring: list[asyncio.Task[float]] = []
         versions: set[int] = set()
         call = f"eval-{uuid.uuid4().hex[:12]}"
-        async with turn, aclosing(self._sampler.run(call, [p.tokens for p in prompts])) as events:
+        answers = self._sampler.run(call, [p.tokens for p in prompts], min_version=version)
+        async with turn, aclosing(answers) as events:
             async for event in events:
                 if isinstance(event, Generation):
                     versions |= {span.version for span in event.version_spans}

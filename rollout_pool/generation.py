@@ -85,6 +85,10 @@ class EngineClient(Protocol):
     @property
     def name(self) -> str: ...
 
+    def note_version(self, version: int) -> None:
+        """The engine serves `version` now."""
+        ...
+
     def generate(
         self, requests: Sequence[SampleRequest], sampling: Sampling
     ) -> AsyncGenerator[Event]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-_SHARED_MEMORY = "/dev/shm/"
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -29,15 +29,16 @@ def family(pid: int) -> list[psutil.Process]:
 def shared_memory_files(processes: Iterable[psutil.Process]) -> frozenset[Path]:
     """Files in shared memory that these processes map now: a killed one cannot remove them.
 
-    Python's own semaphores (sem.*) are not among them: its resource tracker removes those.
+    Python's own semaphores (sem.*) are not among them: its resource tracker removes those. Nor are
+    files in folders, such as staged weights: those are others', who share them.
     """
     found: set[Path] = set()
     for process in processes:
         try:
-            paths = {mapping.path for mapping in process.memory_maps()}
+            paths = {Path(mapping.path) for mapping in process.memory_maps()}
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # ended meanwhile
-        found |= {Path(path) for path in paths if path.startswith(_SHARED_MEMORY)}
+        found |= {path for path in paths if path.parent == _SHARED_MEMORY}
     return frozenset(path for path in found if path.exists())
 
 
@@ -45,12 +46,16 @@ def kill(processes: Iterable[psutil.Process], timeout_s: float) -> None:
     """SIGKILL, then wait until they are gone. Python's resource trackers end by themselves.
 
     A tracker removes the semaphores of its family once the last member is gone, so it must outlive
-    them.
+    them, and must not be stopped when the others were.
     """
-    doomed = [process for process in processes if not _is_tracker(process)]
-    for process in doomed:
+    doomed = []
+    for process in processes:
         try:
-            process.kill()
+            if _is_tracker(process):
+                process.resume()
+            else:
+                doomed.append(process)
+                process.kill()
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(doomed, timeout=timeout_s)

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from configs.schema import OnLongPrompt, RolloutConfig, TaskConfig
+from configs.choices import OnLongPrompt
+from configs.schema import RolloutConfig, TaskConfig
 from rollout_pool.tasks import Prompt, TaskStream
 
 

@@ -24,7 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from configs.schema import TaskConfig, TaskKind
+from configs.choices import TaskKind
+from configs.schema import TaskConfig
 from rollout_pool.tasks import Prompt, Task
 
 TaskFactory = Callable[[TaskConfig], Task]

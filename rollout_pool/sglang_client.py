@@ -11,13 +11,13 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, cast
 
 import httpx
 
 from buffer.types import VersionSpan
-from configs.schema import PauseMode
+from configs.choices import PauseMode
 from rollout_pool.generation import (
     BadLogprobs,
     EngineError,
@@ -30,7 +30,7 @@ from rollout_pool.generation import (
     check_logprobs,
     merge_spans,
 )
-from weight_sync.types import Bucket, GroupSpec
+from weight_sync.types import GroupSpec, TensorSpec
 
 STREAM_INTERVAL = 2048
 """Tokens between two signs of life of a sample. Each repeats all that came before, so few are best;
@@ -39,6 +39,9 @@ CONNECT_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 60.0
 """For calls that an engine answers at once unless it is ill."""
 ABORT_TIMEOUT_S = 5.0
+_FROM_DISK = "/update_weights_from_disk"
+_FROM_IPC = "/update_weights_from_ipc"
+_BEGIN_UPDATE = "/begin_weight_update"
 _VERSION = re.compile("[0-9]+")
 
 
@@ -68,7 +71,10 @@ class SGLangClient:
                 request_timeout_s, connect=min(CONNECT_TIMEOUT_S, request_timeout_s), pool=None
             ),
             # The engine queues what it can't run; a queue here would hide that from the router.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            # Idle connections are given up before SGLang does it (5 s), or a call could meet the end.
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0
+            ),
             trust_env=False,  # a proxy of the environment is not for engines
         )
 
@@ -79,6 +85,10 @@ class SGLangClient:
     @property
     def url(self) -> str:
         return str(self._http.base_url)
+
+    def note_version(self, version: int) -> None:
+        """The engine serves `version` now, so prefixes of older ones are of no use."""
+        self._latest_version = max(self._latest_version, version)
 
     # Generation ----------------------------------------------------------------------------------
 
@@ -153,7 +163,7 @@ class SGLangClient:
             generation = self._generation(index, answer)
         except (BadLogprobs, EngineError) as error:
             return [Refused(index=index, error=error)]
-        self._latest_version = max(self._latest_version, generation.version_spans[-1].version)
+        self.note_version(generation.version_spans[-1].version)
         return [generation]
 
     def _generation(self, index: int, answer: Mapping[str, Any]) -> Generation:
@@ -205,43 +215,19 @@ class SGLangClient:
 
     # Weights -------------------------------------------------------------------------------------
 
-    async def join_weight_group(self, spec: GroupSpec, rank_offset: int) -> None:
-        """Become `tp_size` members of a weight group, from rank `rank_offset` on.
+    async def can_update_from_disk(self) -> bool:
+        return _FROM_DISK in await self._routes()
 
-        Returns when all its members have come.
-        """
-        body = {
-            "master_address": spec.host,
-            "master_port": spec.port,
-            "rank_offset": rank_offset,
-            "world_size": spec.world_size,
-            "group_name": spec.name,
-            "backend": spec.backend,
-        }
-        await self._post("/init_weights_update_group", body, spec.timeout_s)
+    async def can_update_from_ipc(self) -> bool:
+        return _FROM_IPC in await self._routes()
 
-    async def leave_weight_group(self, spec: GroupSpec) -> None:
-        body = {"group_name": spec.name}
-        await self._post("/destroy_weights_update_group", body, spec.timeout_s)
+    async def wants_update_session(self) -> bool:
+        """Whether a broadcast must lie between `begin_update` and `end_update`."""
+        return _BEGIN_UPDATE in await self._routes()
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop decoding; running requests wait, and new ones are queued."""
         await self._post("/pause_generation", {"mode": mode.value}, CONTROL_TIMEOUT_S)
-
-    async def receive(self, bucket: Bucket, spec: GroupSpec, version: int) -> None:
-        """Take one bucket from rank 0's broadcast and load it."""
-        body = {
-            "names": [tensor.name for tensor in bucket.tensors],
-            "dtypes": [tensor.dtype for tensor in bucket.tensors],
-            "shapes": [list(tensor.shape) for tensor in bucket.tensors],
-            "group_name": spec.name,
-            "load_format": "flattened_bucket",
-            # With requests pending a flush fails an assertion that takes the whole server down.
-            "flush_cache": False,
-            "abort_all_requests": False,
-            "weight_version": str(version),
-        }
-        await self._post("/update_weights_from_distributed", body, spec.timeout_s)
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {}, CONTROL_TIMEOUT_S)
@@ -250,6 +236,52 @@ class SGLangClient:
         """The version that the engine says it serves."""
         info = await self._model_info(CONTROL_TIMEOUT_S)
         return self._version(str(info["weight_version"]))
+
+    async def update_from_disk(self, folder: str, version: int, timeout_s: float) -> None:
+        """Load the safetensors files of `folder`. An error may leave the weights torn."""
+        body = {"model_path": folder, "load_format": "safetensors", **_update(version)}
+        await self._post(_FROM_DISK, body, timeout_s)
+
+    async def update_from_ipc(
+        self, zmq_handles: Mapping[str, str], version: int, timeout_s: float
+    ) -> None:
+        """Load what checkpoint-engine's protocol brings over these sockets, by GPU."""
+        body = {
+            "zmq_handles": dict(zmq_handles),
+            "flush_cache": False,
+            "weight_version": str(version),
+        }
+        await self._post(_FROM_IPC, body, timeout_s)
+
+    async def join_broadcast(self, spec: GroupSpec) -> None:
+        """Become the receivers of a group whose rank 0 sends. Returns when all have come."""
+        body = {
+            "master_address": spec.host,
+            "master_port": spec.port,
+            "rank_offset": spec.num_senders,
+            "world_size": spec.world_size,
+            "group_name": spec.name,
+            "backend": spec.backend,
+        }
+        await self._post("/init_weights_update_group", body, spec.timeout_s)
+
+    async def begin_update(self) -> None:
+        await self._post(_BEGIN_UPDATE, {}, CONTROL_TIMEOUT_S)
+
+    async def receive(self, tensors: Sequence[TensorSpec], spec: GroupSpec, version: int) -> None:
+        """Take one broadcast of rank 0, these tensors one after the other, and load it."""
+        body = {
+            "names": [tensor.name for tensor in tensors],
+            "dtypes": [tensor.dtype for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
+            "group_name": spec.name,
+            "load_format": "flattened_bucket",
+            **_update(version),
+        }
+        await self._post("/update_weights_from_distributed", body, spec.timeout_s)
+
+    async def end_update(self) -> None:
+        await self._post("/end_weight_update", {}, CONTROL_TIMEOUT_S)
 
     # The server itself ---------------------------------------------------------------------------
 
@@ -269,25 +301,41 @@ class SGLangClient:
             raise EngineError(f"another server than {self._name} answers at {self._http.base_url}")
         return True
 
+    async def answers(self, timeout_s: float) -> bool:
+        """Whether the HTTP process does; the scheduler may be loading weights, or be paused."""
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                return bool(await self._model_info(timeout_s))
+        return False
+
     async def close(self) -> None:
         await self._http.aclose()
 
+    async def _routes(self) -> Mapping[str, object]:
+        """By path: what this version of the server offers."""
+        description = await self._get("/openapi.json", CONTROL_TIMEOUT_S)
+        return cast(Mapping[str, object], description.get("paths", {}))
+
     async def _model_info(self, timeout_s: float) -> dict[str, Any]:
-        try:
-            response = await self._http.get("/model_info", timeout=timeout_s)
-        except httpx.HTTPError as error:
-            raise self._failure("/model_info", error) from error
-        if response.status_code != httpx.codes.OK:
-            raise self._refusal("/model_info", response)
+        return await self._get("/model_info", timeout_s)
+
+    async def _get(self, path: str, timeout_s: float) -> dict[str, Any]:
+        response = await self._call("GET", path, None, timeout_s)
         return cast(dict[str, Any], response.json())
 
     async def _post(self, path: str, body: Mapping[str, object], timeout_s: float) -> None:
+        await self._call("POST", path, body, timeout_s)
+
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float
+    ) -> httpx.Response:
         try:
-            response = await self._http.post(path, json=body, timeout=timeout_s)
+            response = await self._http.request(method, path, json=body, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise self._failure(path, error) from error
         if response.status_code != httpx.codes.OK:
             raise self._refusal(path, response)
+        return response
 
     def _failure(self, path: str, error: httpx.HTTPError) -> EngineError:
         what = str(error) or type(error).__name__  # a timeout's text is empty
@@ -296,3 +344,11 @@ class SGLangClient:
     def _refusal(self, path: str, response: httpx.Response) -> EngineError:
         text = response.text[:500]
         return EngineError(f"{self._name} refused {path} ({response.status_code}): {text}")
+
+
+def _update(version: int) -> dict[str, object]:
+    """What every load says. With requests pending a flush fails an assertion that ends the server.
+
+    An abort would give up requests that are to go on.
+    """
+    return {"flush_cache": False, "abort_all_requests": False, "weight_version": str(version)}

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from configs.schema import TaskConfig, TaskKind
+from configs.choices import TaskKind
+from configs.schema import TaskConfig
 
 MAX_SKIPS = 100_000
 """So many held-out prompts in a row mean that nothing else is left to train on."""

@@ -29,6 +29,8 @@ class RolloutSpec:
     seed: int
     engine_key: str = field(repr=False)
     """What a request must carry for an engine to answer it; made anew for each run."""
+    weights_key: str = field(repr=False)
+    """The same for the receivers of weights."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -16,14 +16,14 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from buffer.staleness import is_fresh
 from buffer.types import PromptRef
-from configs.schema import OnStale
+from configs.choices import OnStale
+from rollout_pool.cancelling import end_tasks
 from rollout_pool.evaluate import Evaluator
 from rollout_pool.generate import Flight, GroupGenerator
 from rollout_pool.prompts import PromptReader, TokenizedPrompt
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 MAX_FAILURES_IN_A_ROW = 16
 """So many groups failing one after the other are no accident: the worker ends with the error."""
 WATCH_TIMEOUT_S = 60.0
-CANCEL_AGAIN_S = 0.5
 DROPPED_WHEN_STALE = (OnStale.requeue, OnStale.drop)
 """Otherwise an old group is of use: its old tokens are masked, or the trainer waits for it."""
 FLUSH_TIMEOUT_S = 5.0
@@ -59,7 +58,9 @@ class RolloutWorker:
         evaluator: Evaluator,
         buffer: ReplayBuffer,
         state: RunState,
+        watching: asyncio.Future[None],
     ) -> None:
+        """`watching` tells the router about the engines; without it the worker cannot go on."""
         self._index = index
         self._spec = spec
         self._task = task
@@ -70,6 +71,7 @@ class RolloutWorker:
         self._evaluator = evaluator
         self._buffer = buffer
         self._state = state
+        self._watching = watching
         self._stopping = asyncio.Event()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Holds the error of the first group that failed for more than its own reasons."""
@@ -83,8 +85,9 @@ class RolloutWorker:
     async def run(self) -> WorkerReport:
         """Generate until `stop`.
 
-        Raises ValueError for a prompt that the settings refuse, TimeoutError if no credit came
-        within `buffer.wait_timeout_s`, and SamplesFailed if nothing succeeds any more.
+        Raises ValueError for a prompt that the settings refuse, TimeoutError if no credit came, or
+        no engine could be asked, within `buffer.wait_timeout_s`, and SamplesFailed if nothing
+        succeeds any more.
         """
         loops: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._admit_groups()),
@@ -93,12 +96,12 @@ class RolloutWorker:
         ]
         if self._spec.buffer.on_stale in DROPPED_WHEN_STALE:
             loops.append(asyncio.create_task(self._watch_age()))
-        ends: list[asyncio.Future[Any]] = [*loops, self._broken]
+        ends: list[asyncio.Future[Any]] = [*loops, self._broken, self._watching]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._stopping.set()
-            await _end(loops)
+            await end_tasks(loops)
             await self._give_up_all()
         for end in ends:
             if end.done() and not end.cancelled():
@@ -239,16 +242,3 @@ class RolloutWorker:
         while True:
             await asyncio.sleep(self._spec.buffer.lease_timeout_s / 3)
             await self._buffer.renew_credits([flight.group_id for flight in self._flights])
-
-
-async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel until they have ended.
-
-    Once may not be enough: asyncio.wait_for, through which redis-py sends, swallows a cancellation
-    that comes at the moment it is done (github.com/python/cpython/issues/86296, fixed in 3.12).
-    """
-    pending = set(tasks)
-    while pending:
-        for task in pending:
-            task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)

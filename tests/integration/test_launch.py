@@ -13,11 +13,17 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psutil
 import pytest
 
+from controller.metrics import read_metrics
+
 pytestmark = pytest.mark.slow
+
+RUN = f"run-{uuid4().hex[:8]}"
+"""Its own name: other runs on this machine stage weights in folders of theirs."""
 
 SMALL = (
     "trainer.num_steps=4",
@@ -99,9 +105,19 @@ def mapped_inodes() -> set[int]:
     return inodes
 
 
+def abandoned_folders() -> set[str]:
+    """Of Ray and SGLang below /tmp that no living process has in its command line."""
+    kinds = ("leash-ray-*", "leash-sglang-*")
+    folders = {str(path) for kind in kinds for path in Path("/tmp").glob(kind)}
+    lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+    return {folder for folder in folders if not any(folder in line for line in lines)}
+
+
 def assert_nothing_left(runs: Path, shared_memory: set[str]) -> None:
     assert processes_of(runs) == []
-    if new := [file for file in os.scandir("/dev/shm") if file.name not in shared_memory]:
+    entries = [file for file in os.scandir("/dev/shm") if file.name not in shared_memory]
+    assert [entry.name for entry in entries if entry.name.startswith(f"leash-{RUN}")] == []
+    if new := [entry for entry in entries if entry.is_file()]:  # a run's folders are named above
         # None of this run is alive any more: what is mapped belongs to others on this machine.
         mapped = mapped_inodes()
         left = [file.name for file in new if file.inode() not in mapped and os.path.exists(file)]
@@ -114,7 +130,7 @@ def test_a_launch_trains_keeps_the_law_and_leaves_nothing(
     tmp_path: Path, max_staleness: int
 ) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
-    process = start(tmp_path, "run", f"buffer.max_staleness={max_staleness}")
+    process = start(tmp_path, RUN, f"buffer.max_staleness={max_staleness}")
     output = finish(process)
     assert process.returncode == 0, output[-6000:]
     result = result_of(output)
@@ -129,18 +145,41 @@ def test_a_launch_trains_keeps_the_law_and_leaves_nothing(
     assert result["logprob_diff_max"] <= 1e-4
     if max_staleness == 0:
         assert result["ratio_max_abs_dev"] <= 1e-3  # importance ratios are 1 within numeric error
-    run = tmp_path / "run"
+    run = tmp_path / RUN
     for name in (
         "config.yaml",
         "metrics.jsonl",
         "summary.md",
         "result.json",
         "learning_by_step.png",
+        "timeline.png",
     ):
         assert (run / name).is_file(), name
     assert (run / "checkpoints").is_dir()
+    assert_weights_travelled(run, result, num_versions=4)
     assert json.loads((run / "run.json").read_text())["state"] == "finished"
     assert_nothing_left(tmp_path, shared_memory)
+
+
+def assert_weights_travelled(run: Path, result: dict[str, Any], num_versions: int) -> None:
+    """Every version left the trainer or was overtaken, and the engine ended at the last one."""
+    records = read_metrics(run / "metrics.jsonl")
+    publishes = {int(r.number("version")): r for r in records if r.kind == "publish"}
+    commits = [r for r in records if r.kind == "commit"]
+    assert sorted(publishes) == list(range(num_versions + 1))
+    assert publishes[num_versions].values["mode"] != "skipped"
+    versions = [int(r.number("version")) for r in commits]
+    assert versions == sorted(set(versions)) and versions[-1] == num_versions
+    for commit in commits:
+        assert 0 < commit.number("load_s") <= commit.number("pause_s")
+        assert commit.number("paused_at") < commit.number("resumed_at")
+    for publish in publishes.values():
+        if publish.values["mode"] != "skipped":
+            assert publish.number("wire_bytes") == publish.number("bytes") > 0
+            assert publish.number("convergence_s") > publish.number("stage_s") > 0
+    for name in ("engine_pause_s", "snapshot_s", "convergence_s"):
+        assert 0 < result[name]["p50"] <= result[name]["max"]
+    assert "excluded" not in result["weights_events"]
 
 
 def listening() -> set[str]:
@@ -155,40 +194,78 @@ def test_a_signal_at_a_random_moment_ends_a_run_and_leaves_nothing(
     tmp_path: Path, seed: int
 ) -> None:
     shared_memory, listeners = set(os.listdir("/dev/shm")), listening()
-    temporary = set(Path("/tmp").glob("leash-*"))
-    process = start(tmp_path, "run", "trainer.num_steps=1000")
+    temporary = abandoned_folders()
+    process = start(tmp_path, RUN, "trainer.num_steps=1000")
     wait_for_line(process, "Redis")
     time.sleep(random.Random(seed).uniform(0, 60))  # any moment from the start to full training
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does: every process of the shell's job
     output = finish(process, timeout_s=60)
     assert process.returncode == 130, output[-4000:]
-    assert json.loads((tmp_path / "run/run.json").read_text())["state"] == "stopped"
+    assert json.loads((tmp_path / RUN / "run.json").read_text())["state"] == "stopped"
     assert_nothing_left(tmp_path, shared_memory)
     assert listening() <= listeners
-    assert set(Path("/tmp").glob("leash-*")) <= temporary
+    assert abandoned_folders() <= temporary
 
 
-def test_a_dead_engine_ends_the_run_by_name_with_the_end_of_its_log(tmp_path: Path) -> None:
-    shared_memory = set(os.listdir("/dev/shm"))
-    process = start(tmp_path, "run", "trainer.num_steps=1000")
-    wait_for_line(process, "step 2/")
-    servers = [
+def processes_with(runs: Path, word: str) -> list[psutil.Process]:
+    """Processes of a run below `runs` whose command line has this word."""
+    return [
         p
         for p in psutil.process_iter(["cmdline"])
-        if "rollout_pool.sglang_server" in (p.info["cmdline"] or []) and p.pid != process.pid
-        if p.environ().get("LEASH_RUN", "").startswith(str(tmp_path))
+        if word in (p.info["cmdline"] or [])
+        if p.environ().get("LEASH_RUN", "").startswith(str(runs))
     ]
-    assert servers
-    servers[0].kill()
+
+
+def events_of(runs: Path) -> set[str]:
+    records = read_metrics(runs / RUN / "metrics.jsonl", "weights_event")
+    return {str(record.values["event"]) for record in records}
+
+
+def test_an_engine_that_is_dead_for_good_ends_the_run_with_the_end_of_its_log(
+    tmp_path: Path,
+) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    settings = ("trainer.num_steps=1000", "rollout.engine.max_restarts=0")
+    process = start(tmp_path, RUN, *settings)
+    wait_for_line(process, "step 2/")
+    (server,) = processes_with(tmp_path, "rollout_pool.sglang_server")
+    server.kill()
     output = finish(process, timeout_s=90)
     assert process.returncode == 1, output[-4000:]
     assert "engine-0" in output and "engine-0" in output.split("last lines of")[-1]
     assert_nothing_left(tmp_path, shared_memory)
 
 
+@pytest.mark.parametrize(
+    ("module", "event"),
+    [
+        ("rollout_pool.sglang_server", "engine_restarted"),
+        ("weight_sync.receiver_app", "receiver_restarted"),
+    ],
+)
+def test_an_engine_or_a_receiver_that_dies_is_started_again_and_training_goes_on(
+    tmp_path: Path, module: str, event: str
+) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    process = start(tmp_path, RUN, "trainer.num_steps=1000")
+    wait_for_line(process, "step 2/")
+    (victim, *_) = processes_with(tmp_path, module)
+    victim.kill()
+    # Far more steps than the groups that were under way: new ones come, by new weights.
+    wait_for_line(process, "step 20/")
+    assert event in events_of(tmp_path)
+    commits = read_metrics(tmp_path / RUN / "metrics.jsonl", "commit")
+    assert commits[-1].number("version") >= 10
+    process.send_signal(signal.SIGINT)
+    finish(process, timeout_s=60)
+    assert process.returncode == 130
+    assert_nothing_left(tmp_path, shared_memory)
+
+
 def test_stop_from_another_shell_ends_the_run_and_leaves_nothing(tmp_path: Path) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
-    process = start(tmp_path, "run", "trainer.num_steps=1000")
+    process = start(tmp_path, RUN, "trainer.num_steps=1000")
     wait_for_line(process, "step 2/")
     stop = [sys.executable, "-m", "controller.main", "stop", "--dir", str(tmp_path)]
     status = [sys.executable, "-m", "controller.main", "status", "--dir", str(tmp_path)]
@@ -202,8 +279,8 @@ def test_stop_from_another_shell_ends_the_run_and_leaves_nothing(tmp_path: Path)
 
 def test_stop_clears_up_behind_a_controller_that_was_killed(tmp_path: Path) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
-    temporary = set(Path("/tmp").glob("leash-*"))
-    process = start(tmp_path, "run", "trainer.num_steps=1000")
+    temporary = abandoned_folders()
+    process = start(tmp_path, RUN, "trainer.num_steps=1000")
     wait_for_line(process, "step 2/")
     process.kill()
     stop = [sys.executable, "-m", "controller.main", "stop", "--dir", str(tmp_path)]
@@ -211,4 +288,4 @@ def test_stop_clears_up_behind_a_controller_that_was_killed(tmp_path: Path) -> N
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     finish(process, timeout_s=30)
     assert_nothing_left(tmp_path, shared_memory)
-    assert set(Path("/tmp").glob("leash-*")) <= temporary
+    assert abandoned_folders() <= temporary

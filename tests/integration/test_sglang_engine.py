@@ -9,8 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from contextlib import aclosing
 from pathlib import Path
 
 import httpx
@@ -18,71 +16,27 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-import torch.distributed as dist
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
-from configs.schema import EngineConfig, PauseMode
-from rollout_pool.commit import Committer
-from rollout_pool.engine import EngineSpec, SGLangEngine
-from rollout_pool.generation import (
-    EngineError,
-    FirstToken,
-    Generation,
-    Refused,
-    SampleRequest,
-    Sampling,
+from sglang_model import (
+    EOS,
+    build_model,
+    engine_spec,
+    logprobs_of,
+    sample,
+    served_tensors,
+    stage,
+    worst_difference,
 )
+
+from configs.choices import CommitStrategy, PauseMode
+from configs.schema import WeightSyncConfig
+from rollout_pool.commit import Committer, TornEngine
+from rollout_pool.commit_strategies import make_strategy
+from rollout_pool.engine import SGLangEngine
+from rollout_pool.generation import EngineError, Generation, Refused
 from rollout_pool.process_tree import family as family_of
 from rollout_pool.process_tree import shared_memory_files
-from weight_sync.buckets import plan_buckets
-from weight_sync.group import join_as_sender, open_store
-from weight_sync.snapshot import spec_of
-from weight_sync.types import GroupSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
-
-EOS = 258
-PROMPT = [257, 5, 17, 99, 200, 33, 42]
-
-
-def build_model(folder: Path, seed: int) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=264,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=257,
-        eos_token_id=EOS,
-        pad_token_id=256,
-        initializer_range=0.2,
-        dtype="float32",
-    )
-    model = Qwen3ForCausalLM(config).float().eval()
-    model.save_pretrained(folder)
-    return model
-
-
-def engine_spec(model_path: Path, log_path: Path) -> EngineSpec:
-    return EngineSpec(
-        name="engine-0",
-        config=EngineConfig(max_running_requests=32, start_timeout_s=180, request_timeout_s=120),
-        pause_mode=PauseMode.retract,
-        model_path=str(model_path),
-        trust_remote_code=False,
-        host="127.0.0.1",
-        log_path=log_path,
-        leftovers_path=log_path.with_suffix(".leftovers"),
-        num_threads=1,
-        uses_gpu=False,
-        seed=0,
-        key="k3y-of-this-test",
-    )
 
 
 @pytest.fixture(scope="module")
@@ -108,81 +62,47 @@ async def engine(folder, model_a):
     await engine.stop()
 
 
-class Sender:
-    """Rank 0 of a weight group with one engine, and what the trainer does with it."""
+class Publisher:
+    """Stages versions as a receiver does and lets the engine commit them, by either strategy."""
 
-    def __init__(self, engine):
-        self.committer = Committer(engine.client, PauseMode.retract)
+    def __init__(self, engine, folder):
+        self.engine = engine
+        self.folder = folder
+        self.newest = -1
+        self.strategies = {}
 
-    async def connect(self):
-        store = open_store("127.0.0.1", 60)
-        self.spec = GroupSpec(
-            host="127.0.0.1",
-            port=store.port,
-            name="weights-0",
-            world_size=2,
-            backend="gloo",
-            timeout_s=60,
-        )
-        joining = asyncio.create_task(self.committer.join_group(self.spec, 1))
-        self.group = await asyncio.to_thread(join_as_sender, store, self.spec)
-        await joining
+    async def open(self):
+        """For the server that runs now."""
+        for choice in (CommitStrategy.staged_disk, CommitStrategy.direct):
+            config = WeightSyncConfig(commit=choice, bucket_bytes=100_000)
+            strategy = make_strategy(self.engine.client, config, tp_size=1, host="127.0.0.1")
+            await strategy.check()
+            self.strategies[choice] = strategy
 
-    async def publish(self, version, model):
-        tensors = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
-        buckets = plan_buckets([spec_of(k, v) for k, v in tensors.items()], bucket_bytes=100_000)
-        assert len(buckets) > 2
-        await self.committer.pause()
-        for bucket in buckets:
-            parts = [tensors[tensor.name].contiguous().flatten() for tensor in bucket.tensors]
-            flat = torch.cat([part.view(torch.uint8) for part in parts])
-            receiving = asyncio.create_task(self.committer.receive(bucket, self.spec, version))
-            await asyncio.to_thread(dist.broadcast, flat, 0, self.group)
-            await receiving
-        return await self.committer.resume(version)
+    def stage(self, tensors):
+        """The next version's number and folder."""
+        self.newest += 1
+        return self.newest, stage(self.folder / str(self.newest), tensors)
+
+    def committer(self, choice, pause_mode=PauseMode.retract):
+        return Committer(self.engine.client, self.strategies[choice], pause_mode)
+
+    async def publish(self, model, choice=CommitStrategy.staged_disk, **settings):
+        return await self.committer(choice, **settings).commit(*self.stage(served_tensors(model)))
+
+    async def close(self):
+        for strategy in self.strategies.values():
+            await strategy.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sender(engine):
-    sender = Sender(engine)
-    await sender.connect()
-    yield sender
-    dist.destroy_process_group(sender.group)
-
-
-async def sample(client, count, *, max_new_tokens, temperature=1.0, on_begun=None, name=""):
-    """The last event of each sample; calls `on_begun` when all have their first token."""
-    requests = [
-        SampleRequest(request_id=f"{name}{time.monotonic_ns()}.{i}", tokens=[*PROMPT, i])
-        for i in range(count)
-    ]
-    sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
-    ends, begun = {}, 0
-    async with aclosing(client.generate(requests, sampling)) as events:
-        async for event in events:
-            if isinstance(event, FirstToken):
-                begun += 1
-                if begun == count and on_begun is not None:
-                    on_begun()
-            else:
-                ends[event.index] = event
-    return [ends[index] for index in range(count)]
-
-
-def logprobs_of(model, index, generation, temperature):
-    """Hugging Face's log-probability of each token that the engine sampled."""
-    prompt = [*PROMPT, index]
-    tokens = torch.tensor([[*prompt, *generation.output_ids]])
-    with torch.no_grad():
-        logits = model(tokens).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
-
-
-def worst_difference(model, generations, temperature):
-    return max(
-        (logprobs_of(model, i, g, temperature) - torch.tensor(g.logprobs)).abs().max().item()
-        for i, g in enumerate(generations)
-    )
+async def publisher(engine, folder):
+    staged = folder / "staged"
+    staged.mkdir()
+    publisher = Publisher(engine, staged)
+    await publisher.open()
+    yield publisher
+    await publisher.close()
 
 
 async def test_tokens_of_weights_that_nobody_published_are_refused(engine):
@@ -190,17 +110,22 @@ async def test_tokens_of_weights_that_nobody_published_are_refused(engine):
     assert isinstance(refused, Refused) and "'default'" in str(refused.error)
 
 
-async def test_logprobs_are_those_of_the_published_weights(engine, sender, model_a, model_b):
-    for version, model, temperature in ((0, model_b, 1.0), (1, model_a, 0.7)):
-        report = await sender.publish(version, model)
-        assert report.served_version == report.version == version and 0 < report.pause_s < 10
+@pytest.mark.parametrize("choice", [CommitStrategy.staged_disk, CommitStrategy.direct])
+async def test_logprobs_are_those_of_the_published_weights(
+    engine, publisher, model_a, model_b, choice
+):
+    for model, temperature in ((model_b, 1.0), (model_a, 0.7)):
+        report = await publisher.publish(model, choice)
+        version = publisher.newest
+        assert report.served_version == report.version == version
+        assert report.strategy == choice.value and 0 < report.load_s <= report.pause_s < 10
         ends = await sample(engine.client, 32, max_new_tokens=64, temperature=temperature)
         assert all(isinstance(end, Generation) for end in ends), ends
         assert worst_difference(model, ends, temperature) < 1e-4
         assert {span.version for end in ends for span in end.version_spans} == {version}
 
 
-async def test_the_token_that_ends_a_sample_is_returned_with_it(engine, sender, model_a):
+async def test_the_token_that_ends_a_sample_is_returned_with_it(engine, publisher, model_a):
     ends = await sample(engine.client, 32, max_new_tokens=128)
     stopped = [end for end in ends if end.finish_reason == "stop"]
     full = [end for end in ends if end.finish_reason == "length"]
@@ -209,36 +134,79 @@ async def test_the_token_that_ends_a_sample_is_returned_with_it(engine, sender, 
     assert all(len(end.output_ids) == 128 and EOS not in end.output_ids[:-1] for end in full)
 
 
-async def test_samples_in_flight_go_on_through_a_commit_with_exact_spans(
-    engine, sender, model_a, model_b
-):
-    await sender.publish(2, model_a)
+async def crossing(engine, publisher, model, choice, pause_mode):
+    """All samples that were in flight when `model` was committed, and the commit's report."""
     begun = asyncio.Event()
     sampling = asyncio.create_task(sample(engine.client, 8, max_new_tokens=400, on_begun=begun.set))
-    await asyncio.wait_for(begun.wait(), 60)
+    async with asyncio.timeout(60):
+        await begun.wait()
     await asyncio.sleep(0.1)
-    report = await sender.publish(3, model_b)
+    report = await publisher.publish(model, choice, pause_mode=pause_mode)
     ends = await sampling
-    crossing = [end for end in ends if len(end.version_spans) == 2]
-    assert crossing and report.pause_s < 10
+    assert all(isinstance(end, Generation) for end in ends), ends
+    assert [end for end in ends if len(end.version_spans) == 2]
+    return ends, report
+
+
+def spans_of(generation):
+    return [(span.version, slice(span.start, span.end)) for span in generation.version_spans]
+
+
+@pytest.mark.parametrize("choice", [CommitStrategy.staged_disk, CommitStrategy.direct])
+async def test_samples_in_flight_go_on_through_a_commit_with_exact_spans(
+    engine, publisher, model_a, model_b, choice
+):
+    await publisher.publish(model_a)
+    old = publisher.newest
+    ends, report = await crossing(engine, publisher, model_b, choice, PauseMode.retract)
+    assert report.version == old + 1 and report.pause_s < 10
     for index, end in enumerate(ends):
         got = torch.tensor(end.logprobs)
         by_version = {
-            2: logprobs_of(model_a, index, end, 1.0),
-            3: logprobs_of(model_b, index, end, 1.0),
+            old: logprobs_of(model_a, index, end, 1.0),
+            old + 1: logprobs_of(model_b, index, end, 1.0),
         }
-        for span in end.version_spans:
-            part = slice(span.start, span.end)
-            assert (got - by_version[span.version])[part].abs().max() < 1e-4, span
+        for version, part in spans_of(end):
+            assert (got - by_version[version])[part].abs().max() < 1e-4, (version, part)
 
 
-async def test_a_sample_given_up_frees_the_engine(engine, sender):
+@pytest.mark.parametrize("choice", [CommitStrategy.staged_disk, CommitStrategy.direct])
+async def test_kept_in_place_samples_go_on_with_exact_spans_too(
+    engine, publisher, model_a, model_b, choice
+):
+    """Their later tokens are of the new weights over the old weights' KV cache."""
+    await publisher.publish(model_a)
+    old = publisher.newest
+    ends, _ = await crossing(engine, publisher, model_b, choice, PauseMode.in_place)
+    for index, end in enumerate(ends):
+        got, under_a = torch.tensor(end.logprobs), logprobs_of(model_a, index, end, 1.0)
+        for version, part in spans_of(end):
+            difference = (got - under_a)[part].abs()
+            if version == old:
+                assert difference.max() < 1e-4
+            elif part.stop - part.start > 8:
+                assert difference.max() > 1e-2  # not one token more is of the old weights
+
+
+async def test_a_staged_copy_may_be_overwritten_once_the_engine_has_taken_it(
+    engine, publisher, model_b
+):
+    version, folder = publisher.stage(served_tensors(model_b))
+    await publisher.committer(CommitStrategy.staged_disk).commit(version, folder)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.write(b"\0" * (folder / "model.safetensors").stat().st_size)
+    ends = await sample(engine.client, 4, max_new_tokens=32)
+    assert worst_difference(model_b, ends, 1.0) < 1e-4
+
+
+async def test_a_sample_given_up_frees_the_engine(engine, publisher):
     slow = asyncio.create_task(sample(engine.client, 4, max_new_tokens=900, name="slow"))
     await asyncio.sleep(0.3)
     slow.cancel()
     with pytest.raises(asyncio.CancelledError):
         await slow
-    [end] = await asyncio.wait_for(sample(engine.client, 1, max_new_tokens=4), 20)
+    async with asyncio.timeout(20):
+        [end] = await sample(engine.client, 1, max_new_tokens=4)
     assert isinstance(end, Generation)
 
 
@@ -257,6 +225,33 @@ async def test_a_request_without_the_key_is_refused_and_the_key_is_in_no_log(eng
     assert engine.spec.key not in (folder / "engine.log").read_text()
 
 
+async def test_a_load_that_fails_never_lets_a_token_out_and_a_restart_heals_it(
+    engine, publisher, model_a, model_b
+):
+    await publisher.publish(model_a)
+    url, begun = engine.client.url, asyncio.Event()
+    sampling = asyncio.create_task(sample(engine.client, 4, max_new_tokens=900, on_begun=begun.set))
+    async with asyncio.timeout(60):
+        await begun.wait()
+    tensors = served_tensors(model_b)
+    tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(3, 3)
+    committer = publisher.committer(CommitStrategy.staged_disk)
+    broken = publisher.stage(tensors)
+    with pytest.raises(TornEngine, match=r"engine-0 must be started again.*failed"):
+        await committer.commit(*broken)
+    with pytest.raises(TornEngine):
+        await committer.commit(*publisher.stage(served_tensors(model_a)))
+    await publisher.close()
+    await engine.restart()
+    with pytest.raises(EngineError):
+        await sampling
+    assert engine.client.url == engine.info.url == url
+    await publisher.open()
+    await publisher.publish(model_b)
+    ends = await sample(engine.client, 4, max_new_tokens=32)
+    assert worst_difference(model_b, ends, 1.0) < 1e-4
+
+
 async def test_a_server_that_is_killed_is_told_and_leaves_nothing(engine):
     family = psutil.Process(engine.info.pid).children(recursive=True)
     shared = shared_memory_files(family_of(engine.info.pid))
@@ -272,7 +267,8 @@ async def test_a_server_that_is_killed_is_told_and_leaves_nothing(engine):
 PARENT = """
 import asyncio, json, sys
 from pathlib import Path
-from configs.schema import EngineConfig, PauseMode
+from configs.choices import PauseMode
+from configs.schema import EngineConfig
 from rollout_pool.engine import EngineSpec, SGLangEngine
 
 async def main():

@@ -1,81 +1,119 @@
-"""What an engine does at a commit."""
+"""What an engine does at a commit, and what it never does."""
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
+from pathlib import Path
 
 import pytest
 
-from configs.schema import PauseMode
-from rollout_pool.commit import Committer
+from configs.choices import CommitStrategy, PauseMode
+from configs.schema import WeightSyncConfig
+from rollout_pool.commit import Committer, TornEngine
+from rollout_pool.commit_strategies import StagedDisk, make_strategy
 from rollout_pool.generation import EngineError
-from weight_sync.types import Bucket, GroupSpec, TensorSpec
 
-GROUP = GroupSpec(
-    host="127.0.0.1", port=29500, name="weights-0", world_size=2, backend="gloo", timeout_s=5
-)
+FOLDER = Path("/dev/shm/of-this-version")
 
 
-def bucket(index):
-    return Bucket(index=index, tensors=(TensorSpec(name=f"w{index}", dtype="float32", shape=(2,)),))
+@pytest.fixture
+def committer(client):
+    return Committer(client, StagedDisk(client, timeout_s=5), PauseMode.retract)
 
 
-async def test_a_commit_pauses_once_for_all_buckets_and_reports_the_served_version(fake, client):
-    committer = Committer(client, PauseMode.in_place)
-    await committer.join_group(GROUP, 1)
-    await committer.pause()
-    await committer.receive(bucket(0), GROUP, 5)
-    await committer.receive(bucket(1), GROUP, 5)
-    report = await committer.resume(5)
-    assert [path for path, _ in fake.calls] == [
-        "/init_weights_update_group",
-        "/pause_generation",
-        "/update_weights_from_distributed",
-        "/update_weights_from_distributed",
-        "/continue_generation",
-    ]
+def paths(fake):
+    return [path for path, _ in fake.calls]
+
+
+async def test_a_commit_pauses_only_for_the_load_and_reports_the_served_version(fake, client):
+    committer = Committer(client, StagedDisk(client, timeout_s=5), PauseMode.in_place)
+    fake.slow["/update_weights_from_disk"] = 0.1
+    report = await committer.commit(5, FOLDER)
+    assert paths(fake) == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
     assert fake.bodies("/pause_generation") == [{"mode": "in_place"}]
-    assert (report.engine, report.version, report.served_version) == ("engine-0", 5, 5)
-    assert 0 < report.pause_s < 5
+    [load] = fake.bodies("/update_weights_from_disk")
+    assert load["model_path"] == str(FOLDER) and load["weight_version"] == "5"
+    assert load["flush_cache"] is False and load["abort_all_requests"] is False
+    assert (report.engine, report.strategy) == ("engine-0", "staged_disk")
+    assert (report.version, report.served_version) == (5, 5)
+    assert 0.1 <= report.load_s <= report.pause_s < 5
 
 
-async def test_an_engine_with_torn_weights_never_goes_on(fake, client):
-    committer = Committer(client, PauseMode.retract)
-    await committer.pause()
-    fake.status = 400
-    with pytest.raises(EngineError, match="refused /update_weights_from_distributed"):
-        await committer.receive(bucket(0), GROUP, 5)
-    fake.status = 200
-    for later in (committer.pause(), committer.receive(bucket(0), GROUP, 5), committer.resume(5)):
-        with pytest.raises(EngineError, match="holds torn weights"):
-            await later
-    assert not fake.bodies("/continue_generation")
+async def test_an_engine_with_torn_weights_never_goes_on(fake, committer):
+    fake.refused = {"/update_weights_from_disk"}
+    with pytest.raises(TornEngine, match=r"engine-0 must be started again.* 5 failed.*refused"):
+        await committer.commit(5, FOLDER)
+    fake.refused = set()
+    with pytest.raises(TornEngine, match="engine-0 must be started again"):
+        await committer.commit(6, FOLDER)
+    assert paths(fake) == ["/pause_generation", "/update_weights_from_disk"]
 
 
-async def test_a_bucket_for_a_running_engine_is_refused(client):
-    committer = Committer(client, PauseMode.retract)
-    with pytest.raises(EngineError, match="while it was not paused"):
-        await committer.receive(bucket(0), GROUP, 5)
-    with pytest.raises(EngineError, match="while it was not paused"):
-        await committer.resume(5)
+async def test_an_engine_that_says_another_version_never_goes_on(fake, committer, client):
+    class Forgetful(StagedDisk):
+        async def load(self, version, folder):
+            await super().load(version - 1, folder)
+
+    committer = Committer(client, Forgetful(client, timeout_s=5), PauseMode.retract)
+    with pytest.raises(TornEngine, match="says that it serves version 4"):
+        await committer.commit(5, FOLDER)
+    assert "/continue_generation" not in paths(fake)
 
 
-async def test_an_engine_that_serves_another_version_is_told(fake, client):
-    committer = Committer(client, PauseMode.retract)
-    await committer.pause()
-    await committer.receive(bucket(0), GROUP, 5)
-    fake.version = "4"
-    with pytest.raises(EngineError, match="engine-0 serves version 4 after the commit of 5"):
-        await committer.resume(5)
+async def test_a_commit_broken_off_in_its_load_leaves_the_engine_torn(fake, committer):
+    fake.slow["/update_weights_from_disk"] = 5.0
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await committer.commit(5, FOLDER)
+    with pytest.raises(TornEngine, match="version 5 was broken off"):
+        await committer.commit(6, FOLDER)
+    assert "/continue_generation" not in paths(fake)
 
 
-async def test_joining_the_next_epochs_group_leaves_the_last_one(fake, client):
-    committer = Committer(client, PauseMode.retract)
-    await committer.join_group(GROUP, 1)
-    await committer.join_group(dataclasses.replace(GROUP, name="weights-1"), 1)
-    assert [path for path, _ in fake.calls] == [
-        "/init_weights_update_group",
-        "/destroy_weights_update_group",
-        "/init_weights_update_group",
-    ]
-    assert fake.bodies("/destroy_weights_update_group") == [{"group_name": "weights-0"}]
+async def test_what_fails_before_the_load_leaves_the_engine_at_its_old_version(fake, committer):
+    fake.refused = {"/pause_generation"}
+    with pytest.raises(EngineError, match="refused /pause_generation") as caught:
+        await committer.commit(5, FOLDER)
+    assert not isinstance(caught.value, TornEngine)
+    assert paths(fake) == ["/pause_generation", "/continue_generation"]
+    fake.refused = set()
+    assert (await committer.commit(5, FOLDER)).served_version == 5
+
+
+async def test_an_engine_that_neither_stops_nor_goes_on_is_torn(fake, committer):
+    fake.status = 503
+    with pytest.raises(TornEngine, match="neither stops nor goes on"):
+        await committer.commit(5, FOLDER)
+
+
+async def test_what_cannot_be_prepared_does_not_even_pause_the_engine(fake, client):
+    class Unready(StagedDisk):
+        async def prepare(self, folder):
+            raise EngineError("engine-0 did not meet its sender")
+
+    committer = Committer(client, Unready(client, timeout_s=5), PauseMode.retract)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="did not meet its sender"):
+            await committer.commit(5, FOLDER)
+    assert fake.calls == []
+
+
+@pytest.mark.parametrize("choice", [CommitStrategy.staged_disk, CommitStrategy.direct])
+async def test_a_strategy_that_the_server_offers_may_be_used(client, choice):
+    strategy = make_strategy(client, WeightSyncConfig(commit=choice), tp_size=1, host="127.0.0.1")
+    await strategy.check()
+    assert strategy.name == choice.value
+
+
+async def test_a_strategy_that_the_server_does_not_offer_is_bad_input(fake, client):
+    fake.offers = set()
+    strategy = make_strategy(client, WeightSyncConfig(), tp_size=1, host="127.0.0.1")
+    with pytest.raises(ValueError, match=r"weight_sync\.commit=staged_disk.*use .*=direct"):
+        await strategy.check()
+
+
+async def test_ipc_without_a_gpu_is_bad_input(client):
+    config = WeightSyncConfig(commit=CommitStrategy.ipc)
+    strategy = make_strategy(client, config, tp_size=64, host="127.0.0.1")
+    with pytest.raises(ValueError, match=r"weight_sync\.commit=ipc: .*GPU.*use .*=staged_disk"):
+        await strategy.check()

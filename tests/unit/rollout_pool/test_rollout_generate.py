@@ -45,10 +45,15 @@ def scorer():
 
 
 @pytest.fixture
-def generator(client, other_client, scorer):
-    sampler = Sampler(
-        Router([client, other_client]), Sampling(temperature=1.0, max_new_tokens=8), max_retries=1
-    )
+def router(client, other_client):
+    router = Router([client, other_client], wait_timeout_s=20.0)
+    router.follow({"engine-0": 0, "engine-1": 0}, 0, 0)
+    return router
+
+
+@pytest.fixture
+def generator(router, scorer):
+    sampler = Sampler(router, Sampling(temperature=1.0, max_new_tokens=8), max_retries=1)
     return GroupGenerator(sampler, scorer, Numbers(), group_size=4)
 
 
@@ -143,6 +148,22 @@ async def test_an_engine_that_dies_under_a_call_costs_only_what_had_not_ended(
     other_fake.reply = lambda rid: make_reply(output_ids=[20 + sample_of(rid), 2])
     group = await generator.run(flight())
     assert [t.reward for t in group.trajectories] == [0, 21, 22, 23]
+
+
+async def test_a_call_that_lost_its_only_engine_waits_until_that_one_is_back(
+    generator, router, fake
+):
+    router.follow({"engine-0": 0}, 0, 0)
+    fake.status = 500
+    making = asyncio.create_task(generator.run(flight()))
+    while not fake.calls:
+        await asyncio.sleep(0.01)
+    router.follow({}, 0, 0)  # it has died
+    await asyncio.sleep(1.5)
+    assert len(fake.bodies("/generate")) == 1 and not making.done()
+    fake.status = 200
+    router.follow({"engine-0": 0}, 0, 0)
+    assert len((await making).trajectories) == 4
 
 
 async def test_a_group_whose_samples_keep_failing_fails_with_the_reason(

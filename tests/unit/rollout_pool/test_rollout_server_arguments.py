@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from configs.schema import Dtype, EngineConfig, PauseMode
+from configs.choices import Dtype, PauseMode
+from configs.schema import EngineConfig
 from rollout_pool.server_arguments import server_arguments
 
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from buffer.types import VersionSpan
-from configs.schema import PauseMode
+from configs.choices import PauseMode
 from rollout_pool.generation import (
     BadLogprobs,
     EngineError,
@@ -18,11 +18,18 @@ from rollout_pool.generation import (
     SampleRequest,
     Sampling,
 )
-from weight_sync.types import Bucket, GroupSpec, TensorSpec
+from weight_sync.types import GroupSpec, TensorSpec
 
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=8)
 GROUP = GroupSpec(
-    host="127.0.0.1", port=29500, name="weights-0", world_size=3, backend="gloo", timeout_s=5
+    epoch=0,
+    host="127.0.0.1",
+    port=29500,
+    name="weights-0",
+    num_senders=1,
+    receivers=("engine-0.0", "engine-0.1"),
+    backend="gloo",
+    timeout_s=5,
 )
 
 
@@ -181,17 +188,28 @@ async def test_prefixes_are_keyed_by_the_latest_version_seen(fake):
     await client.close()
 
 
-async def test_weight_calls_carry_what_the_server_needs(fake, client):
-    bucket = Bucket(
-        index=0,
-        tensors=(
-            TensorSpec(name="a", dtype="float32", shape=(2, 3)),
-            TensorSpec(name="b", dtype="float32", shape=(4,)),
-        ),
-    )
-    await client.join_weight_group(GROUP, rank_offset=2)
+async def test_a_version_that_the_run_tells_of_keys_prefixes_too(fake):
+    client = fake.client("engine-0", keys_prefix_by_version=True)
+    client.note_version(7)
+    client.note_version(6)
+    await events_of(client)
+    assert [body["extra_key"] for body in fake.bodies("/generate")] == ["v7"]
+    await client.close()
+
+
+async def test_weight_calls_carry_what_the_server_needs_and_never_a_flush(fake, client):
+    tensors = [
+        TensorSpec(name="a", dtype="float32", shape=(2, 3)),
+        TensorSpec(name="b", dtype="bfloat16", shape=(4,)),
+    ]
+    update = {"flush_cache": False, "abort_all_requests": False, "weight_version": "3"}
+    await client.join_broadcast(GROUP)
     await client.pause(PauseMode.retract)
-    await client.receive(bucket, GROUP, version=3)
+    await client.begin_update()
+    await client.receive(tensors, GROUP, version=3)
+    await client.end_update()
+    await client.update_from_disk("/dev/shm/staged", 3, timeout_s=5)
+    await client.update_from_ipc({"GPU-1": "ipc://@a"}, 3, timeout_s=5)
     await client.resume()
     assert fake.calls == [
         (
@@ -199,29 +217,52 @@ async def test_weight_calls_carry_what_the_server_needs(fake, client):
             {
                 "master_address": "127.0.0.1",
                 "master_port": 29500,
-                "rank_offset": 2,
+                "rank_offset": 1,
                 "world_size": 3,
                 "group_name": "weights-0",
                 "backend": "gloo",
             },
         ),
         ("/pause_generation", {"mode": "retract"}),
+        ("/begin_weight_update", {}),
         (
             "/update_weights_from_distributed",
             {
                 "names": ["a", "b"],
-                "dtypes": ["float32", "float32"],
+                "dtypes": ["float32", "bfloat16"],
                 "shapes": [[2, 3], [4]],
                 "group_name": "weights-0",
                 "load_format": "flattened_bucket",
-                "flush_cache": False,
-                "abort_all_requests": False,
-                "weight_version": "3",
+                **update,
             },
+        ),
+        ("/end_weight_update", {}),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "/dev/shm/staged", "load_format": "safetensors", **update},
+        ),
+        (
+            "/update_weights_from_ipc",
+            {"zmq_handles": {"GPU-1": "ipc://@a"}, "flush_cache": False, "weight_version": "3"},
         ),
         ("/continue_generation", {}),
     ]
     assert await client.served_version() == 3
+
+
+async def test_what_a_server_can_do_is_asked(fake, client):
+    fake.offers = set()
+    assert not await client.can_update_from_disk()
+    assert not await client.can_update_from_ipc()
+    assert not await client.wants_update_session()
+    fake.offers = {
+        "/update_weights_from_disk",
+        "/update_weights_from_ipc",
+        "/begin_weight_update",
+    }
+    assert await client.can_update_from_disk()
+    assert await client.can_update_from_ipc()
+    assert await client.wants_update_session()
 
 
 async def test_a_server_under_another_name_is_not_taken_for_ours(fake, client):

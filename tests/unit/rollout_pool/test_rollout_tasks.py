@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from configs.schema import OnLongPrompt, RolloutConfig, TaskConfig, TaskKind
+from configs.choices import OnLongPrompt, TaskKind
+from configs.schema import RolloutConfig, TaskConfig
 from rollout_pool.gsm8k_task import is_same_answer
 from rollout_pool.prompts import PromptReader, load_tokenizer, tokenize_prompt, tokenize_solution
 from rollout_pool.tasks import Prompt, TaskStream, build_task, supervised_texts

@@ -1,0 +1,167 @@
+"""The life of one engine: its server serves, dies or tears, is started again, catches up.
+
+    start ──► follow the receiver, serve ──► died, silent ──► forgotten ──► start again, same URL
+                   ▲  in engine_versions      or torn         no requests       │ max_restarts times
+                   └────────────────── catches up ◄─────────────────────────────┘
+                                                                                └──► given up
+
+Only an engine that has committed a version is in the run's engine_versions, and only those get
+requests and are waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from buffer.run_state import RunState
+from configs.schema import WeightSyncConfig
+from rollout_pool.cancelling import end_tasks
+from rollout_pool.commit import Committer, Strategy, TornEngine
+from rollout_pool.commit_strategies import make_strategy
+from rollout_pool.engine import EngineInfo, SGLangEngine
+from rollout_pool.generation import EngineError
+from rollout_pool.liveness import EnginePulse, wait_silent
+from rollout_pool.weight_follower import WeightFollower
+
+log = logging.getLogger(__name__)
+
+SHORTEST_SILENCE_S, LONGEST_SILENCE_S = 10.0, 30.0
+"""Between these lies the silence, weight_sync.timeout_s, after which an engine counts as dead."""
+CLEAR_UP_S = 5.0
+"""Before its tasks are cancelled again: they may be about to end a server."""
+
+
+class EngineLife:
+    """Owns an engine and keeps it at the newest version. Used in one event loop."""
+
+    def __init__(
+        self,
+        engine: SGLangEngine,
+        *,
+        config: WeightSyncConfig,
+        receiver: str,
+        key: str,
+        state: RunState,
+    ) -> None:
+        """`receiver` is the one beside this engine, by its name in the run's state."""
+        self._engine = engine
+        self._config = config
+        self._receiver = receiver
+        self._key = key
+        self._state = state
+        self._living: asyncio.Task[str] | None = None
+        self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._num_restarts = 0
+
+    async def start(self) -> EngineInfo:
+        """Raises EngineError if the server does not start, ValueError if it can't commit so."""
+        info = await self._engine.start()
+        try:
+            await self._check_strategy()
+        except BaseException:
+            await self._engine.stop()
+            raise
+        self._living = asyncio.create_task(self._live())
+        self._living.add_done_callback(self._tell_end)
+        return info
+
+    async def wait_given_up(self) -> str:
+        """Why the engine is not started again. Does not return for one that was stopped."""
+        return await asyncio.shield(self._given_up)
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        if self._living is not None:
+            await end_tasks({self._living}, CLEAR_UP_S)
+        await self._engine.stop(timeout_s)
+
+    def _tell_end(self, living: asyncio.Task[str]) -> None:
+        if living.cancelled() or self._given_up.done():
+            return
+        if (error := living.exception()) is not None:
+            self._given_up.set_exception(error)
+        else:
+            self._given_up.set_result(living.result())
+
+    async def _check_strategy(self) -> None:
+        strategy = self._strategy()
+        try:
+            await strategy.check()
+        finally:
+            await strategy.close()
+
+    def _strategy(self) -> Strategy:
+        spec = self._engine.spec
+        return make_strategy(
+            self._engine.client, self._config, tp_size=spec.config.tp_size, host=spec.host
+        )
+
+    async def _live(self) -> str:
+        name, limit = self._engine.spec.name, self._engine.spec.config.max_restarts
+        while True:
+            async with contextlib.AsyncExitStack() as closing:
+                why = await self._serve(closing)
+                # Before anything else: requests go elsewhere, and admission follows the others.
+                await self._state.forget_engine(name)
+                await self._note("engine_lost", why)
+            is_up = False
+            while not is_up:
+                if self._num_restarts >= limit:
+                    return f"{why}, after {limit} restarts (rollout.engine.max_restarts={limit})"
+                self._num_restarts += 1
+                log.warning("%s %s: starting it again", name, why)
+                await self._note("engine_restarted", why)
+                try:
+                    await self._engine.restart()
+                    is_up = True
+                except EngineError as error:
+                    why = f"did not start again: {error}"
+
+    async def _note(self, event: str, why: str) -> None:
+        record = {"event": event, "who": self._engine.spec.name, "detail": why}
+        await self._state.append_metrics(record, "weights_event")
+
+    async def _serve(self, closing: contextlib.AsyncExitStack) -> str:
+        """Follows the receiver until the server has died, is silent or torn; says which.
+
+        What remains to be closed then is left to `closing`.
+        """
+        pulse = EnginePulse(self._engine.client, self._engine.info.pid)
+        strategy = self._strategy()
+        committer = Committer(self._engine.client, strategy, self._config.pause_mode)
+        closing.push_async_callback(committer.close)
+        follower = WeightFollower(
+            engine=self._engine.spec.name,
+            receiver=self._receiver,
+            key=self._key,
+            config=self._config,
+            state=self._state,
+            committer=committer,
+            answers=pulse.answers,
+        )
+        closing.push_async_callback(follower.close)
+        limit_s = min(max(self._config.timeout_s, SHORTEST_SILENCE_S), LONGEST_SILENCE_S)
+        dying = asyncio.create_task(self._engine.wait_dead())
+        stalling = asyncio.create_task(wait_silent(pulse.answers, limit_s))
+        following = asyncio.create_task(self._follow(strategy, follower))
+        ends = {dying, stalling, following}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if dying.done():
+                return f"died (exit code {dying.result().exit_code})"
+            if stalling.done():
+                return f"did not answer for {stalling.result():.0f} s"
+            return following.result()
+        finally:
+            await end_tasks(ends)
+
+    async def _follow(self, strategy: Strategy, follower: WeightFollower) -> str:
+        try:
+            await strategy.check()
+            await follower.run()
+        except TornEngine as error:
+            return str(error)
+        except EngineError as error:  # it has just been started and answers nothing
+            return str(error)
+        raise AssertionError("unreachable")

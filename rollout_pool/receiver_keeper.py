@@ -1,0 +1,163 @@
+"""Keeps the receiver of one node running, and the run knowing where it is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from pathlib import Path
+
+from buffer.run_state import RunState
+from configs.choices import Backend
+from rollout_pool.cancelling import end_tasks
+from rollout_pool.liveness import wait_silent
+from rollout_pool.types import RolloutSpec
+from weight_sync.receiver import ReceiverSpec
+from weight_sync.receiver_client import ReceiverClient
+from weight_sync.receiver_process import ReceiverProcess
+from weight_sync.types import WeightSyncError
+
+log = logging.getLogger(__name__)
+
+STAGE_DIR = "/dev/shm"
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Between two starts of a receiver that keeps dying."""
+FIRST_START_S = 60.0
+"""As long the first start is tried: an earlier keeper's receiver may still hold the folder."""
+KILL_AFTER_S = 2.0
+"""A receiver that is silent is asked to end, and killed then."""
+CLEAR_UP_S = 5.0
+"""Before its task is cancelled again: it may be about to end a receiver."""
+
+
+class ReceiverKeeper:
+    """Owns the receiver's process and its stage folder. Its death costs versions, never the run."""
+
+    def __init__(
+        self, spec: RolloutSpec, name: str, token: str, host: str, state: RunState
+    ) -> None:
+        """`host` is where this node listens; the receiver's GPU is the first that it sees.
+
+        `token` keeps the run's folder apart from that of any other run. A keeper of the same one
+        finds what an earlier keeper's receiver staged.
+        """
+        self._name = name
+        self._state = state
+        self._key = spec.weights_key
+        self._silence_s = spec.weight_sync.timeout_s
+        config = spec.weight_sync
+        self._folder = Path(config.stage_dir or STAGE_DIR) / f"leash-{spec.run}-{token}"
+        self._leftovers = Path(spec.run_dir) / "leftovers" / name
+        self._process = ReceiverProcess(
+            ReceiverSpec(
+                name=name,
+                host=host,
+                folder=str(self._folder / name),
+                num_slots=config.num_staged,
+                num_buffers=config.num_buffers,
+                timeout_s=config.timeout_s,
+                min_bandwidth=config.min_bandwidth,
+                device="cuda:0" if spec.uses_gpu and config.backend is not Backend.gloo else "cpu",
+                key=self._key,
+            ),
+            Path(spec.run_dir) / "logs" / f"{name}.log",
+        )
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._running: asyncio.Task[None] | None = None
+
+    async def run(self) -> str:
+        """Returns why it is kept no more: it was stopped, or could not be started even once."""
+        self._running = asyncio.create_task(self._keep())
+        await asyncio.wait({self._running})
+        if self._running.cancelled():
+            return "was stopped"
+        error = self._running.exception()
+        assert error is not None, "it is kept until it is stopped"
+        log.error("%s is given up", self._name, exc_info=error)
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        return f"was given up: {error}"
+
+    async def wait_ready(self) -> None:
+        """Until it has been registered for the first time. Raises what made that impossible."""
+        await asyncio.shield(self._ready)
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """End the receiver and remove all that it staged."""
+        if self._running is not None:
+            await end_tasks({self._running}, CLEAR_UP_S)
+        try:
+            await self._process.stop(timeout_s)
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._leftovers.unlink(missing_ok=True)
+
+    async def _keep(self) -> None:
+        self._make_folder()
+        if self._name in await self._state.receivers():
+            await self._note_restart("lost its keeper")
+        give_up_at, pause_s = time.monotonic() + FIRST_START_S, SHORTEST_PAUSE_S
+        while True:
+            try:
+                why = await self._live_once()
+            except WeightSyncError as error:
+                if not self._ready.done() and time.monotonic() > give_up_at:
+                    raise
+                why = f"did not start: {error}"
+            if self._ready.done():
+                await self._note_restart(why)
+            log.warning("%s %s: starting it again", self._name, why)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _note_restart(self, why: str) -> None:
+        await self._state.forget_receiver(self._name)
+        event = {"event": "receiver_restarted", "who": self._name, "detail": why}
+        await self._state.append_metrics(event, "weights_event")
+
+    async def _live_once(self) -> str:
+        """One life of the process; returns how it ended. WeightSyncError: it did not begin."""
+        info = await self._process.start()
+        await self._state.register_receiver(self._name, info.url)
+        if not self._ready.done():
+            self._ready.set_result(None)
+        dying = asyncio.create_task(self._process.wait_dead())
+        stalling = asyncio.create_task(self._wait_silent(info.url))
+        try:
+            await asyncio.wait({dying, stalling}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await end_tasks({dying, stalling})
+        if not dying.cancelled():
+            return f"died (exit code {dying.result().exit_code})"
+        # It keeps what it staged, and its folder from the next one.
+        await self._process.stop(KILL_AFTER_S, should_remove=False)
+        return f"did not answer for {stalling.result():.0f} s"
+
+    async def _wait_silent(self, url: str) -> float:
+        client = ReceiverClient(self._name, url, self._key)
+
+        async def answers(timeout_s: float) -> bool:
+            try:
+                await client.status(timeout_s=timeout_s)
+            except WeightSyncError as error:
+                log.warning("%s", error)
+                return False
+            return True
+
+        try:
+            return await wait_silent(answers, self._silence_s)
+        finally:
+            await client.close()
+
+    def _make_folder(self) -> None:
+        """Noted first, for whoever clears up when this process is dead."""
+        self._leftovers.parent.mkdir(parents=True, exist_ok=True)
+        self._leftovers.write_text(f"{self._folder}\n")
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise WeightSyncError(
+                f"{self._name} cannot make {self._folder} ({error.strerror}); choose another "
+                "folder with weight_sync.stage_dir"
+            ) from error

@@ -1,0 +1,207 @@
+"""Keeps one engine at the newest version that the receiver beside it offers.
+
+    a newer version is offered ── gate of the fleet ── the NEWEST one now ── commit ── tell
+              ▲                   max_concurrent_commits     held staged                 │
+              └──────────────────────────────────────────────────────────────────────────┘
+
+A slow engine skips versions. Nothing here waits on the trainer or on another engine but the gate,
+and a place in the gate ends by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from buffer.run_state import RunState
+from configs.schema import WeightSyncConfig
+from rollout_pool.commit import CommitReport, Committer, TornEngine
+from rollout_pool.generation import EngineError
+from rollout_pool.liveness import Answers
+from weight_sync.receiver_client import ReceiverClient, StagedVersion
+from weight_sync.types import WeightSyncError
+
+log = logging.getLogger(__name__)
+
+LONG_POLL_S = 30.0
+CALL_TIMEOUT_S = 10.0
+"""For calls that a receiver answers at once."""
+LOOK_AGAIN_S = 0.5
+"""Before another try: a receiver that is away comes back elsewhere, which nothing announces."""
+ANSWER_TIMEOUT_S = 5.0
+"""For an engine that is about to commit; a slower one is asked again."""
+SLACK_S = 30.0
+"""What the gate and the hold outlast a commit by."""
+MAX_FAILURES = 3
+"""So many commits in a row that could not even begin: the engine is ill."""
+
+
+class WeightFollower:
+    """Follows the receiver for one start of an engine's server. `run` is called once."""
+
+    def __init__(
+        self,
+        *,
+        engine: str,
+        receiver: str,
+        key: str,
+        config: WeightSyncConfig,
+        state: RunState,
+        committer: Committer,
+        answers: Answers,
+    ) -> None:
+        """`receiver` is looked up in the run's state; `key` opens it.
+
+        `answers` asks the engine's server for a sign of life.
+        """
+        self._engine = engine
+        self._receiver = receiver
+        self._key = key
+        self._config = config
+        self._state = state
+        self._committer = committer
+        self._answers = answers
+        self._client: ReceiverClient | None = None
+        self._served = -1
+        self._num_failures = 0
+
+    async def run(self) -> None:
+        """Never returns. Raises TornEngine when the engine must be started again."""
+        while True:
+            if (offered := await self._newest(LONG_POLL_S)) is None:
+                continue
+            try:
+                has_committed = await self._take(offered)
+            except TornEngine:
+                raise
+            except EngineError as error:
+                self._note_failure(error)
+                has_committed = False
+            if not has_committed:
+                await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def close(self) -> None:
+        await self._forget_receiver()
+
+    async def _newest(self, timeout_s: float) -> StagedVersion | None:
+        """The newest version above the served one; None if there is none, or no receiver, yet."""
+        try:
+            if self._client is None:
+                url = (await self._state.receivers()).get(self._receiver)
+                if url is None:
+                    await asyncio.sleep(LOOK_AGAIN_S)
+                    return None
+                self._client = ReceiverClient(self._receiver, url, self._key)
+            return await self._client.newest(self._served, timeout_s=timeout_s)
+        except WeightSyncError as error:
+            log.warning("%s: %s", self._engine, error)
+            await self._forget_receiver()
+            await asyncio.sleep(LOOK_AGAIN_S)
+            return None
+
+    async def _take(self, offered: StagedVersion) -> bool:
+        """Whether a version was committed; if not, the engine serves what it served before."""
+        seen_at, offered_at, before = time.time(), time.monotonic(), self._served
+        if not await self._is_alive():
+            return False
+        limit_s = self._config.commit_timeout_s
+        is_inside = await self._state.enter_commit(
+            self._engine, self._config.max_concurrent_commits, limit_s + SLACK_S, limit_s
+        )
+        if not is_inside:
+            return False  # others took too long; what is offered may be newer by now
+        gate_wait_s = time.monotonic() - offered_at
+        try:
+            if not await self._is_alive():  # the others' commits may have taken long
+                return False
+            staged = await self._newest(timeout_s=0)
+            if staged is None or not await self._hold(staged):
+                return False
+            if staged.version != offered.version:  # a newer one, which came at the gate
+                seen_at, offered_at = time.time(), time.monotonic()
+            try:
+                report = await self._commit(staged)
+            finally:
+                await self._let_go(staged)
+        finally:
+            await self._state.leave_commit(self._engine)
+        self._served, self._num_failures = staged.version, 0
+        await self._tell(
+            report,
+            {
+                "from_version": before,
+                "seen_at": seen_at,
+                "gate_wait_s": gate_wait_s,
+                "staged_to_commit_s": time.monotonic() - offered_at,
+            },
+        )
+        return True
+
+    async def _is_alive(self) -> bool:
+        """One that has stalled must not keep the others from the gate."""
+        if await self._answers(ANSWER_TIMEOUT_S):
+            return True
+        log.warning("%s does not answer: it leaves the gate to the others", self._engine)
+        return False
+
+    async def _commit(self, staged: StagedVersion) -> CommitReport:
+        limit_s = self._config.commit_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._committer.commit(staged.version, Path(staged.path))
+        except TimeoutError as error:
+            raise TornEngine(
+                f"{self._engine} did not commit version {staged.version} within "
+                f"weight_sync.commit_timeout_s={limit_s:g}"
+            ) from error
+
+    async def _tell(self, report: CommitReport, way: dict[str, float | int]) -> None:
+        record: dict[str, float | int | str] = {
+            "engine": report.engine,
+            "version": report.version,
+            "strategy": report.strategy,
+            **way,
+            "paused_at": report.paused_at,
+            "resumed_at": report.paused_at + report.pause_s,
+            "pause_s": report.pause_s,
+            "load_s": report.load_s,
+        }
+        await self._state.record_commit(self._engine, report.version, record)
+        await self._state.append_metrics(record, "commit")
+
+    def _note_failure(self, error: EngineError) -> None:
+        """Of a commit that could not begin: the engine goes on, and may be better in a moment."""
+        self._num_failures += 1
+        if self._num_failures >= MAX_FAILURES:
+            raise TornEngine(f"{self._num_failures} commits in a row failed: {error}") from error
+        log.warning("%s goes on at version %d: %s", self._engine, self._served, error)
+
+    # The staged copy must stay while the engine reads it ----------------------------------------
+
+    async def _hold(self, staged: StagedVersion) -> bool:
+        """Whether the version is still there; if not, there is a newer one, or no receiver."""
+        assert self._client is not None
+        ttl_s = self._config.commit_timeout_s + SLACK_S
+        try:
+            await self._client.hold(staged.version, self._engine, ttl_s, timeout_s=CALL_TIMEOUT_S)
+        except WeightSyncError as error:
+            log.warning("%s: %s", self._engine, error)
+            await self._forget_receiver()
+            return False
+        return True
+
+    async def _let_go(self, staged: StagedVersion) -> None:
+        """What is not let go of frees itself later."""
+        if self._client is not None:
+            try:
+                await self._client.let_go(staged.version, self._engine, timeout_s=CALL_TIMEOUT_S)
+            except WeightSyncError as error:
+                log.warning("%s: %s", self._engine, error)
+                await self._forget_receiver()
+
+    async def _forget_receiver(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()

@@ -1,0 +1,32 @@
+"""How the pool's parts find each other, and whose end is the run's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from rollout_pool.pool import RolloutPool, _Member, first_on_node
+
+
+def test_engines_of_one_node_share_the_receiver_beside_the_first_of_them():
+    assert first_on_node(["a", "a", "a"]) == [0, 0, 0]
+    assert first_on_node(["a", "b", "a", "b", "c"]) == [0, 1, 0, 1, 4]
+
+
+def member(name, *methods):
+    """An actor whose references are their own names."""
+    calls = {m: SimpleNamespace(remote=lambda *_, m=m: f"{name}.{m}") for m in methods}
+    return _Member(name=name, handle=SimpleNamespace(**calls))
+
+
+def test_the_run_is_told_when_a_receiver_is_kept_no_more():
+    pool = RolloutPool(
+        [member("engine-0", "start", "gpu_ids", "wait_dead")],
+        {0: member("receiver-0", "start", "keep")},
+        [member("worker-0", "start", "wait_dead")],
+    )
+    pool.start()
+    assert pool.deaths() == {
+        "engine-0": "engine-0.wait_dead",
+        "worker-0": "worker-0.wait_dead",
+        "receiver-0": "receiver-0.keep",
+    }

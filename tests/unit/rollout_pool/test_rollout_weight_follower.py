@@ -1,0 +1,214 @@
+"""An engine that follows its receiver: real Redis, an engine and a receiver of real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from buffer.connection import connect
+from buffer.run_state import STREAM_START, RunState
+from configs.schema import WeightSyncConfig
+from rollout_pool import weight_follower
+from rollout_pool.commit import Committer, TornEngine
+from rollout_pool.commit_strategies import StagedDisk
+from rollout_pool.weight_follower import MAX_FAILURES, WeightFollower
+
+
+@pytest.fixture
+async def state(redis_url, run_name, buffer_factory):
+    await buffer_factory()
+    state = RunState(await connect(redis_url), run_name)
+    yield state
+    await state.close()
+
+
+@pytest.fixture
+async def follow(client, state, receiver):
+    """Starts to follow the receiver with engine-0; what it raises is at the task."""
+    await state.register_receiver("receiver-0", receiver.url)
+    started = []
+
+    def start(**settings):
+        config = WeightSyncConfig(**settings)
+        strategy = StagedDisk(client, config.commit_timeout_s)
+        follower = WeightFollower(
+            engine="engine-0",
+            receiver="receiver-0",
+            key="a-key",
+            config=config,
+            state=state,
+            committer=Committer(client, strategy, config.pause_mode),
+            answers=client.answers,
+        )
+        started.append((follower, asyncio.create_task(follower.run())))
+        return started[-1][1]
+
+    yield start
+    for follower, task in started:
+        task.cancel()
+        await asyncio.wait({task})
+        await follower.close()
+
+
+async def serves(state, version, timeout_s=20.0):
+    async with asyncio.timeout(timeout_s):
+        seen = {}
+        while seen.get("engine-0") != version:
+            seen = await state.wait_engines_changed(seen, timeout_s)
+    return seen
+
+
+async def commits(state):
+    entries = await state.read_metrics(STREAM_START, block_s=0)
+    return [entry.record for entry in entries if entry.kind == "commit"]
+
+
+def loads(fake):
+    return [int(body["weight_version"]) for body in fake.bodies("/update_weights_from_disk")]
+
+
+async def test_each_version_offered_is_committed_recorded_and_let_go_of(
+    fake, follow, state, receiver
+):
+    follow()
+    for version in (0, 1):
+        receiver.offer(version)
+        assert await serves(state, version) == {"engine-0": version}
+    paths = [body["model_path"] for body in fake.bodies("/update_weights_from_disk")]
+    assert paths == ["/dev/shm/staged/0", "/dev/shm/staged/1"]
+    who = "engine-0"
+    assert receiver.log == [(verb, v, who) for v in (0, 1) for verb in ("hold", "let_go")]
+    async with asyncio.timeout(10):
+        while len(await commits(state)) < 2:
+            await asyncio.sleep(0.01)
+    record = (await commits(state))[1]
+    assert (record["engine"], record["version"], record["strategy"]) == (who, 1, "staged_disk")
+    assert 0 < record["load_s"] <= record["pause_s"] <= record["staged_to_commit_s"]
+    assert 0 <= record["gate_wait_s"] <= record["staged_to_commit_s"]
+    assert await state.enter_commit("engine-9", 1, ttl_s=5, timeout_s=0)  # the gate is free
+
+
+async def test_an_engine_that_waited_at_the_gate_skips_to_the_newest_version(
+    fake, follow, state, receiver
+):
+    assert await state.enter_commit("engine-1", 1, ttl_s=60, timeout_s=0)
+    follow()
+    receiver.offer(1)
+    await asyncio.sleep(0.2)
+    assert not fake.calls
+    receiver.offer(2)
+    receiver.offer(3)
+    await state.leave_commit("engine-1")
+    await serves(state, 3)
+    assert loads(fake) == [3]
+
+
+async def test_an_engine_that_does_not_answer_leaves_the_gate_to_the_others(
+    fake, follow, state, receiver, monkeypatch
+):
+    monkeypatch.setattr(weight_follower, "ANSWER_TIMEOUT_S", 0.2)
+    fake.slow["/model_info"] = 60.0
+    follow()
+    receiver.offer(1)
+    for _ in range(20):  # all the while that it is asked again and again
+        assert await state.enter_commit("engine-1", 1, ttl_s=60, timeout_s=0)
+        await state.leave_commit("engine-1")
+        await asyncio.sleep(0.05)
+    del fake.slow["/model_info"]
+    await serves(state, 1)
+
+
+async def test_an_engine_that_stalls_while_it_waits_at_the_gate_gives_its_place_back(
+    fake, follow, state, receiver, monkeypatch
+):
+    assert await state.enter_commit("engine-1", 1, ttl_s=60, timeout_s=0)
+    follow()
+    receiver.offer(1)
+    while fake.num_infos == 0:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)  # it waits at the gate now
+    monkeypatch.setattr(weight_follower, "ANSWER_TIMEOUT_S", 0.2)
+    fake.slow["/model_info"] = 60.0
+    await state.leave_commit("engine-1")
+    async with asyncio.timeout(20):
+        while fake.num_infos < 3:  # inside, and once more outside
+            await asyncio.sleep(0.01)
+    assert await state.enter_commit("engine-1", 1, ttl_s=60, timeout_s=0)
+    assert not fake.calls and receiver.log == []
+
+
+async def test_a_receiver_that_comes_back_elsewhere_is_found(
+    fake, follow, state, receiver, other_receiver
+):
+    receiver.stop()
+    following = follow()
+    await asyncio.sleep(0.2)
+    other_receiver.offer(4)
+    await state.register_receiver("receiver-0", other_receiver.url)
+    await serves(state, 4)
+    await state.forget_receiver("receiver-0")
+    assert not following.done()
+    receiver.start()
+
+
+async def test_a_receiver_that_dies_under_a_long_poll_is_found_again(
+    follow, state, receiver, other_receiver
+):
+    follow()
+    receiver.offer(0)
+    await serves(state, 0)
+    receiver.stop()
+    other_receiver.offer(1)
+    await state.register_receiver("receiver-0", other_receiver.url)
+    await serves(state, 1)
+    receiver.start()
+
+
+async def test_a_version_that_is_gone_at_the_gate_is_not_loaded(fake, follow, state, receiver):
+    receiver.is_gone = {1}
+    receiver.offer(1)
+    follow()
+    await asyncio.sleep(0.3)
+    receiver.offer(2)
+    await serves(state, 2)
+    assert loads(fake) == [2]
+
+
+async def test_a_torn_engine_is_told_and_recorded_nowhere(fake, follow, state, receiver):
+    fake.refused = {"/update_weights_from_disk"}
+    following = follow()
+    receiver.offer(5)
+    with pytest.raises(TornEngine, match=r"engine-0 must be started again.*version 5"):
+        async with asyncio.timeout(20):
+            await following
+    assert await state.engine_versions() == {} and await commits(state) == []
+    assert receiver.held == set()
+    assert await state.enter_commit("engine-9", 1, ttl_s=5, timeout_s=0)
+
+
+async def test_a_commit_that_takes_too_long_is_a_torn_engine(fake, follow, receiver):
+    fake.slow["/update_weights_from_disk"] = 5.0
+    following = follow(commit_timeout_s=0.3)
+    receiver.offer(5)
+    with pytest.raises(TornEngine, match=r"engine-0 did not commit version 5 .*timeout_s=0\.3"):
+        async with asyncio.timeout(20):
+            await following
+
+
+async def test_a_commit_that_could_not_begin_is_tried_again_a_few_times(
+    fake, follow, state, receiver
+):
+    fake.refused = {"/pause_generation"}
+    following = follow()
+    receiver.offer(0)
+    while len(fake.bodies("/pause_generation")) < MAX_FAILURES - 1:
+        await asyncio.sleep(0.001)
+    fake.refused = set()
+    await serves(state, 0)
+    fake.refused = {"/pause_generation"}
+    receiver.offer(1)
+    with pytest.raises(TornEngine, match=f"{MAX_FAILURES} commits in a row failed"):
+        async with asyncio.timeout(20):
+            await following
+    assert loads(fake) == [0]
