@@ -3,8 +3,10 @@
 Pools record their waits as (waiter, waited on) -> seconds, all processes of a pool together:
 
     ("trainer", "rollout")       a lease found too few fresh groups
-    ("trainer", "weight_sync")   weights were leaving
+    ("trainer", "weight_sync")   weights were copied, or waited for a free snapshot buffer
     ("rollout", "trainer")       admission gave no credit: the leash was fully used
+
+Admission follows the slowest engine, so weights that arrive late show as rollouts that wait.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from controller.units import format_duration
+from controller.weights import WeightsPace, behind_words
 
 Waits = Mapping[tuple[str, str], float]
 
@@ -42,9 +47,16 @@ def wait_shares(waits: Waits, elapsed_s: float, num_workers: int = 1) -> WaitSha
     )
 
 
-def bottleneck_sentence(shares: WaitShares, max_staleness: int, when: str = "so far") -> str:
+def bottleneck_sentence(
+    shares: WaitShares,
+    max_staleness: int,
+    when: str = "so far",
+    weights: WeightsPace = WeightsPace(),  # noqa: B008 (it is frozen)
+) -> str:
     """The largest wait in words, and what to change; `when`, as in "of the last 2 minutes"."""
     trainer, rollout = shares.trainer_for_rollout, shares.rollout_for_trainer
+    if rollout >= MUCH and rollout > trainer and (late := _late_weights(weights)):
+        return f"Weights are the bottleneck: rollouts waited {rollout:.0%} {when} for room. {late}"
     if max_staleness == 0 and trainer >= MUCH:
         return (
             f"Trainer and rollouts take turns, as max_staleness=0 asks: the trainer waited "
@@ -52,8 +64,9 @@ def bottleneck_sentence(shares: WaitShares, max_staleness: int, when: str = "so 
         )
     if shares.trainer_for_weights >= max(MUCH, trainer):
         return (
-            f"The trainer spent {shares.trainer_for_weights:.0%} {when} on sending weights: "
-            "train more a step (trainer.groups_per_step), or raise weight_sync.bucket_bytes."
+            f"The trainer spent {shares.trainer_for_weights:.0%} {when} on handing over weights"
+            f"{_slower_words(weights)}: train more a step (trainer.groups_per_step), or send "
+            "less (weight_sync.full_every)."
         )
     if trainer >= MUCH and trainer >= rollout:
         return (
@@ -68,6 +81,33 @@ def bottleneck_sentence(shares: WaitShares, max_staleness: int, when: str = "so 
     return (
         f"Well balanced: the trainer waited {trainer:.0%} {when} for rollouts, and rollouts "
         f"{rollout:.0%} for the trainer."
+    )
+
+
+def _late_weights(weights: WeightsPace) -> str:
+    """How the weights hold up admission, and what to change; "" if they do not."""
+    if weights.behind:
+        return (
+            f"Admission follows the slowest engine, and {behind_words(weights.behind)}"
+            f"{_slower_words(weights)}: look at its log, send less (weight_sync.full_every), or "
+            "let more engines commit at once (weight_sync.max_concurrent_commits)."
+        )
+    if weights.is_slower_than_steps:
+        return (
+            f"Admission follows the slowest engine{_slower_words(weights)}: send less "
+            "(weight_sync.full_every), or train more a step (trainer.groups_per_step)."
+        )
+    return ""
+
+
+def _slower_words(weights: WeightsPace) -> str:
+    if not weights.is_slower_than_steps:
+        return ""
+    assert weights.convergence_s is not None and weights.seconds_per_step is not None
+    return (
+        "; weights travel slower than steps (convergence "
+        f"{format_duration(weights.convergence_s)}, step "
+        f"{format_duration(weights.seconds_per_step)})"
     )
 
 

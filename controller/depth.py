@@ -69,10 +69,12 @@ def _say(console: Console, line: str) -> None:
 
 def depth_line(run: str, stats: BufferStats) -> str:
     """The buffer at one moment, in one line (pure)."""
-    lag = engine_lag(stats.trainer_version, stats.engine_versions.values())
+    lag = engine_lag(stats.trainer_version, stats.engine_versions.values(), stats.max_staleness)
     limit = admission_limit(
         max_staleness=stats.max_staleness, lag=lag, groups_per_step=stats.groups_per_step
     )
+    if stats.engines_gone:
+        limit = 0
     in_use = stats.running + stats.ready + stats.leased
     by_staleness = sorted(stats.by_staleness.items())
     parts = [
@@ -80,7 +82,7 @@ def depth_line(run: str, stats: BufferStats) -> str:
         f"ready {stats.ready}{_listed(by_staleness, 'staleness ')}",
         f"leased {stats.leased}",
         f"running {stats.running}",
-        f"in use {in_use} of {limit}",
+        f"in use {in_use} of {limit}{' (no engine serves)' if stats.engines_gone else ''}",
         f"consumed {stats.consumed}",
         _size(stats),
         f"dropped {stats.num_dropped}{_listed(stats.dropped.items())}",

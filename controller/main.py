@@ -1,4 +1,4 @@
-"""The command line: `leash launch | dry-run | status | stop | tune`, and a run's buffer:
+"""The command line: `leash launch | dry-run | status | stop | tune | timeline`, and a run's buffer:
 `leash depth | trace | quarantine | buffer-dump | buffer-load`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by a signal.
@@ -41,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
         add_run_verb(verbs, verb, what)
     tune = add_run_verb(verbs, "tune", "change a setting of a running job")
     tune.add_argument("--max-staleness", type=int, required=True)
+    timeline = add_run_verb(verbs, "timeline", "draw one version's way to the engines")
+    timeline.add_argument("--version", type=int, help="default: the newest that all engines took")
     add_buffer_verbs(verbs)
     return parser
 
@@ -127,6 +129,10 @@ def _on_existing_run(arguments: argparse.Namespace) -> int:
             from controller.tune import set_max_staleness
 
             set_max_staleness(run_dir, arguments.max_staleness)
+        case "timeline":
+            from controller.timeline import draw_timeline
+
+            print(draw_timeline(run_dir, arguments.version))
         case _:
             on_buffer(run_dir, arguments)
     return 0

@@ -3,7 +3,8 @@
     {"t": 1732190000.1, "kind": "step", "step": 3, "reward_mean": 0.41, ...}
 
 Kinds: `phase` (what the run does), `step` (one trained batch, from trainer rank 0), `eval`
-(held-out prompts), `buffer` (depth, versions and waits, sampled by the controller). Each is flat.
+(held-out prompts), `buffer` (depth, versions and waits, sampled by the controller), `publish`,
+`commit` and `weights_event` (the way of the weights, see weights.py). Each is flat.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ class MetricsLog:
         self._file = path.open("a", buffering=1)
 
     def append(self, kind: str, values: Mapping[str, Scalar], t: float | None = None) -> Record:
-        """Write one record (`t`: now) and return it as a reader will see it."""
+        """Write one record (`t`: now) and return it as a reader will see it.
+
+        `t` and `kind` are the line's own: no value may have these names.
+        """
+        assert not {"t", "kind"} & values.keys(), (kind, sorted(values))
         finite = {name: value for name, value in values.items() if _is_finite(value)}
         record = Record(t=time.time() if t is None else t, kind=kind, values=finite)
         line = {"t": round(record.t, 3), "kind": kind, **finite}

@@ -15,10 +15,11 @@ from rich.text import Text
 
 from buffer.stats import BufferStats
 from controller.bottleneck import MUCH, bottleneck_sentence
-from controller.remarks import buffer_remarks
+from controller.remarks import buffer_remarks, engine_remarks
 from controller.startup import StartStep, StartSteps
 from controller.units import format_count, format_duration
 from controller.view import RunView
+from controller.weights import median
 
 SPARKS = "▁▂▃▄▅▆▇█"
 WIDE_BAR, NARROW_BAR = 14, 8
@@ -111,7 +112,9 @@ def render(view: RunView, hint: str = "Ctrl-C stops everything") -> RenderableTy
     parts: list[RenderableType] = [_progress(view), "", _Sections(view), ""]
     if view.stats is not None:
         parts.append(_law(view.stats))
-        parts += [Text(remark, style="yellow") for remark in buffer_remarks(view.stats)]
+        remarks = buffer_remarks(view.stats)
+        remarks += engine_remarks(view.stats, view.weights.lost_engines)
+        parts += [Text(remark, style="yellow") for remark in remarks]
     parts.append(_bottleneck(view))
     if view.log_lines:
         parts.append("")
@@ -263,14 +266,16 @@ def _pace(view: RunView) -> Group:
     rows.append(("generated", "-" if rate is None else f"{format_count(rate)} tokens/s"))
     pace = view.seconds_per_step
     rows.append(("a step", "-" if pace is None else format_duration(pace)))
-    if (last := view.last_step) is not None:
-        rows.append(("engine pause", f"{format_duration(last.number('pause_s_max'))} a publish"))
+    if (convergence_s := median(view.weights.convergence_s)) is not None:
+        rows.append(("weights", f"{format_duration(convergence_s)} to every engine"))
+    if (pause_s := median(view.weights.pause_s)) is not None:
+        rows.append(("engine pause", f"{format_duration(pause_s)} a commit"))
     return _section("Versions and pace", rows)
 
 
 def _engine_versions(stats: BufferStats) -> Text:
     if not stats.engine_versions:
-        return Text("-")
+        return Text("none serves", style="red") if stats.engines_gone else Text("-")
     oldest, newest = min(stats.engine_versions.values()), max(stats.engine_versions.values())
     text = Text(f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}")
     if (lag := stats.trainer_version - oldest) > 0:
@@ -294,7 +299,8 @@ def _bottleneck(view: RunView) -> Text:
     if view.stats is None or view.step < 2:
         return Text("Measuring who waits on whom...", style="dim")
     when = f"of the last {format_duration(view.waits.elapsed_s)}"
-    return Text(bottleneck_sentence(view.shares, view.stats.max_staleness, when), style="italic")
+    sentence = bottleneck_sentence(view.shares, view.stats.max_staleness, when, view.weights_pace)
+    return Text(sentence, style="italic")
 
 
 def _share_bar(share: float, width: int) -> Text:

@@ -12,7 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from configs.schema import Config, Dtype
+from configs.choices import Dtype
+from configs.joint_rules import check_weights_without_gpus
+from configs.schema import Config
 from controller.model_size import ModelSize, model_size
 from controller.units import format_bytes
 
@@ -26,6 +28,7 @@ ENGINE_PROCESS_BYTES = 2 * 2**30
 """A CPU engine before weights and KV cache: SGLang's three processes, as measured."""
 WORKER_PROCESS_BYTES = 400 * 2**20
 """A process of ours with Ray and numpy in it."""
+DEFAULT_STAGE_DIR = "/dev/shm"
 GPU_CONTEXT_BYTES = 2**30
 """CUDA context and kernels of one process."""
 
@@ -54,8 +57,12 @@ class Plan:
     """GPUs of one engine."""
     threads_per_process: int
     """Torch threads of a CPU process."""
+    serving_dtype: str
+    """In which the engines hold the weights, as torch spells it: what the trainer sends."""
     redis: str
     staleness_bound: str
+    weights: str
+    """How a version gets to the engines, and what that takes beside them."""
     model: ModelSize
     processes: tuple[PlannedProcess, ...]
 
@@ -81,6 +88,7 @@ class Plan:
         facts.add_row("model", f"{self.model.label} ({self.model.source})")
         facts.add_row("Redis", self.redis)
         facts.add_row("leash", self.staleness_bound)
+        facts.add_row("weights", self.weights)
         return Group(Text("What this run starts", style="bold cyan"), table, facts)
 
 
@@ -94,6 +102,8 @@ def make_plan(config: Config, num_gpus: int | None, num_cpus: int) -> Plan:
     trainer_gpus = 1 if uses_gpu else 0
     engine_gpus = config.rollout.engine.tp_size if uses_gpu else 0
     _check_gpus(config, trainer_gpus, engine_gpus, num_gpus)
+    if num_gpus == 0:
+        check_weights_without_gpus(config, "Ray has none")
     model = model_size(config.model)
     num_torch_processes = config.trainer.num_ranks + config.rollout.num_engines
     threads = config.cluster.threads_per_process or max(1, num_cpus // num_torch_processes)
@@ -117,10 +127,12 @@ def make_plan(config: Config, num_gpus: int | None, num_cpus: int) -> Plan:
         trainer_gpus=trainer_gpus,
         engine_gpus=engine_gpus,
         threads_per_process=threads,
+        serving_dtype=serving_dtype(config, uses_gpu),
         redis=_redis_sentence(config),
         staleness_bound=staleness_sentence(config),
+        weights=_weights_sentence(config, model, uses_gpu),
         model=model,
-        processes=(*_plain_processes(config), trainer, engine),
+        processes=(*_plain_processes(config), trainer, engine, _receiver(config, model, uses_gpu)),
     )
 
 
@@ -135,6 +147,14 @@ def staleness_sentence(config: Config) -> str:
         f"{bound} running + ready + leased; no trained token lags by more than {staleness} "
         f"policy {versions}"
     )
+
+
+def serving_dtype(config: Config, uses_gpu: bool) -> str:
+    """rollout.engine.dtype, with `auto` resolved as the engines resolve it."""
+    dtype = config.rollout.engine.dtype
+    if dtype is Dtype.auto:
+        return "bfloat16" if uses_gpu else "float32"
+    return str(dtype.value)
 
 
 def _uses_gpu(config: Config, num_gpus: int | None) -> bool:
@@ -182,6 +202,35 @@ def _plain_processes(config: Config) -> tuple[PlannedProcess, ...]:
     return (redis, worker)
 
 
+def _receiver(config: Config, model: ModelSize, uses_gpu: bool) -> PlannedProcess:
+    """How many there are is known when the engines are placed: one a node that has any."""
+    memory = "unknown"
+    if model.num_params is not None:
+        staged = model.num_params * _item_bytes(config, uses_gpu) * config.weight_sync.num_staged
+        memory = format_bytes(staged + WORKER_PROCESS_BYTES)
+    return PlannedProcess(
+        what="weights receiver",
+        count=1,
+        num_gpus=0,
+        num_threads=None,
+        memory=memory,
+        note=f"one a node; stages in {config.weight_sync.stage_dir or DEFAULT_STAGE_DIR}",
+    )
+
+
+def _weights_sentence(config: Config, model: ModelSize, uses_gpu: bool) -> str:
+    sync, every = config.weight_sync, config.weight_sync.full_every
+    size = "all bytes"
+    if model.num_params is not None:
+        size = format_bytes(model.num_params * _item_bytes(config, uses_gpu))
+    what = f"{size} a version"
+    if every > 1:
+        what = f"{size} every {every} versions, between these what changed"
+    most = sync.max_concurrent_commits
+    who = "one engine stands" if most == 1 else f"at most {most} engines stand"
+    return f"{what}, as {serving_dtype(config, uses_gpu)}; {who} still at a time, for the commit"
+
+
 def _redis_sentence(config: Config) -> str:
     if config.buffer.url is not None:
         return f"yours (buffer.url), at {config.buffer.url.split('@')[-1].split('://')[-1]}"
@@ -209,8 +258,7 @@ def _engine_memory(config: Config, model: ModelSize, uses_gpu: bool) -> str:
         return f"{engine.mem_fraction:.0%} of the GPU"
     if model.num_params is None:
         return "unknown"
-    is_float32 = engine.dtype is Dtype.float32 or (engine.dtype is Dtype.auto and not uses_gpu)
-    item_bytes = 4 if is_float32 else 2
+    item_bytes = _item_bytes(config, uses_gpu)
     num_gpus = engine.tp_size if uses_gpu else 1
     process = GPU_CONTEXT_BYTES if uses_gpu else ENGINE_PROCESS_BYTES
     weights = model.num_params * item_bytes // num_gpus
@@ -218,6 +266,10 @@ def _engine_memory(config: Config, model: ModelSize, uses_gpu: bool) -> str:
         return f"{format_bytes(process + weights)} + KV cache"
     kv_cache = _kv_tokens(config) * model.kv_elements * item_bytes // num_gpus
     return format_bytes(process + weights + kv_cache)
+
+
+def _item_bytes(config: Config, uses_gpu: bool) -> int:
+    return 4 if serving_dtype(config, uses_gpu) == "float32" else 2
 
 
 def _engine_note(config: Config, uses_gpu: bool) -> str:

@@ -32,13 +32,14 @@ PLOTS = {
     "staleness.png": "Staleness of the groups that were trained",
     "buffer.png": "Groups in the buffer over time (running mean)",
     "time_shares.png": "What the trainer spent its time on, step by step",
+    "weights.png": "How long each version took to reach the engines",
 }
 
 TIME_PARTS = (
     ("lease_wait_s", "waiting for rollouts", ORANGE),
     ("step_s", "training", BLUE),
-    ("snapshot_s", "gathering weights", SKY),
-    ("wire_s", "sending weights", PINK),
+    ("snapshot_s", "copying weights", SKY),
+    ("snapshot_wait_s", "waiting to copy weights", PINK),
     ("checkpoint_s", "checkpoint", GREY),
 )
 """The fields of a step record that add up to its time."""
@@ -52,6 +53,7 @@ def write_plots(folder: Path, records: Sequence[Record]) -> list[Path]:
         "staleness.png": _staleness,
         "buffer.png": _buffer,
         "time_shares.png": _time_shares,
+        "weights.png": _weights,
     }
     written = []
     for name, draw in drawings.items():
@@ -242,6 +244,34 @@ def _time_shares(axes: Axes, records: Sequence[Record]) -> bool:
     axes.set_ylabel("seconds a step (running mean)")
     _legend_outside(axes)
     return True
+
+
+def _weights(axes: Axes, records: Sequence[Record]) -> bool:
+    publishes = _finite([r for r in records if r.kind == "publish"], "convergence_s")
+    commits = _finite([r for r in records if r.kind == "commit"], "pause_s")
+    if not publishes or not commits:
+        return False
+    stalls = _finite([r for r in records if r.kind == "publish"], "snapshot_s")
+    for points, label, color, marker in (
+        (publishes, "until every engine serves it", BLUE, "o"),
+        (commits, "an engine stands still", ORANGE, "."),
+        (stalls, "the trainer stands still", GREEN, "."),
+    ):
+        axes.plot(*zip(*points, strict=True), marker, color=color, markersize=4, label=label)
+    axes.set_yscale("log")
+    axes.set_xlabel("policy version")
+    axes.set_ylabel("seconds")
+    _legend_outside(axes)
+    return True
+
+
+def _finite(records: Sequence[Record], name: str) -> list[tuple[float, float]]:
+    """(version, value) of the records that have the value, above 0: the axis is logarithmic."""
+    return [
+        (r.number("version"), value)
+        for r in records
+        if math.isfinite(value := r.number(name)) and value > 0
+    ]
 
 
 def _legend_outside(axes: Axes) -> None:

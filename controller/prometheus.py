@@ -1,4 +1,4 @@
-"""Serves the buffer's numbers to Prometheus, read from Redis at each scrape.
+"""Serves the numbers of buffer and weights to Prometheus, read from Redis at each scrape.
 
 Prometheus asks without a password, so whoever reaches the port can read the numbers (and nothing
 else: no text of a trajectory is among them). Only this machine can, unless cluster.host says more.
@@ -17,8 +17,11 @@ from prometheus_client.registry import Collector
 
 from buffer.blocking import LoopThread
 from buffer.stats import BufferStats
-from controller.buffer_access import BufferAddress, open_buffer
+from controller.buffer_access import BufferAddress, open_buffer, open_state
 from controller.buffer_metrics import metric_families, one
+from controller.weight_metrics import WeightsPicture, WeightsReader, weight_families
+
+Picture = tuple[BufferStats, WeightsPicture]
 
 SCRAPE_TIMEOUT_S = 5.0
 """Below Prometheus' own default of 10 s, so that it is told when Redis does not answer."""
@@ -31,8 +34,10 @@ class MetricsServer:
         self._redis = LoopThread("prometheus")
         try:
             self._buffer = self._redis.run(open_buffer(address))
+            self._state = self._redis.run(open_state(address))
+            self._weights = WeightsReader(self._state)
             registry = CollectorRegistry()
-            registry.register(BufferCollector(address.run, self._read))
+            registry.register(RunCollector(address.run, self._read))
             self._http, self._thread = _listen(host, port, registry)
         except BaseException:
             self._redis.stop()
@@ -40,8 +45,12 @@ class MetricsServer:
         bound_host, bound_port = self._http.server_address[:2]
         self.url = f"http://{bound_host!s}:{bound_port}/metrics"
 
-    def _read(self) -> BufferStats:
-        return self._redis.run(asyncio.wait_for(self._buffer.stats(), SCRAPE_TIMEOUT_S))
+    def _read(self) -> Picture:
+        return self._redis.run(self._picture())
+
+    async def _picture(self) -> Picture:
+        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+            return await self._buffer.stats(), await self._weights.read()
 
     def close(self) -> None:
         """Ends a scrape that is under way, too."""
@@ -49,6 +58,7 @@ class MetricsServer:
         self._http.server_close()
         self._thread.join()
         self._redis.run(self._buffer.close())
+        self._redis.run(self._state.close())
         self._redis.stop()
 
 
@@ -64,10 +74,10 @@ def _listen(
         ) from None
 
 
-class BufferCollector(Collector):
+class RunCollector(Collector):
     """What one registry asks at each scrape. `read` may raise what it likes: that is counted."""
 
-    def __init__(self, run: str, read: Callable[[], BufferStats]) -> None:
+    def __init__(self, run: str, read: Callable[[], Picture]) -> None:
         self._run = run
         self._read = read
         self._num_errors = 0
@@ -77,15 +87,14 @@ class BufferCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Everything; where Redis does not answer, only that it does not."""
         try:
-            stats = self._read()
+            picture = self._read()
         except Exception:  # a scrape is answered whatever happened, and the answer counts it
-            stats = None
+            picture = None
         with self._lock:
-            self._num_errors += stats is None
+            self._num_errors += picture is None
             num_errors = self._num_errors
-        yield one(
-            GaugeMetricFamily, "replay_up", "Whether Redis answered.", self._run, stats is not None
-        )
+        is_up = picture is not None
+        yield one(GaugeMetricFamily, "replay_up", "Whether Redis answered.", self._run, is_up)
         yield one(
             CounterMetricFamily,
             "replay_scrape_errors",
@@ -93,5 +102,7 @@ class BufferCollector(Collector):
             self._run,
             num_errors,
         )
-        if stats is not None:
+        if picture is not None:
+            stats, weights = picture
             yield from metric_families(self._run, stats)
+            yield from weight_families(self._run, weights)

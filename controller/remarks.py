@@ -1,14 +1,31 @@
-"""What a person should know of the buffer besides its numbers, in words with the fix (pure)."""
+"""What a person should know of a run besides its numbers, in words with the fix (pure)."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from buffer.stats import BufferStats
 from controller.units import format_bytes, format_duration
+from controller.weights import behind_words, engines_behind
 
 
 def buffer_remarks(stats: BufferStats) -> list[str]:
     """A sentence for each thing that somebody may want to do something about."""
     return [sentence for sentence in (_blocked(stats), _quarantined(stats)) if sentence]
+
+
+def engine_remarks(stats: BufferStats, lost_engines: Collection[str] = ()) -> list[str]:
+    """The same of the engines; `lost_engines` died or stalled and have not come back."""
+    lost = sorted(name for name in lost_engines if name not in stats.engine_versions)
+    remarks = []
+    if stats.engines_gone:
+        remarks.append("No engine serves: nothing is admitted until one is back.")
+    if lost:
+        are = "is" if len(lost) == 1 else "are"
+        remarks.append(f"{', '.join(lost)} {are} lost and being started again or waited for.")
+    if behind := engines_behind(stats.trainer_version, stats.engine_versions):
+        remarks.append(f"{behind_words(behind)}; admission follows the slowest engine.")
+    return remarks
 
 
 def _blocked(stats: BufferStats) -> str:

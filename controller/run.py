@@ -1,8 +1,8 @@
 """The life of one run, from an empty folder to its summary.
 
-    redis ── ray ── model ──┬── engines ──────┬── warm start ── weight group ── version 0 ── eval
-                            └── trainer ranks ┘                                               │
-      ┌───────────────────────────────────────────────────────────────────────────────────────┘
+    redis ── ray ── model ──┬── receivers, engines ──┬── warm start ── version 0 ── eval
+                            └── trainer ranks ───────┘                               │
+      ┌──────────────────────────────────────────────────────────────────────────────┘
       └── rollout workers generate ◄──buffer──► trainer trains num_steps ── eval ── summary
                     │
                     └── something dies: RunFailed with its name and the end of its log
@@ -83,6 +83,8 @@ class Run:
         self._server: EmbeddedServer | None = None
         self._redis_url = ""
         self._shared_memory: frozenset[Path] = frozenset()
+        self._weights_key = secrets.token_urlsafe(32)
+        """What trainer, receivers and engines show each other; made anew for each run."""
 
     def execute(self) -> RunResult:
         """Everything from the first server to the summary; whatever was started is ended."""
@@ -217,6 +219,8 @@ class Run:
             host=config.cluster.host,
             num_threads=plan.threads_per_process,
             uses_gpu=plan.trainer_gpus > 0,
+            serving_dtype=plan.serving_dtype,
+            weights_key=self._weights_key,
         )
 
     def _rollout_spec(self, plan: Plan) -> RolloutSpec:
@@ -236,10 +240,11 @@ class Run:
             uses_gpu=plan.engine_gpus > 0,
             seed=config.run.seed,
             engine_key=secrets.token_urlsafe(32),
+            weights_key=self._weights_key,
         )
 
     def _start_pools(self, pools: Pools) -> None:
-        with self._panel.step("engines, workers, trainer ranks") as step:
+        with self._panel.step("receivers, engines, workers, trainer ranks") as step:
             began, ready = time.monotonic(), list[str]()
 
             def tell(name: str) -> None:
@@ -256,8 +261,8 @@ class Run:
                 reports = self._wait(pools.trainer.warm_start(examples), "warming up")
                 report = next(iter(reports.values()))
                 step.say(f"supervised loss {report.loss_first:.2f} to {report.loss_last:.2f}")
-        with self._panel.step("weight group"):
-            self._wait(pools.trainer.connect_engines(pools.rollout.ports()), "connecting")
+        with self._panel.step("checkpoint engine"):
+            self._wait(pools.trainer.connect(), "connecting")
         with self._panel.step("version 0 to the engines"):
             self._wait(pools.trainer.publish_initial(), "publishing version 0")
 

@@ -18,6 +18,7 @@ from controller.panel import render
 from controller.run_dir import RunDir
 from controller.summary import training_seconds
 from controller.view import RunView, waits_of
+from controller.weights import WeightsView
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -91,8 +92,14 @@ def _bottleneck(records: list[Record]) -> str | None:
     samples = [r for r in records if r.kind == "buffer"]
     if not samples or len(steps) < 2:
         return None
-    shares = wait_shares(waits_of(samples[-1]), training_seconds(steps))
-    return bottleneck_sentence(shares, int(samples[-1].number("max_staleness")), "of the run")
+    seconds, last = training_seconds(steps), samples[-1]
+    view = WeightsView()
+    for record in records:
+        view.apply(record)
+    # An engine that was late at the end tells nothing of the whole run.
+    pace = view.pace(seconds / len(steps), trainer_version=0, engine_versions={})
+    shares = wait_shares(waits_of(last), seconds)
+    return bottleneck_sentence(shares, int(last.number("max_staleness")), "of the run", pace)
 
 
 def _hint(run_dir: RunDir) -> str:

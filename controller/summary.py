@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +12,13 @@ from buffer.stats import BufferStats
 from configs.schema import Config
 from controller.metrics import Record
 from controller.plots import PLOTS
+from controller.timeline import LAST_TIMELINE
 from controller.units import format_bytes, format_count, format_duration
+from controller.weights import weights_result
+
+PICTURES = {**PLOTS, LAST_TIMELINE: "The last version's way to the engines"}
+_QUIET_EVENTS = {"epoch", "joined"}
+"""Every run has these; nobody needs to know."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -47,8 +52,14 @@ class RunResult:
     staleness_mean: float | None
     versions_published: int
     """Made by training; the initial weights are version 0 and do not count."""
+    versions_skipped: int
+    """Overtaken by a newer one before they were sent."""
     engine_pause_s: Mapping[str, float | None]
-    """`p50` and `max` over the publishes, each by its slowest engine."""
+    """`p50` and `max` of one engine's standstill for one commit."""
+    snapshot_s: Mapping[str, float | None]
+    """The same of the trainer's standstill for a publish, of its slowest rank."""
+    convergence_s: Mapping[str, float | None]
+    """The same from the snapshot until every live engine served the version or a later one."""
     trainer_wait_s: float
     """What the trainer waited for rollouts."""
     trainer_wait_share: float | None
@@ -63,6 +74,15 @@ class RunResult:
     """|trainer - rollout log-probability| of tokens sampled by the version being trained."""
     logprob_diff_max: float | None
     publish_bytes: int | None
+    """Of one version, whole."""
+    weights_wire_bytes: int
+    """That left the trainer over the run, version 0 among them."""
+    publishes_delta: int
+    """Publishes that sent only what had changed."""
+    delta_density: float | None
+    """Mean share of the elements that these held."""
+    weights_events: Mapping[str, int]
+    """What happened to receivers and engines, by kind."""
 
 
 def result_line(result: RunResult) -> str:
@@ -91,7 +111,7 @@ def summarize(
     evals = [r for r in records if r.kind == "eval"]
     rewards = _series(steps, "reward_mean")
     ends = max(1, min(10, len(rewards) // 10))
-    pauses = _series([r for r in records if r.kind in ("step", "publish")], "pause_s_max")
+    weights = weights_result(records)
     wait_s = sum(_series(steps, "lease_wait_s"))
     train_s = training_seconds(steps)
     return RunResult(
@@ -116,10 +136,10 @@ def summarize(
         max_staleness_trained=stats.max_staleness_trained,
         staleness_mean=_mean(_series(steps, "staleness_mean")),
         versions_published=stats.trainer_version,
-        engine_pause_s={
-            "p50": statistics.median(pauses) if pauses else None,
-            "max": max(pauses, default=None),
-        },
+        versions_skipped=weights.num_skipped,
+        engine_pause_s=weights.engine_pause_s,
+        snapshot_s=weights.snapshot_s,
+        convergence_s=weights.convergence_s,
         trainer_wait_s=wait_s,
         trainer_wait_share=wait_s / train_s if train_s else None,
         tokens_generated=tokens_generated,
@@ -128,7 +148,11 @@ def summarize(
         ratio_max_abs_dev=max(_series(steps, "ratio_max_abs_dev"), default=None),
         logprob_diff_mean=_mean(_series(steps, "logprob_diff_mean")),
         logprob_diff_max=max(_series(steps, "logprob_diff_max"), default=None),
-        publish_bytes=int(max(_series(steps, "publish_bytes"), default=0)) or None,
+        publish_bytes=weights.bytes,
+        weights_wire_bytes=weights.wire_bytes,
+        publishes_delta=weights.num_deltas,
+        delta_density=weights.density,
+        weights_events=weights.events,
     )
 
 
@@ -163,11 +187,14 @@ def _summary_markdown(run_dir: Path, result: RunResult, config: Config) -> str:
         ("What it learned", _learning_rows(result)),
         ("Where the groups went", _group_rows(result)),
         ("What it cost", _cost_rows(result)),
+        ("How the weights travelled", _weights_rows(result)),
         ("Whether the numbers agree", _agreement_rows(result)),
     ]
     tables = "".join(f"\n## {name}\n\n{_table(rows)}" for name, rows in sections)
     plots = "".join(
-        f"\n![{caption}]({name})\n" for name, caption in PLOTS.items() if (run_dir / name).exists()
+        f"\n![{caption}]({name})\n"
+        for name, caption in PICTURES.items()
+        if (run_dir / name).exists()
     )
     model = config.model.path or "built from scratch"
     again = (
@@ -228,13 +255,24 @@ def _cost_rows(result: RunResult) -> Iterator[tuple[str, str]]:
         "trainer waited for rollouts",
         f"{format_duration(result.trainer_wait_s)} ({_percent(result.trainer_wait_share)})",
     )
+
+
+def _weights_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     yield "versions published", f"{result.versions_published:,}"
+    if result.versions_skipped:
+        yield "of these, overtaken before they were sent", f"{result.versions_skipped:,}"
     if result.publish_bytes is not None:
-        yield "bytes a publish", format_bytes(result.publish_bytes)
-    pauses = [result.engine_pause_s[name] for name in ("p50", "max")]
-    if pauses[0] is not None and pauses[1] is not None:
-        median, longest = (format_duration(pause) for pause in pauses if pause is not None)
-        yield "an engine paused for a publish", f"{median} (median), {longest} (longest)"
+        yield "bytes of a version", format_bytes(result.publish_bytes)
+        yield "bytes that left the trainer", format_bytes(result.weights_wire_bytes)
+    if result.publishes_delta:
+        yield "publishes that sent only what had changed", f"{result.publishes_delta:,}"
+        yield "share of the elements in these, mean", _percent(result.delta_density)
+    yield "the trainer stood still for a publish", _spread(result.snapshot_s)
+    yield "from there until every engine served it", _spread(result.convergence_s)
+    yield "an engine stood still for a commit", _spread(result.engine_pause_s)
+    for event, count in result.weights_events.items():
+        if event not in _QUIET_EVENTS:
+            yield f"receivers and engines: {event.replace('_', ' ')}", f"{count:,}"
 
 
 def _agreement_rows(result: RunResult) -> Iterator[tuple[str, str]]:
@@ -248,6 +286,13 @@ def _agreement_rows(result: RunResult) -> Iterator[tuple[str, str]]:
 
 def _table(rows: Iterator[tuple[str, str]]) -> str:
     return "| | |\n|---|---:|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows)
+
+
+def _spread(seconds: Mapping[str, float | None]) -> str:
+    median, longest = seconds["p50"], seconds["max"]
+    if median is None or longest is None:
+        return "not measured"
+    return f"{format_duration(median)} (median), {format_duration(longest)} (longest)"
 
 
 def _percent(share: float | None) -> str:

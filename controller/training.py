@@ -6,6 +6,7 @@ import asyncio
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -19,6 +20,7 @@ from controller.recorder import Recorder
 from controller.run_dir import RunDir
 from controller.summary import RunResult, summarize, write_summary
 from controller.supervise import RunFailed, exit_of, failure, told
+from controller.timeline import write_last_timeline
 from controller.view import RunView
 from rollout_pool.pool import RolloutPool
 from rollout_pool.types import EvalReport
@@ -154,7 +156,7 @@ class Training:
             tokens_generated=int(counters.get("tokens_generated", 0)),
             wall_s=time.time() - self._started,
         )
-        await asyncio.to_thread(write_plots, self._dir.path, records)
+        await asyncio.to_thread(_draw, self._dir.path, records)
         write_summary(self._dir.path, result, self._config)
         await self._state.set_phase("finished")
         return result
@@ -199,6 +201,11 @@ class Training:
             self._deaths, timeout=DEATH_GRACE_S, return_when=asyncio.FIRST_COMPLETED
         )
         return next(iter(done)).result() if done else first
+
+
+def _draw(folder: Path, records: list[Record]) -> None:
+    write_plots(folder, records)
+    write_last_timeline(folder, records)
 
 
 async def _value(ref: Any) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from buffer.stats import BufferStats
 from controller.bottleneck import Waits, WaitShares, WaitWindow
 from controller.metrics import Record, Scalar
+from controller.weights import WeightsPace, WeightsView
 
 RATE_HORIZON_S = 30.0
 LOG_LINES = 4
@@ -46,6 +47,7 @@ class RunView:
     tokens_generated: int = 0
     log_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES))
     waits: WaitWindow = field(default_factory=WaitWindow)
+    weights: WeightsView = field(default_factory=WeightsView)
     _tokens: deque[tuple[float, int]] = field(default_factory=deque)
     _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=20))
 
@@ -64,6 +66,8 @@ class RunView:
             self.evals.append(EvalPoint(version=int(version), accuracy=accuracy))
         elif record.kind == "buffer":
             self._sample(record.t, waits_of(record), int(record.number("tokens_generated")))
+        else:
+            self.weights.apply(record)
 
     def observe(self, now: float, stats: BufferStats, waits: Waits, tokens_generated: int) -> None:
         """Take in one sample of what Redis holds; `waits` and the tokens are totals.
@@ -112,6 +116,14 @@ class RunView:
     @property
     def shares(self) -> WaitShares:
         return self.waits.shares(self.num_workers)
+
+    @property
+    def weights_pace(self) -> WeightsPace:
+        if self.stats is None:
+            return WeightsPace()
+        return self.weights.pace(
+            self.seconds_per_step, self.stats.trainer_version, self.stats.engine_versions
+        )
 
 
 def buffer_values(stats: BufferStats, waits: Waits, tokens_generated: int) -> Mapping[str, Scalar]:

@@ -33,6 +33,7 @@ STATS = BufferStats(
     by_staleness={0: 9, 1: 15, 2: 8},
     trainer_version=137,
     engine_versions={"engine-0": 136, "engine-1": 137},
+    engines_gone=False,
     max_staleness=2,
     max_staleness_trained=2,
     groups_per_step=16,
@@ -84,12 +85,77 @@ def step_record(step: int, t: float, reward: float = 0.5) -> Record:
             "lease_wait_s": 0.25,
             "step_s": 0.5,
             "snapshot_s": 0.05,
-            "wire_s": 0.1,
-            "pause_s_max": 0.02 + 0.01 * step,
+            "snapshot_wait_s": 0.0,
             "checkpoint_s": 0.0,
-            "publish_bytes": 2_500_000,
         },
     )
+
+
+def publish_record(version: int, at: float, mode: str = "full") -> Record:
+    """A version of 2.5 MB that was copied at `at` and served by both engines 0.9 s later."""
+    values: dict[str, float | int | str] = {
+        "version": version,
+        "mode": mode,
+        "epoch": 1,
+        "snapshot_at": at,
+        "snapshot_s": 0.05,
+        "wire_at": at + 0.1,
+        "wire_s": 0.4,
+        "verify_at": at + 0.5,
+        "verify_s": 0.05,
+        "staged_at": at + 0.55,
+        "released_at": at + 0.56,
+        "converged_at": at + 0.9,
+        "convergence_s": 0.9,
+        "stage_s": 0.55,
+        "bytes": 2_500_000,
+        "wire_bytes": 250_000 if mode == "delta" else 2_500_000,
+        "density": 0.05 if mode == "delta" else 1.0,
+        "num_receivers": 1,
+        "num_engines": 2,
+        "num_retries": 0,
+    }
+    if mode == "delta":
+        values |= {"base_version": version - 1, "encode_at": at + 0.06, "encode_s": 0.04}
+    return Record(t=at + 0.9, kind="publish", values=values)
+
+
+def skipped_record(version: int, at: float) -> Record:
+    values = {"version": version, "mode": "skipped", "snapshot_at": at, "snapshot_s": 0.15}
+    return Record(t=at, kind="publish", values=values)
+
+
+def commit_record(engine: str, version: int, paused_at: float, pause_s: float = 0.1) -> Record:
+    return Record(
+        t=paused_at + pause_s,
+        kind="commit",
+        values={
+            "engine": engine,
+            "version": version,
+            "from_version": version - 1,
+            "strategy": "staged_disk",
+            "seen_at": paused_at - 0.05,
+            "gate_wait_s": 0.04,
+            "paused_at": paused_at,
+            "resumed_at": paused_at + pause_s,
+            "pause_s": pause_s,
+            "load_s": 0.8 * pause_s,
+            "staged_to_commit_s": 0.05 + pause_s,
+        },
+    )
+
+
+def event_record(event: str, who: str, t: float = 0.0) -> Record:
+    values = {"event": event, "who": who, "detail": "it was killed"}
+    return Record(t=t, kind="weights_event", values=values)
+
+
+def weights_records(version: int, at: float, mode: str = "full") -> list[Record]:
+    """A publish and the commits of two engines, one after the other."""
+    commits = [
+        commit_record(f"engine-{number}", version, at + 0.6 + 0.15 * number) for number in range(2)
+    ]
+    return [*commits, publish_record(version, at, mode)]
 
 
 def eval_record(version: int, t: float, accuracy: float) -> Record:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from controller.bottleneck import WaitShares, WaitWindow, bottleneck_sentence, wait_shares
+from controller.weights import WeightsPace
 
 
 def shares(rollout: float = 0.0, weights: float = 0.0, trainer: float = 0.0) -> WaitShares:
@@ -20,12 +21,31 @@ def shares(rollout: float = 0.0, weights: float = 0.0, trainer: float = 0.0) -> 
         (shares(trainer=0.7), "The trainer is the bottleneck: rollouts waited 70% so far"),
         (shares(rollout=0.4, trainer=0.3), "Rollouts are the bottleneck"),
         (shares(rollout=0.3, trainer=0.4), "The trainer is the bottleneck"),
-        (shares(weights=0.5, rollout=0.3), "The trainer spent 50% so far on sending weights"),
+        (shares(weights=0.5, rollout=0.3), "The trainer spent 50% so far on handing over weights"),
         (shares(rollout=0.1, trainer=0.05), "Well balanced: the trainer waited 10% so far"),
     ],
 )
 def test_the_largest_wait_is_named(waits: WaitShares, begins: str) -> None:
     assert bottleneck_sentence(waits, max_staleness=2).startswith(begins)
+
+
+def test_an_engine_that_is_late_explains_why_rollouts_wait() -> None:
+    late = WeightsPace(convergence_s=4.1, seconds_per_step=2.0, behind={"engine-1": 3})
+    sentence = bottleneck_sentence(shares(trainer=0.4), 2, weights=late)
+    assert sentence.startswith("Weights are the bottleneck: rollouts waited 40% so far for room.")
+    assert "engine-1 is 3 versions behind" in sentence
+    assert "weights travel slower than steps (convergence 4.1 s, step 2.0 s)" in sentence
+    # It explains nothing where it is the trainer that waits.
+    assert bottleneck_sentence(shares(rollout=0.6), 2, weights=late).startswith("Rollouts are")
+
+
+def test_weights_that_are_slower_than_steps_are_told_to_who_waits_for_them() -> None:
+    slow = WeightsPace(convergence_s=4.1, seconds_per_step=2.0)
+    assert bottleneck_sentence(shares(trainer=0.4), 2, weights=slow).startswith("Weights are")
+    sentence = bottleneck_sentence(shares(weights=0.4), 2, weights=slow)
+    assert "handing over weights; weights travel slower than steps" in sentence
+    quick = WeightsPace(convergence_s=1.0, seconds_per_step=2.0)
+    assert bottleneck_sentence(shares(trainer=0.4), 2, weights=quick).startswith("The trainer is")
 
 
 def test_a_synchronous_run_waits_because_it_was_asked_to() -> None:

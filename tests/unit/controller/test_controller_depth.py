@@ -52,6 +52,11 @@ def test_the_line_says_how_much_of_the_capacity_is_used() -> None:
     assert "oldest 1m 15s" in line
 
 
+def test_a_fleet_that_is_gone_leaves_no_credits() -> None:
+    line = depth_line("night", replace(STATS, engine_versions={}, engines_gone=True))
+    assert "in use 48 of 0 (no engine serves)" in line
+
+
 def test_pushes_that_had_to_wait_are_in_the_line() -> None:
     line = depth_line("night", replace(STATS, push_blocked=3, push_blocked_s=12.5))
     assert line.endswith("blocked pushes 3 (12 s)")

@@ -52,3 +52,8 @@ def test_a_histogram_is_kept_as_text() -> None:
     record = Record(t=0.0, kind="step", values={"staleness_counts": '{"2": 1, "0": 3}'})
     assert record.histogram("staleness_counts") == {0: 3, 2: 1}
     assert record.histogram("missing") == {}
+
+
+def test_a_value_cannot_take_the_place_of_the_records_own_kind(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl") as log, pytest.raises(AssertionError):
+        log.append("publish", {"kind": "full"})

@@ -6,7 +6,14 @@ import io
 from dataclasses import replace
 
 import pytest
-from controller_samples import STATS, eval_record, stats_at, step_record
+from controller_samples import (
+    STATS,
+    eval_record,
+    event_record,
+    stats_at,
+    step_record,
+    weights_records,
+)
 from rich.console import Console
 
 from controller.metrics import Record
@@ -24,6 +31,8 @@ def trained_view(num_steps: int = 20) -> RunView:
         view.apply(step_record(step, t, reward=0.3 + step / 40))
         waits = {("trainer", "rollout"): step * 0.3, ("rollout", "trainer"): step * 0.02}
         view.observe(t, stats_at(step), waits, tokens_generated=step * 500)
+        for record in weights_records(step, t - 1.0):
+            view.apply(record)
     view.apply(eval_record(20, 1010.0, 0.74))
     return view
 
@@ -59,6 +68,8 @@ def test_the_panel_shows_what_one_looks_for() -> None:
         "15 ready",
         "1,000 tokens/s",
         "2,260 pushed = 2,192 trained + 20 dropped (20 stale) + 32 ready + 16 leased",
+        "900 ms to every engine",
+        "100 ms a commit",
         "Rollouts are the bottleneck",
     ):
         assert shown.replace("1,000", "1k") in text, shown
@@ -107,6 +118,18 @@ def test_engines_that_lag_are_told() -> None:
     view = trained_view()
     view.observe(1020.0, STATS, {}, 0)
     assert "versions 136 to 137 (1 behind)" in text_of(view)
+
+
+def test_engines_that_are_late_or_gone_are_told_with_what_that_means() -> None:
+    view = trained_view()
+    view.apply(event_record("engine_lost", "engine-1"))
+    view.observe(1020.0, replace(STATS, engine_versions={"engine-0": 134}), {}, 0)
+    text = text_of(view, width=140)
+    assert "engine-0 is 3 versions behind; admission follows the slowest engine." in text
+    assert "engine-1 is lost" in text
+    view.observe(1021.0, replace(STATS, engine_versions={}, engines_gone=True), {}, 0)
+    text = text_of(view, width=140)
+    assert "none serves" in text and "nothing is admitted until one is back" in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])

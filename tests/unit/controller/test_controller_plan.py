@@ -112,3 +112,27 @@ def test_a_folder_is_counted_by_its_config(tmp_path: Path) -> None:
 )
 def test_a_hub_name_tells_its_size(name: str, num_params: float | None) -> None:
     assert model_size(ModelConfig(path=name)).num_params == num_params
+
+
+def test_weights_are_sent_as_the_engines_hold_them() -> None:
+    cpu, gpu = make_plan(load_config([]), 0, 2), make_plan(load_config([]), 8, 64)
+    assert (cpu.serving_dtype, gpu.serving_dtype) == ("float32", "bfloat16")
+    chosen = load_config(["rollout.engine.dtype=bfloat16"])
+    assert make_plan(chosen, 0, 2).serving_dtype == "bfloat16"
+
+
+def test_the_plan_says_how_weights_travel() -> None:
+    text = text_of(make_plan(load_config([]), 0, 2))
+    assert "weights receiver" in text and "one a node; stages in /dev/shm" in text
+    assert "1.63 MiB a version, as float32; one engine stands still at a time" in text
+    settings = ["weight_sync.full_every=8", "weight_sync.max_concurrent_commits=2"]
+    text = " ".join(text_of(make_plan(load_config(settings), 0, 2)).split())
+    assert "every 8 versions, between these what changed" in text
+    assert "at most 2 engines stand still at a time" in text
+
+
+def test_what_needs_a_gpu_is_refused_where_ray_has_none() -> None:
+    for setting in ("weight_sync=ipc", "weight_sync.backend=nccl"):
+        with pytest.raises(ValueError, match="Ray has none: choose"):
+            make_plan(load_config([setting]), num_gpus=0, num_cpus=2)
+        assert make_plan(load_config([setting]), num_gpus=8, num_cpus=2).num_gpus

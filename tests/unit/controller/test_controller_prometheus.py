@@ -14,14 +14,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from controller_samples import fill, small_group
+from controller_samples import event_record, fill, skipped_record, small_group, weights_records
 from prometheus_client.parser import text_string_to_metric_families
 
 from buffer.connection import connect
 from buffer.replay_buffer import ReplayBuffer
+from buffer.run_state import RunState
 from buffer.server import EmbeddedServer
 from buffer.stats import BufferStats
-from configs.schema import BufferConfig, OnStale
+from configs.choices import OnStale
+from configs.schema import BufferConfig
 from controller.buffer_access import BufferAddress
 from controller.main import EXIT_BAD_INPUT
 from controller.prometheus import SCRAPE_TIMEOUT_S, MetricsServer
@@ -103,6 +105,65 @@ def test_a_scrape_tells_what_the_buffer_tells(redis_url: str, run_name: str) -> 
     assert ("replay_capacity_groups", run) not in samples, "there is no such limit here"
     assert 0 <= samples["replay_oldest_age_seconds", run] < 60
     assert 0 <= samples["replay_age_seconds_sum", run] < 60
+
+
+async def live_with_weights(url: str, run: str) -> None:
+    """Two versions of 2.5 MB, the second as a delta, at one receiver and two engines."""
+    state = RunState(await connect(url), run)
+    try:
+        await state.register_receiver("receiver-0", "http://127.0.0.1:1")
+        await state.record_staged("receiver-0", 1)
+        await state.publish_weights(1)
+        await state.record_commits({"engine-0": 1, "engine-1": 0})
+        records = [
+            *weights_records(0, 100.0),
+            *weights_records(1, 101.0, mode="delta"),
+            skipped_record(2, 102.0),
+            event_record("epoch", "trainer"),
+            event_record("caught_up", "receiver-0"),
+            event_record("caught_up", "receiver-0"),
+        ]
+        for record in records:
+            await state.append_metrics(record.values, record.kind)
+    finally:
+        await state.close()
+
+
+def test_a_scrape_tells_of_the_weights_and_counts_no_record_twice(
+    redis_url: str, run_name: str
+) -> None:
+    asyncio.run(fill(redis_url, run_name))
+    asyncio.run(live_with_weights(redis_url, run_name))
+    address = BufferAddress(url=redis_url, run=run_name, settings=BufferConfig())
+    run = labels(run_name)
+    with closing(MetricsServer(address, "127.0.0.1", 0)) as server:
+        scrape(server.url)
+        samples = scrape(server.url)
+        expected = {
+            ("weights_published_version", run): 1,
+            ("weights_receivers", run): 1,
+            ("weights_engines", run): 2,
+            ("weights_staged_version", labels(run_name, receiver="receiver-0")): 1,
+            ("weights_served_version", labels(run_name, engine="engine-1")): 0,
+            ("weights_publishes_total", labels(run_name, mode="full")): 1,
+            ("weights_publishes_total", labels(run_name, mode="delta")): 1,
+            ("weights_publishes_total", labels(run_name, mode="skipped")): 1,
+            ("weights_events_total", labels(run_name, event="caught_up")): 2,
+            ("weights_bytes_total", run): 5_000_000,
+            ("weights_wire_bytes_total", run): 2_750_000,
+            ("weights_delta_density", run): 0.05,
+            ("weights_epoch", run): 1,
+            ("weights_snapshot_seconds_count", run): 3,
+            ("weights_snapshot_seconds_bucket", labels(run_name, le="0.05")): 2,
+            ("weights_snapshot_seconds_bucket", labels(run_name, le="+Inf")): 3,
+            ("weights_encode_seconds_count", run): 1,
+            ("weights_convergence_seconds_count", run): 2,
+            ("weights_commit_pause_seconds_count", labels(run_name, engine="engine-0")): 2,
+        }
+        assert {name: samples.get(name) for name in expected} == expected
+        assert samples["weights_convergence_seconds_sum", run] == pytest.approx(1.8)
+        asyncio.run(live_with_weights(redis_url, run_name))
+        assert scrape(server.url)["weights_publishes_total", labels(run_name, mode="full")] == 2
 
 
 @pytest.mark.slow

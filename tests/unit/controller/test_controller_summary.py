@@ -7,7 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from controller_samples import STATS, eval_record, step_record
+from controller_samples import (
+    STATS,
+    commit_record,
+    eval_record,
+    event_record,
+    step_record,
+    weights_records,
+)
 
 from configs.load import load_config
 from controller.metrics import Record
@@ -32,6 +39,9 @@ REQUIRED = {
     "max_staleness_trained",
     "versions_published",
     "engine_pause_s",
+    "snapshot_s",
+    "convergence_s",
+    "weights_wire_bytes",
     "trainer_wait_s",
     "tokens_generated",
     "tokens_trained",
@@ -46,7 +56,10 @@ def run_records(num_steps: int = 20) -> list[Record]:
         records.append(step_record(step, t, reward=step / 20))
         values = buffer_values(replace(STATS, running=step % 5), waits, step * 100)
         records.append(Record(t=t, kind="buffer", values=values))
+        records += weights_records(step + 1, t, mode="delta" if step % 2 else "full")
     records.append(eval_record(num_steps, 1020.0, 0.92))
+    records.append(commit_record("engine-1", num_steps, 1021.0, pause_s=0.7))
+    records.append(event_record("excluded", "receiver-0"))
     return records
 
 
@@ -68,8 +81,13 @@ def test_the_result_agrees_with_the_records_by_hand() -> None:
     assert result.reward_last == pytest.approx(18.5 / 20), "mean of steps 18 and 19"
     assert result.groups_trained == 1600 + 592
     assert result.is_conserved
-    assert result.engine_pause_s["p50"] == pytest.approx(0.02 + 0.01 * 9.5)
-    assert result.engine_pause_s["max"] == pytest.approx(0.02 + 0.01 * 19)
+    assert result.engine_pause_s == {"p50": pytest.approx(0.1), "max": 0.7}
+    assert result.snapshot_s == {"p50": 0.05, "max": 0.05}
+    assert result.convergence_s == {"p50": 0.9, "max": 0.9}
+    assert result.publish_bytes == 2_500_000
+    assert result.weights_wire_bytes == 10 * 2_500_000 + 10 * 250_000
+    assert (result.publishes_delta, result.delta_density) == (10, pytest.approx(0.05))
+    assert result.versions_skipped == 0
     assert result.trainer_wait_s == pytest.approx(20 * 0.25)
     train_s = 19 + 0.25 + 0.5
     assert result.trainer_wait_share == pytest.approx(5 / train_s)
@@ -109,6 +127,8 @@ def test_the_summary_names_the_rise_the_plots_and_the_command(tmp_path: Path) ->
     assert {path.name for path in written} == set(PLOTS)
     summary = (tmp_path / "summary.md").read_text()
     assert "from 31% to 92% (+61 points) in 20 steps" in summary
+    assert "| an engine stood still for a commit | 100 ms (median), 700 ms (longest) |" in summary
+    assert "| receivers and engines: excluded | 1 |" in summary
     assert 'make launch EXPERIMENT=quickstart ARGS="run.seed=3"' in summary
     assert all(f"]({name})" in summary for name in PLOTS)
     written_result = json.loads((tmp_path / "result.json").read_text())

@@ -1,0 +1,113 @@
+"""One version's way as bars, by hand, and the command that draws it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from controller_samples import commit_record, skipped_record, step_record, weights_records
+
+from controller.main import EXIT_BAD_INPUT, main
+from controller.metrics import MetricsLog, Record
+from controller.run_dir import RunDir
+from controller.timeline import (
+    GATE,
+    LAST_TIMELINE,
+    NEW,
+    OLD,
+    PAUSE,
+    TRAINING,
+    WIRE,
+    Timeline,
+    find_timeline,
+    write_last_timeline,
+)
+
+RECORDS = [
+    *weights_records(4, 99.0),
+    step_record(4, 100.0),
+    *weights_records(5, 100.0, mode="delta"),
+    step_record(5, 100.65),
+    skipped_record(6, 101.0),
+]
+
+
+def bars_of(timeline: Timeline, row: str) -> dict[str, tuple[float, float]]:
+    """What one row shows, by what it is: start and stop in seconds after the snapshot."""
+    return {
+        bar.what: (round(bar.start - timeline.start, 3), round(bar.stop - timeline.start, 3))
+        for bar in timeline.bars
+        if bar.row == row
+    }
+
+
+def test_a_timeline_is_made_of_the_times_that_were_recorded() -> None:
+    timeline = find_timeline(RECORDS)
+    assert timeline is not None and timeline.version == 5
+    assert timeline.rows == ("trainer", "checkpoint engine", "receivers", "engine-0", "engine-1")
+    assert bars_of(timeline, "checkpoint engine") == {
+        "finding what changed": (0.06, 0.1),
+        WIRE: (0.1, 0.5),
+    }
+    assert bars_of(timeline, "receivers") == {"checksums": (0.5, 0.55)}
+    engine = bars_of(timeline, "engine-1")
+    assert engine[GATE] == (0.7, 0.74)
+    assert engine[PAUSE] == (0.75, 0.85)
+    # Before it the version before is decoded, after it this one: up to the edges of the picture.
+    margin = 0.06 * 0.85
+    assert engine[OLD] == (pytest.approx(-margin, abs=1e-3), 0.75)
+    assert engine[NEW] == (0.85, pytest.approx(0.85 + margin, abs=1e-3))
+    # The trainer goes on with its next step: it ended 0.05 s (the snapshot) before its record.
+    assert bars_of(timeline, "trainer")[TRAINING] == (0.1, 0.6)
+    assert timeline.title == (
+        "Version 5: what changed, 244 KiB, 900 ms until every engine serves it"
+    )
+
+
+def test_a_version_can_be_chosen_also_one_that_not_all_engines_took() -> None:
+    chosen = find_timeline(RECORDS, 4)
+    assert chosen is not None and chosen.version == 4
+    values = {k: v for k, v in RECORDS[2].values.items() if not k.startswith("converge")}
+    lonely = [replace(RECORDS[2], values=values), RECORDS[0]]
+    assert find_timeline(lonely) is None
+    chosen = find_timeline(lonely, 4)
+    assert chosen is not None and chosen.rows[3:] == ("engine-0",)
+    assert find_timeline(RECORDS, 6) is None, "it was never sent"
+
+
+def test_a_first_token_is_marked_where_it_is_known() -> None:
+    commit = commit_record("engine-0", 4, 99.6)
+    known = replace(commit, values={**commit.values, "first_token_at": 99.75})
+    timeline = find_timeline([known, *RECORDS[1:3]])
+    assert timeline is not None and timeline.first_tokens == (("engine-0", 99.75),)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    run_dir = RunDir.create(str(tmp_path), "night", "quickstart")
+    with MetricsLog(run_dir.metrics) as log:
+        for record in RECORDS:
+            log.append(record.kind, record.values, t=record.t)
+    return run_dir
+
+
+def test_the_command_draws_into_the_folder_and_says_where(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["timeline", "--dir", str(run_dir.path.parent)]
+    assert main(command) == 0
+    assert main([*command, "--version", "4"]) == 0
+    for line, version in zip(capsys.readouterr().out.split(), (5, 4), strict=True):
+        assert line == str(run_dir.path / f"timeline-v{version}.svg")
+        assert ElementTree.parse(line).getroot().tag.endswith("svg")
+    assert main([*command, "--version", "9"]) == EXIT_BAD_INPUT
+    assert "has no publish of a version 9" in capsys.readouterr().err
+
+
+def test_the_last_one_is_drawn_at_the_end_of_a_run(tmp_path: Path) -> None:
+    write_last_timeline(tmp_path, [Record(t=0.0, kind="step", values={})])
+    assert list(tmp_path.iterdir()) == []
+    write_last_timeline(tmp_path, RECORDS)
+    assert (tmp_path / LAST_TIMELINE).read_bytes().startswith(b"\x89PNG")

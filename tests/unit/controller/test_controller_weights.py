@@ -1,0 +1,98 @@
+"""The way of the weights folded from records, by hand, and the words made of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from controller_samples import (
+    STATS,
+    commit_record,
+    event_record,
+    publish_record,
+    skipped_record,
+    weights_records,
+)
+
+from controller.remarks import engine_remarks
+from controller.weights import WeightsView, behind_words, engines_behind, weights_result
+
+
+def test_a_view_keeps_the_recent_times() -> None:
+    view = WeightsView()
+    for version in range(30):
+        for record in weights_records(version, 100.0 + version):
+            view.apply(record)
+    view.apply(skipped_record(30, 140.0))
+    assert len(view.convergence_s) == 20
+    assert view.pace(0.5, 29, {"e": 29}).convergence_s == pytest.approx(0.9)
+    assert view.pace(0.5, 29, {"e": 29}).is_slower_than_steps
+    assert not view.pace(2.0, 29, {"e": 29}).is_slower_than_steps
+    assert not view.pace(None, 29, {"e": 29}).is_slower_than_steps
+
+
+def test_one_version_behind_is_on_its_way_and_two_are_late() -> None:
+    served = {"engine-2": 10, "engine-0": 9, "engine-1": 7, "engine-3": 8}
+    assert engines_behind(10, served) == {"engine-1": 3, "engine-3": 2}
+    assert behind_words({"engine-1": 3}) == "engine-1 is 3 versions behind"
+    words = behind_words(engines_behind(10, served))
+    assert words == "engine-1 (and 1 more) is 3 versions behind"
+
+
+def test_an_engine_that_is_lost_stays_so_until_it_commits_again() -> None:
+    view = WeightsView()
+    view.apply(event_record("engine_lost", "engine-1"))
+    view.apply(event_record("joined", "receiver-0"))
+    assert view.lost_engines == {"engine-1"}
+    view.apply(commit_record("engine-0", 3, 10.0))
+    assert view.lost_engines == {"engine-1"}
+    view.apply(commit_record("engine-1", 3, 10.0))
+    assert view.lost_engines == set()
+
+
+def test_a_result_is_the_sum_of_its_records_by_hand() -> None:
+    records = [
+        *weights_records(0, 100.0),
+        skipped_record(1, 101.0),
+        *weights_records(2, 102.0, mode="delta"),
+        commit_record("engine-0", 3, 110.0, pause_s=0.5),
+        event_record("epoch", "trainer"),
+        event_record("excluded", "receiver-0"),
+        event_record("excluded", "receiver-0"),
+    ]
+    result = weights_result(records)
+    assert (result.num_publishes, result.num_deltas, result.num_skipped) == (2, 1, 1)
+    assert result.snapshot_s == {"p50": 0.05, "max": 0.15}
+    assert result.convergence_s == {"p50": 0.9, "max": 0.9}
+    assert result.engine_pause_s == {"p50": pytest.approx(0.1), "max": 0.5}
+    assert (result.bytes, result.wire_bytes) == (2_500_000, 2_750_000)
+    assert result.density == 0.05
+    assert result.events == {"epoch": 1, "excluded": 2}
+
+
+def test_a_run_that_published_nothing_has_a_result_too() -> None:
+    result = weights_result([])
+    assert result.bytes is result.density is result.convergence_s["p50"] is None
+    assert result.wire_bytes == result.num_publishes == 0
+
+
+def test_a_publish_that_did_not_converge_counts_for_what_it_has() -> None:
+    record = publish_record(4, 100.0)
+    values = {k: v for k, v in record.values.items() if not k.startswith("converge")}
+    result = weights_result([replace(record, values=values)])
+    assert result.convergence_s["max"] is None
+    assert result.wire_bytes == 2_500_000
+
+
+def test_engines_that_need_a_look_are_told() -> None:
+    assert engine_remarks(STATS) == []
+    late = replace(STATS, engine_versions={"engine-0": 137, "engine-1": 134})
+    assert engine_remarks(late) == [
+        "engine-1 is 3 versions behind; admission follows the slowest engine."
+    ]
+    alone = replace(STATS, engine_versions={"engine-0": 137})
+    assert engine_remarks(alone, {"engine-1"}) == [
+        "engine-1 is lost and being started again or waited for."
+    ]
+    gone = replace(STATS, engine_versions={}, engines_gone=True)
+    assert "No engine serves" in engine_remarks(gone, {"engine-0", "engine-1"})[0]
