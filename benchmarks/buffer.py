@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from uuid import uuid4
@@ -26,13 +25,12 @@ _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE)]
 
 import psutil  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 
 from benchmarks import depth, memory, waiting  # noqa: E402
 from benchmarks.leash_rate import leash_team  # noqa: E402
 from benchmarks.raw_rate import raw_team  # noqa: E402
 from benchmarks.ray_rate import RayTeam  # noqa: E402
+from benchmarks.report import Report  # noqa: E402
 from benchmarks.team import IN_FLIGHT, Round, Team  # noqa: E402
 from buffer.server import EmbeddedServer  # noqa: E402
 from configs.schema import BufferConfig  # noqa: E402
@@ -62,30 +60,6 @@ SHORT = Sizes(
     memory_groups=100,
     tiny_groups=1_000,
 )
-
-
-@dataclass(slots=True)
-class Report:
-    console: Console = field(default_factory=Console)
-    result: dict[str, float] = field(default_factory=dict)
-    table: Table = field(default_factory=lambda: Table(title="replay buffer"))
-
-    def __post_init__(self) -> None:
-        for column in ("measure", "figure", "target", ""):
-            self.table.add_column(column)
-
-    def say(self, text: str) -> None:
-        self.console.print(f"[dim]{text}[/dim]")
-
-    def target(self, name: str, value: float, sign: str, bound: float, how: str) -> None:
-        """A figure of RESULT, with what it should be."""
-        self.result[name] = round(value, 3)
-        is_met = value >= bound if sign == ">=" else value <= bound
-        verdict = "[green]met[/green]" if is_met else "[red]missed[/red]"
-        self.table.add_row(f"{name}: {how}", f"{value:.3g}", f"{sign} {bound:g}", verdict)
-
-    def row(self, measure: str, figure: str) -> None:
-        self.table.add_row(measure, figure, "", "")
 
 
 class Stage:
@@ -307,7 +281,7 @@ def main() -> None:
         "rates": measure_rates,
         "depth": measure_depth,
     }
-    report = Report()
+    report = Report("replay buffer")
     with tempfile.TemporaryDirectory(prefix="leash-bench-") as folder:
         stage = Stage(arguments.url, Path(folder))
         try:
@@ -316,8 +290,7 @@ def main() -> None:
                     measure(report, stage, sizes)
         finally:
             stage.close()
-    report.console.print(report.table)
-    print("RESULT " + json.dumps(report.result))
+    report.close()
 
 
 if __name__ == "__main__":

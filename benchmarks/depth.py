@@ -17,7 +17,8 @@ from benchmarks.groups import GroupMaker
 from benchmarks.leash_rate import open_buffer
 from benchmarks.team import Team
 from buffer.replay_buffer import ReplayBuffer
-from configs.schema import BufferConfig, OnStale
+from configs.choices import OnStale
+from configs.schema import BufferConfig
 
 SHALLOW = 1_000
 _BATCH = 8

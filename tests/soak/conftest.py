@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,3 +23,12 @@ def mortal_server(tmp_path: Path) -> Iterator[MortalServer]:
     server = MortalServer(tmp_path / "server")
     yield server
     server.stop()
+
+
+@pytest.fixture
+def tmpfs_path() -> Iterator[Path]:
+    """A folder in memory, where there is one."""
+    shared = Path("/dev/shm")
+    folder = tempfile.mkdtemp(prefix="leash-soak-", dir=shared if shared.is_dir() else None)
+    yield Path(folder)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 from buffer.blocking import BlockingReplayBuffer
 from buffer.connection import BufferConnectionError
 from buffer.replay_buffer import ReplayBuffer
-from configs.schema import BufferConfig, OnStale
+from configs.choices import OnStale
+from configs.schema import BufferConfig
 
 _CONNECT_S = 30.0
 

@@ -1,0 +1,242 @@
+"""Two real SGLang servers under load, and a finger on the pulse of each.
+
+An engine decodes all its running requests in one batch, a token each a step. So one request whose
+every token is streamed tells when each step ended, and the others need not be streamed at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from configs.choices import PauseMode
+from configs.schema import EngineConfig
+from rollout_pool import process_tree
+from rollout_pool.engine import EngineSpec, SGLangEngine
+from rollout_pool.generation import Generation, Refused, SampleRequest, Sampling
+from rollout_pool.sglang_client import SGLangClient
+
+PROMPT_LENGTH = 16
+_STEADY_STEPS = 6
+_STEADY_S = 120.0
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FleetSize:
+    hidden: int = 768
+    layers: int = 12
+    vocab: int = 16_384
+    num_requests: int = 7
+    """Running at once at each engine, besides the one that is streamed."""
+    num_tokens: int = 128
+    """Of each request."""
+    num_publishes: int = 12
+    num_bare_loads: int = 7
+    undisturbed_s: float = 3.0
+    """Between two publishes."""
+
+
+SHORT = FleetSize(
+    hidden=128, layers=2, vocab=512, num_requests=3, num_tokens=96, num_publishes=2,
+    num_bare_loads=3, undisturbed_s=0.5,
+)  # fmt: skip
+
+
+def build_model(size: FleetSize, seed: int) -> Qwen3ForCausalLM:
+    """Random float32 weights under which no token is certain. 116M parameters at full size."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        intermediate_size=4 * size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.hidden // 64,
+        num_key_value_heads=max(1, size.hidden // 192),
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        initializer_range=0.05,
+        dtype="float32",
+    )
+    return Qwen3ForCausalLM(config).float().eval()
+
+
+def make_engine(
+    name: str, model_path: Path, folder: Path, key: str, *, uses_gpu: bool = False
+) -> SGLangEngine:
+    return SGLangEngine(
+        EngineSpec(
+            name=name,
+            config=EngineConfig(
+                max_running_requests=64, start_timeout_s=300, request_timeout_s=120
+            ),
+            pause_mode=PauseMode.retract,
+            model_path=str(model_path),
+            trust_remote_code=False,
+            host="127.0.0.1",
+            log_path=folder / f"{name}.log",
+            leftovers_path=folder / f"{name}.leftovers",
+            num_threads=1,
+            uses_gpu=uses_gpu,
+            seed=hash(name) % 1000,
+            key=key,
+        )
+    )
+
+
+def pin(pid: int, core: int) -> None:
+    """The whole family runs on one core from here on, threads that live already too."""
+    for process in process_tree.family(pid):
+        for thread in process.threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread.id, {core})
+
+
+@dataclass(slots=True)
+class Pulse:
+    """When each decoding step of an engine ended, by `time.perf_counter`."""
+
+    steps: list[float] = field(default_factory=list)
+
+    def per_second(self, spans: list[tuple[float, float]]) -> float:
+        """Steps a second inside the spans; a step's time is its own, also where it is cut."""
+        ends = np.array(self.steps)
+        counts = np.arange(len(ends))
+        inside = sum(np.interp(b, ends, counts) - np.interp(a, ends, counts) for a, b in spans)
+        return float(inside) / sum(b - a for a, b in spans)
+
+
+@dataclass(slots=True)
+class Sample:
+    prompt: list[int]
+    generation: Generation
+
+
+class Load:
+    """Keeps an engine busy: as soon as one request is over the next one begins."""
+
+    def __init__(self, engine: SGLangEngine, size: FleetSize) -> None:
+        self.pulse = Pulse()
+        self.samples: list[Sample] = []
+        self._client: SGLangClient = engine.client
+        self._key = engine.spec.key
+        self._size = size
+        self._dice = random.Random(engine.spec.name)
+        self._numbers = itertools.count()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the engine's batch."""
+        return self._size.num_requests + 1
+
+    async def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._sample(index)) for index in range(self._size.num_requests)
+        ]
+        self._tasks.append(asyncio.create_task(self._stream()))
+        await self.steady()
+
+    async def steady(self) -> None:
+        """Until it decodes again: after a commit all that is running is first computed anew."""
+        seen = len(self.pulse.steps)
+        async with asyncio.timeout(_STEADY_S):
+            while len(self.pulse.steps) < seen + _STEADY_STEPS:
+                await asyncio.sleep(0.01)
+        self.check()
+
+    def check(self) -> None:
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def stop(self) -> None:
+        self.check()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _prompt(self) -> list[int]:
+        return [self._dice.randrange(self._size.vocab) for _ in range(PROMPT_LENGTH)]
+
+    async def _sample(self, index: int) -> None:
+        # Not all at once: their ends, and the prefills of the next ones, spread over the time.
+        num_tokens = self._size.num_tokens * (index + 1) // self._size.num_requests
+        while True:
+            prompt = self._prompt()
+            request = SampleRequest(
+                request_id=f"{self._client.name}-{next(self._numbers)}", tokens=prompt
+            )
+            sampling = Sampling(temperature=1.0, max_new_tokens=num_tokens)
+            async with aclosing(self._client.generate([request], sampling)) as events:
+                async for event in events:
+                    if isinstance(event, Refused):
+                        raise event.error
+                    if isinstance(event, Generation):
+                        self.samples.append(Sample(prompt, event))
+            num_tokens = self._size.num_tokens
+
+    async def _stream(self) -> None:
+        headers = {"Authorization": f"Bearer {self._key}"}
+        async with httpx.AsyncClient(
+            base_url=self._client.url, headers=headers, timeout=120, trust_env=False
+        ) as http:
+            while True:
+                body = {
+                    "input_ids": self._prompt(),
+                    "sampling_params": {
+                        "temperature": 1.0,
+                        "max_new_tokens": self._size.num_tokens,
+                    },
+                    "stream": True,
+                }
+                async with http.stream("POST", "/generate", json=body) as response:
+                    response.raise_for_status()
+                    seen = 0
+                    async for line in response.aiter_lines():
+                        if not line.startswith("data: {"):
+                            continue
+                        length = json.loads(line[6:])["meta_info"]["completion_tokens"]
+                        now = time.perf_counter()
+                        self.pulse.steps.extend([now] * (length - seen))
+                        seen = length
+
+
+def worst_difference(
+    model: Qwen3ForCausalLM,
+    tensors_of: Callable[[int], dict[str, torch.Tensor]],
+    samples: list[Sample],
+) -> float:
+    """Largest gap between the engine's log-probabilities and Hugging Face's, where each token is
+    scored under the version that its span names."""
+    spans = [(sample, span) for sample in samples for span in sample.generation.version_spans]
+    worst, loaded = 0.0, -1
+    for sample, span in sorted(spans, key=lambda pair: pair[1].version):
+        if span.version != loaded:
+            model.load_state_dict(tensors_of(span.version), strict=False)  # lm_head is tied
+            loaded = span.version
+        output = sample.generation.output_ids[: span.end]
+        with torch.no_grad():
+            logits = model(torch.tensor([[*sample.prompt, *output]])).logits
+        scores = logits[0, len(sample.prompt) - 1 : -1].log_softmax(-1)
+        expected = scores.gather(1, torch.tensor(output)[:, None])[:, 0]
+        gaps = (torch.tensor(sample.generation.logprobs[: span.end]) - expected).abs()
+        worst = max(worst, gaps[span.start :].max().item())
+    return worst

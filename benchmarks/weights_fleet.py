@@ -1,0 +1,376 @@
+"""Part FLEET: two real SGLang engines under load on a CPU, while versions come and are committed.
+
+The measured engine has a core of its own; the other engine, the trainer, the receiver, Redis and
+whoever asks for samples share the rest. Its decoding rate is that of its steps (see `Pulse`).
+
+- decode_while_moving: steps a second between the call of `publish` and the moment when the version
+  is visible (snapshot, encoding, wire, checksums; no engine commits yet), against the seconds of
+  the same run in which nothing moves.
+- pause_vs_bare_load: median pause of a commit with all requests in flight (stop, load, version,
+  go on) against the median of /update_weights_from_disk alone, on an idle engine; the worse engine.
+- max_rescoring_difference: of samples that cross a commit, each token's log-probability against
+  Hugging Face's under the version that its span names.
+- direct_*: the same with SGLang's own broadcast as the commit, which decodes nothing meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.report import Report
+from benchmarks.weights_engines import (
+    SHORT,
+    FleetSize,
+    Load,
+    build_model,
+    make_engine,
+    pin,
+    worst_difference,
+)
+from benchmarks.weights_model import SharedWeights, views_of
+from benchmarks.weights_trainer import Moved, Trainer, TrainerSpec
+from buffer.replay_buffer import ReplayBuffer
+from buffer.run_state import RunState
+from buffer.server import EmbeddedServer
+from configs.choices import CommitStrategy
+from configs.schema import BufferConfig, WeightSyncConfig
+from rollout_pool.commit import Committer
+from rollout_pool.commit_strategies import make_strategy
+from rollout_pool.engine import SGLangEngine
+from rollout_pool.weight_follower import WeightFollower
+from weight_sync.manifest import Layout
+from weight_sync.receiver import ReceiverSpec
+from weight_sync.receiver_client import ReceiverClient
+from weight_sync.receiver_process import ReceiverProcess
+from weight_sync.types import TensorSpec
+
+_TMPFS = Path("/dev/shm")
+_KEY = "k3y-of-the-benchmark"
+_RUN = "fleet"
+_CALL_S = 30.0
+_NUM_VARIANTS = 3
+_MAX_RESCORED = 12
+ENGINES = ("engine-0", "engine-1")
+MEASURED = ENGINES[0]
+
+
+def measure_fleet(report: Report, *, is_short: bool) -> None:
+    size = SHORT if is_short else FleetSize()
+    with (
+        tempfile.TemporaryDirectory(prefix="leash-bench-") as folder,
+        tempfile.TemporaryDirectory(prefix="leash-bench-", dir=_TMPFS) as shared,
+    ):
+        models = Models(size, Path(folder) / "model", Path(shared))
+        report.say(f"2 engines with {models.num_parameters / 1e6:.1f}M parameters of float32")
+        asyncio.run(_measure(report, size, models, Path(folder), Path(shared)))
+
+
+class Models:
+    """Some sets of random weights of one model, in shared memory."""
+
+    def __init__(self, size: FleetSize, path: Path, shared: Path) -> None:
+        self.path = path
+        self.variants: list[SharedWeights] = []
+        for seed in range(_NUM_VARIANTS):
+            self.model = build_model(size, seed)
+            if seed == 0:
+                self.model.save_pretrained(path)
+            tensors = dict(self.model.named_parameters())
+            self.num_parameters = sum(tensor.numel() for tensor in tensors.values())
+            layout = Layout.of(
+                [
+                    TensorSpec(name=name, dtype="float32", shape=tuple(tensor.shape))
+                    for name, tensor in tensors.items()
+                ],
+                1,
+            )
+            weights = SharedWeights(path=shared / f"weights-{seed}", layout=layout)
+            for spec, place in zip(layout.tensors, views_of(weights.open(), layout), strict=True):
+                place.copy_(tensors[spec.name].detach())
+            self.variants.append(weights)
+
+    @property
+    def layout(self) -> Layout:
+        return self.variants[0].layout
+
+    def tensors_of(self, version: int) -> dict[str, torch.Tensor]:
+        weights = self.variants[version % len(self.variants)]
+        views = views_of(weights.open(), weights.layout)
+        return {spec.name: v for spec, v in zip(weights.layout.tensors, views, strict=True)}
+
+
+@dataclass(slots=True)
+class Publishes:
+    """What was measured with one strategy."""
+
+    moved: list[Moved] = field(default_factory=list)
+    quiet: list[tuple[float, float]] = field(default_factory=list)
+    whole: list[tuple[float, float]] = field(default_factory=list)
+    """From the call of `publish` until both engines decode again, which they do after computing
+    anew what their running requests hold."""
+    pauses: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in ENGINES})
+    loads: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in ENGINES})
+    """Of each pause the part in which the engine loads."""
+
+    @property
+    def moving(self) -> list[tuple[float, float]]:
+        return [(each.began, each.visible) for each in self.moved]
+
+
+async def _measure(
+    report: Report, size: FleetSize, models: Models, folder: Path, shared: Path
+) -> None:
+    async with Fleet.open(models, folder, shared) as fleet:
+        async with fleet.following(CommitStrategy.staged_disk):
+            await fleet.publish()
+            await fleet.all_serve()
+            report.say("bare loads")
+            bare = {name: await fleet.bare_loads(name, size.num_bare_loads) for name in ENGINES}
+            loads = {name: Load(fleet.engines[name], size) for name in ENGINES}
+            report.say("load")
+            await asyncio.gather(*(load.start() for load in loads.values()))
+            report.say(f"{size.num_publishes} publishes, staged")
+            staged = await fleet.publishes(loads, size.num_publishes, size.undisturbed_s)
+        async with fleet.following(CommitStrategy.direct):
+            report.say(f"{size.num_publishes // 2} publishes, direct")
+            direct = await fleet.publishes(loads, size.num_publishes // 2, size.undisturbed_s)
+        await asyncio.gather(*(load.stop() for load in loads.values()))
+    _tell_decoding(report, loads, staged, direct)
+    _tell_pauses(report, bare, staged, direct)
+    report.say("re-scoring")
+    crossing = [
+        sample
+        for load in loads.values()
+        for sample in load.samples
+        if len(sample.generation.version_spans) > 1
+    ]
+    if not crossing:
+        raise RuntimeError("no sample crossed a commit: there is nothing to re-score")
+    rescored = random.Random(0).sample(crossing, min(len(crossing), _MAX_RESCORED))
+    report.target(
+        "max_rescoring_difference",
+        worst_difference(models.model, models.tensors_of, rescored),
+        "<=",
+        1e-3,
+        f"of the log-probabilities of {len(rescored)} of {len(crossing)} samples that cross a "
+        "commit, on both sides of it",
+    )
+
+
+def _tell_decoding(
+    report: Report, loads: dict[str, Load], staged: Publishes, direct: Publishes
+) -> None:
+    pulse = loads[MEASURED].pulse
+    quiet, moving = pulse.per_second(staged.quiet), pulse.per_second(staged.moving)
+    report.target(
+        "decode_while_moving",
+        moving / quiet,
+        ">=",
+        0.85,
+        f"of {quiet * loads[MEASURED].num_running:.0f} undisturbed tokens/s, on its own core, in "
+        f"{sum(b - a for a, b in staged.moving):.1f} s of moving bytes",
+    )
+    whole, whole_direct = pulse.per_second(staged.whole), pulse.per_second(direct.whole)
+    report.figure(
+        "decode_in_publish", whole / quiet, "the same from publish until both engines decode again"
+    )
+    report.figure(
+        "direct_decode_in_publish",
+        whole_direct / pulse.per_second(direct.quiet),
+        "the same with SGLang's own broadcast",
+    )
+    other = loads[ENGINES[1]].pulse
+    report.row(
+        "the other engine, which shares its core with the transfer",
+        f"{other.per_second(staged.moving) / other.per_second(staged.quiet):.2f} while moving",
+    )
+
+
+def _tell_pauses(
+    report: Report, bare: dict[str, list[float]], staged: Publishes, direct: Publishes
+) -> None:
+    def worst(publishes: Publishes) -> float:
+        return max(median(publishes.pauses[n]) / median(bare[n]) for n in ENGINES)
+
+    for name in ENGINES:
+        report.row(
+            f"{name}: bare load; pause staged, of it the load; pause direct, median ms",
+            f"{1e3 * median(bare[name]):.0f}; {1e3 * median(staged.pauses[name]):.0f}, "
+            f"{1e3 * median(staged.loads[name]):.0f}; {1e3 * median(direct.pauses[name]):.0f}",
+        )
+    report.target(
+        "pause_vs_bare_load",
+        worst(staged),
+        "<=",
+        1.5,
+        "times /update_weights_from_disk alone and idle; worse engine",
+    )
+    report.figure("direct_pause_vs_bare_load", worst(direct), "the same, SGLang's own broadcast")
+
+
+class Fleet:
+    """Everything that a version passes on its way to the two engines."""
+
+    def __init__(self, url: str, state: RunState, client: ReceiverClient, trainer: Trainer) -> None:
+        self.engines: dict[str, SGLangEngine] = {}
+        self._url, self._state, self._client, self._trainer = url, state, client, trainer
+        self._followers: list[asyncio.Task[None]] = []
+        self._version = -1
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, models: Models, folder: Path, shared: Path) -> AsyncIterator[Fleet]:
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) < 2:
+            raise RuntimeError("the measured engine needs a core of its own: this machine has one")
+        # What is started from here on inherits this: all but the measured engine.
+        os.sched_setaffinity(0, set(cores[1:]))
+        async with AsyncExitStack() as stack:
+            settings = BufferConfig()
+            redis = EmbeddedServer.start(folder, settings, "127.0.0.1", folder / "redis.log")
+            stack.callback(redis.stop, timeout_s=10)
+            buffer = await ReplayBuffer.connect(redis.url, _RUN, settings)
+            await buffer.open(settings, 4)
+            await buffer.close()
+            state = await RunState.connect(redis.url, _RUN, settings)
+            stack.push_async_callback(state.close)
+            config = WeightSyncConfig()
+            receiver = ReceiverProcess(
+                ReceiverSpec(
+                    name="receiver",
+                    host="127.0.0.1",
+                    folder=str(shared / "staged"),
+                    num_slots=config.num_staged,
+                    num_buffers=config.num_buffers,
+                    timeout_s=config.timeout_s,
+                    min_bandwidth=config.min_bandwidth,
+                    key=_KEY,
+                ),
+                folder / "receiver.log",
+            )
+            info = await receiver.start()
+            stack.push_async_callback(receiver.stop)
+            await state.register_receiver(info.name, info.url)
+            client = ReceiverClient(info.name, info.url, _KEY)
+            stack.push_async_callback(client.close)
+            spec = TrainerSpec(
+                url=redis.url,
+                run=_RUN,
+                key=_KEY,
+                config=config,
+                layout=models.layout,
+                variants=tuple(each.path for each in models.variants),
+            )
+            trainer = await asyncio.to_thread(Trainer, spec)
+            stack.callback(trainer.close)
+            fleet = cls(redis.url, state, client, trainer)
+            for name in ENGINES:
+                fleet.engines[name] = make_engine(name, models.path, folder, _KEY)
+                stack.push_async_callback(fleet.engines[name].stop)
+            started = await asyncio.gather(*(each.start() for each in fleet.engines.values()))
+            for server, core in zip(started, cores, strict=False):
+                pin(server.pid, core)
+            try:
+                yield fleet
+            except BaseException as error:
+                for engine in fleet.engines.values():
+                    error.add_note(f"{engine.spec.name}: {engine.log_tail()}")
+                raise
+
+    @asynccontextmanager
+    async def following(self, strategy: CommitStrategy) -> AsyncIterator[None]:
+        """Both engines take every version by this strategy inside the block."""
+        config = WeightSyncConfig(commit=strategy)
+        async with AsyncExitStack() as stack:
+            for name, engine in self.engines.items():
+                made = make_strategy(engine.client, config, tp_size=1, host="127.0.0.1")
+                await made.check()
+                committer = Committer(engine.client, made, config.pause_mode)
+                stack.push_async_callback(committer.close)
+                follower = WeightFollower(
+                    engine=name,
+                    receiver="receiver",
+                    key=_KEY,
+                    config=config,
+                    state=self._state,
+                    committer=committer,
+                    answers=engine.client.answers,
+                )
+                stack.push_async_callback(follower.close)
+                task = asyncio.create_task(follower.run())
+                stack.push_async_callback(_end, task)
+                self._followers.append(task)
+            yield
+            self._followers.clear()
+
+    async def publish(self) -> Moved:
+        """Returns when the engines that have served before serve a new version."""
+        self._version += 1
+        publishing = asyncio.create_task(asyncio.to_thread(self._trainer.publish, self._version))
+        await asyncio.wait({publishing, *self._followers}, return_when=asyncio.FIRST_COMPLETED)
+        for task in self._followers:
+            if task.done():
+                task.result()  # raises what ended it
+        return await publishing
+
+    async def all_serve(self) -> None:
+        """The newest version; until an engine's first commit nobody else waits for it."""
+        async with asyncio.timeout(_CALL_S):
+            served = await self._state.engine_versions()
+            while served != dict.fromkeys(ENGINES, self._version):
+                served = await self._state.wait_engines_changed(served, _CALL_S)
+
+    async def publishes(
+        self, loads: dict[str, Load], number: int, undisturbed_s: float
+    ) -> Publishes:
+        """Publishes with quiet times between them; the first one warms up."""
+
+        async def all_steady() -> None:
+            await asyncio.gather(*(load.steady() for load in loads.values()))
+
+        measured = Publishes()
+        await self.publish()
+        await all_steady()
+        for _ in range(number):
+            quiet_from = time.perf_counter()
+            await asyncio.sleep(undisturbed_s)
+            measured.quiet.append((quiet_from, time.perf_counter()))
+            moved = await self.publish()
+            await self.all_serve()
+            await all_steady()
+            measured.moved.append(moved)
+            measured.whole.append((moved.began, time.perf_counter()))
+            for name, record in (await self._state.commits()).items():
+                assert record["version"] == moved.version, record
+                measured.pauses[name].append(float(record["pause_s"]))
+                measured.loads[name].append(float(record["load_s"]))
+        return measured
+
+    async def bare_loads(self, name: str, number: int) -> list[float]:
+        """Seconds of /update_weights_from_disk with nothing else going on; the first warms up."""
+        staged = await self._client.newest(-1, timeout_s=_CALL_S)
+        assert staged is not None
+        seconds = []
+        for _ in range(number + 1):
+            began = time.perf_counter()
+            await self.engines[name].client.update_from_disk(staged.path, staged.version, 120)
+            seconds.append(time.perf_counter() - began)
+        return seconds[1:]
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    if task.done():
+        task.result()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,93 @@
+"""Engines that die or stall while versions come and are committed: they cost only themselves.
+
+Stand-in servers under the real follower, committer and restarts, each fault at a random moment of
+the transfer or of the commit. CI plays it once or twice; LEASH_SOAK_WEIGHT_FAULTS=20 the long form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from murder.size import size
+from weights.engines import MortalEngine
+from weights.model import Weights
+from weights.play import HANG_S, Play, play
+from weights.scene import Scene
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]  # every wait of a play has a bound
+
+NUM_FAULTS = size("WEIGHT_FAULTS", 2)
+SEED = size("SEED", random.randrange(1 << 30))
+COMMIT_S = 4.0
+"""weight_sync.commit_timeout_s: when a stalled engine is started again."""
+COMMITTING_S = 0.6
+"""About as long after its last bucket a version is verified, released and loaded."""
+
+
+@pytest.fixture
+async def the_play(
+    redis_url: str,
+    run_name: str,
+    buffer_factory: Callable[..., Awaitable[object]],
+    tmp_path: Path,
+    tmpfs_path: Path,
+) -> AsyncIterator[Play]:
+    await buffer_factory()  # opens the run
+    scene = Scene(url=redis_url, run=run_name, folder=tmp_path, commit_timeout_s=COMMIT_S)
+    async with play(scene, tmpfs_path, SEED) as each:
+        yield each
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_an_engine_that_is_lost_costs_only_itself(the_play: Play, number: int) -> None:
+    engines = [
+        MortalEngine(the_play.scene, f"engine-{i}", f"receiver-{i % 2}", the_play.state)
+        for i in range(3)
+    ]
+    await asyncio.gather(*(engine.start() for engine in engines))
+    await _all_serve(the_play, engines)
+    survivors_took = []
+    try:
+        for _ in range(NUM_FAULTS):
+            victim = the_play.dice.choice(engines)
+            is_early = the_play.dice.random() < 0.5
+            async with the_play.at_a_bucket(the_play.any_rank()):
+                if is_early:
+                    victim.signal(number)
+            began = time.monotonic()
+            if not is_early:
+                await asyncio.sleep(the_play.dice.uniform(0, COMMITTING_S))  # somewhere in it
+                victim.signal(number)
+            await the_play.published()
+            await the_play.converge()
+            await _all_serve(the_play, [engine for engine in engines if engine is not victim])
+            survivors_took.append(time.monotonic() - began)
+            # One that stalled is found out by its silence, and started again.
+            await the_play.publish(is_full=False)
+            await the_play.converge()
+            await _all_serve(the_play, engines)
+    finally:
+        await asyncio.gather(*(engine.stop() for engine in engines))
+    print(f"the other engines served the version within {max(survivors_took):.1f} s")
+    weights = Weights(the_play.scene.tensors)
+    torn = [what for engine in engines for what in engine.torn(weights)]
+    assert not torn, torn
+
+
+async def _all_serve(the_play: Play, engines: list[MortalEngine]) -> None:
+    served: dict[str, int] = {}
+    try:
+        async with asyncio.timeout(HANG_S):
+            while any(served.get(engine.name, -1) < the_play.version for engine in engines):
+                served = await the_play.state.wait_engines_changed(served, HANG_S)
+    except TimeoutError:
+        names = [engine.name for engine in engines]
+        raise AssertionError(
+            f"{names} did not come to version {the_play.version} within {HANG_S:g} s: {served}"
+        ) from None

@@ -1,0 +1,145 @@
+"""Engines that can be killed: real starts, commits and restarts around a stand-in server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+from buffer.run_state import RunState
+from configs.choices import PauseMode
+from configs.schema import EngineConfig
+from rollout_pool.engine import EngineSpec, SGLangEngine
+from rollout_pool.engine_life import EngineLife
+from rollout_pool.sglang_client import SGLangClient
+from weights import stand_in_server
+from weights.model import Weights
+from weights.scene import Scene
+
+
+class _StandInServer:
+    """A child process like the one that SGLangEngine starts."""
+
+    def __init__(self, spec: EngineSpec, port: int, seen: Path, load_s: float) -> None:
+        self.served_name = f"stand-in-{uuid.uuid4().hex[:8]}"
+        fields = {
+            "served_name": self.served_name,
+            "host": spec.host,
+            "port": port,
+            "seen": str(seen),
+            "load_s": load_s,
+        }
+        with spec.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, stand_in_server.__file__, json.dumps(fields)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+            )
+        assert self._process.stdin is not None
+        self._process.stdin.write(spec.key.encode() + b"\n")
+        self._process.stdin.flush()
+        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        threading.Thread(target=self._watch, args=(self.exited,), daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def note_family(self) -> None:
+        """It leaves nothing."""
+
+    async def stop(self, timeout_s: float) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        done, _ = await asyncio.wait({self.exited}, timeout=min(timeout_s, 1.0))
+        if not done:  # it was stopped
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            await asyncio.wait({self.exited}, timeout=timeout_s)
+
+    def _watch(self, exited: asyncio.Future[int]) -> None:
+        code = self._process.wait()
+
+        def tell() -> None:
+            if not exited.done():
+                exited.set_result(code)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            exited.get_loop().call_soon_threadsafe(tell)
+
+
+class StandInEngine(SGLangEngine):
+    """Everything but the server itself is the real one."""
+
+    def __init__(self, spec: EngineSpec, seen: Path, load_s: float) -> None:
+        super().__init__(spec)
+        self._seen = seen
+        self._load_s = load_s
+
+    def _launch(self, port: int) -> None:
+        server: Any = _StandInServer(self.spec, port, self._seen, self._load_s)
+        self._server = server
+        self._client = SGLangClient(
+            self.spec.name,
+            f"http://{self.spec.host}:{port}",
+            key=self.spec.key,
+            request_timeout_s=self.spec.config.request_timeout_s,
+            keys_prefix_by_version=False,
+        )
+
+
+class MortalEngine:
+    """One engine beside one receiver, and what it has read."""
+
+    def __init__(self, scene: Scene, name: str, receiver: str, state: RunState) -> None:
+        self.name = name
+        self._seen = scene.folder / f"{name}.seen"
+        spec = EngineSpec(
+            name=name,
+            config=EngineConfig(start_timeout_s=60, request_timeout_s=60, max_restarts=10_000),
+            pause_mode=PauseMode.retract,
+            model_path="none",
+            trust_remote_code=False,
+            host="127.0.0.1",
+            log_path=scene.folder / f"{name}.log",
+            leftovers_path=scene.folder / f"{name}.leftovers",
+            num_threads=1,
+            uses_gpu=False,
+            seed=0,
+            key=scene.key,
+        )
+        self._engine = StandInEngine(spec, self._seen, load_s=0.2)
+        self._life = EngineLife(
+            self._engine, config=scene.config, receiver=receiver, key=scene.key, state=state
+        )
+
+    async def start(self) -> None:
+        await self._life.start()
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it is being started again at this moment
+            os.kill(self._engine.info.pid, number)
+
+    async def stop(self) -> None:
+        await self._life.stop()
+
+    def torn(self, weights: Weights) -> list[str]:
+        """Versions of which it has read something else than the trainer's weights."""
+        found = []
+        for line in self._seen.read_text().splitlines():
+            version, digest = json.loads(line)
+            data = weights.file_data(version).numpy().tobytes()
+            if digest != hashlib.sha256(weights.layout.file_header + data).hexdigest():
+                found.append(f"{self.name}: version {version}")
+        return found

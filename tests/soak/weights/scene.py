@@ -1,0 +1,41 @@
+"""What every process of one play is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.schema import WeightSyncConfig
+from weight_sync.manifest import Layout
+from weight_sync.types import TensorSpec
+from weights.model import BUCKET_BYTES, ODD
+
+SILENCE_S = 3.0
+"""weight_sync.timeout_s: a member that is silent for longer is lost."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Scene:
+    url: str
+    """Of Redis."""
+    run: str
+    folder: Path
+    bucket_bytes: int = BUCKET_BYTES
+    tensors: tuple[TensorSpec, ...] = ODD
+    num_ranks: int = 2
+    full_every: int = 3
+    commit_timeout_s: float = 20.0
+    key: str = "k3y-of-the-play"
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(self.tensors, self.num_ranks)
+
+    @property
+    def config(self) -> WeightSyncConfig:
+        return WeightSyncConfig(
+            bucket_bytes=self.bucket_bytes,
+            full_every=self.full_every,
+            timeout_s=SILENCE_S,
+            commit_timeout_s=self.commit_timeout_s,
+        )
