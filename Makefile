@@ -8,6 +8,7 @@ RUN ?=
 DIR ?=
 URL ?=
 WATCH ?=
+VERSION ?=
 
 PYTHON_BIN := .venv/bin/python
 LEASH := $(PYTHON_BIN) -m controller.main
@@ -17,11 +18,11 @@ RUN_FLAG := $(if $(RUN),--run $(RUN)) $(if $(DIR),--dir $(DIR))
 BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install launch dry-run status stop tune depth trace quarantine buffer-dump buffer-load \
-	test test-fast soak bench lint format typecheck docs clean
+.PHONY: help install launch dry-run status stop tune timeline depth trace quarantine buffer-dump buffer-load \
+	test test-fast soak bench bench-weights lint format typecheck docs clean
 
 help: ## this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 install: ## make .venv (nothing is done when it is up to date)
 	@deploy/install.sh
@@ -40,6 +41,9 @@ stop: install ## stop a run from another shell (RUN=name; default: the newest)
 
 tune: install ## change a running job: make tune MAX_STALENESS=2 [RUN=name]
 	@$(LEASH) tune $(RUN_FLAG) --max-staleness $(MAX_STALENESS)
+
+timeline: install ## draw one version's way to the engines: make timeline [VERSION=...] [RUN=name]
+	@$(LEASH) timeline $(RUN_FLAG) $(if $(VERSION),--version $(VERSION))
 
 depth: install ## what the buffer holds, in one line; WATCH=1 draws it again and again [RUN=name]
 	@$(LEASH) depth $(BUFFER_FLAG) $(if $(WATCH),--watch)
@@ -65,7 +69,7 @@ test-fast: install ## unit tests alone
 # Full size; CI runs the same tests in short (`make test`). Any of them may be given: make soak SOAK="MINUTES=1"
 SOAK ?=
 SOAK_SIZES := SIGNALS=5 GROUPS=100000 KILLS=200 SERVER_KILLS=30 KILLS_PER_POINT=50 LOSSY_GROUPS=20000 \
-	SEQUENCES=10000 FUZZ=1000000 MINUTES=30 $(SOAK)
+	SEQUENCES=10000 FUZZ=1000000 MINUTES=30 WEIGHT_FAULTS=20 $(SOAK)
 SOAK_TESTS := tests/soak tests/unit/buffer/test_buffer_model.py tests/unit/buffer/test_buffer_codec_fuzz.py \
 	tests/integration/test_launch.py
 
@@ -75,6 +79,9 @@ soak: install ## the long form of the tests that CI runs in short (hours): kills
 
 bench: install ## the buffer against a Ray queue, bare Redis and its own targets; the last line is RESULT {json}
 	@$(PYTHON_BIN) benchmarks/buffer.py $(ARGS)
+
+bench-weights: install ## the checkpoint engine against the wire and other ways to send weights; last line RESULT {json}
+	@$(PYTHON_BIN) benchmarks/weight_sync.py $(ARGS)
 
 lint: install ## ruff, and formatting
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
