@@ -71,7 +71,7 @@ class SGLangClient:
                 request_timeout_s, connect=min(CONNECT_TIMEOUT_S, request_timeout_s), pool=None
             ),
             # The engine queues what it can't run; a queue here would hide that from the router.
-            # Idle connections are given up before SGLang does it (5 s), or a call could meet the end.
+            # Idle connections end before SGLang ends them (5 s), or a call could meet that.
             limits=httpx.Limits(
                 max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0
             ),
