@@ -24,7 +24,7 @@ from weight_sync.joiners import Joiners
 from weight_sync.limits import Limits
 from weight_sync.manifest import Transfer
 from weight_sync.published import Published
-from weight_sync.ranks import Ranks
+from weight_sync.ranks import RankError, Ranks
 from weight_sync.receiver_client import ReceiverClient
 from weight_sync.records import Fields, publish_record, skipped_record
 from weight_sync.slots import Captured, Slots
@@ -109,8 +109,12 @@ class Coordinator:
         """Whether at least one receiver has it now; else it is pending again."""
         members, base_version = await self._members()
         if members:
-            shipment = await self._encode(captured, base_version)
-            await self._ship(captured, shipment, [member.client for member in members])
+            try:
+                shipment = await self._encode(captured, base_version)
+                await self._ship(captured, shipment, [member.client for member in members])
+            except RankError as error:  # out of memory, say; a rank that is lost is a ControlError
+                self.published.obstacle = str(error)
+                await self._fleet.tell("unsent", "trainer", str(error))
         if self.published.has(captured.version):
             self._num_failures = 0
             self._slots.keep(captured)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from scene import Scene, scene
@@ -173,6 +174,25 @@ async def test_bytes_that_were_changed_on_the_way_are_sent_again_and_never_seen(
         (torn,) = s.board.events("torn")
         assert torn["who"] == "a" and "embed" in torn["detail"]
         assert s.board.published == [0] and s.board.staged == [("a", 0)]
+
+
+async def test_a_rank_that_has_no_memory_for_it_now_sends_the_version_later(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        (a,) = await s.add("a")
+        rank, failures = s.engine._lead._sending, [MemoryError()]
+        encode = rank._encode
+
+        def fail_once(command):
+            if failures:
+                raise failures.pop()
+            return encode(command)
+
+        with patch.object(rank, "_encode", fail_once):
+            await s.publish(0)
+            await s.committed(0)
+        await s.check(a, 0)
+        (unsent,) = s.board.events("unsent")
+        assert "MemoryError" in unsent["detail"]
 
 
 def _flip(s: Scene, record: dict[str, object]) -> None:
