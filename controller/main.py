@@ -50,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; every expected error is one message on stderr and an exit code."""
     arguments = _parse(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # SIGINT, too: a shell's background job would ignore it.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         return _dispatch(arguments)
     except KeyboardInterrupt:
