@@ -155,11 +155,6 @@ class Slots:
                     slot.num_readers -= 1
                     self._changed.notify_all()
 
-    @property
-    def has_pending(self) -> bool:
-        with self._changed:
-            return any(slot.phase is Phase.pending for slot in self._slots)
-
     def fail(self, error: BaseException) -> None:
         """Sending has ended for good: whoever waits in `take`, or comes to it, is told."""
         with self._changed:
