@@ -314,7 +314,9 @@ class SGLangClient:
     async def _routes(self) -> Mapping[str, object]:
         """By path: what this version of the server offers."""
         description = await self._get("/openapi.json", CONTROL_TIMEOUT_S)
-        return cast(Mapping[str, object], description.get("paths", {}))
+        if "paths" not in description:  # to take that for "offers nothing" would skip a step
+            raise EngineError(f"{self._name} does not say in /openapi.json what it offers")
+        return cast(Mapping[str, object], description["paths"])
 
     async def _model_info(self, timeout_s: float) -> dict[str, Any]:
         return await self._get("/model_info", timeout_s)
