@@ -24,11 +24,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from configs.choices import PauseMode
-from configs.schema import EngineConfig
-from rollout_pool import process_tree
-from rollout_pool.engine import EngineSpec, SGLangEngine
+from configs.rollout_schema import EngineConfig
+from rollout_pool.engines import process_tree
+from rollout_pool.engines.engine import EngineSpec, SGLangEngine
+from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.generation import Generation, Refused, SampleRequest, Sampling
-from rollout_pool.sglang_client import SGLangClient
 
 PROMPT_LENGTH = 16
 _STEADY_STEPS = 6

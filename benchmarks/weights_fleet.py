@@ -45,10 +45,10 @@ from buffer.run_state import RunState
 from buffer.server import EmbeddedServer
 from configs.choices import CommitStrategy
 from configs.schema import BufferConfig, WeightSyncConfig
-from rollout_pool.commit import Committer
-from rollout_pool.commit_strategies import make_strategy
-from rollout_pool.engine import SGLangEngine
-from rollout_pool.weight_follower import WeightFollower
+from rollout_pool.engines.commit import Committer
+from rollout_pool.engines.commit_strategies import make_strategy
+from rollout_pool.engines.engine import SGLangEngine
+from rollout_pool.engines.weight_follower import WeightFollower
 from weight_sync.manifest import Layout
 from weight_sync.receiver import ReceiverSpec
 from weight_sync.receiver_client import ReceiverClient

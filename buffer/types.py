@@ -37,9 +37,32 @@ class VersionSpan:
         assert self.version >= 0 and 0 <= self.start < self.end, self
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SamplingParams:
+    """How tokens were drawn; what differs from the defaults changed the policy's distribution."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1: all tokens."""
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether log-probabilities are those of the policy itself at this temperature."""
+        return self == SamplingParams(temperature=self.temperature)
+
+
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Trajectory:
-    """One episode: T tokens, the model's own marked by `loss_mask`."""
+    """T tokens in one piece, the model's own marked by `loss_mask`.
+
+    An episode is one trajectory, or several where its history was rewritten on the way.
+    """
 
     tokens: IntArray
     """[T] prompt, then everything that followed."""
@@ -53,6 +76,9 @@ class Trajectory:
     reward: float
     finish_reason: str
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    episode: int = 0
+    """Which of its group's episodes it belongs to. Trajectories of the same one have its reward,
+    which counts once in the group, and share the weight of one among them."""
     columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
     """Further typed per-token columns, each [T] or [T, k]."""
 
@@ -113,6 +139,7 @@ class TrajectoryGroup:
     group_id: str
     prompt: PromptRef
     trajectories: tuple[Trajectory, ...]
+    sampling: SamplingParams = SamplingParams()
 
     def __post_init__(self) -> None:
         assert self.trajectories, self.group_id

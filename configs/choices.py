@@ -81,5 +81,39 @@ class OnLongPrompt(Enum):
 
 
 class TaskKind(Enum):
-    reasoning_gym = "reasoning_gym"
-    gsm8k = "gsm8k"
+    """Where prompts come from."""
+
+    reasoning_gym = "reasoning_gym"  # any data set of the reasoning-gym library
+    gsm8k = "gsm8k"  # questions whose answers end in "#### 42"
+    math = "math"  # problems whose solutions end in a boxed answer
+    code = "code"  # programs that are run against tests
+    alphabet_sort = "alphabet_sort"  # names to be sorted, more of them at each turn
+    verifiers = "verifiers"  # an environment of the verifiers library
+    custom = "custom"  # what the function named by task.factory makes
+
+
+class TailPolicy(Enum):
+    """What happens to samples that take much longer than the others."""
+
+    continue_across_versions = "continue_across_versions"  # they go on, whatever is committed
+    interrupt_and_resume = "interrupt_and_resume"  # stopped at each version, resumed stalest first
+    postpone = "postpone"  # stopped when the next batch is full without them, resumed after others
+
+
+class ToolParser(Enum):
+    """The form in which a model writes tool calls."""
+
+    hermes = "hermes"  # <tool_call>{"name": ..., "arguments": ...}</tool_call>: Qwen, Hermes
+    llama3_json = "llama3_json"  # {"name": ..., "parameters": ...}
+
+
+class RewardKind(Enum):
+    """Who scores an episode."""
+
+    task = "task"  # the task's own score of the last answer
+    env = "env"  # the sum of what the environment gave at its steps
+    function = "function"  # a function of yours, in a scoring process
+    code_tests = "code_tests"  # tests of the prompt, run in the sandbox on the last answer's code
+    http = "http"  # a service that answers {"reward": ...}
+    judge = "judge"  # a model behind an OpenAI-compatible URL
+    teacher = "teacher"  # no reward: its log-probabilities become a column of every token

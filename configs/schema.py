@@ -8,7 +8,6 @@ rule raises ValueError naming the field, its value and the fix.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from configs.choices import (
     AppendFsync,
@@ -16,13 +15,12 @@ from configs.choices import (
     CommitStrategy,
     Dtype,
     OnFull,
-    OnLongPrompt,
     OnStale,
     PauseMode,
     Selector,
-    TaskKind,
 )
 from configs.joint_rules import check_joint_rules
+from configs.rollout_schema import RolloutConfig, TaskConfig
 from configs.rules import at_least, require
 
 
@@ -142,107 +140,6 @@ class TrainerConfig:
             self.learning_rate > 0, "trainer.learning_rate", self.learning_rate, "must be above 0"
         )
         require(self.timeout_s > 0, "trainer.timeout_s", self.timeout_s, "must be above 0")
-
-
-@dataclass(kw_only=True, slots=True)
-class SamplingConfig:
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-
-    def __post_init__(self) -> None:
-        require(
-            self.temperature > 0,
-            "rollout.sampling.temperature",
-            self.temperature,
-            "must be above 0: a greedy rollout has no gradient",
-        )
-        truncated = self.top_p != 1.0 or self.top_k != -1
-        require(
-            not truncated,
-            "rollout.sampling.top_p/top_k",
-            (self.top_p, self.top_k),
-            "truncated sampling makes the recorded log-probabilities those of another distribution "
-            "than the trainer's, so importance ratios would be wrong; use top_p=1 and top_k=-1",
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class EngineConfig:
-    """One SGLang server."""
-
-    tp_size: int = 1
-    dtype: Dtype = Dtype.auto
-    max_running_requests: int = 128
-    max_total_tokens: int | None = None
-    """Tokens of KV cache; None lets SGLang choose by `mem_fraction` (65536 on a CPU)."""
-    mem_fraction: float = 0.85
-    radix_cache: bool = False
-    """Reuse KV of shared prefixes, by policy version. Needs weight_sync.pause_mode=in_place."""
-    start_timeout_s: float = 600.0
-    request_timeout_s: float = 600.0
-    """Longest that one request may go without an answer."""
-    max_restarts: int = 3
-    """How often a server that died, or whose weights are torn, is started again in one run."""
-    extra_args: list[str] = field(default_factory=list)
-    """Further arguments for the server's command line."""
-
-    def __post_init__(self) -> None:
-        at_least(
-            1,
-            "rollout.engine",
-            tp_size=self.tp_size,
-            max_running_requests=self.max_running_requests,
-        )
-        at_least(0, "rollout.engine", max_restarts=self.max_restarts)
-        require(
-            0 < self.mem_fraction < 1,
-            "rollout.engine.mem_fraction",
-            self.mem_fraction,
-            "must lie in (0, 1)",
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class RolloutConfig:
-    num_engines: int = 1
-    num_workers: int = 1
-    group_size: int = 8
-    """Trajectories of one prompt."""
-    max_prompt_tokens: int = 1024
-    max_response_tokens: int = 1024
-    on_long_prompt: OnLongPrompt = OnLongPrompt.refuse
-    max_groups_in_flight: int = 256
-    """A worker's own bound; admission is nearly always the tighter one."""
-    max_request_retries: int = 2
-    """How often one failed sample is asked for again before its group is dropped."""
-    reward_processes: int = 1
-    reward_timeout_s: float = 30.0
-    eval_every: int = 25
-    """Policy versions between two evaluations on held-out prompts (0: only first and last)."""
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-
-    def __post_init__(self) -> None:
-        at_least(
-            1,
-            "rollout",
-            num_engines=self.num_engines,
-            num_workers=self.num_workers,
-            max_prompt_tokens=self.max_prompt_tokens,
-            max_response_tokens=self.max_response_tokens,
-            max_groups_in_flight=self.max_groups_in_flight,
-            reward_processes=self.reward_processes,
-        )
-        at_least(
-            0, "rollout", eval_every=self.eval_every, max_request_retries=self.max_request_retries
-        )
-        require(
-            self.group_size >= 2,
-            "rollout.group_size",
-            self.group_size,
-            "GRPO compares the trajectories of a group: at least 2",
-        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -373,30 +270,6 @@ class WeightSyncConfig:
             ("commit_timeout_s", self.commit_timeout_s),
         ):
             require(value > 0, f"weight_sync.{name}", value, "must be above 0")
-
-
-@dataclass(kw_only=True, slots=True)
-class TaskConfig:
-    kind: TaskKind = TaskKind.reasoning_gym
-    name: str = "chain_sum"
-    """reasoning_gym: the task's name. gsm8k: the Hugging Face data set (unless `path` is set)."""
-    params: dict[str, Any] = field(default_factory=dict)
-    """reasoning_gym: arguments of the task's generator."""
-    path: str | None = None
-    """gsm8k: a JSONL file, a line an object with "question" and "answer" (its end: "#### 42")."""
-    eval_path: str | None = None
-    """gsm8k: JSONL of held-out prompts; None holds back the last `eval_size` lines of `path`."""
-    prompt_pattern: str | None = None
-    """A regular expression; its match in the question (group 1 if there is one) is the prompt."""
-    instruction: str = ""
-    """Text put after the question."""
-    chat_template: bool = False
-    """Wrap the prompt as one user turn in the tokenizer's chat template."""
-    eval_size: int = 128
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        at_least(1, "task", eval_size=self.eval_size)
 
 
 @dataclass(kw_only=True, slots=True)

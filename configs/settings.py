@@ -15,7 +15,7 @@ from itertools import pairwise
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from configs import choices, schema
+from configs import choices, rollout_schema, schema
 
 TYPE_WORDS: dict[object, str] = {
     bool: "true or false",
@@ -117,7 +117,7 @@ def _default(default: object, factory: Any) -> object:
 
 @cache
 def _class_nodes() -> dict[str, ast.ClassDef]:
-    trees = [ast.parse(inspect.getsource(module)) for module in (schema, choices)]
+    trees = [ast.parse(inspect.getsource(module)) for module in (schema, rollout_schema, choices)]
     bodies = [node for tree in trees for node in tree.body]
     return {node.name: node for node in bodies if isinstance(node, ast.ClassDef)}
 

@@ -9,7 +9,7 @@ import torch
 from configs.schema import Config
 from controller.plan import make_plan
 from rollout_pool.prompts import load_tokenizer
-from rollout_pool.tasks import build_task
+from rollout_pool.tasks.task import build_task
 
 
 def check_inputs(config: Config) -> None:

@@ -38,8 +38,8 @@ from controller.run_dir import RunDir
 from controller.summary import RunResult, result_line
 from controller.training import Pools, Training
 from controller.warm_start import supervised_examples
+from rollout_pool.engines.process_tree import shared_memory_files
 from rollout_pool.pool import RolloutPool
-from rollout_pool.process_tree import shared_memory_files
 from rollout_pool.types import RolloutSpec
 from trainer_pool.pool import TrainerPool
 from trainer_pool.scratch import build_scratch_model

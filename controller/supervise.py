@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from configs.environment import LOG_DIR_VARIABLE, PROCESS_VARIABLE, RUN_VARIABLE
-from rollout_pool.process_tree import shared_memory_files
+from rollout_pool.engines.process_tree import shared_memory_files
 
 SETUP_HOOK = "controller.supervise.enter_process"
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from configs.schema import Config
 from rollout_pool.prompts import load_tokenizer, tokenize_prompt, tokenize_solution
-from rollout_pool.tasks import build_task, supervised_texts
+from rollout_pool.tasks.task import build_task, supervised_texts
 from trainer_pool.types import SupervisedExample
 
 

@@ -9,17 +9,17 @@ from pathlib import Path
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.engine import EngineInfo
 from rollout_pool.engine_watch import EngineWatch
+from rollout_pool.engines.engine import EngineInfo
+from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.evaluate import Evaluator
 from rollout_pool.generate import GroupGenerator
 from rollout_pool.generation import Sampling
 from rollout_pool.prompts import PromptReader, Tokenizer, load_tokenizer
-from rollout_pool.rewards import RewardPool
+from rollout_pool.rewards.pool import RewardPool
 from rollout_pool.router import Router
 from rollout_pool.sampling import Sampler
-from rollout_pool.sglang_client import SGLangClient
-from rollout_pool.tasks import Task, TaskStream, build_task
+from rollout_pool.tasks.task import Task, TaskStream, build_task
 from rollout_pool.types import RolloutSpec
 from rollout_pool.worker import RolloutWorker
 

@@ -10,9 +10,9 @@ from contextlib import aclosing
 
 from rollout_pool.generation import Generation
 from rollout_pool.prompts import PromptReader, TokenizedPrompt, Tokenizer
-from rollout_pool.rewards import RewardPool
+from rollout_pool.rewards.pool import RewardPool
 from rollout_pool.sampling import Sampler
-from rollout_pool.tasks import Task
+from rollout_pool.tasks.task import Task
 from rollout_pool.types import EvalReport
 
 BATCH = 16

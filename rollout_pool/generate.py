@@ -17,7 +17,7 @@ import numpy as np
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from rollout_pool.generation import BadLogprobs, FirstToken, Generation, Refused
 from rollout_pool.prompts import TokenizedPrompt, Tokenizer
-from rollout_pool.rewards import RewardPool
+from rollout_pool.rewards.pool import RewardPool
 from rollout_pool.sampling import Sampler
 
 

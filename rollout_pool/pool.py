@@ -25,9 +25,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from buffer.run_state import RunState
 from configs.environment import PROCESS_VARIABLE
 from rollout_pool.assemble import WorkerParts
-from rollout_pool.engine import EngineInfo, EngineSpec, SGLangEngine
-from rollout_pool.engine_life import EngineLife
-from rollout_pool.receiver_keeper import ReceiverKeeper
+from rollout_pool.engines.engine import EngineInfo, EngineSpec, SGLangEngine
+from rollout_pool.engines.engine_life import EngineLife
+from rollout_pool.engines.receiver_keeper import ReceiverKeeper
 from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
 
 SEED_STRIDE = 1_000_003

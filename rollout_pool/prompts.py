@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from configs.choices import OnLongPrompt
-from configs.schema import RolloutConfig, TaskConfig
-from rollout_pool.tasks import Prompt, TaskStream
+from configs.rollout_schema import RolloutConfig, TaskConfig
+from rollout_pool.tasks.task import Prompt, TaskStream
 
 
 class Tokenizer(Protocol):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from configs.schema import BufferConfig, RolloutConfig, TaskConfig, WeightSyncConfig
+from configs.rollout_schema import RolloutConfig, TaskConfig
+from configs.schema import BufferConfig, WeightSyncConfig
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

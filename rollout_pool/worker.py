@@ -28,7 +28,7 @@ from rollout_pool.evaluate import Evaluator
 from rollout_pool.generate import Flight, GroupGenerator
 from rollout_pool.prompts import PromptReader, TokenizedPrompt
 from rollout_pool.sampling import SamplesFailed
-from rollout_pool.tasks import Task, TaskStream
+from rollout_pool.tasks.task import Task, TaskStream
 from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
 
 log = logging.getLogger(__name__)

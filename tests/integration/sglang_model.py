@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from configs.choices import PauseMode
-from configs.schema import EngineConfig
-from rollout_pool.engine import EngineSpec
+from configs.rollout_schema import EngineConfig
+from rollout_pool.engines.engine import EngineSpec
 from rollout_pool.generation import FirstToken, SampleRequest, Sampling
 
 EOS = 258

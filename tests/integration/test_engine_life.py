@@ -15,11 +15,12 @@ from sglang_model import build_model, engine_spec, sample, served_tensors, worst
 
 from buffer.connection import connect
 from buffer.run_state import STREAM_START, RunState
-from configs.schema import BufferConfig, RolloutConfig, TaskConfig, WeightSyncConfig
-from rollout_pool.engine import SGLangEngine
-from rollout_pool.engine_life import EngineLife
-from rollout_pool.receiver_keeper import ReceiverKeeper
-from rollout_pool.sglang_client import SGLangClient
+from configs.rollout_schema import RolloutConfig, TaskConfig
+from configs.schema import BufferConfig, WeightSyncConfig
+from rollout_pool.engines.engine import SGLangEngine
+from rollout_pool.engines.engine_life import EngineLife
+from rollout_pool.engines.receiver_keeper import ReceiverKeeper
+from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.types import RolloutSpec
 from weight_sync.checksums import staged_checksums
 from weight_sync.manifest import Layout, Manifest, Transfer

@@ -229,7 +229,7 @@ def test_an_engine_that_is_dead_for_good_ends_the_run_with_the_end_of_its_log(
     settings = ("trainer.num_steps=1000", "rollout.engine.max_restarts=0")
     process = start(tmp_path, RUN, *settings)
     wait_for_line(process, "step 2/")
-    (server,) = processes_with(tmp_path, "rollout_pool.sglang_server")
+    (server,) = processes_with(tmp_path, "rollout_pool.engines.sglang_server")
     server.kill()
     output = finish(process, timeout_s=90)
     assert process.returncode == 1, output[-4000:]
@@ -240,7 +240,7 @@ def test_an_engine_that_is_dead_for_good_ends_the_run_with_the_end_of_its_log(
 @pytest.mark.parametrize(
     ("module", "event"),
     [
-        ("rollout_pool.sglang_server", "engine_restarted"),
+        ("rollout_pool.engines.sglang_server", "engine_restarted"),
         ("weight_sync.receiver_app", "receiver_restarted"),
     ],
 )

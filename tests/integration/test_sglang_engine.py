@@ -29,12 +29,12 @@ from sglang_model import (
 
 from configs.choices import CommitStrategy, PauseMode
 from configs.schema import WeightSyncConfig
-from rollout_pool.commit import Committer, TornEngine
-from rollout_pool.commit_strategies import make_strategy
-from rollout_pool.engine import SGLangEngine
+from rollout_pool.engines.commit import Committer, TornEngine
+from rollout_pool.engines.commit_strategies import make_strategy
+from rollout_pool.engines.engine import SGLangEngine
+from rollout_pool.engines.process_tree import family as family_of
+from rollout_pool.engines.process_tree import shared_memory_files
 from rollout_pool.generation import EngineError, Generation, Refused
-from rollout_pool.process_tree import family as family_of
-from rollout_pool.process_tree import shared_memory_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -269,7 +269,7 @@ import asyncio, json, sys
 from pathlib import Path
 from configs.choices import PauseMode
 from configs.schema import EngineConfig
-from rollout_pool.engine import EngineSpec, SGLangEngine
+from rollout_pool.engines.engine import EngineSpec, SGLangEngine
 
 async def main():
     fields = json.loads(sys.argv[1])

@@ -9,8 +9,8 @@ import pytest
 
 from configs.choices import CommitStrategy, PauseMode
 from configs.schema import WeightSyncConfig
-from rollout_pool.commit import Committer, TornEngine
-from rollout_pool.commit_strategies import StagedDisk, make_strategy
+from rollout_pool.engines.commit import Committer, TornEngine
+from rollout_pool.engines.commit_strategies import StagedDisk, make_strategy
 from rollout_pool.generation import EngineError
 
 FOLDER = Path("/dev/shm/of-this-version")

@@ -12,9 +12,9 @@ import torch
 import zmq
 from safetensors.torch import save_file
 
-from rollout_pool.commit_ipc import send_weights
+from rollout_pool.engines.commit_ipc import send_weights
+from rollout_pool.engines.staged_file import StagedFile
 from rollout_pool.generation import EngineError
-from rollout_pool.staged_file import StagedFile
 
 ADDRESS = "inproc://leash-test"
 

@@ -11,8 +11,8 @@ import pytest
 from buffer.connection import connect
 from buffer.run_state import STREAM_START, RunState
 from configs.schema import WeightSyncConfig
-from rollout_pool import engine_life
-from rollout_pool.engine_life import EngineLife
+from rollout_pool.engines import engine_life
+from rollout_pool.engines.engine_life import EngineLife
 
 
 class ThreadEngine:

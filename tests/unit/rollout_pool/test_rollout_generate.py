@@ -11,10 +11,10 @@ from buffer.types import PromptRef, VersionSpan
 from rollout_pool.generate import Flight, GroupGenerator, make_trajectory
 from rollout_pool.generation import Generation, Sampling
 from rollout_pool.prompts import TokenizedPrompt
-from rollout_pool.rewards import Score
+from rollout_pool.rewards.pool import Score
 from rollout_pool.router import Router
 from rollout_pool.sampling import Sampler, SamplesFailed
-from rollout_pool.tasks import Prompt
+from rollout_pool.tasks.task import Prompt
 
 
 class Numbers:

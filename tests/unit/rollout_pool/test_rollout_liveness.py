@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.liveness import EnginePulse, wait_silent
+from rollout_pool.engines.liveness import EnginePulse, wait_silent
 
 
 async def no(timeout_s):

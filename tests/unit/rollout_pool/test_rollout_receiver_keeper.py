@@ -11,10 +11,11 @@ import pytest
 
 from buffer.connection import connect
 from buffer.run_state import STREAM_START, RunState
-from configs.schema import BufferConfig, RolloutConfig, TaskConfig, WeightSyncConfig
-from rollout_pool import receiver_keeper
+from configs.rollout_schema import RolloutConfig, TaskConfig
+from configs.schema import BufferConfig, WeightSyncConfig
+from rollout_pool.engines import receiver_keeper
+from rollout_pool.engines.receiver_keeper import ReceiverKeeper
 from rollout_pool.pool import ReceiverActor
-from rollout_pool.receiver_keeper import ReceiverKeeper
 from rollout_pool.types import RolloutSpec
 from weight_sync.receiver_client import ReceiverClient
 from weight_sync.store import StagedStore

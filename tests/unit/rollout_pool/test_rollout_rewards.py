@@ -9,9 +9,9 @@ import time
 import psutil
 import pytest
 
-from configs.schema import TaskConfig
-from rollout_pool.rewards import RewardPool
-from rollout_pool.tasks import Prompt
+from configs.rollout_schema import TaskConfig
+from rollout_pool.rewards.pool import RewardPool
+from rollout_pool.tasks.task import Prompt
 
 PROMPT = Prompt(index=4, is_held_out=False, text="4 + 4 =")
 
@@ -73,7 +73,7 @@ def children():
     return [
         process
         for process in psutil.Process().children()
-        if "rollout_pool.reward_process" in process.cmdline()
+        if "rollout_pool.rewards.process" in process.cmdline()
     ]
 
 
@@ -85,7 +85,7 @@ async def test_the_real_task_scores_by_the_number_of_the_prompt(tmp_path):
     )
     pool = RewardPool(config, num_processes=1, timeout_s=30, log_path=tmp_path / "rewards.log")
     await pool.start()
-    from rollout_pool.tasks import build_task
+    from rollout_pool.tasks.task import build_task
 
     task = build_task(config)
     for prompt in [task.example(7), task.eval_prompts()[3]]:

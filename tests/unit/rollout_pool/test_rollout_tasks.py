@@ -8,10 +8,10 @@ import json
 import pytest
 
 from configs.choices import OnLongPrompt, TaskKind
-from configs.schema import RolloutConfig, TaskConfig
-from rollout_pool.gsm8k_task import is_same_answer
+from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.prompts import PromptReader, load_tokenizer, tokenize_prompt, tokenize_solution
-from rollout_pool.tasks import Prompt, TaskStream, build_task, supervised_texts
+from rollout_pool.tasks.gsm8k import is_same_answer
+from rollout_pool.tasks.task import Prompt, TaskStream, build_task, supervised_texts
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 EXPRESSION = r": (.*=)$"

@@ -9,10 +9,10 @@ import pytest
 from buffer.connection import connect
 from buffer.run_state import STREAM_START, RunState
 from configs.schema import WeightSyncConfig
-from rollout_pool import weight_follower
-from rollout_pool.commit import Committer, TornEngine
-from rollout_pool.commit_strategies import StagedDisk
-from rollout_pool.weight_follower import MAX_FAILURES, WeightFollower
+from rollout_pool.engines import weight_follower
+from rollout_pool.engines.commit import Committer, TornEngine
+from rollout_pool.engines.commit_strategies import StagedDisk
+from rollout_pool.engines.weight_follower import MAX_FAILURES, WeightFollower
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ import pytest
 from buffer.connection import connect
 from buffer.run_state import RunState
 from configs.choices import OnLongPrompt
-from configs.schema import BufferConfig, RolloutConfig, TaskConfig, WeightSyncConfig
+from configs.rollout_schema import RolloutConfig, TaskConfig
+from configs.schema import BufferConfig, WeightSyncConfig
 from rollout_pool.assemble import WorkerParts
-from rollout_pool.engine import EngineInfo
+from rollout_pool.engines.engine import EngineInfo
 from rollout_pool.sampling import SamplesFailed
 from rollout_pool.types import RolloutSpec
 

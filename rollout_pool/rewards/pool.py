@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from configs.schema import TaskConfig
-from rollout_pool.reward_process import encode_config
-from rollout_pool.tasks import Prompt
+from configs.rollout_schema import TaskConfig
+from rollout_pool.rewards.process import encode_config
+from rollout_pool.tasks.task import Prompt
 
 START_TIMEOUT_S = 120.0
-DEFAULT_FACTORY = "rollout_pool.tasks:build_task"
+DEFAULT_FACTORY = "rollout_pool.tasks.task:build_task"
 _REPLY_LIMIT = 2**20  # characters; a longer line is a broken process
 
 
@@ -47,7 +47,7 @@ class RewardPool:
         factory: str = DEFAULT_FACTORY,
     ) -> None:
         """`factory` ("module:function" or "file.py:function") makes the task from `config`."""
-        command = [sys.executable, "-m", "rollout_pool.reward_process"]
+        command = [sys.executable, "-m", "rollout_pool.rewards.process"]
         command += [factory, encode_config(config)]
         self._scorers = [_Scorer(command, log_path) for _ in range(num_processes)]
         self._idle: asyncio.Queue[_Scorer] = asyncio.Queue()

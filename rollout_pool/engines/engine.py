@@ -22,11 +22,11 @@ from pathlib import Path
 import psutil
 
 from configs.choices import PauseMode
-from configs.schema import EngineConfig
-from rollout_pool import process_tree
+from configs.rollout_schema import EngineConfig
+from rollout_pool.engines import process_tree
+from rollout_pool.engines.server_arguments import server_arguments
+from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.generation import EngineError
-from rollout_pool.server_arguments import server_arguments
-from rollout_pool.sglang_client import SGLangClient
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ class _Server:
         self._children: list[psutil.Process] = []
         self._leftovers_path = spec.leftovers_path
         self._note_leftovers()
-        command = [sys.executable, "-m", "rollout_pool.sglang_server", self._socket_folder]
+        command = [sys.executable, "-m", "rollout_pool.engines.sglang_server", self._socket_folder]
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_path.open("ab") as log_file:
             self._process = subprocess.Popen(

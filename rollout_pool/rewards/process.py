@@ -1,4 +1,4 @@
-"""One scoring process: `python -m rollout_pool.reward_process <factory> <task config as JSON>`.
+"""One scoring process: `python -m rollout_pool.rewards.process <factory> <task config as JSON>`.
 
 It builds the task once, says so, and then answers one line of JSON with one line of JSON until its
 standard input ends:
@@ -24,21 +24,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from configs.choices import TaskKind
-from configs.schema import TaskConfig
-from rollout_pool.tasks import Prompt, Task
+from configs.choices import RewardKind, TaskKind, ToolParser
+from configs.rollout_schema import RewardConfig, TaskConfig
+from rollout_pool.tasks.task import Prompt, Task
 
 TaskFactory = Callable[[TaskConfig], Task]
 
 
 def encode_config(config: TaskConfig) -> str:
     """`config` as one line of JSON."""
-    return json.dumps({**dataclasses.asdict(config), "kind": config.kind.name})
+    return json.dumps(dataclasses.asdict(config), default=lambda choice: choice.name)
 
 
 def decode_config(text: str) -> TaskConfig:
     fields = json.loads(text)
-    return TaskConfig(**{**fields, "kind": TaskKind[fields["kind"]]})
+    rewards = {
+        name: RewardConfig(**{**reward, "kind": RewardKind[reward["kind"]]})
+        for name, reward in fields.pop("rewards").items()
+    }
+    kind, parser = TaskKind[fields.pop("kind")], ToolParser[fields.pop("tool_parser")]
+    return TaskConfig(**fields, kind=kind, tool_parser=parser, rewards=rewards)
 
 
 def load_factory(name: str) -> TaskFactory:

@@ -1,4 +1,4 @@
-"""The SGLang server process: `python -m rollout_pool.sglang_server <socket folder> <arguments>`.
+"""The SGLang server process: `python -m rollout_pool.engines.sglang_server <folder> <arguments>`.
 
 Its standard input brings one line, the key that every request must carry, and nothing more. The
 server lives exactly as long as that pipe: whoever started it holds the other end, so a parent that
@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 if not torch.cuda.is_available():
-    from rollout_pool import sglang_cpu
+    from rollout_pool.engines import sglang_cpu
 
     sglang_cpu.install()
 
-from rollout_pool import process_tree
+from rollout_pool.engines import process_tree
 
 KILL_TIMEOUT_S = 5.0
 

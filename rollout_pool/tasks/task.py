@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from configs.choices import TaskKind
-from configs.schema import TaskConfig
+from configs.rollout_schema import TaskConfig
 
 MAX_SKIPS = 100_000
 """So many held-out prompts in a row mean that nothing else is left to train on."""
@@ -120,13 +120,15 @@ def build_task(config: TaskConfig) -> Task:
     # Imported here: each brings libraries that take seconds to import and the other does not need.
     match config.kind:
         case TaskKind.reasoning_gym:
-            from rollout_pool.reasoning_gym_task import ReasoningGymTask
+            from rollout_pool.tasks.generated import ReasoningGymTask
 
             return ReasoningGymTask(config)
         case TaskKind.gsm8k:
-            from rollout_pool.gsm8k_task import Gsm8kTask
+            from rollout_pool.tasks.gsm8k import Gsm8kTask
 
             return Gsm8kTask(config)
+        case _:
+            raise ValueError(f"task.kind={config.kind.name}: there is no such task yet")
 
 
 def supervised_texts(task: Task, num_examples: int) -> list[tuple[str, str]]:

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import psutil
 
-from rollout_pool import process_tree
-from rollout_pool.sglang_client import SGLangClient
+from rollout_pool.engines import process_tree
+from rollout_pool.engines.sglang_client import SGLangClient
 
 INTERVAL_S = 2.0
 """Between two questions."""

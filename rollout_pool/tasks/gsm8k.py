@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.schema import TaskConfig
-from rollout_pool.tasks import Prompt, PromptCut
+from configs.rollout_schema import TaskConfig
+from rollout_pool.tasks.task import Prompt, PromptCut
 
 FINAL = "####"
 """GSM8K puts its final answer behind this mark."""

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.schema import WeightSyncConfig
+from rollout_pool.engines.sglang_client import SGLangClient
+from rollout_pool.engines.staged_file import Batch, StagedFile
 from rollout_pool.generation import EngineError
-from rollout_pool.sglang_client import SGLangClient
-from rollout_pool.staged_file import Batch, StagedFile
 
 if TYPE_CHECKING:
     import torch

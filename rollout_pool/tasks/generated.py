@@ -10,8 +10,8 @@ from typing import Any, Protocol, cast
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from configs.schema import TaskConfig
-from rollout_pool.tasks import Prompt, PromptCut
+from configs.rollout_schema import TaskConfig
+from rollout_pool.tasks.task import Prompt, PromptCut
 
 CHUNK = 1000
 """Prompts of one generator object. Generators seed prompt i with seed + i, so chunks join smoothly,

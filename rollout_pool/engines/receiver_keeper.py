@@ -11,7 +11,7 @@ from pathlib import Path
 from buffer.run_state import RunState
 from configs.choices import Backend
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.liveness import wait_silent
+from rollout_pool.engines.liveness import wait_silent
 from rollout_pool.types import RolloutSpec
 from weight_sync.receiver import ReceiverSpec
 from weight_sync.receiver_client import ReceiverClient

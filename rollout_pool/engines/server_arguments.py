@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from configs.choices import Dtype, PauseMode
-from configs.schema import EngineConfig
+from configs.rollout_schema import EngineConfig
 
 CPU_TOTAL_TOKENS = 65536
 """KV cache of a server without a GPU: SGLang would size it by the whole machine's memory."""

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from configs.choices import CommitStrategy
 from configs.schema import WeightSyncConfig
-from rollout_pool.commit import Strategy
-from rollout_pool.commit_ipc import Ipc
+from rollout_pool.engines.commit import Strategy
+from rollout_pool.engines.commit_ipc import Ipc
+from rollout_pool.engines.sglang_client import SGLangClient
+from rollout_pool.engines.staged_file import Batch, StagedFile
 from rollout_pool.generation import EngineError
-from rollout_pool.sglang_client import SGLangClient
-from rollout_pool.staged_file import Batch, StagedFile
 from weight_sync.types import GroupSpec
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from buffer.run_state import RunState
 from configs.schema import WeightSyncConfig
-from rollout_pool.commit import CommitReport, Committer, TornEngine
+from rollout_pool.engines.commit import CommitReport, Committer, TornEngine
+from rollout_pool.engines.liveness import Answers
 from rollout_pool.generation import EngineError
-from rollout_pool.liveness import Answers
 from weight_sync.receiver_client import ReceiverClient, StagedVersion
 from weight_sync.types import WeightSyncError
 

@@ -18,12 +18,12 @@ import logging
 from buffer.run_state import RunState
 from configs.schema import WeightSyncConfig
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.commit import Committer, Strategy, TornEngine
-from rollout_pool.commit_strategies import make_strategy
-from rollout_pool.engine import EngineInfo, SGLangEngine
+from rollout_pool.engines.commit import Committer, Strategy, TornEngine
+from rollout_pool.engines.commit_strategies import make_strategy
+from rollout_pool.engines.engine import EngineInfo, SGLangEngine
+from rollout_pool.engines.liveness import EnginePulse, wait_silent
+from rollout_pool.engines.weight_follower import WeightFollower
 from rollout_pool.generation import EngineError
-from rollout_pool.liveness import EnginePulse, wait_silent
-from rollout_pool.weight_follower import WeightFollower
 
 log = logging.getLogger(__name__)
 

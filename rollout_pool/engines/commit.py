@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Protocol
 
 from configs.choices import PauseMode
+from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.generation import EngineError
-from rollout_pool.sglang_client import SGLangClient
 
 
 class TornEngine(EngineError):
