@@ -18,7 +18,7 @@ RUN_FLAG := $(if $(RUN),--run $(RUN)) $(if $(DIR),--dir $(DIR))
 BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install launch dry-run status stop tune timeline depth trace quarantine buffer-dump buffer-load \
+.PHONY: help install launch dry-run status stop tune timeline depth trace show quarantine buffer-dump buffer-load \
 	test test-fast soak bench bench-weights lint format typecheck docs clean
 
 help: ## this list
@@ -50,6 +50,9 @@ depth: install ## what the buffer holds, in one line; WATCH=1 draws it again and
 
 trace: install ## the life of one group: make trace GROUP=id [RUN=name]
 	@$(LEASH) trace $(BUFFER_FLAG) $(if $(GROUP),'$(GROUP)')
+
+show: install ## what a group says, token by token: make show [GROUP=id] [RUN=name] (default: the last one recorded)
+	@$(LEASH) show $(BUFFER_FLAG) $(if $(GROUP),'$(GROUP)')
 
 quarantine: install ## groups that are kept but not trained [RELEASE=id or DISCARD=id] [RUN=name]
 	@$(LEASH) quarantine $(BUFFER_FLAG) $(if $(RELEASE),--release '$(RELEASE)') $(if $(DISCARD),--discard '$(DISCARD)')

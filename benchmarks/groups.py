@@ -17,14 +17,16 @@ class GroupMaker:
         dice = np.random.default_rng(0)
         prompt_length = num_tokens // 8
         self._trajectories = tuple(
-            _trajectory(dice, num_tokens, prompt_length) for _ in range(size)
+            _trajectory(dice, num_tokens, prompt_length, i) for i in range(size)
         )
 
     def make(self, group_id: str) -> TrajectoryGroup:
         return TrajectoryGroup(group_id=group_id, prompt=_PROMPT, trajectories=self._trajectories)
 
 
-def _trajectory(dice: np.random.Generator, num_tokens: int, prompt_length: int) -> Trajectory:
+def _trajectory(
+    dice: np.random.Generator, num_tokens: int, prompt_length: int, episode: int
+) -> Trajectory:
     mask = np.ones(num_tokens, np.uint8)
     mask[:prompt_length] = 0
     logprobs = np.where(mask, -dice.exponential(0.5, num_tokens), 0).astype(np.float32)
@@ -36,6 +38,7 @@ def _trajectory(dice: np.random.Generator, num_tokens: int, prompt_length: int) 
         prompt_length=prompt_length,
         reward=1.0,
         finish_reason="stop",
+        episode=episode,
     )
 
 

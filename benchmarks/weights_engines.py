@@ -14,7 +14,6 @@ import os
 import random
 import time
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,12 +22,13 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from buffer.types import SamplingParams
 from configs.choices import PauseMode
 from configs.rollout_schema import EngineConfig
 from rollout_pool.engines import process_tree
 from rollout_pool.engines.engine import EngineSpec, SGLangEngine
 from rollout_pool.engines.sglang_client import SGLangClient
-from rollout_pool.generation import Generation, Refused, SampleRequest, Sampling
+from rollout_pool.samples import Sample
 
 PROMPT_LENGTH = 16
 _STEADY_STEPS = 6
@@ -123,12 +123,6 @@ class Pulse:
         return float(inside) / sum(b - a for a, b in spans)
 
 
-@dataclass(slots=True)
-class Sample:
-    prompt: list[int]
-    generation: Generation
-
-
 class Load:
     """Keeps an engine busy: as soon as one request is over the next one begins."""
 
@@ -180,17 +174,14 @@ class Load:
         # Not all at once: their ends, and the prefills of the next ones, spread over the time.
         num_tokens = self._size.num_tokens * (index + 1) // self._size.num_requests
         while True:
-            prompt = self._prompt()
-            request = SampleRequest(
-                request_id=f"{self._client.name}-{next(self._numbers)}", tokens=prompt
+            sample = Sample(
+                sample_id=f"{self._client.name}-{next(self._numbers)}",
+                prompt=self._prompt(),
+                sampling=SamplingParams(temperature=1.0),
+                max_new_tokens=num_tokens,
             )
-            sampling = Sampling(temperature=1.0, max_new_tokens=num_tokens)
-            async with aclosing(self._client.generate([request], sampling)) as events:
-                async for event in events:
-                    if isinstance(event, Refused):
-                        raise event.error
-                    if isinstance(event, Generation):
-                        self.samples.append(Sample(prompt, event))
+            await self._client.generate(sample, f"{sample.sample_id}!")
+            self.samples.append(sample)
             num_tokens = self._size.num_tokens
 
     async def _stream(self) -> None:
@@ -226,17 +217,17 @@ def worst_difference(
 ) -> float:
     """Largest gap between the engine's log-probabilities and Hugging Face's, where each token is
     scored under the version that its span names."""
-    spans = [(sample, span) for sample in samples for span in sample.generation.version_spans]
+    spans = [(sample, span) for sample in samples for span in sample.version_spans]
     worst, loaded = 0.0, -1
     for sample, span in sorted(spans, key=lambda pair: pair[1].version):
         if span.version != loaded:
             model.load_state_dict(tensors_of(span.version), strict=False)  # lm_head is tied
             loaded = span.version
-        output = sample.generation.output_ids[: span.end]
+        output = sample.output_ids[: span.end]
         with torch.no_grad():
             logits = model(torch.tensor([[*sample.prompt, *output]])).logits
         scores = logits[0, len(sample.prompt) - 1 : -1].log_softmax(-1)
         expected = scores.gather(1, torch.tensor(output)[:, None])[:, 0]
-        gaps = (torch.tensor(sample.generation.logprobs[: span.end]) - expected).abs()
+        gaps = (torch.tensor(sample.logprobs[: span.end]) - expected).abs()
         worst = max(worst, gaps[span.start :].max().item())
     return worst

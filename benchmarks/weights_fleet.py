@@ -153,7 +153,7 @@ async def _measure(
         sample
         for load in loads.values()
         for sample in load.samples
-        if len(sample.generation.version_spans) > 1
+        if len(sample.version_spans) > 1
     ]
     if not crossing:
         raise RuntimeError("no sample crossed a commit: there is nothing to re-score")

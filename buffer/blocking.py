@@ -78,11 +78,20 @@ class BlockingReplayBuffer:
             self._thread.stop()
             raise
 
-    def open(self, settings: BufferConfig, groups_per_step: int) -> None:
-        self._thread.run(self._buffer.open(settings, groups_per_step))
+    def open(self, settings: BufferConfig, groups_per_step: int, oversampling: float = 1.0) -> None:
+        self._thread.run(self._buffer.open(settings, groups_per_step, oversampling))
 
     def admit(self, group_id: str, timeout_s: float) -> Admission:
         return self._thread.run(self._buffer.admit(group_id, timeout_s))
+
+    def begin(self, group_id: str, prompt: PromptRef, worker: int, position: int) -> bool:
+        return self._thread.run(self._buffer.begin(group_id, prompt, worker, position))
+
+    def fail(self, group_id: str, prompt: PromptRef, max_failures: int) -> int:
+        return self._thread.run(self._buffer.fail(group_id, prompt, max_failures))
+
+    def reclaim(self, worker: int) -> int:
+        return self._thread.run(self._buffer.reclaim(worker))
 
     def renew_credits(self, group_ids: Collection[str]) -> int:
         return self._thread.run(self._buffer.renew_credits(group_ids))
@@ -96,8 +105,8 @@ class BlockingReplayBuffer:
     def flush(self, timeout_s: float) -> bool:
         return self._thread.run(self._buffer.flush(timeout_s))
 
-    def take_retry(self) -> PromptRef | None:
-        return self._thread.run(self._buffer.take_retry())
+    def take_retry(self, group_id: str | None = None) -> PromptRef | None:
+        return self._thread.run(self._buffer.take_retry(group_id))
 
     def lease(
         self,
@@ -288,9 +297,6 @@ class BlockingRunState:
 
     def read_metrics(self, after_id: str, block_s: float) -> list[MetricsEntry]:
         return self._thread.run(self._state.read_metrics(after_id, block_s))
-
-    def set_task_position(self, worker: int, position: int) -> None:
-        self._thread.run(self._state.set_task_position(worker, position))
 
     def task_positions(self) -> dict[int, int]:
         return self._thread.run(self._state.task_positions())

@@ -14,11 +14,11 @@ class GroupEvent:
     at: float
     """Unix time by the server's clock."""
     event: str
-    """admitted, abandoned, full, pushed, leased, expired, nacked, requeued, consumed, acked,
-    dropped, quarantined or reconciled."""
+    """admitted, begun, abandoned, rerun, prompt_quarantined, full, pushed, leased, expired, nacked,
+    requeued, consumed, acked, dropped, quarantined or reconciled."""
     group_id: str
     detail: Mapping[str, str]
-    """s: step, v: version, r: reason, o: owner; as far as they apply."""
+    """s: step, v: version, r: reason, o: owner, p: prompt; as far as they apply."""
 
 
 def parse_events(flat: Sequence[Any]) -> list[GroupEvent]:

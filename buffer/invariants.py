@@ -54,6 +54,7 @@ async def _names(scripts: Scripts) -> tuple[list[str], list[str]]:
         "keys",
         "running",
         "credits",
+        "prompts",
         "ready",
         "arrivals",
         "leased",

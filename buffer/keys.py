@@ -8,7 +8,11 @@
 {leash:RUN}:leased           ZSET    groups being trained, by the deadline of their lease (ms)
 {leash:RUN}:consumed         ZSET    groups whose step is done, by step
 {leash:RUN}:quarantined      ZSET    groups that were put aside, by the time of it (ms)
-{leash:RUN}:retries          LIST    prompts to run again: 'attempt index task'
+{leash:RUN}:retries          LIST    prompts to run again: 'attempt index task', where a worker died
+                                     over it 'attempt+reruns index task'
+{leash:RUN}:prompts          HASH    the same of each running group, by its id
+{leash:RUN}:failures         HASH    how often the groups of a prompt failed, by 'index task'
+{leash:RUN}:quarantined_prompts  HASH  prompts that are not run any more: 'ms times reason'
 {leash:RUN}:group:ID         HASH    a group's metadata; its state outlives the payload for a while
 {leash:RUN}:payload:ID       STRING  the encoded group, or the index of its chunks
 {leash:RUN}:payload:ID:N     STRING  its chunks, above 64 MB
@@ -26,7 +30,8 @@
 {leash:RUN}:receivers        HASH    URL of each receiver of weights
 {leash:RUN}:staged           HASH    version that each receiver staged last
 {leash:RUN}:weights          HASH    published: the newest version that engines may take
-{leash:RUN}:waits, :counters, :tasks, :heartbeats, :metrics, :phase   see run_state.py
+{leash:RUN}:tasks            HASH    how far each worker is in its tasks: the highest of all shards
+{leash:RUN}:waits, :counters, :heartbeats, :metrics, :phase   see run_state.py
 
 These are the names of shard 0, the home of a run. Shard 1 begins with {leash:RUN:1}, and so on.
 """

@@ -21,6 +21,20 @@ class PushResult(Enum):
     """Made by weights that a restore gave up: counted as pushed and dropped."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class QuarantinedPrompt:
+    """A prompt that is not run any more until somebody releases it."""
+
+    task: str
+    index: int
+    reason: str
+    """failed (its groups, too often), or worker_died (twice, while it ran)."""
+    times: int
+    """How often that happened."""
+    at: float
+    """Unix time since when it is there."""
+
+
 class Admission(NamedTuple):
     """A credit to generate one group."""
 

@@ -35,6 +35,7 @@ from buffer.events import GroupEvent
 from buffer.keys import Keys, check_group_id
 from buffer.lease import Admission, Lease, PushResult, QuarantinedGroup, Reconciled
 from buffer.leasing import BatchFormer, LeaseRequest, Leasing, OneShardFormer
+from buffer.prompt_quarantine import PromptQuarantine
 from buffer.pushing import Pusher
 from buffer.settings import initial_settings
 from buffer.shard import Admitted, Shard
@@ -80,6 +81,7 @@ class ReplayBuffer:
             ShardedFormer(self._shards) if shards > 1 else OneShardFormer(self._shards.home)
         )
         self._leasing = Leasing(self._shards, former, self._wake)
+        self.prompt_quarantine = PromptQuarantine(self._shards)
         self._lease_ms = int(1000 * lease_timeout_s)
         self._wait_timeout_s = wait_timeout_s
         self._compress = compress
@@ -97,8 +99,12 @@ class ReplayBuffer:
             compress=settings.compress,
         )
 
-    async def open(self, settings: BufferConfig, groups_per_step: int) -> None:
+    async def open(
+        self, settings: BufferConfig, groups_per_step: int, oversampling: float = 1.0
+    ) -> None:
         """Creates the run's settings in Redis. Those that exist already stay as they are.
+
+        `oversampling` (rollout.oversampling): groups admitted for each that the leash has room for.
 
         Raises ValueError if they could never work: no room for one batch, or other shards than the
         run has.
@@ -117,7 +123,9 @@ class ReplayBuffer:
                 f"{groups_per_step} would never fit; make it at least that"
             )
         for number, shard in reversed(list(enumerate(self._shards))):  # home last: then all is open
-            await shard.open(initial_settings(settings, groups_per_step, number, num_shards))
+            await shard.open(
+                initial_settings(settings, groups_per_step, number, num_shards, oversampling)
+            )
 
     # Rollout side ----------------------------------------------------------------------------
 
@@ -152,6 +160,31 @@ class ReplayBuffer:
                 )
             await self._wake.wait(seen, deadline.left_s)
 
+    async def begin(self, group_id: str, prompt: PromptRef, worker: int, position: int) -> bool:
+        """Notes, in one step, which prompt an admitted group runs and how far its worker is.
+
+        From then on the prompt outlives the worker: if the group's credit expires, or the worker
+        is reclaimed, the prompt runs again, and a late push of the group is a duplicate. The second
+        time that this happens to a prompt it is put into quarantine. False, with nothing noted, if
+        the group is not running.
+        """
+        return await self._shards.of(group_id).begin(group_id, prompt, worker, position)
+
+    async def fail(self, group_id: str, prompt: PromptRef, max_failures: int) -> int:
+        """Ends a running group that could not be completed; its prompt runs again.
+
+        At `max_failures` of one prompt, whoever ran it, it goes to quarantine instead. Returns how
+        often it failed so far, negative if it is in quarantine now, 0 if the group was not running.
+        """
+        return await self._shards.of(group_id).fail(group_id, prompt, max_failures)
+
+    async def reclaim(self, worker: int) -> int:
+        """Ends all groups that a worker ran in an earlier life; how many. Their prompts run again.
+
+        They are those whose ids begin with "<worker>-": call it before the worker admits any.
+        """
+        return sum(await self._shards.each(lambda shard: shard.reclaim(f"{worker}-")))
+
     async def renew_credits(self, group_ids: Collection[str]) -> int:
         """Keeps the credits of a worker's running groups; returns how many are still its own."""
         return await self._shards.sum(
@@ -182,8 +215,14 @@ class ReplayBuffer:
         deadline = Deadline(timeout_s)
         return all([await pusher.flush(deadline.left_s) for pusher in self._pushers])
 
-    async def take_retry(self) -> PromptRef | None:
-        """A prompt to run again before the stream's next one, if there is any."""
+    async def take_retry(self, group_id: str | None = None) -> PromptRef | None:
+        """A prompt to run again before the stream's next one, if there is any.
+
+        With a running group it is one of the group's shard, and in the same step the group's own,
+        as if by `begin`: whoever dies then loses nothing.
+        """
+        if group_id is not None:
+            return await self._shards.of(group_id).take_retry("", group_id)
         token = secrets.token_hex(8)
         for shard in self._shards:
             prompt = await shard.take_retry(token)

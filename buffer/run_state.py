@@ -46,7 +46,8 @@ class RunState:
         self._redis = redis
         self._keys = Keys(run)
         self._scripts = Scripts(redis, self._keys)
-        self._others = [Scripts(redis, Keys(run, shard)) for shard in range(1, shards)]
+        self._all_keys = [Keys(run, shard) for shard in range(shards)]
+        self._others = [Scripts(redis, keys) for keys in self._all_keys[1:]]
         self._wake = WakeStreams(redis)
 
     @classmethod
@@ -236,14 +237,14 @@ class RunState:
 
     # Positions, heartbeats, phase ------------------------------------------------------------
 
-    async def set_task_position(self, worker: int, position: int) -> None:
-        """Notes where in its task stream a rollout worker is."""
-        await self._redis.hset(self._keys("tasks"), str(worker), str(position))
-
     async def task_positions(self) -> dict[int, int]:
-        return {
-            int(worker): int(position) for worker, position in (await self._hash("tasks")).items()
-        }
+        """Where in its task stream each rollout worker is, as `ReplayBuffer.begin` noted it."""
+        positions: dict[int, int] = {}
+        for keys in self._all_keys:
+            found = cast("dict[bytes, bytes]", await self._redis.hgetall(keys("tasks")))
+            for worker, position in found.items():
+                positions[int(worker)] = max(positions.get(int(worker), 0), int(position))
+        return positions
 
     async def heartbeat(self, process: str, fields: Record) -> None:
         """Notes that a process lives, with the Unix time ("at") and what it wants to say."""

@@ -12,7 +12,11 @@ def quota(limit: int, shard: int, num_shards: int) -> int:
 
 
 def initial_settings(
-    config: BufferConfig, groups_per_step: int, shard: int = 0, num_shards: int = 1
+    config: BufferConfig,
+    groups_per_step: int,
+    shard: int = 0,
+    num_shards: int = 1,
+    oversampling: float = 1.0,
 ) -> dict[str, str]:
     """Settings of one shard; the limits become its quotas, '' where there is none."""
 
@@ -31,6 +35,7 @@ def initial_settings(
         "remember_s": repr(config.remember_s),
         "audit_length": str(config.audit_length),
         "groups_per_step": str(groups_per_step),
+        "oversampling": repr(float(oversampling)),
         "shard": str(shard),
         "num_shards": str(num_shards),
         "trainer_version": "0",

@@ -17,7 +17,9 @@ from buffer.client import BufferRedis
 from buffer.events import GroupEvent, parse_events
 from buffer.invariants import find_violations
 from buffer.keys import Keys
+from buffer.lease import QuarantinedPrompt
 from buffer.lua import Argument, Scripts
+from buffer.prompt_texts import quarantined_prompt, read_prompt, write_prompt
 from buffer.replies import (
     AckReply,
     Admitted,
@@ -123,8 +125,30 @@ class Shard:
 
     async def abandon(self, group_id: str, reason: str, requeue: PromptRef | None) -> bool:
         """Frees the credit of a group that will never be pushed; False if it had none."""
-        prompt = ("", 0, 0) if requeue is None else (requeue.task, requeue.index, requeue.attempt)
-        return bool(await self._scripts.run("abandon", group_id, reason, *prompt))
+        prompt = "" if requeue is None else write_prompt(requeue)
+        return bool(await self._scripts.run("abandon", group_id, reason, prompt))
+
+    async def begin(self, group_id: str, prompt: PromptRef, worker: int, position: int) -> bool:
+        """Notes a running group's prompt and its worker's position; False if it is not running."""
+        reply = await self._scripts.run("begin", group_id, write_prompt(prompt), worker, position)
+        return bool(reply)
+
+    async def fail(self, group_id: str, prompt: PromptRef, max_failures: int) -> int:
+        """Ends a running group that could not be completed; its prompt runs again.
+
+        How often the prompt failed, negative if it went to quarantine, 0 if nothing was running.
+        """
+        reply = await self._scripts.run("fail", group_id, write_prompt(prompt), max_failures)
+        return int(reply)
+
+    async def reclaim(self, prefix: str, bound: int = _MAX_IDS) -> int:
+        """Ends the running groups whose ids begin so; their prompts run again. How many."""
+        cursor, total = "0", 0
+        while True:
+            reply = await self._scripts.run("reclaim", prefix, cursor, bound)
+            cursor, total = reply[0].decode(), total + int(reply[1])
+            if cursor == "0":
+                return total
 
     async def push(self, make: MakeGroup, num_bytes: int, blocked_ms: int = 0) -> PushReply:
         """Stores a group, which is made when it is sent and may be made again.
@@ -148,13 +172,13 @@ class Shard:
         has_room, last_wake, groups, in_use = await self._scripts.run("space", num_bytes)
         return Space(bool(has_room), last_wake.decode(), int(groups), int(in_use))
 
-    async def take_retry(self, token: str) -> PromptRef | None:
-        """A prompt to run again; the same token gets the same one."""
-        reply = await self._scripts.run("take_retry", token)
-        if reply is None:
-            return None
-        attempt, index, task = reply.decode().split(" ", 2)
-        return PromptRef(task=task, index=int(index), attempt=int(attempt))
+    async def take_retry(self, token: str, group_id: str = "") -> PromptRef | None:
+        """A prompt to run again; the same token gets the same one.
+
+        With a running group it is noted as that group's, and the group is the token.
+        """
+        reply = await self._scripts.run("take_retry", token, group_id)
+        return None if reply is None else read_prompt(reply.decode())
 
     # Trainer side: a batch in one shard ------------------------------------------------------
 
@@ -310,6 +334,17 @@ class Shard:
     async def discard(self, group_id: str) -> bool:
         """quarantined -> dropped; False if it was not there."""
         return bool(await self._scripts.run("discard", group_id))
+
+    async def quarantined_prompts(self) -> list[QuarantinedPrompt]:
+        """The prompts in quarantine, in no order."""
+        found = cast(
+            "dict[bytes, bytes]", await self._redis.hgetall(self.keys("quarantined_prompts"))
+        )
+        return [quarantined_prompt(name.decode(), text.decode()) for name, text in found.items()]
+
+    async def release_prompt(self, task: str, index: int, *, run_again: bool) -> bool:
+        """A prompt leaves the quarantine; False if it was not there."""
+        return bool(await self._scripts.run("release_prompt", task, index, int(run_again)))
 
     # Versions and lineage --------------------------------------------------------------------
 

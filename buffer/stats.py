@@ -43,6 +43,11 @@ class BufferStats:
     trainer_version: int
     engine_versions: Mapping[str, int]
     """Of the engines that serve one."""
+    rerun: int = 0
+    """Prompts put in line again since their group failed, or their worker died."""
+    prompts_quarantined: int = 0
+    """Prompts that are put aside now: they failed too often, or two workers died over them."""
+    oversampling: float = 1.0
     engines_gone: bool
     """Engines served once and none does now: until one comes back nothing is admitted."""
     max_staleness: int
@@ -140,6 +145,9 @@ def parse_stats(reply: list[Any]) -> BufferStats:
         },
         trainer_version=trainer_version,
         engine_versions={name: int(version) for name, version in _pairs(reply[8]).items()},
+        rerun=count("rerun"),
+        prompts_quarantined=int(reply[11]),
+        oversampling=float(settings.get("oversampling", 1.0)),
         engines_gone="engines_gone" in settings,
         max_staleness=int(settings["max_staleness"]),
         max_staleness_trained=counters.get("max_staleness_trained"),
@@ -187,6 +195,7 @@ _OF_THE_RUN = {
     "engines_gone",
     "max_staleness",
     "groups_per_step",
+    "oversampling",
     "num_shards",
     "lineage",
 }

@@ -130,6 +130,9 @@ class PromptRef:
     index: int
     attempt: int = 0
     """How often its group has gone stale before."""
+    reruns: int = 0
+    """How often a worker died over it before. Not kept with a group that was pushed: a prompt whose
+    group came to its end kills nobody."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
@@ -161,6 +164,11 @@ class TrajectoryGroup:
     @property
     def num_trainable_tokens(self) -> int:
         return sum(t.num_trainable_tokens for t in self.trajectories)
+
+    @property
+    def rewards_by_episode(self) -> Mapping[int, float]:
+        """One for each episode, in the order of their first trajectories."""
+        return {t.episode: t.reward for t in self.trajectories}
 
     @property
     def tokens_by_version(self) -> Mapping[int, int]:

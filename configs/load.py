@@ -188,10 +188,30 @@ def _anchor_paths(config: Config) -> None:
         config.task.path = str(Path(config.task.path).expanduser().absolute())
     if config.task.eval_path is not None:
         config.task.eval_path = str(Path(config.task.eval_path).expanduser().absolute())
+    _anchor_code(config)
     # A hub name looks like a path too; only a folder that exists, or can be nothing else, is one.
     path = config.model.path
     if path is not None and (Path(path).expanduser().is_dir() or path[0] in "./~"):
         config.model.path = str(Path(path).expanduser().absolute())
+
+
+def _anchor_code(config: Config) -> None:
+    """The file of each `file.py:name`."""
+    task = config.task
+    for name in ("factory", "env", "agent"):
+        if (place := getattr(task, name)) is not None:
+            setattr(task, name, _absolute_code(place))
+    task.tools = [_absolute_code(tool) for tool in task.tools]
+    for reward in task.rewards.values():
+        if reward.function is not None:
+            reward.function = _absolute_code(reward.function)
+
+
+def _absolute_code(name: str) -> str:
+    file, colon, function = name.rpartition(":")
+    if not file.endswith(".py"):
+        return name
+    return f"{Path(file).expanduser().absolute()}{colon}{function}"
 
 
 def _unknown(name: str) -> str:

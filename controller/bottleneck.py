@@ -5,6 +5,7 @@ Pools record their waits as (waiter, waited on) -> seconds, all processes of a p
     ("trainer", "rollout")       a lease found too few fresh groups
     ("trainer", "weight_sync")   weights were copied, or waited for a free snapshot buffer
     ("rollout", "trainer")       admission gave no credit: the leash was fully used
+    ("rollout", "rewards")       episodes had ended and no scoring process was free for them
 
 Admission follows the slowest engine, so weights that arrive late show as rollouts that wait.
 """
@@ -31,6 +32,7 @@ class WaitShares:
     trainer_for_rollout: float
     trainer_for_weights: float
     rollout_for_trainer: float
+    rollout_for_rewards: float = 0.0
 
 
 def wait_shares(waits: Waits, elapsed_s: float, num_workers: int = 1) -> WaitShares:
@@ -44,6 +46,7 @@ def wait_shares(waits: Waits, elapsed_s: float, num_workers: int = 1) -> WaitSha
         trainer_for_rollout=share("trainer", "rollout", 1),
         trainer_for_weights=share("trainer", "weight_sync", 1),
         rollout_for_trainer=share("rollout", "trainer", num_workers),
+        rollout_for_rewards=share("rollout", "rewards", num_workers),
     )
 
 
@@ -57,6 +60,13 @@ def bottleneck_sentence(
     trainer, rollout = shares.trainer_for_rollout, shares.rollout_for_trainer
     if rollout >= MUCH and rollout > trainer and (late := _late_weights(weights)):
         return f"Weights are the bottleneck: rollouts waited {rollout:.0%} {when} for room. {late}"
+    # Where rollouts wait for the trainer, quicker rewards would change nothing.
+    if shares.rollout_for_rewards >= MUCH and rollout < max(MUCH, trainer):
+        return (
+            f"The reward pool is too small: episodes waited {shares.rollout_for_rewards:.0%} "
+            f"{when} for a scoring process. Raise rollout.reward_processes or "
+            "rollout.reward_actors."
+        )
     if max_staleness == 0 and trainer >= MUCH:
         return (
             f"Trainer and rollouts take turns, as max_staleness=0 asks: the trainer waited "

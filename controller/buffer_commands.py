@@ -24,6 +24,8 @@ def add_buffer_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser])
     depth.add_argument("--watch", action="store_true", help="draw it again until Ctrl-C")
     trace = add_run_verb(verbs, "trace", "the life of one group")
     trace.add_argument("group", help="id of the group")
+    show = add_run_verb(verbs, "show", "what a group says, token by token")
+    show.add_argument("group", nargs="?", help="id of the group (default: the last one recorded)")
     quarantine = add_run_verb(verbs, "quarantine", "groups that are kept but not trained")
     choice = quarantine.add_mutually_exclusive_group()
     choice.add_argument("--release", metavar="ID", help="let this group be trained again")
@@ -32,7 +34,7 @@ def add_buffer_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser])
     dump.add_argument("file", type=Path, help="the file to write")
     load = add_run_verb(verbs, "buffer-load", "push the groups of such a file")
     load.add_argument("file", type=Path, help="a file that buffer-dump wrote")
-    for sub in (depth, trace, quarantine, dump, load):
+    for sub in (depth, trace, show, quarantine, dump, load):
         sub.add_argument("--url", help="Redis of the buffer, where the run's folder does not tell")
 
 
@@ -48,6 +50,10 @@ def on_buffer(run_dir: RunDir, arguments: argparse.Namespace) -> None:
             from controller.trace import print_trace
 
             print_trace(run_dir, arguments.group, url)
+        case "show":
+            from controller.show import print_group
+
+            print_group(run_dir, arguments.group, url)
         case "quarantine" if arguments.release is not None:
             from controller.quarantine import release_group
 

@@ -71,7 +71,10 @@ def depth_line(run: str, stats: BufferStats) -> str:
     """The buffer at one moment, in one line (pure)."""
     lag = engine_lag(stats.trainer_version, stats.engine_versions.values(), stats.max_staleness)
     limit = admission_limit(
-        max_staleness=stats.max_staleness, lag=lag, groups_per_step=stats.groups_per_step
+        max_staleness=stats.max_staleness,
+        lag=lag,
+        groups_per_step=stats.groups_per_step,
+        oversampling=stats.oversampling,
     )
     if stats.engines_gone:
         limit = 0

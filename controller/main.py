@@ -1,5 +1,5 @@
 """The command line: `leash launch | dry-run | status | stop | tune | timeline`, and a run's buffer:
-`leash depth | trace | quarantine | buffer-dump | buffer-load`.
+`leash depth | trace | show | quarantine | buffer-dump | buffer-load`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by a signal.
 """

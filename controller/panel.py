@@ -13,9 +13,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from buffer.admission import admission_limit
 from buffer.stats import BufferStats
 from controller.bottleneck import MUCH, bottleneck_sentence
 from controller.remarks import buffer_remarks, engine_remarks
+from controller.rollout_counts import panel_line
 from controller.startup import StartStep, StartSteps
 from controller.units import format_count, format_duration
 from controller.view import RunView
@@ -112,6 +114,8 @@ def render(view: RunView, hint: str = "Ctrl-C stops everything") -> RenderableTy
     parts: list[RenderableType] = [_progress(view), "", _Sections(view), ""]
     if view.stats is not None:
         parts.append(_law(view.stats))
+        if counted := panel_line(view.counters):
+            parts.append(Text.assemble(("Rollouts", "bold cyan"), f"  {counted}"))
         remarks = buffer_remarks(view.stats)
         remarks += engine_remarks(view.stats, view.weights.lost_engines)
         parts += [Text(remark, style="yellow") for remark in remarks]
@@ -200,7 +204,12 @@ def _buffer(view: RunView, bar_width: int) -> Group:
     stats = view.stats
     if stats is None:
         return _section("Buffer", [("", Text("not there yet", style="dim"))])
-    limit = (stats.max_staleness + 1) * stats.groups_per_step
+    limit = admission_limit(
+        max_staleness=stats.max_staleness,
+        lag=0,
+        groups_per_step=stats.groups_per_step,
+        oversampling=stats.oversampling,
+    )
     rows: list[tuple[str, RenderableType]] = [
         ("in use", _leash_bar(stats, limit, bar_width)),
         ("", _leash_legend(stats)),

@@ -25,7 +25,10 @@ class PlacementError(RuntimeError):
 def num_cpus_needed(config: Config) -> int:
     """One for each process that Ray places."""
     num_processes = (
-        config.trainer.num_ranks + config.rollout.num_engines + config.rollout.num_workers
+        config.trainer.num_ranks
+        + config.rollout.num_engines
+        + config.rollout.num_workers
+        + config.rollout.reward_actors
     )
     return num_processes * CPUS_PER_PROCESS
 
@@ -45,7 +48,8 @@ class RayCluster:
             raise PlacementError(
                 f"the run asks for {num_cpus} CPUs, {CPUS_PER_PROCESS} a process, but Ray has "
                 f"{self.num_cpus:g}; add nodes, raise cluster.num_cpus, or lower "
-                "trainer.num_ranks, rollout.num_engines or rollout.num_workers"
+                "trainer.num_ranks, rollout.num_engines, rollout.num_workers or "
+                "rollout.reward_actors"
             )
 
     def reserve(self, bundles: list[dict[str, float]], timeout_s: float) -> PlacementGroup:

@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from buffer.admission import admission_limit
 from configs.choices import Dtype
 from configs.joint_rules import check_weights_without_gpus
 from configs.schema import Config
@@ -139,7 +140,12 @@ def make_plan(config: Config, num_gpus: int | None, num_cpus: int) -> Plan:
 def staleness_sentence(config: Config) -> str:
     """max_staleness as the bound that admission keeps, in words."""
     staleness, groups = config.buffer.max_staleness, config.trainer.groups_per_step
-    bound = f"at most ({staleness} + 1) x {groups} = {(staleness + 1) * groups} groups"
+    factor = config.rollout.oversampling
+    limit = admission_limit(
+        max_staleness=staleness, lag=0, groups_per_step=groups, oversampling=factor
+    )
+    times = "" if factor == 1 else f" x {factor:g}"
+    bound = f"at most ({staleness} + 1) x {groups}{times} = {limit} groups"
     if staleness == 0:
         return f"{bound} running + ready + leased; each is trained by the weights that sampled it"
     versions = "version" if staleness == 1 else "versions"
@@ -187,10 +193,18 @@ def _plain_processes(config: Config) -> tuple[PlannedProcess, ...]:
         num_gpus=0,
         num_threads=None,
         memory=format_bytes(WORKER_PROCESS_BYTES),
-        note=f"{config.rollout.reward_processes} reward processes each",
+        note="keeps groups in flight",
+    )
+    scorer = PlannedProcess(
+        what="reward actor",
+        count=config.rollout.reward_actors,
+        num_gpus=0,
+        num_threads=None,
+        memory=format_bytes(WORKER_PROCESS_BYTES),
+        note=f"{config.rollout.reward_processes} scoring processes each",
     )
     if config.buffer.url is not None:
-        return (worker,)
+        return (worker, scorer)
     redis = PlannedProcess(
         what="Redis server",
         count=1,
@@ -199,7 +213,7 @@ def _plain_processes(config: Config) -> tuple[PlannedProcess, ...]:
         memory=format_bytes(_buffer_bytes(config)),
         note=f"replay buffer, fsync {config.buffer.appendfsync.name}",
     )
-    return (redis, worker)
+    return (redis, worker, scorer)
 
 
 def _receiver(config: Config, model: ModelSize, uses_gpu: bool) -> PlannedProcess:

@@ -111,7 +111,7 @@ def _learning(axes: Axes, records: Sequence[Record], place: Callable[[Record], f
             linewidth=1.5,
             marker="o",
             markersize=5,
-            label="held-out accuracy (greedy)",
+            label="held-out accuracy",
         )
         ends = {0: "left", len(evals) - 1: "right"}
         for i, side in ends.items():

@@ -2,20 +2,62 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 import torch
 
+from configs.choices import RewardKind
+from configs.rollout_schema import TaskConfig
 from configs.schema import Config
 from controller.plan import make_plan
-from rollout_pool.prompts import load_tokenizer
+from rollout_pool.sandbox import SandboxError, protections
+from rollout_pool.tasks.agents import find_agent
+from rollout_pool.tasks.dotted import load_callable
+from rollout_pool.tasks.environments import PYTHON, environment_factory
 from rollout_pool.tasks.task import build_task
+from rollout_pool.tokenizer import load_tokenizer
 
 
 def check_inputs(config: Config) -> None:
     """Raises ValueError for a task, a model or a number of GPUs that cannot be had."""
     if config.cluster.ray_address is None:
         make_plan(config, torch.cuda.device_count(), os.cpu_count() or 1)
-    build_task(config.task)
+    check_task(config.task)
     if config.model.path is not None:
         load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+
+
+def check_task(config: TaskConfig) -> None:
+    """Raises ValueError for a task that cannot be built, an environment of its first prompt that
+    cannot be made, and an agent, a tool or a reward function that does not exist."""
+    task = build_task(config)
+    if find_agent(config, task) is None:
+        make_environment = environment_factory(config, task)
+        try:
+            make_environment(task.example(0))
+        except Exception as error:
+            name = f"task.env={config.env!r}" if config.env else f"task.kind={config.kind.name}"
+            raise ValueError(
+                f"{name}: made no environment of prompt 0: {type(error).__name__}: {error}"
+            ) from error
+    for name, reward in config.rewards.items():
+        if reward.function is not None:
+            load_callable(reward.function, f"task.rewards.{name}.function")
+    _check_sandbox(config)
+
+
+def _check_sandbox(config: TaskConfig) -> None:
+    tested = [
+        f"task.rewards.{name}.kind={reward.kind.name}"
+        for name, reward in config.rewards.items()
+        if reward.kind is RewardKind.code_tests
+    ]
+    if PYTHON in config.tools:
+        tested.append(f"task.tools={PYTHON}")
+    if not tested:
+        return
+    try:
+        asyncio.run(protections())
+    except SandboxError as error:
+        raise ValueError(f"{tested[0]}: {error}") from error

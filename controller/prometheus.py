@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -19,9 +19,10 @@ from buffer.blocking import LoopThread
 from buffer.stats import BufferStats
 from controller.buffer_access import BufferAddress, open_buffer, open_state
 from controller.buffer_metrics import metric_families, one
+from controller.rollout_counts import counter_families
 from controller.weight_metrics import WeightsPicture, WeightsReader, weight_families
 
-Picture = tuple[BufferStats, WeightsPicture]
+Picture = tuple[BufferStats, WeightsPicture, Mapping[str, float]]
 
 SCRAPE_TIMEOUT_S = 5.0
 """Below Prometheus' own default of 10 s, so that it is told when Redis does not answer."""
@@ -50,7 +51,11 @@ class MetricsServer:
 
     async def _picture(self) -> Picture:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-            return await self._buffer.stats(), await self._weights.read()
+            return (
+                await self._buffer.stats(),
+                await self._weights.read(),
+                await self._state.counters(),
+            )
 
     def close(self) -> None:
         """Ends a scrape that is under way, too."""
@@ -103,6 +108,7 @@ class RunCollector(Collector):
             num_errors,
         )
         if picture is not None:
-            stats, weights = picture
+            stats, weights, counters = picture
             yield from metric_families(self._run, stats)
+            yield from counter_families(self._run, counters)
             yield from weight_families(self._run, weights)

@@ -74,7 +74,7 @@ class Recorder:
     async def _observe(self, now: float) -> Mapping[str, Scalar]:
         stats = await self._buffer.stats()
         waits = await self._state.waits()
-        generated = int((await self._state.counters()).get("tokens_generated", 0))
-        self._view.observe(now, stats, waits, generated)
+        counters = await self._state.counters()
+        self._view.observe(now, stats, waits, counters)
         self._panel.show(self._view)
-        return buffer_values(stats, waits, generated)
+        return buffer_values(stats, waits, counters)

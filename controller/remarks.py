@@ -11,7 +11,8 @@ from controller.weights import behind_words, engines_behind
 
 def buffer_remarks(stats: BufferStats) -> list[str]:
     """A sentence for each thing that somebody may want to do something about."""
-    return [sentence for sentence in (_blocked(stats), _quarantined(stats)) if sentence]
+    remarks = (_blocked(stats), _quarantined(stats), _poisonous(stats))
+    return [sentence for sentence in remarks if sentence]
 
 
 def engine_remarks(stats: BufferStats, lost_engines: Collection[str] = ()) -> list[str]:
@@ -64,3 +65,11 @@ def _quarantined(stats: BufferStats) -> str:
         return ""
     are = "1 group is" if stats.quarantined == 1 else f"{stats.quarantined} groups are"
     return f"{are} in quarantine, kept but not trained: `make quarantine` says why."
+
+
+def _poisonous(stats: BufferStats) -> str:
+    if not stats.prompts_quarantined:
+        return ""
+    number = stats.prompts_quarantined
+    are = "1 prompt is" if number == 1 else f"{number} prompts are"
+    return f"{are} put aside and not run any more: `make quarantine` says why."

@@ -149,7 +149,9 @@ class Run:
     async def _open_buffer(self) -> None:
         config = self._config
         async with opened(self._address) as buffer:
-            await buffer.open(config.buffer, config.trainer.groups_per_step)
+            await buffer.open(
+                config.buffer, config.trainer.groups_per_step, config.rollout.oversampling
+            )
             stats = await buffer.stats()
             if stats.pushed or stats.trainer_version:
                 raise ValueError(
@@ -211,7 +213,6 @@ class Run:
             buffer=config.buffer,
             model_path=self._model_path,
             trust_remote_code=config.model.trust_remote_code,
-            temperature=config.rollout.sampling.temperature,
             redis_url=self._redis_url,
             run=self._dir.name,
             run_dir=str(self._dir.path),

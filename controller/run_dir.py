@@ -8,6 +8,7 @@ runs/<name>/
     logs/           a file a process
     model/          the initial policy, when it was built from scratch
     checkpoints/    the trainer's
+    rollouts/       some of the groups as they were sampled, for `make show`
     ray/            a link to Ray's temporary folder, while the run is alive
     leftovers/      a file an engine: what its server would leave if it were killed
     redis/          the data of a server started for this run

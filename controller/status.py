@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -58,17 +59,15 @@ def _live_view(run_dir: RunDir, started: float, url: str) -> RunView:
     for record in read_metrics(run_dir.metrics):
         view.apply(record)
     address = BufferAddress(url=url, run=run_dir.name, settings=config.buffer)
-    stats, waits, tokens = asyncio.run(asyncio.wait_for(_sample(address), CONNECT_TIMEOUT_S))
-    view.observe(time.time(), stats, waits, tokens)
+    stats, waits, counters = asyncio.run(asyncio.wait_for(_sample(address), CONNECT_TIMEOUT_S))
+    view.observe(time.time(), stats, waits, counters)
     return view
 
 
-async def _sample(address: BufferAddress) -> tuple[BufferStats, Waits, int]:
+async def _sample(address: BufferAddress) -> tuple[BufferStats, Waits, Mapping[str, float]]:
     buffer, state = await open_buffer(address), await open_state(address)
     try:
-        counters = await state.counters()
-        tokens = int(counters.get("tokens_generated", 0))
-        return await buffer.stats(), await state.waits(), tokens
+        return await buffer.stats(), await state.waits(), await state.counters()
     finally:
         await buffer.close()
         await state.close()

@@ -12,6 +12,7 @@ from buffer.stats import BufferStats
 from configs.schema import Config
 from controller.metrics import Record
 from controller.plots import PLOTS
+from controller.rollout_counts import summary_rows
 from controller.timeline import LAST_TIMELINE
 from controller.units import format_bytes, format_count, format_duration
 from controller.weights import weights_result
@@ -31,9 +32,13 @@ class RunResult:
     wall_s: float
     steps: int
     eval_before: float | None
-    """Greedy accuracy on held-out prompts, with the weights that RL began from."""
+    """Accuracy on held-out prompts, with the weights that RL began from."""
     eval_after: float | None
     eval_size: int
+    eval_samples: int
+    """Answers of each prompt."""
+    pass_at_k: Mapping[int, float]
+    """Of the last evaluation, by k."""
     reward_first: float | None
     """Mean reward of the first steps (a tenth of them, at most ten), sampled at temperature."""
     reward_last: float | None
@@ -65,6 +70,9 @@ class RunResult:
     trainer_wait_share: float | None
     """The same as a part of the time spent on steps."""
     tokens_generated: int
+    rollout: Mapping[str, float]
+    """What the rollout workers counted, by name."""
+    prompts_quarantined: int
     tokens_trained: int
     tokens_per_s: float | None
     """Generated, over the time spent on steps."""
@@ -103,7 +111,7 @@ def summarize(
     config: Config,
     records: Sequence[Record],
     stats: BufferStats,
-    tokens_generated: int,
+    counters: Mapping[str, float],
     wall_s: float,
 ) -> RunResult:
     """The result of a run from its metrics and the buffer's last numbers (pure)."""
@@ -114,6 +122,7 @@ def summarize(
     weights = weights_result(records)
     wait_s = sum(_series(steps, "lease_wait_s"))
     train_s = training_seconds(steps)
+    tokens_generated = int(counters.get("tokens_generated", 0))
     return RunResult(
         run=run,
         experiment=config.experiment,
@@ -123,6 +132,8 @@ def summarize(
         eval_before=evals[0].number("accuracy") if evals else None,
         eval_after=evals[-1].number("accuracy") if evals else None,
         eval_size=int(evals[-1].number("num_prompts")) if evals else 0,
+        eval_samples=config.rollout.eval.num_samples,
+        pass_at_k=_pass_at_k(evals[-1]) if evals else {},
         reward_first=_mean(rewards[:ends]),
         reward_last=_mean(rewards[-ends:]),
         groups_pushed=stats.pushed,
@@ -143,6 +154,8 @@ def summarize(
         trainer_wait_s=wait_s,
         trainer_wait_share=wait_s / train_s if train_s else None,
         tokens_generated=tokens_generated,
+        rollout=dict(counters),
+        prompts_quarantined=stats.prompts_quarantined,
         tokens_trained=stats.tokens_trained,
         tokens_per_s=tokens_generated / train_s if train_s else None,
         ratio_max_abs_dev=max(_series(steps, "ratio_max_abs_dev"), default=None),
@@ -162,6 +175,12 @@ def training_seconds(steps: Sequence[Record]) -> float:
         return 0.0
     first = [steps[0].number(name) for name in ("lease_wait_s", "step_s")]
     return steps[-1].t - steps[0].t + sum(x for x in first if math.isfinite(x))
+
+
+def _pass_at_k(evaluation: Record) -> dict[int, float]:
+    name = "pass_at_"
+    values = {k: evaluation.number(k) for k in evaluation.values if k.startswith(name)}
+    return {int(k.removeprefix(name)): value for k, value in sorted(values.items())}
 
 
 def _series(records: Sequence[Record], name: str) -> list[float]:
@@ -187,6 +206,7 @@ def _summary_markdown(run_dir: Path, result: RunResult, config: Config) -> str:
         ("What it learned", _learning_rows(result)),
         ("Where the groups went", _group_rows(result)),
         ("What it cost", _cost_rows(result)),
+        ("How generation went", _rollout_rows(result)),
         ("How the weights travelled", _weights_rows(result)),
         ("Whether the numbers agree", _agreement_rows(result)),
     ]
@@ -218,11 +238,15 @@ def _headline(result: RunResult) -> str:
 
 
 def _learning_rows(result: RunResult) -> Iterator[tuple[str, str]]:
+    how = f"{result.eval_samples} answers to each of " if result.eval_samples > 1 else ""
     yield (
-        f"held-out accuracy before (greedy, {result.eval_size} prompts)",
+        f"held-out accuracy before ({how}{result.eval_size} prompts)",
         _percent(result.eval_before),
     )
     yield "held-out accuracy after", _percent(result.eval_after)
+    for k, share in sorted(result.pass_at_k.items()):
+        if k > 1:
+            yield f"pass@{k} after", _percent(share)
     yield "mean reward of the first steps", _number(result.reward_first)
     yield "mean reward of the last steps", _number(result.reward_last)
 
@@ -255,6 +279,12 @@ def _cost_rows(result: RunResult) -> Iterator[tuple[str, str]]:
         "trainer waited for rollouts",
         f"{format_duration(result.trainer_wait_s)} ({_percent(result.trainer_wait_share)})",
     )
+
+
+def _rollout_rows(result: RunResult) -> Iterator[tuple[str, str]]:
+    yield from summary_rows(result.rollout)
+    if result.prompts_quarantined:
+        yield "prompts in quarantine", f"{result.prompts_quarantined:,}"
 
 
 def _weights_rows(result: RunResult) -> Iterator[tuple[str, str]]:

@@ -46,10 +46,12 @@ WORDS = {
     "expired": "its lease was not renewed",
     "nacked": "given back",
     "requeued": "ready again",
+    "rerun": "its prompt runs again",
+    "prompt_quarantined": "its prompt is put aside",
     "reconciled": "ready again for a trainer that took over",
     "acked": "a durable checkpoint contains it",
 }
-DETAILS = {"s": "step {}", "v": "version {}", "o": "owner {}", "r": "{}"}
+DETAILS = {"s": "step {}", "v": "version {}", "o": "owner {}", "r": "{}", "p": "prompt {}"}
 
 FINAL = frozenset({"acked", "dropped", "abandoned"})
 

@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, open_buffer, open_state
+from controller.evaluation import evaluate, should_hold
 from controller.metrics import MetricsLog, Record, read_metrics
 from controller.panel import Panel
 from controller.plots import write_plots
@@ -23,7 +24,6 @@ from controller.supervise import RunFailed, exit_of, failure, told
 from controller.timeline import write_last_timeline
 from controller.view import RunView
 from rollout_pool.pool import RolloutPool
-from rollout_pool.types import EvalReport
 from trainer_pool.pool import TrainerPool
 
 DEATH_GRACE_S = 3.0
@@ -125,21 +125,15 @@ class Training:
         is_last = version >= self._config.trainer.num_steps
         is_idle = self._evaluation is None or self._evaluation.done()
         if every and version % every == 0 and not is_last and is_idle:
-            self._evaluation = self._tasks.create_task(self._evaluate(version))
+            self._evaluation = self._tasks.create_task(
+                self._evaluate(version, may_hold=should_hold(self._config))
+            )
 
-    async def _evaluate(self, version: int) -> None:
-        name, ref = self._pools.rollout.evaluate(version)
-        report: EvalReport = await self._told(name, ref)
-        self._recorder.record(
-            "eval",
-            {
-                "version_min": report.version_min,
-                "version_max": report.version_max,
-                "accuracy": report.accuracy,
-                "num_prompts": report.num_prompts,
-                "seconds": report.seconds,
-            },
-        )
+    async def _evaluate(self, version: int, *, may_hold: bool = False) -> None:
+        """Before and after training no version is overtaken, so that all engines may answer."""
+        pool = self._pools.rollout
+        record = await evaluate(pool, version, may_hold=may_hold, told=self._told)
+        self._recorder.record("eval", record)
 
     # The end -------------------------------------------------------------------------------------
 
@@ -153,7 +147,7 @@ class Training:
             config=self._config,
             records=records,
             stats=stats,
-            tokens_generated=int(counters.get("tokens_generated", 0)),
+            counters=counters,
             wall_s=time.time() - self._started,
         )
         await asyncio.to_thread(_draw, self._dir.path, records)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from buffer.admission import admission_limit
 from buffer.stats import BufferStats
 from controller.bottleneck import Waits, WaitShares, WaitWindow
 from controller.metrics import Record, Scalar
@@ -45,6 +46,8 @@ class RunView:
     last_step: Record | None = None
     stats: BufferStats | None = None
     tokens_generated: int = 0
+    counters: Mapping[str, float] = field(default_factory=dict)
+    """What the rollout workers counted."""
     log_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES))
     waits: WaitWindow = field(default_factory=WaitWindow)
     weights: WeightsView = field(default_factory=WeightsView)
@@ -65,18 +68,22 @@ class RunView:
             version, accuracy = record.number("version_min"), record.number("accuracy")
             self.evals.append(EvalPoint(version=int(version), accuracy=accuracy))
         elif record.kind == "buffer":
+            self.counters = counters_of(record)
             self._sample(record.t, waits_of(record), int(record.number("tokens_generated")))
         else:
             self.weights.apply(record)
 
-    def observe(self, now: float, stats: BufferStats, waits: Waits, tokens_generated: int) -> None:
-        """Take in one sample of what Redis holds; `waits` and the tokens are totals.
+    def observe(
+        self, now: float, stats: BufferStats, waits: Waits, counters: Mapping[str, float]
+    ) -> None:
+        """Take in one sample of what Redis holds; `waits` and `counters` are totals.
 
         Stands in place of `apply` for the `buffer` record made of the same sample.
         """
         self.now = max(self.now, now)
         self.stats = stats
-        self._sample(now, waits, tokens_generated)
+        self.counters = counters
+        self._sample(now, waits, int(counters.get("tokens_generated", 0)))
 
     def _sample(self, t: float, waits: Waits, tokens_generated: int) -> None:
         self.tokens_generated = tokens_generated
@@ -126,7 +133,9 @@ class RunView:
         )
 
 
-def buffer_values(stats: BufferStats, waits: Waits, tokens_generated: int) -> Mapping[str, Scalar]:
+def buffer_values(
+    stats: BufferStats, waits: Waits, counters: Mapping[str, float]
+) -> Mapping[str, Scalar]:
     """A `buffer` record: what `metrics.jsonl` keeps of one sample."""
     oldest = min(stats.engine_versions.values(), default=stats.trainer_version)
     return {
@@ -144,8 +153,16 @@ def buffer_values(stats: BufferStats, waits: Waits, tokens_generated: int) -> Ma
         "trainer_version": stats.trainer_version,
         "engine_lag": stats.trainer_version - oldest,
         "max_staleness": stats.max_staleness,
-        "limit": (stats.max_staleness + 1) * stats.groups_per_step,
-        "tokens_generated": tokens_generated,
+        "limit": admission_limit(
+            max_staleness=stats.max_staleness,
+            lag=0,
+            groups_per_step=stats.groups_per_step,
+            oversampling=stats.oversampling,
+        ),
+        "prompts_quarantined": stats.prompts_quarantined,
+        "rerun": stats.rerun,
+        "tokens_generated": int(counters.get("tokens_generated", 0)),
+        **{f"count.{name}": value for name, value in counters.items()},
         **{f"wait_s.{who}.{on}": seconds for (who, on), seconds in waits.items()},
     }
 
@@ -159,3 +176,13 @@ def waits_of(record: Record) -> dict[tuple[str, str], float]:
             who, _, on = pair.partition(".")
             waits[who, on] = record.number(name)
     return waits
+
+
+def counters_of(record: Record) -> dict[str, float]:
+    """The counters that `buffer_values` kept."""
+    prefix = "count."
+    return {
+        name.removeprefix(prefix): record.number(name)
+        for name in record.values
+        if name.startswith(prefix)
+    }

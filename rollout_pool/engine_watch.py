@@ -1,4 +1,4 @@
-"""Tells a worker's router which engines serve what, as soon as that changes."""
+"""Tells a worker's router what the engines serve and how busy they are, as soon as that changes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
+from rollout_pool.engine_load import LoadPoller
 from rollout_pool.router import Router
 
 LOOK_AGAIN_S = 5.0
@@ -16,8 +17,11 @@ LOOK_AGAIN_S = 5.0
 class EngineWatch:
     """Follows the run's engines and its trainer for one router."""
 
-    def __init__(self, router: Router, state: RunState, buffer: ReplayBuffer) -> None:
+    def __init__(
+        self, router: Router, state: RunState, buffer: ReplayBuffer, loads: LoadPoller
+    ) -> None:
         self._router = router
+        self._loads = loads
         self._state = state
         self._buffer = buffer
         self._engines: dict[str, int] = {}
@@ -26,7 +30,7 @@ class EngineWatch:
     async def run(self) -> None:
         """Never returns. Raises what the connection to Redis raises."""
         await self._look_at_trainer()
-        await asyncio.gather(self._follow_engines(), self._follow_trainer())
+        await asyncio.gather(self._follow_engines(), self._follow_trainer(), self._loads.run())
 
     async def _follow_engines(self) -> None:
         while True:

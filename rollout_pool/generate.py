@@ -1,24 +1,33 @@
-"""From one prompt to one group: n samples, each scored as soon as it ends.
+"""From one prompt to one group: n episodes, each scored as soon as it ends.
 
-sampler ──┬─ sample 3 ended ─► reward process ─┐
-          ├─ sample 0 ended ─► reward process ─┼─► group, when all n are there
-          └─ ...                               ┘
+player ──┬─ episode 3 ended ─► scorer ─┐
+         ├─ episode 0 ended ─► scorer ─┼─► group, when all n are there
+         └─ ...                        ┘
+
+A group is indivisible: it has all its n episodes, or it fails.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
-from rollout_pool.generation import BadLogprobs, FirstToken, Generation, Refused
-from rollout_pool.prompts import TokenizedPrompt, Tokenizer
-from rollout_pool.rewards.pool import RewardPool
-from rollout_pool.sampling import Sampler
+from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup
+from rollout_pool.cancelling import end_tasks
+from rollout_pool.envs.episode import Episode
+from rollout_pool.envs.player import Player
+from rollout_pool.envs.runner import EpisodeAsk, EpisodeFailed, go_on
+from rollout_pool.prompts import TokenizedPrompt
+from rollout_pool.rewards.score import Score, Scorer
+from rollout_pool.samples import Sample, SampleFailed
+
+
+class GroupFailed(RuntimeError):
+    """One of a group's episodes could not be had, so there is no group; the message says why."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -28,82 +37,126 @@ class Flight:
     group_id: str
     ref: PromptRef
     prompt: TokenizedPrompt
-    oldest_version: int | None = None
-    """Version of the oldest token sampled so far."""
-    num_tokens: int = 0
-    """Sampled, in samples that have ended."""
-    num_refused: int = 0
-    """Samples refused for their log-probabilities."""
+    rank: int = 0
+    """Its place among the groups: the lowest is served first."""
+    may_go_on: Callable[[Sample], Awaitable[None]] = go_on
+    """Awaited before an interrupted sample is completed."""
+    player: Player | None = None
+    """Plays its episodes in place of the generator's."""
+    samples: set[Sample] = field(default_factory=set)
+    """All that were asked for, those that have ended too."""
+    started: float = field(default_factory=time.monotonic)
     num_unscored: int = 0
-    """Samples whose scorer failed; their reward is 0."""
+    """Episodes of whose reward a part could not be had; that part is 0."""
+    num_env_errors: int = 0
+    """Episodes that the environment broke off."""
 
-    def note_version(self, version: int) -> None:
-        known = self.oldest_version
-        self.oldest_version = version if known is None else min(known, version)
+    def note_sample(self, sample: Sample) -> None:
+        """One of its samples is about to be asked for."""
+        sample.rank = self.rank  # which may have changed since its episode began
+        self.samples.add(sample)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Of the tokens sampled so far; None before the first."""
+        versions = (sample.oldest_version for sample in self.samples)
+        return min((version for version in versions if version is not None), default=None)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled so far."""
+        return sum(len(sample.output_ids) for sample in self.samples)
+
+    @property
+    def num_running(self) -> int:
+        """Samples that have not ended, interrupted ones too."""
+        return sum(sample.finish_reason is None for sample in self.samples)
+
+    @property
+    def num_refused(self) -> int:
+        """Answers refused for their log-probabilities."""
+        return sum(sample.num_refused for sample in self.samples)
+
+    @property
+    def num_wasted(self) -> int:
+        """Tokens that were sampled and lost on the way."""
+        return sum(sample.num_wasted for sample in self.samples)
 
 
 class GroupGenerator:
-    """Makes groups of `group_size` samples, any number of groups at once."""
+    """Makes groups of `group_size` episodes, any number of groups at once."""
 
     def __init__(
-        self, sampler: Sampler, rewards: RewardPool, tokenizer: Tokenizer, group_size: int
+        self,
+        *,
+        player: Player,
+        scorer: Scorer,
+        sampling: SamplingParams,
+        group_size: int,
     ) -> None:
-        self._sampler = sampler
-        self._rewards = rewards
-        self._tokenizer = tokenizer
+        self._player = player
+        self._scorer = scorer
+        self._sampling = sampling
         self._group_size = group_size
 
     async def run(self, flight: Flight) -> TrajectoryGroup:
         """The finished group; `flight` is kept up to date meanwhile.
 
-        When it is cancelled, the engine is told to stop. Raises SamplesFailed.
+        When it is cancelled, its episodes and their scoring end first. Raises GroupFailed.
         """
-        scoring: dict[int, asyncio.Task[Trajectory]] = {}
-        prompts = [flight.prompt.tokens] * self._group_size
+        # All begin in the same turn of the event loop, so that their requests can go out as one.
+        members = [
+            asyncio.create_task(self._member(flight, place)) for place in range(self._group_size)
+        ]
         try:
-            async with aclosing(self._sampler.run(flight.group_id, prompts)) as events:
-                async for event in events:
-                    match event:
-                        case FirstToken(version=version):
-                            flight.note_version(version)
-                        case Refused(error=error):
-                            flight.num_refused += isinstance(error, BadLogprobs)
-                        case Generation(index=sample):
-                            scoring[sample] = asyncio.create_task(self._score(flight, event))
-            trajectories = [await scoring[sample] for sample in range(self._group_size)]
+            trajectories = await asyncio.gather(*members)
+        except (SampleFailed, EpisodeFailed) as error:
+            raise GroupFailed(
+                f"group {flight.group_id} of prompt {flight.ref.index}: {error}"
+            ) from error
         finally:
-            for task in scoring.values():
-                task.cancel()
-            await asyncio.gather(*scoring.values(), return_exceptions=True)
+            await end_tasks(members)
         return TrajectoryGroup(
-            group_id=flight.group_id, prompt=flight.ref, trajectories=tuple(trajectories)
+            group_id=flight.group_id,
+            prompt=flight.ref,
+            trajectories=tuple(one for of_member in trajectories for one in of_member),
+            sampling=self._sampling,
         )
 
-    async def _score(self, flight: Flight, generation: Generation) -> Trajectory:
-        flight.num_tokens += len(generation.output_ids)
-        flight.note_version(min(span.version for span in generation.version_spans))
-        text = self._tokenizer.decode(generation.output_ids, skip_special_tokens=True)
-        score = await self._rewards.score(flight.prompt.prompt, text)
-        flight.num_unscored += score.failure is not None
-        return make_trajectory(flight.prompt.tokens, generation, score.reward)
+    async def _member(self, flight: Flight, place: int) -> list[Trajectory]:
+        prompt = flight.prompt.prompt
+        ask = EpisodeAsk(
+            session=f"{flight.group_id}.{place}",
+            sampling=self._sampling,
+            rank=flight.rank,
+            on_sample=flight.note_sample,
+            may_go_on=flight.may_go_on,
+        )
+        episode = await (flight.player or self._player).run(prompt, ask)
+        flight.num_env_errors += episode.error is not None
+        score = await self._scorer.score(prompt, episode)
+        flight.num_unscored += bool(score.failures)
+        return make_trajectories(episode, score, place)
 
 
-def make_trajectory(prompt: Sequence[int], generation: Generation, reward: float) -> Trajectory:
-    """One turn: the prompt's tokens are given, those of `generation` are the model's own."""
-    start, length = len(prompt), len(prompt) + len(generation.output_ids)
-    loss_mask = np.zeros(length, np.uint8)
-    loss_mask[start:] = 1
-    logprobs = np.zeros(length, np.float32)
-    logprobs[start:] = generation.logprobs
-    return Trajectory(
-        tokens=np.asarray([*prompt, *generation.output_ids], np.int32),
-        loss_mask=loss_mask,
-        rollout_logprobs=logprobs,
-        version_spans=tuple(
-            VersionSpan(version=span.version, start=start + span.start, end=start + span.end)
-            for span in generation.version_spans
-        ),
-        prompt_length=start,
-        reward=reward,
-        finish_reason=generation.finish_reason,
-    )
+def make_trajectories(episode: Episode, score: Score, place: int) -> list[Trajectory]:
+    """One for each branch of a group's episode number `place`; all have the episode's reward.
+
+    Where the episode as a whole was broken off, that is their finish reason.
+    """
+    columns = score.columns or tuple({} for _ in episode.branches)
+    return [
+        Trajectory(
+            tokens=np.asarray(branch.tokens, np.int32),
+            loss_mask=np.asarray(branch.loss_mask, np.uint8),
+            rollout_logprobs=np.asarray(branch.logprobs, np.float32),
+            version_spans=tuple(branch.version_spans),
+            prompt_length=branch.prompt_length,
+            reward=score.reward,
+            finish_reason=branch.finish_reason if episode.end == "done" else episode.end,
+            reward_parts=dict(score.parts),
+            episode=place,
+            columns=dict(of_branch),
+        )
+        for branch, of_branch in zip(episode.branches, columns, strict=True)
+    ]

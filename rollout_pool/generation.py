@@ -1,13 +1,14 @@
-"""What is asked of an inference engine and what comes back, whichever engine it is."""
+"""What is asked of an inference engine and what it tells, whichever engine it is."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from buffer.types import VersionSpan
+from rollout_pool.samples import Sample
 
 ROUNDING = 1e-3
 """A certain token's log-probability may come out this much above 0."""
@@ -17,66 +18,26 @@ class EngineError(RuntimeError):
     """An engine did not do what it was asked; the message names the engine."""
 
 
+class SampleRefused(EngineError):
+    """One sample was turned down or written unusably, by an engine that is well otherwise."""
+
+
 class BadLogprobs(ValueError):
     """A sample's log-probabilities are missing, not finite or above 0: it can't be trained on."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy."""
+class EngineLoad:
+    """What an engine says of itself, all of its clients' requests together."""
 
-    temperature: float
-    max_new_tokens: int
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class SampleRequest:
-    """One continuation of one prompt. `request_id` is unique among all that an engine ever gets."""
-
-    request_id: str
-    tokens: Sequence[int]
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class FirstToken:
-    """A sample has begun, with a token of `version` (around a commit perhaps of the one before).
-
-    The spans of its Generation are exact.
-    """
-
-    index: int
-    version: int
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Generation:
-    """One finished sample of n tokens.
-
-    Example: 4 tokens of which the last two came after a commit have
-    version_spans (7, 0, 2) (8, 2, 4).
-    """
-
-    index: int
-    """Place of its request in the call."""
-    output_ids: tuple[int, ...]
-    """[n] with the end-of-sequence token if there was one."""
-    logprobs: tuple[float, ...]
-    """[n] natural log-probability of each token under the distribution that it was drawn from."""
-    version_spans: tuple[VersionSpan, ...]
-    """Cover [0, n) without gaps; positions count from the first output token."""
-    finish_reason: str
-    """"stop" at an end-of-sequence token, "length" at the limit."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Refused:
-    """One sample is unusable, for `error`; the others of its call are not touched."""
-
-    index: int
-    error: BadLogprobs | EngineError
-
-
-Event = FirstToken | Generation | Refused
+    num_running: int
+    num_queued: int
+    num_tokens: int
+    """Held in the KV cache, and queued to be computed into it."""
+    capacity: int
+    """Tokens that the KV cache can hold."""
+    kv_usage: float
+    """Share of the KV cache that running requests hold, in [0, 1]."""
 
 
 class EngineClient(Protocol):
@@ -89,34 +50,53 @@ class EngineClient(Protocol):
         """The engine serves `version` now."""
         ...
 
-    def generate(
-        self, requests: Sequence[SampleRequest], sampling: Sampling
-    ) -> AsyncGenerator[Event]:
-        """Events of all samples, each sample's last (Generation or Refused) as soon as it ends.
+    async def generate(
+        self, sample: Sample, request_id: str, on_arrival: Callable[[], None] | None = None
+    ) -> None:
+        """Adds what the engine writes to `sample`, from where it stands, until it has ended.
 
-        Closing the iterator early gives the unfinished samples up. Raises EngineError if the call
-        as a whole fails; samples that have ended before stay good.
+        Tokens are added as they arrive, with their log-probabilities and versions; `on_arrival` is
+        called after each time. `request_id` must be unique among all that the engine ever gets, and
+        none may begin with another. Returns without a finish_reason only after `stop`. Raises
+        EngineError or BadLogprobs; what has arrived before stays in the sample and is good. When
+        cancelled, the engine is told to stop.
         """
         ...
 
+    def stop(self, request_id: str) -> None:
+        """Let `generate` return soon, with all that the engine has written and exact versions."""
+        ...
 
-def check_logprobs(logprobs: Sequence[object], num_tokens: int) -> tuple[float, ...]:
+
+class LoadSource(Protocol):
+    """An engine that can be asked how busy it is."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often requests of this client lost their KV cache for want of room, so far."""
+        ...
+
+    async def load(self) -> EngineLoad | None:
+        """None if it lives but cannot tell. Raises EngineError if it does not answer."""
+        ...
+
+
+def check_logprobs(logprobs: Sequence[object]) -> list[float]:
     """The log-probabilities as floats. Raises BadLogprobs for any that none can be."""
-    if len(logprobs) != num_tokens:
-        raise BadLogprobs(f"{len(logprobs)} log-probabilities for {num_tokens} tokens")
-    checked: list[float] = []
     for place, value in enumerate(logprobs):
         if not isinstance(value, float | int) or not math.isfinite(value) or value > ROUNDING:
             raise BadLogprobs(f"log-probability of token {place} is {value!r}")
-        checked.append(float(value))
-    return tuple(checked)
+    return [float(value) for value in logprobs]  # type: ignore[arg-type]
 
 
-def merge_spans(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+def merge_spans(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
     """Neighbours of the same version become one."""
     merged: list[VersionSpan] = []
     for span in spans:
         if merged and merged[-1].version == span.version and merged[-1].end == span.start:
             span = VersionSpan(version=span.version, start=merged.pop().start, end=span.end)
         merged.append(span)
-    return tuple(merged)
+    return merged

@@ -9,6 +9,7 @@ A receiver stages new weights for all engines of its node.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import os
@@ -28,10 +29,14 @@ from rollout_pool.assemble import WorkerParts
 from rollout_pool.engines.engine import EngineInfo, EngineSpec, SGLangEngine
 from rollout_pool.engines.engine_life import EngineLife
 from rollout_pool.engines.receiver_keeper import ReceiverKeeper
+from rollout_pool.rewards.ray_pool import RayScorer, ScorerActor
+from rollout_pool.rewards.remote_pool import RemoteScoring
 from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
 
 SEED_STRIDE = 1_000_003
 """Between the sampling seeds of two engines, so that neighbouring runs share none either."""
+STOP_TIMEOUT_S = 60.0
+"""Longest that a worker's `run` takes to end."""
 
 
 class EngineActor:
@@ -65,8 +70,14 @@ class EngineActor:
 
     async def wait_dead(self) -> str:
         """Why the engine is given up. Does not return while it is started again, nor if stopped."""
-        assert self._life is not None, "start() comes first"
-        return await self._life.wait_given_up()
+        return await self._started.wait_given_up()
+
+    async def hold(self, version: int, wait_s: float, limit_s: float) -> bool:
+        """Lends the engine to an evaluation of exactly `version`: see EngineLife.hold."""
+        return await self._started.hold(version, wait_s, limit_s)
+
+    async def release(self) -> None:
+        await self._started.release()
 
     async def stop(self, timeout_s: float) -> None:
         if self._life is not None:
@@ -76,6 +87,11 @@ class EngineActor:
 
     async def pid(self) -> int:
         return os.getpid()
+
+    @property
+    def _started(self) -> EngineLife:
+        assert self._life is not None, "start() comes first"
+        return self._life
 
 
 class ReceiverActor:
@@ -130,11 +146,21 @@ class ReceiverActor:
 
 
 class WorkerActor:
-    """One rollout worker in a process of its own."""
+    """One rollout worker in a process of its own.
 
-    def __init__(self, spec: RolloutSpec, index: int) -> None:
+    Where Ray starts it anew because its process died, Ray also repeats the calls that were not
+    answered. Whichever comes first gets the new worker ready; `run` reclaims the groups of the life
+    before and goes on.
+    """
+
+    def __init__(self, spec: RolloutSpec, index: int, scorers: list[Any]) -> None:
+        """`scorers` are the handles of all ScorerActors."""
         _log_to_stderr()
-        self._parts = WorkerParts(spec, index)
+        scoring = RemoteScoring([RayScorer(handle) for handle in scorers])
+        self._parts = WorkerParts(spec, index, scoring=scoring, host=_listen_host(spec.host))
+        self._getting_ready: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        self._has_ended = asyncio.Event()
 
     async def start(self, engines: list[Awaitable[EngineInfo]]) -> None:
         """Get ready while the engines start (their references come in a list, so that Ray does not
@@ -142,21 +168,46 @@ class WorkerActor:
 
         Raises ValueError for a bad task or model at once.
         """
+        if self._getting_ready is None:
+            self._getting_ready = asyncio.create_task(self._get_ready(engines))
+        await asyncio.shield(self._getting_ready)
+
+    async def _get_ready(self, engines: list[Awaitable[EngineInfo]]) -> None:
         await self._parts.prepare()
-        self._parts.connect(await asyncio.gather(*engines))
+        await self._parts.connect(await asyncio.gather(*engines))
 
-    async def run(self) -> WorkerReport:
-        return await self._parts.worker.run()
+    async def run(self, engines: list[Awaitable[EngineInfo]]) -> WorkerReport:
+        await self.start(engines)
+        if self._is_stopping:
+            self._parts.worker.stop()
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            await self._parts.note_restart()
+        try:
+            return await self._parts.worker.run()
+        finally:
+            self._has_ended.set()
 
-    async def evaluate(self, version: int) -> EvalReport:
-        return await self._parts.worker.evaluate(version)
+    async def evaluate(
+        self, engines: list[Awaitable[EngineInfo]], version: int, engine: str | None
+    ) -> EvalReport:
+        await self.start(engines)
+        return await self._parts.worker.evaluate(version, engine)
 
     async def stop(self) -> None:
-        """End `run`; evaluations are still answered."""
-        self._parts.worker.stop()
+        """End `run`; evaluations are still answered.
+
+        Not answered before `run` has ended: if the process dies meanwhile, the next life must hear
+        of it too.
+        """
+        self._is_stopping = True
+        if self._getting_ready is not None and self._getting_ready.done():
+            self._parts.worker.stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self._has_ended.wait()
 
     async def wait_dead(self) -> str:
-        """Never returns: Ray raises at the reference when the process ends."""
+        """Never returns: Ray raises at the reference when the process ends for good."""
         await asyncio.Event().wait()
         return "died"
 
@@ -179,25 +230,33 @@ class RolloutPool:
     """Engines and workers. Methods return Ray references by process name, at once."""
 
     def __init__(
-        self, engines: list[_Member], receivers: dict[int, _Member], workers: list[_Member]
+        self,
+        engines: list[_Member],
+        receivers: dict[int, _Member],
+        workers: list[_Member],
+        scorers: list[_Member],
     ) -> None:
         """`receivers` by the index of the first engine on their node."""
         self._engines = engines
+        self._scorers = scorers
         self._receivers = receivers
         self._workers = workers
         self._keeping: dict[str, Any] = {}
+        self._infos: list[Any] = []
+        """References to each engine's EngineInfo; a worker that starts anew needs them again."""
 
     @classmethod
     def create(
         cls, spec: RolloutSpec, engine_group: PlacementGroup, worker_group: PlacementGroup
     ) -> RolloutPool:
-        """An engine in each bundle of one group and a worker in each of the other, and a receiver
-        beside the first engine of each node."""
+        """An engine in each bundle of one group and a worker in each of the other, a receiver
+        beside the first engine of each node, and scorers spread over all nodes."""
         num_gpus = spec.config.engine.tp_size if spec.uses_gpu else 0
         nodes = ray.util.placement_group_table(engine_group)["bundles_to_node_id"]
         first = first_on_node([nodes[index] for index in range(spec.config.num_engines)])
         names = {engine: f"receiver-{place}" for place, engine in enumerate(sorted(set(first)))}
         token = secrets.token_hex(4)
+        scorers = [_place_scorer(spec, index) for index in range(spec.config.reward_actors)]
         return cls(
             [
                 _place(
@@ -224,16 +283,27 @@ class RolloutPool:
                 for engine, name in names.items()
             },
             [
-                _place(WorkerActor, f"worker-{index}", (spec, index), worker_group, index)
+                _place(
+                    WorkerActor,
+                    f"worker-{index}",
+                    (spec, index, [scorer.handle for scorer in scorers]),
+                    worker_group,
+                    index,
+                    max_restarts=spec.config.max_worker_restarts,
+                    max_task_retries=-1,
+                )
                 for index in range(spec.config.num_workers)
             ],
+            scorers,
         )
 
     def start(self) -> dict[str, Any]:
         """Engines load while workers prepare; a worker is started when it has met every engine."""
         engines = {engine.name: engine.handle.start.remote() for engine in self._engines}
-        workers = {w.name: w.handle.start.remote([*engines.values()]) for w in self._workers}
-        return {**engines, **self._start_receivers(), **workers}
+        self._infos = [*engines.values()]
+        workers = {w.name: w.handle.start.remote(self._infos) for w in self._workers}
+        scorers = {s.name: s.handle.start.remote() for s in self._scorers}
+        return {**engines, **self._start_receivers(), **scorers, **workers}
 
     def _start_receivers(self) -> dict[str, Any]:
         # The references are kept: a task whose result nobody wants is not started again.
@@ -247,12 +317,27 @@ class RolloutPool:
 
     def run(self) -> Mapping[str, Any]:
         """WorkerReport of each worker, after `stop`."""
-        return {worker.name: worker.handle.run.remote() for worker in self._workers}
+        return {worker.name: worker.handle.run.remote(self._infos) for worker in self._workers}
 
-    def evaluate(self, version: int) -> tuple[str, Any]:
-        """Who evaluates, and its EvalReport of `version` or later."""
+    def evaluate(self, version: int, engine: str | None = None) -> tuple[str, Any]:
+        """Who evaluates, and its EvalReport of `version` or later; by `engine` alone if one is held
+        at that version."""
         worker = self._workers[0]
-        return worker.name, worker.handle.evaluate.remote(version)
+        return worker.name, worker.handle.evaluate.remote(self._infos, version, engine)
+
+    @property
+    def engine_names(self) -> list[str]:
+        return [engine.name for engine in self._engines]
+
+    def hold(self, engine: str, version: int, wait_s: float, limit_s: float) -> Any:
+        """Whether this engine now serves `version` until `release`: see EngineLife.hold."""
+        return self._engine(engine).hold.remote(version, wait_s, limit_s)
+
+    def release(self, engine: str) -> Any:
+        return self._engine(engine).release.remote()
+
+    def _engine(self, name: str) -> Any:
+        return next(engine.handle for engine in self._engines if engine.name == name)
 
     def stop(self) -> Mapping[str, Any]:
         """Tell the workers to end `run`."""
@@ -268,8 +353,9 @@ class RolloutPool:
         ends = [worker.handle.close.remote() for worker in self._workers]
         others = [*self._engines, *self._receivers.values()]
         ends += [member.handle.stop.remote(timeout_s / 2) for member in others]
+        ends += [scorer.handle.close.remote() for scorer in self._scorers]
         ray.wait(ends, num_returns=len(ends), timeout=timeout_s)
-        for member in [*self._workers, *others]:
+        for member in [*self._workers, *others, *self._scorers]:
             ray.kill(member.handle)
 
 
@@ -333,6 +419,23 @@ def _place(
             runtime_env={"env_vars": {PROCESS_VARIABLE: name, **(environment or {})}},
         )
         .remote(*arguments)
+    )
+    return _Member(name=name, handle=handle)
+
+
+def _place_scorer(spec: RolloutSpec, index: int) -> _Member:
+    """Scoring processes on whichever node has the fewest; Ray starts them anew when they die."""
+    name, config = f"scorer-{index}", spec.config
+    log_path = Path(spec.run_dir) / "logs" / f"rewards-{index}.log"
+    handle = (
+        ray.remote(ScorerActor)
+        .options(
+            num_cpus=1,
+            max_restarts=-1,
+            scheduling_strategy="SPREAD",
+            runtime_env={"env_vars": {PROCESS_VARIABLE: name}},
+        )
+        .remote(spec.task, config.reward_processes, config.reward_timeout_s, str(log_path))
     )
     return _Member(name=name, handle=handle)
 

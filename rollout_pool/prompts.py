@@ -1,44 +1,25 @@
-"""Text to tokens and back: the one place where a prompt is tokenized."""
+"""Holds prompts to their length before anything is spent on them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, cast
 
 from configs.choices import OnLongPrompt
 from configs.rollout_schema import RolloutConfig, TaskConfig
+from rollout_pool.envs.chat import ChatFormat
+from rollout_pool.envs.env import Message, system_message
 from rollout_pool.tasks.task import Prompt, TaskStream
+from rollout_pool.tokenizer import Tokenizer, load_tokenizer
 
-
-class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
-
-    eos_token_id: int | None
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
-    def apply_chat_template(
-        self,
-        conversation: Sequence[dict[str, str]],
-        *,
-        add_generation_prompt: bool,
-        tokenize: bool,
-    ) -> str: ...
-
-
-def load_tokenizer(model_path: str, *, trust_remote_code: bool) -> Tokenizer:
-    """The model's own tokenizer. Raises ValueError naming model.path if there is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"model.path={model_path!r}: there is no tokenizer to load; give a folder with a "
-            f"Hugging Face model, or a model's name there ({error})"
-        ) from error
-    return cast(Tokenizer, tokenizer)
+__all__ = [
+    "PromptReader",
+    "TokenizedPrompt",
+    "Tokenizer",
+    "load_tokenizer",
+    "tokenize_prompt",
+    "tokenize_solution",
+]
 
 
 def tokenize_prompt(tokenizer: Tokenizer, text: str, *, chat_template: bool) -> list[int]:
@@ -60,14 +41,18 @@ def tokenize_solution(tokenizer: Tokenizer, text: str) -> list[int]:
 class TokenizedPrompt:
     prompt: Prompt
     tokens: list[int]
+    """As a question with one answer would open; what counts in an episode is the environment's
+    own first observation."""
 
 
 class PromptReader:
     """Tokenizes prompts and holds them to `max_prompt_tokens`; no prompt is ever cut."""
 
     def __init__(self, tokenizer: Tokenizer, task: TaskConfig, rollout: RolloutConfig) -> None:
-        self._tokenizer = tokenizer
-        self._chat_template = task.chat_template
+        self._chat = ChatFormat(
+            tokenizer, chat_template=task.chat_template, tool_parser=task.tool_parser
+        )
+        self._system = [] if task.system_prompt is None else [system_message(task.system_prompt)]
         self._max_tokens = rollout.max_prompt_tokens
         self._on_long = rollout.on_long_prompt
         self.num_skipped = 0
@@ -77,7 +62,7 @@ class PromptReader:
 
         Raises ValueError for one that is too long if `on_long_prompt` is refuse, or empty.
         """
-        tokens = tokenize_prompt(self._tokenizer, prompt.text, chat_template=self._chat_template)
+        tokens = self._chat.first([*self._system, Message(role="user", content=prompt.text)])
         if not tokens:
             raise ValueError(f"prompt {prompt.index} has no tokens: {prompt.text!r}")
         if len(tokens) <= self._max_tokens:

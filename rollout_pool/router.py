@@ -1,88 +1,284 @@
-"""Chooses the engine for a call: the least loaded of those that may have it.
+"""Chooses the engine for a sample: the least loaded of those that may have it and have room.
 
-An engine may have requests while it serves a version whose tokens can still be trained. One that is
-starting, lost or too far behind has none: its calls wait for it or go elsewhere.
+    assign() ──► waiting line, by priority and rank ──► place at an engine ──► release()
+                     ▲   served whenever a place, an engine, a version
+                     └── or a better limit comes
+
+An engine may have samples while it serves a version whose tokens can still be trained. One that is
+starting, lost, too far behind or failing has none: its samples wait for it or go elsewhere. The
+turns of a session go where their prefix is, unless that engine is overloaded.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import Mapping, Sequence
 
 from buffer.staleness import is_fresh
-from rollout_pool.generation import EngineClient
+from rollout_pool.engine_room import EngineRoom, RoomReport
+from rollout_pool.generation import EngineClient, EngineLoad
+from rollout_pool.samples import Interrupted, Priority, Sample
+from rollout_pool.sticky import StickySessions
+from rollout_pool.waiting import Waiter, WaitingLine
+
+OVERLOAD_FACTOR = 1.5
+OVERLOAD_SAMPLES = 8
+"""A session leaves its engine when that has more than the factor times the load of the least
+loaded one, and so many samples of its own size more."""
+LENGTHS_KEPT = 0.98
+"""Of the mean length, at each sample that ends: it follows the policy in some hundred samples."""
+
+
+class Place:
+    """Room for one sample at one engine, until `release`."""
+
+    def __init__(self, router: Router, room: EngineRoom, waiter: Waiter, begun: float) -> None:
+        self._router = router
+        self._room = room
+        self._is_trial = room.take(waiter.sample.priority, waiter.tokens, begun)
+        self._priority = waiter.sample.priority
+        self._tokens = waiter.tokens
+        self.begun = begun
+        self._is_released = False
+
+    @property
+    def engine(self) -> EngineClient:
+        return self._room.client
+
+    def progress(self) -> None:
+        """Tokens have come."""
+        now = time.monotonic()
+        self._room.last_progress = now
+        self._room.breaker.succeed(now)
+
+    def fail(self) -> float:
+        """The engine did not do what it was asked. Returns the time, for `assign`'s `failed`."""
+        now = time.monotonic()
+        self._room.breaker.fail(self.begun, now)
+        return now
+
+    def release(self) -> None:
+        if not self._is_released:
+            self._is_released = True
+            self._room.give_back(self._priority, self._tokens)
+            if self._is_trial:
+                self._room.breaker.withdraw()
+            self._router.serve()
 
 
 class Router:
-    """Knows the load that this process has put on each engine, and which of them may have more."""
+    """Knows the load of each engine, and which of them may have more. For one event loop."""
 
-    def __init__(self, engines: Sequence[EngineClient], wait_timeout_s: float) -> None:
-        """`wait_timeout_s`: longest that a call waits for an engine (buffer.wait_timeout_s)."""
+    def __init__(
+        self,
+        engines: Sequence[EngineClient],
+        wait_timeout_s: float,
+        *,
+        max_running_requests: int = 128,
+        num_workers: int = 1,
+    ) -> None:
+        """`wait_timeout_s`: longest that a sample waits while nothing at all progresses
+        (buffer.wait_timeout_s). The engines' places are shared with the other workers."""
         assert engines
-        self._engines = tuple(engines)
+        self._rooms = {
+            engine.name: EngineRoom(engine, max_running_requests, num_workers) for engine in engines
+        }
         self._wait_timeout_s = wait_timeout_s
-        self._tokens = {engine.name: 0 for engine in engines}
-        self._allowed: dict[EngineClient, int] = {}
-        """With the version that each serves."""
-        self._has_changed = asyncio.Event()
+        self._line = WaitingLine()
+        self._sessions = StickySessions()
+        self._mean_length: float | None = None
+        self._alarm: asyncio.TimerHandle | None = None
         self._situation = "nothing is known of them yet"
 
-    @property
-    def tokens_in_flight(self) -> dict[str, int]:
-        """By engine."""
-        return dict(self._tokens)
+    # What is told to it ---------------------------------------------------------------------------
 
     def follow(self, versions: Mapping[str, int], trainer: int, max_staleness: int) -> None:
         """What each engine serves now (those that serve nothing are missing), and the trainer's."""
-        allowed = {}
-        for engine in self._engines:
-            version = versions.get(engine.name)
-            if version is not None and is_fresh(trainer, version, max_staleness):
-                engine.note_version(version)
-                allowed[engine] = version
-        self._allowed = allowed
+        now = time.monotonic()
+        self._keep_hope()
+        for room in self._rooms.values():
+            serves = versions.get(room.name)
+            if serves is None and room.serves is not None:
+                self._sessions.lose(room.name)
+            is_allowed = serves is not None and is_fresh(trainer, serves, max_staleness)
+            room.follow(serves, may_roll_out=is_allowed, now=now)
         self._situation = (
             f"they serve {dict(versions) or 'nothing'}, the trainer is at version {trainer} "
             f"and max_staleness is {max_staleness}"
         )
-        self._has_changed.set()
-        self._has_changed = asyncio.Event()
+        self.serve()
 
-    def has_other(self, avoid: Collection[str]) -> bool:
-        """Whether an engine that is not named in `avoid` may have requests now."""
-        return any(engine.name not in avoid for engine in self._allowed)
+    def note_load(self, engine: str, load: EngineLoad | None, num_preempted: int) -> None:
+        """What an engine says of itself; None if it lives but cannot tell."""
+        self._rooms[engine].note_load(load, num_preempted)
+        self.serve()
 
-    @asynccontextmanager
-    async def assign(
-        self, num_tokens: int, avoid: Collection[str] = (), min_version: int = 0
-    ) -> AsyncIterator[EngineClient]:
-        """The least loaded engine, which bears `num_tokens` more until the block ends.
+    def note_silence(self, engine: str) -> None:
+        """An engine did not answer when it was asked for its load."""
+        self._rooms[engine].note_silence()
 
-        Waits while no engine may have requests, or none serves `min_version` yet. Engines named in
-        `avoid` are taken only if there is no other. Raises TimeoutError naming the engines.
+    def note_end(self, sample: Sample) -> None:
+        """A sample has ended; how long it became tells how long others may become."""
+        length = len(sample.output_ids)
+        known = length if self._mean_length is None else self._mean_length
+        self._mean_length = LENGTHS_KEPT * known + (1 - LENGTHS_KEPT) * length
+
+    # What is asked of it --------------------------------------------------------------------------
+
+    @property
+    def tokens_in_flight(self) -> dict[str, int]:
+        """By engine: expected of the samples of this process."""
+        return {name: room.own_tokens for name, room in self._rooms.items()}
+
+    def loads(self) -> dict[str, RoomReport]:
+        """By engine, for status and metrics."""
+        return {
+            name: room.report(sum(self._may_serve(room, waiter) for waiter in self._line))
+            for name, room in self._rooms.items()
+        }
+
+    async def assign(self, sample: Sample, failed: Mapping[str, float] | None = None) -> Place:
+        """A place for the sample, which its owner must release.
+
+        Engines named in `failed` (with the time) are taken only if there is no other, and not
+        before they may have mended. Waits for room behind those of higher priority or lower rank.
+        Raises TimeoutError naming the engines when nothing has progressed for so long, Interrupted
+        after `withdraw`, and ValueError for an engine that does not exist.
         """
-        allowed = await self._wait_allowed(min_version)
-        wanted = [engine for engine in allowed if engine.name not in avoid]
-        engine = min(wanted or allowed, key=lambda engine: self._tokens[engine.name])
-        self._tokens[engine.name] += num_tokens
+        if sample.engine is not None and sample.engine not in self._rooms:
+            raise ValueError(f"there is no {sample.engine} among {', '.join(self._rooms)}")
+        waiter = Waiter(
+            sample=sample,
+            tokens=self._expected_tokens(sample),
+            failed={} if failed is None else failed,
+            hopeful_at=time.monotonic(),
+            granted=asyncio.get_running_loop().create_future(),
+        )
+        self._line.join(waiter)
+        self.serve()
         try:
-            yield engine
+            return await self._wait(waiter)
+        except BaseException:
+            granted = waiter.granted
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                granted.result().release()  # it came at the same moment
+            raise
         finally:
-            self._tokens[engine.name] -= num_tokens
+            self._line.leave(waiter)
 
-    async def _wait_allowed(self, min_version: int) -> list[EngineClient]:
-        try:
-            async with asyncio.timeout(self._wait_timeout_s):
-                while not (
-                    allowed := [e for e, serves in self._allowed.items() if serves >= min_version]
-                ):
-                    await self._has_changed.wait()
-                return allowed
-        except TimeoutError:
-            names = ", ".join(self._tokens)
-            what = f" for version {min_version} or later" if min_version else ""
-            raise TimeoutError(
-                f"none of {names} could be given a request{what} for "
-                f"buffer.wait_timeout_s={self._wait_timeout_s:g}: {self._situation}"
-            ) from None
+    def withdraw(self, sample: Sample) -> None:
+        """The sample waits no more; `assign` raises Interrupted. Nothing happens if it did not."""
+        if (waiter := self._line.find(sample)) is not None:
+            self._line.leave(waiter)
+            if not waiter.granted.done():
+                waiter.granted.set_exception(Interrupted(sample.sample_id))
+
+    def _expected_tokens(self, sample: Sample) -> int:
+        """That the sample will hold. What has lived long lives longer: the expected rest of a
+        length with a long tail does not shrink, so the mean is taken wherever it stands."""
+        mean = sample.num_left / 2 if self._mean_length is None else self._mean_length
+        return len(sample.prompt) + len(sample.output_ids) + min(sample.num_left, round(mean))
+
+    # Waiting --------------------------------------------------------------------------------------
+
+    async def _wait(self, waiter: Waiter) -> Place:
+        """Its timeout counts from when an engine that may serve it last did anything for anyone."""
+        while not waiter.granted.done():
+            deadline = waiter.hopeful_at + self._wait_timeout_s
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await asyncio.shield(waiter.granted)
+            except TimeoutError:
+                self._keep_hope()
+                if waiter.hopeful_at + self._wait_timeout_s <= time.monotonic():
+                    raise TimeoutError(self._explain(waiter)) from None
+        return waiter.granted.result()
+
+    def _keep_hope(self) -> None:
+        for waiter in self._line:
+            for room in self._rooms.values():
+                if self._may_serve(room, waiter):
+                    waiter.hopeful_at = max(waiter.hopeful_at, room.last_progress)
+
+    def _explain(self, waiter: Waiter) -> str:
+        version = waiter.sample.min_version
+        what = f" for version {version} or later" if version else ""
+        busy = "; ".join(
+            f"{name}: {report.num_in_flight} of {report.limit} places taken, "
+            f"breaker {report.breaker.value}"
+            for name, report in self.loads().items()
+        )
+        who = waiter.sample.engine or f"none of {', '.join(self._rooms)}"
+        is_not = "could not" if waiter.sample.engine else "could"
+        return (
+            f"{who} {is_not} be given a request{what} for "
+            f"buffer.wait_timeout_s={self._wait_timeout_s:g}: {self._situation} ({busy})"
+        )
+
+    # Serving --------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Give room to all who can have it."""
+        if not len(self._line):
+            return
+        now = time.monotonic()
+        for priority in Priority:
+            in_vain: set[tuple[str | None, int]] = set()
+            for waiter in self._line.of(priority):
+                if waiter.needs in in_vain:
+                    continue
+                if not any(room.has_place(priority) for room in self._rooms.values()):
+                    break
+                room = self._choose(waiter, now)
+                if room is not None:
+                    self._grant(waiter, room, now)
+                elif not waiter.failed:
+                    in_vain.add(waiter.needs)
+        self._set_alarm(now)
+
+    def _choose(self, waiter: Waiter, now: float) -> EngineRoom | None:
+        candidates = [room for room in self._rooms.values() if self._may_serve(room, waiter)]
+        wanted = [
+            room for room in candidates if room.name not in waiter.failed and room.is_healthy(now)
+        ] or [
+            room
+            for room in candidates
+            if room.is_healthy(now)
+            and (at := waiter.failed.get(room.name)) is not None
+            and room.breaker.is_mended(at, now)
+        ]
+        free = [room for room in wanted if room.has_place(waiter.sample.priority)]
+        if not free:
+            return None
+        least = min(free, key=lambda room: room.tokens)
+        home = self._rooms.get(self._sessions.home(waiter.sample.session) or "")
+        if home in free:
+            assert home is not None
+            most = OVERLOAD_FACTOR * least.tokens + OVERLOAD_SAMPLES * waiter.tokens
+            if home.tokens <= most:
+                return home
+        return least
+
+    def _grant(self, waiter: Waiter, room: EngineRoom, now: float) -> None:
+        sample = waiter.sample
+        self._line.leave(waiter)
+        if waiter.granted.done():
+            return  # its task was cancelled a moment ago
+        if sample.session:
+            self._sessions.settle(sample.session, room.name)
+        waiter.granted.set_result(Place(self, room, waiter, now))
+
+    def _may_serve(self, room: EngineRoom, waiter: Waiter) -> bool:
+        pin, min_version = waiter.needs
+        return pin in (None, room.name) and room.may_serve(min_version, is_pinned=pin is not None)
+
+    def _set_alarm(self, now: float) -> None:
+        """Who waits for an engine to mend is to be served then, though nothing else happens."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        times = [room.breaker.retry_at for room in self._rooms.values()]
+        later = [time for time in times if time > now]
+        if later and len(self._line):
+            self._alarm = asyncio.get_running_loop().call_at(min(later), self.serve)

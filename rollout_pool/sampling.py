@@ -1,75 +1,141 @@
-"""Gets a sample for every prompt of a call, from whichever engines can give one."""
+"""Completes samples, whatever becomes of the engines on the way.
+
+complete(sample): place ──► engine ──► ended
+                    ▲          │ engine lost, sample refused: its tokens stay, the rest is
+                    └──────────┘ asked for elsewhere, `max_retries` times
+                               │ interrupt(): the same, when its owner asks again
+"""
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from rollout_pool.generation import EngineError, Event, Generation, Refused, SampleRequest, Sampling
-from rollout_pool.router import Router
-
-SAME_ENGINE_PAUSE_S = 1.0
-"""Before an engine that has just failed is asked again. If it has died, the router knows by then,
-and the call waits for it or goes elsewhere instead of failing once more at once."""
+from rollout_pool.generation import BadLogprobs, EngineError, SampleRefused
+from rollout_pool.router import Place, Router
+from rollout_pool.samples import Interrupted, Sample, SampleFailed
 
 
-class SamplesFailed(RuntimeError):
-    """Some prompts got no usable sample in the attempts that they had."""
+class Completer(Protocol):
+    """Whoever can complete samples."""
+
+    async def complete(self, sample: Sample) -> None:
+        """Goes on from where the sample stands until it has ended.
+
+        Raises SampleFailed, Interrupted if `interrupt` was called meanwhile, and TimeoutError if no
+        engine could be asked; what the sample has stays in it. When cancelled, the engine is told
+        to stop.
+        """
+        ...
+
+    def interrupt(self, sample: Sample) -> None:
+        """Lets `complete` raise Interrupted soon, with all tokens so far and their versions in the
+        sample; nothing happens if it is not under way, or ends by itself before."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True)
+class _Run:
+    """One call of `complete`."""
+
+    failed: dict[str, float] = field(default_factory=dict)
+    """Engines that failed it, with the time."""
+    num_failures: int = 0
+    last_error: Exception | None = None
+    is_interrupted: bool = False
+    asked: tuple[Place, str] | None = None
+    """The request that is under way."""
 
 
 class Sampler:
-    """Asks again for samples that fail, up to `max_retries` times, elsewhere if there is a choice.
+    """Completes samples at the engines of one router, any number at once.
 
     Setting: rollout.max_request_retries.
     """
 
-    def __init__(self, router: Router, sampling: Sampling, max_retries: int) -> None:
+    def __init__(self, router: Router, max_retries: int) -> None:
         self._router = router
-        self._sampling = sampling
         self._max_retries = max_retries
+        self._runs: dict[Sample, _Run] = {}
 
-    async def run(
-        self, call: str, prompts: Sequence[Sequence[int]], min_version: int = 0
-    ) -> AsyncGenerator[Event]:
-        """Events of all prompts, by their place in `prompts`: in the end one Generation each.
+    async def complete(self, sample: Sample) -> None:
+        """See Completer."""
+        assert sample not in self._runs, f"{sample.sample_id} is under way"
+        run = self._runs[sample] = _Run()
+        try:
+            while not self._has_ended(sample):
+                await self._attempt(sample, run)
+        finally:
+            del self._runs[sample]
 
-        `call` is unique in the run; request ids are made from it. No token is older than
-        `min_version`. Raises SamplesFailed.
-        """
-        missing = list(range(len(prompts)))
-        avoid: set[str] = set()
-        last_error: Exception | None = None
-        has_failed = False
-        for attempt in range(1 + self._max_retries):
-            asked = list(missing)
-            requests = [
-                SampleRequest(request_id=f"{call}.{place}.{attempt}", tokens=prompts[place])
-                for place in asked
-            ]
-            if has_failed and not self._router.has_other(avoid):
-                await asyncio.sleep(SAME_ENGINE_PAUSE_S)
-            async with self._router.assign(self._weight(requests), avoid, min_version) as engine:
-                avoid.add(engine.name)
-                try:
-                    async with aclosing(engine.generate(requests, self._sampling)) as events:
-                        async for event in events:
-                            place = asked[event.index]
-                            if isinstance(event, Generation):
-                                missing.remove(place)
-                            elif isinstance(event, Refused):
-                                last_error = event.error
-                            yield dataclasses.replace(event, index=place)
-                except EngineError as error:
-                    last_error, has_failed = error, True
-            if not missing:
-                return
-        raise SamplesFailed(
-            f"{call}: {len(missing)} of {len(prompts)} samples failed {1 + self._max_retries} "
-            f"times (rollout.max_request_retries={self._max_retries}); the last: {last_error}"
-        )
+    def interrupt(self, sample: Sample) -> None:
+        """See Completer."""
+        run = self._runs.get(sample)
+        if run is None:
+            return
+        run.is_interrupted = True
+        if run.asked is None:
+            self._router.withdraw(sample)
+        else:
+            place, request_id = run.asked
+            place.engine.stop(request_id)
 
-    def _weight(self, requests: Sequence[SampleRequest]) -> int:
-        """Tokens that the samples may come to hold at the engine."""
-        return sum(len(request.tokens) + self._sampling.max_new_tokens for request in requests)
+    def _has_ended(self, sample: Sample) -> bool:
+        if sample.finish_reason is None and sample.num_left <= 0:
+            # The engine died between its last token and the end.
+            sample.finish_reason = "length"
+            self._router.note_end(sample)
+            self._tell(sample)
+        return sample.finish_reason is not None
+
+    async def _attempt(self, sample: Sample, run: _Run) -> None:
+        """One request. Raises if the sample can't be asked for again."""
+        place = await self._router.assign(sample, run.failed)
+        try:
+            if not run.is_interrupted:
+                await self._ask(sample, run, place)
+        finally:
+            place.release()
+        if sample.finish_reason is not None:
+            self._router.note_end(sample)
+        elif run.is_interrupted:
+            raise Interrupted(sample.sample_id)
+        elif run.num_failures > self._max_retries:
+            raise SampleFailed(
+                f"{sample.sample_id} failed {run.num_failures} times "
+                f"(rollout.max_request_retries={self._max_retries}); the last: {run.last_error}"
+            )
+
+    async def _ask(self, sample: Sample, run: _Run, place: Place) -> None:
+        sample.num_attempts += 1
+        # SGLang aborts all requests whose ids begin with the one that it is given: the mark at the
+        # end keeps sample 1 from ending sample 10.
+        request_id = f"{sample.sample_id}.{sample.num_attempts}!"
+
+        def on_arrival() -> None:
+            place.progress()
+            self._tell(sample)
+
+        run.asked = (place, request_id)
+        try:
+            await place.engine.generate(sample, request_id, on_arrival)
+        except SampleRefused as error:
+            self._note_failure(sample, run, place, error)
+        except BadLogprobs as error:
+            sample.num_refused += 1
+            self._note_failure(sample, run, place, error)
+        except EngineError as error:
+            run.failed[place.engine.name] = place.fail()
+            self._note_failure(sample, run, place, error)
+        finally:
+            run.asked = None
+
+    def _note_failure(self, sample: Sample, run: _Run, place: Place, error: Exception) -> None:
+        run.failed.setdefault(place.engine.name, place.begun)
+        run.last_error = error
+        run.num_failures += 1
+        sample.num_failures += 1
+
+    def _tell(self, sample: Sample) -> None:
+        if sample.on_tokens is not None:
+            sample.on_tokens(sample)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from configs.rollout_schema import RolloutConfig, TaskConfig
@@ -50,13 +51,40 @@ class WorkerReport:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EvalReport:
-    """One pass over the held-out prompts, greedy, one answer each."""
+    """One pass over the held-out prompts."""
 
     version_min: int
     version_max: int
     """The oldest and the newest policy version that wrote a token of it."""
     accuracy: float
-    """Share of prompts that got the full score, 1."""
+    """Share of answers that got the full score, 1."""
     score_mean: float
     num_prompts: int
+    """Those with all their answers; the others count for nothing."""
     seconds: float
+    num_samples: int = 1
+    """Answers of each prompt."""
+    num_failed: int = 0
+    """Prompts of which an answer could not be had."""
+    num_unscored: int = 0
+    """Answers of whose reward a part could not be had; that part is 0."""
+    mean_at_k: Mapping[int, float] = field(default_factory=dict)
+    """Share of right ones among the first k answers, for k = 1, 2, 4, ... and `num_samples`."""
+    pass_at_k: Mapping[int, float] = field(default_factory=dict)
+    """Estimate of the chance that one of k answers is right, for the same k."""
+
+    def record(self) -> dict[str, float | int | str]:
+        """Flat, for a metrics log: mean_at_<k> and pass_at_<k> for each k."""
+        return {
+            "version_min": self.version_min,
+            "version_max": self.version_max,
+            "accuracy": self.accuracy,
+            "score_mean": self.score_mean,
+            "num_prompts": self.num_prompts,
+            "num_samples": self.num_samples,
+            "num_failed": self.num_failed,
+            "num_unscored": self.num_unscored,
+            "seconds": self.seconds,
+            **{f"mean_at_{k}": value for k, value in self.mean_at_k.items()},
+            **{f"pass_at_{k}": value for k, value in self.pass_at_k.items()},
+        }

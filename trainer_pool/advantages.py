@@ -1,6 +1,6 @@
-"""How much better than its siblings each trajectory of a group did; pure.
+"""How much better than its siblings each episode of a group did; pure.
 
-Letters: G the trajectories of one group.
+Letters: G the episodes of one group.
 """
 
 from __future__ import annotations

@@ -34,6 +34,17 @@ class Collectives:
         dist.all_gather(every, mine)
         return torch.stack(every).cpu()
 
+    def gather_texts(self, text: str) -> list[str]:
+        """The text of every rank, in the order of the ranks; for some thousand characters."""
+        mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        lengths = self.gather(torch.tensor([len(mine)]))[:, 0].int().tolist()
+        padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
+        every = self.gather(padded)
+        return [
+            bytes(row[:length].to(torch.uint8).tolist()).decode()
+            for row, length in zip(every, lengths, strict=True)
+        ]
+
     def all_equal(self, value: int) -> bool:
         """Whether every rank brings the same number (below 2**53)."""
         every = self.gather(torch.tensor([value], dtype=torch.float64))

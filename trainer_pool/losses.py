@@ -36,6 +36,7 @@ def policy_loss(
     proximal_logprobs_BT: Tensor,
     rollout_logprobs_BT: Tensor,
     advantages_BT: Tensor,
+    weights_BT: Tensor,
     mask_BT: Tensor,
     clip_low: float,
     clip_high: float,
@@ -44,20 +45,21 @@ def policy_loss(
 ) -> PolicyLoss:
     """Decoupled PPO (AReaL, arXiv 2505.24298, eq. 5) with a truncated importance weight.
 
-        loss = - 1/num_tokens * sum of mask * w * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+        loss = - 1/num_tokens * sum of b * w * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
         r = trainer / proximal,   w = min(proximal / rollout, tis_cap), a constant
 
-    `num_tokens` counts the whole batch over all ranks and micro-batches, so that how it was cut
-    makes no difference, and every token weighs the same (DAPO, arXiv 2503.14476, eq. 12), where the
-    asymmetric clip bounds are from as well.
+    over the tokens with mask 1. Their weight b, `weights_BT`, is 1, so that every token weighs the
+    same (DAPO, arXiv 2503.14476, eq. 12, where the asymmetric clip bounds are from as well); but n
+    trajectories of one episode have 1/n each. `num_tokens` is the sum of b over the whole batch, of
+    all ranks and micro-batches, so that how it was cut makes no difference.
     """
-    weight_BT = truncated_importance_weight(proximal_logprobs_BT, rollout_logprobs_BT, tis_cap)
+    importance_BT = truncated_importance_weight(proximal_logprobs_BT, rollout_logprobs_BT, tis_cap)
     # A masked position may hold any number; exp of it must not become inf (0 * inf is nan).
     moved_BT = (trainer_logprobs_BT - proximal_logprobs_BT).masked_fill(mask_BT == 0, 0.0)
     ratio_BT = moved_BT.exp()
     free_BT = ratio_BT * advantages_BT
     clipped_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT
-    surrogate_BT = weight_BT * torch.minimum(free_BT, clipped_BT)
+    surrogate_BT = weights_BT * importance_BT * torch.minimum(free_BT, clipped_BT)
     is_real_BT = mask_BT != 0
     return PolicyLoss(
         loss=-surrogate_BT.masked_fill(~is_real_BT, 0.0).sum() / num_tokens,

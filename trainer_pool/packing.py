@@ -12,7 +12,7 @@ Letters: B rows, T positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -29,12 +29,17 @@ class Row:
     """1 where the token is trained on; never at position 0, which nothing predicts."""
     rollout_logprobs: NDArray[np.float32]
     advantage: float = 0.0
+    weight: float = 1.0
+    """Of each of its tokens in the loss: trajectories of one episode share the weight of one."""
+    temperature: float = 1.0
+    """At which it was sampled: the rollout's log-probabilities are of softmax(logits / this)."""
     is_current: bool = False
     """Sampled wholly by the version that is being trained: engine and trainer should agree."""
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.loss_mask.shape == self.rollout_logprobs.shape
         assert len(self.tokens) >= 2 and not self.loss_mask[0]
+        assert self.weight > 0 and self.temperature > 0
 
     @property
     def num_trained(self) -> int:
@@ -55,6 +60,8 @@ class MicroBatch:
     """float32, 1 where the token is trained on"""
     rollout_logprobs_BP: Tensor
     advantages_B1: Tensor
+    weights_B1: Tensor
+    temperatures_B1: Tensor
     is_current_B1: Tensor
 
     @property
@@ -67,13 +74,8 @@ class MicroBatch:
         return self.tokens_BT[:, -self.mask_BP.shape[1] :]
 
     def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(
-            tokens_BT=self.tokens_BT.to(device, non_blocking=True),
-            mask_BP=self.mask_BP.to(device, non_blocking=True),
-            rollout_logprobs_BP=self.rollout_logprobs_BP.to(device, non_blocking=True),
-            advantages_B1=self.advantages_B1.to(device, non_blocking=True),
-            is_current_B1=self.is_current_B1.to(device, non_blocking=True),
-        )
+        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
+        return MicroBatch(**{n: t.to(device, non_blocking=True) for n, t in tensors.items()})
 
 
 def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -131,6 +133,12 @@ def _pad(rows: Sequence[Row]) -> MicroBatch:
         tokens_BT=torch.from_numpy(tokens),
         mask_BP=torch.from_numpy(mask[:, first:].copy()),
         rollout_logprobs_BP=torch.from_numpy(logprobs[:, first:].copy()),
-        advantages_B1=torch.tensor([[row.advantage] for row in rows], dtype=torch.float32),
+        advantages_B1=_column([row.advantage for row in rows]),
+        weights_B1=_column([row.weight for row in rows]),
+        temperatures_B1=_column([row.temperature for row in rows]),
         is_current_B1=torch.tensor([[row.is_current] for row in rows]),
     )
+
+
+def _column(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32).unsqueeze(1)

@@ -10,14 +10,15 @@ the number of ranks and the cut into micro-batches change nothing but rounding.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from buffer.types import Trajectory, TrajectoryGroup
+from buffer.types import SamplingParams, TrajectoryGroup
 from configs.schema import TrainerConfig
 from trainer_pool.advantages import grpo_advantages
 from trainer_pool.collectives import Collectives
@@ -46,8 +47,8 @@ class Minibatch:
 
     micro_batches: list[MicroBatch]
     """The same number on every rank."""
-    num_tokens: int
-    """Trained tokens over all ranks."""
+    num_tokens: float
+    """Trained tokens over all ranks, each with its weight."""
 
 
 def train_step(
@@ -56,16 +57,16 @@ def train_step(
     batch: StepBatch,
     config: TrainerConfig,
     *,
-    temperature: float,
     learning_rate: float,
     before_update: Callable[[], None],
 ) -> StepStats:
     """Update the weights by `batch`; every rank calls it with its own share of the same batch.
 
     `before_update` is called whenever the weights are about to change; until then they are read.
+    Raises ValueError naming a group that was not sampled from the policy's own distribution.
     """
     minibatches = plan_minibatches(batch, config, ranks)
-    proximal = _proximal_logprobs(engine, minibatches, temperature)
+    proximal = _proximal_logprobs(engine, minibatches)
     tally, norms = StepTally(engine.device), UpdateNorms()
     for minibatch, known in zip(minibatches, proximal, strict=True):
         for micro_batch, proximal_BP in zip(minibatch.micro_batches, known, strict=True):
@@ -76,7 +77,6 @@ def train_step(
                 proximal_BP,
                 config,
                 num_tokens=minibatch.num_tokens,
-                temperature=temperature,
             )
         before_update()
         norms.norms.append(engine.step(learning_rate))
@@ -97,18 +97,18 @@ def _accumulate(
     proximal_BP: Tensor | None,
     config: TrainerConfig,
     *,
-    num_tokens: int,
-    temperature: float,
+    num_tokens: float,
 ) -> None:
     """Add the gradient of one micro-batch; without `proximal_BP` it is the policy as it stands."""
     logits = engine.logits(batch.tokens_BT, batch.num_last)[:, :-1]
-    trainer_BP, entropy_BP = selected_logprobs(logits, batch.targets_BP, temperature)
+    trainer_BP, entropy_BP = selected_logprobs(logits, batch.targets_BP, batch.temperatures_B1)
     proximal_BP = trainer_BP.detach() if proximal_BP is None else proximal_BP
     result = policy_loss(
         trainer_logprobs_BT=trainer_BP,
         proximal_logprobs_BT=proximal_BP,
         rollout_logprobs_BT=batch.rollout_logprobs_BP,
         advantages_BT=batch.advantages_B1.expand_as(trainer_BP),
+        weights_BT=batch.weights_B1.expand_as(trainer_BP),
         mask_BT=batch.mask_BP,
         clip_low=config.clip_low,
         clip_high=config.clip_high,
@@ -120,7 +120,7 @@ def _accumulate(
 
 
 def _proximal_logprobs(
-    engine: Zero3Engine, minibatches: Sequence[Minibatch], temperature: float
+    engine: Zero3Engine, minibatches: Sequence[Minibatch]
 ) -> list[list[Tensor | None]]:
     """What the policy says of every token before the first update, by minibatch and micro-batch.
 
@@ -129,16 +129,16 @@ def _proximal_logprobs(
     if len(minibatches) <= 1:
         return [[None] * len(minibatch.micro_batches) for minibatch in minibatches]
     return [
-        [_score(engine, micro_batch, temperature) for micro_batch in minibatch.micro_batches]
+        [_score(engine, micro_batch) for micro_batch in minibatch.micro_batches]
         for minibatch in minibatches
     ]
 
 
 @torch.no_grad()
-def _score(engine: Zero3Engine, batch: MicroBatch, temperature: float) -> Tensor:
+def _score(engine: Zero3Engine, batch: MicroBatch) -> Tensor:
     batch = batch.to(engine.device)
     logits = engine.logits(batch.tokens_BT, batch.num_last)[:, :-1]
-    return selected_logprobs(logits, batch.targets_BP, temperature)[0]
+    return selected_logprobs(logits, batch.targets_BP, batch.temperatures_B1)[0]
 
 
 def plan_minibatches(
@@ -148,12 +148,14 @@ def plan_minibatches(
 
     Updates that no token of any rank belongs to are left out.
     """
-    mine = [pack(rows, config.micro_batch_tokens) for rows in _rows_by_minibatch(batch, config)]
-    tokens = [sum(int(part.mask_BP.sum()) for part in parts) for parts in mine]
-    every = ranks.gather(torch.tensor([tokens, [len(parts) for parts in mine]]).view(-1))
+    rows = _rows_by_minibatch(batch, config)
+    mine = [pack(part, config.micro_batch_tokens) for part in rows]
+    tokens = [sum(row.weight * row.num_trained for row in part) for part in rows]
+    passes = [len(parts) for parts in mine]
+    every = ranks.gather(torch.tensor([*tokens, *passes], dtype=torch.float64))
     all_tokens, all_passes = every.view(ranks.num_ranks, 2, len(mine)).unbind(1)
     return [
-        Minibatch(micro_batches=fill_up(parts, int(passes)), num_tokens=int(num_tokens))
+        Minibatch(micro_batches=fill_up(parts, int(passes)), num_tokens=num_tokens)
         for parts, num_tokens, passes in zip(
             mine, all_tokens.sum(0).tolist(), all_passes.amax(0).tolist(), strict=True
         )
@@ -173,21 +175,47 @@ def _rows_by_minibatch(batch: StepBatch, config: TrainerConfig) -> list[list[Row
 
 
 def rows_of_group(group: TrajectoryGroup, version: int, *, should_normalize_std: bool) -> list[Row]:
-    """The group's trajectories with their advantages, but for those without a trained token."""
-    rewards = np.array([trajectory.reward for trajectory in group.trajectories])
-    advantages = grpo_advantages(rewards, should_normalize_std=should_normalize_std)
+    """The group's trajectories with their advantages, but for those without a trained token.
+
+    An episode's reward counts once, however many trajectories it has. Each of them gets its
+    advantage; its weight is shared among those that are trained. Raises ValueError for a group
+    whose sampling changed the policy's distribution by more than a temperature.
+    """
+    check_sampling(group)
+    rewards = group.rewards_by_episode
+    values = grpo_advantages(
+        np.array([*rewards.values()]), should_normalize_std=should_normalize_std
+    )
+    advantages = dict(zip(rewards, values.tolist(), strict=True))
+    trained = [t for t in group.trajectories if t.num_trainable_tokens > 0]
+    shares = Counter(trajectory.episode for trajectory in trained)
     return [
-        _row(trajectory, float(advantage), version)
-        for trajectory, advantage in zip(group.trajectories, advantages, strict=True)
-        if trajectory.num_trainable_tokens > 0
+        Row(
+            tokens=trajectory.tokens,
+            loss_mask=trajectory.loss_mask,
+            rollout_logprobs=trajectory.rollout_logprobs,
+            advantage=advantages[trajectory.episode],
+            weight=1 / shares[trajectory.episode],
+            temperature=group.sampling.temperature,
+            is_current=trajectory.min_version == version,
+        )
+        for trajectory in trained
     ]
 
 
-def _row(trajectory: Trajectory, advantage: float, version: int) -> Row:
-    return Row(
-        tokens=trajectory.tokens,
-        loss_mask=trajectory.loss_mask,
-        rollout_logprobs=trajectory.rollout_logprobs,
-        advantage=advantage,
-        is_current=trajectory.min_version == version,
-    )
+def check_sampling(group: TrajectoryGroup) -> None:
+    """Raises ValueError naming what the importance ratios of this group would not know of."""
+    plain = SamplingParams(temperature=group.sampling.temperature)
+    for item in fields(SamplingParams):
+        value = getattr(group.sampling, item.name)
+        if value != getattr(plain, item.name):
+            raise ValueError(
+                f"group {group.group_id}: {item.name}={value} changed the distribution that its "
+                "tokens were drawn from, which the trainer does not compute: its importance ratios "
+                f"would be wrong; sample with {item.name}={getattr(plain, item.name)}"
+            )
+    if not group.sampling.temperature > 0:
+        raise ValueError(
+            f"group {group.group_id}: temperature={group.sampling.temperature}: greedy tokens have "
+            "no log-probability to train on; sample with a temperature above 0"
+        )

@@ -31,9 +31,14 @@ class StepStats:
     grad_norm: float
     lr: float
     reward_mean: float
-    """Over trajectories, as `reward_std` and `response_length_mean` (tokens after the prompt)."""
+    """Over episodes, as `reward_std`."""
     reward_std: float
+    reward_parts: dict[str, float]
+    """Mean of each part over the episodes that have it."""
+    zero_variance_fraction: float
+    """Share of the groups whose rewards are all equal: nothing was learnt from them."""
     response_length_mean: float
+    """Tokens after the prompt, over trajectories."""
     staleness_mean: float
     """Over groups, each by its oldest trained token, as `staleness_max` and `staleness_counts`."""
     staleness_max: int
@@ -53,13 +58,15 @@ class StepStats:
     logprob_diff_tokens: int
 
     def record(self) -> dict[str, float | int | str]:
-        """Flat, for a metrics log: the counts by staleness become a JSON object in a string."""
+        """Flat, for a metrics log: the counts by staleness become a JSON object in a string, the
+        parts of the reward numbers named reward/<part>."""
         flat: dict[str, float | int | str] = {
             item.name: getattr(self, item.name)
             for item in fields(self)
-            if item.name != "staleness_counts"
+            if item.name not in ("staleness_counts", "reward_parts")
         }
-        return {**flat, "staleness_counts": json.dumps(self.staleness_counts)}
+        parts = {f"reward/{name}": mean for name, mean in self.reward_parts.items()}
+        return {**flat, **parts, "staleness_counts": json.dumps(self.staleness_counts)}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,11 +93,20 @@ _SUMS = (
     "diff_tokens",
 )
 _MAXIMA = ("ratio_dev_max", "diff_max")
-_GROUP_COLUMNS = ("is_present", "staleness", "size", "reward", "reward_squared", "response_length")
+_GROUP_COLUMNS = (
+    "is_present",
+    "staleness",
+    "episodes",
+    "reward",
+    "reward_squared",
+    "has_zero_variance",
+    "trajectories",
+    "response_length",
+)
 
 
 class StepTally:
-    """Adds up one rank's part of a step; `total` is the only collective."""
+    """Adds up one rank's part of a step; only `total` talks to the other ranks."""
 
     def __init__(self, device: torch.device) -> None:
         # On the device until the end of the step, so that no micro-batch waits for a number.
@@ -141,6 +157,7 @@ class StepTally:
             sums=dict(zip(_SUMS, sums.sum(0).tolist(), strict=True)),
             maxima=dict(zip(_MAXIMA, maxima.amax(0).tolist(), strict=True)),
             table=tables.sum(0).view(table.shape),
+            reward_parts=_mean_reward_parts(ranks, groups),
             norms=norms,
             learning_rate=learning_rate,
         )
@@ -153,7 +170,7 @@ def _group_table(
     place = {group_id: i for i, group_id in enumerate(group_ids)}
     table = torch.zeros(len(group_ids), len(_GROUP_COLUMNS), dtype=torch.float64)
     for group in groups:
-        rewards = torch.tensor([t.reward for t in group.trajectories], dtype=torch.float64)
+        rewards = torch.tensor([*group.rewards_by_episode.values()], dtype=torch.float64)
         lengths = [t.num_tokens - t.prompt_length for t in group.trajectories]
         table[place[group.group_id]] = torch.tensor(
             [
@@ -162,6 +179,8 @@ def _group_table(
                 len(rewards),
                 rewards.sum(),
                 rewards.square().sum(),
+                bool((rewards == rewards[0]).all()),
+                len(lengths),
                 sum(lengths),
             ],
             dtype=torch.float64,
@@ -169,21 +188,40 @@ def _group_table(
     return table
 
 
+def _mean_reward_parts(ranks: Collectives, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """By name; the ranks tell each other which parts their own groups have, in two collectives."""
+    sums: dict[str, list[float]] = {}
+    for group in groups:
+        for parts in {t.episode: t.reward_parts for t in group.trajectories}.values():
+            for name, value in parts.items():
+                total = sums.setdefault(name, [0.0, 0.0])
+                total[0] += value
+                total[1] += 1
+    every: dict[str, list[float]] = {}
+    for theirs in ranks.gather_texts(json.dumps(sums)):
+        for name, (value, number) in json.loads(theirs).items():
+            total = every.setdefault(name, [0.0, 0.0])
+            total[0] += value
+            total[1] += number
+    return {name: value / number for name, (value, number) in sorted(every.items())}
+
+
 def _stats(
     *,
     sums: dict[str, float],
     maxima: dict[str, float],
     table: Tensor,
+    reward_parts: dict[str, float],
     norms: UpdateNorms,
     learning_rate: float,
 ) -> StepStats:
     present = table[table[:, 0] > 0]
     columns = dict(zip(_GROUP_COLUMNS, present.sum(0).tolist(), strict=True))
     staleness = [int(value) for value in present[:, 1].tolist()]
-    num_groups, num_trajectories = max(len(present), 1), max(columns["size"], 1)
+    num_groups, num_episodes = max(len(present), 1), max(columns["episodes"], 1)
     num_tokens, num_compared = max(sums["tokens"], 1), max(sums["diff_tokens"], 1)
-    reward_mean = columns["reward"] / num_trajectories
-    variance = columns["reward_squared"] / num_trajectories - reward_mean**2
+    reward_mean = columns["reward"] / num_episodes
+    variance = columns["reward_squared"] / num_episodes - reward_mean**2
     return StepStats(
         num_groups=len(present),
         num_tokens=int(sums["tokens"]),
@@ -194,7 +232,9 @@ def _stats(
         lr=learning_rate,
         reward_mean=reward_mean,
         reward_std=max(variance, 0.0) ** 0.5,
-        response_length_mean=columns["response_length"] / num_trajectories,
+        reward_parts=reward_parts,
+        zero_variance_fraction=columns["has_zero_variance"] / num_groups,
+        response_length_mean=columns["response_length"] / max(columns["trajectories"], 1),
         staleness_mean=sum(staleness) / num_groups,
         staleness_max=max(staleness, default=0),
         staleness_counts=dict(sorted(Counter(staleness).items())),

@@ -20,8 +20,6 @@ class TrainerSpec:
     model_path: str
     """Hugging Face name or folder of the policy that the run starts with."""
     trust_remote_code: bool
-    temperature: float
-    """Of the rollouts: the engine's log-probabilities are of softmax(logits / temperature)."""
     redis_url: str
     run: str
     run_dir: str

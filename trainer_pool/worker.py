@@ -210,7 +210,6 @@ class TrainerRank:
             self._ranks,
             batch,
             config,
-            temperature=self._spec.temperature,
             learning_rate=learning_rate(self._step, config.learning_rate, config.lr_warmup_steps),
             before_update=self._sending.guard,
         )

@@ -18,7 +18,9 @@ if served[1] and num_fresh == 0 then lag = max_staleness + 1 end
 
 -- Counted from the sets themselves: a cumulative counter would drift at the first dropped group.
 local in_use = redis.call('ZCARD', RUNNING) + redis.call('ZCARD', READY) + redis.call('ZCARD', LEASED)
-local limit = math.max(0, (max_staleness + 1 - lag) * setting('groups_per_step'))
+-- The small number makes up for products such as 1.15 * 100, which is a little below 115.
+local limit = (max_staleness + 1 - lag) * setting('groups_per_step') * (setting('oversampling') or 1)
+limit = math.max(0, math.floor(limit + 1e-6))
 -- After the last engine is gone nobody knows how old the next one's weights will be. (Before the first
 -- one came lag is 0: a run gives its engines the trainer's version before its workers ask.)
 if not served[1] and setting('engines_gone') then limit = 0 end

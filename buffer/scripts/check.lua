@@ -21,12 +21,17 @@ local function check(id)
     end
   end
   if not state and redis.call('EXISTS', group_key(id)) == 1 then say('its hash has no state') end
-  local is_buried = state == 'acked' or (state and string.sub(state, 1, 8) == 'dropped:')
-  if state and not is_living and not is_buried then say('its state ' .. state .. ' does not exist') end
+  local is_tombstone = state and is_buried(state)
+  if state and not is_living and not is_tombstone then say('its state ' .. state .. ' does not exist') end
 
   local is_running, has_credit = redis.call('ZSCORE', RUNNING, id), redis.call('ZSCORE', CREDITS, id)
   if is_running and not has_credit then say('it is running without a deadline in credits') end
   if has_credit and not is_running then say('it has a deadline in credits but is not running') end
+
+  if not is_running and redis.call('HEXISTS', PROMPTS, id) == 1 then
+    say('its prompt is noted but it is not running')
+  end
+  if is_running and state == 'abandoned' then say('it is running but was given up') end
 
   local arrival = redis.call('ZSCORE', ARRIVALS, id)
   if arrival and not (selector == 'fifo' and state == 'ready') then say('it is in arrivals but not ready') end
@@ -53,7 +58,7 @@ local function check(id)
     if held and whole(tonumber(held)) ~= score then say('its score in ready is not that of its versions') end
     if selector == 'fifo' and arrival ~= group[3] then say('its place in arrivals is wrong') end
   end
-  if is_buried and (redis.call('PTTL', group_key(id)) < 0 or redis.call('HLEN', group_key(id)) > 1) then
+  if is_tombstone and (redis.call('PTTL', group_key(id)) < 0 or redis.call('HLEN', group_key(id)) > 1) then
     say('its tombstone is more than a state that expires')
   end
 end

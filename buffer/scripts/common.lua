@@ -9,9 +9,10 @@
 --   A script is one atomic step, does a bounded amount of work, and may be sent again at any time.
 --
 -- A group's own HASH is 'group:<id>'. Its field `state` is one of
---   ready | leased | consumed | quarantined | acked | dropped:<reason>
--- and agrees at every moment with the one set that holds the group. The last two are tombstones:
+--   ready | leased | consumed | quarantined | acked | dropped:<reason> | abandoned
+-- and agrees at every moment with the one set that holds the group. The last three are tombstones:
 -- nothing but the state, kept for a while so that a late retry of a push is known as a duplicate.
+-- (Only those of the abandoned have one whose prompts run again since their worker is gone.)
 
 local PREFIX = KEYS[1] .. ':'
 local function key(name) return PREFIX .. name end
@@ -30,6 +31,10 @@ local LEASED = PREFIX .. 'leased'
 local CONSUMED = PREFIX .. 'consumed'
 local QUARANTINED = PREFIX .. 'quarantined'
 local RETRIES = PREFIX .. 'retries'
+local PROMPTS = PREFIX .. 'prompts'
+local FAILURES = PREFIX .. 'failures'
+local POISONOUS = PREFIX .. 'quarantined_prompts'
+local TASKS = PREFIX .. 'tasks'
 local BATCHES = PREFIX .. 'batches'
 local ENGINES = PREFIX .. 'engine_versions'
 local GATE = PREFIX .. 'commit_gate'
@@ -96,7 +101,10 @@ local function wake_batch() is_batch_due = true end
 -- one, here or at another shard.
 local function leave_running(ids)
   local num_running = redis.call('ZREM', RUNNING, unpack(ids))
-  if num_running > 0 then redis.call('ZREM', CREDITS, unpack(ids)) end
+  if num_running > 0 then
+    redis.call('ZREM', CREDITS, unpack(ids))
+    redis.call('HDEL', PROMPTS, unpack(ids))
+  end
   if on_stale == 'wait' and wanted ~= '0' then wake('batch') end
   return num_running
 end

@@ -35,6 +35,10 @@ local function payload_keys(id, num_chunks)
   return names
 end
 
+local function is_buried(state)
+  return state == 'acked' or state == 'abandoned' or string.sub(state, 1, 8) == 'dropped:'
+end
+
 local function leave_tombstones(ids, state)
   local remember_ms = math.ceil(1000 * setting('remember_s'))
   for _, id in ipairs(ids) do
@@ -55,7 +59,8 @@ local function bury(ids, state)
     total_bytes, total_tokens = total_bytes + group[1], total_tokens + tokens
     doomed[#doomed + 1] = name
     for _, payload in ipairs(payload_keys(id, group[3])) do doomed[#doomed + 1] = payload end
-    buried[i] = {tokens = tokens, task = group[4], index = group[5], attempt = tonumber(group[6] or 0)}
+    buried[i] = {tokens = tokens, task = group[4], index = group[5], attempt = tonumber(group[6] or 0),
+      reruns = 0}
   end
   unlink(doomed)
   leave_tombstones(ids, state)
@@ -64,12 +69,59 @@ local function bury(ids, state)
   return total_bytes, buried
 end
 
+-- A prompt as `retries` and `prompts` hold it: 'attempt index task', or 'attempt+reruns index task' if
+-- a worker died over it.
+local function write_prompt(prompt)
+  local reruns = prompt.reruns > 0 and '+' .. prompt.reruns or ''
+  return prompt.attempt .. reruns .. ' ' .. prompt.index .. ' ' .. prompt.task
+end
+
+local function read_prompt(text)
+  local attempt, reruns, index, task = string.match(text, '^(%d+)%+?(%d*) (%S+) (.*)$')
+  return {attempt = tonumber(attempt), reruns = tonumber(reruns) or 0, index = index, task = task}
+end
+
 -- Puts a prompt in line again. A retry is counted, and they end, unless it went for no fault of its own.
-local function requeue(task, index, attempt, is_counted)
+local function requeue(prompt, is_counted)
   if on_stale ~= 'requeue' then return end
-  if is_counted and attempt >= setting('max_retries') then return count('retries_exhausted', 1) end
-  redis.call('RPUSH', RETRIES, (is_counted and attempt + 1 or attempt) .. ' ' .. index .. ' ' .. task)
+  if is_counted then
+    if prompt.attempt >= setting('max_retries') then return count('retries_exhausted', 1) end
+    prompt.attempt = prompt.attempt + 1
+  end
+  redis.call('RPUSH', RETRIES, write_prompt(prompt))
   count('requeued', 1)
+end
+
+-- A prompt that ends whoever runs it is put aside until somebody looks at it; `id` is its last group.
+local function quarantine_prompt(id, prompt, reason, times)
+  redis.call('HSET', POISONOUS, prompt.index .. ' ' .. prompt.task,
+    whole(now_ms()) .. ' ' .. times .. ' ' .. reason)
+  count('prompts_quarantined:' .. reason, 1)
+  audit({id}, 'prompt_quarantined', 'r', reason)
+end
+
+-- Whoever ran these groups is gone. Their prompts run again, but only once for this reason; the groups
+-- themselves end, also if they are pushed after all.
+local function lose_running(ids, reason)
+  local prompts, lost = redis.call('HMGET', PROMPTS, unpack(ids)), {}
+  leave_running(ids)
+  audit(ids, 'abandoned', 'r', reason)
+  count('abandoned:' .. reason, #ids)
+  for i, id in ipairs(ids) do
+    if prompts[i] then
+      local prompt = read_prompt(prompts[i])
+      lost[#lost + 1] = id
+      prompt.reruns = prompt.reruns + 1
+      if prompt.reruns > 1 then quarantine_prompt(id, prompt, 'worker_died', prompt.reruns)
+      else
+        redis.call('RPUSH', RETRIES, write_prompt(prompt))
+        count('rerun', 1)
+        audit({id}, 'rerun')
+      end
+    end
+  end
+  leave_tombstones(lost, 'abandoned')
+  wake('room')
 end
 
 local function length_of(tokens)
@@ -84,7 +136,7 @@ local function count_drops(ids, reason, prompts)
     tokens = tokens + prompt.tokens
     count('dropped_len:' .. length_of(prompt.tokens), 1)
     if reason == 'stale' or reason == 'lineage' then
-      requeue(prompt.task, prompt.index, prompt.attempt, reason == 'stale')
+      requeue(prompt, reason == 'stale')
     end
   end
   count('dropped:' .. reason, #prompts)

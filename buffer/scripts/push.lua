@@ -53,7 +53,7 @@ local function commit(id, min_text, max_text, before, tokens, trainable, bytes, 
   local state = redis.call('HGET', name, 'state')
   if state then
     -- The retry's SET NX did nothing for a living group; for a buried one it made a new orphan.
-    if state == 'acked' or string.sub(state, 1, 8) == 'dropped:' then unlink(payload) end
+    if is_buried(state) then unlink(payload) end
     arrived[#arrived + 1] = id
     return {'duplicate'}
   end
@@ -73,7 +73,8 @@ local function commit(id, min_text, max_text, before, tokens, trainable, bytes, 
     audit({id}, 'pushed', 'v', min_text)
     unlink(payload)
     leave_tombstones({id}, 'dropped:' .. reason)
-    local prompt = {tokens = tonumber(tokens), task = task, index = index, attempt = tonumber(attempt)}
+    local prompt = {tokens = tonumber(tokens), task = task, index = index, attempt = tonumber(attempt),
+      reruns = 0}
     count_drops({id}, reason, {prompt})
   end
 

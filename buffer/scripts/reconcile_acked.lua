@@ -8,7 +8,7 @@ for i = 2, #ARGV do
   if not state then
     -- The server lost it, and its producer may push it again: it must not be trained twice.
     leave_tombstones({id}, 'acked')
-  elseif state ~= 'acked' and string.sub(state, 1, 8) ~= 'dropped:' then
+  elseif not is_buried(state) then
     if state == 'ready' then leave_ready({id}) else redis.call('ZREM', key(state), id) end
     local num_bytes = bury({id}, 'acked')
     if state == 'consumed' or state == 'quarantined' then count('bytes_' .. state, -num_bytes) end

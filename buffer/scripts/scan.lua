@@ -15,6 +15,9 @@ if ARGV[1] == 'keys' then
       groups[#groups + 1] = rest
     end
   end
+elseif ARGV[1] == 'prompts' then
+  reply = redis.call('HSCAN', PROMPTS, ARGV[2], 'COUNT', ARGV[3])
+  for i = 1, #reply[2], 2 do groups[#groups + 1] = reply[2][i] end
 else
   reply = redis.call('ZSCAN', key(ARGV[1]), ARGV[2], 'COUNT', ARGV[3])
   local found = ARGV[1] == 'batches' and steps or groups

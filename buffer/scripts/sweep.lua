@@ -4,10 +4,7 @@ local bound = tonumber(ARGV[1])
 local lost = redis.call('ZRANGE', CREDITS, '-inf', whole(now_ms()), 'BYSCORE', 'LIMIT', '0', bound)
 if #lost > 0 then
   call_many('ZREM', CREDITS, lost)
-  leave_running(lost)
-  audit(lost, 'abandoned', 'r', 'expired')
-  count('abandoned:expired', #lost)
-  wake('room')
+  lose_running(lost, 'expired')
 end
 local num_expired = expire_leases(bound)
 return {num_expired, drop_stale_ready(trainer_version, bound), #lost}

@@ -6,7 +6,7 @@
                                                                                 └──► given up
 
 Only an engine that has committed a version is in the run's engine_versions, and only those get
-requests and are waited for.
+requests and are waited for. One that is held for an evaluation is lent: it is not among them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rollout_pool.engines.commit import Committer, Strategy, TornEngine
 from rollout_pool.engines.commit_strategies import make_strategy
 from rollout_pool.engines.engine import EngineInfo, SGLangEngine
 from rollout_pool.engines.liveness import EnginePulse, wait_silent
+from rollout_pool.engines.version_pin import VersionPin
 from rollout_pool.engines.weight_follower import WeightFollower
 from rollout_pool.generation import EngineError
 
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 SHORTEST_SILENCE_S, LONGEST_SILENCE_S = 10.0, 30.0
 """Between these lies the silence, weight_sync.timeout_s, after which an engine counts as dead."""
+LOOK_AGAIN_S = 5.0
+"""At a hold's other engines, should a change of theirs not be announced."""
 CLEAR_UP_S = 5.0
 """Before its tasks are cancelled again: they may be about to end a server."""
 
@@ -54,6 +57,8 @@ class EngineLife:
         self._living: asyncio.Task[str] | None = None
         self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._num_restarts = 0
+        self._pin = VersionPin()
+        self._guarding: asyncio.Task[None] | None = None
 
     async def start(self) -> EngineInfo:
         """Raises EngineError if the server does not start, ValueError if it can't commit so."""
@@ -71,7 +76,50 @@ class EngineLife:
         """Why the engine is not started again. Does not return for one that was stopped."""
         return await asyncio.shield(self._given_up)
 
+    async def hold(self, version: int, wait_s: float, limit_s: float) -> bool:
+        """Whether the engine now serves exactly `version`, stays there and is no one else's.
+
+        Waits for the version up to `wait_s`. Until `release`, at the latest after `limit_s`, it is
+        not among the run's engine_versions, so router and admission do without it. It is not held
+        while it is the only one; and when the others are gone, it is released.
+        """
+        if not await self._pin.want(version, wait_s):
+            return False
+        name, is_held = self._engine.spec.name, False
+        try:
+            others = {*await self._state.engine_versions()} - {name}
+            if others and self._pin.is_pinned:
+                await self._state.forget_engine(name)
+                is_held = self._pin.is_pinned
+        finally:
+            if not is_held:
+                self._pin.release()
+        if is_held:
+            self._guarding = asyncio.create_task(self._guard(limit_s))
+        return is_held
+
+    async def release(self) -> None:
+        """Let the engine take newer versions and requests again; nothing if it is not held."""
+        guarding, self._guarding = self._guarding, None
+        if guarding is not None:
+            await end_tasks({guarding})
+        self._pin.release()
+
+    async def _guard(self, limit_s: float) -> None:
+        """Ends a hold that nobody ends, or that would leave the run without an engine."""
+        try:
+            async with asyncio.timeout(limit_s):
+                served = await self._state.engine_versions()
+                while served:
+                    served = await self._state.wait_engines_changed(served, LOOK_AGAIN_S)
+            log.warning("%s is held no more: the other engines are gone", self._engine.spec.name)
+        except TimeoutError:
+            log.warning("%s is held no more, after %g s", self._engine.spec.name, limit_s)
+        finally:
+            self._pin.release()
+
     async def stop(self, timeout_s: float = 10.0) -> None:
+        await self.release()
         if self._living is not None:
             await end_tasks({self._living}, CLEAR_UP_S)
         await self._engine.stop(timeout_s)
@@ -102,6 +150,7 @@ class EngineLife:
         while True:
             async with contextlib.AsyncExitStack() as closing:
                 why = await self._serve(closing)
+                self._pin.note_lost()
                 # Before anything else: requests go elsewhere, and admission follows the others.
                 await self._state.forget_engine(name)
                 await self._note("engine_lost", why)
@@ -139,6 +188,7 @@ class EngineLife:
             state=self._state,
             committer=committer,
             answers=pulse.answers,
+            pin=self._pin,
         )
         closing.push_async_callback(follower.close)
         limit_s = min(max(self._config.timeout_s, SHORTEST_SILENCE_S), LONGEST_SILENCE_S)

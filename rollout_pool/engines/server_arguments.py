@@ -32,6 +32,8 @@ def server_arguments(
     arguments += ["--max-running-requests", str(config.max_running_requests)]
     arguments += ["--random-seed", str(seed)]
     arguments += ["--skip-tokenizer-init"]  # token ids in, token ids out
+    # Each part of an answer has only what is new; otherwise all that came before is told again.
+    arguments += ["--incremental-streaming-output"]
     arguments += ["--log-level-http", "warning"]  # a line a request would drown the log
     if trust_remote_code:
         arguments += ["--trust-remote-code"]

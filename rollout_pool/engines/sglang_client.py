@@ -1,48 +1,34 @@
 """The only place that knows SGLang's HTTP API.
 
-One client a process and engine: connections are kept, and one call carries the samples of a whole
-group as a stream, which costs a fraction of a call a sample and still tells each sample's end when
-it comes.
+One client a process and engine. How samples share a call is the business of `generate_calls`, and
+the form of what is said that of `sglang_answers`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import httpx
 
-from buffer.types import VersionSpan
 from configs.choices import PauseMode
-from rollout_pool.generation import (
-    BadLogprobs,
-    EngineError,
-    Event,
-    FirstToken,
-    Generation,
-    Refused,
-    SampleRequest,
-    Sampling,
-    check_logprobs,
-    merge_spans,
-)
+from rollout_pool.engines.generate_calls import CallRefused, GenerateCalls
+from rollout_pool.engines.sglang_answers import STREAM_INTERVAL, read_version
+from rollout_pool.generation import EngineError, EngineLoad
+from rollout_pool.samples import Sample
 from weight_sync.types import GroupSpec, TensorSpec
 
-STREAM_INTERVAL = 2048
-"""Tokens between two signs of life of a sample. Each repeats all that came before, so few are best;
-without any, a long sample could not be told from a dead engine."""
 CONNECT_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 60.0
 """For calls that an engine answers at once unless it is ill."""
 ABORT_TIMEOUT_S = 5.0
+LOAD_TIMEOUT_S = 5.0
 _FROM_DISK = "/update_weights_from_disk"
 _FROM_IPC = "/update_weights_from_ipc"
 _BEGIN_UPDATE = "/begin_weight_update"
-_VERSION = re.compile("[0-9]+")
 
 
 class SGLangClient:
@@ -59,11 +45,18 @@ class SGLangClient:
         key: str,
         request_timeout_s: float,
         keys_prefix_by_version: bool,
+        stream_interval: int = STREAM_INTERVAL,
     ) -> None:
-        """`keys_prefix_by_version`: the server reuses prefixes, which must be of one version."""
+        """`keys_prefix_by_version`: the server reuses prefixes, which must be of one version.
+        `stream_interval`: tokens of a sample between two arrivals."""
         self._name = name
-        self._keys_prefix = keys_prefix_by_version
-        self._latest_version = 0
+        self._calls = GenerateCalls(
+            name,
+            call=self._stream,
+            abort=self._abort,
+            keys_prefix_by_version=keys_prefix_by_version,
+            stream_interval=stream_interval,
+        )
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"},
@@ -88,130 +81,76 @@ class SGLangClient:
 
     def note_version(self, version: int) -> None:
         """The engine serves `version` now, so prefixes of older ones are of no use."""
-        self._latest_version = max(self._latest_version, version)
+        self._calls.note_version(version)
 
     # Generation ----------------------------------------------------------------------------------
 
     async def generate(
-        self, requests: Sequence[SampleRequest], sampling: Sampling
-    ) -> AsyncGenerator[Event]:
+        self, sample: Sample, request_id: str, on_arrival: Callable[[], None] | None = None
+    ) -> None:
         """See `EngineClient.generate`."""
-        unfinished = {request.request_id: index for index, request in enumerate(requests)}
-        begun: set[int] = set()
-        try:
-            async with aclosing(self._stream(self._generate_body(requests, sampling))) as answers:
-                async for answer in answers:
-                    for event in self._events(answer, unfinished, begun):
-                        yield event
-        except httpx.HTTPError as error:
-            raise self._failure("/generate", error) from error
-        except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
-            raise EngineError(
-                f"{self._name} answered /generate in a form that SGLang 0.5.20 does not have: "
-                f"{error!r}"
-            ) from error
-        finally:
-            if unfinished:
-                await self._abort(unfinished)
-        if unfinished:
-            raise EngineError(
-                f"{self._name} ended an answer before {len(unfinished)} of its samples"
-            )
+        await self._calls.generate(sample, request_id, on_arrival)
 
-    def _generate_body(
-        self, requests: Sequence[SampleRequest], sampling: Sampling
-    ) -> dict[str, object]:
-        body: dict[str, object] = {
-            "rid": [request.request_id for request in requests],
-            "input_ids": [list(request.tokens) for request in requests],
-            "sampling_params": {
-                "temperature": sampling.temperature,
-                "max_new_tokens": sampling.max_new_tokens,
-                "stream_interval": STREAM_INTERVAL,
-            },
-            "return_logprob": True,
-            "stream": True,
-        }
-        if self._keys_prefix:
-            body["extra_key"] = f"v{self._latest_version}"
-        return body
+    def stop(self, request_id: str) -> None:
+        """See `EngineClient.stop`."""
+        self._calls.stop(request_id)
+
+    @property
+    def num_preemptions(self) -> int:
+        """See `LoadSource.num_preemptions`."""
+        return self._calls.num_preemptions
+
+    async def load(self) -> EngineLoad | None:
+        """See `LoadSource.load`."""
+        path = "/v1/loads"
+        try:
+            response = await self._http.get(
+                path, params={"include": "core"}, timeout=LOAD_TIMEOUT_S
+            )
+        except httpx.HTTPError as error:
+            raise self._failure(path, error) from error
+        if response.status_code != httpx.codes.OK or not (loads := response.json()["loads"]):
+            return None
+        return EngineLoad(
+            num_running=sum(load["num_running_reqs"] for load in loads),
+            num_queued=sum(load["num_waiting_reqs"] for load in loads),
+            num_tokens=sum(load["num_total_tokens"] for load in loads),
+            capacity=sum(load["max_total_num_tokens"] for load in loads),
+            kv_usage=max(load["token_usage"] for load in loads),
+        )
 
     async def _stream(self, body: Mapping[str, object]) -> AsyncGenerator[dict[str, Any]]:
         """The JSON objects of a server-sent event stream."""
-        async with self._http.stream("POST", "/generate", json=body) as response:
-            if response.status_code != httpx.codes.OK:
-                await response.aread()
-                raise self._refusal("/generate", response)
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    yield cast(dict[str, Any], json.loads(line.removeprefix("data: ")))
-
-    def _events(
-        self, answer: Mapping[str, Any], unfinished: dict[str, int], begun: set[int]
-    ) -> list[Event]:
-        if "error" in answer:
-            raise EngineError(f"{self._name} refused /generate: {answer['error']}")
-        meta = answer["meta_info"]
-        index = unfinished[meta["id"]]
-        if meta["finish_reason"] is None:
-            if index in begun or not _VERSION.fullmatch(meta["weight_version"]):
-                return []  # a sign of life; a bad version is refused at the sample's end
-            begun.add(index)
-            return [FirstToken(index=index, version=int(meta["weight_version"]))]
-        del unfinished[meta["id"]]
+        path = "/generate"
         try:
-            generation = self._generation(index, answer)
-        except (BadLogprobs, EngineError) as error:
-            return [Refused(index=index, error=error)]
-        self.note_version(generation.version_spans[-1].version)
-        return [generation]
+            async with self._http.stream("POST", path, json=body) as response:
+                if response.status_code != httpx.codes.OK:
+                    await response.aread()
+                    raise self._call_error(response)
+                async for line in _lines(response):
+                    if line.startswith(b"data: {"):
+                        part = cast(dict[str, Any], json.loads(line[len(b"data: ") :]))
+                        if "error" in part:
+                            raise CallRefused(f"{self._name} refused {path}: {part['error']}")
+                        yield part
+        except httpx.HTTPError as error:
+            raise self._failure(path, error) from error
 
-    def _generation(self, index: int, answer: Mapping[str, Any]) -> Generation:
-        meta, output_ids = answer["meta_info"], answer["output_ids"]
-        reason = meta["finish_reason"]
-        if reason["type"] not in ("stop", "length"):
-            raise EngineError(f"{self._name} gave a sample up: {reason.get('message') or reason}")
-        if not output_ids:
-            raise EngineError(f"{self._name} returned a sample without a token")
-        pairs = meta.get("output_token_logprobs") or []
-        if [pair[1] for pair in pairs] != output_ids:
-            raise BadLogprobs("the log-probabilities are those of other tokens than were returned")
-        return Generation(
-            index=index,
-            output_ids=tuple(output_ids),
-            logprobs=check_logprobs([pair[0] for pair in pairs], len(output_ids)),
-            version_spans=self._spans(meta.get("weight_versions") or [], len(output_ids)),
-            finish_reason=reason["type"],
-        )
+    def _call_error(self, response: httpx.Response) -> EngineError:
+        error = self._refusal("/generate", response)
+        if response.status_code in (
+            httpx.codes.BAD_REQUEST,
+            httpx.codes.REQUEST_ENTITY_TOO_LARGE,
+            httpx.codes.UNPROCESSABLE_ENTITY,
+        ):
+            return CallRefused(str(error))
+        return error
 
-    def _spans(self, spans: Sequence[Mapping[str, Any]], length: int) -> tuple[VersionSpan, ...]:
-        end, parsed = 0, []
-        for span in spans:
-            if span["start"] != end or span["end"] <= end:
-                break
-            end = span["end"]
-            version = self._version(span["version"])
-            parsed.append(VersionSpan(version=version, start=span["start"], end=end))
-        if end != length:
-            raise EngineError(
-                f"{self._name}: the version spans {list(spans)} do not cover {length} tokens"
-            )
-        return merge_spans(parsed)
-
-    def _version(self, text: str) -> int:
-        if not _VERSION.fullmatch(text):
-            raise EngineError(
-                f"{self._name} served weights of version {text!r}, which no trainer published"
-            )
-        return int(text)
-
-    async def _abort(self, request_ids: Sequence[str] | Mapping[str, int]) -> None:
-        """Frees the engine from samples that nobody waits for; a dead engine needs no abort."""
-        calls = [
-            self._http.post("/abort_request", json={"rid": rid}, timeout=ABORT_TIMEOUT_S)
-            for rid in request_ids
-        ]
-        await asyncio.gather(*calls, return_exceptions=True)
+    async def _abort(self, request_id: str) -> None:
+        """Best effort: a dead engine needs no abort."""
+        with suppress(httpx.HTTPError, TimeoutError):
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await self._http.post("/abort_request", json={"rid": request_id})
 
     # Weights -------------------------------------------------------------------------------------
 
@@ -235,7 +174,7 @@ class SGLangClient:
     async def served_version(self) -> int:
         """The version that the engine says it serves."""
         info = await self._model_info(CONTROL_TIMEOUT_S)
-        return self._version(str(info["weight_version"]))
+        return read_version(self._name, str(info["weight_version"]))
 
     async def update_from_disk(self, folder: str, version: int, timeout_s: float) -> None:
         """Load the safetensors files of `folder`. An error may leave the weights torn."""
@@ -309,6 +248,7 @@ class SGLangClient:
         return False
 
     async def close(self) -> None:
+        await self._calls.close()
         await self._http.aclose()
 
     async def _routes(self) -> Mapping[str, object]:
@@ -354,3 +294,13 @@ def _update(version: int) -> dict[str, object]:
     An abort would give up requests that are to go on.
     """
     return {"flush_cache": False, "abort_all_requests": False, "weight_version": str(version)}
+
+
+async def _lines(response: httpx.Response) -> AsyncGenerator[bytes]:
+    """Without their ends; httpx's own decodes each, at several times the price."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
+    yield rest

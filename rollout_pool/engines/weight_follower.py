@@ -4,7 +4,8 @@
               ▲                   max_concurrent_commits     held staged                 │
               └──────────────────────────────────────────────────────────────────────────┘
 
-A slow engine skips versions. Nothing here waits on the trainer or on another engine but the gate,
+A slow engine skips versions, and one that is pinned stays where it is until it is released.
+Nothing here waits on the trainer or on another engine but the gate,
 and a place in the gate ends by itself.
 """
 
@@ -17,8 +18,10 @@ from pathlib import Path
 
 from buffer.run_state import RunState
 from configs.schema import WeightSyncConfig
+from rollout_pool.cancelling import end_tasks
 from rollout_pool.engines.commit import CommitReport, Committer, TornEngine
 from rollout_pool.engines.liveness import Answers
+from rollout_pool.engines.version_pin import VersionPin
 from rollout_pool.generation import EngineError
 from weight_sync.receiver_client import ReceiverClient, StagedVersion
 from weight_sync.types import WeightSyncError
@@ -51,6 +54,7 @@ class WeightFollower:
         state: RunState,
         committer: Committer,
         answers: Answers,
+        pin: VersionPin,
     ) -> None:
         """`receiver` is looked up in the run's state; `key` opens it.
 
@@ -63,6 +67,7 @@ class WeightFollower:
         self._state = state
         self._committer = committer
         self._answers = answers
+        self._pin = pin
         self._client: ReceiverClient | None = None
         self._served = -1
         self._num_failures = 0
@@ -70,20 +75,43 @@ class WeightFollower:
     async def run(self) -> None:
         """Never returns. Raises TornEngine when the engine must be started again."""
         while True:
-            if (offered := await self._newest(LONG_POLL_S)) is None:
-                continue
-            try:
-                has_committed = await self._take(offered)
-            except TornEngine:
-                raise
-            except EngineError as error:
-                self._note_failure(error)
-                has_committed = False
-            if not has_committed:
+            offered = await self._newest_unless_pinned()
+            if self._pin.is_away:
+                await self._pin.wait_free()
+                await self._rejoin()
+            elif offered is not None and not await self._try(offered):
                 await asyncio.sleep(LOOK_AGAIN_S)
 
     async def close(self) -> None:
         await self._forget_receiver()
+
+    async def _rejoin(self) -> None:
+        """Counts again among the engines that serve, if possible with the newest version."""
+        self._pin.is_away = False
+        newest = await self._newest(timeout_s=0)
+        has_committed = newest is not None and await self._try(newest)
+        if not has_committed and not self._pin.is_away:
+            await self._state.record_commits({self._engine: self._served})
+
+    async def _try(self, offered: StagedVersion) -> bool:
+        """Whether a version was committed. Raises TornEngine."""
+        try:
+            return await self._take(offered)
+        except TornEngine:
+            raise
+        except EngineError as error:
+            self._note_failure(error)
+            return False
+
+    async def _newest_unless_pinned(self) -> StagedVersion | None:
+        """The next version, after a while None; None at once when the engine is pinned."""
+        polling = asyncio.create_task(self._newest(LONG_POLL_S))
+        pinning = asyncio.create_task(self._pin.wait_pinned())
+        try:
+            await asyncio.wait({polling, pinning}, return_when=asyncio.FIRST_COMPLETED)
+            return polling.result() if polling.done() else None
+        finally:
+            await end_tasks({polling, pinning})
 
     async def _newest(self, timeout_s: float) -> StagedVersion | None:
         """The newest version above the served one; None if there is none, or no receiver, yet."""
@@ -121,8 +149,14 @@ class WeightFollower:
                 return False
             if staged.version != offered.version:  # a newer one, which came at the gate
                 seen_at, offered_at = time.time(), time.monotonic()
+            if not self._pin.take(staged.version):
+                await self._let_go(staged)
+                return False
             try:
                 report = await self._commit(staged)
+            except EngineError:
+                self._pin.note_served(self._served)  # a torn one is lost, which is told elsewhere
+                raise
             finally:
                 await self._let_go(staged)
         finally:
@@ -137,6 +171,7 @@ class WeightFollower:
                 "staged_to_commit_s": time.monotonic() - offered_at,
             },
         )
+        self._pin.note_served(staged.version)
         return True
 
     async def _is_alive(self) -> bool:

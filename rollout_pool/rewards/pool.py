@@ -1,37 +1,37 @@
-"""Scores samples as they end, in processes of their own, so that generation never waits for it.
+"""Scores parts of rewards as episodes end, in processes of their own, aside from generation.
 
-A sample whose scorer hangs or crashes gets no reward; its process is killed and started again, and
-no other sample notices more than one process fewer for a moment.
+A request whose process hangs gets no reward; one whose process dies is asked again once, elsewhere.
+Either way the process is replaced, and no other request notices more than one process fewer for a
+moment.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
-from dataclasses import dataclass
+import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, cast
 
 from configs.rollout_schema import TaskConfig
+from rollout_pool.cancelling import end_tasks
+from rollout_pool.rewards.part import PartScore
 from rollout_pool.rewards.process import encode_config
-from rollout_pool.tasks.task import Prompt
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 DEFAULT_FACTORY = "rollout_pool.tasks.task:build_task"
-_REPLY_LIMIT = 2**20  # characters; a longer line is a broken process
+MAX_ASKED = 2
+"""Times that a request may cost a process its life."""
+_REPLY_LIMIT = 2**20  # bytes; a longer line is a broken process
 
 
 class RewardError(RuntimeError):
     """The reward pool cannot work at all; the message says why."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Score:
-    """Of one sample. `failure` says why there is no honest reward; `reward` is then 0."""
-
-    reward: float
-    failure: str | None = None
 
 
 class RewardPool:
@@ -52,7 +52,8 @@ class RewardPool:
         self._scorers = [_Scorer(command, log_path) for _ in range(num_processes)]
         self._idle: asyncio.Queue[_Scorer] = asyncio.Queue()
         self._timeout_s = timeout_s
-        self._asking: set[asyncio.Task[Score]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
         self.num_restarts = 0
         """Processes that had to be replaced."""
 
@@ -62,46 +63,79 @@ class RewardPool:
         for scorer in self._scorers:
             self._idle.put_nowait(scorer)
 
-    async def score(self, prompt: Prompt, completion: str) -> Score:
-        """The sample's score; waits for a free process, then at most `timeout_s`."""
-        request = {
-            "index": prompt.index,
-            "is_held_out": prompt.is_held_out,
-            "text": prompt.text,
-            "completion": completion,
-        }
+    async def score(self, request: bytes) -> PartScore:
+        """The answer to one line of JSON; waits for a free process, then at most `timeout_s`."""
+        came = time.monotonic()
         scorer = await self._idle.get()
-        asking = asyncio.create_task(self._ask(scorer, request))
-        self._asking.add(asking)
-        asking.add_done_callback(self._asking.discard)
+        if self._is_closed:
+            self._idle.put_nowait(scorer)  # for the next who waits in vain
+            return PartScore(value=0.0, failure="the reward pool was closed")
         # A caller that gives up leaves the process to end its answer; killing it would cost more.
-        return await asyncio.shield(asking)
-
-    async def _ask(self, scorer: _Scorer, request: dict[str, object]) -> Score:
-        is_well = False
-        try:
-            if not scorer.is_alive:
-                await scorer.start()
-            reply = await asyncio.wait_for(scorer.ask(request), self._timeout_s)
-            is_well = True
-        except TimeoutError:
-            return Score(reward=0.0, failure=f"no reward within {self._timeout_s:g} s")
-        except ConnectionError:
-            return Score(reward=0.0, failure="the scoring process died")
-        finally:
-            if not is_well:
-                self.num_restarts += 1
-                await scorer.kill()
-            self._idle.put_nowait(scorer)
-        if "error" in reply:
-            return Score(reward=0.0, failure=str(reply["error"]))
-        return Score(reward=float(reply["reward"]))
+        return await asyncio.shield(self._spawn(self._answer(scorer, request, came)))
 
     async def close(self) -> None:
-        for asking in self._asking:
-            asking.cancel()
-        await asyncio.gather(*self._asking, return_exceptions=True)
+        """Whoever still asks gets no answer."""
+        self._is_closed = True
+        await end_tasks(self._tasks)
         await asyncio.gather(*(scorer.kill() for scorer in self._scorers))
+        if self._idle.empty():
+            self._idle.put_nowait(self._scorers[0])
+
+    async def _answer(self, scorer: _Scorer, request: bytes, came: float) -> PartScore:
+        waited_s = time.monotonic() - came
+        for asked in range(MAX_ASKED):
+            if asked:
+                waiting = time.monotonic()
+                scorer = await self._idle.get()
+                waited_s += time.monotonic() - waiting
+            try:
+                return await self._ask(scorer, request, waited_s)
+            except ConnectionError:
+                log.warning(
+                    "a scoring process died over a request, which was asked %d times", asked
+                )
+        return PartScore(value=0.0, failure="the scoring process died", waited_s=waited_s)
+
+    async def _ask(self, scorer: _Scorer, request: bytes, waited_s: float) -> PartScore:
+        """Gives the process back, or has it replaced. Raises ConnectionError if it died."""
+        is_well = False
+        try:
+            if not scorer.is_alive:  # killed while it was idle, or could not be started before
+                self.num_restarts += 1
+                await scorer.start()
+            async with asyncio.timeout(self._timeout_s):
+                reply = await scorer.ask(request)
+            is_well = True
+        except TimeoutError:
+            failure = f"no reward within {self._timeout_s:g} s"
+            return PartScore(value=0.0, failure=failure, waited_s=waited_s)
+        except (RewardError, ValueError) as error:
+            return PartScore(value=0.0, failure=str(error), waited_s=waited_s)
+        finally:
+            if is_well:
+                self._idle.put_nowait(scorer)
+            elif not self._is_closed:
+                self._spawn(self._replace(scorer))
+        if "error" in reply:
+            return PartScore(value=0.0, failure=str(reply["error"]), waited_s=waited_s)
+        return PartScore(value=float(reply["reward"]), waited_s=waited_s)
+
+    async def _replace(self, scorer: _Scorer) -> None:
+        """Others go on meanwhile; one that does not start is tried again by who needs it."""
+        self.num_restarts += 1
+        try:
+            await scorer.kill()
+            await scorer.start()
+        except (RewardError, ValueError) as error:
+            log.error("%s", error)
+        finally:
+            self._idle.put_nowait(scorer)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
 
 class _Scorer:
@@ -117,16 +151,18 @@ class _Scorer:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        with self._log_path.open("ab") as log:
+        """Raises RewardError if it does not start, ValueError if it refuses its settings."""
+        with self._log_path.open("ab") as log_file:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                stderr=log,
+                stderr=log_file,
                 limit=_REPLY_LIMIT,
             )
         try:
-            greeting = await asyncio.wait_for(self._read(), START_TIMEOUT_S)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                greeting = await self._read()
         except (TimeoutError, ConnectionError) as error:
             await self.kill()
             raise RewardError(
@@ -137,19 +173,22 @@ class _Scorer:
             await self.kill()
             raise ValueError(str(greeting["error"]))
 
-    async def ask(self, request: dict[str, object]) -> dict[str, Any]:
+    async def ask(self, request: bytes) -> dict[str, Any]:
         """Raises ConnectionError if the process dies over it."""
         assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.write(request + b"\n")
         await self._process.stdin.drain()
         return await self._read()
 
     async def _read(self) -> dict[str, Any]:
         assert self._process is not None and self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        if not line.endswith(b"\n"):
-            raise ConnectionError("the scoring process closed its output")
-        return cast(dict[str, Any], json.loads(line))
+        try:
+            line = await self._process.stdout.readline()
+            if not line.endswith(b"\n"):
+                raise ConnectionError("the scoring process closed its output")
+            return cast(dict[str, Any], json.loads(line))
+        except ValueError as error:  # longer than any reply, or none
+            raise ConnectionError(f"the scoring process talks nonsense: {error}") from error
 
     async def kill(self) -> None:
         if self._process is not None and self._process.returncode is None:

@@ -1,34 +1,36 @@
 """One scoring process: `python -m rollout_pool.rewards.process <factory> <task config as JSON>`.
 
-It builds the task once, says so, and then answers one line of JSON with one line of JSON until its
-standard input ends:
+It builds the task and loads the reward functions once, says so, and then answers one line of JSON
+(see `part`) with one line of JSON until its standard input ends:
 
-    {"index": 7, "is_held_out": false, "text": "3 + 4 =", "completion": "7"}  ->  {"reward": 1.0}
-                                                                       or  {"error": "why not"}
+    {"part": "brevity", "prompt": {...}, "answer": "7", ...}  ->  {"reward": 1.0}
+                                                          or  {"error": "why not"}
 
-A process of its own because a scorer runs what a model wrote: it may hang or crash.
+A process of its own because a scorer runs what a model wrote: it may hang or crash. Everything is
+run in its main thread, where the libraries that limit their own time with signals need to be.
 """
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
-import importlib
-import importlib.util
 import json
+import logging
 import math
 import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TextIO
 
 from configs.choices import RewardKind, TaskKind, ToolParser
 from configs.rollout_schema import RewardConfig, TaskConfig
-from rollout_pool.tasks.task import Prompt, Task
+from rollout_pool.rewards.part import PartRequest, decode_request
+from rollout_pool.tasks.dotted import load_callable
+from rollout_pool.tasks.task import Task
 
-TaskFactory = Callable[[TaskConfig], Task]
+PartScorer = Callable[[PartRequest], object]
+"""What it returns should be a number, but a user may have written it."""
 
 
 def encode_config(config: TaskConfig) -> str:
@@ -46,35 +48,50 @@ def decode_config(text: str) -> TaskConfig:
     return TaskConfig(**fields, kind=kind, tool_parser=parser, rewards=rewards)
 
 
-def load_factory(name: str) -> TaskFactory:
-    """The function `module:function` or `file.py:function` that makes a task from its config.
+def load_parts(task: Task, config: TaskConfig) -> dict[str, PartScorer]:
+    """Who scores each part that is scored in a process; "" is the task itself.
 
-    Raises ValueError naming what is missing.
+    Raises ValueError naming the setting that is at fault.
     """
-    place, _, function = name.rpartition(":")
-    try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            if spec is None or spec.loader is None:
-                raise ImportError(f"{place} is no Python file")
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-        return cast(TaskFactory, getattr(module, function))
-    except (ImportError, OSError, AttributeError, ValueError) as error:
-        raise ValueError(f"task factory {name!r}: {error}") from error
+    parts: dict[str, PartScorer] = {"": _by_task(task)}
+    for name, reward in config.rewards.items():
+        setting = f"task.rewards.{name}"
+        if reward.kind is RewardKind.task:
+            parts[name] = parts[""]
+        elif reward.kind is RewardKind.function:
+            assert reward.function is not None, name
+            parts[name] = _by_function(load_callable(reward.function, f"{setting}.function"))
+        elif reward.kind is RewardKind.code_tests:
+            parts[name] = _by_tests(task, setting)
+    return parts
 
 
-def answer(task: Task, request: dict[str, Any]) -> dict[str, object]:
-    """The reply to one request; whatever the scorer raises costs this sample alone."""
-    prompt = Prompt(
-        index=request["index"], is_held_out=request["is_held_out"], text=request["text"]
-    )
+def _by_task(task: Task) -> PartScorer:
+    return lambda request: task.score(request.prompt, request.episode.answer)
+
+
+def _by_function(function: Callable[..., object]) -> PartScorer:
+    return lambda request: function(request.prompt, request.episode)
+
+
+def _by_tests(task: Task, setting: str) -> PartScorer:
+    from rollout_pool.rewards.code_tests import CodeTests
+
+    tests = CodeTests(task, setting)
+    return lambda request: tests.score(request.prompt, request.episode.answer)
+
+
+def answer(parts: dict[str, PartScorer], line: str) -> dict[str, object]:
+    """The reply to one request; whatever a scorer raises costs this part alone."""
+    request = decode_request(line)
     try:
-        reward = float(task.score(prompt, request["completion"]))
+        given = parts[request.part](request)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:500]}
+    try:
+        reward = float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return {"error": f"the reward is no number but {given!r}"[:500]}
     if not math.isfinite(reward):
         return {"error": f"the reward is {reward}"}
     return {"reward": reward}
@@ -82,15 +99,18 @@ def answer(task: Task, request: dict[str, Any]) -> dict[str, object]:
 
 def main(argv: list[str]) -> None:
     _die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     replies = _own_stdout()
     try:
-        task = load_factory(argv[0])(decode_config(argv[1]))
-    except ValueError as error:
+        config = decode_config(argv[1])
+        task: Task = load_callable(argv[0], "task.factory")(config)
+        parts = load_parts(task, config)
+    except (ValueError, RuntimeError) as error:
         _write(replies, {"error": str(error)})
         return
     _write(replies, {"ready": task.name})
     for line in sys.stdin:
-        _write(replies, answer(task, json.loads(line)))
+        _write(replies, answer(parts, line))
 
 
 def _die_with_parent() -> None:

@@ -11,6 +11,7 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from configs.rollout_schema import TaskConfig
+from rollout_pool.tasks.single_turn import SingleTurnTask
 from rollout_pool.tasks.task import Prompt, PromptCut
 
 CHUNK = 1000
@@ -55,10 +56,11 @@ class _Questions:
         return self.generator(index // CHUNK)[index % CHUNK]
 
 
-class ReasoningGymTask:
+class ReasoningGymTask(SingleTurnTask):
     """A reasoning-gym data set; the reward is the library's own score, from 0 to 1."""
 
     def __init__(self, config: TaskConfig) -> None:
+        super().__init__(config)
         _check(config)
         self.name = config.name
         self._cut = PromptCut(config)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from configs.choices import TaskKind
 from configs.rollout_schema import TaskConfig
+from rollout_pool.envs.env import Env, Message
 
 MAX_SKIPS = 100_000
 """So many held-out prompts in a row mean that nothing else is left to train on."""
@@ -55,7 +56,16 @@ class Task(Protocol):
         ...
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        """Reward of the policy's answer; higher is better."""
+        """Reward of the policy's last answer; higher is better."""
+        ...
+
+    def environment(self, prompt: Prompt) -> Env:
+        """A fresh environment for one episode of this prompt."""
+        ...
+
+    def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
+        """The episode as it should go, from the first message to the last answer: the warm start
+        learns what the assistant says in it."""
         ...
 
 
@@ -117,7 +127,7 @@ def build_task(config: TaskConfig) -> Task:
 
     Raises ValueError naming the setting for an unknown task, bad parameters or bad data.
     """
-    # Imported here: each brings libraries that take seconds to import and the other does not need.
+    # Imported here: each brings libraries that take seconds to import and the others do not need.
     match config.kind:
         case TaskKind.reasoning_gym:
             from rollout_pool.tasks.generated import ReasoningGymTask
@@ -127,12 +137,29 @@ def build_task(config: TaskConfig) -> Task:
             from rollout_pool.tasks.gsm8k import Gsm8kTask
 
             return Gsm8kTask(config)
-        case _:
-            raise ValueError(f"task.kind={config.kind.name}: there is no such task yet")
+        case TaskKind.math:
+            from rollout_pool.tasks.math_problems import MathTask
+
+            return MathTask(config)
+        case TaskKind.code:
+            from rollout_pool.tasks.programs import CodeTask
+
+            return CodeTask(config)
+        case TaskKind.alphabet_sort:
+            from rollout_pool.tasks.alphabet_sort import AlphabetSortTask
+
+            return AlphabetSortTask(config)
+        case TaskKind.verifiers:
+            from rollout_pool.tasks.verifiers_task import VerifiersTask
+
+            return VerifiersTask(config)
+        case TaskKind.custom:
+            from rollout_pool.tasks.custom import custom_task
+
+            return custom_task(config)
 
 
-def supervised_texts(task: Task, num_examples: int) -> list[tuple[str, str]]:
-    """(prompt, right answer) of the first training prompts, for the supervised warm-up."""
+def demonstrations(task: Task, num_examples: int) -> list[tuple[Message, ...]]:
+    """Conversations of the first training prompts as they should go, for the warm start."""
     stream = TaskStream(task, 0, 1)
-    prompts = (next(stream) for _ in range(num_examples))
-    return [(prompt.text, task.solution(prompt)) for prompt in prompts]
+    return [task.demonstration(next(stream)) for _ in range(num_examples)]

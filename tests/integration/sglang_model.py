@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from contextlib import aclosing
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from buffer.types import SamplingParams
 from configs.choices import PauseMode
 from configs.rollout_schema import EngineConfig
 from rollout_pool.engines.engine import EngineSpec
-from rollout_pool.generation import FirstToken, SampleRequest, Sampling
+from rollout_pool.samples import Sample
 
 EOS = 258
 PROMPT = [257, 5, 17, 99, 200, 33, 42]
@@ -42,9 +43,11 @@ def build_model(folder: Path, seed: int) -> Qwen3ForCausalLM:
     return model
 
 
-def engine_spec(model_path: Path, log_path: Path, *, max_restarts: int = 3) -> EngineSpec:
+def engine_spec(
+    model_path: Path, log_path: Path, *, max_restarts: int = 3, name: str = "engine-0"
+) -> EngineSpec:
     return EngineSpec(
-        name="engine-0",
+        name=name,
         config=EngineConfig(
             max_running_requests=32,
             start_timeout_s=180,
@@ -76,35 +79,45 @@ def stage(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
+def make_sample(index, *, max_new_tokens, temperature=1.0, name=""):
+    return Sample(
+        sample_id=f"{name}{time.monotonic_ns()}.{index}",
+        prompt=[*PROMPT, index],
+        sampling=SamplingParams(temperature=temperature),
+        max_new_tokens=max_new_tokens,
+    )
+
+
 async def sample(client, count, *, max_new_tokens, temperature=1.0, on_begun=None, name=""):
-    """The last event of each sample; calls `on_begun` once all have their first token."""
-    requests = [
-        SampleRequest(request_id=f"{name}{time.monotonic_ns()}.{i}", tokens=[*PROMPT, i])
+    """Ended samples; calls `on_begun` once all have their first token."""
+    samples = [
+        make_sample(i, max_new_tokens=max_new_tokens, temperature=temperature, name=name)
         for i in range(count)
     ]
-    sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
-    ends, begun = {}, set()
-    async with aclosing(client.generate(requests, sampling)) as events:
-        async for event in events:
-            begun.add(event.index)  # one that ends with its first token has no other event
-            if len(begun) == count and on_begun is not None:
-                on_begun()
-            if not isinstance(event, FirstToken):
-                ends[event.index] = event
-    return [ends[index] for index in range(count)]
+
+    def on_arrival():
+        if on_begun is not None and all(sample.output_ids for sample in samples):
+            on_begun()
+
+    calls = [client.generate(sample, f"{sample.sample_id}!", on_arrival) for sample in samples]
+    ends = await asyncio.gather(*calls, return_exceptions=True)
+    for end in ends:
+        if end is not None:
+            raise end
+    assert all(sample.finish_reason for sample in samples)
+    return samples
 
 
-def logprobs_of(model, index, generation, temperature):
+def logprobs_of(model, sample, temperature):
     """Hugging Face's log-probability of each token that the engine sampled."""
-    prompt = [*PROMPT, index]
-    tokens = torch.tensor([[*prompt, *generation.output_ids]])
+    tokens = torch.tensor([[*sample.prompt, *sample.output_ids]])
     with torch.no_grad():
-        logits = model(tokens).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
+        logits = model(tokens).logits[0, len(sample.prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, tokens[0, len(sample.prompt) :, None])[:, 0]
 
 
-def worst_difference(model, generations, temperature):
+def worst_difference(model, samples, temperature):
     return max(
-        (logprobs_of(model, i, g, temperature) - torch.tensor(g.logprobs)).abs().max().item()
-        for i, g in enumerate(generations)
+        (logprobs_of(model, s, temperature) - torch.tensor(s.logprobs)).abs().max().item()
+        for s in samples
     )

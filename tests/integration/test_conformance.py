@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -172,7 +173,9 @@ def _group(group_id: str, version: int, index: int = 0, num_tokens: int = 32) ->
         finish_reason="stop",
     )
     prompt = PromptRef(task="sums", index=index, attempt=0)
-    return TrajectoryGroup(group_id=group_id, prompt=prompt, trajectories=(trajectory,) * 2)
+    return TrajectoryGroup(
+        group_id=group_id, prompt=prompt, trajectories=(trajectory, replace(trajectory, episode=1))
+    )
 
 
 async def _produce(buffer: ReplayBuffer, name: str, version: int, number: int) -> list[str]:

@@ -28,6 +28,9 @@ CONNECT = ["ping", "info", "client|setinfo", "cluster|slots", "script|load", "ev
 ROLLOUT_SCRIPTS = [
     "admit",
     "renew_credits",
+    "begin",
+    "fail",
+    "reclaim",
     "abandon",
     "push",
     "space",
@@ -211,10 +214,21 @@ async def test_each_role_can_do_its_work(
     stopped = await rollout.admit("stopped", 5)
     await rollout.abandon(stopped.group_id, "stale", PromptRef(task="sums", index=1, attempt=0))
     assert await rollout.take_retry() is not None
+    for name, end in (("9-lost", rollout.reclaim(9)), ("9-failed", None)):
+        credit = await rollout.admit(name, 5)
+        assert await rollout.begin(credit.group_id, PromptRef(task="sums", index=2), 0, 5)
+        if end is None:
+            assert await rollout.fail(credit.group_id, PromptRef(task="sums", index=2), 1) == -1
+        else:
+            assert await end == 1
+    retry = await rollout.admit("9-again", 5)
+    await rollout.take_retry(retry.group_id)
+    await rollout.abandon(retry.group_id, "stopped")
+    assert len(await watcher.prompt_quarantine.prompts()) == 1
+    assert await controller.prompt_quarantine.release("sums", 2)
     assert await rollout.get_max_staleness() == 2
     await states["rollout"].add_wait("rollout", "trainer", 1.0)
     await states["rollout"].count("tokens_generated", 8)
-    await states["rollout"].set_task_position(0, 5)
     await states["rollout"].heartbeat("rollout-0", {"running": 1})
     assert await states["rollout"].task_positions() == {0: 5}
 

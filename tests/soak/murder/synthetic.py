@@ -15,11 +15,11 @@ _PROMPT_TOKENS = 3
 def synthetic_group(group_id: str, prompt: PromptRef, versions: Sequence[int]) -> TrajectoryGroup:
     """The same group whenever it is made of the same arguments. `versions` ascend."""
     dice = random.Random(group_id)
-    trajectories = tuple(_trajectory(dice, versions) for _ in range(dice.randint(1, 3)))
+    trajectories = tuple(_trajectory(dice, versions, i) for i in range(dice.randint(1, 3)))
     return TrajectoryGroup(group_id=group_id, prompt=prompt, trajectories=trajectories)
 
 
-def _trajectory(dice: random.Random, versions: Sequence[int]) -> Trajectory:
+def _trajectory(dice: random.Random, versions: Sequence[int], episode: int) -> Trajectory:
     lengths = [dice.randint(1, 6) for _ in versions]
     length = _PROMPT_TOKENS + sum(lengths)
     tokens, mask = np.zeros(length, np.int32), np.zeros(length, np.uint8)
@@ -37,6 +37,7 @@ def _trajectory(dice: random.Random, versions: Sequence[int]) -> Trajectory:
         prompt_length=_PROMPT_TOKENS,
         reward=dice.random(),
         finish_reason="stop",
+        episode=episode,
     )
 
 

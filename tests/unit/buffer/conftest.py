@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def _group(
         finish_reason="stop",
     )
     prompt = PromptRef(task="sums", index=index, attempt=attempt)
-    return TrajectoryGroup(group_id=group_id, prompt=prompt, trajectories=(trajectory,) * size)
+    trajectories = tuple(replace(trajectory, episode=i) for i in range(size))
+    return TrajectoryGroup(group_id=group_id, prompt=prompt, trajectories=trajectories)
 
 
 @pytest.fixture(scope="session")
@@ -77,6 +79,9 @@ class CheckedBuffer(ReplayBuffer):
 
     admit = _checked(ReplayBuffer.admit)
     abandon = _checked(ReplayBuffer.abandon)
+    begin = _checked(ReplayBuffer.begin)
+    fail = _checked(ReplayBuffer.fail)
+    reclaim = _checked(ReplayBuffer.reclaim)
     push = _checked(ReplayBuffer.push)
     take_retry = _checked(ReplayBuffer.take_retry)
     lease = _checked(ReplayBuffer.lease)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from zlib import crc32
 
@@ -56,6 +56,7 @@ class Group:
     state: str = "running"
     oldest_possible: int = 0
     has_lost_credit: bool = False
+    has_begun: bool = False
     numbers: list[tuple[int, int]] = field(default_factory=list)
     known_gaps: int = 0
     num_bytes: int = 0
@@ -92,8 +93,11 @@ class Batch(NamedTuple):
 
 
 class PlainBuffer:
-    def __init__(self, settings: BufferConfig, groups_per_step: int) -> None:
+    def __init__(
+        self, settings: BufferConfig, groups_per_step: int, oversampling: float = 1.0
+    ) -> None:
         self.settings = settings
+        self.oversampling = oversampling
         self.groups_per_step = groups_per_step
         self.max_staleness = settings.max_staleness
         self.groups: dict[str, Group] = {}
@@ -101,6 +105,11 @@ class PlainBuffer:
         self.done_steps: set[int] = set()
         self.retries: list[list[PromptRef]] = [[] for _ in range(settings.shards)]
         self.orders = [0] * settings.shards
+        self.positions: dict[int, int] = {}
+        self.failures: Counter[tuple[int, str, int]] = Counter()
+        """By shard, task and index of the prompt."""
+        self.poisonous: dict[tuple[int, str, int], tuple[str, int]] = {}
+        """Reason and number of times, by the same."""
         self.engines: dict[str, int] = {}
         self.version = 0
         self.acked_step = -1
@@ -200,7 +209,10 @@ class PlainBuffer:
         lag = engine_lag(self.version, self.engines.values(), self.max_staleness)
         num_shards = self.settings.shards
         limit = admission_limit(
-            max_staleness=self.max_staleness, lag=lag, groups_per_step=self.groups_per_step
+            max_staleness=self.max_staleness,
+            lag=lag,
+            groups_per_step=self.groups_per_step,
+            oversampling=self.oversampling,
         )
         for number in range(num_shards):
             shard = (crc32(group_id.encode()) + number) % num_shards
@@ -210,6 +222,65 @@ class PlainBuffer:
                 self.groups[name] = Group(prompt, oldest_possible=self.version - lag)
                 return name, self.version
         raise TimeoutError("no room")
+
+    def begin(self, name: str, prompt: PromptRef, worker: int, position: int) -> bool:
+        if self.groups[name].state != "running":
+            return False
+        self.groups[name].prompt, self.groups[name].has_begun = prompt, True
+        self.positions[worker] = max(self.positions.get(worker, 0), position)
+        return True
+
+    def take_retry_for(self, name: str) -> PromptRef | None:
+        group, waiting = self.groups[name], self.retries[self.shard_of(name)]
+        if group.state != "running":
+            return None
+        if not group.has_begun:
+            if not waiting:
+                return None
+            group.prompt, group.has_begun = waiting.pop(0), True
+        return group.prompt
+
+    def fail(self, name: str, prompt: PromptRef, max_failures: int) -> int:
+        if self.groups[name].state != "running":
+            return 0
+        self.groups[name].state = "abandoned"
+        self.abandoned += 1
+        key = self.shard_of(name), prompt.task, prompt.index
+        self.failures[key] += 1
+        times = self.failures[key]
+        if times >= max_failures:
+            del self.failures[key]
+            self.poisonous[key] = "failed", times
+            return -times
+        self.retries[key[0]].append(prompt)
+        return times
+
+    def lose(self, name: str) -> None:
+        """Whoever ran it is gone."""
+        group, shard = self.groups[name], self.shard_of(name)
+        self.abandoned += 1
+        group.state = "lost" if group.has_begun else "abandoned"
+        if not group.has_begun:
+            return
+        prompt = replace(group.prompt, reruns=group.prompt.reruns + 1)
+        if prompt.reruns > 1:
+            self.poisonous[shard, prompt.task, prompt.index] = "worker_died", prompt.reruns
+        else:
+            self.retries[shard].append(prompt)
+
+    def reclaim(self, worker: int) -> int:
+        lost = [name for name in self.ids("running") if name.startswith(f"{worker}-")]
+        for name in lost:
+            self.lose(name)
+        return len(lost)
+
+    def end_quarantine(self, task: str, index: int, *, run_again: bool) -> bool:
+        found = [key for key in self.poisonous if key[1:] == (task, index)]
+        for key in found:
+            del self.poisonous[key]
+            if run_again:
+                self.retries[key[0]].append(PromptRef(task=task, index=index))
+        return bool(found)
 
     def renew_credits(self, names: Iterable[str]) -> int:
         running = [name for name in names if self.groups[name].state == "running"]
@@ -395,8 +466,7 @@ class PlainBuffer:
         before = {name: group.state for name, group in self.groups.items()}
         for name in self.ids("running"):
             if self.groups[name].has_lost_credit:
-                self.groups[name].state = "abandoned"
-                self.abandoned += 1
+                self.lose(name)
         self.expire()
         moved = sum(before[name] != group.state for name, group in self.groups.items())
         ready = self.ids("ready")
@@ -426,11 +496,11 @@ class PlainBuffer:
         if lineage in self.lineages[:-1]:
             raise NotOwnerError("a later trainer")
         if lineage != self.lineages[-1]:
-            self.begin(lineage, step, version, resume_version)
+            self.begin_lineage(lineage, step, version, resume_version)
             self.reconciled = self.sort_out(step, set(acked))
         return self.reconciled
 
-    def begin(self, lineage: str, step: int, version: int, resume_version: int) -> None:
+    def begin_lineage(self, lineage: str, step: int, version: int, resume_version: int) -> None:
         last = renumber_version(version, self.gaps)
         last = -1 if last is None else last
         is_newest = last == resume_version == self.version

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer.chunks import join_payload, split_payload
-from buffer.codec import COLUMN_DTYPES, decode_group, encode_group
-from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+from buffer.codec import decode_group, encode_group
+from buffer.description import COLUMN_DTYPES
+from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 
 
 @st.composite
@@ -53,6 +54,32 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     )
 
 
+@st.composite
+def episodes(draw: st.DrawFn) -> tuple[Trajectory, ...]:
+    """Some trajectories of which some are of one episode, whose reward they have, in any order."""
+    members = draw(st.lists(trajectories(), min_size=1, max_size=4))
+    several = draw(st.lists(st.integers(0, 3), min_size=len(members), max_size=len(members)))
+    numbers = {old: new for new, old in enumerate(draw(st.permutations(sorted({*several}))))}
+    rewards = {old: t.reward for old, t in zip(several, members, strict=True)}
+    return tuple(
+        replace(t, episode=numbers[old], reward=rewards[old])
+        for old, t in zip(several, members, strict=True)
+    )
+
+
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+samplings = st.builds(
+    SamplingParams,
+    temperature=numbers,
+    top_p=numbers,
+    top_k=st.integers(-1, 2**40),
+    min_p=numbers,
+    frequency_penalty=numbers,
+    presence_penalty=numbers,
+    repetition_penalty=numbers,
+)
+
+
 groups = st.builds(
     TrajectoryGroup,
     group_id=st.text(min_size=1, max_size=30),
@@ -62,7 +89,8 @@ groups = st.builds(
         index=st.integers(0, 2**63),
         attempt=st.integers(0, 2**32 - 1),
     ),
-    trajectories=st.lists(trajectories(), min_size=1, max_size=4).map(tuple),
+    trajectories=episodes(),
+    sampling=samplings,
 )
 
 
@@ -75,8 +103,9 @@ def _assert_same(one: Trajectory, other: Trajectory) -> None:
         assert column.dtype == other.columns[name].dtype
         assert column.shape == other.columns[name].shape
         assert np.array_equal(column, other.columns[name])
-    for name in ("version_spans", "prompt_length", "reward", "finish_reason", "reward_parts"):
+    for name in ("version_spans", "prompt_length", "episode", "reward", "finish_reason"):
         assert getattr(one, name) == getattr(other, name), name
+    assert one.reward_parts == other.reward_parts
 
 
 @given(groups, st.booleans())
@@ -84,6 +113,7 @@ def test_a_group_comes_back_as_it_went(group: TrajectoryGroup, compress: bool) -
     copy = decode_group(encode_group(group, compress))
     assert encode_group(copy) == encode_group(group)
     assert (copy.group_id, copy.prompt) == (group.group_id, group.prompt)
+    assert copy.sampling == group.sampling
     assert len(copy.trajectories) == len(group.trajectories)
     for one, other in zip(group.trajectories, copy.trajectories, strict=True):
         _assert_same(one, other)
@@ -93,7 +123,7 @@ def test_a_group_comes_back_as_it_went(group: TrajectoryGroup, compress: bool) -
 def test_a_long_trajectory_takes_eight_bytes_a_token(make_group: Any) -> None:
     group = make_group("long", num_tokens=160_000, prompt_length=1000, size=1)
     data = encode_group(group)
-    assert len(data) < 8.001 * 160_000
+    assert len(data) < 8.002 * 160_000
     assert decode_group(data).num_tokens == 160_000
 
 
@@ -170,7 +200,7 @@ def test_tokens_are_counted_by_version() -> None:
         rollout_logprobs=np.zeros(6, np.float32),
         version_spans=tuple(VersionSpan(version=v, start=a, end=b) for v, a, b in spans),
     )
-    group = replace(_group_of(one), trajectories=(one, _trajectory()))
+    group = replace(_group_of(one), trajectories=(one, _trajectory(episode=1)))
     assert list(one.tokens_by_version.items()) == [(2, 1), (4, 1), (9, 2)]
     assert list(group.tokens_by_version.items()) == [(2, 1), (4, 3), (9, 2)]
     assert (group.min_version, group.max_version, group.num_trainable_tokens) == (2, 9, 6)
@@ -230,6 +260,50 @@ def test_encoding_refuses_what_must_not_be_trained(changes: Any, message: str) -
         encode_group(_group_of(_trajectory(**changes)))
 
 
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([(0, 0.5), (2, 0.5)], "episode 2 among 2"),
+        ([(1, 0.5)], "episode 1 among 1"),
+        ([(0, 0.5), (-1, 0.5)], "trajectory 1"),
+        ([(0, 0.5), (1, 1.0), (0, 0.25)], r"episode 0 have rewards 0\.5 and 0\.25"),
+    ],
+)
+def test_episodes_are_numbered_from_zero_and_have_one_reward_each(
+    members: list[tuple[int, float]], message: str
+) -> None:
+    some = tuple(_trajectory(episode=episode, reward=reward) for episode, reward in members)
+    with pytest.raises(ValueError, match=message):
+        encode_group(replace(_group_of(_trajectory()), trajectories=some))
+
+
+def test_forged_episodes_are_refused() -> None:
+    group = _group_of(_trajectory())
+    both = (_trajectory(), _trajectory(episode=1))
+    data = encode_group(replace(group, trajectories=both))
+    at = data.rindex(struct.pack("<IIIII", 3, 1, 2, 1, 1)) + 16
+    for number, message in ((0, None), (2, "episode 2 among 2"), (2**32 - 1, "among 2")):
+        forged = _reseal(data[:at] + struct.pack("<I", number) + data[at + 4 :])
+        if message is None:
+            assert [t.episode for t in decode_group(forged).trajectories] == [0, 0]
+            continue
+        with pytest.raises(ValueError, match=message):
+            decode_group(forged)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (SamplingParams(temperature=float("nan")), "temperature=nan"),
+        (SamplingParams(repetition_penalty=float("inf")), "holds NaN or infinity"),
+        (SamplingParams(top_k=2**63), "does not fit its fields"),
+    ],
+)
+def test_sampling_that_is_no_number_is_refused(sampling: SamplingParams, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        encode_group(replace(_group_of(_trajectory()), sampling=sampling))
+
+
 def test_a_later_format_is_refused_by_its_number(make_group: Any) -> None:
     data = bytearray(encode_group(make_group("g")))
     data[4] = 9
@@ -270,7 +344,7 @@ def _decodes_or_raises_value_error(data: bytes) -> None:
 @settings(max_examples=300)
 def test_random_bytes_raise_only_value_error(data: bytes) -> None:
     _decodes_or_raises_value_error(data)
-    _decodes_or_raises_value_error(b"LSHG\x02\x00\x00\x00" + data)
+    _decodes_or_raises_value_error(b"LSHG\x03\x00\x00\x00" + data)
 
 
 @given(groups, st.data())

@@ -10,14 +10,16 @@ import os
 import struct
 import tracemalloc
 import zlib
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 import zstandard
 
-from buffer.codec import COLUMN_DTYPES, decode_group, encode_group
-from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+from buffer.codec import decode_group, encode_group
+from buffer.description import COLUMN_DTYPES
+from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 
 NUM_INPUTS = int(os.environ.get("LEASH_SOAK_FUZZ", "50000"))
 SEED = int(os.environ.get("LEASH_SOAK_SEED", "1"))
@@ -69,8 +71,14 @@ def _corpus() -> list[bytes]:
             group_id=f"group-{size}",
             prompt=PromptRef(task="sums", index=7, attempt=1),
             trajectories=tuple(
-                _trajectory(random, num_tokens + i, num_columns) for i in range(size)
+                replace(
+                    _trajectory(random, num_tokens + i, num_columns),
+                    episode=i // 2,
+                    reward=0.25 * (i // 2),
+                )
+                for i in range(size)
             ),
+            sampling=SamplingParams(temperature=0.7, top_p=0.9, top_k=50),
         )
         messages += [encode_group(group), encode_group(group, compress=True)]
     assert {message[6] for message in messages} == {0, 1}, "some are compressed and some are not"
@@ -216,7 +224,7 @@ def test_no_forged_length_makes_the_reader_take_much_memory() -> None:
 def test_a_compression_bomb_is_refused_before_it_is_unpacked() -> None:
     zeros = bytes(2**28)
     frame = zstandard.ZstdCompressor(level=1).compress(zeros)
-    head = b"LSHG\x02\x00\x01\x00" + bytes(8)
+    head = b"LSHG\x03\x00\x01\x00" + bytes(8)
     for claimed in (len(zeros), 1000, 2**40):
         bomb = _seal(head, struct.pack("<Q", claimed) + frame)
         assert _peak_of_decoding(bomb) < 1_000_000

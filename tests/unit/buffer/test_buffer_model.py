@@ -92,14 +92,15 @@ class BufferMachine(RuleBasedStateMachine):
         on_full=st.sampled_from(OnFull),
         capacity_groups=st.sampled_from([None, None, 5, 9]),
         max_attempts=st.sampled_from([1, 2, 5]),
+        oversampling=st.sampled_from([1.0, 1.0, 1.3]),
     )
-    def open(self, **drawn: Any) -> None:
+    def open(self, oversampling: float, **drawn: Any) -> None:
         self.config = BufferConfig(max_staleness=1, max_retries=1, **drawn)
-        self.model = PlainBuffer(self.config, GROUPS_PER_STEP)
+        self.model = PlainBuffer(self.config, GROUPS_PER_STEP, oversampling)
         self.keys = [Keys(self.name, shard) for shard in range(self.config.shards)]
         self.state = RunState(self.client.redis, self.name, shards=self.config.shards)
         self.buffer, self.lineage = self.new_buffer(), ""
-        self.run(self.buffer.open(self.config, GROUPS_PER_STEP))
+        self.run(self.buffer.open(self.config, GROUPS_PER_STEP, oversampling))
         self.run(self.buffer.publish_version(FIRST_VERSION))
         self.model.publish(FIRST_VERSION)
 
@@ -136,7 +137,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     def new_id(self) -> str:
         self.num_groups += 1
-        return f"g{self.num_groups}"
+        return f"{self.num_groups % 2}-{self.num_groups}"
 
     @rule(count=st.integers(1, 3))
     def admit(self, count: int) -> None:
@@ -198,6 +199,64 @@ class BufferMachine(RuleBasedStateMachine):
     @rule()
     def take_retry(self) -> None:
         self.agree(self.buffer.take_retry(), self.model.take_retry)
+
+    @precondition(lambda self: self.model.ids("running"))
+    @rule(
+        data=st.data(),
+        worker=st.integers(0, 1),
+        position=st.integers(0, 9),
+        reruns=st.integers(0, 1),
+        attempt=st.integers(0, 1),
+    )
+    def begin(
+        self, data: st.DataObject, worker: int, position: int, reruns: int, attempt: int
+    ) -> None:
+        name = data.draw(st.sampled_from(self.model.ids("running", "abandoned", "lost")))
+        index = self.model.groups[name].prompt.index
+        prompt = PromptRef(task="sums", index=index, attempt=attempt, reruns=reruns)
+        for _ in range(2):
+            self.agree(
+                self.buffer.begin(name, prompt, worker, position),
+                lambda: self.model.begin(name, prompt, worker, position),
+            )
+
+    @precondition(lambda self: self.model.ids("running"))
+    @rule(data=st.data())
+    def begin_with_a_retry(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.model.ids("running", "lost")))
+        for _ in range(2):
+            self.agree(self.buffer.take_retry(name), lambda: self.model.take_retry_for(name))
+
+    @precondition(lambda self: self.model.ids("running"))
+    @rule(data=st.data(), max_failures=st.integers(1, 2))
+    def fail(self, data: st.DataObject, max_failures: int) -> None:
+        name = data.draw(st.sampled_from(self.model.ids("running")))
+        prompt = self.model.groups[name].prompt
+        for _ in range(2):
+            self.agree(
+                self.buffer.fail(name, prompt, max_failures),
+                lambda: self.model.fail(name, prompt, max_failures),
+            )
+
+    @rule(worker=st.integers(0, 1))
+    def reclaim(self, worker: int) -> None:
+        for _ in range(2):
+            self.agree(self.buffer.reclaim(worker), lambda: self.model.reclaim(worker))
+
+    @precondition(lambda self: self.model.poisonous)
+    @rule(data=st.data(), run_again=st.booleans())
+    def let_a_prompt_go(self, data: st.DataObject, run_again: bool) -> None:
+        _, task, index = data.draw(st.sampled_from(sorted(self.model.poisonous)))
+        leave = (
+            self.buffer.prompt_quarantine.release
+            if run_again
+            else self.buffer.prompt_quarantine.discard
+        )
+        for _ in range(2):
+            self.agree(
+                leave(task, index),
+                lambda: self.model.end_quarantine(task, index, run_again=run_again),
+            )
 
     # Trainer side ----------------------------------------------------------------------------
 
@@ -390,6 +449,12 @@ class BufferMachine(RuleBasedStateMachine):
         assert stats.dropped == {reason: n for reason, n in model.dropped.items() if n}
         assert (stats.pushed, stats.abandoned) == (model.pushed, model.abandoned)
         assert stats.retries_waiting == sum(map(len, model.retries))
+        assert stats.prompts_quarantined == len(model.poisonous)
+        poisonous = self.run(self.buffer.prompt_quarantine.prompts())
+        assert sorted((p.task, p.index, p.reason, p.times) for p in poisonous) == sorted(
+            (task, index, *why) for (_, task, index), why in model.poisonous.items()
+        )
+        assert self.run(self.state.task_positions()) == model.positions
         assert stats.max_staleness_trained == model.max_trained()
         assert stats.trained_by_staleness == dict(model.trained)
         assert stats.tokens_trained == model.tokens_trained

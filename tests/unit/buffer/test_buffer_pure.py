@@ -41,7 +41,7 @@ def test_a_prompt_is_run_again_until_its_retries_are_used_up() -> None:
 def _mixed_group() -> TrajectoryGroup:
     """A trajectory of a prompt token and two tokens each by versions 4, 5 and 6, and one by 5."""
 
-    def trajectory(*spans: tuple[int, int, int]) -> Trajectory:
+    def trajectory(episode: int, *spans: tuple[int, int, int]) -> Trajectory:
         return Trajectory(
             tokens=np.arange(7, dtype=np.int32),
             loss_mask=np.array([0, 1, 1, 1, 0, 1, 1], np.uint8),
@@ -50,12 +50,13 @@ def _mixed_group() -> TrajectoryGroup:
             prompt_length=1,
             reward=1.0,
             finish_reason="stop",
+            episode=episode,
         )
 
     return TrajectoryGroup(
         group_id="mixed",
         prompt=PromptRef(task="sums", index=0),
-        trajectories=(trajectory((4, 1, 3), (5, 3, 5), (6, 5, 7)), trajectory((5, 1, 7))),
+        trajectories=(trajectory(0, (4, 1, 3), (5, 3, 5), (6, 5, 7)), trajectory(1, (5, 1, 7))),
     )
 
 

@@ -266,9 +266,6 @@ async def test_positions_heartbeats_and_phase_are_kept(state: RunState) -> None:
     assert await state.phase() == ""
     await state.set_phase("training")
     assert await state.phase() == "training"
-    await state.set_task_position(0, 17)
-    await state.set_task_position(1, 4)
-    assert await state.task_positions() == {0: 17, 1: 4}
     await state.heartbeat("worker-0", {"in_flight": 3})
     beat = (await state.heartbeats())["worker-0"]
     assert beat["in_flight"] == 3 and abs(float(beat["at"]) - time.time()) < 5
@@ -347,7 +344,6 @@ def test_the_blocking_run_state_has_the_same_verbs(
     state.add_wait("trainer", "rollout", 2)
     state.count("tokens_generated", 3)
     state.append_metrics({"step": 0}, "step")
-    state.set_task_position(0, 1)
     state.heartbeat("trainer-0", {})
     state.set_phase("training")
     blocking.publish_version(1)
@@ -355,7 +351,7 @@ def test_the_blocking_run_state_has_the_same_verbs(
     assert state.waits() == {("trainer", "rollout"): 2}
     assert state.counters() == {"tokens_generated": 3}
     assert [entry.kind for entry in state.read_metrics(STREAM_START, 0)] == ["step"]
-    assert state.task_positions() == {0: 1}
+    assert state.task_positions() == {}
     assert list(state.heartbeats()) == ["trainer-0"]
     assert state.phase() == "training"
     assert state.wait_version_above(0, 1) == state.trainer_version() == 1

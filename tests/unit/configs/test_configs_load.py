@@ -230,3 +230,17 @@ def test_a_config_file_that_is_missing_or_none_is_refused(tmp_path: Path) -> Non
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(ConfigError, match="holds no settings"):
         read_config(tmp_path / "list.yaml")
+
+
+def test_files_of_code_become_absolute_and_modules_stay() -> None:
+    config = load_config(
+        [
+            "task.env=my_env.py:make",
+            "task.tools=[python, 'tools.py:add', 'pkg.tools:sub']",
+            "task.rewards={mine: {kind: function, function: 'rewards.py:score'}}",
+        ]
+    )
+    here = Path.cwd()
+    assert config.task.env == f"{here}/my_env.py:make"
+    assert config.task.tools == ["python", f"{here}/tools.py:add", "pkg.tools:sub"]
+    assert config.task.rewards["mine"].function == f"{here}/rewards.py:score"

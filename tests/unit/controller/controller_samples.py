@@ -177,7 +177,8 @@ def small_group(group_id: str, version: int = 0, num_tokens: int = 8) -> Traject
         finish_reason="stop",
     )
     prompt = PromptRef(task="sums", index=0)
-    return TrajectoryGroup(group_id=group_id, prompt=prompt, trajectories=(trajectory,) * 2)
+    both = (trajectory, replace(trajectory, episode=1))
+    return TrajectoryGroup(group_id=group_id, prompt=prompt, trajectories=both)
 
 
 async def fill(url: str, run: str, *, pushed: int = 0, leased: int = 0, **settings: object) -> None:

@@ -8,9 +8,14 @@ from controller.bottleneck import WaitShares, WaitWindow, bottleneck_sentence, w
 from controller.weights import WeightsPace
 
 
-def shares(rollout: float = 0.0, weights: float = 0.0, trainer: float = 0.0) -> WaitShares:
+def shares(
+    rollout: float = 0.0, weights: float = 0.0, trainer: float = 0.0, rewards: float = 0.0
+) -> WaitShares:
     return WaitShares(
-        trainer_for_rollout=rollout, trainer_for_weights=weights, rollout_for_trainer=trainer
+        trainer_for_rollout=rollout,
+        trainer_for_weights=weights,
+        rollout_for_trainer=trainer,
+        rollout_for_rewards=rewards,
     )
 
 
@@ -48,15 +53,35 @@ def test_weights_that_are_slower_than_steps_are_told_to_who_waits_for_them() -> 
     assert bottleneck_sentence(shares(trainer=0.4), 2, weights=quick).startswith("The trainer is")
 
 
+def test_a_reward_pool_that_is_too_small_is_named() -> None:
+    sentence = bottleneck_sentence(shares(rollout=0.6, rewards=0.4), 2)
+    assert sentence == (
+        "The reward pool is too small: episodes waited 40% so far for a scoring process. "
+        "Raise rollout.reward_processes or rollout.reward_actors."
+    )
+    synchronous = bottleneck_sentence(shares(rollout=0.5, trainer=0.4, rewards=0.3), 0)
+    assert synchronous.startswith("The reward pool is too small")
+    assert bottleneck_sentence(shares(rewards=0.3), 2).startswith("The reward pool")
+
+
+def test_rewards_are_no_bottleneck_while_rollouts_wait_for_the_trainer() -> None:
+    assert bottleneck_sentence(shares(trainer=0.7, rewards=0.9), 2).startswith("The trainer is")
+    assert bottleneck_sentence(shares(rollout=0.6, rewards=0.2), 2).startswith("Rollouts are")
+
+
 def test_a_synchronous_run_waits_because_it_was_asked_to() -> None:
     sentence = bottleneck_sentence(shares(rollout=0.5, trainer=0.6), max_staleness=0)
     assert "take turns, as max_staleness=0 asks" in sentence
 
 
 def test_shares_are_parts_of_the_time_of_one_process() -> None:
-    waits = {("trainer", "rollout"): 5.0, ("rollout", "trainer"): 16.0}
+    waits = {
+        ("trainer", "rollout"): 5.0,
+        ("rollout", "trainer"): 16.0,
+        ("rollout", "rewards"): 8.0,
+    }
     result = wait_shares(waits, elapsed_s=20.0, num_workers=4)
-    assert result == shares(rollout=0.25, trainer=0.2)
+    assert result == shares(rollout=0.25, trainer=0.2, rewards=0.1)
     assert wait_shares(waits, elapsed_s=0.0) == shares()
 
 

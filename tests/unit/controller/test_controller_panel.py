@@ -30,7 +30,7 @@ def trained_view(num_steps: int = 20) -> RunView:
         t = 1000.0 + step / 2
         view.apply(step_record(step, t, reward=0.3 + step / 40))
         waits = {("trainer", "rollout"): step * 0.3, ("rollout", "trainer"): step * 0.02}
-        view.observe(t, stats_at(step), waits, tokens_generated=step * 500)
+        view.observe(t, stats_at(step), waits, {"tokens_generated": step * 500})
         for record in weights_records(step, t - 1.0):
             view.apply(record)
     view.apply(eval_record(20, 1010.0, 0.74))
@@ -78,13 +78,13 @@ def test_the_panel_shows_what_one_looks_for() -> None:
 
 def test_groups_that_do_not_add_up_are_told() -> None:
     view = trained_view()
-    view.observe(1020.0, replace(STATS, pushed=2261), {}, 0)
+    view.observe(1020.0, replace(STATS, pushed=2261), {}, {})
     assert "does NOT add up" in text_of(view)
 
 
 def test_groups_in_quarantine_are_told() -> None:
     view = trained_view()
-    view.observe(1020.0, replace(STATS, pushed=2263, quarantined=3), {}, 0)
+    view.observe(1020.0, replace(STATS, pushed=2263, quarantined=3), {}, {})
     text = text_of(view, width=140)
     assert "+ 3 quarantined" in text and "add up" not in text
     assert "3 groups are in quarantine, kept but not trained: `make quarantine` says why." in text
@@ -116,18 +116,18 @@ def test_a_buffer_with_room_has_no_remark() -> None:
 
 def test_engines_that_lag_are_told() -> None:
     view = trained_view()
-    view.observe(1020.0, STATS, {}, 0)
+    view.observe(1020.0, STATS, {}, {})
     assert "versions 136 to 137 (1 behind)" in text_of(view)
 
 
 def test_engines_that_are_late_or_gone_are_told_with_what_that_means() -> None:
     view = trained_view()
     view.apply(event_record("engine_lost", "engine-1"))
-    view.observe(1020.0, replace(STATS, engine_versions={"engine-0": 134}), {}, 0)
+    view.observe(1020.0, replace(STATS, engine_versions={"engine-0": 134}), {}, {})
     text = text_of(view, width=140)
     assert "engine-0 is 3 versions behind; admission follows the slowest engine." in text
     assert "engine-1 is lost" in text
-    view.observe(1021.0, replace(STATS, engine_versions={}, engines_gone=True), {}, 0)
+    view.observe(1021.0, replace(STATS, engine_versions={}, engines_gone=True), {}, {})
     text = text_of(view, width=140)
     assert "none serves" in text and "nothing is admitted until one is back" in text
 
@@ -145,7 +145,7 @@ def test_the_panel_can_be_drawn_before_anything_is_known() -> None:
 
 def test_a_smaller_max_staleness_still_shows_the_older_groups() -> None:
     view = trained_view()
-    view.observe(1020.0, replace(STATS, max_staleness=0), {}, 0)
+    view.observe(1020.0, replace(STATS, max_staleness=0), {}, {})
     assert "staleness 2" in text_of(view)
 
 
@@ -207,7 +207,7 @@ def test_a_sparkline_keeps_the_shape_in_the_room_there_is() -> None:
 
 def test_a_buffer_record_keeps_the_waits() -> None:
     waits = {("trainer", "rollout"): 3.5, ("rollout", "trainer"): 1.0}
-    values = buffer_values(STATS, waits, tokens_generated=7)
+    values = buffer_values(STATS, waits, {"tokens_generated": 7})
     assert waits_of(Record(t=0.0, kind="buffer", values=values)) == waits
     assert values["limit"] == 48
     assert values["engine_lag"] == 1

@@ -10,6 +10,7 @@ from controller_samples import small_group
 from buffer.connection import connect
 from buffer.replay_buffer import ReplayBuffer
 from buffer.stats import BufferStats
+from buffer.types import PromptRef
 from configs.schema import BufferConfig
 from controller.main import EXIT_BAD_INPUT, main
 from controller.run_dir import RunDir
@@ -55,7 +56,7 @@ def test_poison_is_listed_released_and_discarded(
 
     assert main(["quarantine", *here, "--discard", "poison"]) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
-    assert "no such group is in quarantine" in error and error.count("\n") == 1
+    assert "no such group or prompt is in quarantine" in error and error.count("\n") == 1
 
 
 def test_a_discarded_group_is_dropped_and_counted(
@@ -68,7 +69,38 @@ def test_a_discarded_group_is_dropped_and_counted(
     stats = asyncio.run(stats_of(redis_url, live_run.name))
     assert (stats.quarantined, stats.dropped) == (0, {"discarded": 1})
     assert main(["quarantine", *here]) == 0
-    assert "no group is in quarantine" in capsys.readouterr().out
+    assert "no group and no prompt is in quarantine" in capsys.readouterr().out
+
+
+async def put_a_prompt_aside(url: str, run: str) -> None:
+    buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=60)
+    try:
+        await buffer.open(BufferConfig(), groups_per_step=4)
+        group_id = (await buffer.admit("g", 5)).group_id
+        assert await buffer.fail(group_id, PromptRef(task="chain sum", index=17), 1) == -1
+    finally:
+        await buffer.close()
+
+
+def test_prompts_are_listed_beside_groups_and_leave_by_their_names(
+    live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = ["--dir", str(live_run.path.parent)]
+    asyncio.run(poison(redis_url, live_run.name))
+    for leave, said in (
+        ("--release", "is in line to be run again"),
+        ("--discard", "is dropped for good"),
+    ):
+        asyncio.run(put_a_prompt_aside(redis_url, live_run.name))
+        assert main(["quarantine", *here]) == 0
+        listed = capsys.readouterr().out
+        assert "poison" in listed and "chain sum:17" in listed and "failed" in listed
+        assert main(["quarantine", *here, leave, "chain sum:17"]) == 0
+        assert f"chain sum:17 {said}" in capsys.readouterr().out
+        stats = asyncio.run(stats_of(redis_url, live_run.name))
+        assert (stats.prompts_quarantined, stats.retries_waiting) == (0, 1)
+    assert main(["quarantine", *here, "--release", "chain sum:17"]) == EXIT_BAD_INPUT
+    assert "no such group or prompt" in capsys.readouterr().err
 
 
 def test_release_and_discard_exclude_each_other(live_run: RunDir) -> None:

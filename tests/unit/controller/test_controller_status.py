@@ -35,7 +35,11 @@ def run_dir(tmp_path: Path) -> RunDir:
         for step in range(10):
             _append(log, step_record(step, 1001.0 + step))
             waits = {("trainer", "rollout"): 0.6 * step}
-            log.append("buffer", buffer_values(STATS, waits, step * 100), t=1001.0 + step)
+            log.append(
+                "buffer",
+                buffer_values(STATS, waits, {"tokens_generated": step * 100}),
+                t=1001.0 + step,
+            )
     return run_dir
 
 
@@ -106,7 +110,7 @@ def test_a_finished_run_shows_its_summary_and_what_held_it_back(run_dir: RunDir)
         config=config,
         records=read_metrics(run_dir.metrics),
         stats=STATS,
-        tokens_generated=1000,
+        counters={"tokens_generated": 1000},
         wall_s=60.0,
     )
     write_summary(run_dir.path, result, config)

@@ -54,7 +54,9 @@ def run_records(num_steps: int = 20) -> list[Record]:
         t = 1000.0 + step
         waits = {("trainer", "rollout"): step * 0.25}
         records.append(step_record(step, t, reward=step / 20))
-        values = buffer_values(replace(STATS, running=step % 5), waits, step * 100)
+        values = buffer_values(
+            replace(STATS, running=step % 5), waits, {"tokens_generated": step * 100}
+        )
         records.append(Record(t=t, kind="buffer", values=values))
         records += weights_records(step + 1, t, mode="delta" if step % 2 else "full")
     records.append(eval_record(num_steps, 1020.0, 0.92))
@@ -69,7 +71,7 @@ def result_of(records: list[Record]) -> RunResult:
         config=load_config(["run.seed=3"]),
         records=records,
         stats=STATS,
-        tokens_generated=100_000,
+        counters={"tokens_generated": 100_000.0},
         wall_s=170.0,
     )
 

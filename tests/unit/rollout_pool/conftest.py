@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
 import threading
 import time
@@ -27,10 +29,25 @@ class Reply:
     output_ids: list[int] = field(default_factory=lambda: [11, 12, 2])
     logprobs: list[float | None] | None = None
     versions: list[tuple[str, int, int]] | None = None
+    """Told at the end; the server's own at its beginning, if None."""
     finish_type: str | None = "stop"
+    """None: the stream ends without the sample's end."""
     delay_s: float = 0.0
+    """After its first token."""
     never_ends: bool = False
+    """Unless it is aborted."""
     says_first_token: bool = True
+    parts: list[int] | None = None
+    """Lengths of all parts but the last."""
+    labels: list[str] | None = None
+    """The server's version as it is told with each of these parts."""
+    breaks: bool = False
+    """The connection is lost after those parts."""
+    at_abort: list[int] = field(default_factory=list)
+    """Further tokens that were written when the abort came."""
+    abort_status: int | None = None
+    """Of an abort that nobody asked for: the engine's own error."""
+    num_retractions: int = 0
 
 
 class FakeSGLang:
@@ -47,11 +64,19 @@ class FakeSGLang:
         """Routes that the server says it has, among those that not every SGLang has."""
         self.is_ready = True
         self.reply: Callable[[str], Reply] = lambda rid: Reply()
+        self.bad_tokens: set[int] = set()
+        """A call in which any of them is asked is refused as a whole."""
+        self.load: dict[str, float] | None = None
+        """What /v1/loads tells; None answers 404."""
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.num_infos = 0
         """Calls of /model_info, which change nothing."""
+        self.num_loads = 0
         self.aborted: list[str] = []
+        self.num_lost_aborts = 0
+        """Aborts still to come that are ignored, as those that overtake their request are."""
         self.url = ""
+        self._aborting: dict[str, asyncio.Event] = {}
         self._server: _Server | None = None
 
     def bodies(self, path: str) -> list[dict[str, Any]]:
@@ -64,56 +89,62 @@ class FakeSGLang:
         self.calls.append(("/generate", body))
         if self.status != 200:
             return JSONResponse({"error": {"message": "out of order"}}, self.status)
-        return StreamingResponse(self._stream(body["rid"]), media_type="text/event-stream")
+        return StreamingResponse(self._stream(body), media_type="text/event-stream")
 
-    async def _stream(self, rids: list[str]) -> AsyncIterator[bytes]:
+    async def _stream(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        if any(self.bad_tokens & set(tokens) for tokens in body["input_ids"]):
+            yield b'data: {"error": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n'
+            return
         queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        samples = [asyncio.create_task(self._sample(rid, queue)) for rid in rids]
+        rids = body["rid"]
+        samples = [
+            asyncio.create_task(self._sample(rid, params["max_new_tokens"], queue))
+            for rid, params in zip(rids, body["sampling_params"], strict=True)
+        ]
         try:
             for _ in rids:
                 while (event := await queue.get()) is not None:
+                    if event.get("breaks"):
+                        raise ConnectionError("the fake server breaks the connection")
                     yield b"data: " + json.dumps(event).encode() + b"\n\n"
             yield b"data: [DONE]\n\n"
         finally:
             for sample in samples:
                 sample.cancel()
 
-    async def _sample(self, rid: str, queue: asyncio.Queue[dict[str, Any] | None]) -> None:
+    async def _sample(
+        self, rid: str, most: int, queue: asyncio.Queue[dict[str, Any] | None]
+    ) -> None:
         reply = self.reply(rid)
-        version = self.version
-        length = len(reply.output_ids)
-        if reply.says_first_token and reply.output_ids:
-            await queue.put(self._event(rid, reply, 1, [(version, 0, 1)], None))
-        await asyncio.sleep(reply.delay_s)
-        if reply.never_ends:
-            await asyncio.Event().wait()
-        if reply.finish_type is not None:
-            versions = reply.versions or [(version, 0, length)]
-            await queue.put(self._event(rid, reply, length, versions, reply.finish_type))
+        aborting = self._aborting.setdefault(rid, asyncio.Event())
+        version, ids = self.version, reply.output_ids
+        parts = reply.parts
+        if parts is None:
+            parts = [1] if reply.says_first_token and ids else []
+        start = 0
+        for number, length in enumerate(parts):
+            label = self.version if reply.labels is None else reply.labels[number]
+            await queue.put(_part(rid, reply, start, start + length, label))
+            start += length
+        if reply.breaks:
+            await queue.put({"breaks": True})
+        await self._pause(reply, aborting)
+        if aborting.is_set():
+            reply = dataclasses.replace(reply, output_ids=ids[:start] + reply.at_abort)
+            length, finish = len(reply.output_ids), "abort"
+        else:
+            length, finish = min(len(ids), most), reply.finish_type
+            if length < len(ids):
+                finish = "length"
+        if finish is not None:
+            spans = reply.versions or [(version, 0, length)]
+            await queue.put(_part(rid, reply, start, length, self.version, finish, spans))
         await queue.put(None)
 
-    def _event(
-        self,
-        rid: str,
-        reply: Reply,
-        length: int,
-        versions: list[tuple[str, int, int]],
-        finish_type: str | None,
-    ) -> dict[str, Any]:
-        logprobs = reply.logprobs or [-0.5] * len(reply.output_ids)
-        return {
-            "output_ids": reply.output_ids[:length],
-            "meta_info": {
-                "id": rid,
-                "finish_reason": None if finish_type is None else {"type": finish_type},
-                "output_token_logprobs": [
-                    [logprob, token, None]
-                    for logprob, token in zip(logprobs, reply.output_ids, strict=False)
-                ][:length],
-                "weight_version": versions[-1][0],
-                **({} if finish_type is None else {"weight_versions": _spans(versions)}),
-            },
-        }
+    async def _pause(self, reply: Reply, aborting: asyncio.Event) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if reply.never_ends else reply.delay_s):
+                await aborting.wait()
 
     async def _control(self, request: Request) -> Response:
         body = await request.json()
@@ -123,6 +154,13 @@ class FakeSGLang:
             return JSONResponse({"success": False, "message": "out of order"}, 400)
         if request.url.path == "/abort_request":
             self.aborted.append(body["rid"])
+            if self.num_lost_aborts > 0:
+                self.num_lost_aborts -= 1
+            else:
+                # As SGLang does it, by what the ids begin with.
+                for rid, aborting in list(self._aborting.items()):
+                    if rid.startswith(body["rid"]):
+                        aborting.set()
         if "weight_version" in body:
             self.version = body["weight_version"]
         return JSONResponse({"success": True})
@@ -131,6 +169,13 @@ class FakeSGLang:
         self.num_infos += 1
         await asyncio.sleep(self.slow.get("/model_info", 0.0))
         return JSONResponse({"weight_version": self.version, "served_model_name": "fake"})
+
+    async def _loads(self, request: Request) -> Response:
+        self.num_loads += 1
+        await asyncio.sleep(self.slow.get("/v1/loads", 0.0))
+        if self.load is None:
+            return JSONResponse({}, 404)
+        return JSONResponse({"loads": [self.load]})
 
     async def _openapi(self, request: Request) -> Response:
         return JSONResponse({"paths": {path: {} for path in self.offers}})
@@ -156,6 +201,7 @@ class FakeSGLang:
         routes += [
             Route("/generate", self._generate, methods=["POST"]),
             Route("/model_info", self._model_info),
+            Route("/v1/loads", self._loads),
             Route("/openapi.json", self._openapi),
             Route("/ready", self._ready),
         ]
@@ -166,14 +212,9 @@ class FakeSGLang:
         assert self._server is not None
         self._server.stop()
 
-    def client(self, name: str, *, keys_prefix_by_version: bool = False) -> SGLangClient:
-        return SGLangClient(
-            name,
-            self.url,
-            key="a-key",
-            request_timeout_s=2.0,
-            keys_prefix_by_version=keys_prefix_by_version,
-        )
+    def client(self, name: str, **settings: Any) -> SGLangClient:
+        settings = {"request_timeout_s": 2.0, "keys_prefix_by_version": False, **settings}
+        return SGLangClient(name, self.url, key="a-key", **settings)
 
 
 class FakeReceiver:
@@ -255,6 +296,35 @@ class _Server:
         self._server.should_exit = True
         self._server.force_exit = True
         self._thread.join(timeout=10)
+
+
+def _part(
+    rid: str,
+    reply: Reply,
+    start: int,
+    end: int,
+    label: str,
+    finish_type: str | None = None,
+    versions: list[tuple[str, int, int]] | None = None,
+) -> dict[str, Any]:
+    """Tokens [start, end) of the sample, and at its end the versions of all of them."""
+    ids = reply.output_ids[:end]
+    logprobs = reply.logprobs or [-0.5] * len(ids)
+    pairs = [[logprob, token, None] for logprob, token in zip(logprobs, ids, strict=False)]
+    status = {} if reply.abort_status is None else {"status_code": reply.abort_status}
+    ending = {"type": finish_type, "message": "as asked", **status}
+    return {
+        "output_ids": ids[start:],
+        "meta_info": {
+            "id": rid,
+            "finish_reason": None if finish_type is None else ending,
+            "completion_tokens": end,
+            "output_token_logprobs": pairs[start:],
+            "weight_version": label,
+            "num_retractions": reply.num_retractions,
+            **({} if versions is None else {"weight_versions": _spans(versions)}),
+        },
+    }
 
 
 def _spans(versions: list[tuple[str, int, int]]) -> list[dict[str, Any]]:

@@ -24,15 +24,21 @@ class ThreadEngine:
         self.info = SimpleNamespace(pid=os.getpid())
         self.client = fake.client("engine-0")
         self.fake = fake
+        self._dying = asyncio.Event()
+
+    def die(self):
+        self._dying.set()
 
     async def start(self):
         return self.info
 
     async def restart(self):
         self.fake.slow.clear()
+        self._dying.clear()
 
     async def wait_dead(self):
-        await asyncio.Event().wait()
+        await self._dying.wait()
+        return SimpleNamespace(exit_code=-9)
 
     async def stop(self, timeout_s):
         await self.client.close()
@@ -84,3 +90,64 @@ async def test_an_engine_that_stalls_without_any_commit_is_lost_and_started_agai
     ]
     assert all("did not answer for" in str(e["detail"]) for e in told)
     await life.stop()
+
+
+@pytest.fixture
+async def life(fake, state, receiver):
+    """An engine that serves version 3 beside another one that serves it too."""
+    await state.register_receiver("receiver-0", receiver.url)
+    config = WeightSyncConfig()
+    life = EngineLife(
+        ThreadEngine(fake), config=config, receiver="receiver-0", key="a-key", state=state
+    )
+    await life.start()
+    await state.record_commits({"engine-9": 3})
+    receiver.offer(3)
+    await serves(state, {"engine-0": 3, "engine-9": 3})
+    yield life
+    await life.stop()
+
+
+async def test_a_held_engine_is_withdrawn_until_it_is_released(life, state, receiver):
+    assert await life.hold(3, wait_s=5.0, limit_s=60.0)
+    assert await state.engine_versions() == {"engine-9": 3}
+    receiver.offer(4)
+    await asyncio.sleep(0.3)
+    assert await state.engine_versions() == {"engine-9": 3}
+    assert not await life.hold(4, wait_s=5.0, limit_s=60.0)  # it is somebody's already
+    await life.release()
+    await serves(state, {"engine-0": 4, "engine-9": 3})
+
+
+async def test_a_hold_that_nobody_ends_ends_by_itself(life, state, receiver):
+    assert await life.hold(3, wait_s=5.0, limit_s=0.3)
+    receiver.offer(4)
+    await serves(state, {"engine-0": 4, "engine-9": 3})
+    await life.release()
+
+
+async def test_a_version_that_was_passed_cannot_be_held(life, state):
+    assert not await life.hold(2, wait_s=60.0, limit_s=60.0)
+    assert await state.engine_versions() == {"engine-0": 3, "engine-9": 3}
+
+
+async def test_the_only_engine_is_not_held(life, state, receiver):
+    await state.forget_engine("engine-9")
+    assert not await life.hold(3, wait_s=5.0, limit_s=60.0)
+    receiver.offer(4)
+    await serves(state, {"engine-0": 4})
+
+
+async def test_a_held_engine_comes_back_when_the_others_are_gone(life, state, receiver):
+    assert await life.hold(3, wait_s=5.0, limit_s=60.0)
+    receiver.offer(4)
+    await state.forget_engine("engine-9")
+    await serves(state, {"engine-0": 4})
+
+
+async def test_a_held_engine_that_dies_is_held_no_more(life, state, receiver):
+    assert await life.hold(3, wait_s=5.0, limit_s=60.0)
+    receiver.offer(4)
+    life._engine.die()
+    await serves(state, {"engine-0": 4, "engine-9": 3})
+    assert [e["event"] for e in await events(state)] == ["engine_lost", "engine_restarted"]

@@ -1,4 +1,4 @@
-"""From a prompt to a group, over HTTP to fake engines, with scorers of its own."""
+"""From a prompt to a group, with a model that says what it was told to say."""
 
 from __future__ import annotations
 
@@ -7,202 +7,378 @@ import asyncio
 import numpy as np
 import pytest
 
-from buffer.types import PromptRef, VersionSpan
-from rollout_pool.generate import Flight, GroupGenerator, make_trajectory
-from rollout_pool.generation import Generation, Sampling
+from buffer.types import PromptRef, SamplingParams, VersionSpan
+from configs.choices import ToolParser
+from configs.rollout_schema import RolloutConfig, TaskConfig
+from rollout_pool.envs.chat import ChatFormat
+from rollout_pool.envs.env import Message, Observation, SingleTurn, Step
+from rollout_pool.envs.episode import Branch, Episode
+from rollout_pool.envs.player import EnvPlayer
+from rollout_pool.envs.runner import EpisodeRunner
+from rollout_pool.generate import Flight, GroupFailed, GroupGenerator, make_trajectories
 from rollout_pool.prompts import TokenizedPrompt
-from rollout_pool.rewards.pool import Score
+from rollout_pool.rewards.score import Score
 from rollout_pool.router import Router
-from rollout_pool.sampling import Sampler, SamplesFailed
+from rollout_pool.samples import Interrupted, SampleFailed
+from rollout_pool.sampling import Sampler
 from rollout_pool.tasks.task import Prompt
+from trainer_pool.scratch import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+EOS = TOKENIZER.eos_token_id
+SAMPLING = SamplingParams(temperature=0.8)
 
 
-class Numbers:
-    """Decodes tokens as their numbers."""
-
-    def decode(self, token_ids, *, skip_special_tokens=False):
-        return " ".join(map(str, token_ids))
+def place_of(sample):
+    """Of its episode in the group."""
+    return int(sample.sample_id.split(".")[1])
 
 
-class Scorer:
-    """The first token is the reward; 99 fails."""
+class Model:
+    """Each answer is the episode's place in the group, written by version 6 + that."""
+
+    def __init__(self):
+        self.asked = []
+        self.stopped = []
+        self.gates = {}
+        """Place -> what it waits for after its first token."""
+        self.errors = {}
+        """Place -> what is raised in place of its answer."""
+        self.asked_at_once = 0
+        self._interrupted = {}
+
+    async def complete(self, sample):
+        self.asked.append(sample)
+        await asyncio.sleep(0)
+        self.asked_at_once = self.asked_at_once or len(self.asked)
+        place = place_of(sample)
+        if place in self.errors:
+            raise self.errors[place]
+        if not sample.output_ids:
+            self._write(sample, ord(str(place)))
+            stop = self._interrupted.setdefault(sample, asyncio.Event())
+            await self._wait(sample, stop)
+            if stop.is_set():
+                raise Interrupted
+        self._write(sample, EOS)
+        sample.finish_reason = "stop"
+
+    async def _wait(self, sample, stop):
+        gate = self.gates.get(place_of(sample))
+        if gate is None:
+            return
+        waits = [asyncio.create_task(event.wait()) for event in (gate, stop)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self.stopped.append(place_of(sample))
+            raise
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def _write(self, sample, token):
+        place = len(sample.output_ids)
+        sample.output_ids.append(token)
+        sample.logprobs.append(-0.25)
+        version = 6 + place_of(sample)
+        sample.version_spans.append(VersionSpan(version=version, start=place, end=place + 1))
+
+    def interrupt(self, sample):
+        self._interrupted[sample].set()
+
+
+class Words:
+    """A task of questions with one answer."""
+
+    def environment(self, prompt):
+        return SingleTurn(prompt.text)
+
+
+class NumberScorer:
+    """The answer is the reward, and its part "half" a half of it."""
 
     def __init__(self):
         self.scored = []
+        self.has_scored = asyncio.Event()
         self.gate = asyncio.Event()
         self.gate.set()
+        self.failures = {}
+        self.num_cancelled = 0
 
-    async def score(self, prompt, completion):
-        self.scored.append(completion)
-        await self.gate.wait()
-        first = float(completion.split()[0])
-        return Score(reward=0.0, failure="broken") if first == 99 else Score(reward=first)
+    async def score(self, prompt, episode):
+        self.scored.append(episode.answer)
+        self.has_scored.set()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        number = float(episode.answer)
+        failures = self.failures.get(episode.answer, {})
+        return Score(reward=number, parts={"half": number / 2}, failures=failures)
+
+
+@pytest.fixture
+def model():
+    return Model()
 
 
 @pytest.fixture
 def scorer():
-    return Scorer()
+    return NumberScorer()
 
 
-@pytest.fixture
-def router(client, other_client):
-    router = Router([client, other_client], wait_timeout_s=20.0)
-    router.follow({"engine-0": 0, "engine-1": 0}, 0, 0)
-    return router
+def generator(model, scorer, env_factory=None, **task):
+    chat = ChatFormat(TOKENIZER, chat_template=False, tool_parser=ToolParser.hermes)
+    config = TaskConfig(**{"max_turns": 4, **task})
+    return GroupGenerator(
+        player=EnvPlayer(
+            EpisodeRunner(model, chat, config, RolloutConfig()),
+            Words().environment if env_factory is None else env_factory,
+        ),
+        scorer=scorer,
+        sampling=SAMPLING,
+        group_size=4,
+    )
 
 
-@pytest.fixture
-def generator(router, scorer):
-    sampler = Sampler(router, Sampling(temperature=1.0, max_new_tokens=8), max_retries=1)
-    return GroupGenerator(sampler, scorer, Numbers(), group_size=4)
-
-
-def flight(group_id="g"):
+def flight(**more):
     prompt = Prompt(index=3, is_held_out=False, text="3?")
     return Flight(
-        group_id=group_id,
+        group_id="g",
         ref=PromptRef(task="numbers", index=3),
-        prompt=TokenizedPrompt(prompt=prompt, tokens=[5, 6]),
+        prompt=TokenizedPrompt(prompt=prompt, tokens=[51, 63]),
+        **more,
     )
 
 
-def sample_of(rid):
-    return int(rid.split(".")[1])
+async def reaches(condition):
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
-def attempt_of(rid):
-    return int(rid.split(".")[2])
-
-
-def test_a_trajectory_is_the_prompt_and_then_the_models_own_tokens():
-    generation = Generation(
-        index=0,
-        output_ids=(10, 11, 12, 2),
-        logprobs=(-1.0, -2.0, -1.0, -3.0),
-        version_spans=(
-            VersionSpan(version=7, start=0, end=2),
-            VersionSpan(version=8, start=2, end=4),
-        ),
-        finish_reason="stop",
+def branch(tokens, loss_mask, finish_reason="stop", version=7):
+    start = loss_mask.index(1)
+    return Branch(
+        tokens=tokens,
+        loss_mask=loss_mask,
+        logprobs=[-float(token) * own for token, own in zip(tokens, loss_mask, strict=True)],
+        version_spans=[VersionSpan(version=version, start=start, end=len(tokens))],
+        prompt_length=start,
+        finish_reason=finish_reason,
     )
-    trajectory = make_trajectory([5, 6, 7], generation, 0.5)
-    assert trajectory.tokens.tolist() == [5, 6, 7, 10, 11, 12, 2]
-    assert trajectory.loss_mask.tolist() == [0, 0, 0, 1, 1, 1, 1]
-    assert trajectory.rollout_logprobs.tolist() == [0, 0, 0, -1, -2, -1, -3]
-    assert trajectory.version_spans == (
-        VersionSpan(version=7, start=3, end=5),
-        VersionSpan(version=8, start=5, end=7),
-    )
-    assert (trajectory.prompt_length, trajectory.reward, trajectory.min_version) == (3, 0.5, 7)
-    assert trajectory.tokens.dtype == np.int32 and trajectory.rollout_logprobs.dtype == np.float32
 
 
-async def test_a_group_has_its_samples_in_order_each_with_its_own_reward(
-    fake, generator, make_reply
-):
-    fake.reply = lambda rid: make_reply(
-        output_ids=[10 + sample_of(rid), 2], delay_s=0.2 - 0.05 * sample_of(rid)
-    )
-    fake.version = "6"
+def episode(*branches, end="done"):
+    return Episode(branches=list(branches), messages=(), end=end, num_turns=len(branches))
+
+
+def test_an_episode_is_one_trajectory_with_its_reward():
+    score = Score(reward=0.5, parts={"right": 1.0, "short": 0.0})
+    [trajectory] = make_trajectories(episode(branch([5, 6, 7, 2], [0, 0, 1, 1])), score, 3)
+    assert trajectory.tokens.tolist() == [5, 6, 7, 2]
+    assert trajectory.loss_mask.tolist() == [0, 0, 1, 1]
+    assert trajectory.rollout_logprobs.tolist() == [0, 0, -7, -2]
+    assert trajectory.version_spans == (VersionSpan(version=7, start=2, end=4),)
+    assert (trajectory.prompt_length, trajectory.reward, trajectory.episode) == (2, 0.5, 3)
+    assert trajectory.reward_parts == {"right": 1.0, "short": 0.0}
+    assert (trajectory.finish_reason, trajectory.min_version) == ("stop", 7)
+    assert trajectory.tokens.dtype == np.int32 and trajectory.loss_mask.dtype == np.uint8
+    assert trajectory.rollout_logprobs.dtype == np.float32
+
+
+def test_each_branch_is_a_trajectory_with_its_own_columns():
+    branches = branch([5, 7], [0, 1], "length"), branch([6, 8, 9], [0, 1, 1])
+    columns = tuple({"teacher": np.arange(n, dtype=np.float32)} for n in (2, 3))
+    first, second = make_trajectories(episode(*branches), Score(reward=1.0, columns=columns), 1)
+    assert first.columns["teacher"].tolist() == [0, 1]
+    assert second.columns["teacher"].tolist() == [0, 1, 2]
+    assert (first.finish_reason, second.finish_reason) == ("length", "stop")
+    assert {first.episode, second.episode} == {1} and first.reward == second.reward == 1.0
+    with pytest.raises(ValueError, match="shorter"):
+        make_trajectories(episode(*branches), Score(reward=1.0, columns=columns[:1]), 1)
+
+
+def test_an_episode_that_was_broken_off_says_so_in_every_trajectory():
+    broken = episode(branch([5, 7], [0, 1]), branch([6, 8], [0, 1], "length"), end="env_error")
+    made = make_trajectories(broken, Score(reward=0.0), 0)
+    assert [trajectory.finish_reason for trajectory in made] == ["env_error", "env_error"]
+
+
+async def test_a_group_has_its_episodes_in_order_each_with_its_own_reward(model, scorer):
     current = flight()
-    group = await generator.run(current)
+    group = await generator(model, scorer).run(current)
     assert group.group_id == "g" and group.prompt == PromptRef(task="numbers", index=3)
-    assert [t.reward for t in group.trajectories] == [10, 11, 12, 13]
-    assert [t.tokens.tolist() for t in group.trajectories] == [[5, 6, 10 + i, 2] for i in range(4)]
+    assert group.sampling == SAMPLING
+    assert [t.reward for t in group.trajectories] == [0, 1, 2, 3]
+    assert [t.reward_parts for t in group.trajectories] == [{"half": i / 2} for i in range(4)]
+    assert [t.episode for t in group.trajectories] == [0, 1, 2, 3]
+    assert [bytes(t.tokens[:3].tolist()) for t in group.trajectories] == [
+        b"3?0",
+        b"3?1",
+        b"3?2",
+        b"3?3",
+    ]
     assert (current.num_tokens, current.oldest_version, group.min_version) == (8, 6, 6)
+    assert current.num_running == current.num_unscored == current.num_env_errors == 0
 
 
-async def test_a_sample_is_scored_while_its_siblings_still_generate(
-    fake, generator, scorer, make_reply
-):
-    fake.reply = lambda rid: make_reply(
-        output_ids=[sample_of(rid), 2], delay_s=0.0 if sample_of(rid) == 2 else 0.5
-    )
-    running = asyncio.create_task(generator.run(flight()))
-    await asyncio.sleep(0.25)
-    assert scorer.scored == ["2 2"] and not running.done()
+async def test_all_members_are_asked_for_in_the_same_turn_of_the_loop(model, scorer):
+    await generator(model, scorer).run(flight(rank=5))
+    assert model.asked_at_once == 4
+    assert {sample.rank for sample in model.asked} == {5}
+    assert sorted(sample.sample_id for sample in model.asked) == [
+        "g.0.0",
+        "g.1.0",
+        "g.2.0",
+        "g.3.0",
+    ]
+
+
+async def test_an_episode_is_scored_while_its_siblings_still_generate(model, scorer):
+    gate = asyncio.Event()
+    model.gates = {0: gate, 1: gate, 3: gate}
+    current = flight()
+    running = asyncio.create_task(generator(model, scorer).run(current))
+    async with asyncio.timeout(5):
+        await scorer.has_scored.wait()
+        assert scorer.scored == ["2"]
+        assert (current.num_running, current.num_tokens, current.oldest_version) == (3, 5, 6)
+        gate.set()
+        await running
+    assert sorted(scorer.scored) == ["0", "1", "2", "3"]
+
+
+async def test_one_member_that_fails_fails_the_group_and_ends_the_others(model, scorer):
+    model.gates = {0: asyncio.Event()}
+    model.errors = {1: SampleFailed("g.1.0 failed 3 times; the last: out of order")}
+    with pytest.raises(GroupFailed, match=r"group g of prompt 3: g.1.0 failed 3 .*out of order"):
+        await generator(model, scorer).run(flight())
+    assert model.stopped == [0]
+
+
+async def test_an_environment_that_cannot_be_made_or_begun_fails_its_group(model, scorer):
+    def no_env(prompt):
+        raise ImportError("no such library")
+
+    with pytest.raises(GroupFailed, match=r"could not be made: ImportError: no such library"):
+        await generator(model, scorer, no_env).run(flight())
+
+    class Unborn(SingleTurn):
+        async def reset(self):
+            raise OSError("no disk")
+
+    with pytest.raises(GroupFailed, match=r"before a token was sampled: env_error: .*no disk"):
+        await generator(model, scorer, lambda prompt: Unborn("x")).run(flight())
+
+
+class Twice(SingleTurn):
+    """Asks again with a history of its own; episode 2 of the group breaks there."""
+
+    async def step(self, completion):
+        if completion.text == "2":
+            raise RuntimeError("lost the thread")
+        if self._text == "":
+            return Step()
+        self._text = ""
+        message = Message(role="user", content="again?")
+        return Step(observation=Observation(messages=(message,), replaces_history=True))
+
+
+async def test_branches_share_the_group_and_a_broken_episode_keeps_its_place(model, scorer):
+    current = flight()
+    group = await generator(model, scorer, lambda prompt: Twice(prompt.text)).run(current)
+    assert [t.episode for t in group.trajectories] == [0, 0, 1, 1, 2, 3, 3]
+    assert [t.reward for t in group.trajectories] == [0, 0, 1, 1, 2, 3, 3]
+    assert [t.finish_reason for t in group.trajectories] == ["stop"] * 4 + ["env_error"] + [
+        "stop"
+    ] * 2
+    assert current.num_env_errors == 1 and len(current.samples) == 7
+
+
+async def test_what_could_not_be_scored_is_counted(model, scorer):
+    scorer.failures = {"1": {"judge": "no answer"}, "2": {"judge": "no", "tests": "timeout"}}
+    current = flight()
+    await generator(model, scorer).run(current)
+    assert current.num_unscored == 2
+
+
+async def test_a_flight_adds_up_what_its_samples_say(model, scorer):
+    gate = asyncio.Event()
+    model.gates = {0: gate}
+    current = flight()
+    assert current.oldest_version is None and current.num_running == 0
+    running = asyncio.create_task(generator(model, scorer).run(current))
+    await reaches(lambda: current.num_running == 1)
+    for sample in current.samples:
+        sample.num_refused, sample.num_wasted = 1, 10
+    assert (current.num_refused, current.num_wasted) == (4, 40)
+    gate.set()
     await running
 
 
-async def test_failed_samples_are_asked_for_again_at_another_engine(
-    fake, other_fake, generator, make_reply
-):
-    fake.reply = lambda rid: make_reply(
-        output_ids=[sample_of(rid), 2],
-        logprobs=[None, None] if sample_of(rid) in (1, 3) else None,
-    )
-    other_fake.reply = lambda rid: make_reply(output_ids=[20 + sample_of(rid), 2])
-    current = flight()
-    group = await generator.run(current)
-    assert [t.reward for t in group.trajectories] == [0, 21, 2, 23]
-    assert [body["rid"] for body in other_fake.bodies("/generate")] == [["g.1.1", "g.3.1"]]
-    assert current.num_refused == 2
+async def test_an_interrupted_member_waits_until_the_flight_lets_it_go_on(model, scorer):
+    model.gates = {2: asyncio.Event()}
+    waiting, may = [], asyncio.Event()
+
+    async def may_go_on(sample):
+        waiting.append(sample)
+        await may.wait()
+
+    current = flight(may_go_on=may_go_on)
+    running = asyncio.create_task(generator(model, scorer).run(current))
+    await reaches(lambda: current.num_running == 1)
+    [sample] = [sample for sample in current.samples if sample.finish_reason is None]
+    model.interrupt(sample)
+    await reaches(lambda: waiting == [sample])
+    assert not running.done() and current.num_running == 1
+    may.set()
+    async with asyncio.timeout(5):
+        group = await running
+    assert group.trajectories[2].rollout_logprobs.tolist() == [0, 0, -0.25, -0.25]
 
 
-async def test_an_engine_that_dies_under_a_call_costs_only_what_had_not_ended(
-    fake, other_fake, generator, make_reply
-):
-    fake.reply = lambda rid: make_reply(
-        output_ids=[sample_of(rid), 2], finish_type="stop" if sample_of(rid) == 0 else None
-    )
-    other_fake.reply = lambda rid: make_reply(output_ids=[20 + sample_of(rid), 2])
-    group = await generator.run(flight())
-    assert [t.reward for t in group.trajectories] == [0, 21, 22, 23]
-
-
-async def test_a_call_that_lost_its_only_engine_waits_until_that_one_is_back(
-    generator, router, fake
-):
-    router.follow({"engine-0": 0}, 0, 0)
-    fake.status = 500
-    making = asyncio.create_task(generator.run(flight()))
-    while not fake.calls:
-        await asyncio.sleep(0.01)
-    router.follow({}, 0, 0)  # it has died
-    await asyncio.sleep(1.5)
-    assert len(fake.bodies("/generate")) == 1 and not making.done()
-    fake.status = 200
-    router.follow({"engine-0": 0}, 0, 0)
-    assert len((await making).trajectories) == 4
-
-
-async def test_a_group_whose_samples_keep_failing_fails_with_the_reason(
-    fake, other_fake, generator
-):
-    fake.status = other_fake.status = 500
-    with pytest.raises(SamplesFailed, match=r"g: 4 of 4 samples failed 2 times .*out of order"):
-        await generator.run(flight())
-    assert len(fake.bodies("/generate")) == len(other_fake.bodies("/generate")) == 1
-
-
-async def test_a_scorer_that_fails_costs_its_sample_the_reward_and_is_counted(
-    fake, generator, make_reply
-):
-    fake.reply = lambda rid: make_reply(output_ids=[99 if sample_of(rid) == 1 else 7, 2])
-    current = flight()
-    group = await generator.run(current)
-    assert [t.reward for t in group.trajectories] == [7, 0, 7, 7]
-    assert current.num_unscored == 1
-
-
-async def test_a_group_given_up_stops_its_samples_at_the_engine_and_its_scoring(
-    fake, generator, scorer, make_reply
-):
+async def test_a_group_given_up_ends_its_episodes_and_its_scoring_first(model, scorer):
     scorer.gate.clear()
-    fake.version = "9"
-    fake.reply = lambda rid: make_reply(never_ends=sample_of(rid) != 0)
+    model.gates = {place: asyncio.Event() for place in (1, 2, 3)}
     current = flight()
-    running = asyncio.create_task(generator.run(current))
-    await asyncio.sleep(0.3)
-    assert current.oldest_version == 9  # known from the first tokens on
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert sorted(fake.aborted) == ["g.1.0", "g.2.0", "g.3.0"]
+    running = asyncio.create_task(generator(model, scorer).run(current))
+    async with asyncio.timeout(5):
+        await scorer.has_scored.wait()
+        assert current.oldest_version == 6  # known from the first tokens on
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert sorted(model.stopped) == [1, 2, 3] and scorer.num_cancelled == 1
 
 
-async def test_groups_at_once_spread_over_the_engines(fake, other_fake, generator, make_reply):
-    for engine in (fake, other_fake):
-        engine.reply = lambda rid: make_reply(output_ids=[1, 2], delay_s=0.2)
-    await asyncio.gather(*(generator.run(flight(f"g{i}")) for i in range(6)))
-    assert len(fake.bodies("/generate")) == len(other_fake.bodies("/generate")) == 3
+async def test_over_http_an_interrupted_sample_resumes_with_its_tokens_and_their_versions(
+    fake, client, scorer, make_reply
+):
+    router = Router([client], wait_timeout_s=20.0)
+    router.follow({"engine-0": 0}, 0, 0)
+    sampler = Sampler(router, max_retries=1)
+    fake.version = "6"
+    held = "g.2.0"
+    fake.reply = lambda rid: (
+        make_reply(output_ids=[50], at_abort=[51], never_ends=True)
+        if rid == f"{held}.1!"
+        else make_reply(output_ids=[52, EOS])
+    )
+    current = flight()
+    running = asyncio.create_task(generator(sampler, scorer).run(current))
+    await reaches(lambda: current.num_running == 1 and current.num_tokens == 7)
+    [sample] = [sample for sample in current.samples if sample.finish_reason is None]
+    assert sample.sample_id == held
+    fake.version = "7"
+    sampler.interrupt(sample)
+    async with asyncio.timeout(10):
+        group = await running
+    resumed = group.trajectories[2]
+    assert resumed.tokens.tolist() == [*b"3?", 50, 51, 52, EOS]
+    assert resumed.token_versions().tolist()[-2:] == [7, 7] and resumed.min_version == 6
+    assert fake.bodies("/generate")[-1]["input_ids"] == [[*b"3?", 50, 51]]
+    assert [len(t.tokens) for t in group.trajectories] == [4, 4, 6, 4]
+    assert [t.reward for t in group.trajectories] == [4, 4, 234, 4]

@@ -23,6 +23,7 @@ def test_the_run_is_told_when_a_receiver_is_kept_no_more():
         [member("engine-0", "start", "gpu_ids", "wait_dead")],
         {0: member("receiver-0", "start", "keep")},
         [member("worker-0", "start", "wait_dead")],
+        [member("scorer-0", "start")],
     )
     pool.start()
     assert pool.deaths() == {
@@ -30,3 +31,23 @@ def test_the_run_is_told_when_a_receiver_is_kept_no_more():
         "worker-0": "worker-0.wait_dead",
         "receiver-0": "receiver-0.keep",
     }
+
+
+def test_a_worker_that_starts_anew_gets_the_engines_again_with_whatever_it_is_asked():
+    asked = []
+
+    def call(name):
+        return SimpleNamespace(remote=lambda *arguments: asked.append((name, arguments)))
+
+    methods = ("start", "run", "evaluate")
+    worker = _Member(name="worker-0", handle=SimpleNamespace(**{m: call(m) for m in methods}))
+    pool = RolloutPool([member("engine-0", "start", "gpu_ids")], {}, [worker], [])
+    pool.start()
+    pool.run()
+    pool.evaluate(7, "engine-0")
+    infos = ["engine-0.start"]
+    assert asked == [
+        ("start", (infos,)),
+        ("run", (infos,)),
+        ("evaluate", (infos, 7, "engine-0")),
+    ]

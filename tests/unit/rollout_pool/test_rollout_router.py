@@ -1,4 +1,4 @@
-"""Which engine gets a call, and when none does."""
+"""Which engine gets a sample, who gets it first, and when nobody does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import asyncio
 
 import pytest
 
+from buffer.types import SamplingParams
+from rollout_pool.breaker import BreakerState
+from rollout_pool.engine_load import LoadPoller
+from rollout_pool.generation import EngineLoad
 from rollout_pool.router import Router
+from rollout_pool.samples import Interrupted, Priority, Sample
+from rollout_pool.sticky import StickySessions
 
 
 class NamedEngine:
@@ -17,54 +23,156 @@ class NamedEngine:
     def note_version(self, version):
         self.version = version
 
-    async def generate(self, requests, sampling):
-        return
-        yield
+    async def generate(self, sample, request_id, on_arrival=None):
+        raise NotImplementedError
+
+    def stop(self, request_id):
+        raise NotImplementedError
 
 
-def router(count, versions=None, *, trainer=0, max_staleness=0, wait_timeout_s=5.0):
-    router = Router([NamedEngine(f"engine-{i}") for i in range(count)], wait_timeout_s)
+def router(count, versions=None, *, trainer=0, max_staleness=0, wait_timeout_s=5.0, **settings):
+    engines = [NamedEngine(f"engine-{i}") for i in range(count)]
+    router = Router(engines, wait_timeout_s, **settings)
     if versions is None:
         versions = {f"engine-{i}": 0 for i in range(count)}
     router.follow(versions, trainer, max_staleness)
     return router
 
 
-async def name_of(router, avoid=()):
-    async with router.assign(1, avoid) as engine:
-        return engine.name
+def sample(size=10, **fields):
+    """One of which half of `size` is expected to be held besides its prompt of one token."""
+    return Sample(
+        **{
+            "sample_id": "s",
+            "prompt": [5],
+            "sampling": SamplingParams(),
+            "max_new_tokens": size,
+            **fields,
+        }
+    )
 
 
-async def test_a_call_goes_to_the_engine_with_the_fewest_tokens_in_flight():
+def evaluation(**fields):
+    return sample(priority=Priority.evaluation, **fields)
+
+
+async def place(router, *args, **fields):
+    return await router.assign(sample(*args, **fields))
+
+
+async def name_of(router, failed=None, **fields):
+    place = await router.assign(sample(**fields), failed)
+    place.release()
+    return place.engine.name
+
+
+def asking(router, sample, failed=None):
+    return asyncio.create_task(router.assign(sample, failed))
+
+
+async def turn():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_sample_goes_to_the_engine_with_the_fewest_tokens():
     two = router(2)
-    async with two.assign(100) as first, two.assign(10) as second, two.assign(20) as third:
-        assert [first.name, second.name, third.name] == ["engine-0", "engine-1", "engine-1"]
-        assert two.tokens_in_flight == {"engine-0": 100, "engine-1": 30}
+    places = [await place(two, size) for size in (200, 20, 40)]
+    assert [p.engine.name for p in places] == ["engine-0", "engine-1", "engine-1"]
+    assert two.tokens_in_flight == {"engine-0": 101, "engine-1": 11 + 21}
+    for p in places:
+        p.release()
+        p.release()  # once is all that counts
     assert two.tokens_in_flight == {"engine-0": 0, "engine-1": 0}
 
 
-async def test_load_is_given_back_when_a_call_fails():
+async def test_what_a_sample_will_hold_is_learnt_from_those_that_ended():
     one = router(1)
-    with pytest.raises(ZeroDivisionError):
-        async with one.assign(100):
-            raise ZeroDivisionError
-    assert one.tokens_in_flight == {"engine-0": 0}
+    one.note_end(sample(output_ids=[1] * 30))
+    await place(one, 1000, prompt=[5, 6])
+    assert one.tokens_in_flight == {"engine-0": 2 + 30}
+    await place(one, 1000, output_ids=[1] * 990)
+    assert one.tokens_in_flight == {"engine-0": 32 + 1 + 990 + 10}
 
 
-async def test_an_engine_to_avoid_is_taken_only_if_there_is_no_other():
+async def test_load_that_other_workers_put_on_an_engine_counts():
+    two = router(2, num_workers=2)
+    busy = EngineLoad(num_running=7, num_queued=1, num_tokens=800, capacity=9000, kv_usage=0.1)
+    two.note_load("engine-0", busy, 0)
+    assert [(await place(two, 200)).engine.name for _ in range(3)] == ["engine-1"] * 3
+
+
+async def test_load_that_nobody_else_can_have_put_there_does_not_count():
     two = router(2)
-    assert await name_of(two, avoid={"engine-0"}) == "engine-1"
-    assert await name_of(two, avoid={"engine-0", "engine-1"}) == "engine-0"
-    assert two.has_other({"engine-0"}) and not two.has_other({"engine-0", "engine-1"})
+    stale = EngineLoad(num_running=7, num_queued=1, num_tokens=800, capacity=9000, kv_usage=0.1)
+    two.note_load("engine-0", stale, 0)
+    assert (await place(two)).engine.name == "engine-0"
+
+
+async def test_turns_of_a_session_go_where_its_prefix_is():
+    three = router(3)
+    first = await name_of(three, session="a")
+    await place(three, 60, engine=first)
+    assert [await name_of(three, session="a", size=60) for _ in range(3)] == [first] * 3
+    assert await name_of(three) != first
+
+
+async def test_a_session_leaves_an_engine_that_is_overloaded():
+    two = router(2)
+    first = await name_of(two, session="a", size=20)
+    for _ in range(9):
+        await place(two, 20, engine=first)
+    second = await name_of(two, session="a", size=20)
+    assert second != first
+    assert await name_of(two, session="a", size=20) == second  # its prefix is there now
+
+
+async def test_a_session_is_forgotten_with_the_engine_that_held_it():
+    two = router(2)
+    assert await name_of(two, session="a") == "engine-0"
+    two.follow({"engine-1": 0}, 0, 0)
+    two.follow({"engine-0": 0, "engine-1": 0}, 0, 0)
+    await place(two)
+    assert await name_of(two, session="a") == "engine-1"
+
+
+def test_the_sessions_used_least_recently_are_forgotten_first():
+    sessions = StickySessions(max_sessions=2)
+    for name in ("a", "b", "a", "c"):
+        sessions.settle(name, "engine-0")
+    assert [sessions.home(name) for name in ("a", "b", "c")] == ["engine-0", None, "engine-0"]
+
+
+async def test_an_engine_that_failed_a_sample_is_taken_only_if_there_is_no_other():
+    two = router(2)
+    assert await name_of(two, failed={"engine-0": 0.0}) == "engine-1"
+    assert await name_of(two, failed={"engine-0": 0.0, "engine-1": 0.0}) == "engine-0"
     two.follow({"engine-0": 0}, 0, 0)
-    assert not two.has_other({"engine-0"})
+    assert await name_of(two, failed={"engine-0": 0.0}) == "engine-0"
 
 
-async def test_an_engine_that_serves_nothing_or_lags_too_far_gets_no_call():
+async def test_an_engine_that_serves_nothing_or_lags_too_far_gets_no_sample():
     three = router(3, {"engine-1": 4, "engine-2": 6}, trainer=7, max_staleness=2)
-    assert {await name_of(three, avoid={"engine-1"}), await name_of(three)} == {"engine-2"}
+    assert {await name_of(three, {"engine-2": 0.0}), await name_of(three)} == {"engine-2"}
     three.follow({"engine-1": 4, "engine-2": 6}, 7, 3)
-    assert await name_of(three, avoid={"engine-2"}) == "engine-1"
+    assert await name_of(three, {"engine-2": 0.0}) == "engine-1"
+
+
+async def test_a_sample_waits_for_the_version_that_it_needs():
+    two = router(2, {"engine-0": 4, "engine-1": 4}, trainer=4)
+    waiting = asking(two, sample(min_version=5))
+    await turn()
+    assert not waiting.done()
+    two.follow({"engine-0": 4, "engine-1": 5}, 5, 1)
+    assert (await waiting).engine.name == "engine-1"
+
+
+async def test_an_engine_asked_for_by_name_is_taken_though_it_is_held_at_an_old_version():
+    three = router(3, {"engine-0": 9, "engine-1": 3}, trainer=9)
+    assert await name_of(three, engine="engine-1", min_version=3) == "engine-1"
+    assert await name_of(three, engine="engine-2") == "engine-2"  # whoever holds it knows why
+    with pytest.raises(ValueError, match=r"no engine-7 among engine-0, engine-1, engine-2"):
+        await name_of(three, engine="engine-7")
 
 
 async def test_an_engine_is_told_which_version_its_requests_will_meet():
@@ -73,7 +181,87 @@ async def test_an_engine_is_told_which_version_its_requests_will_meet():
     assert engine.version == 6
 
 
-async def test_a_call_waits_until_an_engine_is_at_an_allowed_version():
+async def test_when_all_places_are_taken_the_lowest_rank_is_served_first():
+    one = router(1, max_running_requests=2)
+    taken = [await place(one), await place(one)]
+    tasks = {rank: asking(one, sample(rank=rank)) for rank in (5, 3, 4)}
+    await turn()
+    assert one.loads()["engine-0"].num_waiting == 3
+    served = []
+    for _ in range(3):
+        taken.pop(0).release()
+        done, _ = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
+        [rank] = [rank for rank, task in tasks.items() if task in done]
+        served.append(rank)
+        taken.append(tasks.pop(rank).result())
+        await turn()
+    assert served == [3, 4, 5]
+
+
+async def test_evaluations_come_after_rollouts_but_one_at_each_engine_always_has_a_place():
+    one = router(1, max_running_requests=2)
+    rollouts = [await place(one), await place(one)]
+    first = await one.assign(evaluation(rank=0))
+    second = asking(one, evaluation(rank=0))
+    third = asking(one, sample(rank=9))
+    await turn()
+    assert not second.done() and not third.done()
+    rollouts[0].release()
+    rollouts[0] = await third
+    await turn()
+    assert not second.done()
+    rollouts[0].release()  # nobody of higher priority waits
+    (await second).release()
+    first.release()
+
+
+async def test_one_evaluation_takes_no_place_from_rollouts():
+    one = router(1, max_running_requests=1)
+    await one.assign(evaluation())
+    assert (await place(one)).engine.name == "engine-0"
+    waiting = asking(one, sample())
+    await turn()
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_places_are_shared_among_the_workers():
+    one = router(1, max_running_requests=5, num_workers=2)
+    for _ in range(3):
+        await place(one)
+    waiting = asking(one, sample())
+    await turn()
+    assert not waiting.done() and one.loads()["engine-0"].limit == 3
+    waiting.cancel()
+
+
+async def test_a_place_that_comes_as_its_waiter_is_cancelled_is_not_lost():
+    one = router(1, max_running_requests=1)
+    taken = await place(one)
+    waiting = asking(one, sample())
+    await turn()
+    taken.release()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert one.loads()["engine-0"].num_in_flight == 0
+    await place(one)
+
+
+async def test_a_sample_that_is_withdrawn_waits_no_more():
+    one = router(1, max_running_requests=1)
+    await place(one)
+    it = sample()
+    waiting = asking(one, it)
+    await turn()
+    one.withdraw(it)
+    one.withdraw(it)
+    with pytest.raises(Interrupted):
+        await waiting
+    assert one.loads()["engine-0"].num_waiting == 0
+
+
+async def test_a_sample_waits_until_an_engine_is_at_an_allowed_version():
     one = router(1, {"engine-0": 3}, trainer=4)
     waiting = asyncio.create_task(name_of(one))
     await asyncio.sleep(0.05)
@@ -84,10 +272,164 @@ async def test_a_call_waits_until_an_engine_is_at_an_allowed_version():
     assert await waiting == "engine-0"
 
 
-async def test_a_call_that_waits_too_long_is_told_why():
+async def test_a_sample_that_waits_too_long_is_told_why():
     one = router(1, {"engine-0": 3}, trainer=5, max_staleness=1, wait_timeout_s=0.05)
     with pytest.raises(
         TimeoutError,
-        match=r"engine-0 .*buffer\.wait_timeout_s=0\.05.*'engine-0': 3.*version 5.*staleness is 1",
+        match=r"engine-0 .*buffer\.wait_timeout_s=0\.05.*'engine-0': 3.*version 5.*staleness is 1"
+        r".*0 of 128 places taken, breaker closed",
     ):
         await name_of(one)
+
+
+async def test_a_long_line_is_no_failure_while_it_moves():
+    one = router(1, wait_timeout_s=0.3, max_running_requests=1)
+    taken = await place(one)
+    waiting = asking(one, sample(rank=1))
+    for _ in range(5):  # 0.75 s: tokens come, then others are served
+        await asyncio.sleep(0.15)
+        taken.progress()
+    for _ in range(5):
+        other = asking(one, sample())
+        await turn()
+        taken.release()
+        taken = await other
+        await asyncio.sleep(0.15)
+    assert not waiting.done()
+    with pytest.raises(TimeoutError):
+        await waiting
+
+
+async def test_progress_at_engines_that_may_not_serve_it_is_none_for_a_sample():
+    two = router(2, {"engine-0": 3, "engine-1": 3}, trainer=3, wait_timeout_s=0.2)
+    busy = await place(two)
+
+    async def work():
+        while True:
+            await asyncio.sleep(0.02)
+            busy.progress()
+
+    working = asyncio.create_task(work())
+    with pytest.raises(TimeoutError, match="for version 4 or later"):
+        async with asyncio.timeout(2):
+            await two.assign(evaluation(min_version=4))
+    working.cancel()
+
+
+# Engines that fail -----------------------------------------------------------------------------
+
+
+async def lose(router):
+    """Four samples at engine-0 fail together."""
+    places = [await place(router, engine="engine-0") for _ in range(4)]
+    for failing in places:
+        failing.fail()
+        failing.release()
+
+
+async def test_an_engine_that_fails_again_and_again_gets_no_samples_until_one_on_trial_succeeds():
+    two = router(2)
+    await lose(two)
+    assert two.loads()["engine-0"].breaker is BreakerState.open
+    assert [(await place(two)).engine.name for _ in range(4)] == ["engine-1"] * 4
+    await asyncio.sleep(0.6)
+    trial = await place(two)
+    assert trial.engine.name == "engine-0"
+    assert two.loads()["engine-0"].breaker is BreakerState.half_open
+    assert [(await place(two)).engine.name for _ in range(2)] == ["engine-1"] * 2
+    trial.progress()
+    assert two.loads()["engine-0"].breaker is BreakerState.closed
+    assert (await place(two)).engine.name == "engine-0"
+
+
+async def test_a_sample_whose_only_engine_failed_it_is_served_when_that_may_have_mended():
+    one = router(1)
+    first = await place(one)
+    at = first.fail()
+    first.release()
+    waiting = asking(one, sample(), {"engine-0": at})
+    await turn()
+    assert not waiting.done()
+    assert (await place(one)).engine.name == "engine-0"  # others may: it was one failure
+    async with asyncio.timeout(2):
+        await waiting
+
+
+async def test_a_sample_whose_only_engine_failed_it_is_served_at_once_when_others_get_tokens():
+    one = router(1)
+    first, other = await place(one), await place(one)
+    at = first.fail()
+    first.release()
+    waiting = asking(one, sample(), {"engine-0": at})
+    await turn()
+    assert not waiting.done()
+    other.progress()
+    other.release()
+    await turn()
+    assert waiting.done()
+
+
+async def test_an_engine_that_came_back_is_tried_at_once():
+    two = router(2)
+    await lose(two)
+    two.follow({"engine-1": 0}, 0, 0)
+    two.follow({"engine-0": 0, "engine-1": 0}, 0, 0)
+    assert (await place(two)).engine.name == "engine-0"
+
+
+async def test_an_engine_that_failed_and_does_not_answer_at_all_gets_not_even_a_trial():
+    two = router(2)
+    await lose(two)
+    two.note_silence("engine-0")
+    await asyncio.sleep(0.6)
+    assert (await place(two)).engine.name == "engine-1"
+    two.note_load("engine-0", None, 0)
+    assert (await place(two)).engine.name == "engine-0"
+
+
+# Loads -----------------------------------------------------------------------------------------
+
+
+async def test_the_poller_tells_the_router_what_engines_say_of_themselves(
+    fake, client, other_fake, other_client
+):
+    fake.load = {
+        "num_running_reqs": 1,
+        "num_waiting_reqs": 3,
+        "num_total_tokens": 90,
+        "max_total_num_tokens": 100,
+        "token_usage": 0.97,
+    }
+    both = Router([client, other_client], 5.0, max_running_requests=40)
+    both.follow({"engine-0": 0, "engine-1": 0}, 0, 0)
+    polling = asyncio.create_task(LoadPoller(both, [client, other_client], every_s=0.02).run())
+    async with asyncio.timeout(5):
+        while both.loads()["engine-0"].limit > 1:
+            await asyncio.sleep(0.01)
+    report = both.loads()["engine-0"]
+    assert (report.kv_usage, report.num_queued, report.serves) == (0.97, 3, 0)
+    assert both.loads()["engine-1"].limit == 40  # it has no such route, which is no failure
+    seen = fake.num_loads
+    other_fake.stop()
+    async with asyncio.timeout(5):
+        while fake.num_loads < seen + 3:
+            await asyncio.sleep(0.01)
+    polling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await polling
+    other_fake.start()
+
+
+async def test_a_better_limit_lets_the_next_in_at_once():
+    one = router(1, max_running_requests=64)
+    full = EngineLoad(num_running=1, num_queued=0, num_tokens=9, capacity=10, kv_usage=0.99)
+    one.note_load("engine-0", full, 0)
+    assert one.loads()["engine-0"].limit == 1
+    await place(one)
+    waiting = asking(one, sample())
+    await turn()
+    assert not waiting.done()
+    roomy = EngineLoad(num_running=1, num_queued=0, num_tokens=9, capacity=9000, kv_usage=0.1)
+    one.note_load("engine-0", roomy, 0)
+    await turn()
+    assert waiting.done()

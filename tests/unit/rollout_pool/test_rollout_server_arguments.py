@@ -25,7 +25,8 @@ def test_a_cpu_server_gets_the_kernels_that_exist_there():
     assert " ".join(arguments()) == (
         "--model-path /models/policy --served-model-name leash-engine-0 --host 10.0.0.7 "
         "--port 31000 --tp-size 1 --dtype float32 --max-running-requests 128 --random-seed 17 "
-        "--skip-tokenizer-init --log-level-http warning --disable-radix-cache --device cpu "
+        "--skip-tokenizer-init --incremental-streaming-output --log-level-http warning "
+        "--disable-radix-cache --device cpu "
         "--attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph "
         "--disable-overlap-schedule --skip-server-warmup --sleep-on-idle --max-total-tokens 65536"
     )
@@ -36,7 +37,8 @@ def test_a_gpu_server_keeps_sglangs_own_choice_of_kernels():
     assert " ".join(arguments(config, uses_gpu=True)) == (
         "--model-path /models/policy --served-model-name leash-engine-0 --host 10.0.0.7 "
         "--port 31000 --tp-size 4 --dtype bfloat16 --max-running-requests 256 --random-seed 17 "
-        "--skip-tokenizer-init --log-level-http warning --disable-radix-cache "
+        "--skip-tokenizer-init --incremental-streaming-output --log-level-http warning "
+        "--disable-radix-cache "
         "--mem-fraction-static 0.7"
     )
 

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 
 import pytest
 
-from buffer.types import VersionSpan
+from buffer.types import SamplingParams, VersionSpan
 from configs.choices import PauseMode
-from rollout_pool.generation import (
-    BadLogprobs,
-    EngineError,
-    FirstToken,
-    Generation,
-    Refused,
-    SampleRequest,
-    Sampling,
-)
+from rollout_pool.engines.sglang_answers import new_tokens
+from rollout_pool.generation import BadLogprobs, EngineError, EngineLoad, SampleRefused
+from rollout_pool.samples import Sample
 from weight_sync.types import GroupSpec, TensorSpec
 
-SAMPLING = Sampling(temperature=0.7, max_new_tokens=8)
 GROUP = GroupSpec(
     epoch=0,
     host="127.0.0.1",
@@ -33,77 +25,219 @@ GROUP = GroupSpec(
 )
 
 
-def requests(count):
-    return [SampleRequest(request_id=f"g.{i}.0", tokens=[5, 6, 7]) for i in range(count)]
+def make_sample(number=0, **fields):
+    return Sample(
+        **{
+            "sample_id": f"g.{number}",
+            "prompt": [5, 6, 7],
+            "sampling": SamplingParams(temperature=0.7),
+            "max_new_tokens": 8,
+            **fields,
+        }
+    )
 
 
-async def events_of(client, count=1):
-    async with aclosing(client.generate(requests(count), SAMPLING)) as events:
-        return [event async for event in events]
+async def ask(client, sample, on_arrival=None):
+    """The sample, or what was raised."""
+    try:
+        await client.generate(sample, f"{sample.sample_id}.1!", on_arrival)
+    except (EngineError, BadLogprobs) as error:
+        return error
+    return sample
 
 
-async def last_of(client):
-    return (await events_of(client))[-1]
+async def ask_all(client, samples):
+    return await asyncio.gather(*(ask(client, sample) for sample in samples))
 
 
-async def test_a_call_carries_all_samples_and_returns_each_with_its_logprobs(
+def spans(sample):
+    return [(span.version, span.start, span.end) for span in sample.version_spans]
+
+
+async def until(holds):
+    async with asyncio.timeout(10):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def test_samples_of_one_moment_share_a_call_and_each_gets_its_own_tokens(
     fake, client, make_reply
 ):
     fake.reply = lambda rid: make_reply(
         output_ids=[int(rid[2]) + 10, 2], logprobs=[-1.5, -0.25], finish_type="stop"
     )
-    ends = [event for event in await events_of(client, 3) if isinstance(event, Generation)]
-    assert {event.index: event.output_ids for event in ends} == {0: (10, 2), 1: (11, 2), 2: (12, 2)}
-    assert all(event.logprobs == (-1.5, -0.25) for event in ends)
-    assert all(event.finish_reason == "stop" for event in ends)
+    samples = [make_sample(i, max_new_tokens=8 + i) for i in range(3)]
+    await ask_all(client, samples)
+    assert [sample.output_ids for sample in samples] == [[10, 2], [11, 2], [12, 2]]
+    assert all(sample.logprobs == [-1.5, -0.25] for sample in samples)
+    assert all(sample.finish_reason == "stop" for sample in samples)
     [body] = fake.bodies("/generate")
     assert body["input_ids"] == [[5, 6, 7]] * 3
-    assert body["rid"] == ["g.0.0", "g.1.0", "g.2.0"]
+    assert body["rid"] == ["g.0.1!", "g.1.1!", "g.2.1!"]
     assert body["return_logprob"] and body["stream"]
-    assert body["sampling_params"]["temperature"] == 0.7
-    assert body["sampling_params"]["max_new_tokens"] == 8
+    assert [params["max_new_tokens"] for params in body["sampling_params"]] == [8, 9, 10]
+
+
+async def test_a_crowd_is_spread_over_calls(fake, client):
+    samples = [make_sample(i) for i in range(70)]
+    assert await ask_all(client, samples) == samples
+    assert sorted(len(body["rid"]) for body in fake.bodies("/generate")) == [6, 32, 32]
+
+
+async def test_everything_that_shapes_sampling_is_sent(fake, client):
+    params = SamplingParams(
+        temperature=0.0,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        frequency_penalty=0.1,
+        presence_penalty=0.2,
+        repetition_penalty=1.1,
+    )
+    await ask(client, make_sample(sampling=params))
+    [body] = fake.bodies("/generate")
+    assert body["sampling_params"] == [
+        {
+            "temperature": 0.0,
+            "top_p": 0.9,
+            "top_k": 40,
+            "min_p": 0.05,
+            "frequency_penalty": 0.1,
+            "presence_penalty": 0.2,
+            "repetition_penalty": 1.1,
+            "max_new_tokens": 8,
+            "stream_interval": 64,
+        }
+    ]
+
+
+async def test_the_interval_between_arrivals_can_be_chosen(fake):
+    client = fake.client("engine-0", stream_interval=4)
+    await ask(client, make_sample())
+    [body] = fake.bodies("/generate")
+    assert body["sampling_params"][0]["stream_interval"] == 4
+    await client.close()
+
+
+async def test_a_sample_goes_on_from_the_tokens_that_it_has(fake, client, make_reply):
+    fake.version = "9"
+    fake.reply = lambda rid: make_reply(
+        output_ids=[20, 21, 2], versions=[("8", 0, 1), ("9", 1, 3)], parts=[1, 1], labels=["8", "9"]
+    )
+    sample = make_sample(
+        output_ids=[10, 11],
+        logprobs=[-1.0, -2.0],
+        version_spans=[
+            VersionSpan(version=7, start=0, end=1),
+            VersionSpan(version=8, start=1, end=2),
+        ],
+    )
+    await ask(client, sample)
+    [body] = fake.bodies("/generate")
+    assert body["input_ids"] == [[5, 6, 7, 10, 11]]
+    assert body["sampling_params"][0]["max_new_tokens"] == 6
+    assert sample.output_ids == [10, 11, 20, 21, 2]
+    assert sample.logprobs == [-1.0, -2.0, -0.5, -0.5, -0.5]
+    assert spans(sample) == [(7, 0, 1), (8, 1, 3), (9, 3, 5)]
 
 
 async def test_a_sample_is_told_when_it_ends_and_not_when_its_siblings_do(fake, client, make_reply):
-    fake.reply = lambda rid: make_reply(delay_s=0.0 if rid == "g.1.0" else 0.4)
-    async with aclosing(client.generate(requests(2), SAMPLING)) as events:
-        first_end = await anext(event async for event in events if isinstance(event, Generation))
-    assert first_end.index == 1
+    fake.reply = lambda rid: make_reply(delay_s=0.0 if rid == "g.1.1!" else 0.4)
+    tasks = [asyncio.create_task(ask(client, make_sample(i))) for i in range(2)]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    assert done == {tasks[1]}
+    await tasks[0]
 
 
-async def test_the_first_token_tells_the_oldest_version_once(fake, client):
+async def test_tokens_are_in_the_sample_as_soon_as_they_arrive(fake, client, make_reply):
     fake.version = "41"
-    events = await events_of(client)
-    assert events[0] == FirstToken(index=0, version=41)
-    assert [type(event) for event in events] == [FirstToken, Generation]
+    fake.reply = lambda rid: make_reply(output_ids=[1, 2, 3, 4, 5], parts=[1, 2])
+    seen = []
+    sample = make_sample()
+    await ask(client, sample, lambda: seen.append((list(sample.output_ids), sample.finish_reason)))
+    assert seen == [([1], None), ([1, 2, 3], None), ([1, 2, 3, 4, 5], "stop")]
+    assert spans(sample) == [(41, 0, 5)]
 
 
 async def test_version_spans_become_numbers_and_equal_neighbours_one_span(fake, client, make_reply):
     fake.reply = lambda rid: make_reply(
         output_ids=[1, 2, 3, 4, 5], versions=[("7", 0, 1), ("7", 1, 3), ("8", 3, 5)]
     )
-    generation = await last_of(client)
-    assert generation.version_spans == (
-        VersionSpan(version=7, start=0, end=3),
-        VersionSpan(version=8, start=3, end=5),
+    sample = await ask(client, make_sample())
+    assert spans(sample) == [(7, 0, 3), (8, 3, 5)]
+
+
+async def test_tokens_of_a_lost_engine_stay_and_mixed_ones_count_as_the_older_version(
+    fake, client, make_reply
+):
+    fake.reply = lambda rid: make_reply(
+        output_ids=[1, 2, 3, 4, 5, 6, 7],
+        parts=[1, 2, 2, 2],
+        labels=["7", "7", "8", "8"],
+        breaks=True,
     )
+    sample = make_sample()
+    error = await ask(client, sample)
+    assert isinstance(error, EngineError) and "engine-0 did not answer /generate" in str(error)
+    assert sample.output_ids == [1, 2, 3, 4, 5, 6, 7] and sample.finish_reason is None
+    assert spans(sample) == [(7, 0, 5), (8, 5, 7)]
+    assert sample.num_wasted == 1  # it had room for no more than that
+
+
+async def test_first_tokens_that_come_late_count_as_the_version_known_before(
+    fake, client, make_reply
+):
+    client.note_version(6)
+    fake.reply = lambda rid: make_reply(
+        output_ids=[1, 2, 3, 4], parts=[3], labels=["8"], breaks=True
+    )
+    sample = make_sample()
+    await ask(client, sample)
+    assert spans(sample) == [(6, 0, 3)]
+
+
+async def test_parts_that_were_joined_with_an_abort_from_the_queue_are_read_once():
+    meta = {"finish_reason": {"type": "abort"}, "completion_tokens": 5}
+    pairs = [[-0.1 * token, token, None] for token in range(1, 6)]
+    joined = {
+        "output_ids": [4, 5, 5],
+        "meta_info": {**meta, "output_token_logprobs": pairs[3:] + pairs},
+    }
+    assert new_tokens("engine-0", joined, 3) == ([4, 5], [-0.4, -0.5])
+    alone = {"output_ids": [5], "meta_info": {**meta, "output_token_logprobs": pairs}}
+    assert new_tokens("engine-0", alone, 5) == ([], [])
+
+
+async def test_tokens_that_were_lost_on_the_way_are_noticed():
+    meta = {
+        "finish_reason": None,
+        "completion_tokens": 6,
+        "output_token_logprobs": [[-1.0, 9, None]],
+    }
+    with pytest.raises(SampleRefused, match="4 tokens and 1 more were not the 6"):
+        new_tokens("engine-0", {"output_ids": [9], "meta_info": meta}, 4)
 
 
 @pytest.mark.parametrize("version", ["default", "", "-1", "1.0", "0x1", "\u0661"])
-async def test_a_version_that_no_trainer_published_is_refused(fake, client, make_reply, version):
-    fake.reply = lambda rid: make_reply(versions=[(version, 0, 3)], says_first_token=False)
-    event = await last_of(client)
-    assert isinstance(event, Refused) and isinstance(event.error, EngineError)
-    assert "which no trainer published" in str(event.error)
-
-
-@pytest.mark.parametrize("spans", [[("1", 0, 2)], [("1", 1, 3)], [("1", 0, 1), ("2", 2, 3)]])
-async def test_spans_that_leave_a_token_without_a_version_are_refused(
-    fake, client, make_reply, spans
+@pytest.mark.parametrize("says_first_token", [False, True])
+async def test_a_version_that_no_trainer_published_is_refused(
+    fake, client, make_reply, version, says_first_token
 ):
-    fake.reply = lambda rid: make_reply(versions=spans)
-    event = await last_of(client)
-    assert isinstance(event, Refused) and "do not cover 3 tokens" in str(event.error)
+    fake.version = version
+    fake.reply = lambda rid: make_reply(says_first_token=says_first_token)
+    sample = make_sample()
+    error = await ask(client, sample)
+    assert isinstance(error, SampleRefused) and "which no trainer published" in str(error)
+    assert sample.output_ids == [] and sample.num_wasted > 0
+
+
+@pytest.mark.parametrize("told", [[("1", 0, 2)], [("1", 1, 3)], [("1", 0, 1), ("2", 2, 3)]])
+async def test_spans_that_leave_a_token_without_a_version_are_refused(
+    fake, client, make_reply, told
+):
+    fake.reply = lambda rid: make_reply(versions=told)
+    error = await ask(client, make_sample())
+    assert isinstance(error, SampleRefused) and "do not cover 3 tokens" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -113,77 +247,157 @@ async def test_spans_that_leave_a_token_without_a_version_are_refused(
 async def test_logprobs_that_cannot_be_trained_on_are_refused_for_their_sample_alone(
     fake, client, make_reply, logprobs
 ):
-    fake.reply = lambda rid: make_reply(logprobs=logprobs if rid == "g.0.0" else None)
-    events = await events_of(client, 2)
-    refused = [event for event in events if isinstance(event, Refused)]
-    good = [event for event in events if isinstance(event, Generation)]
-    assert [event.index for event in refused] == [0]
-    assert isinstance(refused[0].error, BadLogprobs)
-    assert [event.index for event in good] == [1]
+    fake.reply = lambda rid: make_reply(logprobs=logprobs if rid == "g.0.1!" else None)
+    samples = [make_sample(i) for i in range(2)]
+    refused, good = await ask_all(client, samples)
+    assert isinstance(refused, BadLogprobs) and good is samples[1]
+    assert (samples[0].output_ids, samples[0].logprobs) == ([11], [-0.5])  # those were good
+    assert samples[0].num_wasted == 2
 
 
 async def test_missing_logprobs_are_refused(fake, client, make_reply):
     fake.reply = lambda rid: make_reply(logprobs=[-0.5])
-    event = await last_of(client)
-    assert isinstance(event, Refused) and isinstance(event.error, BadLogprobs)
+    assert isinstance(await ask(client, make_sample()), BadLogprobs)
 
 
-async def test_an_aborted_sample_is_refused(fake, client, make_reply):
+async def test_a_sample_that_the_engine_aborts_is_told_and_keeps_its_tokens(
+    fake, client, make_reply
+):
     fake.reply = lambda rid: make_reply(finish_type="abort")
-    event = await last_of(client)
-    assert isinstance(event, Refused) and "gave a sample up" in str(event.error)
+    sample = make_sample()
+    error = await ask(client, sample)
+    assert isinstance(error, EngineError) and "gave a sample up" in str(error)
+    assert len(sample.output_ids) == 3 and sample.finish_reason is None
+
+
+async def test_what_comes_with_an_engines_own_error_is_no_sample(fake, client, make_reply):
+    fake.reply = lambda rid: make_reply(finish_type="abort", abort_status=500)
+    sample = make_sample()
+    error = await ask(client, sample)
+    assert isinstance(error, SampleRefused) and "gave a sample up" in str(error)
+    assert sample.output_ids == [11]
 
 
 async def test_an_answer_that_ends_early_is_an_error_that_names_the_engine(
     fake, client, make_reply
 ):
     fake.reply = lambda rid: make_reply(finish_type=None)
-    with pytest.raises(EngineError, match=r"engine-0 .* before 1 of its samples"):
-        await events_of(client)
+    error = await ask(client, make_sample())
+    assert isinstance(error, EngineError)
+    assert "engine-0 ended an answer before 1 of its samples" in str(error)
 
 
 async def test_a_refused_call_is_an_error_with_the_engines_words(fake, client):
     fake.status = 503
-    with pytest.raises(EngineError, match=r"engine-0 refused /generate \(503\).*out of order"):
-        await events_of(client)
+    error = await ask(client, make_sample())
+    assert isinstance(error, EngineError) and not isinstance(error, SampleRefused)
+    assert "engine-0 refused /generate (503)" in str(error) and "out of order" in str(error)
+
+
+async def test_one_bad_sample_does_not_fail_those_that_shared_its_call(fake, client):
+    fake.bad_tokens = {99}
+    samples = [make_sample(i, prompt=[5, 99] if i == 1 else [5, 6]) for i in range(4)]
+    ends = await ask_all(client, samples)
+    assert isinstance(ends[1], SampleRefused) and "too long" in str(ends[1])
+    assert [samples[i].finish_reason for i in (0, 2, 3)] == ["stop"] * 3
 
 
 async def test_silence_longer_than_the_limit_is_an_error_but_a_long_answer_is_not(
     fake, client, make_reply
 ):
     fake.reply = lambda rid: make_reply(delay_s=3.0)  # the client's limit is 2 s
-    with pytest.raises(EngineError, match=r"engine-0 did not answer /generate: ReadTimeout"):
-        await events_of(client)
+    error = await ask(client, make_sample())
+    assert "engine-0 did not answer /generate: ReadTimeout" in str(error)
     fake.reply = lambda rid: make_reply(delay_s=0.6 * (1 + int(rid[2])))  # 4.8 s in all
-    assert sum(isinstance(e, Generation) for e in await events_of(client, 8)) == 8
+    samples = [make_sample(i) for i in range(8)]
+    assert await ask_all(client, samples) == samples
 
 
 async def test_nobody_listening_is_an_error_that_names_the_engine(fake):
     client = fake.client("engine-9")
     fake.stop()
-    with pytest.raises(EngineError, match="engine-9 did not answer /generate"):
-        await events_of(client)
+    error = await ask(client, make_sample())
+    assert isinstance(error, EngineError) and "engine-9 did not answer /generate" in str(error)
     await client.close()
     fake.start()
 
 
 async def test_giving_up_tells_the_engine_which_samples_to_stop(fake, client, make_reply):
-    fake.reply = lambda rid: make_reply(never_ends=rid != "g.0.0")
-    task = asyncio.create_task(events_of(client, 3))
-    while not fake.calls:
-        await asyncio.sleep(0.01)
+    fake.reply = lambda rid: make_reply(never_ends=rid != "g.0.1!")
+    task = asyncio.create_task(ask_all(client, [make_sample(i) for i in range(3)]))
+    await until(lambda: fake.calls)
     await asyncio.sleep(0.2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert sorted(fake.aborted) == ["g.1.0", "g.2.0"]
+    assert sorted(fake.aborted) == ["g.1.1!", "g.2.1!"]
+
+
+async def test_a_stopped_sample_has_all_its_tokens_with_exact_versions_and_its_siblings_go_on(
+    fake, client, make_reply
+):
+    fake.reply = lambda rid: make_reply(
+        output_ids=[1, 2, 3, 4, 5],
+        parts=[1, 1],
+        never_ends=rid == "g.1.1!",
+        at_abort=[8, 9],
+        versions=[("0", 0, 3), ("1", 3, 4)] if rid == "g.1.1!" else None,
+        delay_s=0.5,
+    )
+    samples = [make_sample(1), make_sample(10)]
+    tasks = [asyncio.create_task(ask(client, sample)) for sample in samples]
+    await until(lambda: len(samples[0].output_ids) == 2)
+    client.stop("g.1.1!")
+    client.stop("g.1.1!")
+    await asyncio.gather(*tasks)
+    assert samples[0].output_ids == [1, 2, 8, 9] and spans(samples[0]) == [(0, 0, 3), (1, 3, 4)]
+    assert samples[0].finish_reason is None and samples[0].num_wasted == 0
+    assert samples[1].output_ids == [1, 2, 3, 4, 5] and samples[1].finish_reason == "stop"
+    assert fake.aborted == ["g.1.1!"]
+
+
+async def test_a_stop_that_overtakes_its_request_is_said_again(fake, client, make_reply):
+    fake.num_lost_aborts = 1
+    fake.reply = lambda rid: make_reply(never_ends=True)
+    sample = make_sample()
+    task = asyncio.create_task(ask(client, sample))
+    await until(lambda: sample.output_ids)
+    client.stop("g.0.1!")
+    assert await task is sample
+    assert fake.aborted == ["g.0.1!"] * 2
+
+
+async def test_a_sample_that_is_stopped_before_it_is_sent_is_never_sent(fake, client):
+    sample = make_sample()
+    task = asyncio.create_task(ask(client, sample))
+    await asyncio.sleep(0)
+    client.stop("g.0.1!")
+    assert await task is sample and sample.output_ids == []
+    await asyncio.sleep(0.05)
+    assert fake.calls == []
+
+
+async def test_an_owner_that_raises_at_an_arrival_fails_its_own_sample_alone(
+    fake, client, make_reply
+):
+    fake.reply = lambda rid: make_reply(never_ends=rid == "g.0.1!")
+
+    def raise_it():
+        raise ZeroDivisionError
+
+    bad = asyncio.create_task(ask(client, make_sample(0), raise_it))
+    good = asyncio.create_task(ask(client, make_sample(1)))
+    assert (await good).finish_reason == "stop"
+    with pytest.raises(ZeroDivisionError):
+        await bad
+    await until(lambda: fake.aborted == ["g.0.1!"])
 
 
 async def test_prefixes_are_keyed_by_the_latest_version_seen(fake):
     client = fake.client("engine-0", keys_prefix_by_version=True)
     fake.version = "12"
-    await events_of(client)
-    await events_of(client)
+    await ask(client, make_sample(0))
+    await ask(client, make_sample(1))
     assert [body["extra_key"] for body in fake.bodies("/generate")] == ["v0", "v12"]
     await client.close()
 
@@ -192,9 +406,31 @@ async def test_a_version_that_the_run_tells_of_keys_prefixes_too(fake):
     client = fake.client("engine-0", keys_prefix_by_version=True)
     client.note_version(7)
     client.note_version(6)
-    await events_of(client)
+    await ask(client, make_sample())
     assert [body["extra_key"] for body in fake.bodies("/generate")] == ["v7"]
     await client.close()
+
+
+async def test_preemptions_are_counted_and_pauses_for_commits_are_not(fake, client, make_reply):
+    fake.reply = lambda rid: make_reply(
+        num_retractions=3, versions=[("0", 0, 1), ("1", 1, 2), ("2", 2, 3)]
+    )
+    await ask(client, make_sample())
+    assert client.num_preemptions == 1
+
+
+async def test_an_engine_tells_its_load_or_that_it_cannot(fake, client):
+    assert await client.load() is None
+    fake.load = {
+        "num_running_reqs": 5,
+        "num_waiting_reqs": 2,
+        "num_total_tokens": 900,
+        "max_total_num_tokens": 2000,
+        "token_usage": 0.4,
+    }
+    assert await client.load() == EngineLoad(
+        num_running=5, num_queued=2, num_tokens=900, capacity=2000, kv_usage=0.4
+    )
 
 
 async def test_weight_calls_carry_what_the_server_needs_and_never_a_flush(fake, client):

@@ -9,9 +9,10 @@ import pytest
 
 from configs.choices import OnLongPrompt, TaskKind
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from rollout_pool.prompts import PromptReader, load_tokenizer, tokenize_prompt, tokenize_solution
+from rollout_pool.envs.env import Completion
+from rollout_pool.prompts import PromptReader, load_tokenizer
 from rollout_pool.tasks.gsm8k import is_same_answer
-from rollout_pool.tasks.task import Prompt, TaskStream, build_task, supervised_texts
+from rollout_pool.tasks.task import Prompt, TaskStream, build_task, demonstrations
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 EXPRESSION = r": (.*=)$"
@@ -62,6 +63,19 @@ def test_the_right_answer_scores_one_and_another_does_not():
         assert task.score(prompt, str(result + 1)) < 0.5
         assert task.score(prompt, "what?") < 0.5
         assert task.score(prompt, "") < 0.5
+
+
+async def test_a_question_with_one_answer_is_an_episode_of_one_step():
+    prompt = sums().example(0)
+    env = sums(system_prompt="Be brief.").environment(prompt)
+    first = await env.reset()
+    assert [(m.role, m.content) for m in first.messages] == [
+        ("system", "Be brief."),
+        ("user", prompt.text),
+    ]
+    step = await env.step(Completion(text="7", content="7"))
+    assert step.observation is None and step.reward is None
+    await env.close()
 
 
 def test_no_held_out_prompt_is_trained_on_even_where_prompts_repeat():
@@ -124,12 +138,16 @@ def test_every_epoch_of_a_file_has_each_training_problem_once_in_another_order(t
 
 
 def test_an_answer_of_a_file_is_scored_and_is_what_warm_up_teaches(tmp_path):
-    task = words(problems(tmp_path / "words.jsonl", 13), instruction=" Think.")
-    [(text, answer)] = supervised_texts(task, 1)
-    number = int(text.split()[2])
-    assert text == f"What is {number} + 1? Think."
-    assert answer == f"Add. #### {number + 1}"
+    task = words(
+        problems(tmp_path / "words.jsonl", 13), instruction=" Think.", system_prompt="Be brief."
+    )
+    [(system, question, answer)] = demonstrations(task, 1)
+    number = int(question.content.split()[2])
+    assert (system.role, system.content) == ("system", "Be brief.")
+    assert (question.role, question.content) == ("user", f"What is {number} + 1? Think.")
+    assert (answer.role, answer.content) == ("assistant", f"Add. #### {number + 1}")
     prompt = next(TaskStream(task, 0, 1))
+    answer = answer.content
     assert task.score(prompt, answer) == 1.0
     assert task.score(prompt, "#### 999") == 0.0
     assert task.score(prompt, "no idea") == 0.0
@@ -210,21 +228,10 @@ class Letters:
     def encode(self, text, *, add_special_tokens=True):
         return [0] * add_special_tokens + [ord(letter) for letter in text]
 
-    def apply_chat_template(self, conversation, *, add_generation_prompt, tokenize):
-        [turn] = conversation
-        return f"<{turn['role']}>{turn['content']}<assistant>"
-
 
 def reader(limit, on_long):
     config = RolloutConfig(max_prompt_tokens=limit, on_long_prompt=on_long)
     return PromptReader(Letters(), TaskConfig(), config)
-
-
-def test_a_prompt_is_wrapped_in_the_chat_template_without_a_second_begin_token():
-    assert tokenize_prompt(Letters(), "hi", chat_template=False) == [0, ord("h"), ord("i")]
-    wrapped = tokenize_prompt(Letters(), "hi", chat_template=True)
-    assert "".join(map(chr, wrapped)) == "<user>hi<assistant>"
-    assert tokenize_solution(Letters(), "7") == [ord("7"), 1]
 
 
 def test_a_long_prompt_is_skipped_and_counted_or_refused_and_never_cut():

@@ -12,6 +12,7 @@ from configs.schema import WeightSyncConfig
 from rollout_pool.engines import weight_follower
 from rollout_pool.engines.commit import Committer, TornEngine
 from rollout_pool.engines.commit_strategies import StagedDisk
+from rollout_pool.engines.version_pin import VersionPin
 from rollout_pool.engines.weight_follower import MAX_FAILURES, WeightFollower
 
 
@@ -24,7 +25,12 @@ async def state(redis_url, run_name, buffer_factory):
 
 
 @pytest.fixture
-async def follow(client, state, receiver):
+def pin():
+    return VersionPin()
+
+
+@pytest.fixture
+async def follow(client, state, receiver, pin):
     """Starts to follow the receiver with engine-0; what it raises is at the task."""
     await state.register_receiver("receiver-0", receiver.url)
     started = []
@@ -40,6 +46,7 @@ async def follow(client, state, receiver):
             state=state,
             committer=Committer(client, strategy, config.pause_mode),
             answers=client.answers,
+            pin=pin,
         )
         started.append((follower, asyncio.create_task(follower.run())))
         return started[-1][1]
@@ -212,3 +219,65 @@ async def test_a_commit_that_could_not_begin_is_tried_again_a_few_times(
         async with asyncio.timeout(20):
             await following
     assert loads(fake) == [0]
+
+
+async def test_a_pinned_engine_stays_at_its_version_and_then_takes_the_newest(
+    fake, follow, state, receiver, pin
+):
+    follow()
+    receiver.offer(1)
+    wanting = asyncio.create_task(pin.want(1, 20.0))
+    assert await wanting  # it was told in time, and waited for
+    assert await state.engine_versions() == {"engine-0": 1}
+    await state.forget_engine("engine-0")
+    receiver.offer(2)
+    receiver.offer(3)
+    await asyncio.sleep(0.3)
+    assert loads(fake) == [1] and await state.engine_versions() == {}
+    pin.release()
+    await serves(state, 3)
+    assert loads(fake) == [1, 3]
+
+
+async def test_an_engine_that_is_released_without_a_newer_version_is_counted_again(
+    fake, follow, state, receiver, pin
+):
+    follow()
+    receiver.offer(1)
+    await serves(state, 1)
+    assert await pin.want(1, 5.0)  # while it asks its receiver for more
+    await state.forget_engine("engine-0")
+    pin.release()
+    await serves(state, 1)
+    assert loads(fake) == [1]
+    receiver.offer(2)
+    await serves(state, 2)
+
+
+async def test_a_version_that_was_skipped_cannot_be_pinned(follow, state, receiver, pin):
+    follow()
+    receiver.offer(1)
+    await serves(state, 1)
+    wanting = asyncio.create_task(pin.want(2, 60.0))
+    await asyncio.sleep(0)
+    receiver.offer(3)  # the newest is taken, and 2 is gone
+    assert not await wanting
+    await serves(state, 3)
+    assert not await pin.want(2, 60.0)
+
+
+async def test_an_engine_at_the_gate_does_not_go_past_the_version_it_was_pinned_at(
+    fake, follow, state, receiver, pin
+):
+    follow()
+    receiver.offer(1)
+    await serves(state, 1)
+    assert await state.enter_commit("engine-1", 1, ttl_s=60, timeout_s=0)
+    receiver.offer(2)
+    await asyncio.sleep(0.2)  # it waits at the gate with 2
+    assert await pin.want(1, 5.0)
+    await state.leave_commit("engine-1")
+    await asyncio.sleep(0.3)
+    assert loads(fake) == [1] and receiver.held == set()
+    pin.release()
+    await serves(state, 2)

@@ -1,64 +1,169 @@
-"""The worker's loop: a real Redis server, a real HTTP engine in which nothing is computed."""
+"""The worker's loop at a real Redis server; a scribe writes the samples instead of an engine."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+from collections.abc import Callable
 
 import pytest
 
 from buffer.connection import connect
 from buffer.run_state import RunState
-from configs.choices import OnLongPrompt
+from buffer.types import PromptRef, SamplingParams, VersionSpan
+from configs.choices import OnLongPrompt, TailPolicy, ToolParser
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
-from rollout_pool.assemble import WorkerParts
-from rollout_pool.engines.engine import EngineInfo
-from rollout_pool.sampling import SamplesFailed
+from rollout_pool.cancelling import end_tasks
+from rollout_pool.envs.chat import ChatFormat
+from rollout_pool.envs.env import SingleTurn
+from rollout_pool.envs.player import EnvPlayer
+from rollout_pool.envs.runner import EpisodeRunner
+from rollout_pool.generate import GroupFailed, GroupGenerator
+from rollout_pool.prompts import PromptReader
+from rollout_pool.rewards.score import Score
+from rollout_pool.samples import Interrupted, SampleFailed
+from rollout_pool.tasks.task import Prompt, TaskStream
 from rollout_pool.types import RolloutSpec
+from rollout_pool.worker import RolloutWorker
 
-TASK = TaskConfig(
-    params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-    prompt_pattern=": (.*=)$",
-    eval_size=40,
-)
 GROUPS_PER_STEP = 2
-LETTERS = "0123456789+-= "
+TASK = TaskConfig()
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    """A tokenizer of one token a letter: 3 + its place in LETTERS; 2 ends a text."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+class Letters:
+    """One token a letter."""
 
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {c: 3 + i for i, c in enumerate(LETTERS)}
-    letters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    letters.decoder = decoders.Fuse()
-    letters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>")
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    return folder
+    eos_token_id = 0
+
+    def encode(self, text, *, add_special_tokens=True):
+        return [ord(letter) for letter in text]
+
+    def decode(self, token_ids, *, skip_special_tokens=False):
+        return "".join(chr(token) for token in token_ids if token)
+
+    def apply_chat_template(self, conversation, *, add_generation_prompt, tokenize):
+        raise AssertionError("not asked for")
+
+
+class Numbers:
+    """Prompt 7 asks "7"; the score of an answer is its number."""
+
+    name = "numbers"
+
+    def example(self, index):
+        return Prompt(index=index, is_held_out=False, text=str(index))
+
+    def eval_prompts(self):
+        return []
+
+    def is_held_out(self, prompt):
+        return False
+
+    def solution(self, prompt):
+        return prompt.text
+
+    def score(self, prompt, completion):
+        return float(completion)
+
+    def environment(self, prompt):
+        return SingleTurn(prompt.text)
+
+    def demonstration(self, prompt):
+        return ()
+
+
+class Scribe:
+    """Completes samples: one token at once, the rest of `answer(sample)` after `hold`."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.answer: Callable[..., str] = lambda sample: str(int(sample.sample_id.split(".")[1]))
+        self.failing: Callable[..., bool] = lambda sample: False
+        self.holding: Callable[..., bool] = lambda sample: False
+        self.go = asyncio.Event()
+        self.pause_s = 0.0
+        self.asked: list[str] = []
+        """Prompts, in the order of their samples."""
+        self.cancelled: list[str] = []
+        self._stops: dict[object, asyncio.Event] = {}
+
+    async def complete(self, sample):
+        self.asked.append("".join(map(chr, sample.prompt)))
+        if self.failing(sample):
+            sample.num_failures += 1
+            raise SampleFailed("the engine is out of order")
+        stop = self._stops[sample] = asyncio.Event()
+        self._write(sample, [ord("0")] if not sample.output_ids else [])
+        try:
+            if self.holding(sample):
+                waits = [asyncio.create_task(event.wait()) for event in (stop, self.go)]
+                try:
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    await end_tasks(waits)
+                if stop.is_set():
+                    raise Interrupted(sample.sample_id)
+        except asyncio.CancelledError:
+            self.cancelled.append(sample.sample_id)
+            raise
+        await asyncio.sleep(self.pause_s)
+        self._write(sample, [*map(ord, self.answer(sample)), 0])
+        sample.finish_reason = "stop"
+
+    def interrupt(self, sample):
+        if sample in self._stops:
+            self._stops[sample].set()
+
+    def _write(self, sample, tokens):
+        if tokens:
+            start = len(sample.output_ids)
+            sample.output_ids += tokens
+            sample.logprobs += [-0.5] * len(tokens)
+            span = VersionSpan(version=self.version, start=start, end=len(sample.output_ids))
+            sample.version_spans = [*sample.version_spans, span]
+
+
+class Scorer:
+    def __init__(self) -> None:
+        self.failures: dict[str, str] = {}
+
+    async def score(self, prompt, episode):
+        return Score(reward=float(episode.answer), failures=self.failures)
 
 
 @pytest.fixture
-async def make_worker(fake, state, redis_url, run_name, buffer_factory, model_folder, tmp_path):
-    """Opens the run's buffer and a worker on the fake engine."""
-    opened = []
+async def state(redis_url, run_name):
+    state = RunState(await connect(redis_url), run_name)
+    yield state
+    await state.close()
 
-    async def make(max_staleness=1, wait_timeout_s=30.0, max_prompt_tokens=16, **settings):
+
+@pytest.fixture
+def scribe():
+    return Scribe()
+
+
+@pytest.fixture
+def scorer():
+    return Scorer()
+
+
+@pytest.fixture
+async def make_worker(scribe, scorer, state, redis_url, run_name, buffer_factory, tmp_path):
+    """Opens the run's buffer, and a worker on it. Called again it is the worker's next life."""
+    tasks = []
+
+    async def make(max_staleness=1, wait_timeout_s=30.0, log=None, **settings):
         buffer = await buffer_factory(GROUPS_PER_STEP, max_staleness=max_staleness)
-        await state.record_commit("engine-0", int(fake.version), {})
+        await state.record_commit("engine-0", scribe.version, {})
+        settings = {"max_prompt_tokens": 16, **settings}
+        config = RolloutConfig(group_size=2, max_response_tokens=8, **settings)
         spec = RolloutSpec(
-            config=RolloutConfig(
-                group_size=2, max_prompt_tokens=max_prompt_tokens, max_response_tokens=4, **settings
-            ),
+            config=config,
             task=TASK,
             weight_sync=WeightSyncConfig(),
             buffer=BufferConfig(wait_timeout_s=wait_timeout_s),
-            model_path=str(model_folder),
+            model_path="",
             trust_remote_code=False,
             redis_url=redis_url,
             run=run_name,
@@ -70,190 +175,333 @@ async def make_worker(fake, state, redis_url, run_name, buffer_factory, model_fo
             engine_key="a-key",
             weights_key="another-key",
         )
-        parts = WorkerParts(spec, 0)
-        opened.append(parts)
-        await parts.prepare()
-        parts.connect([EngineInfo(name="engine-0", url=fake.url, pid=1, num_ranks=1)])
-        return parts.worker, buffer
+        task, tokenizer = Numbers(), Letters()
+        chat = ChatFormat(tokenizer, chat_template=False, tool_parser=ToolParser.hermes)
+        watching = asyncio.get_running_loop().create_future()
+        position = (await state.task_positions()).get(0, 0)
+        worker = RolloutWorker(
+            index=0,
+            spec=spec,
+            task=task,
+            stream=TaskStream(task, 0, 1, position),
+            reader=PromptReader(tokenizer, TASK, config),
+            generator=GroupGenerator(
+                player=EnvPlayer(EpisodeRunner(scribe, chat, TASK, config), task.environment),
+                scorer=scorer,
+                sampling=SamplingParams(),
+                group_size=2,
+            ),
+            evaluator=None,
+            buffer=buffer,
+            state=state,
+            watching=[watching],
+            interrupter=scribe,
+            group_log=log,
+        )
+        return worker, buffer
 
+    async def start(worker):
+        task = asyncio.create_task(worker.run())
+        tasks.append((worker, task))
+        return task
+
+    make.start = start
     yield make
-    for parts in opened:
-        await parts.close()
-
-
-@pytest.fixture
-async def state(redis_url, run_name):
-    state = RunState(await connect(redis_url), run_name)
-    yield state
-    await state.close()
+    for worker, task in tasks:
+        worker.stop()
+        await asyncio.wait([task], timeout=10)
 
 
 async def until(condition, timeout_s=20.0):
-    """Waits for something that another process or the server will do."""
+    """Waits for something that another task or the server will do."""
     async with asyncio.timeout(timeout_s):
         while not await condition():
             await asyncio.sleep(0.02)
 
 
-def ids(text):
-    return [3 + LETTERS.index(letter) for letter in text] + [2]
+def ready(buffer, number):
+    async def has_so_many():
+        return (await buffer.stats()).ready == number
+
+    return has_so_many
 
 
-def right_answers(fake):
-    """Result of the expression that a request asks for."""
-
-    def solve(rid):
-        body = next(b for b in reversed(fake.bodies("/generate")) if rid in b["rid"])
-        tokens = body["input_ids"][body["rid"].index(rid)]
-        left, operator, right, _ = "".join(LETTERS[t - 3] for t in tokens).split()
-        return int(left) + int(right) if operator == "+" else int(left) - int(right)
-
-    return solve
+async def consume(buffer, step, num_groups=GROUPS_PER_STEP, version=0):
+    lease = await buffer.lease(
+        step=step, version=version, num_groups=num_groups, share=0, num_shares=1, timeout_s=5
+    )
+    assert await buffer.consume(lease, lease.group_ids) == num_groups
+    return lease
 
 
 async def test_a_worker_fills_the_buffer_up_to_its_credits_and_no_further(
-    fake, make_worker, state, make_reply
+    make_worker, state, scribe
 ):
-    solve = right_answers(fake)
-    fake.reply = lambda rid: make_reply(output_ids=ids(str(solve(rid))))
-    worker, buffer = await make_worker(max_staleness=1)
-    running = asyncio.create_task(worker.run())
+    written = []
 
-    async def is_full():
-        return (await buffer.stats()).ready == 2 * GROUPS_PER_STEP
+    class Log:
+        async def write(self, group, prompt_text):
+            written.append((group.group_id, prompt_text))
 
-    await until(is_full)
+    worker, buffer = await make_worker(log=Log())
+    running = await make_worker.start(worker)
+    await until(ready(buffer, 2 * GROUPS_PER_STEP))
     await asyncio.sleep(0.3)
     stats = await buffer.stats()
     assert (stats.pushed, stats.ready, stats.running) == (4, 4, 0)
-    lease = await buffer.lease(step=0, version=0, num_groups=2, share=0, num_shares=1, timeout_s=5)
-    assert {t.reward for group in lease.groups for t in group.trajectories} == {1.0}
-    assert all(group.min_version == 0 for group in lease.groups)
-    assert await buffer.consume(lease, lease.group_ids) == 2
-    await until(is_full)
+    lease = await consume(buffer, 0)
+    assert {t.reward for group in lease.groups for t in group.trajectories} == {0.0, 1.0}
+    assert [group.prompt.index for group in lease.groups] == [0, 1]
+    await until(ready(buffer, 2 * GROUPS_PER_STEP))
     worker.stop()
     report = await running
     assert (report.num_groups, report.num_failed, report.num_too_old) == (6, 0, 0)
-    assert (await state.counters())["tokens_generated"] > 2 * 2 * 6
+    counters = await state.counters()
+    assert counters["tokens_generated"] == 6 * 2 * 3
+    assert counters["completed:<=256"] == 6 and counters["episodes_ended:stop"] == 12
+    assert "tokens_wasted" not in counters
     assert (await state.waits())[("rollout", "trainer")] > 0.2
-    assert (await state.task_positions())[0] >= 6
+    assert (await state.task_positions())[0] == 6
     assert (await buffer.stats()).is_conserved
+    assert [text for _, text in written] == ["0", "1", "2", "3", "4", "5"]
 
 
 async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_again(
-    fake, make_worker, state, make_reply
+    make_worker, state, scribe
 ):
-    fake.reply = lambda rid: make_reply(output_ids=ids("1"), never_ends=True)
+    scribe.holding = lambda sample: True
     worker, buffer = await make_worker(max_staleness=0)
-    running = asyncio.create_task(worker.run())
+    running = await make_worker.start(worker)
 
     async def are_running():
-        return len(fake.bodies("/generate")) == GROUPS_PER_STEP
+        return len(scribe.asked) == 2 * GROUPS_PER_STEP
 
     await until(are_running)
-    await asyncio.sleep(0.2)
-    first = {tuple(body["input_ids"][0]) for body in fake.bodies("/generate")}
-    fake.reply = lambda rid: make_reply(output_ids=ids("1"))
-    fake.version = "1"
+    scribe.holding = lambda sample: False
+    scribe.version = 1
     await buffer.publish_version(1)
     await asyncio.sleep(0.3)
-    assert len(fake.bodies("/generate")) == GROUPS_PER_STEP  # the engine is still at version 0
+    assert len(scribe.asked) == 2 * GROUPS_PER_STEP  # the engine is still at version 0
     await state.record_commit("engine-0", 1, {})
-
-    async def are_ready():
-        return (await buffer.stats()).ready == GROUPS_PER_STEP
-
-    await until(are_ready)
+    await until(ready(buffer, GROUPS_PER_STEP))
     stats = await buffer.stats()
     assert stats.abandoned_by_reason == {"too_old": 2} and stats.requeued == 2
-    assert len(fake.aborted) == 2 * GROUPS_PER_STEP
-    again = {tuple(body["input_ids"][0]) for body in fake.bodies("/generate")[GROUPS_PER_STEP:]}
-    assert again == first
+    assert len(scribe.cancelled) == 2 * GROUPS_PER_STEP
+    assert sorted(scribe.asked) == ["0"] * 4 + ["1"] * 4
     worker.stop()
     assert (await running).num_too_old == 2
+    counters = await state.counters()
+    assert counters["given_up:<=256"] == 2 and counters["tokens_wasted"] == 4
     lease = await buffer.lease(step=0, version=1, num_groups=2, share=0, num_shares=1, timeout_s=5)
     assert {group.prompt.attempt for group in lease.groups} == {1}
 
 
-async def test_a_group_that_can_still_make_it_is_left_alone(fake, make_worker, make_reply):
-    fake.reply = lambda rid: make_reply(output_ids=ids("1"), never_ends=True)
+async def test_a_group_that_can_still_make_it_is_left_alone(make_worker, scribe):
+    scribe.holding = lambda sample: True
     worker, buffer = await make_worker(max_staleness=1)
-    running = asyncio.create_task(worker.run())
+    running = await make_worker.start(worker)
 
     async def are_running():
-        return len(fake.bodies("/generate")) == 2 * GROUPS_PER_STEP
+        return len(scribe.asked) == 4 * GROUPS_PER_STEP
 
     await until(are_running)
     await buffer.publish_version(1)
     await asyncio.sleep(0.3)
-    assert not fake.aborted
+    assert not scribe.cancelled
     worker.stop()
     await running
     stats = await buffer.stats()
     assert stats.abandoned_by_reason == {"stopped": 4} and stats.running == 0
 
 
-async def test_one_failed_group_is_counted_and_the_worker_goes_on(fake, make_worker, make_reply):
-    fake.reply = lambda rid: make_reply(
-        output_ids=ids("1"), finish_type="abort" if rid.startswith("0-0-") else "stop"
-    )
+async def test_the_prompt_of_a_failed_group_runs_again_and_its_group_is_whole(
+    make_worker, scribe, state
+):
+    failed = set()
+
+    def fails_once(sample):
+        is_first = sample.prompt == [ord("0")] and not failed
+        failed.update(["0"] if is_first else [])
+        return is_first
+
+    scribe.failing = fails_once
     worker, buffer = await make_worker()
-    running = asyncio.create_task(worker.run())
-
-    async def is_full():
-        return (await buffer.stats()).ready == 2 * GROUPS_PER_STEP
-
-    await until(is_full)
+    running = await make_worker.start(worker)
+    await until(ready(buffer, 2 * GROUPS_PER_STEP))
     worker.stop()
     assert (await running).num_failed == 1
-    assert (await buffer.stats()).abandoned_by_reason == {"failed": 1}
+    stats = await buffer.stats()
+    assert stats.abandoned_by_reason == {"failed": 1} and stats.rerun == 1
+    lease = await consume(buffer, 0, num_groups=4)
+    assert sorted(group.prompt.index for group in lease.groups) == [0, 1, 2, 3]
+    assert {len(group.trajectories) for group in lease.groups} == {2}
+    assert (await state.counters())["samples_retried"] == 1
 
 
-async def test_an_engine_that_fails_every_group_ends_the_worker_with_the_reason(fake, make_worker):
-    fake.status = 500
-    worker, _ = await make_worker(max_request_retries=0)
-    with pytest.raises(SamplesFailed, match="engine-0 refused /generate"):
-        await asyncio.wait_for(worker.run(), 30)
+async def test_a_poisonous_prompt_is_put_aside_and_the_worker_goes_on(make_worker, scribe, state):
+    scribe.failing = lambda sample: sample.prompt == [ord("1")]
+    worker, buffer = await make_worker(max_group_failures=3)
+    running = await make_worker.start(worker)
+    await until(ready(buffer, 2 * GROUPS_PER_STEP))
+    worker.stop()
+    assert (await running).num_failed == 3
+    (poisonous,) = await buffer.prompt_quarantine.prompts()
+    assert (poisonous.index, poisonous.reason, poisonous.times) == (1, "failed", 3)
+    assert (await state.counters())["prompts_quarantined"] == 1
+    lease = await consume(buffer, 0, num_groups=4)
+    assert sorted(group.prompt.index for group in lease.groups) == [0, 2, 3, 4]
 
 
-async def test_no_credit_within_the_limit_is_an_error(fake, make_worker, make_reply):
-    fake.reply = lambda rid: make_reply(output_ids=ids("1"))
+async def test_an_engine_that_fails_every_group_ends_the_worker_with_the_reason(
+    make_worker, scribe
+):
+    scribe.failing = lambda sample: True
+    worker, _ = await make_worker()
+    with pytest.raises(GroupFailed, match="out of order"):
+        async with asyncio.timeout(30):
+            await worker.run()
+
+
+async def test_no_credit_within_the_limit_is_an_error(make_worker):
     worker, _ = await make_worker(wait_timeout_s=0.5)
     with pytest.raises(TimeoutError, match="no room for group"):
-        await asyncio.wait_for(worker.run(), 30)
+        async with asyncio.timeout(30):
+            await worker.run()
 
 
-async def test_an_evaluation_scores_every_held_out_prompt_beside_generation(
-    fake, make_worker, make_reply, state
+# Life after death ---------------------------------------------------------------------------------
+
+
+async def test_a_worker_that_died_runs_its_prompts_again_and_goes_on_where_it_was(
+    make_worker, scribe, state
 ):
-    solve = right_answers(fake)
-    fake.version = "3"
-    fake.reply = lambda rid: make_reply(
-        output_ids=ids(str(solve(rid) + (rid.startswith("eval") and int(rid.split(".")[1]) == 0)))
-    )
-    worker, _ = await make_worker()
-    running = asyncio.create_task(worker.run())
-    report = await worker.evaluate(3)
-    assert report.num_prompts == TASK.eval_size
-    assert report.accuracy == 37 / 40  # the first of each call of 16 is answered wrong
-    assert (report.version_min, report.version_max) == (3, 3)
-    evaluations = [b for b in fake.bodies("/generate") if b["rid"][0].startswith("eval")]
-    assert {body["sampling_params"]["temperature"] for body in evaluations} == {0.0}
-    assert not running.done()
+    scribe.holding = lambda sample: True
+    _, buffer = await make_worker()
+    for serial in range(3):  # what an earlier life left
+        await buffer.admit(f"0-{serial}-dead", 1)
+        prompt = PromptRef(task="numbers", index=serial)
+        await buffer.begin(f"0-{serial}-dead", prompt, 0, serial + 1)
+    scribe.holding = lambda sample: False
+    worker, buffer = await make_worker()
+    running = await make_worker.start(worker)
+    await until(ready(buffer, 2 * GROUPS_PER_STEP))
     worker.stop()
     await running
-    assert (await worker.evaluate(3)).accuracy == 37 / 40  # also after the end
-    num_calls = len(fake.bodies("/generate"))
-    waiting = asyncio.create_task(worker.evaluate(4))
+    lease = await consume(buffer, 0, num_groups=4)
+    assert sorted(group.prompt.index for group in lease.groups) == [0, 1, 2, 3]
+    stats = await buffer.stats()
+    assert stats.abandoned_by_reason == {"worker_died": 3} and stats.rerun == 3
+    assert (await state.task_positions())[0] == 4
+
+
+# Tail ---------------------------------------------------------------------------------------------
+
+
+async def test_interrupted_groups_keep_their_tokens_and_end_with_those_of_the_next_version(
+    make_worker, scribe, state
+):
+    scribe.holding = lambda sample: True
+    worker, buffer = await make_worker(tail=TailPolicy.interrupt_and_resume)
+    running = await make_worker.start(worker)
+
+    async def are_running():
+        return len(scribe.asked) == 4 * GROUPS_PER_STEP
+
+    await until(are_running)
+    scribe.holding = lambda sample: False
+    scribe.version = 1
+    await buffer.publish_version(1)
     await asyncio.sleep(0.2)
-    assert len(fake.bodies("/generate")) == num_calls  # until an engine serves that version
-    fake.version = "4"
-    await state.record_commit("engine-0", 4, {})
-    assert (await waiting).version_min == 4
+    assert (await buffer.stats()).ready == 0  # they wait for the engine
+    await state.record_commit("engine-0", 1, {})
+    await until(ready(buffer, 2 * GROUPS_PER_STEP))
+    worker.stop()
+    await running
+    counters = await state.counters()
+    assert counters["samples_interrupted"] == counters["samples_resumed"] == 8
+    assert "tokens_wasted" not in counters
+    lease = await buffer.lease(step=0, version=1, num_groups=4, share=0, num_shares=1, timeout_s=5)
+    for group in lease.groups:
+        assert group.tokens_by_version == {0: 2, 1: 4}
 
 
-async def test_held_out_prompts_that_are_all_too_long_are_bad_input(make_worker):
-    with pytest.raises(ValueError, match="every held-out prompt is longer"):
-        await make_worker(max_prompt_tokens=1, on_long_prompt=OnLongPrompt.skip)
-    with pytest.raises(ValueError, match=r"held-out prompt 0 has \d tokens; raise the limit"):
-        await make_worker(max_prompt_tokens=1)
+async def test_a_postponed_group_is_finished_with_what_it_had(make_worker, scribe, state):
+    scribe.holding = lambda sample: sample.prompt == [ord("0")]
+    scribe.pause_s = 0.2
+    worker, buffer = await make_worker(
+        max_staleness=3, tail=TailPolicy.postpone, max_postponements=1
+    )
+    running = await make_worker.start(worker)
+
+    step = 0
+    async with asyncio.timeout(30):
+        while not (await state.counters()).get("groups_postponed"):
+            if (await buffer.stats()).ready > 4:  # a batch stays there, and others run
+                await consume(buffer, step, num_groups=1)
+                step += 1
+            await asyncio.sleep(0.02)
+    await until(ready(buffer, 7))  # it is alone: nobody is there to give way to
+    await asyncio.sleep(1.0)
+    scribe.go.set()
+    await until(ready(buffer, 8))
+    worker.stop()
+    await running
+    counters = await state.counters()
+    assert counters["groups_postponed"] == 1
+    assert counters["samples_resumed"] == counters["samples_interrupted"] == 2
+    assert "tokens_wasted" not in counters
+
+
+# Dynamic sampling ---------------------------------------------------------------------------------
+
+
+async def test_groups_without_variance_are_left_out_and_others_run(make_worker, scribe, state):
+    scribe.answer = lambda sample: (
+        "0" if int(chr(sample.prompt[0])) % 2 else str(int(sample.sample_id.split(".")[1]))
+    )
+    worker, buffer = await make_worker(filter_zero_variance=True)
+    running = await make_worker.start(worker)
+    await until(ready(buffer, 2 * GROUPS_PER_STEP))
+    worker.stop()
+    await running
+    lease = await consume(buffer, 0, num_groups=4)
+    assert sorted(group.prompt.index for group in lease.groups) == [0, 2, 4, 6]
+    stats = await buffer.stats()
+    assert stats.abandoned_by_reason == {"zero_variance": 3} and stats.requeued == stats.rerun == 0
+    counters = await state.counters()
+    assert counters["groups_filtered"] == 3 and counters["tokens_filtered"] == 3 * 2 * 3
+
+
+async def test_without_the_filter_or_beyond_its_budget_nothing_is_left_out(
+    make_worker, scribe, state
+):
+    scribe.answer = lambda sample: "0"
+    worker, buffer = await make_worker(filter_zero_variance=True, max_filtered_ratio=0.5)
+    running = await make_worker.start(worker)
+    await until(ready(buffer, 2 * GROUPS_PER_STEP))
+    worker.stop()
+    await running
+    assert (await state.counters())["zero_variance_kept"] == 4
+
+
+async def test_equal_rewards_of_a_broken_scorer_do_not_leave_groups_out(
+    make_worker, scribe, scorer, state
+):
+    scribe.answer = lambda sample: "0"
+    scorer.failures = {"judge": "no answer"}
+    worker, buffer = await make_worker(filter_zero_variance=True)
+    running = await make_worker.start(worker)
+    await until(ready(buffer, 2 * GROUPS_PER_STEP))
+    worker.stop()
+    await running
+    counters = await state.counters()
+    assert counters["rewards_failed"] == 8 and "groups_filtered" not in counters
+
+
+async def test_prompts_that_are_too_long_are_passed_over(make_worker, scribe, state):
+    worker, buffer = await make_worker(max_prompt_tokens=1, on_long_prompt=OnLongPrompt.skip)
+    running = await make_worker.start(worker)
+    await until(ready(buffer, 2 * GROUPS_PER_STEP))
+    worker.stop()
+    await running
+    assert set(scribe.asked) == {"0", "1", "2", "3"}

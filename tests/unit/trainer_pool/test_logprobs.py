@@ -16,7 +16,7 @@ def test_values_and_gradients_are_those_of_log_softmax(temperature: float) -> No
     tokens = torch.randint(0, 11, (3, 7))
     weights = torch.randn(3, 7)
 
-    mine, entropy = selected_logprobs(logits, tokens, temperature)
+    mine, entropy = selected_logprobs(logits, tokens, torch.tensor(temperature))
     (gradient,) = torch.autograd.grad((mine * weights).sum(), logits)
 
     every = (logits / temperature).log_softmax(-1)
@@ -26,6 +26,26 @@ def test_values_and_gradients_are_those_of_log_softmax(temperature: float) -> No
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(entropy, -(every.exp() * every).sum(-1), rtol=1e-5, atol=1e-6)
     assert not entropy.requires_grad
+
+
+def test_each_row_has_its_own_temperature_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    logits = (5 * torch.randn(3, 7, 11)).bfloat16().requires_grad_()
+    tokens, weights = torch.randint(0, 11, (3, 7)), torch.randn(3, 7)
+    temperatures = [0.7, 1.0, 1.3]
+    mine, entropy = selected_logprobs(logits, tokens, torch.tensor(temperatures).unsqueeze(1))
+    (gradient,) = torch.autograd.grad((mine * weights).sum(), logits)
+    for row, temperature in enumerate(temperatures):
+        scaled = logits[row].float() / temperature
+        normalizer = scaled.logsumexp(-1, keepdim=True)
+        chosen = scaled.gather(-1, tokens[row].unsqueeze(-1))
+        assert torch.equal(mine[row], (chosen - normalizer).squeeze(-1))
+        every = scaled - normalizer
+        assert torch.equal(entropy[row], -(every.exp() * every).sum(-1))
+        alone = logits[row].detach().requires_grad_()
+        logprobs, _ = selected_logprobs(alone, tokens[row], torch.tensor(temperature))
+        (expected,) = torch.autograd.grad((logprobs * weights[row]).sum(), alone)
+        assert torch.equal(gradient[row], expected)
 
 
 def test_rows_beyond_one_chunk_are_covered() -> None:

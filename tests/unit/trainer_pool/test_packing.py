@@ -11,12 +11,20 @@ from hypothesis import strategies as st
 from trainer_pool.packing import MicroBatch, Row, fill_up, pack, plan_micro_batches
 
 
-def make_row(length: int, prompt_length: int, advantage: float = 0.0) -> Row:
+def make_row(
+    length: int,
+    prompt_length: int,
+    advantage: float = 0.0,
+    weight: float = 1.0,
+    temperature: float = 1.0,
+) -> Row:
     return Row(
         tokens=np.arange(100, 100 + length, dtype=np.int32),
         loss_mask=(np.arange(length) >= prompt_length).astype(np.uint8),
         rollout_logprobs=-np.arange(length, dtype=np.float32),
         advantage=advantage,
+        weight=weight,
+        temperature=temperature,
     )
 
 
@@ -51,7 +59,8 @@ def test_packing_keeps_every_trained_token(shapes: list[tuple[int, int]]) -> Non
 
 
 def test_rows_are_padded_on_the_right_and_cut_to_the_trained_part() -> None:
-    (batch,) = pack([make_row(4, 3, 0.5), make_row(6, 4, -1.0)], max_tokens=100)
+    rows = [make_row(4, 3, 0.5, 0.5, 0.7), make_row(6, 4, -1.0)]
+    (batch,) = pack(rows, max_tokens=100)
     assert batch.tokens_BT.tolist() == [
         [100, 101, 102, 103, 104, 105],
         [100, 101, 102, 103, 0, 0],
@@ -61,6 +70,8 @@ def test_rows_are_padded_on_the_right_and_cut_to_the_trained_part() -> None:
     assert batch.num_last == 4
     assert batch.targets_BP.tolist() == [[103, 104, 105], [103, 0, 0]]
     assert batch.advantages_B1.tolist() == [[-1.0], [0.5]]
+    assert batch.weights_B1.tolist() == [[1.0], [0.5]]
+    torch.testing.assert_close(batch.temperatures_B1, torch.tensor([[1.0], [0.7]]))
 
 
 def test_a_trajectory_over_the_budget_is_refused_with_the_fix() -> None:

@@ -18,6 +18,7 @@ def loss_of(
     rollout: list[float],
     advantages: list[float],
     mask: list[float] | None = None,
+    weights: list[float] | None = None,
     tis_cap: float = 2.0,
     num_tokens: float = 1.0,
 ) -> PolicyLoss:
@@ -27,6 +28,7 @@ def loss_of(
         proximal_logprobs_BT=torch.tensor([proximal]).log(),
         rollout_logprobs_BT=torch.tensor([rollout]).log(),
         advantages_BT=torch.tensor([advantages]),
+        weights_BT=torch.tensor([[1.0] * len(proximal) if weights is None else weights]),
         mask_BT=torch.ones(1, len(proximal)) if mask is None else torch.tensor([mask]),
         clip_low=0.2,
         clip_high=0.28,
@@ -101,6 +103,54 @@ def test_loss_is_normalized_by_the_tokens_of_the_whole_batch() -> None:
     ]
     assert both.loss.item() == pytest.approx(sum(part.loss.item() for part in parts))
     assert both.loss.item() == pytest.approx((-1.0 + 4.0) / 2)
+
+
+def test_trajectories_of_one_episode_share_the_weight_of_one() -> None:
+    # An episode of one trajectory with a token, and one of two with a token and two of them: the
+    # weights are 1, 1/2 and 1/2, 1/2; their sum is 2.5.
+    trainer = logprobs(0.3, 0.4, 0.5, 0.6)
+    result = loss_of(
+        trainer=trainer,
+        proximal=[0.3, 0.4, 0.5, 0.6],
+        rollout=[0.3, 0.4, 0.5, 0.3],  # the last one's importance weight is 2
+        advantages=[1.0, -2.0, -2.0, -2.0],
+        weights=[1.0, 0.5, 0.5, 0.5],
+        num_tokens=2.5,
+    )
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(-(1.0 - 1.0 - 1.0 - 2.0) / 2.5)
+    assert trainer.grad is not None
+    torch.testing.assert_close(trainer.grad, torch.tensor([[-0.4, 0.4, 0.4, 0.8]]))
+
+
+def test_without_branches_loss_and_gradient_are_the_unweighted_ones_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    proximal, rollout = -torch.rand(3, 50), -torch.rand(3, 50)
+    advantages, mask = torch.randn(3, 50), (torch.rand(3, 50) < 0.7).float()
+    values = [(proximal + 0.3 * torch.randn(3, 50)).requires_grad_()]
+    values.append(values[0].detach().clone().requires_grad_())
+    result = policy_loss(
+        trainer_logprobs_BT=values[0],
+        proximal_logprobs_BT=proximal,
+        rollout_logprobs_BT=rollout,
+        advantages_BT=advantages,
+        weights_BT=torch.ones(3, 1).expand(3, 50),
+        mask_BT=mask,
+        clip_low=0.2,
+        clip_high=0.28,
+        tis_cap=2.0,
+        num_tokens=float(mask.sum()),
+    )
+    ratio = (values[1] - proximal).masked_fill(mask == 0, 0.0).exp()
+    surrogate = (proximal - rollout).exp().clamp(max=2.0) * torch.minimum(
+        ratio * advantages, ratio.clamp(0.8, 1.28) * advantages
+    )
+    expected = -surrogate.masked_fill(mask == 0, 0.0).sum() / int(mask.sum())
+    assert torch.equal(result.loss, expected)
+    result.loss.backward()
+    expected.backward()
+    assert values[0].grad is not None and values[1].grad is not None
+    assert torch.equal(values[0].grad, values[1].grad)
 
 
 def test_masked_positions_count_for_nothing_whatever_they_hold() -> None:

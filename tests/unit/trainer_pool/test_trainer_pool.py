@@ -115,6 +115,7 @@ def make_group(random: np.random.Generator, group_id: str, version: int) -> Traj
                 prompt_length=4,
                 reward=float(i % 2),
                 finish_reason="stop",
+                episode=i,
             )
         )
     prompt = PromptRef(task="made-up", index=0)
@@ -182,7 +183,6 @@ def make_spec(run_dir: Path, redis_url: str) -> TrainerSpec:
         buffer=BufferConfig(max_staleness=MAX_STALENESS, wait_timeout_s=60),
         model_path=str(run_dir / "model"),
         trust_remote_code=False,
-        temperature=1.0,
         redis_url=redis_url,
         run=RUN,
         run_dir=str(run_dir),

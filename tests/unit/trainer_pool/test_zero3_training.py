@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from buffer.codec import encode_group
-from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import ScratchModelConfig
 from trainer_pool.scratch import build_scratch_model
 from weight_sync.receiver import ReceiverSpec
@@ -83,9 +83,14 @@ def run_ranks(folder: Path, scenario: str, num_ranks: int) -> Outcome:
 def make_group(
     random: np.random.Generator, group_id: str, version: int, model: torch.nn.Module | None
 ) -> TrajectoryGroup:
-    """Three trajectories of 5 to 30 tokens; with a model, its own log-probabilities."""
+    """Three episodes of 8 to 30 tokens; with a model, its own log-probabilities.
+
+    The last one has two trajectories, and the groups of odd places have a further reward part.
+    """
+    parts = {"right": 1.0, "short": 0.25} if int(group_id[-1]) % 2 else {"right": 0.0}
     trajectories = []
-    for i in range(3):
+    rewards = [float(random.integers(0, 2)) for _ in range(3)]
+    for i in (0, 1, 2, 2):
         prompt_length, length = int(random.integers(2, 6)), int(random.integers(8, 31))
         tokens = random.integers(0, 256, length).astype(np.int32)
         mask = (np.arange(length) >= prompt_length).astype(np.uint8)
@@ -104,14 +109,17 @@ def make_group(
                 rollout_logprobs=logprobs,
                 version_spans=(VersionSpan(version=version, start=prompt_length, end=length),),
                 prompt_length=prompt_length,
-                reward=float(i == random.integers(0, 3)),
+                reward=rewards[i],
                 finish_reason="stop",
+                reward_parts=parts,
+                episode=i,
             )
         )
     return TrajectoryGroup(
         group_id=group_id,
         prompt=PromptRef(task="test", index=0),
         trajectories=tuple(trajectories),
+        sampling=SamplingParams(temperature=TEMPERATURE),
     )
 
 
@@ -168,6 +176,15 @@ def test_steps_change_the_weights_and_count_what_they_trained(
     before = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     moved = [np.abs(w - before[name].numpy()).max() for name, w in two_ranks.weights.items()]
     assert min(moved) > 1e-3
+
+
+def test_rewards_are_told_by_part_and_counted_by_episode(two_ranks: Outcome) -> None:
+    """Each rank has groups whose parts the other one's do not have."""
+    for step in two_ranks.results["steps"]:
+        assert step["reward/right"] == pytest.approx(0.5)
+        assert step["reward/short"] == pytest.approx(0.25)
+        assert 12 * step["reward_mean"] == pytest.approx(round(12 * step["reward_mean"]))
+        assert step["zero_variance_fraction"] in (0, 0.25, 0.5, 0.75, 1)
 
 
 def test_the_copy_of_the_weights_is_awaited_right_before_each_update(two_ranks: Outcome) -> None:

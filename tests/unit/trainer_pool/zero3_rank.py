@@ -175,7 +175,6 @@ class Scenario:
                     self.ranks,
                     batch,
                     self.config,
-                    temperature=0.7,
                     learning_rate=1e-2,
                     before_update=noted("before_update", before_update),
                 )

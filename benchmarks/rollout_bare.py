@@ -1,0 +1,50 @@
+"""Load without a pool: the same requests, sent to the engine by a loop that keeps nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+
+import httpx
+
+from benchmarks.rollout_work import Job, Tally
+
+
+async def run_bare(
+    jobs: Sequence[Job], url: str, key: str, num_running: int, *, prefix: str
+) -> Tally:
+    """A call a group, `num_running` samples at once, with log-probabilities as rollouts need them.
+
+    Answers are read as bytes and thrown away.
+    """
+    tally = Tally(time.perf_counter())
+    waiting = iter(jobs)
+    at_once = max(1, num_running // len(jobs[0].lengths))
+    async with httpx.AsyncClient(
+        base_url=url,
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=300,
+        limits=httpx.Limits(max_connections=None),
+        trust_env=False,
+    ) as http:
+        loops = [_ask_on(http, waiting, tally, prefix) for _ in range(at_once)]
+        await asyncio.gather(*loops)
+    tally.ends.sort()
+    return tally
+
+
+async def _ask_on(http: httpx.AsyncClient, jobs: Iterator[Job], tally: Tally, prefix: str) -> None:
+    for job in jobs:
+        body = {
+            "rid": [f"{prefix}-{job.index}.{member}!" for member in range(len(job.lengths))],
+            "input_ids": [job.prompt] * len(job.lengths),
+            "sampling_params": [
+                {"temperature": 1.0, "max_new_tokens": length} for length in job.lengths
+            ],
+            "return_logprob": True,
+        }
+        response = await http.post("/generate", json=body)
+        response.raise_for_status()
+        tally.used_tokens += job.num_tokens
+        tally.ends.append(time.perf_counter())

@@ -1,0 +1,134 @@
+"""Part STRATEGIES: the same prompts, lengths and engine for three published schedules and ours.
+
+Every group is delivered, whatever it costs, so a schedule that takes the short ones first gains
+nothing by it. `utilisation` is the rate of tokens of use against the engine's own, with as many
+equally long requests at once as it may run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from rich.table import Table
+
+from benchmarks.report import Report
+from benchmarks.rollout_bare import run_bare
+from benchmarks.rollout_rivals import run_batches, run_partial, run_stream
+from benchmarks.rollout_scene import ENGINE, KEY, Commits, build_model, engine_at, pool_at, run_pool
+from benchmarks.rollout_task import text_of
+from benchmarks.rollout_work import Job, Tally, WorkSize, draw_jobs
+from benchmarks.rollout_work import encode as encode_text
+from rollout_pool.engine_load import LoadPoller
+from rollout_pool.engines.engine import SGLangEngine
+from rollout_pool.engines.sglang_client import SGLangClient
+from rollout_pool.router import Router
+from rollout_pool.sampling import Completer, Sampler
+
+Rival = Callable[
+    [Sequence[Job], Completer, WorkSize, Callable[[], Awaitable[None]]], Awaitable[Tally]
+]
+RIVALS: dict[str, Rival] = {"sync": run_batches, "stream": run_stream, "partial": run_partial}
+
+
+async def measure_strategies(size: WorkSize, folder: Path, report: Report) -> None:
+    folder.mkdir()
+    build_model(size, folder)
+    jobs = draw_jobs(size, seed=1)
+    tallies: dict[str, list[Tally]] = {name: [] for name in (*RIVALS, "ours")}
+    peaks: list[float] = []
+    async with engine_at(folder, size) as engine:
+        commits = Commits(engine, folder / "staged")
+        await commits.begin()
+        for number in range(size.rounds):
+            peaks.append(await _peak(size, engine, number))
+            for name, rival in RIVALS.items():
+                tally = await _run_rival(rival, size, jobs, engine, commits)
+                tallies[name].append(tally)
+                report.say(f"{name}: {tally.seconds:.1f} s, {tally.wasted:.1%} wasted")
+            tally = await _run_ours(size, jobs, engine, commits, folder, number)
+            tallies["ours"].append(tally)
+            report.say(f"ours: {tally.seconds:.1f} s, {tally.wasted:.1%} wasted")
+    _tell(report, tallies, median(peaks))
+
+
+async def _peak(size: WorkSize, engine: SGLangEngine, number: int) -> float:
+    """Tokens a second of the engine at its fullest."""
+    length = max(16, 2 * size.median_tokens)
+    jobs = [
+        Job(
+            index=index,
+            text=text_of(index),
+            prompt=encode_text(text_of(index)),
+            lengths=(length,) * size.group_size,
+        )
+        for index in range(3 * size.max_running // size.group_size)
+    ]
+    tally = await run_bare(jobs, engine.client.url, KEY, size.max_running, prefix=f"peak-{number}")
+    return tally.tokens_per_s
+
+
+async def _run_rival(
+    rival: Rival, size: WorkSize, jobs: Sequence[Job], engine: SGLangEngine, commits: Commits
+) -> Tally:
+    await commits.begin()
+    client = SGLangClient(
+        ENGINE, engine.client.url, key=KEY, request_timeout_s=120.0, keys_prefix_by_version=False
+    )
+    router = Router([client], 120.0, max_running_requests=size.max_running)
+    router.follow({ENGINE: 0}, trainer=0, max_staleness=0)
+    polling = asyncio.create_task(LoadPoller(router, [client]).run())
+    try:
+        return await rival(jobs, Sampler(router, max_retries=2), size, commits.next)
+    finally:
+        polling.cancel()
+        await asyncio.gather(polling, return_exceptions=True)
+        await client.close()
+
+
+async def _run_ours(
+    size: WorkSize,
+    jobs: Sequence[Job],
+    engine: SGLangEngine,
+    commits: Commits,
+    folder: Path,
+    number: int,
+) -> Tally:
+    await commits.begin()
+    async with pool_at(
+        folder, engine.info, size, jobs, commits=commits, name=f"ours-{number}"
+    ) as pool:
+        return await run_pool(pool, len(jobs))
+
+
+def _tell(report: Report, tallies: dict[str, list[Tally]], peak: float) -> None:
+    table = Table(title="every group delivered; medians")
+    columns = ("groups/s", "tokens/s", "utilisation", "half done", "90% done", "all done", "wasted")
+    for column in ("", *columns, "steps"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, runs in tallies.items():
+        table.add_row(
+            name,
+            f"{median(t.groups_per_s for t in runs):.2f}",
+            f"{median(t.tokens_per_s for t in runs):.0f}",
+            f"{median(t.tokens_per_s for t in runs) / peak:.0%}",
+            *(f"{median(t.done_after(share) for t in runs):.1f} s" for share in (0.5, 0.9, 1.0)),
+            f"{median(t.wasted for t in runs):.1%}",
+            str(runs[0].num_steps),
+        )
+    report.show(table)
+    ours = tallies["ours"]
+
+    def against(name: str) -> float:
+        pairs = zip(ours, tallies[name], strict=True)
+        return median(mine.groups_per_s / rival.groups_per_s for mine, rival in pairs)
+
+    report.target("vs_sync", against("sync"), ">=", 2.0, "groups/s against synchronous batches")
+    report.target("vs_stream", against("stream"), ">=", 1.0, "against the first to finish")
+    report.target("vs_partial", against("partial"), ">=", 1.0, "against interrupted and resumed")
+    wasted = median(tally.wasted for tally in ours)
+    report.target("wasted_tokens", wasted, "<=", 0.02, "sampled and not delivered")
+    utilisation = median(tally.tokens_per_s for tally in ours) / peak
+    report.figure("engine_utilisation", utilisation, "tokens of use against the engine's own rate")

@@ -1,0 +1,162 @@
+"""The work of the rollout benchmark: prompts whose answers have lengths with a heavy tail.
+
+The model has no end-of-sequence token, so an answer is exactly as long as it is asked to be, and
+every way of scheduling writes the same number of tokens of use.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.rollout_task import text_of
+from buffer.types import SamplingParams
+from rollout_pool.samples import Sample
+from rollout_pool.sampling import Completer
+from trainer_pool.scratch import byte_tokenizer
+
+P99 = 2.326
+"""Standard deviations of a normal distribution above its median."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WorkSize:
+    num_groups: int = 256
+    group_size: int = 4
+    batch_groups: int = 16
+    """Groups that a step of the trainer takes."""
+    max_running: int = 64
+    """Requests that the engine decodes at once: a whole synchronous batch."""
+    max_staleness: int = 8
+    median_tokens: int = 24
+    p99_over_p50: float = 21.0
+    longest: int = 1600
+    hidden: int = 128
+    layers: int = 2
+    rounds: int = 2
+    """How often every strategy runs; the medians count."""
+
+
+SHORT = WorkSize(
+    num_groups=24, group_size=2, batch_groups=4, max_running=8, median_tokens=6, longest=200,
+    rounds=1,
+)  # fmt: skip
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Job:
+    """One group: a prompt and how long each of its answers is."""
+
+    index: int
+    text: str
+    prompt: list[int]
+    """The text's tokens, one a byte."""
+    lengths: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def encode(text: str) -> list[int]:
+    return list(_tokenizer().encode(text))
+
+
+@cache
+def _tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer()
+
+
+def draw_jobs(size: WorkSize, seed: int) -> list[Job]:
+    """Lengths are lognormal: one in a hundred is `p99_over_p50` times the median or longer."""
+    numbers = np.random.default_rng(seed)
+    sigma = np.log(size.p99_over_p50) / P99
+    drawn = size.median_tokens * np.exp(
+        sigma * numbers.standard_normal((size.num_groups, size.group_size))
+    )
+    lengths = np.clip(drawn.round(), 1, size.longest).astype(int)
+    return [
+        Job(
+            index=index,
+            text=text_of(index),
+            prompt=encode(text_of(index)),
+            lengths=tuple(int(length) for length in lengths[index]),
+        )
+        for index in range(size.num_groups)
+    ]
+
+
+class Lengths:
+    """Gives each sample of a prompt its length, by the order in which they are asked for."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._lengths = {tuple(job.prompt): job.lengths for job in jobs}
+        self._numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+
+    def of(self, prompt: Sequence[int]) -> int:
+        lengths = self._lengths[tuple(prompt)]
+        return lengths[next(self._numbers[tuple(prompt)]) % len(lengths)]
+
+
+class LimitedCompleter:
+    """Completes samples to the lengths that the work gives them."""
+
+    def __init__(self, completer: Completer, lengths: Lengths) -> None:
+        self._completer = completer
+        self._lengths = lengths
+
+    async def complete(self, sample: Sample) -> None:
+        if not sample.num_attempts:
+            sample.max_new_tokens = self._lengths.of(sample.prompt)
+        await self._completer.complete(sample)
+
+    def interrupt(self, sample: Sample) -> None:
+        self._completer.interrupt(sample)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one strategy did with the work."""
+
+    started: float
+    ends: list[float] = field(default_factory=list)
+    """When each group was delivered."""
+    num_steps: int = 0
+    used_tokens: int = 0
+    wasted_tokens: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.ends[-1] - self.started
+
+    @property
+    def groups_per_s(self) -> float:
+        return len(self.ends) / self.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.used_tokens / self.seconds
+
+    @property
+    def wasted(self) -> float:
+        return self.wasted_tokens / max(1, self.used_tokens + self.wasted_tokens)
+
+    def done_after(self, share: float) -> float:
+        """Seconds until this share of the groups was there."""
+        return self.ends[max(0, round(share * len(self.ends)) - 1)] - self.started
+
+
+def new_sample(job: Job, member: int, attempt: int) -> Sample:
+    return Sample(
+        sample_id=f"job-{job.index}.{attempt}.{member}",
+        prompt=job.prompt,
+        sampling=SamplingParams(),
+        max_new_tokens=job.lengths[member],
+        rank=job.index,
+    )

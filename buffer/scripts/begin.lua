@@ -1,0 +1,12 @@
+-- Notes the prompt of a running group, and how far its worker is in its tasks, so that none is lost if
+-- the worker dies. Said again it replaces the prompt.
+-- ARGV: group id, prompt ('attempt index task'), worker, position.
+-- Reply: 1 | 0 if the group is not running (then nothing is noted).
+if not redis.call('ZSCORE', RUNNING, ARGV[1]) then return 0 end
+local prompt = read_prompt(ARGV[2])
+redis.call('HSET', PROMPTS, ARGV[1], ARGV[2])
+if tonumber(redis.call('HGET', TASKS, ARGV[3]) or -1) < tonumber(ARGV[4]) then
+  redis.call('HSET', TASKS, ARGV[3], ARGV[4])
+end
+audit({ARGV[1]}, 'begun', 'p', prompt.task .. ':' .. prompt.index)
+return 1

@@ -1,0 +1,167 @@
+"""Runs an agent, a program of the user's that talks to the model by itself, as an episode.
+
+run(prompt, ask) ──► session ──► agent(session, prompt) ──► reward ──► Episode
+                                    │     ▲
+                                    ▼     │  OpenAI's API
+                                  endpoint, engines
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import httpx
+
+from rollout_pool.cancelling import end_tasks
+from rollout_pool.endpoint.server import Endpoint
+from rollout_pool.endpoint.sessions import Outcome, Session
+from rollout_pool.envs.episode import Episode
+from rollout_pool.envs.runner import EpisodeAsk
+from rollout_pool.tasks.dotted import load_callable
+from rollout_pool.tasks.task import Prompt
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+log = logging.getLogger(__name__)
+
+_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Endpoints speak plain HTTP; without this, each client would load the system's certificates."""
+Answered = float | tuple[float, Mapping[str, float]]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class SessionHandle:
+    """What an agent gets to reach the model with: one episode's own address and key."""
+
+    session_id: str
+    base_url: str
+    """For any client of OpenAI's API, with `api_key`."""
+    keyed_url: str = field(repr=False)
+    """The same with the key in it, for clients that can't send one."""
+    api_key: str = field(repr=False)
+    model: str
+    _clients: list[AsyncOpenAI] = field(default_factory=list, repr=False)
+
+    def client(self) -> AsyncOpenAI:
+        """Waits as long as an answer takes, and never asks twice. Closed with the episode."""
+        from openai import AsyncOpenAI
+
+        # Each has connections of its own: among thousands of them httpx would search for long.
+        transport = httpx.AsyncHTTPTransport(verify=_NO_TLS, trust_env=False)
+        client = AsyncOpenAI(
+            base_url=self.base_url,
+            api_key=self.api_key,
+            timeout=None,
+            max_retries=0,
+            http_client=httpx.AsyncClient(transport=transport, timeout=None, trust_env=False),
+        )
+        self._clients.append(client)
+        return client
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+
+
+Agent = Callable[[SessionHandle, Prompt], Awaitable[Answered]]
+
+
+def load_agent(name: str) -> Agent:
+    """The function that `task.agent` names. Raises ValueError naming the setting."""
+    agent: Agent = load_callable(name, "task.agent")
+    called = agent if inspect.isroutine(agent) else type(agent).__call__
+    if not inspect.iscoroutinefunction(called):
+        raise ValueError(
+            f"task.agent={name!r}: must be an async function of (session, prompt); blocking code "
+            "belongs into asyncio.to_thread inside it"
+        )
+    return agent
+
+
+class AgentRunner:
+    """Plays episodes with `agent`. Settings: task.episode_timeout_s,
+    rollout.openai.session_timeout_s."""
+
+    def __init__(self, agent: Agent, endpoint: Endpoint) -> None:
+        self._agent = agent
+        self._endpoint = endpoint
+        self._acting: set[asyncio.Task[Outcome]] = set()
+
+    async def run(self, prompt: Prompt, ask: EpisodeAsk) -> Episode:
+        """The finished episode; what the agent returned is its env_reward.
+
+        Whatever the agent raises ends it with "env_error", and it is scored for what it has.
+        Raises SessionLost if the agent never asked the model, and SampleFailed or TimeoutError if
+        it failed since an answer could not be had.
+        """
+        sessions = self._endpoint.sessions
+        session = sessions.open(ask)
+        try:
+            return await self._play(session, prompt)
+        finally:
+            await sessions.close(session, "its episode has ended")
+
+    async def close(self) -> None:
+        """Ends the agents that still play, and their episodes with them."""
+        await end_tasks(self._acting)
+
+    async def _play(self, session: Session, prompt: Prompt) -> Episode:
+        serving = self._endpoint.sessions.serving
+        acting = asyncio.create_task(self._act(session, prompt))
+        self._acting.add(acting)
+        idle = asyncio.create_task(session.wait_idle(serving.rollout.openai.session_timeout_s))
+        try:
+            await asyncio.wait(
+                [acting, idle],
+                timeout=serving.task.episode_timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not acting.done():
+                await session.cut_short()
+        finally:
+            await end_tasks([acting, idle])
+            self._acting.discard(acting)
+        if acting.cancelled():
+            return session.episode(end="episode_timeout", outcome=None)
+        if (error := acting.exception()) is None:
+            return session.episode(end="done", outcome=acting.result())
+        if session.failure is not None:
+            raise session.failure
+        if session.is_full:
+            return session.episode(end="length", outcome=None)
+        log.info("%s: the agent failed", session.session_id, exc_info=error)
+        words = f"{type(error).__name__}: {error}"
+        return session.episode(end="env_error", outcome=None, error=words)
+
+    async def _act(self, session: Session, prompt: Prompt) -> Outcome:
+        handle = self._handle(session)
+        try:
+            returned = await self._agent(handle, prompt)
+        finally:
+            await handle.close()
+        reward, parts = returned if isinstance(returned, tuple) else (returned, {})
+        if isinstance(reward, bool | int | float) and isinstance(parts, Mapping):
+            return Outcome(
+                reward=float(reward), parts={name: float(part) for name, part in parts.items()}
+            )
+        raise TypeError(
+            f"the agent returned {returned!r}; it must return its reward, a number, or a pair of "
+            "that and named parts of it"
+        )
+
+    def _handle(self, session: Session) -> SessionHandle:
+        url = self._endpoint.url
+        return SessionHandle(
+            session_id=session.session_id,
+            base_url=f"{url}/v1",
+            keyed_url=f"{url}/sessions/{session.key}/v1",
+            api_key=session.key,
+            model=session.serving.model,
+        )

@@ -1,0 +1,117 @@
+"""One answer of the model to one request, and everybody who waits for it.
+
+    begun ──► running ──► ended ──► delivered (a turn of its session, once)
+                 │          ▲
+       its client went away │ the client asked again within the grace, and reads on
+                 └──────────┴──► nobody came: given up
+
+The official clients ask again after a lost connection. That must not make the model write twice,
+since only one of the two answers would be what the agent saw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rollout_pool.samples import Sample
+
+RETRY_GRACE_S = 20.0
+"""The official clients wait 8 s at most before they ask again."""
+
+
+class Answer:
+    """`sample` grows while `complete(sample)` runs, which begins with the construction."""
+
+    def __init__(
+        self,
+        sample: Sample,
+        complete: Callable[[Sample], Coroutine[Any, Any, None]],
+        *,
+        fingerprint: bytes,
+        grace_s: float,
+    ) -> None:
+        """`fingerprint`: of the request; one that is sent again has the same."""
+        self.sample = sample
+        self.fingerprint = fingerprint
+        self.created = int(time.time())
+        self.ended_at: float | None = None
+        """On the monotonic clock."""
+        self.num_readers = 0
+        self.delivered = asyncio.Event()
+        self._grace_s = grace_s
+        self._news = asyncio.Event()
+        """Replaced at each arrival: whoever waits for it sees the next one."""
+        self._leave: asyncio.TimerHandle | None = None
+        sample.on_tokens = self._arrived
+        self.task = asyncio.create_task(complete(sample))
+        self.task.add_done_callback(self._ended)
+
+    @property
+    def is_running(self) -> bool:
+        return not self.task.done()
+
+    @property
+    def is_delivered(self) -> bool:
+        """Whether somebody got it."""
+        return self.delivered.is_set()
+
+    @property
+    def has_failed(self) -> bool:
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """While somebody waits for it. Once nobody does, it ends after the grace."""
+        self.num_readers += 1
+        if self._leave is not None:
+            self._leave.cancel()
+            self._leave = None
+        try:
+            yield
+        finally:
+            self.num_readers -= 1
+            if self.num_readers == 0 and self.is_running:
+                loop = asyncio.get_running_loop()
+                self._leave = loop.call_later(self._grace_s, self.task.cancel)
+
+    async def wait(self) -> None:
+        """Until it has ended, however it did."""
+        await asyncio.wait([self.task])
+
+    async def wait_news(self, seen: int, timeout_s: float) -> bool:
+        """Until there are more than `seen` tokens, or it has ended. False after `timeout_s`."""
+        if len(self.sample.output_ids) > seen or not self.is_running:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _arrived(self, sample: Sample) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.ended_at = time.monotonic()
+        if self._leave is not None:
+            self._leave.cancel()
+        if task.cancelled():
+            self.drop()
+        else:
+            task.exception()  # whoever reads it is told; if nobody does, nobody is missing it
+        self._arrived(self.sample)
+
+    def drop(self) -> None:
+        """Its tokens are nobody's: they count as wasted, and their versions for nothing."""
+        assert not self.is_delivered
+        sample = self.sample
+        sample.num_wasted += len(sample.output_ids)
+        for column in (sample.output_ids, sample.logprobs, sample.version_spans):
+            column.clear()
+        sample.finish_reason = "dropped"

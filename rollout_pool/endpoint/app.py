@@ -1,0 +1,279 @@
+"""The endpoint's HTTP routes.
+
+POST /v1/chat/completions   /v1/completions      GET /v1/models     with a session's key
+the same under /sessions/KEY/v1, for clients that can't send a key
+POST /sessions/ID/reward                                            with its key, or the admin's
+POST /groups                                                        with the admin's key
+GET  /health                                                        with none
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rollout_pool.endpoint.chat_api import ChatTurn, read_chat
+from rollout_pool.endpoint.completions_api import CompletionTurn, read_completion
+from rollout_pool.endpoint.errors import ApiError, refuse
+from rollout_pool.endpoint.fields import Fields, check_whole
+from rollout_pool.endpoint.groups import OutsideGroups
+from rollout_pool.endpoint.results import Turn
+from rollout_pool.endpoint.sessions import Outcome, Session, SessionOver, Sessions
+from rollout_pool.endpoint.streaming import Stream, ended, settled, unless_gone
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 * 2**20
+GROUP_TIMEOUT_S = 600.0
+"""Longest wait for a credit, unless the request says otherwise."""
+MakeTurn = Callable[[Session, Fields], Turn]
+
+
+def make_app(sessions: Sessions, groups: OutsideGroups, *, admin_key: str) -> Starlette:
+    api = _Api(sessions, groups, admin_key)
+    pages: list[tuple[str, Callable[[Request], Awaitable[Response]], str]] = [
+        ("chat/completions", api.chat, "POST"),
+        ("completions", api.completions, "POST"),
+        ("models", api.models, "GET"),
+        ("models/{model:path}", api.models, "GET"),
+    ]
+    routes = [
+        Route(f"{prefix}/v1/{page}", endpoint, methods=[method])
+        for prefix in ("", "/sessions/{key}")
+        for page, endpoint, method in pages
+    ]
+    for page, endpoint, method in (
+        ("health", api.health, "GET"),
+        ("groups", api.open_group, "POST"),
+        ("sessions/{session_id}/reward", api.reward, "POST"),
+    ):
+        routes.append(Route(f"/{page}", endpoint, methods=[method]))
+    handlers: dict[Any, Any] = {ApiError: _refused, HTTPException: _http_error, Exception: _failed}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return ApiError(error.status_code, f"{request.url.path}: {error.detail}").response()
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    message = f"failed with {type(error).__name__}; the worker's log says where"
+    return ApiError(500, message, should_retry=False).response()
+
+
+class _Api:
+    def __init__(self, sessions: Sessions, groups: OutsideGroups, admin_key: str) -> None:
+        self._sessions = sessions
+        self._groups = groups
+        self._admin_key = admin_key
+
+    # The model ------------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        def make_turn(session: Session, fields: Fields) -> Turn:
+            asked = read_chat(fields, session.serving.model, session.ask.sampling)
+            return ChatTurn(session, asked)
+
+        return await self._answer(request, make_turn)
+
+    async def completions(self, request: Request) -> Response:
+        def make_turn(session: Session, fields: Fields) -> Turn:
+            asked = read_completion(fields, session.serving.model, session.ask.sampling)
+            return CompletionTurn(session, asked)
+
+        return await self._answer(request, make_turn)
+
+    async def _answer(self, request: Request, make_turn: MakeTurn) -> Response:
+        session = self._session(request)
+        with session.activity():
+            body = await _read_body(request)
+            turn = make_turn(session, Fields(_as_json(body)))
+            self._session(request)  # it may have ended while the body came
+            page = request.url.path.rpartition("/v1/")[2]
+            fingerprint = hashlib.sha256(page.encode() + b"\n" + body).digest()
+            answer = session.again(fingerprint) if _is_retry(request) else None
+            if answer is None:
+                answer = turn.begin(fingerprint)
+            if turn.delivery.is_streamed:
+                return _Active(session, Stream(turn, answer))
+            async with answer.reading():
+                await unless_gone(request.receive, answer.wait())
+                if answer.is_running:  # and its client is gone
+                    return Response(status_code=499)
+                await ended(answer)
+                return JSONResponse(turn.result(answer))
+
+    async def models(self, request: Request) -> Response:
+        if not self._is_admin(request):
+            self._session(request)
+        name = self._sessions.serving.model
+        about = {"id": name, "object": "model", "created": 0, "owned_by": "leash"}
+        asked = request.path_params.get("model")
+        if asked is None:
+            return JSONResponse({"object": "list", "data": [about]})
+        if asked != name:
+            raise ApiError(404, f"there is no model {asked!r} here", code="model_not_found")
+        return JSONResponse(about)
+
+    # Sessions and groups --------------------------------------------------------------------------
+
+    async def open_group(self, request: Request) -> Response:
+        """A credit and the next prompt; waits until there is one."""
+        self._check_admin(request)
+        fields = Fields(_as_json(await _read_body(request) or b"{}"))
+        fields.only("timeout_s")
+        timeout_s = fields.number("timeout_s", GROUP_TIMEOUT_S)
+        wish = self._groups.wish()
+        is_told = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                await unless_gone(request.receive, settled(wish.opened))
+            if not wish.opened.done():
+                return Response(status_code=499)
+            wish.opened.result()
+            is_told = True
+        except TimeoutError as error:
+            raise ApiError(
+                503,
+                f"no group could be admitted within {timeout_s:g} s: the trainer has not taken "
+                "those that there are",
+                code="no_credit",
+                should_retry=False,
+            ) from error
+        finally:
+            if not is_told:
+                wish.withdraw()
+        return JSONResponse(wish.describe(_base_url(request)))
+
+    async def reward(self, request: Request) -> Response:
+        """The end of a session. The same reward may be posted again."""
+        fields = Fields(_as_json(await _read_body(request)))
+        outcome = _read_outcome(fields)
+        session_id = request.path_params["session_id"]
+        try:
+            session = self._session_named(request, session_id)
+        except SessionOver as over:
+            if over.outcome == outcome:
+                return JSONResponse({"session": session_id, "reward": outcome.reward})
+            raise
+        if session.num_turns == 0:
+            raise ApiError(409, "the model was never asked in this session", should_retry=False)
+        if not session.outcome.done():
+            session.outcome.set_result(outcome)
+        elif session.outcome.result() != outcome:
+            raise ApiError(409, "another reward was posted before", should_retry=False)
+        return JSONResponse({"session": session_id, "reward": outcome.reward})
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "num_sessions": len(self._sessions)})
+
+    # Keys -----------------------------------------------------------------------------------------
+
+    def _session(self, request: Request) -> Session:
+        key = request.path_params.get("key")
+        return self._sessions.find(_bearer(request) if key is None else key)
+
+    def _session_named(self, request: Request, session_id: str) -> Session:
+        if self._is_admin(request):
+            return self._sessions.find_by_id(session_id)
+        try:
+            session = self._sessions.find(_bearer(request))
+        except SessionOver as over:
+            if over.session_id == session_id:
+                raise
+            session = None
+        if session is None or session.session_id != session_id:
+            raise ApiError(401, "this key is not that session's", code="invalid_api_key")
+        return session
+
+    def _is_admin(self, request: Request) -> bool:
+        if "key" in request.path_params:
+            return False
+        return hmac.compare_digest(_bearer(request).encode(), self._admin_key.encode())
+
+    def _check_admin(self, request: Request) -> None:
+        if not self._is_admin(request):
+            raise ApiError(401, "this takes the admin key", code="invalid_api_key")
+
+
+class _Active(Response):
+    """Streams, and keeps the session from being idle meanwhile."""
+
+    def __init__(self, session: Session, stream: Stream) -> None:
+        self._session = session
+        self._stream = stream
+        self.background = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        with self._session.activity():
+            await self._stream(scope, receive, send)
+
+
+def _bearer(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key:
+        raise ApiError(
+            401, "a request needs the header 'Authorization: Bearer KEY'", code="invalid_api_key"
+        )
+    return key.strip()
+
+
+def _base_url(request: Request) -> str:
+    return str(request.base_url).rstrip("/")
+
+
+def _is_retry(request: Request) -> bool:
+    """What the official clients say of a request that they send again."""
+    count = request.headers.get("x-stainless-retry-count", "0")
+    return count.isdecimal() and int(count) > 0
+
+
+async def _read_body(request: Request) -> bytes:
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                raise ApiError(413, f"a request may have {MAX_BODY_BYTES} bytes at most")
+    except ClientDisconnect as error:
+        raise ApiError(400, "the request ended early") from error
+    return bytes(body)
+
+
+def _as_json(body: bytes) -> object:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"body: is not JSON: {error}", param="body") from error
+    if b"\\u" in body:
+        check_whole("body", value)
+    return value
+
+
+def _read_outcome(fields: Fields) -> Outcome:
+    fields.only("reward", "parts")
+    if not fields.has("reward"):
+        raise refuse("reward", "is missing: it must be a number")
+    parts = fields.raw("parts") or {}
+    named = Fields(parts, "parts")
+    return Outcome(
+        reward=fields.number("reward", 0.0),
+        parts={name: named.number(name, 0.0) for name in parts},
+    )

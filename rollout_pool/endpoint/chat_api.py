@@ -1,0 +1,176 @@
+"""POST /v1/chat/completions: what is asked, and the answer in its form."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from buffer.types import SamplingParams
+from rollout_pool.endpoint.answers import Answer
+from rollout_pool.endpoint.asked import SHARED, Delivery, check_shared, read_delivery
+from rollout_pool.endpoint.decoding import ContentStream, TextStream
+from rollout_pool.endpoint.errors import refuse
+from rollout_pool.endpoint.fields import Fields
+from rollout_pool.endpoint.messages import calls_json, message_json, read_messages, read_tools
+from rollout_pool.endpoint.results import about, logprob_entries, usage
+from rollout_pool.endpoint.sessions import Session
+from rollout_pool.envs.env import Message, ToolSpec
+
+_FIELDS = (
+    *SHARED,
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "top_logprobs",
+    "max_completion_tokens",
+    "response_format",
+    "modalities",
+)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ChatAsk:
+    """One request."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...]
+    may_call: bool
+    """False: what looks like a tool call is text."""
+    max_tokens: int | None
+    delivery: Delivery
+
+
+def read_chat(fields: Fields, model: str, sampling: SamplingParams) -> ChatAsk:
+    """Raises ApiError naming the field that can't be served."""
+    fields.only(*_FIELDS)
+    check_shared(fields, model, sampling)
+    fields.must_be(
+        "response_format", [{"type": "text"}], "an answer is not forced into a form; ask for text"
+    )
+    fields.must_be("modalities", [["text"]], "the model writes text")
+    fields.must_be("tool_choice", ["auto", "none"], "the model is not forced to call a tool")
+    fields.must_be("parallel_tool_calls", [True], "how many tools are called is the model's choice")
+    fields.must_be("top_logprobs", [0], "only the log-probability of the token itself is recorded")
+    tools = read_tools(fields)
+    limits = [
+        limit
+        for key in ("max_completion_tokens", "max_tokens")
+        if (limit := fields.optional_count(key, at_least=1)) is not None
+    ]
+    return ChatAsk(
+        messages=read_messages(fields),
+        tools=tools,
+        may_call=bool(tools) and fields.raw("tool_choice") != "none",
+        max_tokens=min(limits, default=None),
+        delivery=read_delivery(fields, wants_logprobs=fields.flag("logprobs", False)),
+    )
+
+
+class ChatTurn:
+    """Makes the API's answer of what the model wrote."""
+
+    kind = "chat.completion"
+    prefix = "chatcmpl"
+
+    def __init__(self, session: Session, asked: ChatAsk) -> None:
+        self.session = session
+        self.delivery = asked.delivery
+        self._asked = asked
+        self._told = ""
+        """Content that was streamed."""
+        tokenizer, parser = session.serving.tokenizer, session.serving.task.tool_parser
+        self._texts: TextStream | ContentStream = (
+            ContentStream(tokenizer, parser) if asked.may_call else TextStream(tokenizer)
+        )
+
+    def begin(self, fingerprint: bytes) -> Answer:
+        asked = self._asked
+        try:
+            prompt = self.session.conversations.render(asked.messages, asked.tools)
+        except ValueError as error:  # the model's template has rules of its own
+            raise refuse("messages", str(error)) from error
+        return self.session.begin(prompt, asked.max_tokens, fingerprint)
+
+    def deliver(self, answer: Answer) -> Message:
+        """The message that ends `answer`; it becomes a turn of the session."""
+        message, asked = self._message(answer), self._asked
+        if self.session.deliver(answer, (*asked.messages, message)):
+            self._note(answer, message)
+        return message
+
+    def _note(self, answer: Answer, message: Message) -> None:
+        """What begins with `message` as the answer goes on with its tokens."""
+        asked, tokens = self._asked, [*answer.sample.prompt, *answer.sample.output_ids]
+        self.session.conversations.note(asked.messages, asked.tools, message, tokens)
+
+    def _message(self, answer: Answer) -> Message:
+        sample = answer.sample
+        assert sample.finish_reason is not None
+        completion = self.session.serving.chat.parse(sample.output_ids, sample.finish_reason)
+        if not self._asked.may_call or not completion.tool_calls:
+            return Message(role="assistant", content=completion.text)
+        calls = tuple(
+            dataclasses.replace(call, call_id=f"call_{sample.sample_id}.{place}")
+            for place, call in enumerate(completion.tool_calls)
+        )
+        return Message(role="assistant", content=completion.content, tool_calls=calls)
+
+    def result(self, answer: Answer) -> dict[str, Any]:
+        """The whole answer at once."""
+        message = self.deliver(answer)
+        choice = {
+            "index": 0,
+            "message": message_json(message),
+            "logprobs": self._logprobs(answer, 0),
+            "finish_reason": _finish_reason(answer, message),
+        }
+        return {**about(self, answer), "choices": [choice], "usage": usage(answer)}
+
+    # Streamed -------------------------------------------------------------------------------------
+
+    def opening(self) -> list[dict[str, Any]]:
+        return [_choice({"role": "assistant", "content": ""})]
+
+    def piece(self, answer: Answer, start: int) -> list[dict[str, Any]]:
+        """Choices of chunks; tokens before `start` have been told of."""
+        content = self._texts.feed(answer.sample.output_ids, is_end=False)
+        self._told += content
+        logprobs = self._logprobs(answer, start)
+        if not content and not logprobs:
+            return []
+        return [_choice({"content": content}, logprobs)]
+
+    def ending(self, answer: Answer, start: int) -> list[dict[str, Any]]:
+        message = self.deliver(answer)
+        choices = []
+        rest = self._texts.feed(answer.sample.output_ids, is_end=True)
+        if isinstance(self._texts, ContentStream):
+            rest += self._texts.rest(message.content)
+        if self._told + rest != message.content:
+            # Bytes that are no characters can look different when they come in pieces.
+            self._note(answer, dataclasses.replace(message, content=self._told + rest))
+        if rest:
+            choices.append(_choice({"content": rest}))
+        for index, call in enumerate(calls_json(message.tool_calls)):
+            choices.append(_choice({"tool_calls": [{"index": index, **call}]}))
+        reason = _finish_reason(answer, message)
+        return [*choices, _choice({}, self._logprobs(answer, start), reason)]
+
+    def _logprobs(self, answer: Answer, start: int) -> dict[str, Any] | None:
+        if not self.delivery.wants_logprobs or start >= len(answer.sample.output_ids):
+            return None
+        entries = logprob_entries(answer.sample, self.session.serving.tokenizer, start)
+        return {"content": entries, "refusal": None}
+
+
+def _choice(
+    delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _finish_reason(answer: Answer, message: Message) -> str | None:
+    is_call = bool(message.tool_calls) and answer.sample.finish_reason == "stop"
+    return "tool_calls" if is_call else answer.sample.finish_reason

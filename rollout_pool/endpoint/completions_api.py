@@ -1,0 +1,154 @@
+"""POST /v1/completions: plain text, or tokens, that the model goes on with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from buffer.types import SamplingParams
+from rollout_pool.endpoint.answers import Answer
+from rollout_pool.endpoint.asked import SHARED, Delivery, check_shared, read_delivery
+from rollout_pool.endpoint.decoding import TextStream
+from rollout_pool.endpoint.errors import refuse
+from rollout_pool.endpoint.fields import Fields
+from rollout_pool.endpoint.results import about, logprob_entries, usage
+from rollout_pool.endpoint.sessions import Session
+from rollout_pool.envs.env import Message
+
+_FIELDS = (*SHARED, "prompt", "echo", "suffix", "best_of")
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's own, for this endpoint."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CompletionAsk:
+    """One request."""
+
+    prompt: str | list[int]
+    max_tokens: int
+    delivery: Delivery
+
+
+def read_completion(fields: Fields, model: str, sampling: SamplingParams) -> CompletionAsk:
+    """Raises ApiError naming the field that can't be served."""
+    fields.only(*_FIELDS)
+    check_shared(fields, model, sampling)
+    fields.must_be("echo", [False], "the prompt is not said again")
+    fields.must_be("suffix", [], "the model writes from left to right")
+    fields.must_be("best_of", [1], "one answer is written, and that is the one")
+    fields.must_be("logprobs", [0, 1], "only the log-probability of the token itself is recorded")
+    return CompletionAsk(
+        prompt=_read_prompt(fields),
+        max_tokens=fields.count("max_tokens", DEFAULT_MAX_TOKENS, at_least=1),
+        delivery=read_delivery(fields, wants_logprobs=fields.has("logprobs")),
+    )
+
+
+def _read_prompt(fields: Fields) -> str | list[int]:
+    prompt = fields.raw("prompt")
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(type(one) is int and one >= 0 for one in prompt):
+        return prompt
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str) and prompt[0]:
+        return prompt[0]
+    raise refuse("prompt", "must be one text or one list of tokens, not empty")
+
+
+class CompletionTurn:
+    """Makes the API's answer of what the model wrote."""
+
+    kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, session: Session, asked: CompletionAsk) -> None:
+        self.session = session
+        self.delivery = asked.delivery
+        self._asked = asked
+        self._texts = TextStream(session.serving.tokenizer)
+        self._told = ""
+        """What was streamed."""
+        self._offset = 0
+        """Of the next token's text, among those whose log-probabilities were told."""
+
+    def begin(self, fingerprint: bytes) -> Answer:
+        return self.session.begin(self._render(), self._asked.max_tokens, fingerprint)
+
+    def _render(self) -> list[int]:
+        """What the session has said or heard before stands for the tokens as they were."""
+        prompt = self._asked.prompt
+        if not isinstance(prompt, str):
+            return list(prompt)
+        encode = self.session.serving.tokenizer.encode
+        known, tokens = self.session.texts.known_start(prompt)
+        if not known:
+            return list(encode(prompt))
+        new = prompt[len(known) :]
+        return [*tokens, *(encode(new, add_special_tokens=False) if new else [])]
+
+    def _deliver(self, answer: Answer) -> str:
+        sample = answer.sample
+        decode = self.session.serving.tokenizer.decode
+        text = decode(sample.output_ids, skip_special_tokens=True)
+        prompt = self._asked.prompt
+        shown = prompt if isinstance(prompt, str) else decode(prompt)
+        messages = (
+            Message(role="user", content=shown),
+            Message(role="assistant", content=text),
+        )
+        if self.session.deliver(answer, messages):
+            self._note(answer, text)
+        return text
+
+    def _note(self, answer: Answer, text: str) -> None:
+        """What begins with the prompt and `text` goes on with the answer's tokens."""
+        if isinstance(prompt := self._asked.prompt, str):
+            tokens = [*answer.sample.prompt, *answer.sample.output_ids]
+            self.session.texts.note(prompt + text, tokens)
+
+    def result(self, answer: Answer) -> dict[str, Any]:
+        """The whole answer at once, its tokens too: whoever asks with tokens goes on with them."""
+        text = self._deliver(answer)
+        body = about(self, answer)
+        body["leash"]["token_ids"] = list(answer.sample.output_ids)
+        choice = self._choice(answer, text, 0, answer.sample.finish_reason)
+        return {**body, "choices": [choice], "usage": usage(answer)}
+
+    # Streamed -------------------------------------------------------------------------------------
+
+    def opening(self) -> list[dict[str, Any]]:
+        return []
+
+    def piece(self, answer: Answer, start: int) -> list[dict[str, Any]]:
+        text = self._texts.feed(answer.sample.output_ids, is_end=False)
+        self._told += text
+        return [self._choice(answer, text, start, None)]
+
+    def ending(self, answer: Answer, start: int) -> list[dict[str, Any]]:
+        self._deliver(answer)
+        text = self._texts.feed(answer.sample.output_ids, is_end=True)
+        # Bytes that are no characters can look different when they come in pieces.
+        self._note(answer, self._told + text)
+        return [self._choice(answer, text, start, answer.sample.finish_reason)]
+
+    def _choice(
+        self, answer: Answer, text: str, start: int, finish_reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = None
+        if self.delivery.wants_logprobs and start < len(answer.sample.output_ids):
+            tokenizer = self.session.serving.tokenizer
+            entries = logprob_entries(answer.sample, tokenizer, start)
+            logprobs = {
+                "tokens": [entry["token"] for entry in entries],
+                "token_logprobs": [entry["logprob"] for entry in entries],
+                "top_logprobs": None,
+                "text_offset": self._offsets([entry["token"] for entry in entries]),
+            }
+        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _offsets(self, tokens: list[str]) -> list[int]:
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(token)
+        return offsets

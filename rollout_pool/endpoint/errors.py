@@ -1,0 +1,54 @@
+"""What the endpoint refuses, in the form in which OpenAI's API says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+
+class ApiError(Exception):
+    """An answer other than 200. `param` names the field of the request that is to blame."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        should_retry: bool | None = None,
+    ) -> None:
+        """`should_retry` tells the official clients what they would otherwise guess by status."""
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.should_retry = should_retry
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        headers: Mapping[str, str] = (
+            {}
+            if self.should_retry is None
+            else {"x-should-retry": "true" if self.should_retry else "false"}
+        )
+        return JSONResponse(self.body, self.status, headers=headers)
+
+
+def refuse(param: str, problem: str, code: str | None = None) -> ApiError:
+    """A request whose field `param` can't be served."""
+    return ApiError(400, f"{param}: {problem}", param=param, code=code)

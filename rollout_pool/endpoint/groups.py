@@ -1,0 +1,138 @@
+"""Groups that are played by programs elsewhere, which come and ask for them.
+
+program                        endpoint                     worker
+POST /groups ─────────────────► wish ─── next_wish() ──────► credit, prompt, flight
+             ◄─ n sessions ──── opened ◄─ run(prompt, ask) ─ n times
+requests, POST /sessions/ID/reward ─► outcome ─► Episode ──► score, push
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rollout_pool.cancelling import end_tasks
+from rollout_pool.endpoint.errors import ApiError
+from rollout_pool.endpoint.sessions import Session, SessionLost, Sessions
+from rollout_pool.envs.episode import Episode
+from rollout_pool.envs.runner import EpisodeAsk
+from rollout_pool.tasks.task import Prompt
+
+
+class GroupWish:
+    """A group that somebody asked for. A worker that takes it on has each of its n episodes `run`.
+
+    If it can't be had, `refuse` says why.
+    """
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._group_size = sessions.serving.rollout.group_size
+        self._members: list[Session] = []
+        self._prompt: Prompt | None = None
+        self._withdrawn = asyncio.Event()
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when all its sessions are open."""
+
+    @property
+    def is_withdrawn(self) -> bool:
+        return self._withdrawn.is_set()
+
+    def refuse(self, why: str) -> None:
+        """There will be no such group."""
+        if not self.opened.done():
+            error = ApiError(503, f"there is no group: {why}", code="no_group", should_retry=False)
+            self.opened.set_exception(error)
+            self.opened.exception()  # whoever asked may have left
+
+    def withdraw(self) -> None:
+        """Whoever asked has gone: the worker need not take it, or gives it up."""
+        self._withdrawn.set()
+
+    async def run(self, prompt: Prompt, ask: EpisodeAsk) -> Episode:
+        """One of its episodes: it lasts until its reward is posted.
+
+        Raises SessionLost if that does not happen within `rollout.openai.session_timeout_s` after
+        the last request, and SampleFailed or TimeoutError if the engines were to blame.
+        """
+        session = self._sessions.open(ask)
+        why = "its group was given up"
+        try:
+            self._prompt = prompt
+            self._members.append(session)
+            if len(self._members) == self._group_size and not self.opened.done():
+                self.opened.set_result(None)
+            await self._wait_outcome(session)
+            why = "its reward was posted"
+            return session.episode(
+                end="length" if session.is_full else "done", outcome=session.outcome.result()
+            )
+        finally:
+            await self._sessions.close(session, why)
+
+    async def _wait_outcome(self, session: Session) -> None:
+        timeout_s = self._sessions.serving.rollout.openai.session_timeout_s
+        idle = asyncio.create_task(session.wait_idle(timeout_s))
+        withdrawn = asyncio.create_task(self._withdrawn.wait())
+        try:
+            ends: list[asyncio.Future[Any]] = [session.outcome, idle, withdrawn]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await end_tasks([idle, withdrawn])
+        if session.outcome.done():
+            return
+        if session.failure is not None:
+            raise session.failure
+        if self._withdrawn.is_set():
+            raise SessionLost(f"whoever asked for the group of {session.session_id} went away")
+        raise SessionLost(
+            f"nothing was asked in session {session.session_id} for {timeout_s:g} s "
+            "(rollout.openai.session_timeout_s), and no reward was posted"
+        )
+
+    def describe(self, url: str) -> dict[str, Any]:
+        """What a program needs to play it."""
+        assert self._prompt is not None
+        system = self._sessions.serving.task.system_prompt
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        return {
+            "group_id": self._members[0].ask.session.rpartition(".")[0],
+            "prompt": {
+                "index": self._prompt.index,
+                "text": self._prompt.text,
+                "messages": [*messages, {"role": "user", "content": self._prompt.text}],
+            },
+            "sessions": [
+                {
+                    "id": session.session_id,
+                    "api_key": session.key,
+                    "base_url": f"{url}/v1",
+                    "keyed_url": f"{url}/sessions/{session.key}/v1",
+                    "model": self._sessions.serving.model,
+                }
+                for session in self._members
+            ],
+        }
+
+
+class OutsideGroups:
+    """The wishes that no worker has taken on yet."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._wishes: asyncio.Queue[GroupWish] = asyncio.Queue()
+
+    def wish(self) -> GroupWish:
+        wish = GroupWish(self._sessions)
+        self._wishes.put_nowait(wish)
+        return wish
+
+    async def next_wish(self) -> GroupWish:
+        """Waits, without a bound, until somebody asks for a group: cancel it to end the wait."""
+        while (wish := await self._wishes.get()).is_withdrawn:
+            pass
+        return wish
+
+    def close(self) -> None:
+        while not self._wishes.empty():
+            self._wishes.get_nowait().refuse("the run is ending")

@@ -1,0 +1,88 @@
+"""What a session has said and heard, so that a conversation goes on token by token.
+
+    request 1   [system, user]                          rendered whole            ─► answer a
+    request 2   [system, user, a, tool]                 tokens of 1 and a, + tool ─► answer b
+    request 3   [system, user, a, tool, b, user]        tokens of 2 and b, + user ─► answer c
+    request 4   [system, summary]                       rendered whole: a branch  ─► answer d
+
+Clients send text. Tokenizing a text of the model again need not give the tokens that it wrote, and
+the log-probabilities would then be those of others. So messages that a session has already answered
+stand for the tokens as they were, and only what is new is tokenized.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+
+from rollout_pool.envs.chat import ChatFormat
+from rollout_pool.envs.env import Message, ToolSpec
+
+
+class Conversations:
+    """The conversations of one session, each ending with an answer of the model."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self._tokens: dict[bytes, list[int]] = {}
+        """Digest of messages up to an answer -> all tokens up to its end."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        """The prompt's tokens. They extend those of the longest conversation that `messages` go on
+        with; if there is none, or what is new has words put into the model's mouth, all of
+        `messages` are rendered anew."""
+        for place, digest in reversed(list(enumerate(_digests(messages, tools), start=1))):
+            known, new = self._tokens.get(digest), messages[place:]
+            if known is not None and new and all(m.role != "assistant" for m in new):
+                return self._chat.follow(known, new)
+        return self._chat.first(messages, tools)
+
+    def note(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        answer: Message,
+        tokens: list[int],
+    ) -> None:
+        """`answer` came to `messages`; `tokens` are all of them, the answer's own at the end."""
+        *_, digest = _digests((*messages, answer), tools)
+        self._tokens[digest] = tokens
+
+
+class Texts:
+    """The same for plain texts: each prompt with its answer, and the tokens of both."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, list[int]] = {}
+
+    def known_start(self, text: str) -> tuple[str, list[int]]:
+        """The longest text that `text` begins with and that the session knows, and its tokens."""
+        start = max(
+            (known for known in self._tokens if text.startswith(known)), key=len, default=""
+        )
+        return start, self._tokens.get(start, [])
+
+    def note(self, text: str, tokens: list[int]) -> None:
+        self._tokens[text] = tokens
+
+
+def _digests(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Iterator[bytes]:
+    """One after each message, of everything up to there."""
+    told = [[tool.name, tool.description, dict(tool.parameters)] for tool in tools]
+    digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16)
+    for message in messages:
+        digest.update(json.dumps(_normal_form(message), sort_keys=True).encode())
+        yield digest.digest()
+
+
+def _normal_form(message: Message) -> list[object]:
+    """Equal for messages that say the same.
+
+    Ids of calls are left out: they are this endpoint's own, and some frameworks give new ones. So
+    is white space around and in the model's own words, which frameworks strip.
+    """
+    is_own = message.role == "assistant"
+    content = "".join(message.content.split()) if is_own else message.content
+    calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
+    return [message.role, content, calls]

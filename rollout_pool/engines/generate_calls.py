@@ -1,0 +1,314 @@
+"""Samples on their way to one engine and back: who shares a call, and what each is told.
+
+    generate(sample) ─┐                             ┌─► part ─► its sample
+    generate(sample) ─┼─ one turn of the loop ─► call ─► part ─► its sample ─► its end
+    generate(sample) ─┘                             └─► ...
+
+A call of n samples costs both sides a fraction of n calls, and yet each sample has a fate of its
+own: it is told its end when that comes, is stopped alone, and fails alone unless the call fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from rollout_pool.answer import Answer
+from rollout_pool.cancelling import end_tasks
+from rollout_pool.engines.sglang_answers import (
+    STREAM_INTERVAL,
+    generate_body,
+    new_tokens,
+    read_spans,
+    read_version,
+)
+from rollout_pool.generation import BadLogprobs, EngineError, SampleRefused
+from rollout_pool.samples import Sample
+
+MAX_SAMPLES = 32
+"""In one call: the server's work for each part grows with the number of samples in its call."""
+CALL_GAP_S = 0.005
+"""The first sample goes at once; those of the next moment share the next call. Samples that get
+room one after the other, as others end, would each have a call of their own otherwise."""
+STOP_AGAIN_S = 1.0
+"""A stop that overtakes its request is lost, so it is repeated until the end has come."""
+STOP_TIMEOUT_S = 30.0
+"""Longest that a stopped sample's end may take: a commit may lie in between."""
+
+
+class CallRefused(EngineError):
+    """The engine found a fault with what a call asked, and began nothing of it."""
+
+
+class _Request:
+    """One sample's request, until its end has come."""
+
+    def __init__(
+        self, sample: Sample, request_id: str, on_arrival: Callable[[], None] | None
+    ) -> None:
+        self.sample = sample
+        self.wire_id = request_id
+        """As the engine knows it."""
+        self.on_arrival = on_arrival
+        self.answer: Answer | None = None
+        """None until it is sent."""
+        self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.over = asyncio.Event()
+        """The engine has ended it, or cannot be heard any more."""
+        self.is_stopping = False
+
+    def end(self, error: Exception | None = None) -> None:
+        if self.outcome.done():
+            return  # it was cancelled, or has failed before its end came
+        if error is None:
+            self.outcome.set_result(None)
+        else:
+            self.outcome.set_exception(error)
+
+
+class GenerateCalls:
+    """All that is in flight between this process and one engine. See EngineClient.generate."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        call: Callable[[Mapping[str, object]], AsyncGenerator[dict[str, Any]]],
+        abort: Callable[[str], Awaitable[None]],
+        keys_prefix_by_version: bool,
+        stream_interval: int = STREAM_INTERVAL,
+    ) -> None:
+        """`call` gives the parts of a call's answer and raises EngineError; `abort` never raises
+        and takes seconds at most."""
+        self._name = name
+        self._call = call
+        self._abort = abort
+        self._keys_prefix = keys_prefix_by_version
+        self._stream_interval = stream_interval
+        self._latest_version = 0
+        self._requests: dict[str, _Request] = {}
+        self._unsent: list[_Request] = []
+        self._flush: asyncio.TimerHandle | None = None
+        self._next_flush = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.num_preemptions = 0
+
+    def note_version(self, version: int) -> None:
+        self._latest_version = max(self._latest_version, version)
+
+    async def generate(
+        self, sample: Sample, request_id: str, on_arrival: Callable[[], None] | None
+    ) -> None:
+        request = _Request(sample, request_id, on_arrival)
+        assert request_id not in self._requests, request_id
+        self._requests[request_id] = request
+        self._send_soon(request)
+        try:
+            await request.outcome
+        except asyncio.CancelledError:
+            await self._give_up(request)
+            raise
+        finally:
+            del self._requests[request_id]
+
+    def stop(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is None or request.is_stopping:
+            return
+        request.is_stopping = True
+        if request in self._unsent:
+            request.end()  # nothing of it has left
+        else:
+            self._keep(self._stop(request))
+
+    async def close(self) -> None:
+        if self._flush is not None:
+            self._flush.cancel()
+        await end_tasks(self._tasks)
+
+    # Out ------------------------------------------------------------------------------------------
+
+    def _send_soon(self, request: _Request) -> None:
+        self._unsent.append(request)
+        if self._flush is None:
+            loop = asyncio.get_running_loop()
+            self._flush = loop.call_at(max(loop.time(), self._next_flush), self._send)
+
+    def _send(self) -> None:
+        self._flush = None
+        self._next_flush = asyncio.get_running_loop().time() + CALL_GAP_S
+        waiting = [request for request in self._unsent if not request.outcome.done()]
+        self._unsent = []
+        for start in range(0, len(waiting), MAX_SAMPLES):
+            self._keep(self._carry(waiting[start : start + MAX_SAMPLES]))
+
+    def _keep(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _carry(self, requests: list[_Request]) -> None:
+        """One call, from sending it to the end of its last sample."""
+        pending = {request.wire_id: request for request in requests}
+        for request in requests:
+            request.answer = Answer(request.sample, self._latest_version)
+        error: Exception | None = None
+        try:
+            async with aclosing(self._call(self._body(requests))) as parts:
+                async for part in parts:
+                    self._take(part, pending)
+        except CallRefused as refusal:
+            if len(pending) > 1:
+                self._ask_each(pending)
+            error = SampleRefused(str(refusal))
+        except EngineError as failure:
+            error = failure
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as failure:
+            error = EngineError(
+                f"{self._name} answered in a form that SGLang 0.5.20 does not have: {failure!r}"
+            )
+        finally:
+            early = f"{self._name} ended an answer before {len(pending)} of its samples"
+            for request in pending.values():
+                self._lose(request, error or EngineError(early))
+
+    def _body(self, requests: list[_Request]) -> dict[str, object]:
+        samples = {request.wire_id: request.sample for request in requests}
+        key = f"v{self._latest_version}" if self._keys_prefix else None
+        return generate_body(samples, key, self._stream_interval)
+
+    def _ask_each(self, pending: dict[str, _Request]) -> None:
+        """One bad sample fails the call of all; it alone is to bear that."""
+        for request in pending.values():
+            if request.outcome.done():
+                request.over.set()
+            else:
+                request.wire_id = f"alone.{request.wire_id}"
+                self._keep(self._carry([request]))
+        pending.clear()
+
+    def _lose(self, request: _Request, error: Exception) -> None:
+        """The end of the request will never come."""
+        if request.answer is not None and request.answer.num_tokens and not request.outcome.done():
+            # Between two parts nothing is heard of what is written: this is the average of it.
+            request.sample.num_wasted += min(self._stream_interval // 2, request.sample.num_left)
+        request.end(error)
+        request.over.set()
+
+    # Back -----------------------------------------------------------------------------------------
+
+    def _take(self, part: Mapping[str, Any], pending: dict[str, _Request]) -> None:
+        meta = part["meta_info"]
+        request = pending[meta["id"]]
+        reason = meta["finish_reason"]
+        if request.outcome.done():  # it was given up, and the engine writes on until it hears
+            request.sample.num_wasted += len(part["output_ids"])
+        else:
+            try:
+                self._add(request, part, reason)
+            except (BadLogprobs, EngineError) as error:
+                self._fail(request, error, is_over=reason is not None)
+            else:
+                self._tell(request, is_over=reason is not None)
+        if reason is not None:
+            del pending[meta["id"]]
+            self._count_preemptions(meta)
+            request.end()
+            request.over.set()
+
+    def _tell(self, request: _Request, *, is_over: bool) -> None:
+        if request.on_arrival is None:
+            return
+        try:
+            request.on_arrival()
+        except Exception as error:  # its owner's, whom it reaches; the others of the call go on
+            self._fail(request, error, is_over=is_over)
+
+    def _fail(self, request: _Request, error: Exception, *, is_over: bool) -> None:
+        request.end(error)
+        if not is_over:
+            self._keep(self._stop(request))
+
+    def _add(
+        self, request: _Request, part: Mapping[str, Any], reason: Mapping[str, Any] | None
+    ) -> None:
+        sample, answer = request.sample, request.answer
+        assert answer is not None
+        if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
+            # An error of the engine's; what comes with it is no sample's.
+            raise SampleRefused(f"{self._name} gave a sample up: {reason.get('message')}")
+        try:
+            output_ids, logprobs = new_tokens(self._name, part, answer.num_tokens)
+            if output_ids:
+                label = read_version(self._name, part["meta_info"]["weight_version"])
+                self._check_room(sample, output_ids)
+                spans = self._spans(part, reason, answer.num_tokens + len(output_ids))
+                answer.add(output_ids, logprobs, label)
+            else:
+                spans = self._spans(part, reason, answer.num_tokens)
+        except (BadLogprobs, SampleRefused):
+            sample.num_wasted += len(part["output_ids"])
+            raise
+        if spans:
+            answer.settle(spans)
+            self.note_version(spans[-1].version)
+        if reason is not None:
+            self._finish(request, answer, reason)
+
+    def _check_room(self, sample: Sample, output_ids: list[int]) -> None:
+        if len(output_ids) > sample.num_left:
+            raise SampleRefused(f"{self._name} wrote more than the {sample.max_new_tokens} asked")
+
+    def _spans(
+        self, part: Mapping[str, Any], reason: Mapping[str, Any] | None, length: int
+    ) -> list[Any]:
+        if reason is None or not length:
+            return []
+        return read_spans(self._name, part["meta_info"].get("weight_versions") or [], length)
+
+    def _finish(self, request: _Request, answer: Answer, reason: Mapping[str, Any]) -> None:
+        if reason["type"] in ("stop", "length"):
+            if not answer.num_tokens:
+                raise SampleRefused(f"{self._name} returned a sample without a token")
+            request.sample.finish_reason = reason["type"]
+        elif not request.is_stopping:
+            raise EngineError(f"{self._name} gave a sample up: {reason.get('message') or reason}")
+
+    def _count_preemptions(self, meta: Mapping[str, Any]) -> None:
+        """A pause for a commit may put requests back too, once for each new version."""
+        commits = max(0, len(meta.get("weight_versions") or []) - 1)
+        self.num_preemptions += max(0, meta.get("num_retractions", 0) - commits)
+
+    # Stop -----------------------------------------------------------------------------------------
+
+    async def _stop(self, request: _Request, is_told: asyncio.Event | None = None) -> None:
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                while not request.over.is_set():
+                    await self._abort(request.wire_id)
+                    if is_told is not None:
+                        is_told.set()
+                    await _wait_for(request.over, STOP_AGAIN_S)
+        except TimeoutError:
+            request.end(EngineError(f"{self._name} did not stop a sample in {STOP_TIMEOUT_S:g} s"))
+
+    async def _give_up(self, request: _Request) -> None:
+        """Nobody waits for it any more: free the engine of it."""
+        if request in self._unsent or request.over.is_set():
+            return
+        is_told = asyncio.Event()
+        task = self._keep(self._stop(request, is_told))
+        told = asyncio.create_task(is_told.wait())
+        await asyncio.wait({told, task}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+
+
+async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,74 @@
+"""Puts the turns of an episode together, token by token.
+
+    turn 1   [prompt | answer]                                          branch 0
+    turn 2   [prompt | answer | observation | answer]                   extends it
+    turn 3   [summary | answer]                                         begins branch 1
+
+An episode is one branch as long as each turn's prompt extends the tokens that are there; where its
+history is edited or summarised a new one begins. A token counts as the model's own only in the
+branch in which it was sampled, so none is trained twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from buffer.types import VersionSpan
+from rollout_pool.envs.episode import Branch
+
+
+class Branches:
+    """The branches of one episode, in the order in which they began."""
+
+    def __init__(self) -> None:
+        self._branches: list[Branch] = []
+
+    def add_turn(
+        self,
+        prompt: Sequence[int],
+        output_ids: Sequence[int],
+        logprobs: Sequence[float],
+        version_spans: Sequence[VersionSpan],
+        finish_reason: str,
+    ) -> None:
+        """One answer of n tokens, at least 1, to `prompt`.
+
+        `logprobs` has n numbers; `version_spans` cover [0, n), counted from the answer's first
+        token. Of several branches that `prompt` extends, the longest is taken.
+        """
+        length = len(output_ids)
+        assert length > 0 and len(logprobs) == length
+        assert sum(span.end - span.start for span in version_spans) == length
+        tokens = list(prompt)
+        branch = self._extended_by(tokens)
+        if branch is None:
+            branch = Branch(
+                tokens=[],
+                loss_mask=[],
+                logprobs=[],
+                version_spans=[],
+                prompt_length=len(tokens),
+                finish_reason=finish_reason,
+            )
+            self._branches.append(branch)
+        num_given = len(tokens) - len(branch.tokens)
+        branch.tokens += [*tokens[len(branch.tokens) :], *output_ids]
+        branch.loss_mask += [0] * num_given + [1] * length
+        branch.logprobs += [0.0] * num_given + list(logprobs)
+        branch.version_spans += [
+            VersionSpan(
+                version=span.version, start=len(tokens) + span.start, end=len(tokens) + span.end
+            )
+            for span in version_spans
+        ]
+        branch.finish_reason = finish_reason
+
+    def _extended_by(self, prompt: list[int]) -> Branch | None:
+        extended = [
+            branch for branch in self._branches if prompt[: len(branch.tokens)] == branch.tokens
+        ]
+        return max(extended, key=lambda branch: len(branch.tokens), default=None)
+
+    def finish(self) -> list[Branch]:
+        """Those that there are; empty if no turn was added."""
+        return list(self._branches)

@@ -1,0 +1,215 @@
+"""The child side of the sandbox: locks itself in, layer by layer, then runs the program.
+
+    keeper      own namespaces, own root          told by the parent what to run; waits, and says
+      │ fork                                      how the program ended (a pipe that it alone has)
+    program     own user, no capabilities, limits, Landlock, filter of system calls ──► exec(code)
+
+Started by `rollout_pool.sandbox` with no environment and nothing but the standard library. Each
+layer is used where the kernel allows; without the filter, or without a layer that keeps files
+away, nothing is run.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+
+from rollout_pool.jail import kernel, landlock, seccomp, view
+from rollout_pool.jail.program import Notes, run
+from rollout_pool.jail.request import Request
+
+_NAMESPACES = (
+    kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWPID
+    | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWUTS
+)
+_FIRST_USER = 0x60000000
+"""User ids from here on belong to nobody; a program's is this plus its keeper's process id."""
+
+
+class Unsafe(Exception):
+    """The layers that this kernel allows are too few; the message says which is missing."""
+
+
+def main() -> None:
+    """`argv[1:]`: descriptors of the request, of the notes and of the ending."""
+    request_fd, notes_fd, ending_fd = (int(text) for text in sys.argv[-3:])
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)
+    with open(request_fd, "rb") as file:
+        request = Request.decode(file.read())
+    os.umask(0o022)
+    notes = Notes(notes_fd)
+    was_root = os.geteuid() == 0
+    layers = _separate(request)
+    if os.getppid() != request.parent_pid:
+        return  # it died before its death could reach us
+    alive_read, alive_write = os.pipe()
+    os.set_blocking(alive_read, False)
+    program = os.fork()
+    if program:
+        _keep(program, ending_fd)
+    os.close(alive_write)
+    os.close(ending_fd)
+    try:
+        layers += _lock_in(request, layers, was_root=was_root, alive=alive_read)
+    except (Unsafe, OSError) as error:
+        notes.write("unsafe", str(error))
+        os._exit(1)
+    notes.write("layers", ",".join(layers))
+    run(request.code, notes)
+
+
+def _keep(program: int, ending_fd: int) -> None:
+    """Wait for the program and say how it ended; does not return. SIGTERM ends the program."""
+    for standard in (0, 1, 2):
+        os.close(standard)
+    import signal  # while the program goes its own way already
+
+    signal.signal(signal.SIGTERM, lambda number, frame: os.kill(program, signal.SIGKILL))
+    os.waitid(os.P_PID, program, os.WEXITED | os.WNOWAIT)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its number will be another's
+    _, status, usage = os.wait4(program, 0)
+    cpu_s = usage.ru_utime + usage.ru_stime
+    os.write(ending_fd, f"{os.waitstatus_to_exitcode(status)} {cpu_s}".encode())
+    os._exit(0)
+
+
+# Layers of the keeper, which the program inherits -------------------------------------------------
+
+
+def _separate(request: Request) -> list[str]:
+    """Namespaces, and in them a root that shows little; the names of what could be had."""
+    layers: list[str] = []
+    if "namespaces" not in request.without and _unshare(layers):
+        layers.append("namespaces")
+        try:
+            view.enter(request.limits["max_folder_bytes"])
+            layers.append("own root")
+        except OSError:
+            # Half of it may be there. Landlock then has to keep files away, and nothing is
+            # writable.
+            pass
+    # The keeper has seen what it does as long as it lives; its death must still reach it.
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)
+    return layers
+
+
+def _unshare(layers: list[str]) -> bool:
+    user, group = os.geteuid(), os.getegid()
+    if user == 0:
+        try:
+            kernel.unshare(_NAMESPACES)
+            return True
+        except OSError:
+            pass  # root without the rights of root, as in most containers
+    try:
+        kernel.unshare(_NAMESPACES | kernel.CLONE_NEWUSER)
+    except OSError:
+        return False
+    try:
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{user} {user} 1"),
+            ("gid_map", f"{group} {group} 1"),
+        ):
+            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+                file.write(text)
+        layers.append("user namespace")
+    except OSError:
+        pass  # root that may not even be mapped; what needs a user will not be had
+    return True
+
+
+# Layers of the program ----------------------------------------------------------------------------
+
+
+def _lock_in(request: Request, inherited: list[str], *, was_root: bool, alive: int) -> list[str]:
+    """Give up everything that is not needed; the names of the further layers.
+
+    Raises Unsafe if what is left is too much.
+    """
+    layers = _become_nobody("own root" in inherited)
+    if "user namespace" not in inherited and "namespaces" not in request.without:
+        try:
+            kernel.unshare(kernel.CLONE_NEWUSER)
+            layers.append("user namespace")
+        except OSError:
+            pass
+    kernel.drop_capabilities()
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)
+    _end_if_orphaned(alive)
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    # Threads are counted by user and namespace, but root's are not: then there can be none.
+    has_own_user = "own user" in layers or (
+        not was_root and "user namespace" in (*inherited, *layers)
+    )
+    _limit(request.limits, has_own_user)
+    layers.append("limits")
+    _keep_files_away(request, inherited, layers)
+    if not seccomp.is_supported() or "seccomp" in request.without:
+        raise Unsafe(
+            "no filter of system calls (seccomp) on this machine: it needs Linux with "
+            "CONFIG_SECCOMP_FILTER on x86_64 or aarch64"
+        )
+    seccomp.apply(with_threads=has_own_user, with_attributes="own root" in inherited)
+    return [*layers, "seccomp"]
+
+
+def _become_nobody(has_own_root: bool) -> list[str]:
+    """Root becomes a user whom nothing belongs to, if that one could still read the library."""
+    if os.geteuid() != 0 or not view.is_readable_by_all(through=not has_own_root):
+        return []
+    user = _FIRST_USER + os.getppid() if os.getppid() else _FIRST_USER + os.getpid()
+    try:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    except OSError:  # a container whose root may not
+        return []
+    return ["own user"]
+
+
+def _keep_files_away(request: Request, inherited: list[str], layers: list[str]) -> None:
+    has_own_root = "own root" in inherited
+    if "landlock" not in request.without and landlock.version():
+        writable = [view.SCRATCH] if has_own_root else []
+        landlock.apply(readable=view.readable(), listable=view.python_folders(), writable=writable)
+        layers.append("landlock")
+    elif not has_own_root:
+        raise Unsafe(
+            "nothing keeps the machine's files from the program: this kernel offers neither "
+            "Landlock (Linux 5.13 or newer, with landlock in its lsm= list) nor user and mount "
+            "namespaces (kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0, "
+            "and in a container a seccomp profile that allows landlock_* or unshare)"
+        )
+
+
+def _limit(limits: dict[str, int], has_own_user: bool) -> None:
+    wanted = {
+        resource.RLIMIT_AS: limits["memory_bytes"],
+        resource.RLIMIT_CPU: limits["cpu_time_s"],
+        resource.RLIMIT_FSIZE: limits["max_file_bytes"],
+        resource.RLIMIT_NOFILE: limits["max_open_files"],
+        resource.RLIMIT_STACK: min(64 * 2**20, limits["memory_bytes"] // 4),
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    if has_own_user:
+        wanted[resource.RLIMIT_NPROC] = limits["max_threads"]
+    for kind, value in wanted.items():
+        _, hard = resource.getrlimit(kind)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def _end_if_orphaned(alive: int) -> None:
+    """If the keeper died before its death could reach us, its end of the pipe is closed."""
+    try:
+        if os.read(alive, 1) == b"":
+            os._exit(1)
+    except BlockingIOError:
+        os.close(alive)

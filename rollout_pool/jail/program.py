@@ -1,0 +1,119 @@
+"""Runs a program's code in this process as Python itself would, and notes what it ran into."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import sys
+
+TYPE_CHECKING = False  # so that modules are not imported just to be named
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+NAME = "program.py"
+"""What the program's code is called in its tracebacks."""
+_NETWORK_EVENTS = (
+    "socket.connect",
+    "socket.bind",
+    "socket.sendto",
+    "socket.getaddrinfo",
+    "socket.gethostbyname",
+    "socket.gethostbyaddr",
+    "socket.getnameinfo",
+)
+_PROCESS_EVENTS = (
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.system",
+    "os.exec",
+    "os.kill",
+    "subprocess.Popen",
+)
+_AF_UNIX = 1
+_FILE_ERRORS = (errno.EFBIG, errno.ENOSPC, errno.EMFILE, errno.EROFS, errno.EDQUOT)
+
+
+class Notes:
+    """What the parent is told, a kind and a value a line. Meant for logs: a program could forge all
+    but the first, which was written before it ran."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.tried: list[str] = []
+        """What was not allowed and tried, the latest last; each once."""
+
+    def write(self, kind: str, value: str) -> None:
+        os.write(self._descriptor, f"{kind} {value}\n".encode())
+
+    def note_try(self, what: str) -> None:
+        if what not in self.tried:
+            self.tried.append(what)
+            self.write("tried", what)
+
+
+def run(code: str, notes: Notes) -> None:
+    """Run it as `__main__`. Raises SystemExit as the program would end."""
+    module = type(sys)("__main__")
+    _clear_up(module)
+    sys.addaudithook(_listener(notes))
+    try:
+        exec(compile(code, NAME, "exec"), module.__dict__)  # what the sandbox is there for
+    except SystemExit:
+        raise
+    except BaseException as error:
+        if (reason := _reason(error, notes.tried)) is not None:
+            notes.write("reason", reason)
+        _print(error, code)
+        raise SystemExit(1) from None
+
+
+def _clear_up(module: ModuleType) -> None:
+    """Leave the program an interpreter as if it had been started with it."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "rollout_pool"]:
+        del sys.modules[name]
+    del sys.path[0]
+    sys.argv = [NAME]
+    sys.modules["__main__"] = module
+    module.__dict__["__builtins__"] = builtins
+    for name in ("exit", "quit"):  # which the site module adds elsewhere
+        setattr(builtins, name, sys.exit)
+
+
+def _listener(notes: Notes) -> Callable[[str, tuple[object, ...]], None]:
+    def listen(event: str, arguments: tuple[object, ...]) -> None:
+        if event in _NETWORK_EVENTS or (
+            event == "socket.__new__" and arguments[1] not in (_AF_UNIX, -1)
+        ):
+            notes.note_try("network")
+        elif event in _PROCESS_EVENTS:
+            notes.note_try("processes")
+
+    return listen
+
+
+def _reason(error: BaseException, tried: list[str]) -> str | None:
+    """Which limit an error comes from, as far as one can tell."""
+    if isinstance(error, MemoryError):
+        return "memory"
+    if isinstance(error, RuntimeError) and "start new thread" in str(error):
+        return "processes"
+    if not isinstance(error, OSError):
+        return None
+    if error.errno in _FILE_ERRORS:
+        return "files"
+    if tried:
+        return tried[-1]
+    return "files" if error.filename is not None else None
+
+
+def _print(error: BaseException, code: str) -> None:
+    # Imported here: a program that ends well has no use for them.
+    import linecache
+    import traceback
+
+    linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
+    trace = error.__traceback__
+    traceback.print_exception(type(error), error, trace.tb_next if trace else None)

@@ -1,0 +1,45 @@
+"""What the parent asks of the sandbox's child side, as text: JSON would take longer to import than
+the whole set-up takes.
+
+    parent_pid 4711
+    without landlock,seccomp
+    memory_bytes 536870912          a limit a line
+
+    print("the code follows the first empty line")
+"""
+
+from __future__ import annotations
+
+
+class Request:
+    """Run `code` within `limits` (see SandboxLimits; whole numbers)."""
+
+    __slots__ = ("code", "limits", "parent_pid", "without")
+
+    def __init__(
+        self, *, code: str, limits: dict[str, int], parent_pid: int, without: list[str]
+    ) -> None:
+        """`without`: layers to leave out."""
+        self.code = code
+        self.limits = limits
+        self.parent_pid = parent_pid
+        self.without = without
+
+    def encode(self) -> bytes:
+        lines = [f"parent_pid {self.parent_pid}", f"without {','.join(self.without)}"]
+        lines += [f"{name} {value}" for name, value in self.limits.items()]
+        # Code from a model may hold halves of surrogate pairs, which are no text to Python either.
+        return "\n".join([*lines, "", self.code]).encode("utf-8", "replace")
+
+    @classmethod
+    def decode(cls, content: bytes) -> Request:
+        head, _, code = content.decode().partition("\n\n")
+        fields = dict(line.split(" ", 1) for line in head.split("\n"))
+        parent_pid, without = int(fields.pop("parent_pid")), fields.pop("without")
+        limits = {name: int(value) for name, value in fields.items()}
+        return cls(
+            code=code,
+            limits=limits,
+            parent_pid=parent_pid,
+            without=without.split(",") if without else [],
+        )

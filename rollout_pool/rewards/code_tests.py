@@ -1,0 +1,111 @@
+"""Scores a program that the model wrote by the tests of its prompt, in the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout_pool.sandbox import SandboxLimits, SandboxResult, protections, run_python
+from rollout_pool.tasks.programs import CodeTask, ProgramTest
+from rollout_pool.tasks.task import Prompt, Task
+
+log = logging.getLogger(__name__)
+
+LIMITS = SandboxLimits(cpu_time_s=5, wall_time_s=10.0)
+"""Of one test."""
+MAX_TIMEOUTS = 2
+"""A program that took too long so often is not given the other tests."""
+_BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_PYTHON = ("python", "python3", "py")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Verdict:
+    num_tests: int
+    num_passed: int
+    explanation: str
+    """Why the first test was not passed; "" if all were."""
+
+    @property
+    def share(self) -> float:
+        return self.num_passed / self.num_tests
+
+
+class CodeTests:
+    """Used in a scoring process, which has no event loop of its own."""
+
+    def __init__(self, task: Task, setting: str) -> None:
+        """Raises ValueError for a task whose prompts have no tests, SandboxError if programs cannot
+        be run safely on this machine."""
+        if not isinstance(task, CodeTask):
+            raise ValueError(
+                f"{setting}.kind=code_tests: the prompts of {task.name} have no tests; "
+                "task.kind=code has"
+            )
+        self._task = task
+        self._runner = asyncio.Runner()
+        self._runner.run(protections())
+
+    def score(self, prompt: Prompt, answer: str) -> float:
+        """The share of the prompt's tests that the answer's program passes."""
+        verdict = self._runner.run(judge(program_of(answer), self._task.tests(prompt)))
+        if verdict.explanation:
+            passed = f"{verdict.num_passed} of {verdict.num_tests} tests passed"
+            log.info("prompt %d: %s; %s", prompt.index, passed, verdict.explanation)
+        return verdict.share
+
+
+def program_of(answer: str) -> str:
+    """The last block of Python in a text, or else its last block, or else all of it."""
+    blocks = _BLOCK.findall(answer)
+    python = [code for language, code in blocks if language.lower() in _PYTHON]
+    every = python or [code for _, code in blocks] or [answer]
+    return str(every[-1])
+
+
+async def judge(
+    program: str, tests: Sequence[ProgramTest], limits: SandboxLimits = LIMITS
+) -> Verdict:
+    """One test after the other: a scoring process is meant to take one core."""
+    num_passed = num_timeouts = 0
+    explanation = ""
+    for place, test in enumerate(tests, start=1):
+        failure, is_timeout = await _run(program, test, limits)
+        num_passed += not failure
+        num_timeouts += is_timeout
+        if failure and not explanation:
+            explanation = f"test {place}: {failure}"
+        if num_timeouts >= MAX_TIMEOUTS:
+            break
+    return Verdict(num_tests=len(tests), num_passed=num_passed, explanation=explanation)
+
+
+async def _run(program: str, test: ProgramTest, limits: SandboxLimits) -> tuple[str, bool]:
+    """Why the test was not passed ("" if it was), and whether it took too long."""
+    if test.statements is None:
+        result = await run_python(program, stdin=test.input, limits=limits)
+        right = _lines(result.stdout) == _lines(test.output)
+        return _explain(result, "" if right else "the output is another"), _is_timeout(result)
+    # A program that ends before its statements are reached has not passed.
+    mark = secrets.token_hex(16)
+    code = f"{program}\n\n{test.statements}\n\nprint({mark!r})\n"
+    result = await run_python(code, stdin=test.input, limits=limits)
+    reached = _lines(result.stdout)[-1:] == [mark]
+    return _explain(result, "" if reached else "it ended before its test"), _is_timeout(result)
+
+
+def _explain(result: SandboxResult, otherwise: str) -> str:
+    return result.explanation or otherwise
+
+
+def _is_timeout(result: SandboxResult) -> bool:
+    return result.reason in ("cpu_time", "wall_time")
+
+
+def _lines(text: str) -> list[str]:
+    """Without white space at the ends of lines and of the text."""
+    return [line.rstrip() for line in text.strip().splitlines()]

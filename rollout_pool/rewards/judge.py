@@ -1,0 +1,69 @@
+"""A reward that another model gives, behind any OpenAI-compatible URL."""
+
+from __future__ import annotations
+
+import re
+
+from configs.rollout_schema import RewardConfig
+from rollout_pool.rewards.service import RemoteFailure, RemoteService
+
+DEFAULT_PROMPT = """\
+Judge an answer to a question.
+
+Question:
+{prompt}
+
+Answer:
+{answer}
+
+How right and how helpful is the answer, from 0 (useless) to 1 (perfect)? Give your reasons in a \
+few sentences, then end with a line "Score: x"."""
+_PLACES = re.compile(r"\{(prompt|answer|solution)\}")
+_NUMBER = r"([-+]?(?:\d+(?:\.\d*)?|\.\d+))(?:\s*/\s*\d+(?:\.\d+)?)?"
+_SCORE = re.compile(rf"score\W{{0,5}}(?:is\s+)?{_NUMBER}", re.IGNORECASE)
+_LAST = re.compile(_NUMBER)
+
+
+class Judge:
+    def __init__(self, part: str, config: RewardConfig) -> None:
+        self._service = RemoteService(part, config, "/chat/completions")
+        self._model = config.model
+        self._prompt = config.prompt or DEFAULT_PROMPT
+
+    @property
+    def needs_solution(self) -> bool:
+        return "{solution}" in self._prompt
+
+    async def score(self, prompt: str, answer: str, solution: str, key: str) -> float:
+        """What it says in words is turned into a number. Raises RemoteFailure."""
+        texts = {"prompt": prompt, "answer": answer, "solution": solution}
+        # In one pass: what a model wrote may hold {solution} too.
+        question = _PLACES.sub(lambda place: texts[place[1]], self._prompt)
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0.0,
+        }
+        return parse_score(_content(await self._service.ask(body, key)))
+
+    async def close(self) -> None:
+        await self._service.close()
+
+
+def parse_score(text: str) -> float:
+    """The last "score: x" of a judgement, or else its last number; of "7/10" it is 7.
+
+    Raises RemoteFailure if there is none.
+    """
+    found = _SCORE.findall(text) or _LAST.findall(text)
+    if not found:
+        raise RemoteFailure(f"the judge named no score: {text.strip()[-200:]!r}")
+    return float(found[-1])
+
+
+def _content(answer: dict[str, object]) -> str:
+    try:
+        content = answer["choices"][0]["message"]["content"]  # type: ignore[index]
+    except (KeyError, IndexError, TypeError) as error:
+        raise RemoteFailure("the judge's answer is no chat completion") from error
+    return content if isinstance(content, str) else ""

@@ -1,0 +1,60 @@
+"""A reward that a service of yours gives: POST the episode, read {"reward": number}."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from configs.rollout_schema import RewardConfig
+from rollout_pool.envs.episode import Episode
+from rollout_pool.rewards.service import RemoteFailure, RemoteService
+from rollout_pool.tasks.task import Prompt
+
+
+class HttpReward:
+    """The service is sent
+
+        {"prompt": "3 + 4 =", "index": 7, "is_held_out": false, "answer": "7",
+         "messages": [{"role": "user", "content": "3 + 4 ="}, ...],
+         "num_turns": 1, "end": "done", "env_reward": null}
+
+    and answers {"reward": 1.0}, or with named numbers for the log:
+    {"reward": 1.0, "parts": {"style": 0.3}}.
+    """
+
+    def __init__(self, part: str, config: RewardConfig) -> None:
+        self._service = RemoteService(part, config)
+
+    async def score(
+        self, prompt: Prompt, episode: Episode, key: str
+    ) -> tuple[float, Mapping[str, float]]:
+        """The reward and its parts. Raises RemoteFailure."""
+        answer = await self._service.ask(
+            {
+                "prompt": prompt.text,
+                "index": prompt.index,
+                "is_held_out": prompt.is_held_out,
+                "answer": episode.answer,
+                "messages": [dataclasses.asdict(message) for message in episode.messages],
+                "num_turns": episode.num_turns,
+                "end": episode.end,
+                "env_reward": episode.env_reward,
+            },
+            key,
+        )
+        parts = answer.get("parts") or {}
+        if not isinstance(parts, dict):
+            raise RemoteFailure(f'its "parts" is no object: {str(parts)[:100]!r}')
+        named = {str(name): _number(value, f"parts.{name}") for name, value in parts.items()}
+        return _number(answer.get("reward"), "reward"), named
+
+    async def close(self) -> None:
+        await self._service.close()
+
+
+def _number(value: object, what: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):  # type: ignore[arg-type]
+        raise RemoteFailure(f'its "{what}" is no number: {str(value)[:100]!r}')
+    return float(value)  # type: ignore[arg-type]

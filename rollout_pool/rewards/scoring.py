@@ -1,0 +1,174 @@
+"""The reward of an episode: its named parts, all asked for at once, and their weighted sum.
+
+          ┌─ task, function, code_tests ──► scoring process
+episode ──┼─ env ──► is there already            ──► sum of weight x part ──► Score
+          └─ http, judge, teacher ──► service
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from buffer.types import FloatArray
+from configs.choices import RewardKind
+from configs.rollout_schema import RewardConfig, TaskConfig
+from rollout_pool.envs.episode import Episode
+from rollout_pool.rewards.judge import Judge
+from rollout_pool.rewards.part import ScoringPool, encode_request
+from rollout_pool.rewards.remote import HttpReward
+from rollout_pool.rewards.score import Score
+from rollout_pool.rewards.service import RemoteFailure
+from rollout_pool.rewards.teacher import Teacher
+from rollout_pool.tasks.task import Prompt, Task
+
+IN_PROCESS = (RewardKind.task, RewardKind.function, RewardKind.code_tests)
+Columns = tuple[Mapping[str, FloatArray], ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Part:
+    """What became of one part."""
+
+    value: float = 0.0
+    failure: str | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Named numbers beside it."""
+    columns: Columns = ()
+
+
+def needs_processes(config: TaskConfig) -> bool:
+    """Whether any part is scored in a scoring process. Without named parts the task may be."""
+    return not config.rewards or any(r.kind in IN_PROCESS for r in config.rewards.values())
+
+
+class EpisodeScorer:
+    """A `Scorer` by `task.rewards`. Made and used in one event loop."""
+
+    def __init__(self, config: TaskConfig, *, task: Task, pool: ScoringPool) -> None:
+        """`pool` scores what `needs_processes` speaks of; it is not closed with this.
+
+        Raises ValueError naming the setting that is at fault.
+        """
+        self._rewards = config.rewards
+        self._task = task
+        self._pool = pool
+        self._http: dict[str, HttpReward] = {}
+        self._judges: dict[str, Judge] = {}
+        self._teachers: dict[str, Teacher] = {}
+        for name, reward in config.rewards.items():
+            self._open(name, reward)
+        self._queue = WaitMeter()
+
+    def _open(self, name: str, reward: RewardConfig) -> None:
+        if reward.kind is RewardKind.http:
+            self._http[name] = HttpReward(name, reward)
+        elif reward.kind is RewardKind.judge:
+            self._judges[name] = Judge(name, reward)
+        elif reward.kind is RewardKind.teacher:
+            if self._teachers:
+                raise ValueError(
+                    f"task.rewards.{name}.kind=teacher: there is one already, and a trajectory has "
+                    "one column of a teacher's log-probabilities; leave one of them out"
+                )
+            self._teachers[name] = Teacher(name, reward)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which at least one episode waited for a free scoring process."""
+        return self._queue.seconds
+
+    async def score(self, prompt: Prompt, episode: Episode) -> Score:
+        """A part that cannot be had counts 0 and is told. Never raises for it."""
+        asked = self._rewards or _usual(episode)
+        answers = await asyncio.gather(
+            *(self._part(name, reward, prompt, episode) for name, reward in asked.items())
+        )
+        total = 0.0
+        parts: dict[str, float] = dict(episode.env_parts)
+        failures: dict[str, str] = {}
+        columns: Columns = ()
+        for (name, reward), answer in zip(asked.items(), answers, strict=True):
+            columns = columns or answer.columns
+            if answer.failure is not None:
+                failures[name] = answer.failure
+            if reward.kind is RewardKind.teacher:
+                continue
+            total += reward.weight * answer.value
+            parts |= {f"{name}/{inner}": value for inner, value in answer.parts.items()}
+            parts[name] = answer.value
+        return Score(reward=total, parts=parts, failures=failures, columns=columns)
+
+    async def _part(
+        self, name: str, reward: RewardConfig, prompt: Prompt, episode: Episode
+    ) -> _Part:
+        if reward.kind is RewardKind.env:
+            if episode.env_reward is None:
+                return _Part(failure="the environment gave no reward")
+            return _Part(value=episode.env_reward)
+        if reward.kind in IN_PROCESS:
+            return await self._in_process(name, reward, prompt, episode)
+        try:
+            return await self._at_service(name, prompt, episode)
+        except RemoteFailure as error:
+            return _Part(failure=str(error))
+
+    async def _in_process(
+        self, name: str, reward: RewardConfig, prompt: Prompt, episode: Episode
+    ) -> _Part:
+        request = encode_request(
+            name if name in self._rewards else "",
+            prompt,
+            episode,
+            with_messages=reward.kind is RewardKind.function,
+        )
+        came = time.monotonic()
+        score = await self._pool.score(request)
+        self._queue.add(came, came + score.waited_s)
+        return _Part(value=score.value, failure=score.failure)
+
+    async def _at_service(self, name: str, prompt: Prompt, episode: Episode) -> _Part:
+        key = secrets.token_hex(16)
+        if name in self._http:
+            value, parts = await self._http[name].score(prompt, episode, key)
+            return _Part(value=value, parts=parts)
+        if name in self._judges:
+            judge = self._judges[name]
+            solution = self._solution(prompt) if judge.needs_solution else ""
+            return _Part(value=await judge.score(prompt.text, episode.answer, solution, key))
+        return _Part(columns=tuple(await self._teachers[name].columns(episode.branches, key)))
+
+    def _solution(self, prompt: Prompt) -> str:
+        try:
+            return self._task.solution(prompt)
+        except Exception as error:  # a user's code, or a data set without solutions
+            why = f"{type(error).__name__}: {error}"
+            raise RemoteFailure(f"no solution for the judge: {why}"[:500]) from error
+
+    async def close(self) -> None:
+        closing = [http.close() for http in self._http.values()]
+        closing += [judge.close() for judge in self._judges.values()]
+        closing += [teacher.close() for teacher in self._teachers.values()]
+        await asyncio.gather(*closing)
+
+
+def _usual(episode: Episode) -> dict[str, RewardConfig]:
+    """Where nothing is said of rewards: the environment knows, or else the task does."""
+    kind = RewardKind.task if episode.env_reward is None else RewardKind.env
+    return {kind.name: RewardConfig(kind=kind)}
+
+
+class WaitMeter:
+    """Adds up the time in which anybody waited; those who wait together count once."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._until = 0.0
+
+    def add(self, start: float, end: float) -> None:
+        """Somebody waited from `start` to `end`; told in the order of the ends, more or less."""
+        self.seconds += max(0.0, end - max(start, self._until))
+        self._until = max(self._until, end)

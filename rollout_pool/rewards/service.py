@@ -1,0 +1,180 @@
+"""Calls to a service that scores: retried, spaced out, bounded in number; a key is never told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+
+from configs.rollout_schema import RewardConfig
+
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 30.0
+MAX_AT_ONCE = 64
+"""Calls of one part that are under way."""
+MAX_ANSWER_BYTES = 64 * 2**20
+_WORTH_ANOTHER_TRY = (408, 425, 429)
+"""Besides every 5xx."""
+
+
+class RemoteFailure(RuntimeError):
+    """A service gave no usable answer in the attempts that it had; the message says why."""
+
+
+class _Refused(Exception):
+    """One attempt failed in a way that may pass."""
+
+    def __init__(self, why: str, pause_s: float | None = None) -> None:
+        """`pause_s`: how long the service wants to be left alone."""
+        super().__init__(why)
+        self.pause_s = pause_s
+
+
+class Spacing:
+    """At most `per_second` a second, evenly. None lets all through at once."""
+
+    def __init__(self, per_second: float | None) -> None:
+        self._gap_s = 0.0 if per_second is None else 1.0 / per_second
+        self._next = 0.0
+
+    async def wait(self) -> None:
+        if not self._gap_s:
+            return
+        now = time.monotonic()
+        mine = max(now, self._next)
+        self._next = mine + self._gap_s
+        await asyncio.sleep(mine - now)
+
+
+class RemoteService:
+    """Where one part of the reward is asked for. Used in one event loop."""
+
+    def __init__(self, part: str, config: RewardConfig, path: str = "") -> None:
+        """`path` is put behind the configured URL. Raises ValueError if the key is not there."""
+        assert config.url is not None, part
+        self._url = config.url.rstrip("/") + path if path else config.url
+        self._name = _without_secrets(self._url)
+        if not self._url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"task.rewards.{part}.url={self._name!r}: must begin with http:// or https://"
+            )
+        self._key = _key(part, config.api_key_env)
+        self._max_retries = config.max_retries
+        self._timeout_s = config.timeout_s
+        self._spacing = Spacing(config.max_per_second)
+        self._room = asyncio.Semaphore(MAX_AT_ONCE)
+        self._client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            timeout=config.timeout_s,
+            limits=httpx.Limits(max_connections=MAX_AT_ONCE),
+            trust_env=False,  # a proxy of the environment is not for the cluster's own services
+        )
+
+    async def ask(self, body: Mapping[str, Any], key: str) -> dict[str, Any]:
+        """The JSON object that the service answers. `key` is the same for all attempts, so that
+        the service can tell a repeated request from a new one. Raises RemoteFailure."""
+        content = json.dumps(body).encode()
+        async with self._room:
+            for attempt in range(self._max_retries + 1):
+                await self._spacing.wait()
+                try:
+                    return await self._attempt(content, key)
+                except _Refused as error:
+                    if attempt == self._max_retries:
+                        tries = f"{attempt + 1} attempts" if attempt else "1 attempt"
+                        raise RemoteFailure(f"{self._name}: {error} ({tries})") from error
+                    await asyncio.sleep(_pause_s(attempt, error.pause_s))
+        raise AssertionError("the last attempt returns or raises")
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _attempt(self, content: bytes, key: str) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json", "Idempotency-Key": key}
+        request = self._client.build_request("POST", self._url, content=content, headers=headers)
+        try:
+            # httpx limits each read; a service that trickles would never end.
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._client.send(request, stream=True)
+                try:
+                    answer = await _read(response)
+                finally:
+                    await response.aclose()
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise _Refused(f"no answer within {self._timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise _Refused(f"{type(error).__name__}: {error}") from error
+        return self._checked(response, answer)
+
+    def _checked(self, response: httpx.Response, answer: bytes) -> dict[str, Any]:
+        status = response.status_code
+        if status in _WORTH_ANOTHER_TRY or status >= 500:
+            raise _Refused(f"HTTP {status}", _retry_after_s(response.headers))
+        if status >= 300:
+            text = answer.decode("utf-8", "replace")
+            told = text.replace(self._key, "(key)") if self._key else text
+            raise RemoteFailure(f"{self._name}: HTTP {status}: {told[:200]}")
+        try:
+            parsed = json.loads(answer)
+        except ValueError as error:
+            raise RemoteFailure(f"{self._name}: answers no JSON") from error
+        if not isinstance(parsed, dict):
+            raise RemoteFailure(f"{self._name}: answers no JSON object")
+        return parsed
+
+
+async def _read(response: httpx.Response) -> bytes:
+    content = bytearray()
+    async for chunk in response.aiter_bytes():
+        content += chunk
+        if len(content) > MAX_ANSWER_BYTES:
+            raise httpx.DecodingError(f"more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(content)
+
+
+def _pause_s(attempt: int, asked_for_s: float | None) -> float:
+    """Longer each time, and not the same for all who failed together."""
+    longest = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0**attempt)
+    pause_s = random.uniform(longest / 2, longest)
+    return pause_s if asked_for_s is None else min(MAX_PAUSE_S, asked_for_s) + pause_s / 10
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Seconds, from a number or a date."""
+    value = headers.get("Retry-After")
+    if value is None:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None
+
+
+def _key(part: str, variable: str | None) -> str:
+    """ "" if the service needs none."""
+    if variable is None:
+        return ""
+    if not (key := os.environ.get(variable, "")):
+        raise ValueError(
+            f"task.rewards.{part}.api_key_env={variable!r}: there is no such environment variable "
+            "where the rollout workers run; set it before the run is launched"
+        )
+    return key
+
+
+def _without_secrets(url: str) -> str:
+    """Neither user, password nor query."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

@@ -1,0 +1,258 @@
+"""Names to be put into alphabetical order, with more of them at each turn.
+
+    Ida Bob =        ──►  Bob Ida            all right: 1
+    + Eva =          ──►  Eva Bob Ida        one name of three in its place: 1/3
+
+Each turn is scored by the share of names in their places; the episode's reward is the mean over its
+turns. With a chat template the same is asked in whole sentences.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from configs.rollout_schema import TaskConfig
+from rollout_pool.envs.env import Completion, Env, Message, Observation, Step, system_message
+from rollout_pool.tasks.names import FAMILY_NAMES, FIRST_NAMES
+from rollout_pool.tasks.task import Prompt
+
+EVAL_SEED_OFFSET = 2**30
+"""Keeps the seeds of held-out prompts apart from those that a training stream can reach."""
+EVAL_DRAWS = 50
+"""Episodes drawn for each held-out one before there are said to be too few different ones."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SortParams:
+    """What `task.params` may say."""
+
+    num_turns: int = 3
+    num_names_first: int = 4
+    """Names in the first turn."""
+    num_names_more: int = 2
+    """Names that come with each further one."""
+    sort_by: str = "first"
+    """first or last."""
+    last_names: bool = True
+    """Names with two words."""
+    num_known: int = len(FIRST_NAMES)
+    """So many names there are to be drawn from, the shortest first."""
+
+
+class AlphabetSortTask:
+    """Names are drawn by seed and index; no episode has one twice."""
+
+    name = "alphabet_sort"
+
+    def __init__(self, config: TaskConfig) -> None:
+        self._params = params = read_params(config)
+        self._seed = config.seed
+        self._system_prompt = config.system_prompt
+        self._words = Wording(
+            is_chat=config.chat_template, params=params, instruction=config.instruction
+        )
+        self._held_out = self._draw_held_out(config.eval_size)
+        self._is_held_out = frozenset(self._held_out)
+
+    def _draw_held_out(self, eval_size: int) -> list[Names]:
+        """The names of the held-out episodes; none twice."""
+        drawn: dict[Names, None] = {}
+        for index in range(eval_size * EVAL_DRAWS):
+            drawn.setdefault(self._draw(index, is_held_out=True))
+            if len(drawn) == eval_size:
+                return list(drawn)
+        raise ValueError(
+            f"task.eval_size={eval_size}: task.params gave only {len(drawn)} different episodes "
+            f"in {eval_size * EVAL_DRAWS} draws; lower it, or raise task.params.num_known"
+        )
+
+    def example(self, index: int) -> Prompt:
+        names = self._draw(index, is_held_out=False)
+        return Prompt(index=index, is_held_out=False, text=self._words.question(names[0], 0))
+
+    def eval_prompts(self) -> Sequence[Prompt]:
+        return [
+            Prompt(index=place, is_held_out=True, text=self._words.question(names[0], 0))
+            for place, names in enumerate(self._held_out)
+        ]
+
+    def is_held_out(self, prompt: Prompt) -> bool:
+        return self._names(prompt) in self._is_held_out
+
+    def solution(self, prompt: Prompt) -> str:
+        """The answer to the last turn."""
+        return self._words.answer(self._orders(prompt)[-1])
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        """Of the last turn's answer alone; the mean over all turns is the environment's reward."""
+        return share_in_place(self._words.read(completion), self._orders(prompt)[-1])
+
+    def environment(self, prompt: Prompt) -> Env:
+        return SortEnv(
+            questions=self._questions(prompt),
+            orders=self._orders(prompt),
+            words=self._words,
+            system_prompt=self._system_prompt,
+        )
+
+    def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
+        messages = [] if self._system_prompt is None else [system_message(self._system_prompt)]
+        for question, order in zip(self._questions(prompt), self._orders(prompt), strict=True):
+            messages.append(Message(role="user", content=question))
+            messages.append(Message(role="assistant", content=self._words.answer(order)))
+        return tuple(messages)
+
+    def _questions(self, prompt: Prompt) -> list[str]:
+        names = self._names(prompt)
+        return [self._words.question(new, turn) for turn, new in enumerate(names)]
+
+    def _orders(self, prompt: Prompt) -> list[list[str]]:
+        """For each turn all names so far as they should stand."""
+        names = self._names(prompt)
+        so_far = [[name for new in names[: turn + 1] for name in new] for turn in range(len(names))]
+        place = 0 if self._params.sort_by == "first" else -1
+        return [sorted(all_names, key=lambda name: name.split()[place]) for all_names in so_far]
+
+    def _names(self, prompt: Prompt) -> Names:
+        if prompt.is_held_out:
+            return self._held_out[prompt.index]
+        return self._draw(prompt.index, is_held_out=False)
+
+    def _draw(self, index: int, *, is_held_out: bool) -> Names:
+        """The new names of each turn."""
+        params = self._params
+        chance = random.Random(f"{self._seed + EVAL_SEED_OFFSET * is_held_out}/{index}")
+        counts = [params.num_names_first] + [params.num_names_more] * (params.num_turns - 1)
+        # No word twice, first or last, so that there is one right order.
+        drawn = chance.sample(FIRST_NAMES[: params.num_known], sum(counts))
+        if params.last_names:
+            family = chance.sample(FAMILY_NAMES[: params.num_known], sum(counts))
+            drawn = [f"{first} {last}" for first, last in zip(drawn, family, strict=True)]
+        rest = iter(drawn)
+        return tuple(tuple(next(rest) for _ in range(count)) for count in counts)
+
+
+Names = tuple[tuple[str, ...], ...]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Wording:
+    """How names are asked for and written: in sentences, or as a bare line for a raw model."""
+
+    is_chat: bool
+    params: SortParams
+    instruction: str
+
+    @property
+    def _separator(self) -> str:
+        return ", " if self.params.last_names else " "
+
+    def question(self, new: Sequence[str], turn: int) -> str:
+        names = self._separator.join(new)
+        if not self.is_chat:
+            return f"{'+ ' if turn else ''}{names} ={self.instruction}"
+        if turn:
+            return f"Add these, and give all names so far in the same order: {names}"
+        by = f"{self.params.sort_by} names"
+        return (
+            f"Put these people into the alphabetical order of their {by}. Answer with one line "
+            f"that holds nothing but the names, as they are written here: {names}{self.instruction}"
+        )
+
+    def answer(self, names: Sequence[str]) -> str:
+        return self._separator.join(names)
+
+    def read(self, answer: str) -> list[str]:
+        """The names on the last line of an answer that is not blank."""
+        lines = [line for line in answer.splitlines() if line.strip()] or [""]
+        parts = lines[-1].split(self._separator.strip() or None)
+        return [" ".join(part.split()) for part in parts if part.strip()]
+
+
+class SortEnv:
+    """One episode; `orders` are the right answers turn by turn."""
+
+    def __init__(
+        self,
+        *,
+        questions: Sequence[str],
+        orders: Sequence[Sequence[str]],
+        words: Wording,
+        system_prompt: str | None,
+    ) -> None:
+        self._questions = questions
+        self._orders = orders
+        self._words = words
+        self._system_prompt = system_prompt
+        self._turn = 0
+
+    async def reset(self) -> Observation:
+        system = [] if self._system_prompt is None else [system_message(self._system_prompt)]
+        return Observation(messages=(*system, self._question()))
+
+    async def step(self, completion: Completion) -> Step:
+        share = share_in_place(self._words.read(completion.content), self._orders[self._turn])
+        info = {f"turn_{self._turn}": share}
+        self._turn += 1
+        is_over = self._turn == len(self._orders)
+        observation = None if is_over else Observation(messages=(self._question(),))
+        # Rewards are added up: together they are the mean.
+        return Step(observation=observation, reward=share / len(self._orders), info=info)
+
+    async def close(self) -> None:
+        return
+
+    def _question(self) -> Message:
+        return Message(role="user", content=self._questions[self._turn])
+
+
+def share_in_place(given: Sequence[str], right: Sequence[str]) -> float:
+    """Names at their places, as a share of the longer of both lists.
+
+    Example: [Eva, Bob, Ida] for [Bob, Eva, Ida] is 1/3.
+    """
+    same = sum(mine == its for mine, its in zip(given, right, strict=False))
+    return same / max(len(given), len(right))
+
+
+def read_params(config: TaskConfig) -> SortParams:
+    """Raises ValueError naming the parameter, its value and the fix."""
+    params = _params(config.params)
+    for name in ("num_turns", "num_names_first", "num_names_more"):
+        if getattr(params, name) < 1:
+            raise ValueError(f"task.params.{name}={getattr(params, name)!r}: must be at least 1")
+    if params.sort_by not in ("first", "last"):
+        raise ValueError(f"task.params.sort_by={params.sort_by!r}: must be first or last")
+    if params.sort_by == "last" and not params.last_names:
+        raise ValueError("task.params.sort_by='last': names have none with last_names=false")
+    if config.max_turns < params.num_turns:
+        raise ValueError(
+            f"task.max_turns={config.max_turns}: an episode has task.params.num_turns="
+            f"{params.num_turns} turns; set task.max_turns={params.num_turns}"
+        )
+    num_names = params.num_names_first + (params.num_turns - 1) * params.num_names_more
+    num_known = min(params.num_known, len(FIRST_NAMES))
+    if num_names > num_known:
+        raise ValueError(
+            f"task.params: an episode would have {num_names} names, and there are {num_known} to "
+            "be drawn from; lower num_turns, num_names_first or num_names_more, or raise "
+            f"num_known, up to {len(FIRST_NAMES)}"
+        )
+    return params
+
+
+def _params(given: dict[str, Any]) -> SortParams:
+    kinds = {field.name: type(field.default) for field in fields(SortParams)}
+    for name, value in given.items():
+        if name not in kinds:
+            raise ValueError(
+                f"task.params.{name}: alphabet_sort has no such setting; it has {', '.join(kinds)}"
+            )
+        if type(value) is not kinds[name]:
+            raise ValueError(
+                f"task.params.{name}={value!r}: must be of type {kinds[name].__name__}"
+            )
+    return SortParams(**given)

@@ -1,0 +1,76 @@
+"""Finds what a setting names as `module:name` or `file.py:name`: a user's own task, reward or tool.
+
+A file is loaded once in a process and stays loaded under its path, so that two names of one file
+share its state.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load_dotted(name: str, setting: str) -> Any:
+    """The object that `name` stands for.
+
+    Example: load_dotted("my_rewards.py:brevity", "task.rewards.brevity.function")
+    Raises ValueError naming the setting, its value and what is missing.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise ValueError(f"{setting}={name!r}: write it as module:name or file.py:name")
+    module = _load_module(place, f"{setting}={name!r}")
+    found: Any = module
+    for part in attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            raise ValueError(f"{setting}={name!r}: {place} has nothing named {part!r}") from error
+    return found
+
+
+def load_callable(name: str, setting: str) -> Any:
+    """The same for what must be a function, or a class. Raises ValueError if it is neither."""
+    found = load_dotted(name, setting)
+    if not callable(found):
+        raise ValueError(
+            f"{setting}={name!r}: is {type(found).__name__}, and must be a function or a class"
+        )
+    return found
+
+
+def _load_module(place: str, what: str) -> ModuleType:
+    try:
+        if place.endswith(".py"):
+            return _load_file(Path(place).resolve())
+        return importlib.import_module(place)
+    except FileNotFoundError as error:
+        raise ValueError(f"{what}: there is no file {place}") from error
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{what}: there is no module named {error.name!r}; put it on PYTHONPATH, install it, "
+            "or give the path of its file"
+        ) from error
+    except Exception as error:  # whatever a user's file does while it is loaded
+        raise ValueError(
+            f"{what}: {place} could not be loaded: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    if str(path) in sys.modules:
+        return sys.modules[str(path)]
+    spec = importlib.util.spec_from_file_location(str(path), path)
+    assert spec is not None and spec.loader is not None, path  # it ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[str(path)] = module  # dataclasses look their module up while they are made
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[str(path)]
+        raise
+    return module

@@ -1,0 +1,78 @@
+"""Which environment plays a prompt: the task's own or a user's, with tools or without.
+
+Settings: task.env, task.tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from configs.rollout_schema import TaskConfig
+from rollout_pool.envs.env import Env
+from rollout_pool.envs.tools import Tool, ToolEnv
+from rollout_pool.tasks.dotted import load_callable
+from rollout_pool.tasks.task import Prompt, Task
+
+PYTHON = "python"
+CALL_SHARE = 0.9
+"""Of task.turn_timeout_s: a call that takes too long is told to the model before the time for the
+whole step is over, which would end the episode."""
+
+EnvironmentFactory = Callable[[Prompt], Env]
+
+
+def environment_factory(config: TaskConfig, task: Task) -> EnvironmentFactory:
+    """What makes the environment of each episode of `task`.
+
+    Raises ValueError for an environment or a tool that cannot be had.
+    """
+    make = task.environment if config.env is None else _own(config, config.env)
+    if not config.tools:
+        return make
+    if config.max_turns < 2:
+        raise ValueError(
+            f"task.max_turns={config.max_turns}: with task.tools a call and what comes of it are "
+            "turns of their own; set at least 2"
+        )
+    tools = load_tools(config.tools)
+    timeout_s = config.turn_timeout_s * CALL_SHARE
+    return lambda prompt: ToolEnv(make(prompt), tools, call_timeout_s=timeout_s)
+
+
+def _own(config: TaskConfig, name: str) -> EnvironmentFactory:
+    factory = load_callable(name, "task.env")
+
+    def make(prompt: Prompt) -> Env:
+        env: Env = factory(config, prompt)
+        return env
+
+    return make
+
+
+def load_tools(names: Sequence[str]) -> list[Tool]:
+    """`python`, or functions as `module:name`. Raises ValueError naming task.tools."""
+    tools = [_load_tool(name) for name in names]
+    taken: dict[str, str] = {}
+    for name, tool in zip(names, tools, strict=True):
+        if tool.spec.name in taken:
+            raise ValueError(
+                f"task.tools={name!r}: there is a tool named {tool.spec.name!r} already, "
+                f"{taken[tool.spec.name]!r}"
+            )
+        taken[tool.spec.name] = name
+    return tools
+
+
+def _load_tool(name: str) -> Tool:
+    # Imported here: most runs have no tools.
+    if name == PYTHON:
+        from rollout_pool.envs.python_tool import python_tool
+
+        return python_tool()
+    from rollout_pool.envs.function_tool import function_tool
+
+    if ":" not in name:
+        raise ValueError(
+            f"task.tools={name!r}: there is {PYTHON}; write a function of your own as module:name"
+        )
+    return function_tool(load_callable(name, "task.tools"), f"task.tools={name!r}")

@@ -1,0 +1,86 @@
+r"""Mathematics in the form of the MATH data set, from a JSONL file or the hub, by math-verify.
+
+One line of such a file: {"problem": "...", "solution": "... \\boxed{42}"}.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from configs.rollout_schema import TaskConfig
+from rollout_pool.tasks.problems import ProblemTask, download, load_files, text_of
+from rollout_pool.tasks.task import Prompt
+
+BOX = "\\boxed{"
+LINE_FORM = r'each line must be {"problem": "...", "solution": "... \\boxed{42}"}'
+SOURCE = {"subset": None, "train_split": "train", "eval_split": "test"}
+"""What `task.params` may say of a Hugging Face data set, and what holds where it does not."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class MathProblem:
+    question: str
+    solution: str
+    final: str
+    """What its last box holds."""
+
+
+class MathTask(ProblemTask[MathProblem]):
+    """Reward is 1 for an answer that is mathematically equal to the solution's box, else 0."""
+
+    def __init__(self, config: TaskConfig) -> None:
+        self.name = "math"
+        super().__init__(config, *_load(config))
+
+    def solution(self, prompt: Prompt) -> str:
+        return self.problem(prompt).solution
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        return 1.0 if is_equal(self.problem(prompt).final, completion) else 0.0
+
+
+def is_equal(final: str, completion: str) -> bool:
+    """Whether the last box in `completion`, or its last answer if it has none, says `final`."""
+    from math_verify import parse, verify
+
+    given = last_box(completion)
+    if given is not None and "".join(given.split()) == "".join(final.split()):
+        return True  # also for answers that are no mathematics, such as a name
+    answer = parse(completion if given is None else f"{BOX}{given}}}")
+    return bool(answer) and bool(verify(parse(f"{BOX}{final}}}"), answer))
+
+
+def last_box(text: str) -> str | None:
+    """What stands in the last whole box of `text`, whose braces may nest; None without one."""
+    start = text.rfind(BOX)
+    while start >= 0:
+        depth = 1
+        for place in range(start + len(BOX), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if depth == 0:
+                return text[start + len(BOX) : place].strip()
+        start = text.rfind(BOX, 0, start)
+    return None
+
+
+def _load(config: TaskConfig) -> tuple[list[MathProblem], list[MathProblem]]:
+    for name in config.params:
+        if name not in SOURCE:
+            raise ValueError(
+                f"task.params.{name}: math has no such setting; it has {', '.join(SOURCE)}"
+            )
+    if config.path is not None:
+        return load_files(config, read_problem, LINE_FORM)
+    source = SOURCE | config.params
+    training = download(config, source["train_split"], read_problem, source["subset"])
+    held_out = download(config, source["eval_split"], read_problem, source["subset"])
+    return training, held_out[: config.eval_size]
+
+
+def read_problem(record: dict[str, Any], place: str) -> MathProblem:
+    solution = text_of(record, "solution", place)
+    final = last_box(solution)
+    if not final:
+        raise ValueError(rf'{place}: "solution" must hold its final answer in \boxed{{...}}')
+    return MathProblem(question=text_of(record, "problem", place), solution=solution, final=final)

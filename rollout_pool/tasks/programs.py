@@ -1,0 +1,104 @@
+"""Programs to be written, from a JSONL file, each with tests that a right one passes.
+
+One line of such a file, with tests of what a program reads and prints:
+
+    {"prompt": "Print twice the number given.", "tests": [{"input": "2", "output": "4"}]}
+
+or with statements that are run behind it, and with a program that passes, for the warm start:
+
+    {"prompt": "Write f(x) = 2x.", "tests": {"assert": "assert f(2) == 4"},
+     "solution": "def f(x): return 2 * x"}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from configs.rollout_schema import TaskConfig
+from rollout_pool.tasks.problems import ProblemTask, load_files, text_of
+from rollout_pool.tasks.task import Prompt
+
+LINE_FORM = (
+    'each line must be {"prompt": "...", "tests": [{"input": "2", "output": "4"}]}, or have '
+    '"tests": {"assert": "..."}'
+)
+FENCE = "```"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ProgramTest:
+    """What a right program prints for an input, or statements that hold behind it."""
+
+    input: str = ""
+    output: str = ""
+    """Whole standard output; white space at the ends of lines and of the text does not count."""
+    statements: str | None = None
+    """Run behind the program instead, and must not raise."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Exercise:
+    question: str
+    tests: tuple[ProgramTest, ...]
+    solution: str | None
+
+
+class CodeTask(ProblemTask[Exercise]):
+    """The tests are run in the sandbox, by a reward of kind code_tests."""
+
+    def __init__(self, config: TaskConfig) -> None:
+        self.name = "code"
+        if config.path is None:
+            raise ValueError("task.path=None: task.kind=code needs a JSONL file of exercises")
+        super().__init__(config, *load_files(config, read_exercise, LINE_FORM))
+
+    def tests(self, prompt: Prompt) -> tuple[ProgramTest, ...]:
+        """What an answer to `prompt` is tested by."""
+        return self.problem(prompt).tests
+
+    def solution(self, prompt: Prompt) -> str:
+        solution = self.problem(prompt).solution
+        if solution is None:
+            raise ValueError(
+                f"task.path: exercise {prompt.text[:60]!r} has no solution to learn from; give "
+                'each line a "solution", or set trainer.warm_start.num_steps=0'
+            )
+        return solution if FENCE in solution else f"{FENCE}python\n{solution}\n{FENCE}"
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        raise ValueError(
+            "task.rewards: an answer of task.kind=code is scored by running its tests; set "
+            "task.rewards={tests: {kind: code_tests}}"
+        )
+
+
+def read_exercise(record: dict[str, Any], place: str) -> Exercise:
+    solution = record.get("solution")
+    if solution is not None and not isinstance(solution, str):
+        raise ValueError(f'{place}: "solution" must be a text')
+    return Exercise(
+        question=text_of(record, "prompt", place),
+        tests=_read_tests(record.get("tests"), place),
+        solution=solution,
+    )
+
+
+def _read_tests(tests: object, place: str) -> tuple[ProgramTest, ...]:
+    if isinstance(tests, dict):
+        return (ProgramTest(statements=text_of(tests, "assert", f'{place}, "tests"')),)
+    if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
+        raise ValueError(f'{place}: "tests" must not be missing or empty; {LINE_FORM}')
+    return tuple(_read_test(test, f"{place}, test {n}") for n, test in enumerate(tests, start=1))
+
+
+def _read_test(test: object, place: str) -> ProgramTest:
+    if not isinstance(test, dict):
+        raise ValueError(f"{place}: not an object; {LINE_FORM}")
+    if "assert" in test:
+        return ProgramTest(statements=text_of(test, "assert", place))
+    for key in ("input", "output"):
+        if not isinstance(test.get(key), str):
+            raise ValueError(f'{place}: "{key}" must be a text')
+    return ProgramTest(input=test["input"], output=test["output"])

@@ -1,0 +1,192 @@
+"""The official client talks to the endpoint, and behind that is a real SGLang server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+import pytest_asyncio
+from sglang_model import build_model, engine_spec, served_tensors, stage, worst_difference
+
+from buffer.types import SamplingParams
+from configs.choices import CommitStrategy, PauseMode, ToolParser
+from configs.rollout_schema import RolloutConfig, TaskConfig
+from configs.schema import WeightSyncConfig
+from rollout_pool.endpoint.agents import AgentRunner
+from rollout_pool.endpoint.server import Endpoint
+from rollout_pool.endpoint.sessions import Serving
+from rollout_pool.engines.commit import Committer
+from rollout_pool.engines.commit_strategies import make_strategy
+from rollout_pool.engines.engine import SGLangEngine
+from rollout_pool.engines.sglang_client import SGLangClient
+from rollout_pool.envs.chat import ChatFormat
+from rollout_pool.envs.runner import EpisodeAsk
+from rollout_pool.router import Router
+from rollout_pool.sampling import Sampler
+from rollout_pool.tasks.task import Prompt
+from trainer_pool.scratch import byte_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+PROMPT = Prompt(index=0, is_held_out=False, text="How warm is it?")
+TURN_TOKENS = 48
+TEMPLATE = """
+{%- for tool in tools or [] -%}{{ (tool | tojson) + '\n' }}{%- endfor -%}
+{%- for message in messages -%}
+{{ message.role + ': ' + message.content + '\n' }}
+{%- endfor -%}
+{{ 'assistant: ' if add_generation_prompt }}
+"""
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells how warm it is.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+class Policy:
+    """A random model behind a server, a sampler and an endpoint."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.model = build_model(folder / "model", seed=0)
+        self.engine = SGLangEngine(engine_spec(folder / "model", folder / "engine.log"))
+
+    async def open(self):
+        await self.engine.start()
+        self.client = SGLangClient(
+            self.engine.spec.name,
+            self.engine.info.url,
+            key=self.engine.spec.key,
+            request_timeout_s=60.0,
+            keys_prefix_by_version=False,
+            stream_interval=4,
+        )
+        await self.publish(0)
+        self.router = Router([self.client], 60.0, max_running_requests=32)
+        self.router.follow({self.client.name: 0}, 0, 9)
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = TEMPLATE
+        chat = ChatFormat(tokenizer, chat_template=True, tool_parser=ToolParser.hermes)
+        serving = Serving(
+            completer=Sampler(self.router, max_retries=1),
+            chat=chat,
+            tokenizer=tokenizer,
+            model="policy",
+            task=TaskConfig(chat_template=True, max_turn_tokens=TURN_TOKENS),
+            rollout=RolloutConfig(max_prompt_tokens=400, max_response_tokens=500),
+        )
+        self.endpoint = Endpoint(serving, host="127.0.0.1")
+        await self.endpoint.start()
+
+    async def publish(self, version):
+        staged = stage(self.folder / f"staged-{version}", served_tensors(self.model))
+        config = WeightSyncConfig(commit=CommitStrategy.staged_disk)
+        strategy = make_strategy(self.engine.client, config, tp_size=1, host="127.0.0.1")
+        await strategy.check()
+        await Committer(self.engine.client, strategy, PauseMode.retract).commit(version, staged)
+        await strategy.close()
+
+    async def close(self):
+        await self.endpoint.close()
+        await self.client.close()
+        await self.engine.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def policy(tmp_path_factory):
+    policy = Policy(tmp_path_factory.mktemp("policy"))
+    await policy.open()
+    yield policy
+    await policy.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def play(policy):
+    """Plays one episode of an agent: the episode, and its samples as the engine gave them."""
+    numbers = itertools.count()
+
+    async def play(agent):
+        samples = []
+        ask = EpisodeAsk(
+            session=f"group-{next(numbers)}.0",
+            sampling=SamplingParams(temperature=0.8),
+            on_sample=samples.append,
+        )
+        async with asyncio.timeout(60):
+            return await AgentRunner(agent, policy.endpoint).run(PROMPT, ask), samples
+
+    return play
+
+
+async def converse(session, prompt, before_turn=None):
+    """Three turns with a tool. A random model calls none, so whatever it says counts as a call."""
+    client, num_chunks = session.client(), 0
+    messages = [{"role": "user", "content": prompt.text}]
+    for turn in range(3):
+        if before_turn is not None:
+            await before_turn(turn)
+        stream = await client.chat.completions.create(
+            model=session.model,
+            messages=messages,
+            tools=[WEATHER],
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        text = ""
+        async for chunk in stream:
+            num_chunks += bool(chunk.choices)
+            text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        assert 0 < chunk.usage.completion_tokens <= TURN_TOKENS
+        messages.append({"role": "assistant", "content": text})
+        messages.append({"role": "tool", "tool_call_id": "weather-1", "content": "21 °C"})
+    return float(num_chunks)
+
+
+def check_recorded(episode, samples, num_turns):
+    """One branch of exactly the tokens and log-probabilities that the engine gave."""
+    [branch] = episode.branches
+    assert episode.num_turns == len(samples) == num_turns
+    own = [place for place, is_own in enumerate(branch.loss_mask) if is_own]
+    assert [branch.tokens[place] for place in own] == [t for s in samples for t in s.output_ids]
+    assert [branch.logprobs[place] for place in own] == [lp for s in samples for lp in s.logprobs]
+    assert branch.tokens == samples[-1].prompt + samples[-1].output_ids
+    spans = [(span.version, span.start, span.end) for span in branch.version_spans]
+    assert spans == [
+        (span.version, len(sample.prompt) + span.start, len(sample.prompt) + span.end)
+        for sample in samples
+        for span in sample.version_spans
+    ]
+    covered = {place for _, start, end in spans for place in range(start, end)}
+    assert covered == set(own)
+
+
+async def test_a_streamed_conversation_with_tools_is_recorded_token_by_token(policy, play):
+    async def commit(turn):
+        if turn == 2:  # the same weights under another number, between two turns
+            await policy.publish(1)
+            policy.router.follow({policy.client.name: 1}, 1, 9)
+
+    async def agent(session, prompt):
+        return await converse(session, prompt, commit), {"turns": 3}
+
+    episode, samples = await play(agent)
+    assert episode.end == "done" and episode.env_parts == {"turns": 3.0}, episode.error
+    check_recorded(episode, samples, 3)
+    assert episode.env_reward > 3 * 3  # tokens were streamed, not told at the end
+    versions = [span.version for sample in samples for span in sample.version_spans]
+    assert versions == [0, 0, 1]
+    # The engine itself, asked for the whole conversation at once, would have said the same.
+    assert worst_difference(policy.model, samples, 0.8) < 1e-4
+
+
+async def test_many_conversations_at_once_do_not_mix(policy, play):
+    played = await asyncio.gather(*(play(converse) for _ in range(8)))
+    for episode, samples in played:
+        assert episode.end == "done", episode.error
+        check_recorded(episode, samples, 3)
+    assert worst_difference(policy.model, [s for _, samples in played for s in samples], 0.8) < 1e-4

@@ -1,0 +1,171 @@
+"""Prompts outlive their groups: a death, a failure and a shard too many cost none of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from buffer.admission import admission_limit
+from buffer.connection import connect
+from buffer.lease import PushResult
+from buffer.prompt_texts import read_prompt, write_prompt
+from buffer.run_state import RunState
+from buffer.types import PromptRef
+from configs.choices import OnStale
+
+PROMPT = PromptRef(task="long words", index=7)
+
+
+async def _begun(buffer: Any, name: str, prompt: PromptRef = PROMPT, position: int = 1) -> str:
+    group_id: str = (await buffer.admit(name, 1)).group_id
+    assert await buffer.begin(group_id, prompt, 0, position)
+    return group_id
+
+
+@pytest.mark.parametrize("on_stale", OnStale)
+async def test_the_prompt_of_a_dead_worker_runs_once_more_and_then_is_put_aside(
+    checked_buffer: Any, on_stale: OnStale
+) -> None:
+    buffer = await checked_buffer(on_stale=on_stale)
+    await _begun(buffer, "3-0-a")
+    await _begun(buffer, "30-0-a", PromptRef(task="long words", index=1))  # another worker's
+    assert await buffer.reclaim(3) == 1
+    assert await buffer.reclaim(3) == 0
+    again = (await buffer.admit("3-0-b", 1)).group_id
+    prompt = await buffer.take_retry(again)
+    assert prompt == PromptRef(task="long words", index=7, reruns=1)
+    assert await buffer.take_retry(again) == prompt  # a lost reply costs nothing
+    assert await buffer.reclaim(3) == 1
+    assert await buffer.take_retry() is None
+    (poisonous,) = await buffer.prompt_quarantine.prompts()
+    assert (poisonous.task, poisonous.index) == ("long words", 7)
+    assert (poisonous.reason, poisonous.times) == ("worker_died", 2)
+    stats = await buffer.stats()
+    assert stats.abandoned_by_reason == {"worker_died": 2}
+    assert (stats.running, stats.rerun, stats.prompts_quarantined) == (1, 1, 1)
+    events = [event.event for event in await buffer.events(again)]
+    assert events == ["admitted", "begun", "abandoned", "prompt_quarantined"]
+    assert await buffer.prompt_quarantine.release("long words", 7)
+    assert not await buffer.prompt_quarantine.release("long words", 7)
+    assert await buffer.take_retry() == PROMPT
+
+
+async def test_a_credit_that_nobody_renews_gives_its_prompt_back(checked_buffer: Any) -> None:
+    buffer = await checked_buffer(lease_timeout_s=0.02)
+    group_id = await _begun(buffer, "0-0-a")
+    await buffer.admit("0-1-a", 1)  # has no prompt yet
+    await asyncio.sleep(0.03)
+    assert await buffer.sweep() == 2
+    assert await buffer.take_retry() == PromptRef(task="long words", index=7, reruns=1)
+    assert await buffer.take_retry() is None
+    assert (await buffer.stats()).abandoned_by_reason == {"expired": 2}
+    assert not await buffer.begin(group_id, PROMPT, 0, 9)
+
+
+async def test_the_late_push_of_a_group_whose_prompt_runs_again_is_a_duplicate(
+    checked_buffer: Any, redis_url: str, run_name: str, make_group: Any
+) -> None:
+    buffer = await checked_buffer()
+    await _begun(buffer, "0-0-a")
+    await buffer.reclaim(0)
+    assert await buffer.push(make_group("0-0-a")) is PushResult.duplicate
+    stats = await buffer.stats()
+    assert (stats.pushed, stats.ready) == (0, 0)
+    redis = await connect(redis_url)
+    assert not await redis.exists(f"{{leash:{run_name}}}:payload:0-0-a")
+    await redis.aclose()
+
+
+async def test_a_group_that_was_pushed_leaves_nothing_to_run_again(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer()
+    for name, end in (("0-0-a", "pushed"), ("0-1-a", "abandoned")):
+        await _begun(buffer, name)
+        if end == "pushed":
+            await buffer.push(make_group(name))
+        else:
+            await buffer.abandon(name, "stopped")
+    assert await buffer.reclaim(0) == 0
+    assert await buffer.take_retry() is None
+
+
+async def test_failures_of_a_prompt_are_counted_across_workers(checked_buffer: Any) -> None:
+    buffer = await checked_buffer()
+    assert await buffer.fail(await _begun(buffer, "0-0-a"), PROMPT, 2) == 1
+    other = (await buffer.admit("1-0-a", 1)).group_id
+    prompt = await buffer.take_retry(other)
+    assert prompt == PROMPT
+    assert await buffer.fail(other, prompt, 2) == -2
+    assert await buffer.fail(other, prompt, 2) == 0
+    (poisonous,) = await buffer.prompt_quarantine.prompts()
+    assert (poisonous.reason, poisonous.times) == ("failed", 2)
+    assert await buffer.prompt_quarantine.discard("long words", 7)
+    assert await buffer.prompt_quarantine.prompts() == []
+    assert await buffer.take_retry() is None
+    assert await buffer.fail(await _begun(buffer, "0-2-a"), PROMPT, 2) == 1  # a clean record
+
+
+async def test_the_position_of_a_worker_is_the_highest_that_any_shard_knows(
+    checked_buffer: Any, redis_url: str, run_name: str
+) -> None:
+    buffer = await checked_buffer(shards=3, groups_per_step=6)
+    ids = [await _begun(buffer, f"0-{n}-a", position=n + 1) for n in range(9)]
+    assert {group_id[-2:] for group_id in ids} == {"@0", "@1", "@2"}
+    assert await buffer.begin(ids[0], PROMPT, 0, 2)  # never back
+    state = RunState(await connect(redis_url), run_name, shards=3)
+    assert await state.task_positions() == {0: 9}
+    await state.close()
+    assert await buffer.reclaim(0) == 9
+    found = 0
+    for n in range(90):
+        group_id = (await buffer.admit(f"1-{n}-a", 1)).group_id
+        found += await buffer.take_retry(group_id) is not None
+        await buffer.abandon(group_id, "stopped")
+    assert found == 9  # each shard's come to the groups of that shard
+
+
+async def test_a_prompt_of_a_group_that_went_stale_keeps_its_reruns(checked_buffer: Any) -> None:
+    buffer = await checked_buffer(max_retries=3)
+    prompt = PromptRef(task="sums", index=3, attempt=1, reruns=1)
+    await buffer.abandon(await _begun(buffer, "0-0-a", prompt), "too_old", requeue=prompt)
+    assert await buffer.take_retry() == PromptRef(task="sums", index=3, attempt=2, reruns=1)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, PromptRef(task="a b", index=1, attempt=2, reruns=3)])
+def test_prompts_are_read_as_they_were_written(prompt: PromptRef) -> None:
+    assert read_prompt(write_prompt(prompt)) == prompt
+
+
+def test_prompts_of_older_runs_can_be_read() -> None:
+    assert read_prompt("1 7 long words") == PromptRef(task="long words", index=7, attempt=1)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_oversampling_admits_more_than_the_leash_has_room_for(
+    redis_url: str, run_name: str, shards: int
+) -> None:
+    from buffer.replay_buffer import ReplayBuffer
+    from configs.schema import BufferConfig
+
+    config = BufferConfig(max_staleness=1, shards=shards)
+    buffer = ReplayBuffer(await connect(redis_url), run_name, lease_timeout_s=60, shards=shards)
+    await buffer.open(config, 4, oversampling=1.3)
+    for n in range(10):  # floor(2 * 4 * 1.3)
+        await buffer.admit(f"g{n}", 0)
+    with pytest.raises(TimeoutError, match="10 groups are running, ready or leased and 10 may"):
+        await buffer.admit("g10", 0)
+    assert (await buffer.stats()).oversampling == 1.3
+    assert await buffer.check_invariants() == []
+    await buffer.close()
+
+
+def test_the_limit_is_what_a_person_would_compute() -> None:
+    def limit(oversampling: float, lag: int = 0) -> int:
+        return admission_limit(
+            max_staleness=1, lag=lag, groups_per_step=50, oversampling=oversampling
+        )
+
+    assert [limit(1.0), limit(1.15), limit(1.155), limit(1.15, lag=2)] == [100, 115, 115, 0]

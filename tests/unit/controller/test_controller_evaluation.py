@@ -1,0 +1,125 @@
+"""Which engine an evaluation is given, and that it always gives it back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from configs.load import load_config
+from controller.evaluation import evaluate, should_hold
+from controller.supervise import RunFailed
+from rollout_pool.types import EvalReport
+
+REPORT = EvalReport(
+    version_min=4,
+    version_max=4,
+    accuracy=0.5,
+    score_mean=0.6,
+    num_prompts=8,
+    seconds=1.0,
+    pass_at_k={1: 0.5},
+)
+
+
+class Pool:
+    """Three engines of which those in `willing` can be held; remembers what is asked of them."""
+
+    def __init__(self, willing: set[str], dead: set[str], error: Exception | None = None) -> None:
+        self._willing, self._dead, self._error = willing, dead, error
+        self.log: list[tuple[str, object]] = []
+
+    @property
+    def engine_names(self) -> list[str]:
+        return ["engine-0", "engine-1", "engine-2"]
+
+    async def hold(self, engine: str, version: int, wait_s: float, limit_s: float) -> bool:
+        assert version == 4 and 0 < wait_s < limit_s
+        self.log.append(("hold", engine))
+        if engine in self._dead:
+            raise RunFailed(f"{engine} died")
+        return engine in self._willing
+
+    async def release(self, engine: str) -> None:
+        self.log.append(("release", engine))
+        if engine in self._dead:
+            raise RunFailed(f"{engine} died")
+
+    def evaluate(self, version: int, engine: str | None = None) -> tuple[str, Any]:
+        return "worker-0", self._evaluate(engine)
+
+    async def _evaluate(self, engine: str | None) -> EvalReport:
+        self.log.append(("evaluate", engine))
+        if engine is not None and self._error is not None:
+            self._dead.add(engine)
+            raise self._error
+        return REPORT
+
+
+async def told(name: str, ref: Any) -> Any:
+    return await ref
+
+
+async def test_an_engine_is_held_for_the_evaluation_and_released() -> None:
+    pool = Pool({"engine-0", "engine-2"}, set())
+    record = await evaluate(pool, 4, may_hold=True, told=told)
+    assert pool.log == [
+        ("hold", "engine-2"),
+        ("evaluate", "engine-2"),
+        ("release", "engine-2"),
+    ]
+    assert (record["engine"], record["accuracy"], record["pass_at_1"]) == ("engine-2", 0.5, 0.5)
+
+
+async def test_an_engine_that_has_gone_past_the_version_or_is_dead_is_not_taken() -> None:
+    pool = Pool({"engine-0"}, {"engine-2"})
+    record = await evaluate(pool, 4, may_hold=True, told=told)
+    assert [what for what, _ in pool.log] == ["hold", "hold", "hold", "evaluate", "release"]
+    assert record["engine"] == "engine-0"
+
+
+@pytest.mark.parametrize("may_hold", [False, True])
+async def test_without_an_engine_of_its_own_any_may_answer(may_hold: bool) -> None:
+    pool = Pool(set(), set())
+    record = await evaluate(pool, 4, may_hold=may_hold, told=told)
+    assert pool.log[-1] == ("evaluate", None) and record["engine"] == ""
+    assert len(pool.log) == 1 + 3 * may_hold
+
+
+async def test_an_evaluation_that_fails_releases_the_engine_and_tells_why() -> None:
+    pool = Pool({"engine-2"}, set(), ValueError("a bad task"))
+    with pytest.raises(ValueError, match="a bad task"):
+        await evaluate(pool, 4, may_hold=True, told=told)
+    assert pool.log[-1] == ("release", "engine-2")
+
+
+async def test_an_evaluation_that_is_cancelled_releases_the_engine() -> None:
+    pool = Pool({"engine-2"}, set())
+
+    async def never(name: str, ref: Any) -> Any:
+        if name == "worker-0":
+            ref.close()
+            await asyncio.Event().wait()
+        return await ref
+
+    evaluating = asyncio.create_task(evaluate(pool, 4, may_hold=True, told=never))
+    while not pool.log:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    evaluating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await evaluating
+    assert ("release", "engine-2") in pool.log
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["rollout.num_engines=2"], True),
+        (["rollout.num_engines=1"], False),
+        (["rollout.num_engines=2", "rollout.eval.pinned=false"], False),
+    ],
+)
+def test_one_of_several_engines_can_be_spared(settings: list[str], expected: bool) -> None:
+    assert should_hold(load_config(settings, "quickstart")) is expected

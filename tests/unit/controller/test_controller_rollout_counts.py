@@ -1,0 +1,56 @@
+"""What workers counted, as rows, a line and metrics."""
+
+from __future__ import annotations
+
+from controller.rollout_counts import (
+    counter_families,
+    length_rows,
+    panel_line,
+    summary_rows,
+    wasted_share,
+)
+
+COUNTERS = {
+    "tokens_generated": 2000.0,
+    "tokens_wasted": 50.0,
+    "completed:<=1k": 4.0,
+    "completed_s:<=1k": 10.0,
+    "completed:<=256": 1.0,
+    "completed_s:<=256": 0.5,
+    "given_up:>16k": 2.0,
+    "given_up_s:>16k": 90.0,
+    "groups_postponed": 3.0,
+    "episodes_ended:max_turns": 7.0,
+}
+
+
+def test_lengths_are_told_shortest_first_with_the_time_that_a_group_took() -> None:
+    rows = [(r.length, r.completed, r.given_up, r.seconds) for r in length_rows(COUNTERS)]
+    assert rows == [("<=256", 1, 0, 0.5), ("<=1k", 4, 0, 2.5), (">16k", 0, 2, 0.0)]
+
+
+def test_the_summary_tells_what_happened_and_no_more() -> None:
+    rows = dict(summary_rows(COUNTERS))
+    assert rows["tokens that nobody could use"] == "2.5%"
+    assert rows["groups stopped in favour of others"] == "3"
+    assert "0 given up" in rows["groups whose longest sample had <=1k tokens"]
+    assert not any("worker" in name for name in rows)
+    assert not list(summary_rows({})) and wasted_share({}) is None
+
+
+def test_the_panel_says_nothing_as_long_as_all_is_well() -> None:
+    assert panel_line({"tokens_generated": 100.0, "completed:<=256": 9.0}) == ""
+    assert panel_line(COUNTERS) == "2.5% of tokens wasted, 3 postponed"
+
+
+def test_every_counter_is_a_metric() -> None:
+    samples = {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in counter_families("night", COUNTERS)
+        for sample in family.samples
+    }
+    assert samples["rollout_tokens_wasted_total", ("night",)] == 50
+    assert samples["rollout_workers_restarted_total", ("night",)] == 0
+    assert samples["rollout_groups_completed_total", ("night", "<=1k")] == 4
+    assert samples["rollout_groups_given_up_total", ("night", ">16k")] == 2
+    assert samples["rollout_episodes_total", ("night", "max_turns")] == 7

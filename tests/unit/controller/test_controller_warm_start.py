@@ -1,0 +1,199 @@
+"""Demonstrations as tokens, and what is looked at before a run is started."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from buffer.types import SamplingParams, VersionSpan
+from configs.choices import RewardKind, TaskKind, ToolParser
+from configs.load import load_config
+from configs.rollout_schema import RewardConfig, TaskConfig
+from configs.schema import ScratchModelConfig
+from controller.preflight import check_task
+from controller.warm_start import imitate, supervised_examples
+from rollout_pool.envs.chat import ChatFormat
+from rollout_pool.envs.env import Message, ToolSpec
+from rollout_pool.envs.runner import EpisodeAsk, EpisodeRunner
+from rollout_pool.samples import Sample
+from rollout_pool.tasks.environments import environment_factory
+from rollout_pool.tasks.task import TaskStream, build_task
+from rollout_pool.tokenizer import load_tokenizer
+from trainer_pool.scratch import build_scratch_model, byte_tokenizer
+
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t['function']['name'] }}]{% endfor %}"
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|eos|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    build_scratch_model(ScratchModelConfig(), folder, seed=0)
+    return str(folder)
+
+
+def chat_tokenizer() -> Any:
+    """With a template, whose special token is one token, as in real models."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.split_special_tokens = False
+    return tokenizer
+
+
+def said(*turns: tuple[str, str]) -> list[Message]:
+    return [Message(role=role, content=content) for role, content in turns]
+
+
+def test_the_quickstarts_examples_are_a_word_and_its_answer_byte_for_byte(model: str) -> None:
+    config = load_config(["trainer.warm_start.num_steps=2"])
+    examples = supervised_examples(config, model)
+    tokenizer = load_tokenizer(model, trust_remote_code=False)
+    stream = TaskStream(build_task(config.task), 0, 1)
+    assert len(examples) == 2 * config.trainer.warm_start.batch_size
+    for example in examples:
+        word = next(stream).text.removesuffix(" =")
+        question = [*tokenizer.encode(f"{word} =")]
+        answer = [*tokenizer.encode(word[::-1]), tokenizer.eos_token_id]
+        assert example.tokens.dtype == np.int32 and example.loss_mask.dtype == np.uint8
+        assert example.tokens.tolist() == question + answer
+        assert example.loss_mask.tolist() == [0] * len(question) + [1] * len(answer)
+
+
+def test_every_answer_of_several_turns_is_learnt_with_its_end(model: str) -> None:
+    config = load_config(["trainer.warm_start.num_steps=1"], "alphabet-sort")
+    tokenizer = load_tokenizer(model, trust_remote_code=False)
+    end = tokenizer.decode([tokenizer.eos_token_id])  # type: ignore[list-item]
+    task = build_task(config.task)
+    prompts = itertools.islice(TaskStream(task, 0, 1), 64)
+    examples = supervised_examples(config, model)
+    for prompt, example in zip(prompts, examples, strict=True):
+        messages = task.demonstration(prompt)
+        texts = [m.content + (end if m.role == "assistant" else "") for m in messages]
+        assert tokenizer.decode(example.tokens.tolist()) == "".join(texts)
+        lengths = [len(m.content) + (m.role == "assistant") for m in messages]
+        mask = [int(m.role == "assistant") for m in messages]
+        assert example.loss_mask.tolist() == np.repeat(mask, lengths).tolist()
+
+
+class Right:
+    """A model that answers as a demonstration does."""
+
+    def __init__(self, chat: ChatFormat, messages: tuple[Message, ...]) -> None:
+        self._answers = [chat.answer(m) for m in messages if m.role == "assistant"]
+
+    async def complete(self, sample: Sample) -> None:
+        sample.output_ids = self._answers.pop(0)
+        sample.logprobs = [-1.0] * len(sample.output_ids)
+        sample.version_spans = [VersionSpan(version=0, start=0, end=len(sample.output_ids))]
+        sample.finish_reason = "stop"
+
+    def interrupt(self, sample: Sample) -> None:
+        raise AssertionError("nobody interrupts")
+
+
+@pytest.mark.parametrize("chat_template", [False, True])
+async def test_an_example_is_the_very_tokens_of_an_episode_that_went_right(
+    chat_template: bool,
+) -> None:
+    config = load_config([f"task.chat_template={str(chat_template).lower()}"], "alphabet-sort")
+    config.rollout.max_prompt_tokens = config.rollout.max_response_tokens = 1000
+    tokenizer = chat_tokenizer()
+    chat = ChatFormat(tokenizer, chat_template=chat_template, tool_parser=ToolParser.hermes)
+    task = build_task(config.task)
+    prompt = task.example(0)
+    messages = task.demonstration(prompt)
+    runner = EpisodeRunner(Right(chat, messages), chat, config.task, config.rollout)
+    episode = await runner.run(
+        environment_factory(config.task, task)(prompt),
+        EpisodeAsk(session="s", sampling=SamplingParams()),
+    )
+    example = imitate(chat, messages)
+    [branch] = episode.branches
+    assert episode.end == "done" and episode.env_reward == pytest.approx(1.0)
+    assert branch.tokens == example.tokens.tolist()
+    assert branch.loss_mask == example.loss_mask.tolist()
+
+
+def test_with_a_chat_template_the_words_of_the_assistant_are_learnt_and_tools_are_told() -> None:
+    tokenizer = chat_tokenizer()
+    chat = ChatFormat(tokenizer, chat_template=True, tool_parser=ToolParser.hermes)
+    conversation = said(
+        ("system", "S"), ("user", "ab"), ("assistant", "ba"), ("user", "c"), ("assistant", "cba")
+    )
+    tools = [ToolSpec(name="python", description="", parameters={})]
+    example = imitate(chat, conversation, tools)
+    text = tokenizer.decode(example.tokens)
+    assert text == (
+        "[python]<system>S<|eos|><user>ab<|eos|><assistant>ba<|eos|>"
+        "<user>c<|eos|><assistant>cba<|eos|>"
+    )
+    learnt = tokenizer.decode(example.tokens[example.loss_mask == 1])
+    assert learnt == "ba<|eos|>cba<|eos|>"
+
+
+@pytest.mark.parametrize(
+    "turns", [[], [("assistant", "a")], [("user", "a")], [("user", "a"), ("tool", "b")]]
+)
+def test_a_demonstration_that_ends_with_somebody_else_is_refused(
+    turns: list[tuple[str, str]],
+) -> None:
+    chat = ChatFormat(byte_tokenizer(), chat_template=False, tool_parser=ToolParser.hermes)
+    with pytest.raises(ValueError, match="a demonstration must begin with the system's or the us"):
+        imitate(chat, said(*turns))
+
+
+def task_config(tmp_path: Path, **changes: object) -> TaskConfig:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def bad_env(config, prompt): raise KeyError('nothing here')\n"
+        "def env(config, prompt):\n"
+        "    from rollout_pool.envs.env import SingleTurn\n"
+        "    return SingleTurn(prompt.text)\n"
+        "def agent(session, prompt): return 0.0\n"
+        "async def good_agent(session, prompt): return 0.0\n"
+        "def reward(prompt, episode): return 1.0\n"
+        "def empty(config): return 3\n"
+    )
+    named = {
+        key: value.replace("FILE", str(path)) if isinstance(value, str) else value
+        for key, value in changes.items()
+    }
+    if function := named.pop("function", None):
+        named["rewards"] = {"mine": RewardConfig(kind=RewardKind.function, function=str(function))}
+    return TaskConfig(**{"eval_size": 4, **named})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"env": "FILE:no"}, r"task.env='.*:no': .* has nothing named 'no'"),
+        ({"env": "FILE:bad_env"}, r"task.env=.*: made no environment of prompt 0: KeyError: 'noth"),
+        ({"agent": "FILE:no"}, r"task.agent='.*:no': .* has nothing named 'no'"),
+        ({"agent": "FILE:agent"}, r"task.agent='.*:agent': must be an async function"),
+        ({"function": "FILE:no"}, r"task.rewards.mine.function='.*:no': .* has nothing named"),
+        ({"tools": ["nowhere:f"], "max_turns": 2}, r"task.tools='nowhere:f': there is no module n"),
+        ({"kind": TaskKind.custom, "factory": "FILE:no"}, r"task.factory='.*:no': .* has nothing"),
+        (
+            {"kind": TaskKind.custom, "factory": "FILE:empty"},
+            r"task.factory='.*:empty': made a int without name, example, eval_prompts, is_held_out",
+        ),
+    ],
+)
+def test_what_the_task_names_is_looked_for_before_a_run(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_task(task_config(tmp_path, **changes))
+
+
+def test_what_is_there_passes(tmp_path: Path) -> None:
+    check_task(task_config(tmp_path, env="FILE:env", function="FILE:reward"))
+    check_task(task_config(tmp_path, agent="FILE:good_agent"))
+    check_task(task_config(tmp_path, tools=["python"], max_turns=2))

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside the tests
+
+from endpoint_parts import Scene
+
+
+@pytest.fixture
+async def make_scene():
+    made = []
+
+    async def make(**settings):
+        scene = Scene(**settings)
+        made.append(scene)
+        await scene.open()
+        return scene
+
+    yield make
+    for scene in made:
+        await scene.close()
+
+
+@pytest.fixture
+async def scene(make_scene):
+    return await make_scene()

@@ -1,0 +1,253 @@
+"""An endpoint in front of a model that says what a test wants, in tokens of its own choice."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+
+import httpx
+from openai import AsyncOpenAI
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from buffer.types import SamplingParams, VersionSpan
+from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
+from rollout_pool.endpoint.server import Endpoint
+from rollout_pool.endpoint.sessions import Serving
+from rollout_pool.envs.chat import ChatFormat
+from rollout_pool.envs.runner import EpisodeAsk
+from rollout_pool.samples import Interrupted
+from trainer_pool.scratch import byte_tokenizer
+
+MODEL = "policy"
+ADMIN_KEY = "the-admin-key"
+END = "<|im_end|>"
+CHATML = r"""
+{%- if tools -%}
+{{ '<|im_start|>system\nTools:' }}
+{%- for tool in tools -%}{{ '\n' + (tool | tojson) }}{%- endfor -%}
+{{ '<|im_end|>\n' }}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{{ '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
+{%- else -%}
+{{ '<|im_start|>' + message.role + '\n' + message.content }}
+{%- for call in message.tool_calls -%}
+{{ '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\n</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\n' }}
+{%- endif -%}
+{%- endfor -%}
+{{ '<|im_start|>assistant\n' if add_generation_prompt }}
+"""
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def make_tokenizer():
+    """Bytes with merges, so that nearly every text has more than one spelling."""
+    vocab = {t: i for t, i in byte_tokenizer().get_vocab().items() if i < 256}
+    merges = [("l", "l"), ("h", "e"), ("he", "ll"), ("a", "t"), ("i", "n"), ("t", "o"), ("to", "o")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    names = ["<|endoftext|>", "<|im_start|>", END, "<|python_tag|>"]
+    vocab |= {name: len(vocab) + place for place, name in enumerate(names)}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token=END,
+        additional_special_tokens=names,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHATML,
+    )
+
+
+TOKENIZER = make_tokenizer()
+[END_TOKEN] = TOKENIZER.encode(END, add_special_tokens=False)
+
+
+def spell(text):
+    """One token a byte: not how the tokenizer itself would write it, as models do at times."""
+    return list(byte_tokenizer().encode(text))
+
+
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+class Author:
+    """A Completer. Says the next of `says`, token by token; stops before each token in `gates`."""
+
+    def __init__(self):
+        self.says = itertools.repeat("hello")
+        """Texts, lists of tokens (said without an end), or exceptions to be raised."""
+        self.gates: dict[int, asyncio.Event] = {}
+        """Number of a token -> what must happen before it is written."""
+        self.version = 7
+        self.piece = 3
+        """Tokens that come at once."""
+        self.samples = []
+        self.ended = []
+        """Samples whose end was reached, with the tokens that were written."""
+        self.cancelled = []
+        self._plans = {}
+        self._interrupted = set()
+
+    async def complete(self, sample):
+        if sample not in self._plans:
+            self.samples.append(sample)
+            said = next(self.says)
+            if isinstance(said, BaseException):
+                raise said
+            self._plans[sample] = [*spell(said), END_TOKEN] if isinstance(said, str) else said
+        try:
+            await self._write(sample, self._plans[sample][: sample.max_new_tokens])
+        except asyncio.CancelledError:
+            self.cancelled.append(sample)
+            raise
+
+    async def _write(self, sample, tokens):
+        while (place := len(sample.output_ids)) < len(tokens):
+            if place in self.gates:
+                await self._wait(sample, self.gates[place])
+            upto = min([place + self.piece, len(tokens), *(g for g in self.gates if g > place)])
+            for token in tokens[place:upto]:
+                sample.output_ids.append(token)
+                sample.logprobs.append(-len(sample.output_ids) / 100)
+            self._stamp(sample, place, upto)
+            if upto == len(tokens):
+                sample.finish_reason = "stop" if tokens[-1] == END_TOKEN else "length"
+                self.ended.append((sample, list(tokens)))
+            sample.on_tokens(sample)
+            await asyncio.sleep(0)
+
+    def _stamp(self, sample, start, end):
+        spans = sample.version_spans
+        if spans and spans[-1].version == self.version:
+            start = spans.pop().start
+        spans.append(VersionSpan(version=self.version, start=start, end=end))
+
+    async def _wait(self, sample, gate):
+        while not gate.is_set():
+            if sample in self._interrupted:
+                self._interrupted.discard(sample)
+                raise Interrupted(sample.sample_id)
+            await asyncio.sleep(0.005)
+
+    def interrupt(self, sample):
+        self._interrupted.add(sample)
+
+
+class Scene:
+    """An endpoint that listens, its author, and clients of it."""
+
+    def __init__(self, *, task=None, rollout=None, sampling=None, grace_s=0.3, keep_alive_s=15.0):
+        self.author = Author()
+        self.task = task or TaskConfig(chat_template=True, episode_timeout_s=20.0)
+        self.rollout = rollout or RolloutConfig(
+            group_size=2,
+            max_prompt_tokens=2000,
+            max_response_tokens=2000,
+            openai=OpenAIConfig(session_timeout_s=20.0),
+        )
+        self.sampling = sampling or SamplingParams()
+        parser = self.task.tool_parser
+        serving = Serving(
+            completer=self.author,
+            chat=ChatFormat(TOKENIZER, chat_template=self.task.chat_template, tool_parser=parser),
+            tokenizer=TOKENIZER,
+            model=MODEL,
+            task=self.task,
+            rollout=self.rollout,
+            grace_s=grace_s,
+            keep_alive_s=keep_alive_s,
+        )
+        self.endpoint = Endpoint(serving, host="127.0.0.1", admin_key=ADMIN_KEY)
+        self.sessions = self.endpoint.sessions
+        self._names = itertools.count()
+        self._clients, self._http = [], []
+
+    async def open(self):
+        await self.endpoint.start()
+
+    async def close(self):
+        for client in self._clients:
+            await client.close()
+        for client in self._http:
+            await client.aclose()
+        await self.endpoint.close()
+
+    def ask(self, **settings):
+        name = f"group-{next(self._names)}.0"
+        return EpisodeAsk(session=name, sampling=self.sampling, **settings)
+
+    def session(self, **settings):
+        return self.sessions.open(self.ask(**settings))
+
+    def client(self, session, **settings):
+        settings = {"max_retries": 0, "timeout": 20.0, **settings}
+        return self.client_of(session.key, f"{self.endpoint.url}/v1", **settings)
+
+    def client_of(self, key, url, **settings):
+        http = settings.pop("http_client", None) or httpx.AsyncClient(
+            trust_env=False, transport=httpx.AsyncHTTPTransport(verify=False)
+        )
+        client = AsyncOpenAI(base_url=url, api_key=key, http_client=http, **settings)
+        self._clients.append(client)
+        return client
+
+    def http(self, key=None):
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        client = httpx.AsyncClient(
+            base_url=self.endpoint.url,
+            headers=headers,
+            timeout=20.0,
+            trust_env=False,
+            transport=httpx.AsyncHTTPTransport(verify=False),
+        )
+        self._http.append(client)
+        return client
+
+
+async def eventually(holds, timeout_s=10.0):
+    """Until `holds()`: for what happens in the endpoint after a client has left."""
+    async with asyncio.timeout(timeout_s):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+async def said_in(stream):
+    """Text, tool calls and the last chunk's finish reason of a streamed answer, and all chunks."""
+    text, calls, reason, chunks = "", {}, None, []
+    async for chunk in stream:
+        chunks.append(chunk)
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            reason = choice.finish_reason or reason
+            for one in choice.delta.tool_calls or []:
+                known = calls.setdefault(one.index, {"arguments": ""})
+                known["id"] = one.id or known["id"]
+                known["name"] = one.function.name or known["name"]
+                known["arguments"] += one.function.arguments or ""
+    return text, [calls[i] for i in sorted(calls)], reason, chunks
+
+
+def check_branch(branch, turns):
+    """`turns`: the tokens that the author wrote, in order; exactly they are the model's own."""
+    own = [t for t, mask in zip(branch.tokens, branch.loss_mask, strict=True) if mask]
+    assert own == [token for tokens in turns for token in tokens]
+    logprobs = [lp for lp, mask in zip(branch.logprobs, branch.loss_mask, strict=True) if mask]
+    assert logprobs == [-(i + 1) / 100 for tokens in turns for i in range(len(tokens))]
+    covered = {place for span in branch.version_spans for place in range(span.start, span.end)}
+    assert covered == {place for place, mask in enumerate(branch.loss_mask) if mask}

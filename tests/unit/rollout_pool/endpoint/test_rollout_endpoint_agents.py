@@ -1,0 +1,224 @@
+"""Agents become episodes: what they return is the reward; a wrong one costs one episode."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+from endpoint_parts import TOKENIZER, Scene, check_branch, eventually
+
+from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
+from rollout_pool.endpoint.agents import AgentRunner, load_agent
+from rollout_pool.endpoint.sessions import SessionLost
+from rollout_pool.samples import SampleFailed
+from rollout_pool.tasks.task import Prompt
+
+PROMPT = Prompt(index=3, is_held_out=False, text="hello")
+
+
+async def ask(session, text, **more):
+    async with session.client() as client:
+        answer = await client.chat.completions.create(
+            model=session.model, messages=[{"role": "user", "content": text}], **more
+        )
+    return answer.choices[0].message.content
+
+
+@pytest.fixture
+async def play(scene):
+    """Runs one episode of an agent."""
+
+    async def play(agent, in_scene: Scene = scene, **settings):
+        return await AgentRunner(agent, in_scene.endpoint).run(PROMPT, in_scene.ask(**settings))
+
+    return play
+
+
+async def test_an_agents_reward_parts_and_tokens_become_an_episode(scene, play):
+    async def agent(session, prompt):
+        text = await ask(session, prompt.text)
+        assert await ask(session, "and " + text) == "hello"
+        return 0.5, {"speed": 2}
+
+    samples = []
+    episode = await play(agent, rank=4, on_sample=samples.append)
+    assert (episode.end, episode.env_reward, episode.env_parts) == ("done", 0.5, {"speed": 2.0})
+    assert episode.num_turns == 2 and len(episode.branches) == 2 and episode.error is None
+    for branch, (_, tokens) in zip(episode.branches, scene.author.ended, strict=True):
+        check_branch(branch, [tokens])
+    assert samples == scene.author.samples and {sample.rank for sample in samples} == {4}
+    assert len({sample.session for sample in samples}) == 1 and len(scene.sessions) == 0
+
+
+async def test_an_agents_client_waits_for_ever_and_never_asks_twice(scene, play):
+    async def agent(session, prompt):
+        client = session.client()
+        assert (client.timeout, client.max_retries) == (None, 0)
+        assert session.api_key not in repr(session)
+        await ask(session, prompt.text)
+        return 1
+
+    assert (await play(agent)).env_reward == 1.0
+
+
+async def test_blocking_agents_run_in_a_thread(scene, play):
+    def block(session, prompt):
+        with openai.OpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+            answer = client.chat.completions.create(
+                model=session.model, messages=[{"role": "user", "content": prompt.text}]
+            )
+        return float(answer.choices[0].message.content == "hello")
+
+    async def agent(session, prompt):
+        return await asyncio.to_thread(block, session, prompt)
+
+    assert (await play(agent)).env_reward == 1.0
+
+
+@pytest.mark.parametrize("returned", [None, "good", (1.0, 2.0), float("nan"), (1.0, {"a": "b"})])
+async def test_what_is_no_reward_ends_the_episode_in_error(scene, play, returned):
+    async def agent(session, prompt):
+        await ask(session, prompt.text)
+        return returned
+
+    episode = await play(agent)
+    assert episode.end == "env_error" and episode.error and episode.env_reward is None
+
+
+async def test_an_agent_that_raises_keeps_its_turns_and_its_words(scene, play):
+    async def agent(session, prompt):
+        await ask(session, prompt.text)
+        raise KeyError("no such door")
+
+    episode = await play(agent)
+    assert (episode.end, episode.num_turns) == ("env_error", 1)
+    assert episode.error == "KeyError: 'no such door'"
+
+
+async def test_an_agent_that_never_asks_gives_no_episode(scene, play):
+    async def agent(session, prompt):
+        return 1.0
+
+    async def broken(session, prompt):
+        raise KeyError("too early")
+
+    with pytest.raises(SessionLost, match="never asked"):
+        await play(agent)
+    with pytest.raises(SessionLost, match="never asked the model anything: KeyError: 'too early'"):
+        await play(broken)
+
+
+async def test_engines_that_fail_are_not_the_agents_fault(scene, play):
+    async def agent(session, prompt):
+        await ask(session, prompt.text)
+        return 1.0
+
+    for error in (SampleFailed("all died"), TimeoutError("no engine")):
+        scene.author.says = iter([error])
+        with pytest.raises(type(error), match=str(error)):
+            await play(agent)
+
+
+async def test_a_conversation_without_room_ends_by_length(make_scene, play):
+    scene = await make_scene(
+        task=TaskConfig(chat_template=True),
+        rollout=RolloutConfig(max_prompt_tokens=60, max_response_tokens=30),
+    )
+
+    async def agent(session, prompt):
+        await ask(session, prompt.text)
+        await ask(session, "x" * 100)
+
+    episode = await play(agent, scene)
+    assert (episode.end, episode.num_turns, episode.error) == ("length", 1, None)
+
+
+async def test_at_the_end_of_its_time_an_answer_under_way_counts_as_far_as_it_is(make_scene, play):
+    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=0.5))
+    scene.author.gates = {3: asyncio.Event()}
+    got = []
+
+    async def agent(session, prompt):
+        got.append(await ask(session, prompt.text))
+        got.append(await ask(session, "and then?"))
+
+    episode = await play(agent, scene)
+    assert (episode.end, episode.num_turns) == ("episode_timeout", 1)
+    [branch] = episode.branches
+    check_branch(branch, [scene.author.samples[0].output_ids])
+    assert sum(branch.loss_mask) == 3 and branch.finish_reason == "length"
+    assert TOKENIZER.decode(branch.tokens[-3:]) == "hel" and got in ([], ["hel"])
+
+
+async def test_an_agent_that_hangs_is_ended(make_scene, play):
+    scene = await make_scene(
+        rollout=RolloutConfig(openai=OpenAIConfig(session_timeout_s=0.3)),
+        task=TaskConfig(chat_template=True, episode_timeout_s=60.0),
+    )
+    ended = asyncio.Event()
+
+    async def agent(session, prompt):
+        await ask(session, prompt.text)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    episode = await play(agent, scene)
+    assert (episode.end, episode.num_turns) == ("episode_timeout", 1) and ended.is_set()
+
+
+async def test_an_episode_that_is_given_up_ends_its_agent_and_its_answers(scene, play):
+    scene.author.gates = {3: asyncio.Event()}
+
+    async def agent(session, prompt):
+        await ask(session, prompt.text)
+
+    playing = asyncio.create_task(play(agent))
+    await eventually(lambda: scene.author.samples)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert scene.author.cancelled == scene.author.samples and len(scene.sessions) == 0
+
+
+async def test_an_interrupted_answer_goes_on_when_it_may(scene, play):
+    gate, may, waited = asyncio.Event(), asyncio.Event(), []
+    scene.author.gates = {3: gate}
+
+    async def agent(session, prompt):
+        return float(await ask(session, prompt.text) == "hello")
+
+    async def may_go_on(sample):
+        waited.append(len(sample.output_ids))
+        await may.wait()
+
+    playing = asyncio.create_task(play(agent, may_go_on=may_go_on))
+    await eventually(lambda: scene.author.samples and scene.author.samples[0].output_ids)
+    scene.author.interrupt(scene.author.samples[0])
+    await eventually(lambda: waited == [3])
+    scene.author.version = 8
+    gate.set()
+    may.set()
+    episode = await playing
+    assert episode.env_reward == 1.0
+    [branch] = episode.branches
+    assert [span.version for span in branch.version_spans] == [7, 8]
+    check_branch(branch, [scene.author.ended[0][1]])
+
+
+def test_an_agent_must_be_an_async_function(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "async def good(session, prompt): return 1.0\n"
+        "def blocking(session, prompt): return 1.0\n"
+        "class Callable:\n"
+        "    async def __call__(self, session, prompt): return 1.0\n"
+        "made = Callable()\n"
+    )
+    assert load_agent(f"{file}:good") and load_agent(f"{file}:made")
+    with pytest.raises(ValueError, match=r"task\.agent=.*blocking.*async function"):
+        load_agent(f"{file}:blocking")
+    with pytest.raises(ValueError, match=r"task\.agent=.*'missing'"):
+        load_agent(f"{file}:missing")

@@ -1,0 +1,145 @@
+"""Programs elsewhere ask for groups, play their episodes, and post the rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+
+import pytest
+from endpoint_parts import ADMIN_KEY, MODEL, check_branch, eventually
+
+from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
+from rollout_pool.endpoint.sessions import SessionLost
+from rollout_pool.envs.runner import EpisodeAsk
+from rollout_pool.tasks.task import Prompt
+
+PROMPT = Prompt(index=3, is_held_out=False, text="hello")
+
+
+async def serve(scene, group_id="0-1-abc"):
+    """What a worker does with the next wish: the group's episodes."""
+    wish = await scene.endpoint.groups.next_wish()
+    asks = [
+        EpisodeAsk(session=f"{group_id}.{place}", sampling=scene.sampling) for place in range(2)
+    ]
+    return await asyncio.gather(*(wish.run(PROMPT, ask) for ask in asks), return_exceptions=True)
+
+
+async def open_group(scene, **body):
+    serving = asyncio.create_task(serve(scene))
+    answer = await scene.http(ADMIN_KEY).post("/groups", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json(), serving
+
+
+async def say(scene, member):
+    client = scene.client_of(member["api_key"], member["base_url"], max_retries=0)
+    return await client.chat.completions.create(
+        model=member["model"], messages=[{"role": "user", "content": "hello"}]
+    )
+
+
+async def post_reward(scene, member, key=None, **outcome):
+    path = f"/sessions/{member['id']}/reward"
+    return await scene.http(key or member["api_key"]).post(path, json=outcome)
+
+
+async def test_a_group_from_outside_is_complete_when_all_rewards_are_there(scene):
+    group, serving = await open_group(scene)
+    assert group["group_id"] == "0-1-abc"
+    assert group["prompt"]["text"] == "hello" and group["prompt"]["index"] == 3
+    assert group["prompt"]["messages"] == [{"role": "user", "content": "hello"}]
+    first, second = group["sessions"]
+    assert first["api_key"] != second["api_key"] and first["model"] == MODEL
+    for member in (first, second):
+        await say(scene, member)
+    assert (await post_reward(scene, first, reward=1, parts={"style": 0.5})).status_code == 200
+    await eventually(lambda: len(scene.sessions) == 1)
+    assert not serving.done()
+    assert (await post_reward(scene, second, ADMIN_KEY, reward=0.25)).status_code == 200
+    one, two = await serving
+    assert (one.end, one.env_reward, one.env_parts) == ("done", 1.0, {"style": 0.5})
+    assert (two.env_reward, two.num_turns) == (0.25, 1)
+    check_branch(two.branches[0], [scene.author.ended[1][1]])
+
+
+async def test_a_reward_may_be_posted_again_but_not_changed(scene):
+    group, serving = await open_group(scene)
+    first, second = group["sessions"]
+    await say(scene, first)
+    for key in (None, None, ADMIN_KEY):
+        assert (await post_reward(scene, first, key, reward=1)).status_code == 200
+        await eventually(lambda: len(scene.sessions) == 1)
+    for key in (None, ADMIN_KEY):
+        changed = await post_reward(scene, first, key, reward=0)
+        assert changed.status_code == 410 and "posted" in changed.json()["error"]["message"]
+    unasked = await post_reward(scene, second, reward=1)
+    assert unasked.status_code == 409 and "never asked" in unasked.json()["error"]["message"]
+    strange = await post_reward(scene, {"id": "nobody"}, ADMIN_KEY, reward=1)
+    assert strange.status_code == 404
+    for outcome in ({}, {"reward": "1"}, {"reward": 1, "parts": [1]}, {"reward": 1, "more": 2}):
+        assert (await post_reward(scene, second, **outcome)).status_code == 400, outcome
+    await scene.endpoint.close()
+    serving.cancel()
+    await asyncio.wait([serving])
+
+
+async def test_a_session_in_which_nothing_is_asked_is_given_up(make_scene):
+    scene = await make_scene(
+        rollout=RolloutConfig(group_size=2, openai=OpenAIConfig(session_timeout_s=0.3))
+    )
+    gate = asyncio.Event()
+    scene.author.gates = {2: gate}
+    group, serving = await open_group(scene)
+    asked = asyncio.create_task(say(scene, group["sessions"][0]))
+    await eventually(lambda: len(scene.sessions) == 1)  # the other one; this one is not idle
+    assert not serving.done() and not asked.done()
+    gate.set()
+    await asked
+    for lost in await serving:
+        assert isinstance(lost, SessionLost) and "session_timeout_s" in str(lost)
+    gone = await post_reward(scene, group["sessions"][0], reward=1)
+    assert gone.status_code == 410 and "given up" in gone.json()["error"]["message"]
+
+
+async def test_whoever_waits_in_vain_for_a_group_is_told(scene):
+    answer = await scene.http(ADMIN_KEY).post("/groups", json={"timeout_s": 0.1})
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "no_credit"
+    asking = asyncio.create_task(scene.http(ADMIN_KEY).post("/groups", json={}))
+    wish = await scene.endpoint.groups.next_wish()  # not the one that was withdrawn
+    wish.refuse("the prompts are used up")
+    answer = await asking
+    assert answer.status_code == 503 and "used up" in answer.json()["error"]["message"]
+
+
+async def test_a_group_whose_asker_left_is_given_up(scene):
+    asking = asyncio.create_task(scene.http(ADMIN_KEY).post("/groups", json={}))
+    wish = await scene.endpoint.groups.next_wish()
+    ask = EpisodeAsk(session="0-1-abc.0", sampling=scene.sampling)
+    member = asyncio.create_task(wish.run(PROMPT, ask))
+    asking.cancel()
+    with pytest.raises(SessionLost, match="went away"):
+        await member
+
+
+async def test_the_system_prompt_is_told_and_the_address_is_secret(make_scene, tmp_path):
+    scene = await make_scene(task=TaskConfig(chat_template=True, system_prompt="Be brief."))
+    group, serving = await open_group(scene)
+    assert group["prompt"]["messages"][0] == {"role": "system", "content": "Be brief."}
+    path = tmp_path / "endpoints" / "0.json"
+    scene.endpoint.write_address(path)
+    scene.endpoint.write_address(path)
+    assert json.loads(path.read_text()) == {"url": scene.endpoint.url, "admin_key": ADMIN_KEY}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [one.name for one in path.parent.iterdir()] == ["0.json"]
+    serving.cancel()
+    await asyncio.wait([serving])
+
+
+async def test_an_address_that_is_taken_is_told_with_its_setting(scene, make_scene):
+    port = int(scene.endpoint.url.rpartition(":")[2])
+    other = await make_scene()
+    other.endpoint._port = port
+    with pytest.raises(OSError, match=rf"rollout\.openai\.port={port}"):
+        await other.endpoint.start()

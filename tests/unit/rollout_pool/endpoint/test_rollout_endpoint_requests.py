@@ -1,0 +1,270 @@
+"""What requests may ask, who may ask, and how a refusal is told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+from endpoint_parts import ADMIN_KEY, END_TOKEN, MODEL, TOKENIZER, WEATHER, check_branch, spell
+
+from buffer.types import SamplingParams
+from configs.rollout_schema import RolloutConfig, TaskConfig
+
+USER = {"role": "user", "content": "hello"}
+CHAT = "/v1/chat/completions"
+
+
+def body(**more):
+    return {"model": MODEL, "messages": [USER], **more}
+
+
+REFUSED = [
+    (body(temperature=0.2), "temperature", "0.2 was asked for"),
+    (body(top_p=0.9), "top_p", "drawn as the run is configured"),
+    (body(top_k=5), "top_k", "configured"),
+    (body(presence_penalty=1), "presence_penalty", "configured"),
+    (body(temperature="hot"), "temperature", "must be a number"),
+    (body(temperature=True), "temperature", "must be a number"),
+    (body(n=2), "n", "one answer"),
+    (body(stop=["\n"]), "stop", "leave the field out"),
+    (body(stop="Observation"), "stop", "leave the field out"),
+    (body(seed=1), "seed", "leave the field out"),
+    (body(logit_bias={"5": 1}), "logit_bias", "trained as it is sampled"),
+    (body(response_format={"type": "json_object"}), "response_format", "ask for text"),
+    (body(tool_choice="required", tools=[WEATHER]), "tool_choice", "not forced"),
+    (body(parallel_tool_calls=False), "parallel_tool_calls", "choice"),
+    (body(logprobs=True, top_logprobs=2), "top_logprobs", "recorded"),
+    (body(max_tokens=0), "max_tokens", "at least 1"),
+    (body(max_completion_tokens=1.5), "max_completion_tokens", "whole number"),
+    (body(stream="yes"), "stream", "must be true or false"),
+    (body(stream_options={"include_usage": True}), "stream_options", "stream=true"),
+    (body(functions=[]), "functions", "not supported"),
+    (body(web_search_options={"x": 1}), "web_search_options", "not supported"),
+    (body(messages=[]), "messages", "at least one"),
+    (body(messages="hello"), "messages", "must be a list"),
+    (body(messages=["hello"]), "messages[0]", "must be an object"),
+    (body(messages=[USER, {"role": "wizard", "content": ""}]), "messages[1].role", "one of"),
+    (body(messages=[{"role": "user"}]), "messages[0].content", "missing"),
+    (body(messages=[USER, {"role": "assistant", "content": "x"}]), "messages[1].role", "own"),
+    (body(messages=[{"role": "tool", "content": "x"}]), "messages[0].tool_call_id", "missing"),
+    (
+        body(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
+        "messages[0].content[0].type",
+        "reads text",
+    ),
+    (
+        body(
+            messages=[
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1"}}],
+                },
+                USER,
+            ]
+        ),
+        "messages[0].tool_calls[0].function.arguments",
+        "not JSON",
+    ),
+    (body(tools=[{"type": "custom"}]), "tools[0].type", "function"),
+    (body(tools=[{"type": "function"}]), "tools[0].function", "missing"),
+    ({"messages": [USER]}, "model", "missing"),
+]
+
+
+@pytest.mark.parametrize(("asked", "param", "words"), REFUSED, ids=[one[1] for one in REFUSED])
+async def test_what_cannot_be_served_is_refused_by_its_name(scene, asked, param, words):
+    session = scene.session()
+    answer = await scene.http(session.key).post(CHAT, json=asked)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert error["param"] == param and words in error["message"], error
+    assert error["type"] == "invalid_request_error" and scene.author.samples == []
+
+
+async def test_what_changes_nothing_is_taken(scene):
+    session = scene.session()
+    answer = await scene.http(session.key).post(
+        CHAT,
+        json=body(
+            temperature=1,
+            top_p=1.0,
+            n=1,
+            stop=None,
+            logit_bias={},
+            seed=None,
+            user="me",
+            metadata={"a": "b"},
+            response_format={"type": "text"},
+            parallel_tool_calls=True,
+            frequency_penalty=0,
+        ),
+    )
+    assert answer.status_code == 200, answer.text
+
+
+async def test_a_session_is_sampled_as_the_run_is_configured(make_scene):
+    scene = await make_scene(sampling=SamplingParams(temperature=0.7))
+    session = scene.session()
+    client = scene.client(session)
+    await client.chat.completions.create(model=MODEL, messages=[USER], temperature=0.7)
+    assert scene.author.samples[0].sampling == SamplingParams(temperature=0.7)
+    with pytest.raises(openai.BadRequestError, match=r"sampled with 0\.7"):
+        await client.chat.completions.create(model=MODEL, messages=[USER], temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "words"),
+    [
+        (b"{", 400, "not JSON"),
+        (b"\xff\xfe\x00", 400, "not JSON"),
+        (b"[" * 100_000, 400, "not JSON"),
+        (b"[1]", 400, "must be an object"),
+        (
+            b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}',
+            400,
+            "half a character",
+        ),
+        (b" " * (16 * 2**20 + 1), 413, "at most"),
+    ],
+    ids=["cut", "bytes", "deep", "list", "surrogate", "large"],
+)
+async def test_a_body_that_is_no_request_is_told_so(scene, content, status, words):
+    answer = await scene.http(scene.session().key).post(CHAT, content=content)
+    assert answer.status_code == status and words in answer.json()["error"]["message"]
+
+
+async def test_a_wrong_key_opens_nothing_and_a_right_one_its_own_session_only(scene):
+    mine, other = scene.session(), scene.session()
+    for key in (None, "wrong", mine.key + "x", mine.session_id):
+        answer = await scene.http(key).post(CHAT, json=body())
+        assert answer.status_code == 401, key
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+    with pytest.raises(openai.AuthenticationError):
+        await scene.client_of("wrong", f"{scene.endpoint.url}/v1").models.list()
+    answer = await scene.http(mine.key).post(CHAT, json=body())
+    assert answer.json()["leash"]["session"] == mine.session_id
+    assert (mine.num_turns, other.num_turns) == (1, 0)
+    reward = f"/sessions/{other.session_id}/reward"
+    assert (await scene.http(mine.key).post(reward, json={"reward": 1})).status_code == 401
+    assert (await scene.http(mine.key).post("/groups")).status_code == 401
+    assert (await scene.http(ADMIN_KEY).post(CHAT, json=body())).status_code == 401
+
+
+async def test_the_key_may_stand_in_the_address(scene):
+    session = scene.session()
+    url = f"{scene.endpoint.url}/sessions/{session.key}/v1"
+    client = scene.client_of("nothing", url)
+    await client.chat.completions.create(model=MODEL, messages=[USER])
+    assert session.num_turns == 1
+    wrong = scene.client_of(session.key, f"{scene.endpoint.url}/sessions/wrong/v1")
+    with pytest.raises(openai.AuthenticationError):
+        await wrong.chat.completions.create(model=MODEL, messages=[USER])
+
+
+async def test_models_and_health_tell_no_secret(scene):
+    session = scene.session()
+    client = scene.client(session)
+    assert [model.id for model in (await client.models.list()).data] == [MODEL]
+    assert (await client.models.retrieve(MODEL)).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("gpt-4")
+    with pytest.raises(openai.NotFoundError, match="'policy'"):
+        await client.chat.completions.create(model="gpt-4", messages=[USER])
+    health = await scene.http().get("/health")
+    assert health.json() == {"status": "ok", "num_sessions": 1}
+    nowhere = await scene.http().get("/v1/nowhere")
+    assert nowhere.status_code == 404 and "error" in nowhere.json()
+
+
+async def test_answers_are_as_long_as_there_is_room(make_scene):
+    scene = await make_scene(
+        task=TaskConfig(chat_template=True, max_turn_tokens=6),
+        rollout=RolloutConfig(max_prompt_tokens=60, max_response_tokens=30),
+    )
+    session = scene.session()
+    client, messages = scene.client(session), [USER]
+    answer = await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].message.content == "hell" and answer.usage.completion_tokens == 4
+    answer = await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=999)
+    assert answer.usage.completion_tokens == 6
+    messages += [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "x" * 39}]
+    answer = await client.chat.completions.create(model=MODEL, messages=messages)
+    room = 90 - answer.usage.prompt_tokens
+    assert 0 < room < 6 and answer.usage.completion_tokens == room
+    messages[-1]["content"] += "x" * room
+    with pytest.raises(openai.BadRequestError) as full:
+        await client.chat.completions.create(model=MODEL, messages=messages)
+    assert full.value.code == "context_length_exceeded"
+    assert session.is_full and session.num_turns == 3
+
+
+async def test_plain_completions_go_on_with_the_tokens_as_written(scene):
+    scene.author.says = iter([spell(" hello too"), spell(" at last"), "end"])
+    session = scene.session()
+    client = scene.client(session)
+    first = await client.completions.create(
+        model=MODEL, prompt="hell in", max_tokens=10, logprobs=1
+    )
+    assert first.choices[0].text == " hello too" and first.choices[0].finish_reason == "length"
+    assert first.choices[0].logprobs.token_logprobs == scene.author.samples[0].logprobs
+    assert first.choices[0].logprobs.text_offset == list(range(10))
+    assert first.leash["token_ids"] == scene.author.ended[0][1]
+    stream = await client.completions.create(
+        model=MODEL, prompt="hell in hello too, hello", max_tokens=8, stream=True
+    )
+    text = "".join([choice.text async for chunk in stream for choice in chunk.choices])
+    assert text == " at last"
+    tokens = scene.author.samples[1].prompt + scene.author.ended[1][1]
+    last = await client.completions.create(model=MODEL, prompt=tokens, max_tokens=50)
+    assert last.choices[0].text == "end" and last.usage.prompt_tokens == len(tokens)
+    [branch] = session.episode(end="done", outcome=None).branches
+    check_branch(branch, [tokens for _, tokens in scene.author.ended])
+    assert branch.tokens[-1] == END_TOKEN
+    assert TOKENIZER.decode(branch.tokens).startswith("hell in hello too, hello at last")
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": "x", "echo": True}, "echo"),
+        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": "x", "best_of": 3}, "best_of"),
+        ({"prompt": "x", "logprobs": 5}, "logprobs"),
+        ({"prompt": "x", "messages": []}, "messages"),
+    ],
+)
+async def test_what_plain_completions_cannot_do_is_refused(scene, more, param):
+    answer = await scene.http(scene.session().key).post(
+        "/v1/completions", json={"model": MODEL, **more}
+    )
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+async def test_two_hundred_sessions_talk_at_once(scene):
+    sessions = [scene.session() for _ in range(200)]
+    clients = [scene.client(session) for session in sessions]
+
+    async def talk(client, number):
+        messages = [{"role": "user", "content": f"hello, I am number {number}"}]
+        for turn in range(3):
+            answer = await client.chat.completions.create(
+                model=MODEL, messages=messages, stream=turn == 1
+            )
+            if turn == 1:
+                text = "".join([c.choices[0].delta.content or "" async for c in answer])
+            else:
+                text = answer.choices[0].message.content
+            messages += [{"role": "assistant", "content": text}, USER]
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(talk(client, n) for n, client in enumerate(clients)))
+    hello = [*spell("hello"), END_TOKEN]
+    for number, session in enumerate(sessions):
+        [branch] = session.episode(end="done", outcome=None).branches
+        check_branch(branch, [hello] * 3)
+        assert f"I am number {number}<" in TOKENIZER.decode(branch.tokens)

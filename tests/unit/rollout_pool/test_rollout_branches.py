@@ -1,0 +1,101 @@
+"""Turns become branches, token by token."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from buffer.types import VersionSpan
+from rollout_pool.envs.branches import Branches
+
+
+def span(version, start, end):
+    return VersionSpan(version=version, start=start, end=end)
+
+
+def add(branches, prompt, output, *, version=1, finish_reason="stop"):
+    logprobs = [-float(token) for token in output]
+    spans = [span(version, 0, len(output))]
+    branches.add_turn(prompt, output, logprobs, spans, finish_reason)
+
+
+def test_turns_that_extend_each_other_are_one_branch():
+    branches = Branches()
+    branches.add_turn([5, 6], [7, 8, 2], [-1, -2, -3], [span(3, 0, 1), span(4, 1, 3)], "stop")
+    branches.add_turn([5, 6, 7, 8, 2, 9], [7], [-4], [span(4, 0, 1)], "length")
+    [branch] = branches.finish()
+    assert branch.tokens == [5, 6, 7, 8, 2, 9, 7]
+    assert branch.loss_mask == [0, 0, 1, 1, 1, 0, 1]
+    assert branch.logprobs == [0, 0, -1, -2, -3, 0, -4]
+    assert branch.version_spans == [span(3, 2, 3), span(4, 3, 5), span(4, 6, 7)]
+    assert (branch.prompt_length, branch.finish_reason) == (2, "length")
+
+
+def test_a_rewritten_history_begins_a_branch_in_which_old_words_are_given():
+    branches = Branches()
+    add(branches, [5, 6], [7, 8])
+    add(branches, [5, 7, 8], [9])  # the model's own 7 and 8, after an edit
+    first, second = branches.finish()
+    assert first.tokens == [5, 6, 7, 8]
+    assert second.tokens == [5, 7, 8, 9]
+    assert second.loss_mask == [0, 0, 0, 1] and second.prompt_length == 3
+    assert second.logprobs == [0, 0, 0, -9]
+
+
+def test_two_answers_to_one_prompt_are_two_branches_and_each_can_go_on():
+    branches = Branches()
+    add(branches, [5], [6])
+    add(branches, [5], [7])
+    add(branches, [5, 7, 8], [9])
+    add(branches, [5, 6], [10])
+    assert [branch.tokens for branch in branches.finish()] == [[5, 6, 10], [5, 7, 8, 9]]
+
+
+def test_of_several_branches_that_a_prompt_extends_the_longest_is_taken():
+    branches = Branches()
+    add(branches, [5], [6])
+    add(branches, [5], [6])  # the same again: the prompt is shorter than the branch
+    add(branches, [5, 6, 7], [8])
+    add(branches, [5, 6, 7, 8, 9], [10])
+    lengths = [len(branch.tokens) for branch in branches.finish()]
+    assert lengths == [6, 2]
+
+
+def test_no_turn_no_branch():
+    assert Branches().finish() == []
+
+
+TOKENS = st.lists(st.integers(0, 2), max_size=3)
+OUTPUTS = st.lists(st.integers(0, 2), min_size=1, max_size=3)
+
+
+@given(st.data())
+def test_every_sampled_token_is_trained_once_and_every_turn_is_read_as_it_was(data):
+    """Prompts are new, or made of anything that was there before."""
+    branches, turns, known = Branches(), [], [[]]
+    for number in range(data.draw(st.integers(0, 6))):
+        prompt = [*data.draw(st.sampled_from(known)), *data.draw(TOKENS)]
+        output = data.draw(OUTPUTS)
+        # The turn's number is its version, and its tokens' log-probabilities.
+        branches.add_turn(
+            prompt,
+            output,
+            [-1.0 - number] * len(output),
+            [span(number, 0, len(output))],
+            "stop",
+        )
+        turns.append((prompt, output))
+        known += [prompt, [*prompt, *output]]
+    found = {}
+    for branch in branches.finish():
+        assert len(branch.tokens) == len(branch.loss_mask) == len(branch.logprobs)
+        assert branch.loss_mask[: branch.prompt_length] == [0] * branch.prompt_length
+        covered = [0] * len(branch.tokens)
+        for one in branch.version_spans:
+            assert one.version not in found
+            found[one.version] = (branch.tokens[: one.start], branch.tokens[one.start : one.end])
+            covered[one.start : one.end] = [1] * (one.end - one.start)
+            assert set(branch.logprobs[one.start : one.end]) == {-1.0 - one.version}
+        assert covered == branch.loss_mask
+        assert [value != 0 for value in branch.logprobs] == [mask == 1 for mask in covered]
+    assert found == dict(enumerate(turns))

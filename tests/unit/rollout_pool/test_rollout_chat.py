@@ -1,0 +1,381 @@
+"""Conversations as tokens, with real tokenizers and templates like those of known models."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from configs.choices import ToolParser
+from rollout_pool.envs.chat import ChatFormat
+from rollout_pool.envs.env import Message, ToolCall, ToolSpec
+from trainer_pool.scratch import byte_tokenizer
+
+CHATML = r"""
+{%- if tools -%}
+{{ '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system') + '\n\nTools:' }}
+{%- for tool in tools -%}{{ '\n' + (tool | tojson) }}{%- endfor -%}
+{{ '<|im_end|>\n' }}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{{ '<|im_start|>user' if messages[loop.index0 - 1].role != 'tool' }}
+{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+{{- '<|im_end|>\n' if loop.last or messages[loop.index0 + 1].role != 'tool' }}
+{%- elif not (tools and loop.first and message.role == 'system') -%}
+{{ '<|im_start|>' + message.role + '\n' + message.content }}
+{%- for call in message.tool_calls -%}
+{{ '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\n</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\n' }}
+{%- endif -%}
+{%- endfor -%}
+{{ '<|im_start|>assistant\n' if add_generation_prompt }}
+"""
+"""Like Qwen2.5's: tools in the system message, tool answers side by side in a user's."""
+
+THINKING = r"""
+{%- set ns = namespace(last_question=-1) -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}{%- set ns.last_question = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\n' }}
+{%- if message.role == 'assistant' -%}
+{%- set thoughts, _, words = message.content.rpartition('</think>') -%}
+{%- if loop.index0 > ns.last_question -%}
+{{ '<think>\n' + thoughts.split('<think>')[-1].strip('\n') + '\n</think>\n\n' }}
+{%- endif -%}
+{{ words.lstrip('\n') }}
+{%- else -%}
+{{ message.content }}
+{%- endif -%}
+{{ '<|im_end|>\n' }}
+{%- endfor -%}
+{{ '<|im_start|>assistant\n' if add_generation_prompt }}
+"""
+"""Like Qwen3's: thoughts of earlier turns are left out, the last answer always has some."""
+
+LLAMA3 = r"""
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- set role = 'ipython' if message.role == 'tool' else message.role -%}
+{{ '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}
+{%- if message.tool_calls -%}
+{%- set call = message.tool_calls[0].function -%}
+{{ '{"name": "' + call.name + '", "parameters": ' + (call.arguments | tojson) + '}' }}
+{%- else -%}
+{{ message.content | trim }}
+{%- endif -%}
+<|eot_id|>
+{%- endfor -%}
+{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' if add_generation_prompt }}
+"""
+
+STRICT = """
+{%- set ns = namespace(is_called=false) -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{%- if not ns.is_called -%}{{ raise_exception('a tool answers and nobody called it') }}{%- endif -%}
+<|start|>{{ message.name }}: {{ message.content }}<|end|>
+{%- elif message.role == 'system' and not loop.first -%}
+{{ raise_exception('the system message comes first') }}
+{%- elif message.tool_calls -%}
+{%- set ns.is_called = true -%}
+<|start|>assistant to {{ message.tool_calls[0].function.name }}: {}<|call|>
+{%- else -%}
+<|start|>{{ message.role }}: {{ message.content }}<|end|>
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|start|>assistant{% endif -%}
+"""
+"""Like gpt-oss's: tools answer calls only, and a call ends in its own way."""
+
+PLAIN = r"""
+{%- for message in messages -%}
+{{ message.role + ': ' + message.content + '\n\n' }}
+{%- endfor -%}
+{{ 'assistant: ' if add_generation_prompt }}
+"""
+"""Ends turns with an empty line; no special token."""
+
+OPENS_ONLY = """
+{%- for message in messages -%}
+{{ '<|start|>' if message.role == 'user' else '<|call|>' }}{{ message.role + ': ' }}
+{{- message.content }}
+{%- endfor -%}
+{{ '<|call|>assistant:' if add_generation_prompt }}
+"""
+"""Like GLM's: turns have a beginning and no end, so the model ends its own by the user's mark."""
+
+SPACED = """
+{%- for message in messages -%}
+{{ '<s>Q ' + message.content + ' A ' if message.role == 'user' }}
+{{- message.content + ' <|endoftext|>' if message.role == 'assistant' }}
+{%- endfor -%}
+"""
+"""Like Llama 2's: a space before the end."""
+
+SPECIALS = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|start_header_id|>"]
+SPECIALS += ["<|end_header_id|>", "<|start|>", "<|end|>", "<|call|>", "<|python_tag|>"]
+
+
+def tokenizer(template, eos="<|endoftext|>", specials=()):
+    """Bytes, with merges, so that many texts have more than one spelling."""
+    vocab = dict(byte_tokenizer().get_vocab())
+    vocab = {token: place for token, place in vocab.items() if place < 256}
+    merges = [("1", "2"), ("12", "3"), ("a", "n"), ("Ċ", "Ċ"), (":", "Ġ")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    names = ["<|endoftext|>", "<s>", *SPECIALS, *specials]
+    vocab |= {name: len(vocab) + place for place, name in enumerate(names)}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token=eos,
+        bos_token="<s>",
+        additional_special_tokens=names,
+        clean_up_tokenization_spaces=False,
+        chat_template=template,
+    )
+
+
+def chat_of(made, parser=ToolParser.hermes, chat_template=True):
+    return ChatFormat(made, chat_template=chat_template, tool_parser=parser)
+
+
+def say(role, content, **more):
+    return Message(role=role, content=content, **more)
+
+
+ENDS = {CHATML: "<|im_end|>", LLAMA3: "<|eot_id|>"}
+TOKENIZERS = {template: tokenizer(template, ENDS[template]) for template in ENDS}
+TEXT = st.text(st.sampled_from("123an: \n{}.é"), min_size=1).map(lambda text: f"x{text}x")
+
+
+@given(st.sampled_from(list(ENDS)), st.booleans(), st.lists(TEXT, min_size=3, max_size=7))
+def test_turn_by_turn_gives_the_tokens_of_the_whole_conversation(template, has_system, texts):
+    made = TOKENIZERS[template]
+    chat = chat_of(made)
+    [end] = made.encode(ENDS[template], add_special_tokens=False)
+    messages = [say("system", "Be brief.")] if has_system else []
+    messages.append(say("user", texts[0]))
+    tokens = chat.first(messages)
+    for answer, question in zip(texts[1::2], texts[2::2], strict=False):
+        tokens = [*tokens, *made.encode(answer, add_special_tokens=False), end]
+        tokens = chat.follow(tokens, [say("user", question)])
+        messages += [say("assistant", answer), say("user", question)]
+    assert tokens == chat.first(messages)
+
+
+def test_tools_are_told_once_and_tool_answers_stand_as_the_template_writes_them():
+    made = TOKENIZERS[CHATML]
+    chat = chat_of(made)
+    tool = ToolSpec(name="add", description="Adds.", parameters={"type": "object"})
+    opening = [say("system", "Be brief."), say("user", "1 + 2?")]
+    first = chat.first(opening, [tool])
+    assert made.decode(first).count('"name": "add"') == 1
+    calls = tuple(ToolCall(call_id=i, name="add", arguments={"a": 1}) for i in ("c1", "c2"))
+    written = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    answers = [
+        say("tool", text, name="add", tool_call_id=i) for text, i in (("3", "c1"), ("4", "c2"))
+    ]
+    tokens = [*first, *made.encode(f"Well.{written}{written}<|im_end|>", add_special_tokens=False)]
+    followed = chat.follow(tokens, answers)
+    called = say("assistant", "Well.", tool_calls=calls)
+    assert followed == chat.first([*opening, called, *answers], [tool])
+    assert made.decode(followed[len(tokens) :]) == (
+        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n"
+        "</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_the_models_own_spelling_is_kept():
+    made = TOKENIZERS[CHATML]
+    chat = chat_of(made)
+    odd = [*b"123", *made.encode("<|im_end|>", add_special_tokens=False)]
+    assert made.encode("123", add_special_tokens=False) != list(b"123")  # as "123" is one token
+    tokens = [*chat.first([say("user", "?")]), *(made.convert_tokens_to_ids(["1", "2", "3"]))]
+    followed = chat.follow([*tokens, odd[-1]], [say("user", "again")])
+    assert followed[: len(tokens)] == tokens
+    assert made.decode(followed) == made.decode(
+        chat.first([say("user", "?"), say("assistant", "123"), say("user", "again")])
+    )
+
+
+@pytest.mark.parametrize(
+    ("ending", "appended"),
+    [
+        ("<|im_end|>", "\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"),
+        ("<|endoftext|>", "\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"),
+        ("", "<|im_end|>\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_a_turn_is_ended_once_whoever_ends_it(ending, appended):
+    made = TOKENIZERS[CHATML]
+    chat = chat_of(made)
+    tokens = [*chat.first([say("user", "?")]), *made.encode("an answer" + ending)]
+    followed = chat.follow(tokens, [say("user", "next")])
+    assert followed[: len(tokens)] == tokens
+    assert made.decode(followed[len(tokens) :]) == appended
+
+
+def test_a_template_that_leaves_old_thoughts_out_changes_nothing_that_was_said():
+    made = tokenizer(THINKING, "<|im_end|>")
+    chat = chat_of(made)
+    opening = [say("user", "1 + 2?")]
+    thought = "<think>\nlong\n</think>\n\n3"
+    tokens = [*chat.first(opening), *made.encode(thought + "<|im_end|>", add_special_tokens=False)]
+    followed = chat.follow(tokens, [say("user", "sure?")])
+    assert made.decode(followed) == (
+        "<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\n<think>\nlong\n</think>\n\n3"
+        "<|im_end|>\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    rendered_again = chat.first([*opening, say("assistant", thought), say("user", "sure?")])
+    assert "long" not in made.decode(rendered_again)  # as the template would have it
+
+
+def test_a_tool_message_that_needs_a_call_before_it_is_rendered_behind_one():
+    made = tokenizer(STRICT)
+    chat = chat_of(made)
+    tool = say("tool", "3", name="add", tool_call_id="c1")
+    for ending, appended in (
+        ("<|call|>", "<|start|>add: 3<|end|><|start|>assistant"),
+        ("", "<|end|><|start|>add: 3<|end|><|start|>assistant"),
+    ):
+        tokens = [*chat.first([say("user", "?")]), *made.encode(" to add: {}" + ending)]
+        assert made.decode(chat.follow(tokens, [tool])[len(tokens) :]) == appended
+
+
+def test_a_template_without_special_tokens_appends_all_that_it_writes():
+    made = tokenizer(PLAIN)
+    chat = chat_of(made)
+    tokens = [*chat.first([say("user", "hi")]), *made.encode("an<|endoftext|>")]
+    followed = chat.follow(tokens, [say("user", "so?")])
+    assert made.decode(followed) == (
+        "user: hi\n\nassistant: an<|endoftext|>\n\nuser: so?\n\nassistant: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "ending", "appended"),
+    [
+        (OPENS_ONLY, "<|start|>", "user: so?<|call|>assistant:"),
+        (OPENS_ONLY, "<|endoftext|>", "<|start|>user: so?<|call|>assistant:"),
+        (OPENS_ONLY, "", "<|start|>user: so?<|call|>assistant:"),
+        (SPACED, "<|endoftext|>", "<s>Q so? A "),
+        (SPACED, "", " <|endoftext|><s>Q so? A "),
+    ],
+)
+def test_turns_that_end_in_unusual_ways_lose_and_double_nothing(template, ending, appended):
+    made = tokenizer(template)
+    chat = chat_of(made)
+    tokens = [*chat.first([say("user", "hi")]), *made.encode("an" + ending)]
+    assert made.decode(chat.follow(tokens, [say("user", "so?")])[len(tokens) :]) == appended
+
+
+def test_what_a_template_refuses_names_the_setting():
+    chat = chat_of(tokenizer(STRICT))
+    tokens = [*chat.first([say("user", "?")]), 65]
+    with pytest.raises(ValueError, match=r"task.chat_template=true: .* the system message comes"):
+        chat.follow(tokens, [say("system", "now this")])
+    with pytest.raises(ValueError, match=r"refuses a conversation of user, system"):
+        chat.first([say("user", "?"), say("system", "!")])
+    with pytest.raises(ValueError, match=r"task.chat_template=true: .*no chat template"):
+        chat_of(byte_tokenizer()).first([say("user", "?")])
+    silent = chat_of(
+        tokenizer("{% for m in messages if m.role == 'user' %}{{m.content}}{% endfor %}")
+    )
+    with pytest.raises(ValueError, match=r"leaves an assistant's words out"):
+        silent.follow([65], [say("user", "?")])
+
+
+def test_without_a_template_texts_follow_each_other_as_they_are():
+    made = byte_tokenizer()
+    chat = chat_of(made, chat_template=False)
+    first = chat.first([say("system", "Add. "), say("user", "1+2=")])
+    assert first == list(b"Add. 1+2=")
+    assert chat.follow([*first, 51], [say("user", " 2+2=")]) == list(b"Add. 1+2=3 2+2=")
+    ended = [*first, 51, made.eos_token_id]
+    assert chat.follow(ended, [say("user", "<|eos|>")]) == [*ended, *b"<|eos|>"]
+
+
+def test_what_is_given_out_may_be_changed():
+    chat = chat_of(byte_tokenizer(), chat_template=False)
+    chat.first([say("user", "abc")]).append(1)
+    assert chat.first([say("user", "abc")]) == list(b"abc")
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "written"),
+    [
+        (CHATML, say("assistant", "an 12"), "an 12<|im_end|>"),
+        (
+            CHATML,
+            say("assistant", "", tool_calls=(ToolCall(call_id="0", name="f", arguments={}),)),
+            '\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>',
+        ),
+        (THINKING, say("assistant", "7"), "<think>\n\n</think>\n\n7<|im_end|>"),
+        (LLAMA3, say("assistant", "7"), "7<|eot_id|>"),
+        (PLAIN, say("assistant", "7"), "7\n\n<|endoftext|>"),
+    ],
+)
+def test_an_answer_to_learn_is_as_the_template_writes_it_up_to_its_end(template, message, written):
+    made = tokenizer(template)
+    assert made.decode(chat_of(made).answer(message)) == written
+
+
+def test_an_answer_to_learn_without_a_template_ends_with_the_end_of_sequence():
+    made = byte_tokenizer()
+    chat = chat_of(made, chat_template=False)
+    assert chat.answer(say("assistant", "7")) == [*b"7", made.eos_token_id]
+
+
+def test_an_answer_is_read_without_the_token_that_ends_it():
+    made = TOKENIZERS[CHATML]
+    chat = chat_of(made)
+    ids = made.encode("It is 12.<|im_end|>", add_special_tokens=False)
+    completion = chat.parse(ids, "stop")
+    assert completion.text == completion.content == "It is 12."
+    assert (completion.num_tokens, completion.finish_reason) == (len(ids), "stop")
+    assert chat.parse([], "length").text == ""
+    assert chat.parse([*b"\xc3"], "length").text  # half a character is something
+
+
+def test_calls_have_ids_of_nine_characters_that_no_other_call_has():
+    made = TOKENIZERS[CHATML]
+    chat = chat_of(made)
+    ids = made.encode('ok <tool_call>{"name": "f"}</tool_call><|im_end|>')
+    calls = [call for _ in range(3) for call in chat.parse(ids, "stop").tool_calls]
+    assert [call.name for call in calls] == ["f", "f", "f"]
+    assert len({call.call_id for call in calls}) == 3
+    assert {len(call.call_id) for call in calls} == {9}
+    assert chat.parse(ids, "stop").content == "ok"
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (
+            ToolParser.hermes,
+            '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><|im_end|>',
+        ),
+        (ToolParser.llama3_json, '<|python_tag|>{"name": "f", "parameters": {"a": 1}}<|eom_id|>'),
+    ],
+)
+def test_calls_between_special_tokens_are_found(parser, text):
+    made = tokenizer(CHATML, specials=["<tool_call>", "</tool_call>"])
+    [call] = chat_of(made, parser).parse(made.encode(text), "stop").tool_calls
+    assert (call.name, call.arguments) == ("f", {"a": 1})
+
+
+@given(st.lists(st.integers(0, 272)), st.sampled_from(ToolParser))
+def test_no_answer_makes_reading_fail(ids, parser):
+    made = TOKENIZERS[CHATML]
+    completion = chat_of(made, parser).parse(ids, "length")
+    assert completion.num_tokens == len(ids)

@@ -1,0 +1,66 @@
+"""What settings name as module:name or file.py:name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rollout_pool.tasks.dotted import load_callable, load_dotted
+
+SETTING = "task.factory"
+
+
+def test_a_name_in_a_module_or_in_a_file_is_found(tmp_path):
+    assert load_dotted("json:dumps", SETTING) is json.dumps
+    assert load_dotted("json:JSONDecoder.decode", SETTING) is json.JSONDecoder.decode
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass(slots=True)\n"
+        "class Mine:\n"
+        "    number: int = 3\n"
+        "def get(): return Mine().number\n"
+    )
+    assert load_callable(f"{path}:get", SETTING)() == 3
+
+
+def test_two_names_of_one_file_share_its_state(tmp_path):
+    path = tmp_path / "counter.py"
+    path.write_text("seen = []\ndef add(x): seen.append(x)\n")
+    load_dotted(f"{path}:add", SETTING)("a")
+    assert load_dotted(f"{path}:seen", SETTING) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("json", r"task.factory='json': write it as module:name or file.py:name"),
+        ("json:", r"write it as module:name"),
+        (":dumps", r"write it as module:name"),
+        ("json:dump_all", r"task.factory='json:dump_all': json has nothing named 'dump_all'"),
+        ("jsonn.tool:main", r"there is no module named 'jsonn'; put it on PYTHONPATH"),
+        ("/nowhere/mine.py:get", r"task.factory='/nowhere/mine.py:get': there is no file /nowhere"),
+    ],
+)
+def test_what_is_missing_is_named(name, message):
+    with pytest.raises(ValueError, match=message):
+        load_dotted(name, SETTING)
+
+
+def test_a_file_that_fails_says_how_and_may_be_mended(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("1 / 0\n")
+    with pytest.raises(ValueError, match=r"broken.py could not be loaded: ZeroDivisionError: div"):
+        load_dotted(f"{path}:get", SETTING)
+    path.write_text("import notthere\n")
+    with pytest.raises(ValueError, match="no module named 'notthere'"):
+        load_dotted(f"{path}:get", SETTING)
+    path.write_text("get = 5\n# changed")
+    assert load_dotted(f"{path}:get", SETTING) == 5
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(ValueError, match=r"task.factory='json:__doc__': is str, and must be a fun"):
+        load_callable("json:__doc__", SETTING)

@@ -1,0 +1,234 @@
+"""Evaluation: real episodes over a completer that answers as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import combinations
+
+import pytest
+
+from buffer.types import SamplingParams, VersionSpan
+from configs.choices import OnLongPrompt, ToolParser
+from configs.rollout_schema import EvalConfig, RolloutConfig, TaskConfig
+from rollout_pool.envs.chat import ChatFormat
+from rollout_pool.envs.env import SingleTurn
+from rollout_pool.envs.player import EnvPlayer
+from rollout_pool.envs.runner import EpisodeRunner
+from rollout_pool.evaluate import EvaluationFailed, Evaluator, pass_at_k, sample_sizes
+from rollout_pool.prompts import PromptReader
+from rollout_pool.rewards.score import Score
+from rollout_pool.samples import Priority, SampleFailed
+from rollout_pool.tasks.task import Prompt
+
+
+class Letters:
+    """A tokenizer with a token a letter."""
+
+    eos_token_id = 0
+
+    def encode(self, text, *, add_special_tokens=True):
+        return [ord(letter) for letter in text]
+
+    def decode(self, token_ids, *, skip_special_tokens=False):
+        return "".join(chr(t) for t in token_ids if t or not skip_special_tokens)
+
+
+class Questions:
+    """A task of `number` held-out questions, "q0?", "q1?", ..."""
+
+    name = "questions"
+
+    def __init__(self, number):
+        self._prompts = [Prompt(index=i, is_held_out=True, text=f"q{i}?") for i in range(number)]
+
+    def eval_prompts(self):
+        return self._prompts
+
+    def environment(self, prompt):
+        return SingleTurn(prompt.text)
+
+
+class Yes:
+    """1 for the answer "yes"."""
+
+    async def score(self, prompt, episode):
+        failures = {"judge": "away"} if episode.answer == "maybe" else {}
+        return Score(reward=float(episode.answer == "yes"), failures=failures)
+
+
+class Oracle:
+    """Completes a sample with what `answer` says of it: the text, or an error to raise."""
+
+    def __init__(self, answer):
+        self._answer = answer
+        self.version = 3
+        self.samples = []
+
+    async def complete(self, sample):
+        self.samples.append(sample)
+        said = self._answer(sample)
+        await asyncio.sleep(0)
+        if isinstance(said, Exception):
+            raise said
+        sample.output_ids += [*map(ord, said), 0]
+        number = len(sample.output_ids)
+        sample.logprobs += [-0.5] * number
+        sample.version_spans.append(VersionSpan(version=self.version, start=0, end=number))
+        sample.finish_reason = "stop"
+
+    def interrupt(self, sample):
+        raise AssertionError("nothing is to be interrupted")
+
+
+Answer = Callable[[object], "str | Exception"]
+
+
+def asked(sample) -> int:
+    """The number of the question."""
+    return int("".join(chr(token) for token in sample.prompt[1:-1]))
+
+
+@pytest.fixture
+def make():
+    def make(answer: Answer, num_prompts=4, *, max_prompt_tokens=100, **config):
+        task = TaskConfig()
+        rollout = RolloutConfig(
+            eval=EvalConfig(**config),
+            max_prompt_tokens=max_prompt_tokens,
+            on_long_prompt=OnLongPrompt.skip,
+        )
+        tokenizer = Letters()
+        chat = ChatFormat(tokenizer, chat_template=False, tool_parser=ToolParser.hermes)
+        oracle = Oracle(answer)
+        evaluator = Evaluator(
+            player=EnvPlayer(
+                EpisodeRunner(oracle, chat, task, rollout), Questions(num_prompts).environment
+            ),
+            scorer=Yes(),
+            task=Questions(num_prompts),
+            reader=PromptReader(tokenizer, task, rollout),
+            config=rollout,
+        )
+        return evaluator, oracle
+
+    return make
+
+
+async def test_every_prompt_is_answered_greedily_after_the_rollouts_own_samples(make) -> None:
+    evaluator, oracle = make(lambda sample: "yes" if asked(sample) == 2 else "no")
+    report = await evaluator.run(3)
+    assert (report.accuracy, report.score_mean, report.num_prompts) == (0.25, 0.25, 4)
+    assert (report.version_min, report.version_max) == (3, 3)
+    assert report.pass_at_k == report.mean_at_k == {1: 0.25}
+    assert sorted(asked(sample) for sample in oracle.samples) == [0, 1, 2, 3]
+    for sample in oracle.samples:
+        assert sample.sampling == SamplingParams(temperature=0.0)
+        assert (sample.priority, sample.min_version, sample.engine) == (
+            Priority.evaluation,
+            3,
+            None,
+        )
+
+
+async def test_several_answers_give_pass_at_k_and_mean_at_k(make) -> None:
+    # Right answers of the prompts, in their order: 0, 1, 2, 4 of four.
+    def answer(sample):
+        number = int(sample.session.split(".")[2])
+        return "yes" if number < (0, 1, 2, 4)[asked(sample)] else "no"
+
+    evaluator, oracle = make(answer, num_samples=4, temperature=0.8, top_p=0.9, top_k=5)
+    report = await evaluator.run(0)
+    assert len(oracle.samples) == 16
+    assert len({sample.sample_id for sample in oracle.samples}) == 16
+    assert oracle.samples[0].sampling == SamplingParams(temperature=0.8, top_p=0.9, top_k=5)
+    assert report.accuracy == 7 / 16
+    assert report.mean_at_k == {1: 3 / 4, 2: (0 + 0.5 + 1 + 1) / 4, 4: 7 / 16}
+    # Of two: 0, then 1 - C(3,2)/C(4,2) = 1/2, then 1 - C(2,2)/C(4,2) = 5/6, then 1.
+    assert report.pass_at_k == pytest.approx({1: 7 / 16, 2: (0 + 1 / 2 + 5 / 6 + 1) / 4, 4: 3 / 4})
+    record = report.record()
+    assert (record["accuracy"], record["pass_at_4"], record["num_samples"]) == (7 / 16, 0.75, 4)
+    assert record["mean_at_2"] == 0.625
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 5])
+def test_pass_at_k_is_the_share_of_choices_with_a_right_one(num_samples: int) -> None:
+    for num_right in range(num_samples + 1):
+        answers = [i < num_right for i in range(num_samples)]
+        for k in range(1, num_samples + 1):
+            choices = [any(some) for some in combinations(answers, k)]
+            expected = sum(choices) / len(choices)
+            assert pass_at_k(num_samples, num_right, k) == pytest.approx(expected)
+
+
+def test_sizes_are_the_powers_of_two_and_all() -> None:
+    assert sample_sizes(1) == [1]
+    assert sample_sizes(4) == [1, 2, 4]
+    assert sample_sizes(6) == [1, 2, 4, 6]
+
+
+async def test_a_few_prompts_without_an_answer_are_counted(make) -> None:
+    def answer(sample):
+        return SampleFailed("no engine") if asked(sample) == 7 else "yes"
+
+    evaluator, _ = make(answer, 21)
+    report = await evaluator.run(3)
+    assert (report.num_prompts, report.num_failed, report.accuracy) == (20, 1, 1.0)
+
+
+@pytest.mark.parametrize("error", [SampleFailed("no engine"), TimeoutError("none in time")])
+async def test_many_prompts_without_an_answer_are_an_error(make, error: Exception) -> None:
+    evaluator, _ = make(lambda sample: error if asked(sample) == 7 else "yes", 20)
+    with pytest.raises(EvaluationFailed, match="1 of 20 held-out prompts got no answer"):
+        await evaluator.run(3)
+
+
+async def test_answers_that_could_not_be_scored_are_counted(make) -> None:
+    evaluator, _ = make(lambda sample: "maybe" if asked(sample) else "yes")
+    assert (await evaluator.run(3)).num_unscored == 3
+
+
+async def test_an_older_version_than_asked_for_is_an_error(make) -> None:
+    evaluator, oracle = make(lambda sample: "yes")
+    with pytest.raises(RuntimeError, match="version 3 was served in an evaluation of version 4"):
+        await evaluator.run(4)
+    assert len(oracle.samples) == 4
+
+
+async def test_a_held_engine_is_asked_alone(make) -> None:
+    evaluator, oracle = make(lambda sample: "yes")
+    report = await evaluator.run(3, "engine-1")
+    assert {sample.engine for sample in oracle.samples} == {"engine-1"}
+    assert (report.version_min, report.version_max, report.num_prompts) == (3, 3, 4)
+
+
+async def test_what_a_held_engine_leaves_undone_is_asked_elsewhere(make) -> None:
+    def answer(sample):
+        is_lost = sample.engine is not None and asked(sample) > 0
+        return SampleFailed("engine-1 died") if is_lost else "yes"
+
+    evaluator, oracle = make(answer, 300)
+    report = await evaluator.run(3, "engine-1")
+    assert (report.num_prompts, report.num_failed, report.accuracy) == (300, 0, 1.0)
+    assert len({sample.sample_id for sample in oracle.samples}) == len(oracle.samples)
+    # Those that had not begun yet did not try it any more.
+    assert sum(sample.engine is not None for sample in oracle.samples) <= 128
+
+
+async def test_a_held_engine_that_was_started_again_at_an_older_version_is_left(make) -> None:
+    evaluator, oracle = make(lambda sample: "yes")
+
+    def answer(sample):
+        oracle.version = 0 if sample.engine else 4
+        return "yes"
+
+    oracle._answer = answer
+    report = await evaluator.run(3, "engine-1")
+    assert (report.version_min, report.version_max, report.num_prompts) == (4, 4, 4)
+
+
+async def test_prompts_that_are_too_long_are_left_out_and_all_of_them_are_refused(make) -> None:
+    evaluator, _ = make(lambda sample: "yes", 12, max_prompt_tokens=3)
+    assert (await evaluator.run(3)).num_prompts == 10  # "q10?" has four letters
+    with pytest.raises(ValueError, match=r"rollout\.max_prompt_tokens"):
+        make(lambda sample: "yes", max_prompt_tokens=2)

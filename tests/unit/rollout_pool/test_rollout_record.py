@@ -1,0 +1,183 @@
+"""What is written of the groups of a worker, and read again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
+from rollout_pool.record import RolloutLog, read_recorded
+
+
+def make_group(group_id: str, num_tokens: int = 6) -> TrajectoryGroup:
+    mask = np.array([0] + [1, 1, 0, 1] * num_tokens, np.uint8)[:num_tokens]
+    one = Trajectory(
+        tokens=np.arange(num_tokens, dtype=np.int32),
+        loss_mask=mask,
+        rollout_logprobs=(mask * -0.123456789).astype(np.float32),
+        version_spans=(
+            VersionSpan(version=7, start=1, end=3),
+            VersionSpan(version=8, start=3, end=num_tokens),
+        ),
+        prompt_length=1,
+        reward=0.5,
+        finish_reason="stop",
+        reward_parts={"right": 1.0, "short": -0.5},
+    )
+    return TrajectoryGroup(
+        group_id=group_id,
+        prompt=PromptRef(task="sums", index=3, attempt=1),
+        trajectories=(one, replace(one, episode=1, loss_mask=1 - mask, reward=0.0)),
+        sampling=SamplingParams(temperature=0.8),
+    )
+
+
+async def test_a_group_is_read_as_it_was_written(tmp_path: Path) -> None:
+    log, group = RolloutLog(tmp_path, "worker-0", 1.0, 0), make_group('w0-"17"')
+    await log.write(group, "3 + 4 =\n„?“")
+    await log.write(make_group("w0-18"), "another")
+    found = read_recorded(tmp_path, 'w0-"17"')
+    assert found is not None
+    assert (found.text, found.worker) == ("3 + 4 =\n„?“", "worker-0")
+    copy = found.group
+    assert (copy.prompt, copy.sampling) == (group.prompt, group.sampling)
+    assert len(copy.trajectories) == 2
+    for one, other in zip(group.trajectories, copy.trajectories, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.loss_mask.tolist() == other.loss_mask.tolist()
+        assert other.rollout_logprobs == pytest.approx(one.rollout_logprobs, abs=5e-6)
+        for name in ("version_spans", "reward", "reward_parts", "episode", "finish_reason"):
+            assert getattr(one, name) == getattr(other, name)
+    line = log.path.read_text().splitlines()[0]
+    assert json.loads(line)["trajectories"][0]["logprobs"][1] == -0.12346
+
+
+async def test_a_long_trajectory_is_read_as_it_was_written(tmp_path: Path) -> None:
+    group = make_group("long", 10_001)
+    await RolloutLog(tmp_path, "worker-0", 1.0, 0).write(group, "")
+    found = read_recorded(tmp_path, "long")
+    assert found is not None
+    (one, _), (copy, _) = group.trajectories, found.group.trajectories
+    assert np.array_equal(one.tokens, copy.tokens)
+    assert np.array_equal(one.loss_mask, copy.loss_mask)
+
+
+async def test_without_an_id_the_newest_of_all_workers_is_found(tmp_path: Path) -> None:
+    assert read_recorded(tmp_path, None) is None
+    for worker, group_id in (("worker-1", "a"), ("worker-0", "b"), ("worker-1", "c")):
+        await RolloutLog(tmp_path, worker, 1.0, 0).write(make_group(group_id), "")
+    found = read_recorded(tmp_path, None)
+    assert found is not None and (found.group.group_id, found.worker) == ("c", "worker-1")
+    assert read_recorded(tmp_path, "d") is None
+
+
+async def test_the_rate_chooses_by_id_and_seed_alone(tmp_path: Path) -> None:
+    ids = [f"w0-{i}" for i in range(10_000)]
+    chosen = [RolloutLog(tmp_path, "worker-0", 0.1, seed) for seed in (1, 1, 2)]
+    kept = [{group_id for group_id in ids if log.wants(group_id)} for log in chosen]
+    assert kept[0] == kept[1] != kept[2]
+    assert 900 < len(kept[0]) < 1100
+    more = RolloutLog(tmp_path, "worker-0", 0.2, 1)
+    assert all(more.wants(group_id) for group_id in kept[0])
+    assert not any(RolloutLog(tmp_path, "worker-0", 0.0, 1).wants(i) for i in ids)
+    assert all(RolloutLog(tmp_path, "worker-0", 1.0, 1).wants(i) for i in ids)
+
+
+async def test_what_is_not_chosen_is_not_written(tmp_path: Path) -> None:
+    log = RolloutLog(tmp_path, "worker-0", 0.0, 1)
+    await log.write(make_group("a"), "")
+    assert not log.path.exists()
+
+
+async def test_files_are_bounded_and_the_oldest_goes(tmp_path: Path) -> None:
+    probe = RolloutLog(tmp_path / "probe", "worker-0", 1.0, 0)
+    (tmp_path / "probe").mkdir()
+    await probe.write(make_group("g-00"), "")
+    size = probe.path.stat().st_size + 20
+    log = RolloutLog(tmp_path, "worker-0", 1.0, 0, max_file_bytes=3 * size, num_files=3)
+    await asyncio.gather(*(log.write(make_group(f"g-{i:02}"), "") for i in range(20)))
+    files = sorted((tmp_path / "rollouts").iterdir())
+    assert [file.name for file in files] == [
+        "worker-0.jsonl",
+        "worker-0.jsonl.1",
+        "worker-0.jsonl.2",
+    ]
+    assert all(file.stat().st_size <= 3 * size for file in files)
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    kept = [json.loads(line)["group_id"] for line in lines]
+    assert len(kept) == len({*kept}) == 3 + 3 + 2
+    for group_id in kept:
+        assert read_recorded(tmp_path, group_id) is not None
+
+
+async def test_a_group_above_the_bound_is_left_out(tmp_path: Path, caplog) -> None:
+    log = RolloutLog(tmp_path, "worker-0", 1.0, 0, max_file_bytes=1000)
+    await log.write(make_group("a", 1000), "")
+    assert log.num_lost == 1 and not log.path.exists()
+
+
+async def test_a_folder_that_cannot_be_written_costs_lines_and_one_warning(
+    tmp_path: Path, caplog
+) -> None:
+    (tmp_path / "rollouts").write_text("a file in the way")
+    log = RolloutLog(tmp_path, "worker-0", 1.0, 0)
+    for _ in range(3):
+        await log.write(make_group("a"), "")
+    assert log.num_lost == 3
+    assert len(caplog.records) == 1 and "is not recorded" in caplog.text
+
+
+async def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
+    log = RolloutLog(tmp_path, "worker-0", 1.0, 0)
+    await log.write(make_group("a"), "")
+    with log.path.open("a") as file:
+        file.write('{"group_id":"b","at":17')
+    found = read_recorded(tmp_path, None)
+    assert found is not None and found.group.group_id == "a"
+    await RolloutLog(tmp_path, "worker-0", 1.0, 0).write(make_group("c"), "")  # a later life
+    found = read_recorded(tmp_path, None)
+    assert found is not None and found.group.group_id == "c"
+
+
+FULL_DISK = """
+import asyncio, resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_rollout_record import make_group
+from rollout_pool.record import RolloutLog
+log = RolloutLog(Path(sys.argv[1]), "worker-0", 1.0, 0)
+async def main():
+    await log.write(make_group("a"), "")
+    size = log.path.stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, resource.RLIM_INFINITY))
+    await log.write(make_group("b"), "")
+    await log.write(make_group("c"), "")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    await log.write(make_group("d"), "")
+    print(log.num_lost)
+asyncio.run(main())
+"""
+
+
+def test_after_a_full_disk_lines_are_whole_again(tmp_path: Path) -> None:
+    """The limit of a file's size acts like a disk that is full: a part of the line is written."""
+    said = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path), str(Path(__file__).parent)],
+        preexec_fn=lambda: signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert said.stdout.strip() == "2"
+    assert [read_recorded(tmp_path, i) is not None for i in "abcd"] == [True, False, False, True]
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

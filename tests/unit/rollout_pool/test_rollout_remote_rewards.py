@@ -1,0 +1,411 @@
+"""Rewards from services: a real HTTP server, which is sometimes out of order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import Counter
+from email.utils import formatdate
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from configs.choices import RewardKind
+from configs.rollout_schema import RewardConfig
+from rollout_pool.envs.env import Message
+from rollout_pool.envs.episode import Branch, Episode
+from rollout_pool.rewards.judge import Judge, parse_score
+from rollout_pool.rewards.remote import HttpReward
+from rollout_pool.rewards.service import RemoteFailure, RemoteService
+from rollout_pool.rewards.teacher import Teacher
+from rollout_pool.tasks.task import Prompt
+
+PROMPT = Prompt(index=7, is_held_out=False, text="3 + 4 =")
+EPISODE = Episode(
+    branches=[],
+    messages=(Message(role="user", content="3 + 4 ="), Message(role="assistant", content="7")),
+    end="done",
+    num_turns=1,
+)
+
+
+class Service:
+    """Answers with what is in `replies`, one after the other, the last for ever."""
+
+    def __init__(self) -> None:
+        self.replies: list[object] = [{"reward": 1.0}]
+        self.delay_s = 0.0
+        self.bodies: list[dict] = []
+        self.headers: list[dict] = []
+        self.paths: list[str] = []
+        self.times: list[float] = []
+        self.num_open = self.most_open = 0
+        app = Starlette(routes=[Route("/{path:path}", self._answer, methods=["POST"])])
+        config = uvicorn.Config(
+            app, host="127.0.0.1", port=0, log_level="critical", lifespan="off", ws="none"
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            assert self._thread.is_alive()
+            time.sleep(0.01)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+
+    def stop(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(timeout=10)
+
+    async def _answer(self, request: Request) -> Response:
+        self.bodies.append(await request.json())
+        self.headers.append(dict(request.headers))
+        self.paths.append(request.url.path)
+        self.times.append(time.monotonic())
+        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        try:
+            await asyncio.sleep(self.delay_s)
+        finally:
+            self.num_open -= 1
+        if callable(reply) and not isinstance(reply, Response):
+            reply = reply(self.bodies[-1])
+        if isinstance(reply, Response):
+            return reply
+        if isinstance(reply, int):
+            return PlainTextResponse("out of order", reply)
+        return JSONResponse(reply)
+
+
+@pytest.fixture
+def service():
+    service = Service()
+    yield service
+    service.stop()
+
+
+@pytest.fixture
+async def reward(service):
+    """Makes an HttpReward of the service; each is closed."""
+    made = []
+
+    def make(url=None, **settings) -> HttpReward:
+        config = RewardConfig(
+            kind=RewardKind.http, url=url or service.url + "/score", **{"timeout_s": 5, **settings}
+        )
+        made.append(HttpReward("mine", config))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.close()
+
+
+# Calls -------------------------------------------------------------------------------------------
+
+
+async def test_the_service_is_sent_the_episode_and_gives_reward_and_parts(service, reward):
+    service.replies = [{"reward": 0.5, "parts": {"style": 1, "length": -2.0}}]
+    assert await reward().score(PROMPT, EPISODE, "k1") == (0.5, {"style": 1.0, "length": -2.0})
+    [body] = service.bodies
+    assert (body["prompt"], body["index"], body["answer"]) == ("3 + 4 =", 7, "7")
+    assert [message["role"] for message in body["messages"]] == ["user", "assistant"]
+    assert service.paths == ["/score"]
+
+
+@pytest.mark.parametrize("status", [429, 500, 503, 408])
+async def test_a_failure_that_may_pass_is_tried_again_under_the_same_key(service, reward, status):
+    service.replies = [status, status, {"reward": 1.0}]
+    assert await reward().score(PROMPT, EPISODE, "k1") == (1.0, {})
+    assert [headers["idempotency-key"] for headers in service.headers] == ["k1"] * 3
+    assert service.bodies[0] == service.bodies[2]
+    assert service.times[2] - service.times[1] > (service.times[1] - service.times[0]) / 3 > 0.05
+
+
+async def test_a_failure_that_lasts_is_told_after_the_last_attempt(service, reward):
+    service.replies = [503]
+    with pytest.raises(RemoteFailure, match=r"/score: HTTP 503 \(2 attempts\)"):
+        await reward(max_retries=1).score(PROMPT, EPISODE, "k")
+    assert len(service.bodies) == 2
+
+
+async def test_a_refusal_is_not_tried_again(service, reward):
+    service.replies = [422]
+    with pytest.raises(RemoteFailure, match="HTTP 422: out of order"):
+        await reward().score(PROMPT, EPISODE, "k")
+    assert len(service.bodies) == 1
+
+
+@pytest.mark.parametrize("as_date", [False, True])
+async def test_a_service_is_left_alone_as_long_as_it_asks(service, reward, as_date):
+    value = formatdate(time.time() + 2, usegmt=True) if as_date else "1.2"
+    service.replies = [Response(status_code=429, headers={"Retry-After": value}), {"reward": 1}]
+    await reward().score(PROMPT, EPISODE, "k")
+    assert 0.9 < service.times[1] - service.times[0] < 5
+
+
+async def test_a_service_that_hangs_is_given_up_in_time(service, reward):
+    service.delay_s = 30
+    started = time.monotonic()
+    with pytest.raises(RemoteFailure, match=r"no answer within 0.3 s \(2 attempts\)"):
+        await reward(timeout_s=0.3, max_retries=1).score(PROMPT, EPISODE, "k")
+    assert time.monotonic() - started < 4
+
+
+async def test_a_service_that_trickles_is_given_up_in_time(service, reward):
+    async def trickle():
+        while True:
+            yield b" "
+            await asyncio.sleep(0.05)
+
+    service.replies = [StreamingResponse(trickle())]
+    with pytest.raises(RemoteFailure, match=r"no answer within 0\.4 s"):
+        await reward(timeout_s=0.4, max_retries=0).score(PROMPT, EPISODE, "k")
+
+
+async def test_a_service_that_is_not_there_is_told(reward):
+    with pytest.raises(RemoteFailure, match=r"127.0.0.1:9/score: ConnectError.*\(1 attempt\)"):
+        gone = reward(url="http://127.0.0.1:9/score", max_retries=0)
+        await gone.score(PROMPT, EPISODE, "k")
+
+
+async def test_calls_are_spaced_out(service, reward):
+    limited = reward(max_per_second=20)
+    await asyncio.gather(*(limited.score(PROMPT, EPISODE, str(i)) for i in range(11)))
+    took = max(service.times) - min(service.times)
+    assert 0.45 < took < 3
+    counts = Counter(int((t - min(service.times)) / 0.5) for t in service.times)
+    assert counts[0] <= 12
+
+
+async def test_only_so_many_calls_are_under_way(service, reward):
+    service.delay_s = 0.05
+    one = reward()
+    await asyncio.gather(*(one.score(PROMPT, EPISODE, str(i)) for i in range(150)))
+    assert service.most_open <= 64 and len(service.bodies) == 150
+
+
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        ({}, 'its "reward" is no number'),
+        ({"reward": "high"}, 'its "reward" is no number'),
+        ({"reward": True}, 'its "reward" is no number'),
+        (Response('{"reward": NaN}'), 'its "reward" is no number'),
+        ({"reward": 1, "parts": {"a": None}}, r'its "parts.a" is no number'),
+        ({"reward": 1, "parts": [1]}, 'its "parts" is no object'),
+        (Response("<html>"), "answers no JSON"),
+        (Response("[1]"), "answers no JSON object"),
+    ],
+)
+async def test_an_answer_that_is_no_reward_is_told(service, reward, reply, told):
+    service.replies = [reply]
+    with pytest.raises(RemoteFailure, match=told):
+        await reward().score(PROMPT, EPISODE, "k")
+    assert len(service.bodies) == 1
+
+
+# Keys --------------------------------------------------------------------------------------------
+
+KEY = "LEASH_TEST_REWARD_KEY"
+
+
+@pytest.fixture
+def key():
+    os.environ[KEY] = "sk-very-secret"
+    yield "sk-very-secret"
+    del os.environ[KEY]
+
+
+async def test_a_key_is_sent_and_never_told(service, reward, key, caplog):
+    service.replies = [lambda body: PlainTextResponse(f"bad key {key}", 401)]
+    url = service.url.replace("//", "//user:pass-word@") + "/score?token=in-the-query"
+    with caplog.at_level("DEBUG", "rollout_pool"), pytest.raises(RemoteFailure) as caught:
+        await reward(url=url, api_key_env=KEY).score(PROMPT, EPISODE, "k")
+    told = str(caught.value) + caplog.text
+    for secret in (key, "pass-word", "in-the-query"):
+        assert secret not in told
+    assert "HTTP 401: bad key (key)" in told
+    service.replies = [{"reward": 1.0}]
+    await reward(api_key_env=KEY).score(PROMPT, EPISODE, "k")
+    assert service.headers[-1]["authorization"] == f"Bearer {key}"
+
+
+async def test_settings_that_cannot_work_are_told_at_once(reward):
+    with pytest.raises(ValueError, match=r"task\.rewards\.mine\.api_key_env='NOT_THERE'"):
+        reward(api_key_env="NOT_THERE")
+    with pytest.raises(ValueError, match=r"task\.rewards\.mine\.url='ftp://host/a'"):
+        reward(url="ftp://user:secret@host/a?b")
+
+
+async def test_a_proxy_of_the_environment_is_not_asked(service, reward):
+    os.environ["http_proxy"] = "http://127.0.0.1:9"
+    try:
+        assert await reward().score(PROMPT, EPISODE, "k") == (1.0, {})
+    finally:
+        del os.environ["http_proxy"]
+
+
+async def test_a_cancelled_call_leaves_nothing_behind(service):
+    service.delay_s = 30
+    config = RewardConfig(kind=RewardKind.http, url=service.url, timeout_s=60)
+    one = RemoteService("mine", config)
+    asking = asyncio.create_task(one.ask({}, "k"))
+    while not service.bodies:
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await one.close()
+
+
+# Judge -------------------------------------------------------------------------------------------
+
+
+def says(text: str) -> dict:
+    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+@pytest.fixture
+async def judge(service):
+    made = []
+
+    def make(**settings) -> Judge:
+        config = RewardConfig(
+            kind=RewardKind.judge, url=service.url + "/v1/", model="m", timeout_s=5, **settings
+        )
+        made.append(Judge("mine", config))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.close()
+
+
+async def test_a_judge_is_asked_as_its_prompt_says(service, judge):
+    service.replies = [says("Nearly. Score: 0.75")]
+    one = judge(prompt="Q {prompt} A {answer} S {solution} {other}")
+    assert one.needs_solution
+    assert await one.score("3+4 {answer}", "{solution}", "7", "k") == 0.75
+    [body] = service.bodies
+    assert service.paths == ["/v1/chat/completions"] and body["model"] == "m"
+    [message] = body["messages"]
+    assert message == {"role": "user", "content": "Q 3+4 {answer} A {solution} S 7 {other}"}
+
+
+async def test_without_a_prompt_of_the_user_the_judge_is_asked_for_a_score_from_0_to_1(
+    service, judge
+):
+    service.replies = [says("Fine.\n\nScore: 1")]
+    assert not judge().needs_solution
+    assert await judge().score("QUESTION", "ANSWER", "", "k") == 1.0
+    content = service.bodies[0]["messages"][0]["content"]
+    assert "QUESTION" in content and "ANSWER" in content and "from 0 (useless) to 1" in content
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("score: 0.5", 0.5),
+        ("Of 3 points it gets 2. Score: 7/10", 7.0),
+        ("**Score:** 8", 8.0),
+        ("Score: 3 at first, but on balance score: 4 of 10 things are right", 4.0),
+        ("I give it 4, no, 6.", 6.0),
+        ("9 / 10", 9.0),
+        ("-1.5", -1.5),
+        ("the score is .25", 0.25),
+    ],
+)
+def test_a_judgement_becomes_a_number(text, score):
+    assert parse_score(text) == score
+
+
+@pytest.mark.parametrize("reply", [says("No idea."), says(""), {"choices": []}, {"error": 1}])
+async def test_a_judge_without_a_judgement_is_told(service, judge, reply):
+    service.replies = [reply]
+    with pytest.raises(RemoteFailure, match="the judge"):
+        await judge().score("q", "a", "", "k")
+
+
+# Teacher -----------------------------------------------------------------------------------------
+
+
+def logprob_of(token: int, before: int) -> float:
+    """The teacher's, which only looks at one token before."""
+    return -0.25 * token - 0.001 * before
+
+
+def echo(body: dict) -> dict:
+    """As SGLang and vLLM answer: the prompt's, none for its first token, then the sampled ones."""
+    tokens = body["prompt"]
+    assert body["echo"] and body["logprobs"] >= 1
+    logprobs = [None, *(logprob_of(t, b) for b, t in pairwise(tokens))]
+    sampled = [-0.7] * body["max_tokens"]
+    texts = ["x"] * (len(tokens) + len(sampled))
+    return {"choices": [{"logprobs": {"tokens": texts, "token_logprobs": logprobs + sampled}}]}
+
+
+def branch(tokens: list[int]) -> Branch:
+    return Branch(
+        tokens=tokens,
+        loss_mask=[0] * len(tokens),
+        logprobs=[0.0] * len(tokens),
+        version_spans=[],
+        prompt_length=1,
+        finish_reason="stop",
+    )
+
+
+@pytest.fixture
+async def teacher(service):
+    config = RewardConfig(
+        kind=RewardKind.teacher, url=service.url + "/v1", model="big", timeout_s=5, max_retries=1
+    )
+    teacher = Teacher("mine", config)
+    yield teacher
+    await teacher.close()
+
+
+async def test_each_token_gets_the_teachers_log_probability_given_those_before(service, teacher):
+    service.replies = [echo]
+    first, second = await teacher.columns([branch([5, 6, 7, 10]), branch([3])], "k")
+    column = first["teacher_logprobs"]
+    assert column.dtype == np.float32 and column.shape == (4,)
+    expected = [0.0, logprob_of(6, 5), logprob_of(7, 6), logprob_of(10, 7)]
+    assert column.tolist() == pytest.approx(expected)
+    assert second["teacher_logprobs"].tolist() == [0.0]
+    assert set(service.paths) == {"/v1/completions"}
+    assert service.bodies[0]["model"] == "big"
+    keys = {headers["idempotency-key"] for headers in service.headers}
+    assert keys == {"k-0", "k-1"}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda given: given[-1:], "gave 1 log-probabilities for 3 tokens: its server must echo"),
+        (lambda given: [None, None, *given[2:]], "left out log-probabilities"),
+        (lambda given: [None, 0.5, *given[2:]], "that are none"),
+        (lambda given: [None, "x", *given[2:]], "left out log-probabilities"),
+        (lambda given: None, "gave 0 log-probabilities"),
+    ],
+)
+async def test_a_teacher_that_does_not_tell_all_is_told(service, teacher, change, told):
+    def reply(body: dict) -> dict:
+        answer = echo(body)
+        logprobs = answer["choices"][0]["logprobs"]
+        logprobs["token_logprobs"] = change(logprobs["token_logprobs"])
+        return answer
+
+    service.replies = [reply]
+    with pytest.raises(RemoteFailure, match=told):
+        await teacher.columns([branch([5, 6, 7])], "k")

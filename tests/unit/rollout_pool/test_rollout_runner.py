@@ -1,0 +1,390 @@
+"""Episodes with environments of all manners, and a model that says what it was told to say."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from buffer.types import SamplingParams, VersionSpan
+from configs.choices import OnLongPrompt, ToolParser
+from configs.rollout_schema import RolloutConfig, TaskConfig
+from rollout_pool.envs.chat import ChatFormat
+from rollout_pool.envs.env import Message, Observation, SingleTurn, Step, ToolSpec
+from rollout_pool.envs.runner import EpisodeAsk, EpisodeFailed, EpisodeRunner
+from rollout_pool.samples import Interrupted, Priority, SampleFailed
+from trainer_pool.scratch import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+EOS = TOKENIZER.eos_token_id
+VERSION = 4
+
+
+class Model:
+    """Says its lines one after the other; "..." hangs after what was said, until interrupted."""
+
+    def __init__(self, *lines):
+        self.lines = list(lines)
+        self.asked = []
+        self.is_deaf = False
+        self.delay_s = 0.0
+        self.hangs = asyncio.Event()
+        self._interrupted = {}
+
+    async def complete(self, sample):
+        self.asked.append(sample)
+        stop = self._interrupted.setdefault(sample, asyncio.Event())
+        stop.clear()
+        line = self.lines.pop(0)
+        if isinstance(line, Exception):
+            raise line
+        tokens = [*line.removesuffix("...").encode()]
+        self._write(sample, tokens if line.endswith("...") else [*tokens, EOS])
+        if line.endswith("..."):
+            self.hangs.set()
+            await stop.wait()
+            raise Interrupted
+        await asyncio.sleep(self.delay_s)
+        if stop.is_set():
+            raise Interrupted
+        sample.finish_reason = "stop" if sample.output_ids[-1] == EOS else "length"
+
+    def _write(self, sample, tokens):
+        tokens = tokens[: sample.num_left]
+        start = len(sample.output_ids)
+        if not tokens:
+            return
+        sample.output_ids += tokens
+        sample.logprobs += [-0.5] * len(tokens)
+        span = VersionSpan(version=VERSION, start=start, end=len(sample.output_ids))
+        sample.version_spans.append(span)
+
+    def interrupt(self, sample):
+        if not self.is_deaf and sample in self._interrupted:
+            self._interrupted[sample].set()
+
+
+class Talk:
+    """Says its own lines; a line may also be a step, an observation, or an error to raise."""
+
+    def __init__(self, first, *lines):
+        self.first = first
+        self.lines = list(lines)
+        self.heard = []
+        self.num_closed = 0
+
+    async def reset(self):
+        return await self._next(self.first)
+
+    async def step(self, completion):
+        self.heard.append(completion)
+        said = await self._next(self.lines.pop(0) if self.lines else Step())
+        return said if isinstance(said, Step) else Step(observation=said)
+
+    async def close(self):
+        self.num_closed += 1
+
+    async def _next(self, line):
+        if isinstance(line, Exception):
+            raise line
+        if line == "...":
+            await asyncio.Event().wait()
+        if isinstance(line, str):
+            return Observation(messages=(Message(role="user", content=line),))
+        return line
+
+
+def runner(model, rollout=None, heeds_interrupt_s=5.0, **task):
+    config = TaskConfig(**{"max_turns": 8, **task})
+    chat = ChatFormat(TOKENIZER, chat_template=False, tool_parser=ToolParser.hermes)
+    return EpisodeRunner(
+        model, chat, config, rollout or RolloutConfig(), heeds_interrupt_s=heeds_interrupt_s
+    )
+
+
+def ask(**more):
+    return EpisodeAsk(session="s", sampling=SamplingParams(temperature=0.7), **more)
+
+
+def text_of(branch):
+    """Tokens of the model in brackets, and its ends of sequence as a bar."""
+    text, was_own = "", 0
+    for token, own in zip(branch.tokens, branch.loss_mask, strict=True):
+        text += ("[" if own else "]") if own != was_own else ""
+        text += "|" if token == EOS else chr(token)
+        was_own = own
+    return text + ("]" if was_own else "")
+
+
+async def test_a_question_with_one_answer():
+    model = Model("7")
+    seen = []
+    asked = ask(
+        rank=3, priority=Priority.evaluation, min_version=2, engine="e", on_sample=seen.append
+    )
+    env = SingleTurn("3+4=", "Add. ")
+    episode = await runner(model).run(env, asked)
+    [branch] = episode.branches
+    assert text_of(branch) == "Add. 3+4=[7|]" and branch.prompt_length == 9
+    assert branch.version_spans == [VersionSpan(version=4, start=9, end=11)]
+    assert (episode.end, branch.finish_reason, episode.num_turns) == ("done", "stop", 1)
+    assert episode.answer == "7" and episode.env_reward is None
+    [sample] = model.asked
+    assert seen == [sample]
+    assert (sample.rank, sample.priority, sample.min_version, sample.engine, sample.session) == (
+        (3, Priority.evaluation, 2, "e", "s")
+    )
+    assert sample.sampling.temperature == 0.7
+    assert sample.max_new_tokens == RolloutConfig().max_response_tokens
+
+
+async def test_turns_follow_each_other_token_by_token_and_rewards_add_up():
+    model = Model("a", "b", "c")
+    env = Talk(
+        "1? ",
+        Step(
+            observation=Observation(messages=(Message(role="user", content=" 2? "),)),
+            reward=0.5,
+            info={"close": 1.0, "turns": 1.0},
+        ),
+        " 3? ",
+        Step(reward=-0.25, info={"turns": 3.0}),
+    )
+    episode = await runner(model).run(env, ask())
+    [branch] = episode.branches
+    assert text_of(branch) == "1? [a|] 2? [b|] 3? [c|]"
+    assert [message.content for message in episode.messages] == [
+        "1? ",
+        "a",
+        " 2? ",
+        "b",
+        " 3? ",
+        "c",
+    ]
+    assert (episode.env_reward, episode.num_turns, env.num_closed) == (0.25, 3, 1)
+    assert dict(episode.env_parts) == {"close": 1.0, "turns": 3.0}
+    assert [sample.sample_id for sample in model.asked] == ["s.0", "s.1", "s.2"]
+    assert [completion.text for completion in env.heard] == ["a", "b", "c"]
+
+
+async def test_a_tool_call_reaches_the_environment_and_its_answer_is_not_trained_on():
+    model = Model('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "so 3")
+    tool = ToolSpec(name="add", description="", parameters={})
+    opening = Observation(messages=(Message(role="user", content="?"),), tools=(tool,))
+    answer = Message(role="tool", content=" 3 ", name="add", tool_call_id="x")
+    env = Talk(opening, Observation(messages=(answer,)))
+    episode = await runner(model).run(env, ask())
+    [call] = env.heard[0].tool_calls
+    assert (call.name, call.arguments) == ("add", {"a": 1})
+    assert text_of(episode.branches[0]).endswith("</tool_call>|] 3 [so 3|]")
+    assert episode.messages[1].tool_calls == (call,) and episode.messages[1].content == ""
+
+
+async def test_a_rewritten_history_goes_on_in_a_branch():
+    model = Model("a", "b", "c")
+    summary = Observation(
+        messages=(Message(role="user", content="in short: a. 2? "),), replaces_history=True
+    )
+    episode = await runner(model).run(Talk("1? ", summary, " 3? "), ask())
+    assert [text_of(branch) for branch in episode.branches] == [
+        "1? [a|]",
+        "in short: a. 2? [b|] 3? [c|]",
+    ]
+    assert [message.content for message in episode.messages] == [
+        "in short: a. 2? ",
+        "b",
+        " 3? ",
+        "c",
+    ]
+    assert episode.end == "done"
+
+
+async def test_the_last_turn_is_still_judged():
+    env = Talk("1", Step(observation=None, reward=1.0))
+    assert (await runner(Model("a"), max_turns=1).run(env, ask())).end == "done"
+    more = Observation(messages=(Message(role="user", content="more"),))
+    env = Talk("1", Step(observation=more, reward=1.0), Step(observation=more, reward=2.0))
+    episode = await runner(Model("a", "b"), max_turns=2).run(env, ask())
+    assert (episode.end, episode.num_turns, episode.env_reward) == ("max_turns", 2, 3.0)
+    assert episode.messages[-1].content == "b"
+
+
+async def test_all_that_follows_the_prompt_stays_within_max_response_tokens():
+    model = Model("aa", "bbbbbbbbb")
+    rollout = RolloutConfig(max_response_tokens=10)
+    env = Talk("12345", "+++", "and?")
+    episode = await runner(model, rollout).run(env, ask())
+    assert [sample.max_new_tokens for sample in model.asked] == [10, 4]
+    assert text_of(episode.branches[0]) == "12345[aa|]+++[bbbb]"
+    assert (episode.end, episode.branches[0].finish_reason) == ("length", "length")
+    assert env.heard[1].finish_reason == "length"
+    assert episode.messages[-1].content == "bbbb"  # "and?" was never shown
+
+
+async def test_a_history_too_long_to_go_on_leaves_the_conversation_as_it_was():
+    rollout = RolloutConfig(max_response_tokens=5)
+    long = Observation(
+        messages=(Message(role="user", content="far too long"),), replaces_history=True
+    )
+    episode = await runner(Model("a"), rollout).run(Talk("1", long), ask())
+    assert episode.end == "length" and episode.answer == "a" and len(episode.branches) == 1
+
+
+async def test_a_single_answer_is_bounded_by_max_turn_tokens():
+    model = Model("abcdef", "ok")
+    episode = await runner(model, max_turn_tokens=3).run(Talk("1", "2"), ask())
+    assert text_of(episode.branches[0]) == "1[abc]2[ok|]"
+    assert episode.end == "done"
+
+
+@pytest.mark.parametrize("content", ["", "x" * 11])
+async def test_a_first_prompt_that_is_too_long_or_empty_is_no_episode(content):
+    skips = RolloutConfig(max_prompt_tokens=10, on_long_prompt=OnLongPrompt.skip)
+    env = Talk(content)
+    with pytest.raises(EpisodeFailed, match=r"s: its first prompt has (11 tokens|no token)"):
+        await runner(Model(), skips).run(env, ask())
+    assert env.num_closed == 1
+
+
+async def test_a_first_prompt_that_is_too_long_is_refused_by_name():
+    refuses = RolloutConfig(max_prompt_tokens=10)
+    env = Talk("x" * 11)
+    with pytest.raises(ValueError, match=r"rollout.max_prompt_tokens=10: .* has 11 tokens"):
+        await runner(Model(), refuses).run(env, ask())
+    assert env.num_closed == 1
+
+
+async def test_an_environment_that_breaks_ends_its_episode_with_what_was_sampled():
+    more = Observation(messages=(Message(role="user", content="2"),))
+    env = Talk("1", Step(observation=more, reward=0.5), KeyError("gone"))
+    episode = await runner(Model("a", "b")).run(env, ask())
+    assert (episode.end, episode.error) == ("env_error", "step: KeyError: 'gone'")
+    assert text_of(episode.branches[0]) == "1[a|]2[b|]"
+    assert episode.env_reward == 0.5 and env.num_closed == 1
+
+
+async def test_a_timeout_of_the_environments_own_is_its_error():
+    episode = await runner(Model("a")).run(Talk("1", TimeoutError("of mine")), ask())
+    assert (episode.end, episode.error) == ("env_error", "step: TimeoutError: of mine")
+
+
+async def test_words_that_no_tokenizer_takes_end_the_episode():
+    episode = await runner(Model("a")).run(Talk("1", "\ud800"), ask())
+    assert episode.end == "env_error" and episode.error.startswith("observation: ")
+    assert text_of(episode.branches[0]) == "1[a|]"
+
+
+async def test_an_environment_that_never_begins_is_no_episode():
+    env = Talk(OSError("no disk"))
+    with pytest.raises(
+        EpisodeFailed, match=r"before a token .* env_error: reset: OSError: no disk"
+    ):
+        await runner(Model()).run(env, ask())
+    with pytest.raises(EpisodeFailed, match=r"before a token was sampled: turn_timeout"):
+        await runner(Model(), turn_timeout_s=0.05).run(Talk("..."), ask())
+    assert env.num_closed == 1
+
+
+async def test_an_environment_that_takes_too_long_over_a_step_ends_its_episode():
+    env = Talk("1", "2", "...")
+    episode = await runner(Model("a", "b"), turn_timeout_s=0.1).run(env, ask())
+    assert (episode.end, episode.error) == ("turn_timeout", None)
+    assert text_of(episode.branches[0]) == "1[a|]2[b|]"
+    env = Talk("1", "...")
+    episode = await runner(Model("a"), episode_timeout_s=0.1).run(env, ask())
+    assert (episode.end, env.num_closed) == ("episode_timeout", 1)
+
+
+async def test_an_episode_without_time_keeps_what_was_sampled_to_the_last_token():
+    model = Model("a", "bc...")
+    env = Talk("1", "2")
+    episode = await runner(model, episode_timeout_s=0.2).run(env, ask())
+    assert (episode.end, episode.num_turns) == ("episode_timeout", 2)
+    assert text_of(episode.branches[0]) == "1[a|]2[bc]"
+    assert episode.branches[0].finish_reason == "length"
+    assert episode.answer == "bc" and len(env.heard) == 1
+    assert model.asked[1].finish_reason is not None
+
+
+async def test_an_episode_whose_time_ends_before_a_turns_first_token_ends_without_it():
+    episode = await runner(Model("a", "..."), episode_timeout_s=0.2).run(Talk("1", "2"), ask())
+    assert text_of(episode.branches[0]) == "1[a|]" and episode.num_turns == 1
+    with pytest.raises(EpisodeFailed, match="before a token was sampled: episode_timeout"):
+        await runner(Model("..."), episode_timeout_s=0.1).run(Talk("1"), ask())
+
+
+async def test_a_sample_that_does_not_heed_its_interruption_is_cancelled_and_lost():
+    model = Model("a", "bc...")
+    model.is_deaf = True
+    playing = runner(model, heeds_interrupt_s=0.1, episode_timeout_s=0.1).run(Talk("1", "2"), ask())
+    async with asyncio.timeout(5):
+        episode = await playing
+    assert text_of(episode.branches[0]) == "1[a|]" and episode.end == "episode_timeout"
+    assert all(sample.finish_reason for sample in model.asked)
+
+
+async def test_an_interrupted_sample_waits_and_goes_on_with_what_it_has():
+    model = Model("a", "b...", "c", "d")
+    waiting, may = asyncio.Queue(), asyncio.Event()
+
+    async def may_go_on(sample):
+        waiting.put_nowait(sample)
+        await may.wait()
+
+    playing = asyncio.create_task(runner(model).run(Talk("1", "2", "3"), ask(may_go_on=may_go_on)))
+    async with asyncio.timeout(5):
+        await model.hangs.wait()
+        model.interrupt(model.asked[1])
+        assert await waiting.get() is model.asked[1] and len(model.asked) == 2
+        may.set()
+        episode = await playing
+    assert model.asked[1] is model.asked[2]
+    assert text_of(episode.branches[0]) == "1[a|]2[bc|]3[d|]"
+    assert (episode.end, episode.num_turns) == ("done", 3)
+
+
+async def test_the_clock_stands_still_while_a_sample_may_not_go_on():
+    model = Model("a...", "b")
+    model.delay_s = 0.05
+
+    async def may_go_on(sample):
+        await asyncio.sleep(0.5)
+
+    playing = asyncio.create_task(
+        runner(model, episode_timeout_s=0.3).run(Talk("1"), ask(may_go_on=may_go_on))
+    )
+    async with asyncio.timeout(5):
+        await model.hangs.wait()
+        model.interrupt(model.asked[0])
+        episode = await playing
+    assert episode.end == "done" and text_of(episode.branches[0]) == "1[ab|]"
+
+
+async def test_a_sample_that_fails_fails_the_episode_and_the_environment_is_closed():
+    env = Talk("1", "2")
+    with pytest.raises(SampleFailed, match="no engine"):
+        await runner(Model("a", SampleFailed("no engine"))).run(env, ask())
+    assert env.num_closed == 1
+    with pytest.raises(TimeoutError, match="nobody to ask"):
+        await runner(Model(TimeoutError("nobody to ask"))).run(Talk("1"), ask())
+
+
+async def test_a_cancelled_episode_closes_its_environment():
+    model, env = Model("a..."), Talk("1")
+    playing = asyncio.create_task(runner(model).run(env, ask()))
+    async with asyncio.timeout(5):
+        await model.hangs.wait()
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert env.num_closed == 1
+
+
+class BreaksAtTheEnd(Talk):
+    async def close(self):
+        raise OSError("disk full")
+
+
+async def test_an_environment_that_does_not_close_spoils_nothing(caplog):
+    episode = await runner(Model("a")).run(BreaksAtTheEnd("1"), ask())
+    assert episode.end == "done" and "disk full" in caplog.text

@@ -1,0 +1,234 @@
+"""Samples that are completed over engines that die, refuse and interrupt, all by real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from buffer.types import SamplingParams
+from rollout_pool.router import Router
+from rollout_pool.samples import Interrupted, Sample, SampleFailed
+from rollout_pool.sampling import Sampler
+
+
+@pytest.fixture
+def router(client, other_client):
+    router = Router([client, other_client], wait_timeout_s=20.0)
+    router.follow({"engine-0": 0, "engine-1": 0}, 0, 0)
+    return router
+
+
+@pytest.fixture
+def sampler(router):
+    return Sampler(router, max_retries=1)
+
+
+def make_sample(number=0, **fields):
+    return Sample(
+        **{
+            "sample_id": f"g.{number}",
+            "prompt": [5, 6, 7],
+            "sampling": SamplingParams(),
+            "max_new_tokens": 8,
+            **fields,
+        }
+    )
+
+
+def spans(sample):
+    return [(span.version, span.start, span.end) for span in sample.version_spans]
+
+
+def rids(fake):
+    return [rid for body in fake.bodies("/generate") for rid in body["rid"]]
+
+
+async def until(holds):
+    async with asyncio.timeout(10):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_sample_ends_with_its_owner_told_at_each_arrival(
+    fake, other_fake, sampler, make_reply
+):
+    fake.reply = lambda rid: make_reply(output_ids=[1, 2, 3, 4], parts=[1, 2])
+    told = []
+    sample = make_sample(on_tokens=lambda s: told.append((len(s.output_ids), s.finish_reason)))
+    await sampler.complete(sample)
+    assert told == [(1, None), (3, None), (4, "stop")]
+    assert (sample.num_attempts, sample.num_failures, sample.num_wasted) == (1, 0, 0)
+    await sampler.complete(sample)  # it has ended: nothing is asked
+    assert rids(fake) == ["g.0.1!"] and rids(other_fake) == []
+
+
+async def test_the_samples_of_a_group_share_calls(fake, other_fake, sampler):
+    await asyncio.gather(*(sampler.complete(make_sample(i)) for i in range(8)))
+    assert [len(body["rid"]) for body in fake.bodies("/generate")] == [4]
+    assert [len(body["rid"]) for body in other_fake.bodies("/generate")] == [4]
+
+
+async def test_a_sample_whose_engine_dies_goes_on_elsewhere_from_where_it_stood(
+    fake, other_fake, sampler, router, make_reply
+):
+    fake.version, other_fake.version = "3", "4"
+    router.follow({"engine-0": 3, "engine-1": 4}, 4, 1)
+    fake.reply = lambda rid: make_reply(
+        output_ids=[10, 11, 12, 13, 14],
+        logprobs=[-0.1, -0.2, -0.3, -0.4, -0.5],
+        parts=[1, 2],
+        labels=["3", "3"],
+        breaks=True,
+    )
+    other_fake.reply = lambda rid: make_reply(output_ids=[23, 24, 2], logprobs=[-1.0, -2.0, -3.0])
+    sample = make_sample()
+    await sampler.complete(sample)
+    assert sample.output_ids == [10, 11, 12, 23, 24, 2]
+    assert sample.logprobs == [-0.1, -0.2, -0.3, -1.0, -2.0, -3.0]
+    assert spans(sample) == [(3, 0, 3), (4, 3, 6)]
+    [body] = other_fake.bodies("/generate")
+    assert body["input_ids"] == [[5, 6, 7, 10, 11, 12]]
+    assert body["sampling_params"][0]["max_new_tokens"] == 5
+    assert (sample.num_attempts, sample.num_failures, sample.num_refused) == (2, 1, 0)
+    assert sample.num_wasted == 5  # at most as many as were left to it
+    assert router.tokens_in_flight == {"engine-0": 0, "engine-1": 0}
+
+
+async def test_a_sample_refused_for_its_logprobs_is_asked_for_elsewhere_and_counted(
+    fake, other_fake, sampler, make_reply
+):
+    fake.reply = lambda rid: make_reply(logprobs=[None, None, None])
+    other_fake.reply = lambda rid: make_reply(output_ids=[20, 2])
+    sample = make_sample()
+    await sampler.complete(sample)
+    assert sample.output_ids == [20, 2]
+    assert (sample.num_refused, sample.num_failures) == (1, 1)
+    await until(lambda: sample.num_wasted == 3)  # of the last two it hears when it is elsewhere
+
+
+async def test_a_sample_that_keeps_failing_fails_with_the_reason_and_keeps_what_it_has(
+    fake, other_fake, sampler, make_reply
+):
+    fake.reply = lambda rid: make_reply(parts=[1], breaks=True)
+    other_fake.status = 500
+    sample = make_sample()
+    with pytest.raises(
+        SampleFailed,
+        match=r"g\.0 failed 2 times \(rollout\.max_request_retries=1\).*out of order",
+    ):
+        await sampler.complete(sample)
+    assert sample.output_ids == [11] and sample.finish_reason is None
+    other_fake.status = 200
+    await sampler.complete(sample)  # with fresh attempts
+    assert sample.finish_reason == "stop" and sample.output_ids[0] == 11
+
+
+async def test_a_sample_that_lost_its_only_engine_waits_until_that_one_is_back(
+    fake, sampler, router
+):
+    router.follow({"engine-0": 0}, 0, 0)
+    fake.status = 500
+    sample = make_sample()
+    completing = asyncio.create_task(sampler.complete(sample))
+    await until(lambda: fake.calls)
+    router.follow({}, 0, 0)  # it has died
+    await asyncio.sleep(1.2)
+    assert len(fake.bodies("/generate")) == 1 and not completing.done()
+    fake.status = 200
+    router.follow({"engine-0": 0}, 0, 0)
+    await completing
+    assert sample.finish_reason == "stop"
+
+
+async def test_many_samples_of_a_dead_engine_all_get_through_when_it_mends(fake, router):
+    sampler = Sampler(router, max_retries=3)
+    router.follow({"engine-0": 0}, 0, 0)
+    fake.status = 500
+    samples = [make_sample(i) for i in range(40)]
+    completing = [asyncio.create_task(sampler.complete(sample)) for sample in samples]
+    await until(lambda: fake.calls)
+    await asyncio.sleep(0.3)
+    fake.status = 200
+    await asyncio.gather(*completing)
+    assert all(sample.finish_reason == "stop" for sample in samples)
+    assert max(sample.num_failures for sample in samples) <= 2
+
+
+async def test_an_interrupted_sample_has_its_tokens_with_exact_versions_and_goes_on_later(
+    fake, sampler, router, make_reply
+):
+    router.follow({"engine-0": 0}, 0, 0)
+    fake.reply = lambda rid: make_reply(
+        output_ids=[1, 2, 3],
+        parts=[1],
+        never_ends=rid.endswith(".1!"),
+        at_abort=[8, 9],
+        versions=[("0", 0, 2), ("1", 2, 3)],
+    )
+    sample = make_sample()
+    completing = asyncio.create_task(sampler.complete(sample))
+    await until(lambda: sample.output_ids)
+    sampler.interrupt(sample)
+    with pytest.raises(Interrupted):
+        await completing
+    assert sample.output_ids == [1, 8, 9] and spans(sample) == [(0, 0, 2), (1, 2, 3)]
+    assert (sample.finish_reason, sample.num_failures, sample.num_wasted) == (None, 0, 0)
+    sampler.interrupt(sample)  # nothing is under way
+    await sampler.complete(sample)
+    assert sample.output_ids == [1, 8, 9, 1, 2, 3]
+    assert spans(sample) == [(0, 0, 2), (1, 2, 3), (0, 3, 5), (1, 5, 6)]
+    assert rids(fake) == ["g.0.1!", "g.0.2!"]
+
+
+async def test_a_sample_that_waits_for_room_is_interrupted_at_once(client, fake, make_reply):
+    router = Router([client], 20.0, max_running_requests=1)
+    router.follow({"engine-0": 0}, 0, 0)
+    sampler = Sampler(router, max_retries=1)
+    fake.reply = lambda rid: make_reply(never_ends=True)
+    running, waiting = make_sample(0), make_sample(1)
+    tasks = [asyncio.create_task(sampler.complete(sample)) for sample in (running, waiting)]
+    await until(lambda: running.output_ids)
+    sampler.interrupt(waiting)
+    with pytest.raises(Interrupted):
+        await tasks[1]
+    assert waiting.num_attempts == 0 and not tasks[0].done()
+    tasks[0].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_sample_that_ends_as_it_is_interrupted_has_ended(fake, sampler, make_reply):
+    fake.num_lost_aborts = 99
+    fake.reply = lambda rid: make_reply(delay_s=0.2)
+    sample = make_sample()
+    completing = asyncio.create_task(sampler.complete(sample))
+    await until(lambda: sample.output_ids)
+    sampler.interrupt(sample)
+    await completing
+    assert sample.finish_reason == "stop"
+
+
+async def test_a_sample_that_has_reached_its_limit_is_ended_without_another_request(
+    fake, other_fake, sampler, make_reply
+):
+    fake.reply = lambda rid: make_reply(output_ids=[1, 2, 3], parts=[1, 2], breaks=True)
+    told = []
+    sample = make_sample(max_new_tokens=3, on_tokens=lambda s: told.append(s.finish_reason))
+    await sampler.complete(sample)
+    assert (sample.output_ids, sample.finish_reason) == ([1, 2, 3], "length")
+    assert told == [None, None, "length"]
+    assert rids(other_fake) == []
+
+
+async def test_a_cancelled_sample_is_stopped_at_its_engine_and_leaves_its_place(
+    fake, sampler, router, make_reply
+):
+    fake.reply = lambda rid: make_reply(never_ends=True)
+    sample = make_sample()
+    completing = asyncio.create_task(sampler.complete(sample))
+    await until(lambda: sample.output_ids)
+    completing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await completing
+    assert fake.aborted == ["g.0.1!"]
+    assert router.tokens_in_flight == {"engine-0": 0, "engine-1": 0}

@@ -1,0 +1,527 @@
+"""Programs that mean ill, each held by the sandbox, and some that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollout_pool.sandbox import (
+    SandboxError,
+    SandboxLimits,
+    SandboxResult,
+    protections,
+    run_python,
+)
+
+QUICK = SandboxLimits(cpu_time_s=1, wall_time_s=30.0)
+WITHOUT = [(), ("landlock",), ("namespaces",)]
+"""Each of the two layers that keep files away must do alone."""
+
+
+@pytest.fixture(autouse=True)
+def machine_is_still_well():
+    """Nothing that a program started may be left, and no folder of it."""
+    before = {path.name for path in Path("/tmp").iterdir()}
+    yield
+    assert psutil.Process().children(recursive=True) == []
+    new = {path.name for path in Path("/tmp").iterdir()} - before
+    assert not {name for name in new if "sandbox" in name or name == "written"}
+
+
+@pytest.fixture(params=WITHOUT, ids=lambda without: f"without {' '.join(without) or 'nothing'}")
+def run(request):
+    async def run(code: str, **options) -> SandboxResult:
+        return await run_python(code, limits=QUICK, without=request.param, **options)
+
+    return run
+
+
+async def test_an_innocent_program_works(run):
+    code = """
+import collections, dataclasses, decimal, fractions, heapq, itertools, json, math, random, re
+n = int(input())
+print(json.dumps({"root": math.isqrt(n), "words": re.findall("[a-z]+", input())}))
+if __name__ == "__main__":
+    exit()
+"""
+    result = await run(code, stdin="49\nab 12 cd\n")
+    assert (result.exit_code, result.reason, result.stderr) == (0, None, "")
+    assert result.stdout == '{"root": 7, "words": ["ab", "cd"]}\n'
+    assert result.explanation == ""
+
+
+async def test_all_of_the_standard_library_that_programs_use_can_be_imported(run):
+    names = "asyncio bisect calendar csv ctypes datetime difflib enum functools hashlib io"
+    names += " logging operator pathlib pickle queue secrets sqlite3 ssl string struct tempfile"
+    names += " textwrap timeit typing unittest uuid zlib zoneinfo"
+    result = await run("\n".join(f"import {name}" for name in names.split()) + "\nprint('all')")
+    assert (result.stdout, result.stderr) == ("all\n", "")
+
+
+async def test_an_event_loop_runs(run):
+    code = "import asyncio\nasync def f():\n    await asyncio.sleep(0.01)\n    return 5\n"
+    result = await run(code + "print(asyncio.run(f()))")
+    assert (result.stdout, result.tried) == ("5\n", ()), result.stderr
+
+
+async def test_a_folder_of_its_own_is_there_to_write_to():
+    code = """
+import os, tempfile
+open("/tmp/a", "w").write("x" * 1000)
+os.rename("/tmp/a", "/tmp/b")
+print(len(open("/tmp/b").read()), os.listdir("/tmp"), tempfile.gettempdir(), os.getcwd())
+"""
+    result = await run_python(code)
+    assert result.stdout == "1000 ['b'] /tmp /tmp\n", result.stderr
+    again = await run_python("import os; print(os.listdir('/tmp'))")
+    assert again.stdout == "[]\n"
+
+
+async def test_an_error_of_the_program_is_its_own(run):
+    result = await run("def f():\n    raise KeyError('no such key')\nf()")
+    assert (result.exit_code, result.reason) == (1, "exit")
+    expected = (
+        'Traceback (most recent call last):\n  File "program.py", line 3, in <module>\n    f()'
+    )
+    assert result.stderr.startswith(expected)
+    assert result.explanation.endswith("KeyError: 'no such key'")
+    assert (await run("import sys; sys.exit(7)")).exit_code == 7
+    assert "SyntaxError" in (await run("def f(:\n  pass")).stderr
+
+
+# Time and memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("swallow", ["", "import signal; signal.signal(24, signal.SIG_IGN)\n"])
+async def test_a_loop_ends_with_its_processor_time(run, swallow):
+    result = await run(f"{swallow}print('begun', flush=True)\nwhile True: pass")
+    assert (result.reason, result.exit_code, result.stdout) == ("cpu_time", -9, "begun\n")
+    assert result.seconds < 25
+
+
+async def test_a_program_that_only_sleeps_ends_with_the_wall_clock():
+    limits = SandboxLimits(wall_time_s=0.5)
+    result = await run_python("import time\nprint(1, flush=True)\ntime.sleep(100)", limits=limits)
+    assert (result.reason, result.exit_code, result.stdout) == ("wall_time", -9, "1\n")
+    assert result.seconds < 2
+
+
+async def test_one_that_ignores_every_signal_ends_all_the_same():
+    code = """
+import signal, time
+for number in range(1, 65):
+    try:
+        signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError):
+        pass
+while True:
+    time.sleep(1)
+"""
+    result = await run_python(code, limits=SandboxLimits(wall_time_s=0.5))
+    assert (result.reason, result.exit_code) == ("wall_time", -9)
+
+
+async def test_a_memory_bomb_bursts_alone(run):
+    before = psutil.virtual_memory().available
+    result = await run("kept = []\nwhile True:\n    kept.append(bytearray(10_000_000))")
+    assert (result.exit_code, result.reason) == (1, "memory")
+    assert psutil.virtual_memory().available > before - 2**30
+    assert (await run("x = 'a' * 10**12")).reason == "memory"
+
+
+async def test_a_program_that_prints_without_end_is_stopped(run):
+    result = await run("while True:\n    print('x' * 1000)")
+    assert result.reason == "output"
+    assert len(result.stdout) == QUICK.max_output_bytes
+    result = await run("import sys\nwhile True:\n    sys.stderr.write('y' * 100_000)")
+    assert result.reason == "output" and len(result.stderr) == QUICK.max_output_bytes
+
+
+async def test_output_just_at_the_limit_is_whole():
+    limits = SandboxLimits(max_output_bytes=100_000)
+    result = await run_python("print('x' * 99_999)", limits=limits)
+    assert (result.reason, len(result.stdout)) == (None, 100_000)
+    result = await run_python("print('x' * 100_000)", limits=limits)
+    assert (result.reason, len(result.stdout)) == ("output", 100_000)
+
+
+async def test_deep_recursion_is_an_error_of_the_program(run):
+    code = (
+        "import sys\nsys.setrecursionlimit(10**6)\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)\n"
+    )
+    assert (await run(code + "print(f(20_000))")).stdout == "20000\n"
+
+
+# Processes ----------------------------------------------------------------------------------------
+
+
+async def test_a_fork_bomb_does_not_begin(run):
+    result = await run("import os\nwhile True:\n    os.fork()")
+    assert (result.exit_code, result.reason, result.tried) == (1, "processes", ("processes",))
+
+
+async def test_a_fork_bomb_that_takes_no_for_an_answer_ends_with_its_time(run):
+    result = await run("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
+    assert (result.reason, result.tried) == ("cpu_time", ("processes",))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import subprocess; subprocess.run(['/bin/sh', '-c', 'sleep 60'])",
+        "import os; os.posix_spawn('/bin/sleep', ['sleep', '60'], {})",
+        "import os; os.execv('/bin/sh', ['sh', '-c', 'true'])",
+        "import multiprocessing as m; m.get_context('fork').Process(target=print).start()",
+        "import ctypes; e = ctypes.CDLL(None).vfork(); assert e < 0; raise BlockingIOError(11, '')",
+    ],
+)
+async def test_no_way_leads_to_another_process(run, code):
+    result = await run(code)
+    assert result.exit_code == 1 and result.reason in ("processes", "files", "exit")
+    assert "Error" in result.stderr
+
+
+async def test_os_system_starts_nothing(run):
+    result = await run("import os; print(os.system('sleep 60 &') != 0)")
+    assert result.stdout == "True\n" and result.tried == ("processes",)
+
+
+async def test_nothing_lives_on_in_the_background(run):
+    code = """
+import os
+for name in ("setsid", "setpgrp"):
+    try:
+        getattr(os, name)()
+        print(name)
+    except OSError:
+        pass
+"""
+    result = await run(code)
+    assert (result.stdout, result.reason) == ("", None)
+    waits = "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    result = await run_python(f"import threading, time\n{waits}", limits=QUICK)
+    assert result.reason is None and result.seconds < 25
+
+
+async def test_threads_work():
+    code = """
+import threading
+threads = [threading.Thread(target=print, args=("from a thread",)) for _ in range(3)]
+for thread in threads:
+    thread.start()
+    thread.join()
+"""
+    result = await run_python(code)
+    assert (result.stdout, result.stderr) == (3 * "from a thread\n", "")
+
+
+async def test_threads_are_bounded(run):
+    code = """
+import threading, time
+threading.stack_size(65536)
+made = 0
+try:
+    for made in range(100_000):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+except RuntimeError as error:
+    print(made < 40, error)
+"""
+    assert (await run(code)).stdout == "True can't start new thread\n"
+
+
+async def test_nobody_else_can_be_signalled(run):
+    bystander = subprocess.Popen(["sleep", "60"])
+    try:
+        code = f"""
+import ctypes, fcntl, os, signal
+libc = ctypes.CDLL(None, use_errno=True)
+for target in ({os.getpid()}, {bystander.pid}, -1, 0, os.getppid(), -{os.getpgid(0)}):
+    for number in (9, 15, 0):
+        try:
+            os.kill(target, number)
+            print("signalled", target)
+        except OSError:
+            pass
+for flags in ((8, {bystander.pid}), (10, 9)):
+    try:
+        fcntl.fcntl(0, *flags)
+        print("owned", flags)
+    except OSError:
+        pass
+assert libc.syscall(424, {bystander.pid}, 9, None, 0) == -1
+print(libc.ptrace(16, {bystander.pid}, None, None), "processes")
+os.kill(os.getpid(), 0)
+"""
+        result = await run(code)
+        assert (result.stdout, result.exit_code) == ("-1 processes\n", 0), result
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+# Network ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listener():
+    """A service on this machine; the list tells who came."""
+    came: list[str] = []
+    server = socket.create_server(("127.0.0.1", 0))
+    server.settimeout(0.05)
+    over = threading.Event()
+
+    def serve():
+        while not over.is_set():
+            try:
+                connection, address = server.accept()
+                came.append(str(address))
+                connection.close()
+            except TimeoutError:
+                pass
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield server.getsockname()[1], came
+    over.set()
+    thread.join()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import socket; socket.create_connection(('127.0.0.1', PORT), 2)",
+        "import urllib.request as u; u.urlopen('http://127.0.0.1:PORT/')",
+        "import socket; s = socket.socket(); s.connect(('127.0.0.1', PORT))",
+        "import socket; s = socket.socket(fileno=0); s.connect(('127.0.0.1', PORT))",
+        "import socket; socket.getaddrinfo('example.com', 80)",
+        "import socket; socket.socket(socket.AF_UNIX); socket.create_server(('', 0))",
+        "import socket as s; s.socket(s.AF_INET, s.SOCK_DGRAM).sendto(b'', ('1.1.1.1', 53))",
+    ],
+)
+async def test_there_is_no_network(run, listener, code):
+    port, came = listener
+    result = await run(code.replace("PORT", str(port)))
+    assert result.exit_code == 1
+    assert result.reason in ("network", "exit") and "error" in result.stderr.lower()
+    assert came == []
+
+
+async def test_a_network_that_was_tried_is_told_even_if_the_program_goes_on(run):
+    code = (
+        "import socket\ntry: socket.create_connection(('1.1.1.1', 53), 1)\nexcept OSError: print(5)"
+    )
+    result = await run(code)
+    assert (result.stdout, result.reason, result.tried) == ("5\n", None, ("network",))
+
+
+# Files and environment ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def secret(tmp_path):
+    path = tmp_path / "secret.txt"
+    path.write_text("the secret")
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.owner() != "root" or str(folder).startswith("/tmp/pytest"):
+            folder.chmod(0o755)
+    path.chmod(0o644)
+    return path
+
+
+READS = [
+    "print(open('SECRET').read())",
+    "import os; os.symlink('SECRET', '/tmp/link'); print(open('/tmp/link').read())",
+    "import os; os.link('SECRET', '/tmp/link'); print(open('/tmp/link').read())",
+    "import os; print(os.listdir('FOLDER'))",
+    "print(open('/proc/self/root/SECRET').read())",
+    "print(open('/tmp/../SECRET').read())",
+    "import os; os.chroot('/tmp'); print(open('/../SECRET').read())",
+    "import shutil; shutil.copy('SECRET', '/tmp/copy'); print(open('/tmp/copy').read())",
+    "print(open('/etc/passwd').read(), 'the secret')",
+    f"print(open('{Path(__file__)}').read(), 'the secret')",
+    "import pytest; print(pytest, 'the secret')",
+    "import os; d = os.open('/', os.O_PATH); os.open('etc/shadow', 0, dir_fd=d)",
+]
+
+
+@pytest.mark.parametrize("code", READS)
+async def test_no_file_of_the_machine_can_be_read(run, secret, code):
+    code = code.replace("SECRET", str(secret)).replace("FOLDER", str(secret.parent))
+    result = await run(code)
+    assert result.exit_code == 1 and result.reason in ("files", "exit")
+    assert "the secret" not in result.stdout
+    assert "Error" in result.stderr
+
+
+WRITES = [
+    "open('FOLDER/written', 'w')",
+    "open('SECRET', 'a').write('more')",
+    "import os; os.remove('SECRET')",
+    "import os; os.rename('SECRET', 'FOLDER/written')",
+    "import os; os.mkdir('FOLDER/written')",
+    "import os; os.chmod('SECRET', 0o777); open('SECRET')",
+    "import os; os.truncate('SECRET', 0)",
+    "import os; os.symlink('FOLDER', '/tmp/link'); open('/tmp/link/written', 'w')",
+    "import os; open(os.__file__, 'a')",
+    "import json; open(json.__file__ + '.written', 'w')",
+    "open('/written', 'w')",
+    "open('/dev/shm/written', 'w')",
+    "open('/usr/lib/written', 'w')",
+]
+
+
+@pytest.mark.parametrize("code", WRITES)
+async def test_no_file_of_the_machine_can_be_written(run, secret, code):
+    mode = secret.stat().st_mode
+    code = code.replace("SECRET", str(secret)).replace("FOLDER", str(secret.parent))
+    result = await run(code)
+    assert (result.exit_code, result.reason) == (1, "files"), result
+    assert secret.read_text() == "the secret" and secret.stat().st_mode == mode
+    assert [path.name for path in secret.parent.iterdir()] == ["secret.txt"]
+    assert not os.path.exists("/written") and not os.path.exists("/usr/lib/written")
+
+
+async def test_a_file_cannot_be_huge():
+    code = "with open('/tmp/big', 'wb') as f:\n    while True: f.write(bytes(1_000_000))"
+    result = await run_python(code)
+    assert (result.exit_code, result.reason) == (1, "files")
+    assert "File too large" in result.stderr
+
+
+async def test_many_files_cannot_be_huge_together():
+    code = """
+for i in range(1000):
+    with open(f'/tmp/{i}', 'wb') as f:
+        f.write(bytes(10_000_000))
+"""
+    result = await run_python(code)
+    assert (result.exit_code, result.reason) == (1, "files")
+    assert "No space left" in result.stderr
+
+
+async def test_no_environment_is_handed_on(run):
+    name = "LEASH_TEST_SECRET"
+    os.environ[name] = "the secret"
+    try:
+        code = f"""
+import ctypes, os
+print(sorted(set(os.environ) - {{"LC_CTYPE"}}))
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+print(getenv(b"{name}"))
+for place in ("self", "1", "{os.getpid()}", str(os.getppid()), "thread-self"):
+    for what in ("environ", "cmdline", "mem", "maps"):
+        try:
+            print(open(f"/proc/{{place}}/{{what}}", "rb").read(100))
+        except OSError:
+            pass
+"""
+        result = await run(code)
+    finally:
+        del os.environ[name]
+    assert result.stdout == "[]\nNone\n", result
+
+
+async def test_nothing_of_the_parent_is_open(run):
+    code = """
+import os
+found = []
+for number in range(3, 64):
+    try:
+        os.fstat(number)
+        found.append(number)
+    except OSError:
+        pass
+print(len(found))
+"""
+    with open(__file__):
+        result = await run(code)
+    assert result.stdout == "1\n"  # where it says what it ran into
+
+
+# The sandbox itself -------------------------------------------------------------------------------
+
+
+async def test_every_layer_is_in_force_where_the_kernel_has_it():
+    layers = await protections()
+    assert {"limits", "seccomp"} <= set(layers)
+    assert {"landlock", "own root"} & set(layers)
+
+
+@pytest.mark.parametrize("without", [("seccomp",), ("landlock", "namespaces")])
+async def test_nothing_runs_where_the_layers_are_too_few(without, tmp_path):
+    with pytest.raises(SandboxError, match=r"cannot be run safely here: .*(seccomp|Landlock)"):
+        await run_python("print('ran')", without=without)
+
+
+async def test_a_caller_that_gives_up_ends_the_program():
+    running = asyncio.create_task(run_python("import time\ntime.sleep(60)"))
+    while not psutil.Process().children(recursive=True):
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+PARENT = """
+import asyncio, sys
+from rollout_pool.sandbox import run_python
+asyncio.run(run_python("import time; print('on', flush=True)\\nwhile True: time.sleep(1)"))
+"""
+
+
+async def test_a_program_dies_with_the_process_that_asked_for_it():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=Path(__file__).parents[3])
+    try:
+        async with asyncio.timeout(10):
+            while len(found := psutil.Process(parent.pid).children(recursive=True)) < 2:
+                await asyncio.sleep(0.02)
+    finally:
+        parent.kill()
+        parent.wait()
+    _, alive = psutil.wait_procs(found, timeout=5)
+    assert alive == []
+
+
+async def test_what_a_program_does_to_itself_ends_only_itself(run):
+    for code in ("import os; os._exit(3)", "import ctypes; ctypes.string_at(0)"):
+        result = await run(code)
+        assert result.exit_code != 0 and result.reason == "exit"
+
+
+async def test_input_that_is_not_read_harms_nobody(run):
+    result = await run("print('done')", stdin="x" * 5_000_000)
+    assert (result.stdout, result.reason) == ("done\n", None)
+    result = await run("import sys; print(len(sys.stdin.read()))", stdin="ü" * 500_000)
+    assert result.stdout == "500000\n"
+
+
+async def test_many_at_once_take_turns():
+    results = await asyncio.gather(*(run_python(f"print({i})") for i in range(20)))
+    assert [result.stdout for result in results] == [f"{i}\n" for i in range(20)]
+
+
+async def test_the_sandbox_costs_little_beyond_the_start_of_python():
+    async def seconds() -> float:
+        return (await run_python("pass")).seconds
+
+    def plain() -> float:
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-I", "-S", "-c", "pass"], check=True)
+        return time.perf_counter() - started
+
+    assert statistics.median([await seconds() for _ in range(7)]) < 0.1 + statistics.median(
+        [plain() for _ in range(7)]
+    )

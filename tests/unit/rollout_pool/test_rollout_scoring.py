@@ -1,0 +1,373 @@
+"""The sum of a reward's parts, and scoring processes that are spread over several hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+import ray
+
+from configs.choices import RewardKind
+from configs.rollout_schema import RewardConfig, TaskConfig
+from rollout_pool.envs.env import Message
+from rollout_pool.envs.episode import Branch, Episode
+from rollout_pool.rewards.part import PartScore, decode_request, encode_request
+from rollout_pool.rewards.ray_pool import RayScorer, ScorerActor
+from rollout_pool.rewards.remote_pool import MAX_BATCH, Answers, RemoteScoring
+from rollout_pool.rewards.scoring import EpisodeScorer, WaitMeter, needs_processes
+from rollout_pool.tasks.task import Prompt
+
+PROMPT = Prompt(index=3, is_held_out=False, text="?")
+TASK = RewardConfig()
+ENV = RewardConfig(kind=RewardKind.env)
+
+
+def episode(answer: str = "7", **fields) -> Episode:
+    messages = (Message(role="user", content="?"), Message(role="assistant", content=answer))
+    whole = {"branches": [], "messages": messages, "end": "done", "num_turns": 1}
+    return Episode(**{**whole, **fields})
+
+
+class Solver:
+    """A task that only knows solutions."""
+
+    name = "solver"
+
+    def solution(self, prompt: Prompt) -> str:
+        raise RuntimeError("none here")
+
+
+class Pool:
+    """Answers by the name of the part."""
+
+    def __init__(self, **values: float | str) -> None:
+        self.values = values
+        self.requests = []
+        self.num_open = self.most_open = 0
+
+    async def score(self, request: bytes) -> PartScore:
+        asked = decode_request(request.decode())
+        self.requests.append(asked)
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        await asyncio.sleep(0.01)
+        self.num_open -= 1
+        value = self.values[asked.part or "task"]
+        if isinstance(value, str):
+            return PartScore(value=0.0, failure=value, waited_s=0.5)
+        return PartScore(value=value, waited_s=0.5)
+
+
+@pytest.fixture
+async def scorer_of():
+    made = []
+
+    def make(pool: Pool | None = None, **rewards: RewardConfig) -> EpisodeScorer:
+        config = TaskConfig(rewards=rewards)
+        made.append(EpisodeScorer(config, task=Solver(), pool=pool or Pool()))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.close()
+
+
+# Parts and their sum -----------------------------------------------------------------------------
+
+
+async def test_where_nothing_is_said_the_environment_rewards_or_else_the_task(scorer_of):
+    scorer = scorer_of(Pool(task=0.25))
+    score = await scorer.score(PROMPT, episode())
+    assert (score.reward, dict(score.parts), dict(score.failures)) == (0.25, {"task": 0.25}, {})
+    score = await scorer.score(PROMPT, episode(env_reward=2.0, env_parts={"moves": 4.0}))
+    assert (score.reward, dict(score.parts)) == (2.0, {"moves": 4.0, "env": 2.0})
+
+
+async def test_the_reward_is_the_weighted_sum_of_parts_asked_for_at_once(scorer_of):
+    function = RewardConfig(kind=RewardKind.function, function="a:b", weight=-0.5)
+    pool = Pool(right=1.0, short=4.0)
+    scorer = scorer_of(
+        pool,
+        right=TASK,
+        short=function,
+        steps=RewardConfig(kind=RewardKind.env, weight=0.1),
+    )
+    score = await scorer.score(PROMPT, episode(env_reward=30.0))
+    assert score.reward == pytest.approx(1.0 - 2.0 + 3.0)
+    assert dict(score.parts) == {"right": 1.0, "short": 4.0, "steps": 30.0}
+    assert pool.most_open == 2
+    transcripts = {asked.part: len(asked.episode.messages) for asked in pool.requests}
+    assert transcripts == {"right": 0, "short": 2}  # only a function is sent all of it
+
+
+async def test_a_part_that_fails_counts_nothing_and_is_told(scorer_of):
+    scorer = scorer_of(
+        Pool(right="RuntimeError: broken"),
+        right=TASK,
+        steps=ENV,
+        gone=RewardConfig(kind=RewardKind.http, url="http://127.0.0.1:9/", max_retries=0),
+        judge=RewardConfig(
+            kind=RewardKind.judge, url="http://127.0.0.1:9", model="m", prompt="{solution}"
+        ),
+    )
+    score = await scorer.score(PROMPT, episode())
+    assert score.reward == 0.0
+    assert dict(score.parts) == {"right": 0.0, "steps": 0.0, "gone": 0.0, "judge": 0.0}
+    assert score.failures["right"] == "RuntimeError: broken"
+    assert score.failures["steps"] == "the environment gave no reward"
+    assert score.failures["gone"].startswith("http://127.0.0.1:9/: ConnectError")
+    assert score.failures["judge"] == "no solution for the judge: RuntimeError: none here"
+
+
+async def test_a_teacher_that_is_gone_adds_no_column_and_no_part(scorer_of):
+    teacher = RewardConfig(
+        kind=RewardKind.teacher, url="http://127.0.0.1:9", model="m", max_retries=0
+    )
+    branch = Branch(
+        tokens=[1, 2],
+        loss_mask=[0, 1],
+        logprobs=[0.0, -1.0],
+        version_spans=[],
+        prompt_length=1,
+        finish_reason="stop",
+    )
+    scorer = scorer_of(Pool(right=1.0), right=TASK, teacher=teacher)
+    score = await scorer.score(PROMPT, episode(branches=[branch]))
+    assert (score.reward, dict(score.parts), score.columns) == (1.0, {"right": 1.0}, ())
+    assert set(score.failures) == {"teacher"}
+
+
+async def test_two_teachers_are_refused(scorer_of):
+    teacher = RewardConfig(kind=RewardKind.teacher, url="http://a", model="m")
+    with pytest.raises(ValueError, match=r"task\.rewards\.second\.kind=teacher"):
+        scorer_of(first=teacher, second=teacher)
+
+
+def test_processes_are_needed_where_the_task_or_code_scores():
+    assert needs_processes(TaskConfig())
+    assert needs_processes(TaskConfig(rewards={"a": ENV, "b": TASK}))
+    assert not needs_processes(TaskConfig(rewards={"a": ENV}))
+
+
+async def test_episodes_that_wait_together_count_once(scorer_of):
+    scorer = scorer_of(Pool(task=1.0))
+    await asyncio.gather(*(scorer.score(PROMPT, episode()) for _ in range(10)))
+    assert 0.5 <= scorer.waited_s < 0.6
+    meter = WaitMeter()
+    for start, end in ((0.0, 1.0), (0.5, 2.0), (1.0, 1.5), (5.0, 6.0)):
+        meter.add(start, end)
+    assert meter.seconds == 3.0
+
+
+# Several hosts -----------------------------------------------------------------------------------
+
+
+class Host:
+    """Answers each request with its own number; can be lost and come back."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.batches: list[list[bytes]] = []
+        self.holds = asyncio.Event()
+        self.holds.set()
+        self.is_lost = False
+        self.is_back = asyncio.Event()
+        self.slow: set[bytes] = set()
+        self.leaves_out = 0
+
+    async def score(self, requests: list[bytes]) -> AsyncIterator[Answers]:
+        self.batches.append(requests)
+        await self.holds.wait()
+        if self.is_lost:
+            raise ConnectionError("lost")
+        quick = [(i, r) for i, r in enumerate(requests) if r not in self.slow]
+        yield [(i, PartScore(value=self.value)) for i, _ in quick[self.leaves_out :]]
+        if self.slow & set(requests):
+            await asyncio.sleep(0.3)
+            yield [
+                (i, PartScore(value=self.value)) for i, r in enumerate(requests) if r in self.slow
+            ]
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        if self.is_lost:
+            async with asyncio.timeout(timeout_s):
+                await self.is_back.wait()
+            self.is_lost = False
+
+
+@pytest.fixture
+async def spread():
+    made = []
+
+    async def make(*hosts: Host) -> RemoteScoring:
+        made.append(RemoteScoring(hosts))
+        await made[-1].start()
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.close()
+
+
+async def test_requests_of_one_turn_go_out_as_one_call(spread):
+    host = Host(1.0)
+    pool = await spread(host)
+    scores = await asyncio.gather(*(pool.score(b"%d" % i) for i in range(MAX_BATCH + 10)))
+    assert [score.value for score in scores] == [1.0] * (MAX_BATCH + 10)
+    assert [len(batch) for batch in host.batches] == [MAX_BATCH, 10]
+
+
+async def test_the_host_with_the_fewest_open_requests_is_asked(spread):
+    busy, idle = Host(1.0), Host(2.0)
+    pool = await spread(busy, idle)
+    busy.holds.clear()
+    first = asyncio.create_task(pool.score(b"a"))
+    await asyncio.sleep(0.01)
+    for _ in range(3):
+        assert (await pool.score(b"b")).value == 2.0
+    busy.holds.set()
+    assert (await first).value == 1.0
+
+
+async def test_a_slow_answer_does_not_hold_up_the_others_of_its_call(spread):
+    host = Host(1.0)
+    host.slow = {b"slow"}
+    pool = await spread(host)
+    slow = asyncio.create_task(pool.score(b"slow"))
+    started = time.monotonic()
+    await pool.score(b"quick")
+    assert time.monotonic() - started < 0.2 and not slow.done()
+    assert (await slow).value == 1.0
+    assert len(host.batches) == 1
+
+
+async def test_what_a_lost_host_had_is_asked_elsewhere(spread):
+    lost, other = Host(1.0), Host(2.0)
+    pool = await spread(lost, other)
+    lost.is_lost = True
+    scores = await asyncio.gather(*(pool.score(b"%d" % i) for i in range(10)))
+    assert {score.value for score in scores} == {2.0}
+    assert pool.num_lost == 1
+    assert (await pool.score(b"next")).value == 2.0 and len(lost.batches) == 1  # left out
+    lost.is_back.set()
+    await asyncio.sleep(0.01)
+    scores = await asyncio.gather(*(pool.score(b"%d" % i) for i in range(10)))
+    assert {score.value for score in scores} == {1.0, 2.0}
+
+
+async def test_where_all_hosts_are_lost_requests_wait_for_one_to_come_back(spread):
+    host = Host(1.0)
+    pool = await spread(host)
+    host.is_lost = True
+    asking = asyncio.create_task(pool.score(b"a"))
+    await asyncio.sleep(0.05)
+    assert not asking.done()
+    host.is_back.set()
+    assert (await asking).value == 1.0
+
+
+async def test_a_request_that_meets_two_losses_has_no_score(spread):
+    hosts = [Host(1.0), Host(2.0), Host(3.0)]
+    pool = await spread(*hosts)
+    for host in hosts:
+        host.is_lost = True
+    score = await pool.score(b"a")
+    assert score.failure == "the scoring actor died"
+    for host in hosts:
+        host.is_back.set()
+
+
+async def test_an_answer_that_a_host_leaves_out_is_asked_for_again(spread):
+    careless, other = Host(1.0), Host(2.0)
+    careless.leaves_out = 1
+    pool = await spread(careless, other)
+    assert (await pool.score(b"a")).value == 2.0
+
+
+# Ray ---------------------------------------------------------------------------------------------
+
+TASK_FILE = """
+import time
+
+class Task:
+    name = "lengths"
+
+    def score(self, prompt, completion):
+        if completion == "slow":
+            time.sleep(1.0)
+        return float(len(completion))
+
+def build(config):
+    if config.name == "bad":
+        raise ValueError("task.name='bad': no such task")
+    return Task()
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+async def actors(cluster, tmp_path):
+    (tmp_path / "lengths.py").write_text(TASK_FILE)
+    made = []
+
+    def make(number=1, name="good"):
+        actor = ray.remote(ScorerActor).options(num_cpus=0, max_restarts=-1)
+        for _ in range(number):
+            path = f"{tmp_path}/rewards-{len(made)}.log"
+            factory = f"{tmp_path}/lengths.py:build"
+            made.append(actor.remote(TaskConfig(name=name), 1, 30.0, path, factory))
+        return made
+
+    yield make
+    for handle in made:
+        ray.kill(handle)
+
+
+def line(answer: str) -> bytes:
+    return encode_request("", PROMPT, episode(answer), with_messages=False)
+
+
+async def test_actors_score_and_one_that_is_killed_costs_nothing(actors, spread):
+    handles = actors(2)
+    pool = await spread(*(RayScorer(handle) for handle in handles))
+    scores = await asyncio.gather(*(pool.score(line("x" * i)) for i in range(1, 30)))
+    assert [score.value for score in scores] == [float(i) for i in range(1, 30)]
+    asking = [asyncio.create_task(pool.score(line("slow"))) for _ in range(2)]
+    await asyncio.sleep(0.2)
+    psutil.Process(await handles[0].pid.remote()).kill()
+    assert [(await one).value for one in asking] == [4.0, 4.0]
+    assert pool.num_lost == 1
+    async with asyncio.timeout(60):
+        await RayScorer(handles[0]).wait_ready(60)  # Ray has started it anew
+    assert (await pool.score(line("abc"))).value == 3.0
+
+
+async def test_one_worker_scores_hundreds_a_second_through_an_actor(actors, spread):
+    pool = await spread(*(RayScorer(handle) for handle in actors()))
+    request = line("xyz")
+    await pool.score(request)
+    started = time.perf_counter()
+
+    async def episodes() -> None:
+        for _ in range(40):
+            await pool.score(request)
+
+    await asyncio.gather(*(episodes() for _ in range(32)))
+    rate = 32 * 40 / (time.perf_counter() - started)
+    print(f"{rate:.0f} scores/s")
+    assert rate > 200  # 500 and more on a machine that is not shared
+
+
+async def test_an_actor_whose_task_refuses_its_config_is_bad_input(actors):
+    [handle] = actors(name="bad")
+    with pytest.raises(ValueError, match=r"task\.name='bad': no such task"):
+        await RayScorer(handle).wait_ready(60)

@@ -1,0 +1,258 @@
+"""What becomes of stragglers under each policy; time is real but short."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from buffer.types import PromptRef, SamplingParams
+from configs.choices import TailPolicy
+from configs.rollout_schema import RolloutConfig
+from rollout_pool.cancelling import end_tasks
+from rollout_pool.generate import Flight
+from rollout_pool.prompts import TokenizedPrompt
+from rollout_pool.samples import Sample
+from rollout_pool.tail import MIN_RECENT, Lap, Pace, Tail, WaitingRoom, build_tail
+from rollout_pool.tally import Tally, length_bucket
+from rollout_pool.tasks.task import Prompt
+
+
+class Counters:
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    async def count(self, name: str, amount: float = 1) -> None:
+        self.counts[name] += amount
+
+
+class Versions:
+    """A trainer and its engines, as far as they publish and serve."""
+
+    def __init__(self) -> None:
+        self.trainer = self.engines = 0
+        self._changed = asyncio.Event()
+
+    def tell(self, *, trainer: int | None = None, engines: int | None = None) -> None:
+        self.trainer = self.trainer if trainer is None else trainer
+        self.engines = self.engines if engines is None else engines
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def trainer_version(self) -> int:
+        return self.trainer
+
+    async def wait_version_above(self, version: int, timeout_s: float) -> int:
+        async with asyncio.timeout(timeout_s):
+            while self.trainer <= version:
+                await self._changed.wait()
+        return self.trainer
+
+    async def wait_engines_at(self, version: int, timeout_s: float) -> dict[str, int]:
+        async with asyncio.timeout(timeout_s):
+            while self.engines < version:
+                await self._changed.wait()
+        return {"engine-0": self.engines}
+
+
+class Scene:
+    """One tail with what it may see of a worker."""
+
+    def __init__(self, policy: TailPolicy, max_postponements: int = 2) -> None:
+        self.versions, self.counters = Versions(), Counters()
+        self.tally = Tally(self.counters)
+        self.interrupted: list[Sample] = []
+        self.is_full, self.rank = False, 100
+        self.tail: Tail = build_tail(
+            RolloutConfig(tail=policy, max_postponements=max_postponements),
+            interrupter=self,
+            versions=self.versions,
+            tally=self.tally,
+            is_batch_ready=self._is_batch_ready,
+            next_rank=lambda: self.rank,
+        )
+
+    def interrupt(self, sample: Sample) -> None:
+        self.interrupted.append(sample)
+
+    async def _is_batch_ready(self) -> bool:
+        return self.is_full
+
+    def flight(self, rank: int, num_samples: int = 2) -> Flight:
+        prompt = Prompt(index=rank, is_held_out=False, text="?")
+        flight = Flight(
+            group_id=f"0-{rank}",
+            ref=PromptRef(task="sums", index=rank),
+            prompt=TokenizedPrompt(prompt=prompt, tokens=[1]),
+            rank=rank,
+        )
+        flight.samples |= {
+            Sample(
+                sample_id=f"0-{rank}.{n}",
+                prompt=[1],
+                sampling=SamplingParams(),
+                max_new_tokens=8,
+                rank=rank,
+            )
+            for n in range(num_samples)
+        }
+        self.tail.begin(flight)
+        return flight
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.tail.run())
+        try:
+            yield
+            assert not task.done()
+        finally:
+            await end_tasks([task])
+
+    async def counted(self) -> Counter[str]:
+        await self.tally.flush()
+        return self.counters.counts
+
+
+async def _until(condition, timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def _stopped(flight: Flight) -> list[asyncio.Task[None]]:
+    """What the episode runners do with samples that were interrupted."""
+    return [asyncio.create_task(flight.may_go_on(sample)) for sample in flight.samples]
+
+
+async def test_samples_wait_for_the_new_version_and_the_stalest_goes_first() -> None:
+    scene, order = Scene(TailPolicy.interrupt_and_resume), list[int]()
+    flights = [scene.flight(rank) for rank in (5, 2, 9)]
+    ended = next(iter(flights[0].samples))
+    ended.finish_reason = "stop"
+
+    async def go_on(flight: Flight, sample: Sample) -> None:
+        await flight.may_go_on(sample)
+        order.append(sample.rank)
+
+    async with scene.running():
+        await asyncio.sleep(0)
+        scene.versions.tell(trainer=1)
+        await _until(lambda: len(scene.interrupted) == 5)
+        assert ended not in scene.interrupted
+        resumed = [asyncio.create_task(go_on(f, s)) for f in flights for s in f.samples - {ended}]
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in resumed)
+        scene.versions.tell(engines=1)
+        await asyncio.wait_for(asyncio.gather(*resumed), 5)
+    assert order == [2, 2, 5, 9, 9]
+    assert await scene.counted() == {"samples_interrupted": 5, "samples_resumed": 5}
+
+
+async def test_a_sample_that_is_told_late_does_not_wait_for_the_next_version() -> None:
+    scene = Scene(TailPolicy.interrupt_and_resume)
+    flight = scene.flight(1)
+    async with scene.running():
+        await asyncio.sleep(0)
+        scene.versions.tell(trainer=1, engines=1)
+        await _until(lambda: len(scene.interrupted) == 2)
+        await asyncio.sleep(0.05)
+        await asyncio.wait_for(asyncio.gather(*_stopped(flight)), 1)
+
+
+async def test_a_waiting_room_that_nobody_opens_lets_go_all_the_same() -> None:
+    room, scene = WaitingRoom(), Scene(TailPolicy.continue_across_versions)
+    room.close()
+    (sample,) = scene.flight(1, num_samples=1).samples
+    await asyncio.wait_for(room.pass_through(sample, 0.05), 1)
+
+
+async def test_nothing_is_stopped_where_groups_continue_across_versions() -> None:
+    scene = Scene(TailPolicy.continue_across_versions)
+    flight = scene.flight(1)
+    async with scene.running():
+        scene.versions.tell(trainer=1)
+        scene.is_full = True
+        await asyncio.sleep(0.05)
+        await asyncio.wait_for(asyncio.gather(*_stopped(flight)), 1)
+    assert not scene.interrupted
+
+
+async def _land_quick_groups(scene: Scene, number: int = MIN_RECENT) -> None:
+    for rank in range(number):
+        flight = scene.flight(rank)
+        await asyncio.sleep(0.02)
+        scene.tail.end(flight, is_done=True)
+
+
+async def test_a_slow_group_waits_while_a_batch_is_ready_and_goes_on_when_it_is_taken() -> (
+    None
+):
+    scene = Scene(TailPolicy.postpone, max_postponements=2)
+    await _land_quick_groups(scene)
+    slow = scene.flight(10)
+    async with scene.running():
+        await asyncio.sleep(0.7)
+        other = scene.flight(11)
+        assert not scene.interrupted  # the trainer still lacks groups
+        scene.is_full = True
+        # `other` becomes slow as well at the first look: a third keeps both from being alone.
+        keeper = asyncio.create_task(_keep_one_young(scene))
+        await _until(lambda: slow.samples <= set(scene.interrupted))
+        assert slow.rank == 100 and {sample.rank for sample in slow.samples} == {100}
+        waiting = _stopped(slow)
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in waiting)
+        scene.is_full = False
+        await asyncio.wait_for(asyncio.gather(*waiting), 3)
+        before = len(scene.interrupted)
+        scene.is_full = True  # once more: the last time, after which it goes first
+        await _until(lambda: slow.samples <= set(scene.interrupted[before:]))
+        assert slow.rank == 0 and {sample.rank for sample in slow.samples} == {0}
+        await asyncio.wait_for(asyncio.gather(*_stopped(slow)), 3)
+        after = scene.interrupted.count(next(iter(slow.samples)))
+        await asyncio.sleep(1.2)
+        assert scene.interrupted.count(next(iter(slow.samples))) == after == 2
+        await end_tasks([keeper])
+        scene.tail.end(slow, is_done=True)
+        scene.tail.end(other, is_done=False)
+
+
+async def _keep_one_young(scene: Scene) -> None:
+    while True:
+        flight = scene.flight(50)
+        try:
+            await asyncio.sleep(0.03)
+        finally:
+            scene.tail.end(flight, is_done=False)
+
+
+async def test_the_last_group_of_all_is_never_put_off() -> None:
+    scene = Scene(TailPolicy.postpone)
+    await _land_quick_groups(scene)
+    slow, scene.is_full = scene.flight(10), True
+    async with scene.running():
+        await asyncio.sleep(1.2)
+    assert not scene.interrupted
+    scene.tail.end(slow, is_done=True)
+
+
+def test_slow_is_what_takes_twice_the_median_since_it_went_on() -> None:
+    pace = Pace(max_postponements=1)
+    lap = Lap(since=100.0)
+    for seconds in (1.0, 2.0, 3.0):
+        pace.note(seconds)
+    assert not pace.is_slow(lap, now=1000.0)  # too few have ended to tell
+    pace.note(50.0)
+    assert pace.median_s == 2.5
+    assert not pace.is_slow(lap, now=105.0) and pace.is_slow(lap, now=105.1)
+    waiting = Lap(since=100.0, is_waiting=True)
+    assert not pace.is_slow(waiting, now=999.0)
+    assert not pace.has_waited(waiting, now=102.5) and pace.has_waited(waiting, now=102.6)
+    assert not pace.is_slow(Lap(since=100.0, num_postponed=1), now=999.0)
+
+
+def test_lengths_fall_into_buckets() -> None:
+    lengths = (0, 256, 257, 1024, 4096, 4097, 16384, 16385)
+    buckets = ["<=256", "<=256", "<=1k", "<=1k", "<=4k", "<=16k", "<=16k", ">16k"]
+    assert [length_bucket(n) for n in lengths] == buckets

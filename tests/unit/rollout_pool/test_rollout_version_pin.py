@@ -1,0 +1,74 @@
+"""The agreement on a version that an engine stays at, step by step."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollout_pool.engines.version_pin import VersionPin
+
+
+@pytest.fixture
+def pin() -> VersionPin:
+    pin = VersionPin()
+    assert pin.take(4)
+    pin.note_served(4)
+    return pin
+
+
+async def test_the_version_that_is_served_is_pinned_at_once(pin: VersionPin) -> None:
+    assert await pin.want(4, 0.0)
+    assert pin.is_pinned and not pin.take(5)
+    pin.release()
+    assert not pin.is_pinned and pin.take(5)
+
+
+async def test_nothing_is_promised_while_another_version_is_being_committed(
+    pin: VersionPin,
+) -> None:
+    assert pin.take(5)
+    assert not await pin.want(4, 60.0)
+    wanting = asyncio.create_task(pin.want(5, 60.0))
+    await asyncio.sleep(0)
+    pin.note_served(5)
+    assert await wanting
+
+
+async def test_a_commit_that_could_not_begin_leaves_the_version_before(pin: VersionPin) -> None:
+    assert pin.take(5)
+    pin.note_served(4)
+    assert await pin.want(4, 0.0)
+
+
+async def test_only_one_can_want_it(pin: VersionPin) -> None:
+    wanting = asyncio.create_task(pin.want(5, 60.0))
+    await asyncio.sleep(0)
+    assert not await pin.want(4, 60.0)
+    pin.release()
+    assert not await wanting
+
+
+async def test_waiting_ends_in_time_and_leaves_the_engine_free(pin: VersionPin) -> None:
+    assert not await pin.want(5, 0.01)
+    assert pin.take(6)
+
+
+async def test_who_is_cancelled_leaves_the_engine_free(pin: VersionPin) -> None:
+    wanting = asyncio.create_task(pin.want(5, 60.0))
+    await asyncio.sleep(0)
+    wanting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await wanting
+    assert pin.take(5)
+    pin.note_served(5)
+    assert not pin.is_pinned
+
+
+async def test_a_lost_engine_is_not_pinned(pin: VersionPin) -> None:
+    wanting = asyncio.create_task(pin.want(5, 60.0))
+    await asyncio.sleep(0)
+    pin.note_lost()
+    assert not await wanting
+    async with asyncio.timeout(1):
+        await pin.wait_free()
