@@ -19,7 +19,7 @@ BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
 .PHONY: help install launch dry-run status stop tune timeline depth trace show quarantine buffer-dump buffer-load \
-	test test-fast soak bench bench-weights lint format typecheck docs clean
+	test test-fast soak bench bench-weights bench-rollout lint format typecheck docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -72,7 +72,7 @@ test-fast: install ## unit tests alone
 # Full size; CI runs the same tests in short (`make test`). Any of them may be given: make soak SOAK="MINUTES=1"
 SOAK ?=
 SOAK_SIZES := SIGNALS=5 GROUPS=100000 KILLS=200 SERVER_KILLS=30 KILLS_PER_POINT=50 LOSSY_GROUPS=20000 \
-	SEQUENCES=10000 FUZZ=1000000 MINUTES=30 WEIGHT_FAULTS=20 $(SOAK)
+	SEQUENCES=10000 FUZZ=1000000 MINUTES=30 WEIGHT_FAULTS=20 ROLLOUT_KILLS=20 $(SOAK)
 SOAK_TESTS := tests/soak tests/unit/buffer/test_buffer_model.py tests/unit/buffer/test_buffer_codec_fuzz.py \
 	tests/integration/test_launch.py
 
@@ -85,6 +85,9 @@ bench: install ## the buffer against a Ray queue, bare Redis and its own targets
 
 bench-weights: install ## the checkpoint engine against the wire and other ways to send weights; last line RESULT {json}
 	@$(PYTHON_BIN) benchmarks/weight_sync.py $(ARGS)
+
+bench-rollout: install ## four ways to schedule rollouts at a real engine, and what the pool costs; last line RESULT {json}
+	@$(PYTHON_BIN) benchmarks/rollout.py $(ARGS)
 
 lint: install ## ruff, and formatting
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check .

@@ -104,7 +104,9 @@ async def _at_stub(
     """The tally, and the most requests that the engine had at once."""
     jobs = equal_jobs(num_groups, size.group_size, STUB_TOKENS)
     # Admission is out of the way: the engine's places alone bound what is in flight.
-    wide = dataclasses.replace(size, max_staleness=10_000)
+    wide = dataclasses.replace(
+        size, max_staleness=10_000, batch_groups=max(1, in_flight // size.group_size)
+    )
     async with httpx.AsyncClient(base_url=info.url, trust_env=False) as http:
         await http.get("/counts")
         async with pool_at(

@@ -25,7 +25,7 @@ from buffer.lease import Lease
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from buffer.server import EmbeddedServer
-from configs.choices import PauseMode, TaskKind
+from configs.choices import OnStale, PauseMode, TaskKind
 from configs.rollout_schema import EngineConfig, RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
 from rollout_pool.assemble import WorkerParts
@@ -215,7 +215,8 @@ async def pool_at(
     max_running: int | None = None,
 ) -> AsyncIterator[Pool]:
     """A worker at one engine, with Redis, router, sampler, scorer and push as in a real run."""
-    settings = BufferConfig(max_staleness=size.max_staleness, audit_length=0)
+    # A straggler is waited for before it becomes too old, and nothing is run twice.
+    settings = BufferConfig(max_staleness=size.max_staleness, on_stale=OnStale.wait, audit_length=0)
     rollout = RolloutConfig(
         group_size=size.group_size,
         max_prompt_tokens=64,

@@ -33,7 +33,7 @@ class WorkSize:
     """Groups that a step of the trainer takes."""
     max_running: int = 64
     """Requests that the engine decodes at once: a whole synchronous batch."""
-    max_staleness: int = 8
+    max_staleness: int = 4
     median_tokens: int = 24
     p99_over_p50: float = 21.0
     longest: int = 1600

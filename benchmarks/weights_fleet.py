@@ -48,6 +48,7 @@ from configs.schema import BufferConfig, WeightSyncConfig
 from rollout_pool.engines.commit import Committer
 from rollout_pool.engines.commit_strategies import make_strategy
 from rollout_pool.engines.engine import SGLangEngine
+from rollout_pool.engines.version_pin import VersionPin
 from rollout_pool.engines.weight_follower import WeightFollower
 from weight_sync.manifest import Layout
 from weight_sync.receiver import ReceiverSpec
@@ -306,6 +307,7 @@ class Fleet:
                     state=self._state,
                     committer=committer,
                     answers=engine.client.answers,
+                    pin=VersionPin(),
                 )
                 stack.push_async_callback(follower.close)
                 task = asyncio.create_task(follower.run())

@@ -147,7 +147,7 @@ class ReplayBuffer:
                 try:
                     reply = await self._shards[k].admit(name, self._lease_ms)
                 except asyncio.CancelledError:  # the caller does not know this name
-                    await asyncio.shield(self._shards[k].abandon(name, "stopped", None))
+                    await asyncio.shield(self._shards[k].abandon(name, "stopped"))
                     raise
                 if isinstance(reply, Admitted):
                     return Admission(name, reply.version)
@@ -191,13 +191,24 @@ class ReplayBuffer:
             group_ids, lambda shard, ids: shard.renew_credits(ids, self._lease_ms)
         )
 
-    async def abandon(self, group_id: str, reason: str, requeue: PromptRef | None = None) -> None:
+    async def abandon(
+        self,
+        group_id: str,
+        reason: str,
+        requeue: PromptRef | None = None,
+        *,
+        rerun: PromptRef | None = None,
+    ) -> bool:
         """Frees the credit of a running group that will never be pushed, and counts it by reason.
 
         `requeue` names the prompt if the group was stopped for being too old: it is then run again
-        under the same rules as that of a stale group that was pushed.
+        under the same rules as that of a stale group that was pushed. `rerun` names it if it is to
+        be run again whatever these are, with nothing held against it. After either a push of the
+        group that is still on its way is a duplicate. False if the group was not running: its push
+        had arrived, or it had lost its credit.
         """
-        await self._shards.of(group_id).abandon(group_id, reason, requeue)
+        assert requeue is None or rerun is None
+        return await self._shards.of(group_id).abandon(group_id, reason, requeue, rerun)
 
     async def push(self, group: TrajectoryGroup, timeout_s: float | None = None) -> PushResult:
         """Hands a finished group over, and keeps it until the server has it on disk.

@@ -123,10 +123,20 @@ class Shard:
         """How many of the groups are running; their credits last longer now."""
         return await self._sum("renew_credits", (credit_ms,), ids)
 
-    async def abandon(self, group_id: str, reason: str, requeue: PromptRef | None) -> bool:
-        """Frees the credit of a group that will never be pushed; False if it had none."""
-        prompt = "" if requeue is None else write_prompt(requeue)
-        return bool(await self._scripts.run("abandon", group_id, reason, prompt))
+    async def abandon(
+        self,
+        group_id: str,
+        reason: str,
+        requeue: PromptRef | None = None,
+        rerun: PromptRef | None = None,
+    ) -> bool:
+        """Frees the credit of a group that will never be pushed; False if it had none.
+
+        Its prompt runs again by the rules for stale groups (`requeue`), or in any case (`rerun`).
+        """
+        prompt, is_for_age = requeue or rerun, int(requeue is not None)
+        text = "" if prompt is None else write_prompt(prompt)
+        return bool(await self._scripts.run("abandon", group_id, reason, text, is_for_age))
 
     async def begin(self, group_id: str, prompt: PromptRef, worker: int, position: int) -> bool:
         """Notes a running group's prompt and its worker's position; False if it is not running."""

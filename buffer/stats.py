@@ -44,7 +44,8 @@ class BufferStats:
     engine_versions: Mapping[str, int]
     """Of the engines that serve one."""
     rerun: int = 0
-    """Prompts put in line again since their group failed, or their worker died."""
+    """Prompts put in line again since their group failed, their worker died, or whoever outside
+    played their group left."""
     prompts_quarantined: int = 0
     """Prompts that are put aside now: they failed too often, or two workers died over them."""
     oversampling: float = 1.0
@@ -65,6 +66,8 @@ class BufferStats:
     """Trainable tokens that were masked for their age (on_stale=mask_tokens)."""
     dropped_tokens: Mapping[str, int]
     """By reason."""
+    tokens_dropped: int = 0
+    """Trainable tokens of all groups that were ever dropped."""
     dropped_by_length: Mapping[str, int]
     """Dropped groups by the tokens that they had, as '<=1k', ..., '>64k'."""
     bytes_consumed: int
@@ -158,6 +161,7 @@ def parse_stats(reply: list[Any]) -> BufferStats:
         tokens_trained=count("tokens_trained"),
         tokens_masked=count("tokens_masked"),
         dropped_tokens=_by_reason(counters, "dropped_tokens:"),
+        tokens_dropped=count("tokens_dropped"),
         dropped_by_length=_by_reason(counters, "dropped_len:"),
         bytes_consumed=count("bytes_consumed"),
         bytes_quarantined=count("bytes_quarantined"),

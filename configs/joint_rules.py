@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from configs.choices import Backend, CommitStrategy, PauseMode
+from configs.choices import (
+    Backend,
+    CommitStrategy,
+    OnStale,
+    PauseMode,
+    RewardKind,
+    TailPolicy,
+    TaskKind,
+)
 from configs.rules import require
 
 if TYPE_CHECKING:
@@ -16,6 +24,9 @@ def check_joint_rules(config: Config) -> None:
     _check_model(config)
     _check_lengths(config)
     _check_weights(config)
+    _check_tail(config)
+    _check_rewards(config)
+    _check_tools(config)
     if config.cluster.gpus_per_rank == 0:
         check_weights_without_gpus(config, "cluster.gpus_per_rank=0")
 
@@ -70,6 +81,75 @@ def _check_weights(config: Config) -> None:
         sync.commit_timeout_s,
         "a request that waits for a commit must not be given up before it: set less than "
         f"rollout.engine.request_timeout_s={engine.request_timeout_s:g}",
+    )
+
+
+def _check_tail(config: Config) -> None:
+    rollout, buffer = config.rollout, config.buffer
+    is_synchronous = buffer.max_staleness == 0
+    require(
+        not (rollout.tail is TailPolicy.postpone and buffer.on_stale is OnStale.wait),
+        "rollout.tail",
+        rollout.tail.name,
+        "with buffer.on_stale=wait the trainer waits for the very groups that are put off; choose "
+        "another buffer.on_stale, or rollout.tail=continue_across_versions",
+    )
+    require(
+        not is_synchronous or rollout.tail is TailPolicy.continue_across_versions,
+        "rollout.tail",
+        rollout.tail.name,
+        "with buffer.max_staleness=0 no group outlives a version, so none can be put off to a "
+        "later one; raise buffer.max_staleness, or set rollout.tail=continue_across_versions",
+    )
+    require(
+        not is_synchronous
+        or rollout.oversampling <= 1
+        or buffer.on_stale not in (OnStale.requeue, OnStale.drop),
+        "rollout.oversampling",
+        rollout.oversampling,
+        "with buffer.max_staleness=0 each publish throws the surplus away, which are the groups "
+        "with the longest answers: what is trained would be biased to short ones; set 1, or raise "
+        "buffer.max_staleness",
+    )
+
+
+def _check_rewards(config: Config) -> None:
+    task = config.task
+    kinds = [reward.kind for reward in task.rewards.values()]
+    parts = [r for r in task.rewards.values() if r.kind is not RewardKind.teacher]
+    require(
+        not task.rewards or bool(parts),
+        "task.rewards",
+        [kind.name for kind in kinds],
+        "a teacher gives no reward, so all of a group would be 0 and teach nothing; add another "
+        "part, as in task.rewards.right.kind=task",
+    )
+    require(
+        not parts or any(reward.weight for reward in parts),
+        "task.rewards.*.weight",
+        [reward.weight for reward in parts],
+        "every reward would be 0 and teach nothing; give one part another weight",
+    )
+    require(
+        task.kind is not TaskKind.code
+        or RewardKind.code_tests in kinds
+        or task.env is not None
+        or task.agent is not None,
+        "task.rewards",
+        [kind.name for kind in kinds],
+        "an answer of task.kind=code is scored by running its tests; set "
+        "task.rewards={tests: {kind: code_tests}}, or name who gives the reward in task.env or "
+        "task.agent",
+    )
+
+
+def _check_tools(config: Config) -> None:
+    task = config.task
+    require(
+        not task.tools or task.chat_template,
+        "task.tools",
+        task.tools,
+        "it is the chat template that tells the model of its tools: set task.chat_template=true",
     )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from configs.choices import Dtype, OnLongPrompt, RewardKind, TailPolicy, TaskKind, ToolParser
 from configs.rules import at_least, require
 
+MAX_PORT = 65535
+
 
 @dataclass(kw_only=True, slots=True)
 class SamplingConfig:
@@ -56,6 +58,8 @@ class EvalConfig:
     """0 is greedy."""
     top_p: float = 1.0
     top_k: int = -1
+    full_score: float = 1.0
+    """The reward from which on an answer counts as right."""
     pinned: bool = True
     """Let one of several engines stay at the version that is evaluated and answer alone; with a
     single engine answers are of that version or later ones, and tagged so."""
@@ -198,6 +202,14 @@ class RolloutConfig:
             max_worker_restarts=self.max_worker_restarts,
         )
         require(0 <= self.log_rate <= 1, "rollout.log_rate", self.log_rate, "must lie in [0, 1]")
+        if (port := self.openai.port) is not None:
+            most = MAX_PORT - self.num_workers + 1
+            require(
+                0 <= port <= most,
+                "rollout.openai.port",
+                port,
+                f"must lie in 0..{most}: each of {self.num_workers} workers takes the next one",
+            )
         require(
             self.group_size >= 2,
             "rollout.group_size",
@@ -226,7 +238,8 @@ class RewardConfig:
     timeout_s: float = 120.0
     """http, judge, teacher: longest that one answer may take."""
     max_retries: int = 3
-    """http, judge, teacher: after a failure; the sample counts as not scored after that."""
+    """http, judge, teacher: after a failure. Then the episode is unscored: its group is not trained
+    and its prompt runs again, as after any failed group."""
     max_per_second: float | None = None
     """http, judge, teacher: the most requests a second from one worker; None for no limit."""
 

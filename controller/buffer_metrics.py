@@ -66,6 +66,11 @@ COUNTERS: tuple[tuple[str, str, Number], ...] = (
     ("replay_push_blocked", "Pushes that had to wait for room.", lambda s: s.push_blocked),
     ("replay_push_blocked_seconds", "Time that they waited.", lambda s: s.push_blocked_s),
     ("replay_tokens_masked", "Tokens left out of the loss as too old.", lambda s: s.tokens_masked),
+    (
+        "replay_tokens_dropped",
+        "Trainable tokens of dropped groups.",
+        lambda s: s.tokens_dropped,
+    ),
     ("replay_tokens_pushed", "Tokens of pushed groups.", lambda s: s.tokens_pushed),
     ("replay_tokens_trained", "Trainable tokens of trained groups.", lambda s: s.tokens_trained),
 )

@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from configs.schema import Config
-from controller.metrics import Scalar
+from controller.metrics import EVAL_FAILED, Scalar
 from rollout_pool.types import EvalReport
 
 log = logging.getLogger(__name__)
 
 HOLD_WAIT_S = 60.0
 """For an engine to come to the version; then another one is asked."""
-HOLD_LIMIT_S = 3600.0
+HOLD_LIMIT_S = 900.0
 """A longer evaluation ends with newer versions, which its report says."""
 
 RELEASE_S = 30.0
@@ -56,6 +56,22 @@ async def evaluate(
         if engine is not None:
             await _release(pool, engine, told)
     return {**report.record(), "engine": engine or ""}
+
+
+async def evaluate_mildly(
+    pool: EnginePool, version: int, *, may_hold: bool, told: Told
+) -> tuple[str, dict[str, Scalar]]:
+    """Kind and values of the record: `eval`, or `eval_failed` with the reason.
+
+    Training does not depend on an evaluation, so one that fails ends nothing: what is wrong with a
+    process that it needs is told by whoever watches that process. Bad input is a ValueError still.
+    """
+    try:
+        return "eval", await evaluate(pool, version, may_hold=may_hold, told=told)
+    except RuntimeError as error:
+        log.warning("the evaluation of version %d failed", version, exc_info=True)
+        why = str(error).partition("\n")[0]  # what follows are the last lines of a log
+        return EVAL_FAILED, {"version": version, "why": why}
 
 
 def should_hold(config: Config) -> bool:

@@ -3,8 +3,9 @@
     {"t": 1732190000.1, "kind": "step", "step": 3, "reward_mean": 0.41, ...}
 
 Kinds: `phase` (what the run does), `step` (one trained batch, from trainer rank 0), `eval`
-(held-out prompts), `buffer` (depth, versions and waits, sampled by the controller), `publish`,
-`commit` and `weights_event` (the way of the weights, see weights.py). Each is flat.
+(held-out prompts), `eval_failed` (of which `version`, and `why`), `buffer` (depth, versions and
+waits, sampled by the controller), `publish`, `commit` and `weights_event` (the way of the weights,
+see weights.py). Each is flat.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 Scalar = float | int | str
+EVAL_FAILED = "eval_failed"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

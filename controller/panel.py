@@ -16,7 +16,7 @@ from rich.text import Text
 from buffer.admission import admission_limit
 from buffer.stats import BufferStats
 from controller.bottleneck import MUCH, bottleneck_sentence
-from controller.remarks import buffer_remarks, engine_remarks
+from controller.remarks import buffer_remarks, engine_remarks, eval_failed_words
 from controller.rollout_counts import panel_line
 from controller.startup import StartStep, StartSteps
 from controller.units import format_count, format_duration
@@ -114,11 +114,13 @@ def render(view: RunView, hint: str = "Ctrl-C stops everything") -> RenderableTy
     parts: list[RenderableType] = [_progress(view), "", _Sections(view), ""]
     if view.stats is not None:
         parts.append(_law(view.stats))
-        if counted := panel_line(view.counters):
+        if counted := panel_line(view.counters, view.stats.tokens_dropped):
             parts.append(Text.assemble(("Rollouts", "bold cyan"), f"  {counted}"))
         remarks = buffer_remarks(view.stats)
         remarks += engine_remarks(view.stats, view.weights.lost_engines)
         parts += [Text(remark, style="yellow") for remark in remarks]
+    if view.eval_failure is not None:
+        parts.append(Text(eval_failed_words(view.eval_failure), style="yellow"))
     parts.append(_bottleneck(view))
     if view.log_lines:
         parts.append("")

@@ -11,11 +11,13 @@ from configs.choices import RewardKind
 from configs.rollout_schema import TaskConfig
 from configs.schema import Config
 from controller.plan import make_plan
+from rollout_pool.envs.env import SingleTurn
 from rollout_pool.sandbox import SandboxError, protections
 from rollout_pool.tasks.agents import find_agent
 from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.environments import PYTHON, environment_factory
-from rollout_pool.tasks.task import build_task
+from rollout_pool.tasks.programs import CodeTask
+from rollout_pool.tasks.task import Task, build_task
 from rollout_pool.tokenizer import load_tokenizer
 
 
@@ -30,7 +32,8 @@ def check_inputs(config: Config) -> None:
 
 def check_task(config: TaskConfig) -> None:
     """Raises ValueError for a task that cannot be built, an environment of its first prompt that
-    cannot be made, and an agent, a tool or a reward function that does not exist."""
+    cannot be made, an agent, a tool or a reward function that does not exist, and rewards that such
+    a task cannot give."""
     task = build_task(config)
     if find_agent(config, task) is None:
         make_environment = environment_factory(config, task)
@@ -41,10 +44,30 @@ def check_task(config: TaskConfig) -> None:
             raise ValueError(
                 f"{name}: made no environment of prompt 0: {type(error).__name__}: {error}"
             ) from error
+        _check_env_rewards(config, task)
     for name, reward in config.rewards.items():
         if reward.function is not None:
             load_callable(reward.function, f"task.rewards.{name}.function")
+        if reward.kind is RewardKind.code_tests and not isinstance(task, CodeTask):
+            raise ValueError(
+                f"task.rewards.{name}.kind=code_tests: the prompts of task.kind={config.kind.name} "
+                "have no tests; those of task.kind=code have, or score by task.rewards."
+                f"{name}.kind=task"
+            )
     _check_sandbox(config)
+
+
+def _check_env_rewards(config: TaskConfig, task: Task) -> None:
+    """Of an environment that asks once and wants one answer it is known."""
+    if config.env is not None or type(task.environment(task.example(0))) is not SingleTurn:
+        return
+    for name, reward in config.rewards.items():
+        if reward.kind is RewardKind.env:
+            raise ValueError(
+                f"task.rewards.{name}.kind=env: the environment of task.kind={config.kind.name} "
+                f"gives no reward; set task.rewards.{name}.kind=task, or name an environment in "
+                "task.env"
+            )
 
 
 def _check_sandbox(config: TaskConfig) -> None:

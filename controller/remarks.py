@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from buffer.stats import BufferStats
+from controller.metrics import Record
 from controller.units import format_bytes, format_duration
 from controller.weights import behind_words, engines_behind
 
@@ -27,6 +28,12 @@ def engine_remarks(stats: BufferStats, lost_engines: Collection[str] = ()) -> li
     if behind := engines_behind(stats.trainer_version, stats.engine_versions):
         remarks.append(f"{behind_words(behind)}; admission follows the slowest engine.")
     return remarks
+
+
+def eval_failed_words(record: Record) -> str:
+    """Of an `eval_failed` record."""
+    version, why = record.number("version"), record.values.get("why")
+    return f"The evaluation of version {version:.0f} failed, and training goes by without: {why}"
 
 
 def _blocked(stats: BufferStats) -> str:

@@ -11,11 +11,11 @@ from controller.units import format_count, format_duration
 
 Counters = Mapping[str, float]
 
-LENGTHS = ("<=256", "<=1k", "<=4k", "<=16k", ">16k")
+LENGTHS = ("<=256", "<=1k", "<=4k", "<=16k", "<=64k", ">64k")
 """Of a group's longest sample, in tokens."""
 PLAIN = {
     "tokens_generated": "Tokens that the engines sampled.",
-    "tokens_wasted": "Of these, lost with an engine, refused, or of groups that were given up.",
+    "tokens_wasted": "Of these, lost on the way to the buffer: with an engine, refused, given up.",
     "tokens_filtered": "Tokens of groups that were left out since their rewards were all equal.",
     "samples_retried": "Requests that failed and were made again.",
     "samples_interrupted": "Samples stopped in favour of a version or of other groups.",
@@ -64,15 +64,18 @@ def length_rows(counters: Counters) -> list[LengthRow]:
     return rows
 
 
-def wasted_share(counters: Counters) -> float | None:
-    """Of all tokens generated; None before the first."""
+def wasted_share(counters: Counters, tokens_dropped: int) -> float | None:
+    """Of all tokens generated, those that will never be trained and were not left out on purpose;
+    None before the first. `tokens_dropped`: by the buffer (`BufferStats.tokens_dropped`)."""
     generated = counters.get("tokens_generated", 0.0)
-    return counters.get("tokens_wasted", 0.0) / generated if generated else None
+    wasted = counters.get("tokens_wasted", 0.0) + tokens_dropped
+    # Workers tell their counts a moment after the buffer its own.
+    return min(1.0, wasted / generated) if generated else None
 
 
-def summary_rows(counters: Counters) -> Iterator[tuple[str, str]]:
+def summary_rows(counters: Counters, tokens_dropped: int) -> Iterator[tuple[str, str]]:
     """What a run's summary says of its generation."""
-    share = wasted_share(counters)
+    share = wasted_share(counters, tokens_dropped)
     if share is not None:
         yield "tokens that nobody could use", f"{share:.1%}"
     for row in length_rows(counters):
@@ -96,7 +99,7 @@ def summary_rows(counters: Counters) -> Iterator[tuple[str, str]]:
             yield text, format_count(counters[name])
 
 
-def panel_line(counters: Counters) -> str:
+def panel_line(counters: Counters, tokens_dropped: int) -> str:
     """What deserves a place on the panel; "" as long as nothing does."""
     parts = [
         f"{format_count(counters[name])} {text}"
@@ -110,7 +113,7 @@ def panel_line(counters: Counters) -> str:
         )
         if counters.get(name)
     ]
-    share = wasted_share(counters)
+    share = wasted_share(counters, tokens_dropped)
     if share:
         parts.insert(0, f"{share:.1%} of tokens wasted")
     return ", ".join(parts)

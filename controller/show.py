@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import log
 
+import numpy as np
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
@@ -80,6 +81,8 @@ def tell_group(
     for place, trajectory in enumerate(group.trajectories):
         yield Text("")
         yield Text(headline(place, trajectory), style="bold")
+        for name in trajectory.columns:
+            yield Text(column_line(name, trajectory))
         pieces = cut(trajectory, token_texts(tokenizer, trajectory.tokens.tolist()))
         yield coloured(pieces, versions) if has_colours else Text(marked(pieces))
 
@@ -96,6 +99,18 @@ def headline(place: int, trajectory: Trajectory) -> str:
         + (f" ({parts})" if parts else "")
         + f", {trajectory.finish_reason}, {trajectory.num_tokens} tokens of which {num_trained} "
         f"are trained ({by_version or 'none'}), mean log-probability {mean:.2f}"
+    )
+
+
+def column_line(name: str, trajectory: Trajectory) -> str:
+    """A further column of numbers in short: what it holds at the trained tokens (pure)."""
+    mask = trajectory.loss_mask.astype(bool)
+    trained = trajectory.columns[name][mask].astype(np.float64)
+    if not trained.size:
+        return f"  {name}: no token is trained"
+    return (
+        f"  {name}: mean {trained.mean():.2f} over the trained tokens, from {trained.min():.2f} "
+        f"to {trained.max():.2f}"
     )
 
 

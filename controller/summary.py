@@ -10,7 +10,7 @@ from pathlib import Path
 
 from buffer.stats import BufferStats
 from configs.schema import Config
-from controller.metrics import Record
+from controller.metrics import EVAL_FAILED, Record
 from controller.plots import PLOTS
 from controller.rollout_counts import summary_rows
 from controller.timeline import LAST_TIMELINE
@@ -34,6 +34,8 @@ class RunResult:
     eval_before: float | None
     """Accuracy on held-out prompts, with the weights that RL began from."""
     eval_after: float | None
+    """None if that evaluation failed."""
+    evals_failed: int
     eval_size: int
     eval_samples: int
     """Answers of each prompt."""
@@ -73,6 +75,8 @@ class RunResult:
     rollout: Mapping[str, float]
     """What the rollout workers counted, by name."""
     prompts_quarantined: int
+    tokens_dropped: int
+    """Trainable tokens of groups that the buffer dropped."""
     tokens_trained: int
     tokens_per_s: float | None
     """Generated, over the time spent on steps."""
@@ -117,6 +121,8 @@ def summarize(
     """The result of a run from its metrics and the buffer's last numbers (pure)."""
     steps = [r for r in records if r.kind == "step"]
     evals = [r for r in records if r.kind == "eval"]
+    failed = [r for r in records if r.kind == EVAL_FAILED]
+    is_last_missing = bool(failed) and failed[-1].number("version") >= config.trainer.num_steps
     rewards = _series(steps, "reward_mean")
     ends = max(1, min(10, len(rewards) // 10))
     weights = weights_result(records)
@@ -130,10 +136,11 @@ def summarize(
         wall_s=wall_s,
         steps=len(steps),
         eval_before=evals[0].number("accuracy") if evals else None,
-        eval_after=evals[-1].number("accuracy") if evals else None,
+        eval_after=evals[-1].number("accuracy") if evals and not is_last_missing else None,
+        evals_failed=len(failed),
         eval_size=int(evals[-1].number("num_prompts")) if evals else 0,
         eval_samples=config.rollout.eval.num_samples,
-        pass_at_k=_pass_at_k(evals[-1]) if evals else {},
+        pass_at_k=_pass_at_k(evals[-1]) if evals and not is_last_missing else {},
         reward_first=_mean(rewards[:ends]),
         reward_last=_mean(rewards[-ends:]),
         groups_pushed=stats.pushed,
@@ -156,6 +163,7 @@ def summarize(
         tokens_generated=tokens_generated,
         rollout=dict(counters),
         prompts_quarantined=stats.prompts_quarantined,
+        tokens_dropped=stats.tokens_dropped,
         tokens_trained=stats.tokens_trained,
         tokens_per_s=tokens_generated / train_s if train_s else None,
         ratio_max_abs_dev=max(_series(steps, "ratio_max_abs_dev"), default=None),
@@ -244,6 +252,8 @@ def _learning_rows(result: RunResult) -> Iterator[tuple[str, str]]:
         _percent(result.eval_before),
     )
     yield "held-out accuracy after", _percent(result.eval_after)
+    if result.evals_failed:
+        yield "evaluations that failed", f"{result.evals_failed:,}"
     for k, share in sorted(result.pass_at_k.items()):
         if k > 1:
             yield f"pass@{k} after", _percent(share)
@@ -282,7 +292,7 @@ def _cost_rows(result: RunResult) -> Iterator[tuple[str, str]]:
 
 
 def _rollout_rows(result: RunResult) -> Iterator[tuple[str, str]]:
-    yield from summary_rows(result.rollout)
+    yield from summary_rows(result.rollout, result.tokens_dropped)
     if result.prompts_quarantined:
         yield "prompts in quarantine", f"{result.prompts_quarantined:,}"
 

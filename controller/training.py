@@ -13,11 +13,12 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, open_buffer, open_state
-from controller.evaluation import evaluate, should_hold
-from controller.metrics import MetricsLog, Record, read_metrics
+from controller.evaluation import evaluate, evaluate_mildly, should_hold
+from controller.metrics import EVAL_FAILED, MetricsLog, Record, Scalar, read_metrics
 from controller.panel import Panel
 from controller.plots import write_plots
 from controller.recorder import Recorder
+from controller.remarks import eval_failed_words
 from controller.run_dir import RunDir
 from controller.summary import RunResult, summarize, write_summary
 from controller.supervise import RunFailed, exit_of, failure, told
@@ -100,7 +101,7 @@ class Training:
         pools = self._pools
         self._tasks = tasks
         await self._enter_phase("evaluating the start")
-        await self._evaluate(0)
+        self._recorder.record("eval", await self._evaluate_start())
         await self._enter_phase("training")
         generating = [tasks.create_task(self._told(n, r)) for n, r in pools.rollout.run().items()]
         await asyncio.gather(*(self._told(n, r) for n, r in pools.trainer.train().items()))
@@ -117,7 +118,11 @@ class Training:
         await self._state.set_phase(phase)
         self._recorder.record("phase", {"phase": phase})
 
-    # Evaluation beside training ------------------------------------------------------------------
+    # Evaluation ----------------------------------------------------------------------------------
+
+    async def _evaluate_start(self) -> dict[str, Scalar]:
+        """What fails before anything was trained is an error: it costs minutes."""
+        return await evaluate(self._pools.rollout, 0, may_hold=False, told=self._told)
 
     def _evaluate_if_due(self, step: Record) -> None:
         """One evaluation at a time: with a slow one the next due version is simply passed over."""
@@ -130,10 +135,12 @@ class Training:
             )
 
     async def _evaluate(self, version: int, *, may_hold: bool = False) -> None:
-        """Before and after training no version is overtaken, so that all engines may answer."""
+        """One that fails is told, and ends nothing."""
         pool = self._pools.rollout
-        record = await evaluate(pool, version, may_hold=may_hold, told=self._told)
-        self._recorder.record("eval", record)
+        kind, record = await evaluate_mildly(pool, version, may_hold=may_hold, told=self._told)
+        told = self._recorder.record(kind, record)
+        if kind == EVAL_FAILED:
+            self._panel.say(eval_failed_words(told))
 
     # The end -------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from buffer.admission import admission_limit
 from buffer.stats import BufferStats
 from controller.bottleneck import Waits, WaitShares, WaitWindow
-from controller.metrics import Record, Scalar
+from controller.metrics import EVAL_FAILED, Record, Scalar
 from controller.weights import WeightsPace, WeightsView
 
 RATE_HORIZON_S = 30.0
@@ -43,6 +43,8 @@ class RunView:
     rewards: list[float] = field(default_factory=list)
     """Mean reward of each step so far."""
     evals: list[EvalPoint] = field(default_factory=list)
+    eval_failure: Record | None = None
+    """Of the last evaluation, if it failed."""
     last_step: Record | None = None
     stats: BufferStats | None = None
     tokens_generated: int = 0
@@ -67,6 +69,9 @@ class RunView:
         elif record.kind == "eval":
             version, accuracy = record.number("version_min"), record.number("accuracy")
             self.evals.append(EvalPoint(version=int(version), accuracy=accuracy))
+            self.eval_failure = None
+        elif record.kind == EVAL_FAILED:
+            self.eval_failure = record
         elif record.kind == "buffer":
             self.counters = counters_of(record)
             self._sample(record.t, waits_of(record), int(record.number("tokens_generated")))

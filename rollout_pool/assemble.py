@@ -34,7 +34,7 @@ from rollout_pool.sampling import Sampler
 from rollout_pool.tasks.agents import find_agent
 from rollout_pool.tasks.environments import environment_factory
 from rollout_pool.tasks.task import Task, TaskStream, build_task
-from rollout_pool.tokenizer import Tokenizer, load_tokenizer
+from rollout_pool.tokenizer import Tokenizer, load_tokenizer, vocab_size
 from rollout_pool.types import RolloutSpec
 from rollout_pool.worker import RolloutWorker
 
@@ -76,6 +76,7 @@ class WorkerParts:
         self._state: RunState | None = None
         self._task: Task | None = None
         self._tokenizer: Tokenizer | None = None
+        self._vocab_size = 0
         self._position = 0
 
     def _own_scoring(self) -> RewardPool:
@@ -99,7 +100,7 @@ class WorkerParts:
         Raises ValueError for a bad task or model, BufferConnectionError for a bad Redis.
         """
         spec = self._spec
-        self._task, self._tokenizer, *_ = await asyncio.gather(
+        self._task, tokenizer, *_ = await asyncio.gather(
             asyncio.to_thread(build_task, spec.task),
             asyncio.to_thread(
                 load_tokenizer, spec.model_path, trust_remote_code=spec.trust_remote_code
@@ -107,6 +108,10 @@ class WorkerParts:
             self._scoring.start(),
             self._reach_redis(),
         )
+        self._vocab_size = await asyncio.to_thread(
+            vocab_size, spec.model_path, tokenizer, trust_remote_code=spec.trust_remote_code
+        )
+        self._tokenizer = tokenizer
 
     async def _reach_redis(self) -> None:
         spec = self._spec
@@ -181,6 +186,7 @@ class WorkerParts:
                 key=spec.engine_key,
                 request_timeout_s=engine_config.request_timeout_s,
                 keys_prefix_by_version=engine_config.radix_cache,
+                vocab_size=self._vocab_size,
             )
             for engine in engines
         ]
@@ -206,7 +212,12 @@ class WorkerParts:
             task=spec.task,
             rollout=spec.config,
         )
-        self._endpoint = Endpoint(serving, host=self._host, port=port + self._index if port else 0)
+        self._endpoint = Endpoint(
+            serving,
+            host=self._host,
+            port=port + self._index if port else 0,
+            vocab_size=self._vocab_size,
+        )
         await self._endpoint.start()
         folder = Path(spec.run_dir) / "openai"
         self._endpoint.write_address(folder / f"worker-{self._index}.json")

@@ -30,13 +30,15 @@ log = logging.getLogger(__name__)
 
 EPISODES_AT_ONCE = 128
 """Keeps the engines' queues short for the groups that the trainer waits for."""
-FULL_SCORE = 0.999
+ROUNDING = 1e-6
+"""Of a sum of weighted parts: so little less than rollout.eval.full_score is still right."""
 MAX_FAILED = 0.05
-"""So large a share of the prompts without an answer is an error: the numbers would mislead."""
+"""So large a share of the prompts without an answer is an error: the numbers would mislead. One
+of several prompts is never too many."""
 
 
 class EvaluationFailed(RuntimeError):
-    """Too many of the held-out prompts got no answer."""
+    """Too many of the held-out prompts got no answer, or none could be scored."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -44,8 +46,8 @@ class _Answer:
     score: float
     versions: frozenset[int]
     """That wrote a token of it."""
-    is_scored: bool
-    """Every part of its reward could be had."""
+    unscored: str | None
+    """Why it is not known what it is worth."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,6 +72,7 @@ class Evaluator:
         self._player = player
         self._scorer = scorer
         self._num_samples = config.eval.num_samples
+        self._full_score = config.eval.full_score - ROUNDING * max(1, abs(config.eval.full_score))
         self._sampling = SamplingParams(
             temperature=config.eval.temperature, top_p=config.eval.top_p, top_k=config.eval.top_k
         )
@@ -103,20 +106,29 @@ class Evaluator:
         ]
         complete = [[a for a in some if a is not None] for some in by_prompt if None not in some]
         num_failed = len(self._prompts) - len(complete)
-        if num_failed and num_failed >= MAX_FAILED * len(self._prompts):
+        if num_failed >= max(2, MAX_FAILED * len(self._prompts)) or not complete:
             raise EvaluationFailed(
                 f"{num_failed} of {len(self._prompts)} held-out prompts got no answer, which is "
                 f"{MAX_FAILED:.0%} or more: the log of the worker says why"
             )
+        why = [answer.unscored for some in complete for answer in some]
+        if None not in why:
+            raise EvaluationFailed(f"no answer could be scored; the first: {why[0]}")
         return self._report(complete, num_failed, started)
 
     def _report(
         self, answers: Sequence[Sequence[_Answer]], num_failed: int, started: float
     ) -> EvalReport:
-        every = [answer for of_prompt in answers for answer in of_prompt]
+        scored = [[a for a in of_prompt if a.unscored is None] for of_prompt in answers]
+        every = [answer for of_prompt in scored for answer in of_prompt]
         versions = {version for answer in every for version in answer.versions}
-        is_right = [[a.score >= FULL_SCORE for a in of_prompt] for of_prompt in answers]
-        sizes = sample_sizes(self._num_samples)
+        is_right = [[a.score >= self._full_score for a in of_prompt] for of_prompt in scored]
+        # Of a prompt whose answers could not all be scored the others say as much of it.
+        by_size = {
+            k: enough
+            for k in sample_sizes(self._num_samples)
+            if (enough := [some for some in is_right if len(some) >= k])
+        }
         return EvalReport(
             version_min=min(versions),
             version_max=max(versions),
@@ -126,10 +138,11 @@ class Evaluator:
             seconds=time.perf_counter() - started,
             num_samples=self._num_samples,
             num_failed=num_failed,
-            num_unscored=sum(not answer.is_scored for answer in every),
-            mean_at_k={k: _mean([sum(some[:k]) / k for some in is_right]) for k in sizes},
+            num_unscored=sum(map(len, answers)) - len(every),
+            mean_at_k={k: _mean([sum(some[:k]) / k for some in e]) for k, e in by_size.items()},
             pass_at_k={
-                k: _mean([pass_at_k(len(some), sum(some), k) for some in is_right]) for k in sizes
+                k: _mean([pass_at_k(len(some), sum(some), k) for some in e])
+                for k, e in by_size.items()
             },
         )
 
@@ -144,9 +157,10 @@ class Evaluator:
                 log.warning("held-out prompt %d got no answer: %s", prompt.index, error)
                 return None
         score = await self._scorer.score(prompt, episode)
-        return _Answer(
-            score=score.reward, versions=_versions(episode), is_scored=not score.failures
-        )
+        unscored = score.reasons if score.is_unscored else None
+        if unscored is not None:
+            log.warning("an answer to held-out prompt %d is unscored: %s", prompt.index, unscored)
+        return _Answer(score=score.reward, versions=_versions(episode), unscored=unscored)
 
     async def _play(self, prompt: Prompt, session: str, version: int, place: _Place) -> Episode:
         if (engine := place.engine) is not None:

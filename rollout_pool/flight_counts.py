@@ -13,7 +13,7 @@ def count_flight(tally: Tally, flight: Flight) -> None:
     """What its samples cost."""
     tally.add("tokens_generated", flight.num_tokens + flight.num_wasted)
     tally.add("tokens_wasted", flight.num_wasted)
-    tally.add("samples_retried", sum(sample.num_failures for sample in flight.samples))
+    tally.add("samples_retried", flight.num_failures)
     tally.add("logprobs_refused", flight.num_refused)
     tally.add("rewards_failed", flight.num_unscored)
 
@@ -33,7 +33,6 @@ def count_given_up(tally: Tally, flight: Flight) -> None:
 
 
 def _count_length(tally: Tally, what: str, flight: Flight) -> None:
-    longest = max((len(sample.output_ids) for sample in flight.samples), default=0)
-    bucket = length_bucket(longest)
+    bucket = length_bucket(flight.longest)
     tally.add(f"{what}:{bucket}")
     tally.add(f"{what}_s:{bucket}", time.monotonic() - flight.started)

@@ -30,6 +30,28 @@ class GroupFailed(RuntimeError):
     """One of a group's episodes could not be had, so there is no group; the message says why."""
 
 
+@dataclass(kw_only=True, slots=True)
+class _Ended:
+    """The numbers of samples that have ended, added up."""
+
+    num_tokens: int = 0
+    longest: int = 0
+    oldest_version: int | None = None
+    num_failures: int = 0
+    num_refused: int = 0
+    num_wasted: int = 0
+
+    def add(self, sample: Sample) -> None:
+        self.num_tokens += len(sample.output_ids)
+        self.longest = max(self.longest, len(sample.output_ids))
+        self.num_failures += sample.num_failures
+        self.num_refused += sample.num_refused
+        self.num_wasted += sample.num_wasted
+        if (version := sample.oldest_version) is not None:
+            known = self.oldest_version
+            self.oldest_version = version if known is None else min(known, version)
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Flight:
     """A group that is being generated, and how far it is."""
@@ -44,28 +66,45 @@ class Flight:
     player: Player | None = None
     """Plays its episodes in place of the generator's."""
     samples: set[Sample] = field(default_factory=set)
-    """All that were asked for, those that have ended too."""
+    """Those under way. Of one that has ended only its numbers are kept: prompts are long."""
     started: float = field(default_factory=time.monotonic)
     num_unscored: int = 0
-    """Episodes of whose reward a part could not be had; that part is 0."""
+    """Episodes of whose reward a part could not be had."""
     num_env_errors: int = 0
     """Episodes that the environment broke off."""
+    _ended: _Ended = field(default_factory=_Ended, init=False)
 
     def note_sample(self, sample: Sample) -> None:
         """One of its samples is about to be asked for."""
         sample.rank = self.rank  # which may have changed since its episode began
         self.samples.add(sample)
 
+    def note_end(self, sample: Sample) -> None:
+        """One of its samples has ended, and nothing will change in it any more."""
+        if sample in self.samples:
+            self.samples.remove(sample)
+            self._ended.add(sample)
+
     @property
     def oldest_version(self) -> int | None:
         """Of the tokens sampled so far; None before the first."""
-        versions = (sample.oldest_version for sample in self.samples)
+        versions = [self._ended.oldest_version, *(one.oldest_version for one in self.samples)]
         return min((version for version in versions if version is not None), default=None)
 
     @property
     def num_tokens(self) -> int:
         """Sampled so far."""
-        return sum(len(sample.output_ids) for sample in self.samples)
+        return self._ended.num_tokens + sum(len(one.output_ids) for one in self.samples)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest sample so far."""
+        return max([self._ended.longest, *(len(one.output_ids) for one in self.samples)])
+
+    @property
+    def num_failures(self) -> int:
+        """Requests that failed."""
+        return self._ended.num_failures + sum(one.num_failures for one in self.samples)
 
     @property
     def num_running(self) -> int:
@@ -75,12 +114,12 @@ class Flight:
     @property
     def num_refused(self) -> int:
         """Answers refused for their log-probabilities."""
-        return sum(sample.num_refused for sample in self.samples)
+        return self._ended.num_refused + sum(one.num_refused for one in self.samples)
 
     @property
     def num_wasted(self) -> int:
         """Tokens that were sampled and lost on the way."""
-        return sum(sample.num_wasted for sample in self.samples)
+        return self._ended.num_wasted + sum(one.num_wasted for one in self.samples)
 
 
 class GroupGenerator:
@@ -130,12 +169,18 @@ class GroupGenerator:
             sampling=self._sampling,
             rank=flight.rank,
             on_sample=flight.note_sample,
+            on_end=flight.note_end,
             may_go_on=flight.may_go_on,
         )
         episode = await (flight.player or self._player).run(prompt, ask)
         flight.num_env_errors += episode.error is not None
         score = await self._scorer.score(prompt, episode)
         flight.num_unscored += bool(score.failures)
+        if score.is_unscored:
+            raise GroupFailed(
+                f"group {flight.group_id} of prompt {flight.ref.index}: episode {place} could not "
+                f"be scored: {score.reasons}"
+            )
         return make_trajectories(episode, score, place)
 
 

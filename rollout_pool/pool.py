@@ -161,6 +161,7 @@ class WorkerActor:
         self._getting_ready: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._has_ended = asyncio.Event()
+        self._is_closed = asyncio.Event()
 
     async def start(self, engines: list[Awaitable[EngineInfo]]) -> None:
         """Get ready while the engines start (their references come in a list, so that Ray does not
@@ -207,12 +208,14 @@ class WorkerActor:
                 await self._has_ended.wait()
 
     async def wait_dead(self) -> str:
-        """Never returns: Ray raises at the reference when the process ends for good."""
-        await asyncio.Event().wait()
-        return "died"
+        """Does not return before `close`: Ray raises at the reference when the process ends for
+        good. (A call that is open when the actor is killed is one that Ray complains of.)"""
+        await self._is_closed.wait()
+        return "was closed"
 
     async def close(self) -> None:
         await self._parts.close()
+        self._is_closed.set()
 
     async def pid(self) -> int:
         return os.getpid()

@@ -10,31 +10,7 @@ from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.envs.chat import ChatFormat
 from rollout_pool.envs.env import Message, system_message
 from rollout_pool.tasks.task import Prompt, TaskStream
-from rollout_pool.tokenizer import Tokenizer, load_tokenizer
-
-__all__ = [
-    "PromptReader",
-    "TokenizedPrompt",
-    "Tokenizer",
-    "load_tokenizer",
-    "tokenize_prompt",
-    "tokenize_solution",
-]
-
-
-def tokenize_prompt(tokenizer: Tokenizer, text: str, *, chat_template: bool) -> list[int]:
-    """The prompt's tokens, with the special tokens that the model expects in front."""
-    if not chat_template:
-        return list(tokenizer.encode(text))
-    turn = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer.encode(rendered, add_special_tokens=False))  # the template wrote them
-
-
-def tokenize_solution(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A reference answer as the policy should write it, with the token that ends it."""
-    tokens = list(tokenizer.encode(text, add_special_tokens=False))
-    return tokens if tokenizer.eos_token_id is None else [*tokens, tokenizer.eos_token_id]
+from rollout_pool.tokenizer import Tokenizer
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -33,7 +33,7 @@ FOLDER = "rollouts"
 MAX_FILE_BYTES = 64 * 2**20
 NUM_FILES = 4
 DIGITS = 5
-"""Of a log-probability."""
+"""Of a log-probability, and of a number in a further column."""
 _PIECE = 4096
 """Numbers turned into text at once: other threads get their turn in between."""
 
@@ -188,7 +188,15 @@ def _trajectory(trajectory: Trajectory) -> Iterator[str]:
     yield from _numbers("tokens", trajectory.tokens)
     logprobs = np.round(trajectory.rollout_logprobs.astype(np.float64), DIGITS)
     yield from _numbers("logprobs", logprobs)
-    yield "}"
+    yield ',"columns":{'
+    for place, (name, column) in enumerate(trajectory.columns.items()):
+        form = {"dtype": column.dtype.name, "shape": list(column.shape)}
+        yield "," * (place > 0) + f"{json.dumps(name)}:{json.dumps(form)[:-1]}"
+        is_float = np.issubdtype(column.dtype, np.floating)
+        numbers = np.round(column.astype(np.float64), DIGITS) if is_float else column
+        yield from _numbers("values", numbers.reshape(-1))
+        yield "}"
+    yield "}}"
 
 
 def _numbers(name: str, numbers: NDArray[Any]) -> Iterator[str]:
@@ -229,4 +237,8 @@ def _parse_trajectory(said: Mapping[str, Any]) -> Trajectory:
         finish_reason=said["finish_reason"],
         reward_parts=said["reward_parts"],
         episode=said["episode"],
+        columns={
+            name: np.array(column["values"], column["dtype"]).reshape(column["shape"])
+            for name, column in said.get("columns", {}).items()  # older lines have none
+        },
     )

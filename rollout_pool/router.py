@@ -12,15 +12,17 @@ turns of a session go where their prefix is, unless that engine is overloaded.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 from collections.abc import Mapping, Sequence
 
 from buffer.staleness import is_fresh
 from rollout_pool.engine_room import EngineRoom, RoomReport
 from rollout_pool.generation import EngineClient, EngineLoad
+from rollout_pool.hope import Hope
 from rollout_pool.samples import Interrupted, Priority, Sample
 from rollout_pool.sticky import StickySessions
-from rollout_pool.waiting import Waiter, WaitingLine
+from rollout_pool.waiting import Needs, QueueKey, Waiter, WaitingLine
 
 OVERLOAD_FACTOR = 1.5
 OVERLOAD_SAMPLES = 8
@@ -86,6 +88,7 @@ class Router:
         }
         self._wait_timeout_s = wait_timeout_s
         self._line = WaitingLine()
+        self._hope = Hope(wait_timeout_s, last_progress=self._last_progress, give_up=self._give_up)
         self._sessions = StickySessions()
         self._mean_length: float | None = None
         self._alarm: asyncio.TimerHandle | None = None
@@ -96,7 +99,7 @@ class Router:
     def follow(self, versions: Mapping[str, int], trainer: int, max_staleness: int) -> None:
         """What each engine serves now (those that serve nothing are missing), and the trainer's."""
         now = time.monotonic()
-        self._keep_hope()
+        self._hope.look()
         for room in self._rooms.values():
             serves = versions.get(room.name)
             if serves is None and room.serves is not None:
@@ -133,8 +136,9 @@ class Router:
 
     def loads(self) -> dict[str, RoomReport]:
         """By engine, for status and metrics."""
+        sizes = list(self._line.sizes())
         return {
-            name: room.report(sum(self._may_serve(room, waiter) for waiter in self._line))
+            name: room.report(sum(size for needs, size in sizes if _may_serve(room, needs)))
             for name, room in self._rooms.items()
         }
 
@@ -152,25 +156,26 @@ class Router:
             sample=sample,
             tokens=self._expected_tokens(sample),
             failed={} if failed is None else failed,
-            hopeful_at=time.monotonic(),
+            joined_at=time.monotonic(),
             granted=asyncio.get_running_loop().create_future(),
         )
         self._line.join(waiter)
+        self._hope.join(waiter)
         self.serve()
         try:
-            return await self._wait(waiter)
+            return await waiter.granted
         except BaseException:
             granted = waiter.granted
             if granted.done() and not granted.cancelled() and granted.exception() is None:
                 granted.result().release()  # it came at the same moment
             raise
         finally:
-            self._line.leave(waiter)
+            self._leave(waiter)
 
     def withdraw(self, sample: Sample) -> None:
         """The sample waits no more; `assign` raises Interrupted. Nothing happens if it did not."""
         if (waiter := self._line.find(sample)) is not None:
-            self._line.leave(waiter)
+            self._leave(waiter)
             if not waiter.granted.done():
                 waiter.granted.set_exception(Interrupted(sample.sample_id))
 
@@ -182,24 +187,22 @@ class Router:
 
     # Waiting --------------------------------------------------------------------------------------
 
-    async def _wait(self, waiter: Waiter) -> Place:
-        """Its timeout counts from when an engine that may serve it last did anything for anyone."""
-        while not waiter.granted.done():
-            deadline = waiter.hopeful_at + self._wait_timeout_s
-            try:
-                async with asyncio.timeout_at(deadline):
-                    return await asyncio.shield(waiter.granted)
-            except TimeoutError:
-                self._keep_hope()
-                if waiter.hopeful_at + self._wait_timeout_s <= time.monotonic():
-                    raise TimeoutError(self._explain(waiter)) from None
-        return waiter.granted.result()
+    def _leave(self, waiter: Waiter) -> None:
+        self._line.leave(waiter)
+        self._hope.leave(waiter)
 
-    def _keep_hope(self) -> None:
-        for waiter in self._line:
-            for room in self._rooms.values():
-                if self._may_serve(room, waiter):
-                    waiter.hopeful_at = max(waiter.hopeful_at, room.last_progress)
+    def _last_progress(self, needs: Needs) -> float:
+        """When an engine that may serve it last did anything for anyone."""
+        rooms = self._rooms.values()
+        return max(
+            (room.last_progress for room in rooms if _may_serve(room, needs)),
+            default=float("-inf"),
+        )
+
+    def _give_up(self, waiter: Waiter) -> None:
+        self._line.leave(waiter)
+        if not waiter.granted.done():
+            waiter.granted.set_exception(TimeoutError(self._explain(waiter)))
 
     def _explain(self, waiter: Waiter) -> str:
         version = waiter.sample.min_version
@@ -224,33 +227,46 @@ class Router:
             return
         now = time.monotonic()
         for priority in Priority:
-            in_vain: set[tuple[str | None, int]] = set()
-            for waiter in self._line.of(priority):
-                if waiter.needs in in_vain:
-                    continue
-                if not any(room.has_place(priority) for room in self._rooms.values()):
-                    break
-                room = self._choose(waiter, now)
-                if room is not None:
-                    self._grant(waiter, room, now)
-                elif not waiter.failed:
-                    in_vain.add(waiter.needs)
+            self._serve_queues(priority, now)
         self._set_alarm(now)
 
-    def _choose(self, waiter: Waiter, now: float) -> EngineRoom | None:
-        candidates = [room for room in self._rooms.values() if self._may_serve(room, waiter)]
-        wanted = [
-            room for room in candidates if room.name not in waiter.failed and room.is_healthy(now)
-        ] or [
+    def _serve_queues(self, priority: Priority, now: float) -> None:
+        """By the order of their first waiters; a queue that finds no place is left alone."""
+        queues = self._line.queues(priority)
+        firsts = [(queue[0].order, key) for key, queue in queues.items()]
+        heapq.heapify(firsts)
+        while firsts:
+            _, key = firsts[0]
+            queue = queues[key]
+            if (found := self._find_place(key, queue, priority, now)) is None:
+                heapq.heappop(firsts)
+                continue
+            self._grant(*found, now)
+            if queue:
+                heapq.heapreplace(firsts, (queue[0].order, key))
+            else:
+                heapq.heappop(firsts)
+
+    def _find_place(
+        self, key: QueueKey, queue: list[Waiter], priority: Priority, now: float
+    ) -> tuple[Waiter, EngineRoom] | None:
+        """The first of a queue that can be served, and where."""
+        healthy = [
             room
-            for room in candidates
-            if room.is_healthy(now)
-            and (at := waiter.failed.get(room.name)) is not None
-            and room.breaker.is_mended(at, now)
+            for room in self._rooms.values()
+            if _may_serve(room, key.needs) and room.is_healthy(now)
         ]
-        free = [room for room in wanted if room.has_place(waiter.sample.priority)]
-        if not free:
-            return None
+        if others := [room for room in healthy if room.name not in key.failed]:
+            free = [room for room in others if room.has_place(priority)]
+            return (queue[0], self._choose(queue[0], free)) if free else None
+        failed = [room for room in healthy if room.has_place(priority)]
+        # An engine that is healthy and has not mended has failed a time or two: few wait for it.
+        for waiter in queue if failed else ():
+            if free := [r for r in failed if r.breaker.is_mended(waiter.failed[r.name], now)]:
+                return waiter, self._choose(waiter, free)
+        return None
+
+    def _choose(self, waiter: Waiter, free: list[EngineRoom]) -> EngineRoom:
         least = min(free, key=lambda room: room.tokens)
         home = self._rooms.get(self._sessions.home(waiter.sample.session) or "")
         if home in free:
@@ -262,23 +278,27 @@ class Router:
 
     def _grant(self, waiter: Waiter, room: EngineRoom, now: float) -> None:
         sample = waiter.sample
-        self._line.leave(waiter)
+        self._leave(waiter)
         if waiter.granted.done():
             return  # its task was cancelled a moment ago
         if sample.session:
             self._sessions.settle(sample.session, room.name)
         waiter.granted.set_result(Place(self, room, waiter, now))
 
-    def _may_serve(self, room: EngineRoom, waiter: Waiter) -> bool:
-        pin, min_version = waiter.needs
-        return pin in (None, room.name) and room.may_serve(min_version, is_pinned=pin is not None)
-
     def _set_alarm(self, now: float) -> None:
         """Who waits for an engine to mend is to be served then, though nothing else happens."""
+        times = [room.breaker.retry_at for room in self._rooms.values()]
+        at = min((time for time in times if time > now), default=None) if len(self._line) else None
         if self._alarm is not None:
+            if self._alarm.when() == at:
+                return
             self._alarm.cancel()
             self._alarm = None
-        times = [room.breaker.retry_at for room in self._rooms.values()]
-        later = [time for time in times if time > now]
-        if later and len(self._line):
-            self._alarm = asyncio.get_running_loop().call_at(min(later), self.serve)
+        if at is not None:
+            self._alarm = asyncio.get_running_loop().call_at(at, self.serve)
+
+
+def _may_serve(room: EngineRoom, needs: Needs) -> bool:
+    return needs.engine in (None, room.name) and room.may_serve(
+        needs.min_version, is_pinned=needs.engine is not None
+    )

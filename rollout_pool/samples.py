@@ -51,6 +51,9 @@ class Sample:
     """Only there (an evaluation at a held engine)."""
     on_tokens: Callable[[Sample], None] | None = None
     """Called after each arrival of tokens, and at the end."""
+    on_wait: Callable[[bool], None] | None = None
+    """Called with True when it begins to wait for a place at an engine, with False when that wait
+    is over, however it ended."""
 
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

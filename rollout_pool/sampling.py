@@ -90,7 +90,7 @@ class Sampler:
 
     async def _attempt(self, sample: Sample, run: _Run) -> None:
         """One request. Raises if the sample can't be asked for again."""
-        place = await self._router.assign(sample, run.failed)
+        place = await self._wait_for_place(sample, run)
         try:
             if not run.is_interrupted:
                 await self._ask(sample, run, place)
@@ -105,6 +105,15 @@ class Sampler:
                 f"{sample.sample_id} failed {run.num_failures} times "
                 f"(rollout.max_request_retries={self._max_retries}); the last: {run.last_error}"
             )
+
+    async def _wait_for_place(self, sample: Sample, run: _Run) -> Place:
+        if sample.on_wait is None:
+            return await self._router.assign(sample, run.failed)
+        sample.on_wait(True)
+        try:
+            return await self._router.assign(sample, run.failed)
+        finally:
+            sample.on_wait(False)
 
     async def _ask(self, sample: Sample, run: _Run, place: Place) -> None:
         sample.num_attempts += 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import os
 import signal
 import sys
@@ -22,8 +23,12 @@ import weakref
 from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from rollout_pool.cancelling import end_tasks
 from rollout_pool.jail.request import Request
+
+log = logging.getLogger(__name__)
 
 _ROOT = str(Path(__file__).parents[1])
 _START = (
@@ -91,6 +96,8 @@ class SandboxResult:
     seconds: float
     tried: tuple[str, ...] = ()
     """What it tried that is not allowed ("network", "processes"), even if it went on."""
+    held: bool = False
+    """Whether it came to its end and the statements behind it then held; False without any."""
 
     @property
     def explanation(self) -> str:
@@ -107,15 +114,17 @@ async def run_python(
     *,
     stdin: str = "",
     limits: SandboxLimits = SandboxLimits(),
+    statements: str | None = None,
     without: Collection[str] = (),
 ) -> SandboxResult:
     """Run `code` as a program. A few run at a time; the rest wait for their turn.
 
+    `statements` are run behind it, with its names, and are kept from it until then.
     `without`: layers to do without ("landlock", "namespaces", "seccomp"), to see that the others
     hold. Raises SandboxError if the rest are too few; then nothing was run.
     """
     async with _turn():
-        result, _ = await _Run(limits).run(code, stdin, without)
+        result, _ = await _Run(limits).run(code, stdin, without, statements)
     return result
 
 
@@ -134,7 +143,7 @@ class _Run:
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(
-        self, code: str, stdin: str, without: Collection[str]
+        self, code: str, stdin: str, without: Collection[str], statements: str | None = None
     ) -> tuple[SandboxResult, tuple[str, ...]]:
         with contextlib.ExitStack() as stack:
             request = Request(
@@ -143,13 +152,15 @@ class _Run:
                 parent_pid=os.getpid(),
                 without=list(without),
             )
-            request_fd = _file_in_memory(request.encode())
-            stack.callback(os.close, request_fd)
+            request_fd = _file_in_memory(request.encode(), stack)
             notes_read, notes_write = _pipe(stack)
             ending_read, ending_write = _pipe(stack)
+            descriptors = [request_fd, notes_write, ending_write]
+            if statements is not None:
+                descriptors.append(_file_in_memory(statements.encode("utf-8", "replace"), stack))
             started = time.perf_counter()
             try:
-                await self._start(request_fd, notes_write, ending_write)
+                await self._start(*descriptors)
                 stdout, stderr = await self._talk(stdin)
             finally:
                 await self._end()
@@ -177,26 +188,23 @@ class _Run:
         """What it printed, by the time it ended or was killed."""
         assert self._process is not None
         assert self._process.stdout is not None and self._process.stderr is not None
+        printed = bytearray(), bytearray()
         writing = asyncio.create_task(self._write(stdin))
-        reading = [
-            asyncio.create_task(self._read(stream))
-            for stream in (self._process.stdout, self._process.stderr)
+        # It may close its outputs long before it ends.
+        ending: list[asyncio.Task[Any]] = [
+            asyncio.create_task(self._read(self._process.stdout, printed[0])),
+            asyncio.create_task(self._read(self._process.stderr, printed[1])),
+            asyncio.create_task(self._process.wait()),
         ]
         try:
-            _, late = await asyncio.wait(reading, timeout=self._limits.wall_time_s)
-            if late:
+            if not await _all_end(ending, self._limits.wall_time_s):
                 self._kill("wall_time")
-                await asyncio.wait(reading, timeout=_KILL_AGAIN_S)
-                self._kill_group()
-            async with asyncio.timeout(self._limits.wall_time_s + _END_TIMEOUT_S):
-                stdout, stderr = await asyncio.gather(*reading)
-                await self._process.wait()
+                if not await _all_end(ending, _KILL_AGAIN_S):
+                    self._kill_group()
+                    await _all_end(ending, _END_TIMEOUT_S)
         finally:
-            writing.cancel()
-            for task in reading:
-                task.cancel()
-            await asyncio.gather(writing, *reading, return_exceptions=True)
-        return stdout, stderr
+            await end_tasks([writing, *ending])
+        return printed[0].decode("utf-8", "replace"), printed[1].decode("utf-8", "replace")
 
     async def _write(self, stdin: str) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -206,15 +214,13 @@ class _Run:
             self._process.stdin.close()
             await self._process.stdin.wait_closed()
 
-    async def _read(self, stream: asyncio.StreamReader) -> str:
+    async def _read(self, stream: asyncio.StreamReader, printed: bytearray) -> None:
         limit = self._limits.max_output_bytes
-        printed = bytearray()
         while chunk := await stream.read(_CHUNK):
             room = limit - len(printed)
             printed += chunk[:room]
             if len(chunk) > room:
                 self._kill("output")
-        return printed.decode("utf-8", "replace")
 
     def _kill(self, reason: str) -> None:
         """Through the keeper, which also collects what is left of the program."""
@@ -236,13 +242,14 @@ class _Run:
         if self._process is None or self._process.returncode is not None:
             return
         self._kill("wall_time")
+        ending = [asyncio.create_task(self._process.wait())]
         try:
-            async with asyncio.timeout(_KILL_AGAIN_S):
-                await self._process.wait()
-        except TimeoutError:
-            self._kill_group()
-            async with asyncio.timeout(_END_TIMEOUT_S):
-                await self._process.wait()
+            if not await _all_end(ending, _KILL_AGAIN_S):
+                self._kill_group()
+                if not await _all_end(ending, _END_TIMEOUT_S):
+                    log.error("a killed program is stuck in the kernel: %d", self._process.pid)
+        finally:
+            await end_tasks(ending)
 
     def _result(
         self,
@@ -252,7 +259,7 @@ class _Run:
         notes: _Notes,
         ending: str,
     ) -> SandboxResult:
-        code, cpu_s = ending.split() if ending else (-signal.SIGKILL, 0.0)
+        code, cpu_s, held = ending.split() if ending else (-signal.SIGKILL, 0.0, 0)
         return SandboxResult(
             stdout=stdout,
             stderr=stderr,
@@ -260,6 +267,7 @@ class _Run:
             reason=self._killed_for or self._reason(int(code), float(cpu_s), notes),
             seconds=seconds,
             tried=tuple(value for kind, value in notes if kind == "tried"),
+            held=bool(int(held)),
         )
 
     def _reason(self, exit_code: int, cpu_s: float, notes: _Notes) -> str | None:
@@ -286,8 +294,17 @@ def _layers(notes: _Notes, killed_for: str | None, stderr: str) -> tuple[str, ..
     raise SandboxError(f"programs of the model cannot be run safely here: {missing}")
 
 
-def _file_in_memory(content: bytes) -> int:
+async def _all_end(tasks: Collection[asyncio.Task[Any]], timeout_s: float) -> bool:
+    """Whether they have all ended by then; raises what one raised."""
+    ended, late = await asyncio.wait(tasks, timeout=timeout_s)
+    for task in ended:
+        task.result()
+    return not late
+
+
+def _file_in_memory(content: bytes, stack: contextlib.ExitStack) -> int:
     descriptor = os.memfd_create("request")
+    stack.callback(os.close, descriptor)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)
     os.lseek(descriptor, 0, os.SEEK_SET)

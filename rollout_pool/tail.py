@@ -9,7 +9,8 @@ postpone                   a full batch is ready ──► groups far slower tha
                            median group takes ──► they go on behind those that were begun meanwhile
 
 A group is stopped so at most `max_postponements` times; after the last time it goes first, to its
-end. No wait here is longer than its bound, so nobody starves.
+end. No wait here is longer than its bound, so nobody starves. Groups that are played from outside
+are neither postponed nor part of the median: how long they take is not the model's doing.
 """
 
 from __future__ import annotations
@@ -75,6 +76,11 @@ class WaitingRoom:
                     await place[1]
         finally:
             self._waiting.remove(place)
+
+    @property
+    def samples(self) -> set[Sample]:
+        """Those that wait."""
+        return {sample for sample, _ in self._waiting}
 
     def close(self) -> None:
         self.is_open = False
@@ -159,6 +165,8 @@ class Lap:
     num_postponed: int = 0
     is_waiting: bool = False
     room: WaitingRoom = field(default_factory=WaitingRoom)
+    stopped: set[Sample] = field(default_factory=set)
+    """For the wait that it is in."""
 
 
 class Pace:
@@ -214,13 +222,14 @@ class Postpone:
         self._laps: dict[Flight, Lap] = {}
 
     def begin(self, flight: Flight) -> None:
+        if flight.player is not None:
+            return
         lap = self._laps[flight] = Lap(since=time.monotonic())
         flight.may_go_on = partial(self._may_go_on, lap.room)
 
     def end(self, flight: Flight, *, is_done: bool) -> None:
-        if is_done:
+        if self._laps.pop(flight, None) is not None and is_done:
             self._pace.note(time.monotonic() - flight.started)
-        del self._laps[flight]
 
     async def run(self) -> None:
         while True:
@@ -232,13 +241,22 @@ class Postpone:
                 if is_ready and len(slow) + len(self._waiting()) < len(self._laps):
                     for flight in slow:
                         self._put_off(flight)
+                # Environments that were at work when their group was put off may since have asked
+                # for another turn.
+                for flight in self._waiting():
+                    self._stop(flight)
 
     def _waiting(self) -> list[Flight]:
         return [flight for flight, lap in self._laps.items() if lap.is_waiting]
 
     def _slow(self) -> list[Flight]:
+        """Those of whom nothing is being sampled have nothing that could make way."""
         now = time.monotonic()
-        return [flight for flight, lap in self._laps.items() if self._pace.is_slow(lap, now)]
+        return [
+            flight
+            for flight, lap in self._laps.items()
+            if flight.num_running and self._pace.is_slow(lap, now)
+        ]
 
     def _put_off(self, flight: Flight) -> None:
         lap = self._laps[flight]
@@ -248,8 +266,17 @@ class Postpone:
         for sample in flight.samples:
             sample.rank = flight.rank
         lap.room.close()
-        interrupt(flight, self._interrupter, self._tally)
+        lap.stopped.clear()
         self._tally.add("groups_postponed")
+
+    def _stop(self, flight: Flight) -> None:
+        """Stops what a postponed group has under way."""
+        lap = self._laps[flight]
+        running = {sample for sample in flight.samples if sample.finish_reason is None}
+        for sample in running - lap.room.samples:
+            self._interrupter.interrupt(sample)
+        self._tally.add("samples_interrupted", len(running - lap.stopped))
+        lap.stopped |= running
 
     def _let_go(self, is_batch_ready: bool) -> None:
         waiting, now = self._waiting(), time.monotonic()

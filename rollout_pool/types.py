@@ -57,7 +57,7 @@ class EvalReport:
     version_max: int
     """The oldest and the newest policy version that wrote a token of it."""
     accuracy: float
-    """Share of answers that got the full score, 1."""
+    """Share of answers that got rollout.eval.full_score or more."""
     score_mean: float
     num_prompts: int
     """Those with all their answers; the others count for nothing."""
@@ -67,7 +67,7 @@ class EvalReport:
     num_failed: int = 0
     """Prompts of which an answer could not be had."""
     num_unscored: int = 0
-    """Answers of whose reward a part could not be had; that part is 0."""
+    """Answers that no service could score; they count for nothing."""
     mean_at_k: Mapping[int, float] = field(default_factory=dict)
     """Share of right ones among the first k answers, for k = 1, 2, 4, ... and `num_samples`."""
     pass_at_k: Mapping[int, float] = field(default_factory=dict)

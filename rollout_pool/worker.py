@@ -4,7 +4,7 @@
       ▲         retries first, then the stream                │
       └──────────────── credit comes back ◄── trainer ◄───────┘
     publish ──► groups in flight that became too old are stopped, their prompts run again
-    failure ──► the prompt runs again, until it is put into quarantine
+    failure ──► the prompt runs again, until it is put into quarantine (landing.py)
     death   ──► the next life reclaims the groups that ran; each prompt runs again, once
 
 Backpressure: no credit, no group. The worker's own bound, `max_groups_in_flight`, only limits its
@@ -17,59 +17,45 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from buffer.staleness import is_fresh
-from buffer.types import PromptRef, TrajectoryGroup
+from buffer.types import PromptRef
 from configs.choices import OnStale
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.envs.episode import Episode
-from rollout_pool.envs.runner import EpisodeAsk
 from rollout_pool.evaluate import Evaluator
-from rollout_pool.filtering import VarianceFilter, Verdict
-from rollout_pool.flight_counts import count_completed, count_flight, count_given_up
-from rollout_pool.generate import Flight, GroupFailed, GroupGenerator
+from rollout_pool.generate import Flight, GroupGenerator
+from rollout_pool.landing import GroupLog, Landing, Trip, Wish
 from rollout_pool.prompts import PromptReader, TokenizedPrompt
 from rollout_pool.tail import Interrupter, build_tail
 from rollout_pool.tally import Tally
-from rollout_pool.tasks.task import Prompt, Task, TaskStream
+from rollout_pool.tasks.task import Task, TaskStream
 from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES_IN_A_ROW = 16
-"""So many groups failing one after the other are no accident: the worker ends with the error."""
 WATCH_TIMEOUT_S = 60.0
 DROPPED_WHEN_STALE = (OnStale.requeue, OnStale.drop)
 """Otherwise an old group is of use: its old tokens are masked, or the trainer waits for it."""
 FLUSH_TIMEOUT_S = 5.0
 MIN_WAIT_S = 0.005
 """Shorter waits for a credit are round trips, not waits."""
-
-
-class GroupLog(Protocol):
-    """Writes down what the worker made, for people to read."""
-
-    async def write(self, group: TrajectoryGroup, prompt_text: str) -> None: ...
-
-
-class Wish(Protocol):
-    """A group that somebody outside plays: each of its episodes is `run`."""
-
-    async def run(self, prompt: Prompt, ask: EpisodeAsk) -> Episode: ...
-
-    def refuse(self, why: str) -> None:
-        """There will be no such group."""
-        ...
+STOP_AGAIN_S = 10.0
+"""As long the episodes of a group that was stopped may clear up, before they are stopped again."""
 
 
 class Wishes(Protocol):
-    async def next_wish(self) -> Wish:
-        """Waits until somebody asks for a group."""
+    """Groups that somebody outside asked for."""
+
+    def take(self) -> Wish | None:
+        """The one that has waited longest and is still wanted; None if there is none."""
+        ...
+
+    def close(self) -> None:
+        """Refuses those that wait, and all that come later."""
         ...
 
 
@@ -92,6 +78,7 @@ class RolloutWorker:
         interrupter: Interrupter,
         group_log: GroupLog | None = None,
         wishes: Wishes | None = None,
+        stop_again_s: float = STOP_AGAIN_S,
     ) -> None:
         """`watching` tells the router about the engines: if any of it ends, the worker cannot go
         on. `interrupter` is the completer of the generator's samples. A group that is wished for
@@ -103,30 +90,32 @@ class RolloutWorker:
         self._stream = stream
         self._reader = reader
         self._prompts = reader.stream(stream)
-        self._generator = generator
         self._evaluator = evaluator
         self._buffer = buffer
         self._state = state
         self._watching = watching
         self._stopping = asyncio.Event()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Holds the error of the first group that failed for more than its own reasons."""
+        """Holds the first error that was more than a group's own."""
         self._room = asyncio.Semaphore(spec.config.max_groups_in_flight)
-        self._flights: dict[Flight, asyncio.Task[None]] = {}
+        self._flights: dict[Trip, asyncio.Task[None]] = {}
+        """With their deliveries, which may be cancelled."""
+        self._closing: set[asyncio.Task[Any]] = set()
+        """What must come to its end, whatever happens."""
         self._last_landing = 0.0
-        self._too_old: set[str] = set()
-        self._failures_in_a_row = 0
-        self._num_groups = self._num_failed = self._num_too_old = 0
         self._next_serial = 0
         self._in_hand: tuple[PromptRef, TokenizedPrompt] | None = None
         """Taken from the stream, and no group has it yet."""
-        self._group_log = group_log
         self._wishes = wishes
-        self._wished: deque[Wish] = deque()
+        self._stop_again_s = stop_again_s
         self._tally = Tally(state)
-        self._filter: VarianceFilter | None = None
-        if spec.config.filter_zero_variance:
-            self._filter = VarianceFilter(spec.config.max_filtered_ratio)
+        self._landing = Landing(
+            config=spec.config,
+            generator=generator,
+            buffer=buffer,
+            tally=self._tally,
+            group_log=group_log,
+        )
         self._tail = build_tail(
             spec.config,
             interrupter=interrupter,
@@ -154,17 +143,17 @@ class RolloutWorker:
         ]
         if self._spec.buffer.on_stale in DROPPED_WHEN_STALE:
             loops.append(asyncio.create_task(self._watch_age()))
-        if self._wishes is not None:
-            loops.append(asyncio.create_task(self._hear_wishes(self._wishes)))
         ends: list[asyncio.Future[Any]] = [*loops, self._broken, *self._watching]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._stopping.set()
             await end_tasks(loops)
-            for wish in self._wished:
-                wish.refuse("the run is ending")
-            await self._give_up_all()
+            if self._wishes is not None:
+                self._wishes.close()
+            await end_tasks(self._flights.values(), self._stop_again_s)
+            while self._closing:
+                await asyncio.wait(self._closing)
             await self._tally.flush()
         for end in ends:
             if end.done() and not end.cancelled():
@@ -172,9 +161,9 @@ class RolloutWorker:
         if not await self._buffer.flush(FLUSH_TIMEOUT_S):
             log.warning("Redis has not told that the last groups are on its disk")
         return WorkerReport(
-            num_groups=self._num_groups,
-            num_failed=self._num_failed,
-            num_too_old=self._num_too_old,
+            num_groups=self._landing.num_groups,
+            num_failed=self._landing.num_failed,
+            num_too_old=self._landing.num_too_old,
             num_skipped=self._reader.num_skipped,
         )
 
@@ -196,33 +185,28 @@ class RolloutWorker:
             self._next_serial += 1
             group_id = f"{self._index}-{rank}-{secrets.token_hex(4)}"
             try:
-                group_id = await self._wait_for_credit(group_id)
+                started = time.monotonic()
+                admission = await self._buffer.admit(group_id, self._spec.buffer.wait_timeout_s)
+                group_id = admission.group_id
+                await self._note_wait(started)
                 taken = await self._take_prompt(group_id)
             except BaseException:
-                await self._buffer.abandon(group_id, "stopped")
+                self._see_through(self._buffer.abandon(group_id, "stopped"))
                 raise
             if taken is None:
                 self._room.release()
                 continue
             ref, prompt = taken
-            player = self._wished.popleft() if self._wished else None
-            self._launch(
-                Flight(group_id=group_id, ref=ref, prompt=prompt, rank=rank, player=player)
-            )
+            # Only now, so that a wish which nobody has any more costs neither credit nor prompt.
+            wish = None if self._wishes is None else self._wishes.take()
+            flight = Flight(group_id=group_id, ref=ref, prompt=prompt, rank=rank, player=wish)
+            self._launch(Trip(flight=flight, wish=wish))
 
-    async def _hear_wishes(self, wishes: Wishes) -> None:
-        while True:
-            self._wished.append(await wishes.next_wish())
-
-    async def _wait_for_credit(self, group_id: str) -> str:
-        """The id under which the group was admitted."""
-        started = time.monotonic()
-        admission = await self._buffer.admit(group_id, self._spec.buffer.wait_timeout_s)
+    async def _note_wait(self, started: float) -> None:
         # While groups are in flight the credits are with the engines, and nobody waits in vain.
         idle_s = time.monotonic() - max(started, self._last_landing)
         if not self._flights and idle_s > MIN_WAIT_S:
             await self._state.add_wait("rollout", "trainer", idle_s)
-        return admission.group_id
 
     async def _take_prompt(self, group_id: str) -> tuple[PromptRef, TokenizedPrompt] | None:
         """The group's prompt, which the buffer knows from then on; None if it lost its credit."""
@@ -245,88 +229,36 @@ class RolloutWorker:
         self._tally.add("prompts_skipped", self._reader.num_skipped - skipped)
         return PromptRef(task=self._task.name, index=prompt.prompt.index), prompt
 
-    def _launch(self, flight: Flight) -> None:
-        self._tail.begin(flight)
-        task = asyncio.create_task(self._fly(flight))
-        self._flights[flight] = task
-        task.add_done_callback(self._landed)
-
-    def _landed(self, task: asyncio.Task[None]) -> None:
-        self._last_landing = time.monotonic()
-        if task.cancelled() or self._broken.done():
-            return
-        if (error := task.exception()) is not None:
-            self._broken.set_exception(error)
-
     # Groups out -----------------------------------------------------------------------------------
 
-    async def _fly(self, flight: Flight) -> None:
-        is_done = False
+    def _launch(self, trip: Trip) -> None:
+        self._tail.begin(trip.flight)
+        self._flights[trip] = asyncio.create_task(self._landing.deliver(trip))
+        self._see_through(self._fly(trip))
+
+    async def _fly(self, trip: Trip) -> None:
+        delivery, is_done = self._flights[trip], False
+        await asyncio.wait([delivery])
         try:
-            group = await self._generator.run(flight)
-            is_done = True
-            await self._hand_over(flight, group)
-        except GroupFailed as error:
-            await self._fail(flight, error)
-        except asyncio.CancelledError:
-            await self._give_up(flight)
-            raise
-        except Exception:  # of the push, or one of ours: whichever, the credit is not needed
-            await self._buffer.abandon(flight.group_id, "failed")
-            raise
+            is_done = await self._landing.land(trip, delivery)
         finally:
-            del self._flights[flight]
-            self._tail.end(flight, is_done=is_done)
+            del self._flights[trip]
+            self._tail.end(trip.flight, is_done=is_done)
+            self._last_landing = time.monotonic()
             self._room.release()
-            count_flight(self._tally, flight)
-            if not is_done:
-                count_given_up(self._tally, flight)
 
-    async def _hand_over(self, flight: Flight, group: TrajectoryGroup) -> None:
-        self._failures_in_a_row = 0
-        count_completed(self._tally, flight, group)
-        verdict = Verdict.keep
-        if self._filter is not None:
-            verdict = self._filter.judge(group, flight.num_unscored)
-        if verdict is Verdict.leave_out:
-            await self._buffer.abandon(group.group_id, "zero_variance")
-            self._tally.add("groups_filtered")
-            self._tally.add("tokens_filtered", flight.num_tokens)
+    def _see_through(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Nobody cancels `work`, and the worker does not end before it. An error of it ends the
+        worker."""
+        task = asyncio.create_task(work)
+        self._closing.add(task)
+        task.add_done_callback(self._note_closed)
+
+    def _note_closed(self, task: asyncio.Task[Any]) -> None:
+        self._closing.discard(task)
+        if task.cancelled() or (error := task.exception()) is None or self._broken.done():
             return
-        if verdict is Verdict.keep_all_equal:
-            self._tally.add("zero_variance_kept")
-        await self._buffer.push(group)
-        self._num_groups += 1
-        if self._group_log is not None:
-            await self._group_log.write(group, flight.prompt.prompt.text)
-
-    async def _give_up_all(self) -> None:
-        flights = list(self._flights.values())
-        for task in flights:
-            task.cancel()
-        await asyncio.gather(*flights, return_exceptions=True)
-
-    async def _fail(self, flight: Flight, error: GroupFailed) -> None:
-        log.warning("%s", error)
-        if flight.player is not None:  # whoever played it may be to blame: no fault of the prompt
-            await self._buffer.abandon(flight.group_id, "outside")
-            return
-        most = self._spec.config.max_group_failures
-        if await self._buffer.fail(flight.group_id, flight.ref, most) < 0:
-            self._tally.add("prompts_quarantined")
-            log.warning("prompt %d failed %d times: put aside", flight.ref.index, most)
-        self._num_failed += 1
-        self._failures_in_a_row += 1
-        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            raise error
-
-    async def _give_up(self, flight: Flight) -> None:
-        if flight.group_id in self._too_old:
-            self._too_old.discard(flight.group_id)
-            self._num_too_old += 1
-            await self._buffer.abandon(flight.group_id, "too_old", requeue=flight.ref)
-        else:
-            await self._buffer.abandon(flight.group_id, "stopped")
+        self._broken.set_exception(error)
 
     async def _is_batch_ready(self) -> bool:
         stats = await self._buffer.stats()
@@ -341,14 +273,16 @@ class RolloutWorker:
             except TimeoutError:
                 continue  # a long step; the trainer's own waits notice a dead one
             max_staleness = await self._buffer.get_max_staleness()
-            for flight, task in self._flights.items():
-                oldest = flight.oldest_version
-                if oldest is not None and not is_fresh(version, oldest, max_staleness):
-                    self._too_old.add(flight.group_id)
-                    task.cancel()
+            for trip, delivery in self._flights.items():
+                oldest = trip.flight.oldest_version
+                if oldest is None or is_fresh(version, oldest, max_staleness):
+                    continue
+                if not (trip.is_too_old or delivery.done()):
+                    trip.is_too_old = True
+                    self._see_through(end_tasks([delivery], self._stop_again_s))
 
     async def _renew_credits(self) -> None:
         """A worker that dies gives the credits of its groups back by no longer renewing them."""
         while True:
             await asyncio.sleep(self._spec.buffer.lease_timeout_s / 3)
-            await self._buffer.renew_credits([flight.group_id for flight in self._flights])
+            await self._buffer.renew_credits([trip.flight.group_id for trip in self._flights])

@@ -12,7 +12,7 @@
 --   ready | leased | consumed | quarantined | acked | dropped:<reason> | abandoned
 -- and agrees at every moment with the one set that holds the group. The last three are tombstones:
 -- nothing but the state, kept for a while so that a late retry of a push is known as a duplicate.
--- (Only those of the abandoned have one whose prompts run again since their worker is gone.)
+-- (Of the abandoned only those have one whose prompts run again while a push may still be on its way.)
 
 local PREFIX = KEYS[1] .. ':'
 local function key(name) return PREFIX .. name end

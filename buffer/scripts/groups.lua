@@ -49,18 +49,19 @@ local function leave_tombstones(ids, state)
 end
 
 -- Turns groups that no set holds any more into tombstones; returns their bytes and, of each, its
--- tokens and its prompt.
+-- tokens, those of them that can be trained, and its prompt.
 local function bury(ids, state)
   local buried, doomed, total_bytes, total_tokens = {}, {}, 0, 0
   for i, id in ipairs(ids) do
     local name = group_key(id)
-    local group = redis.call('HMGET', name, 'bytes', 'tokens', 'chunks', 'task', 'index', 'attempt')
+    local group = redis.call('HMGET', name, 'bytes', 'tokens', 'chunks', 'task', 'index', 'attempt',
+      'trainable')
     local tokens = tonumber(group[2])
     total_bytes, total_tokens = total_bytes + group[1], total_tokens + tokens
     doomed[#doomed + 1] = name
     for _, payload in ipairs(payload_keys(id, group[3])) do doomed[#doomed + 1] = payload end
-    buried[i] = {tokens = tokens, task = group[4], index = group[5], attempt = tonumber(group[6] or 0),
-      reruns = 0}
+    buried[i] = {tokens = tokens, trainable = tonumber(group[7]), task = group[4], index = group[5],
+      attempt = tonumber(group[6] or 0), reruns = 0}
   end
   unlink(doomed)
   leave_tombstones(ids, state)
@@ -131,9 +132,9 @@ end
 
 -- Counts drops; a stale or rolled back prompt is run again, one that was thrown out is not.
 local function count_drops(ids, reason, prompts)
-  local tokens = 0
+  local tokens, trainable = 0, 0
   for _, prompt in ipairs(prompts) do
-    tokens = tokens + prompt.tokens
+    tokens, trainable = tokens + prompt.tokens, trainable + prompt.trainable
     count('dropped_len:' .. length_of(prompt.tokens), 1)
     if reason == 'stale' or reason == 'lineage' then
       requeue(prompt, reason == 'stale')
@@ -141,6 +142,7 @@ local function count_drops(ids, reason, prompts)
   end
   count('dropped:' .. reason, #prompts)
   count('dropped_tokens:' .. reason, tokens)
+  count('tokens_dropped', trainable)
   wake('room')
   audit(ids, 'dropped', 'r', reason)
 end

@@ -73,8 +73,8 @@ local function commit(id, min_text, max_text, before, tokens, trainable, bytes, 
     audit({id}, 'pushed', 'v', min_text)
     unlink(payload)
     leave_tombstones({id}, 'dropped:' .. reason)
-    local prompt = {tokens = tonumber(tokens), task = task, index = index, attempt = tonumber(attempt),
-      reruns = 0}
+    local prompt = {tokens = tonumber(tokens), trainable = tonumber(trainable), task = task, index = index,
+      attempt = tonumber(attempt), reruns = 0}
     count_drops({id}, reason, {prompt})
   end
 

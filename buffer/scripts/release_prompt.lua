@@ -1,6 +1,8 @@
 -- A prompt leaves the quarantine: it runs again with a clean record, or is forgotten.
 -- ARGV: task, index, 1 to run it again.   Reply: 1 if it was there, else 0.
-if redis.call('HDEL', POISONOUS, ARGV[2] .. ' ' .. ARGV[1]) == 0 then return 0 end
+local field = ARGV[2] .. ' ' .. ARGV[1]
+redis.call('HDEL', FAILURES, field) -- here too if it is another shard that has put it aside
+if redis.call('HDEL', POISONOUS, field) == 0 then return 0 end
 if ARGV[3] == '1' then
   redis.call('RPUSH', RETRIES, write_prompt({attempt = 0, reruns = 0, index = ARGV[2], task = ARGV[1]}))
 end

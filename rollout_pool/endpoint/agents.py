@@ -14,7 +14,7 @@ import logging
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -117,16 +117,16 @@ class AgentRunner:
         acting = asyncio.create_task(self._act(session, prompt))
         self._acting.add(acting)
         idle = asyncio.create_task(session.wait_idle(serving.rollout.openai.session_timeout_s))
+        is_late = asyncio.Event()
+        late = asyncio.create_task(is_late.wait())
         try:
-            await asyncio.wait(
-                [acting, idle],
-                timeout=serving.task.episode_timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            with session.clock.alarm(is_late.set):
+                ends: list[asyncio.Task[Any]] = [acting, idle, late]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not acting.done():
                 await session.cut_short()
         finally:
-            await end_tasks([acting, idle])
+            await end_tasks([acting, idle, late])
             self._acting.discard(acting)
         if acting.cancelled():
             return session.episode(end="episode_timeout", outcome=None)
@@ -144,6 +144,13 @@ class AgentRunner:
         handle = self._handle(session)
         try:
             returned = await self._agent(handle, prompt)
+        except (SystemExit, KeyboardInterrupt) as error:  # they would end the worker's loop
+            raise RuntimeError(f"the agent wanted the process to end: {error!r}") from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise RuntimeError("the agent cancelled itself") from error
         finally:
             await handle.close()
         reward, parts = returned if isinstance(returned, tuple) else (returned, {})

@@ -23,25 +23,37 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from rollout_pool.endpoint.answers import Answer
 from rollout_pool.endpoint.chat_api import ChatTurn, read_chat
 from rollout_pool.endpoint.completions_api import CompletionTurn, read_completion
 from rollout_pool.endpoint.errors import ApiError, refuse
 from rollout_pool.endpoint.fields import Fields, check_whole
 from rollout_pool.endpoint.groups import OutsideGroups
 from rollout_pool.endpoint.results import Turn
+from rollout_pool.endpoint.room import in_thread_if_large
 from rollout_pool.endpoint.sessions import Outcome, Session, SessionOver, Sessions
 from rollout_pool.endpoint.streaming import Stream, ended, settled, unless_gone
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 2**20
+BODY_TIMEOUT_S = 60.0
+"""Longest that a request's body may take to come."""
 GROUP_TIMEOUT_S = 600.0
 """Longest wait for a credit, unless the request says otherwise."""
 MakeTurn = Callable[[Session, Fields], Turn]
 
 
-def make_app(sessions: Sessions, groups: OutsideGroups, *, admin_key: str) -> Starlette:
-    api = _Api(sessions, groups, admin_key)
+def make_app(
+    sessions: Sessions,
+    groups: OutsideGroups,
+    *,
+    admin_key: str,
+    vocab_size: int,
+    body_timeout_s: float = BODY_TIMEOUT_S,
+) -> Starlette:
+    """`vocab_size`: tokens that the model has embeddings for."""
+    api = _Api(sessions, groups, admin_key, vocab_size, body_timeout_s)
     pages: list[tuple[str, Callable[[Request], Awaitable[Response]], str]] = [
         ("chat/completions", api.chat, "POST"),
         ("completions", api.completions, "POST"),
@@ -65,7 +77,10 @@ def make_app(sessions: Sessions, groups: OutsideGroups, *, admin_key: str) -> St
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    response = error.response()
+    if error.status == 408:  # what comes now would be the rest of the request
+        response.headers["connection"] = "close"
+    return response
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -79,10 +94,19 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 class _Api:
-    def __init__(self, sessions: Sessions, groups: OutsideGroups, admin_key: str) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        groups: OutsideGroups,
+        admin_key: str,
+        vocab_size: int,
+        body_timeout_s: float,
+    ) -> None:
         self._sessions = sessions
         self._groups = groups
         self._admin_key = admin_key
+        self._vocab_size = vocab_size
+        self._body_timeout_s = body_timeout_s
 
     # The model ------------------------------------------------------------------------------------
 
@@ -95,22 +119,20 @@ class _Api:
 
     async def completions(self, request: Request) -> Response:
         def make_turn(session: Session, fields: Fields) -> Turn:
-            asked = read_completion(fields, session.serving.model, session.ask.sampling)
+            model, sampling = session.serving.model, session.ask.sampling
+            asked = read_completion(fields, model, sampling, self._vocab_size)
             return CompletionTurn(session, asked)
 
         return await self._answer(request, make_turn)
 
     async def _answer(self, request: Request, make_turn: MakeTurn) -> Response:
         session = self._session(request)
+        body = await self._read_body(request)
         with session.activity():
-            body = await _read_body(request)
-            turn = make_turn(session, Fields(_as_json(body)))
-            self._session(request)  # it may have ended while the body came
-            page = request.url.path.rpartition("/v1/")[2]
-            fingerprint = hashlib.sha256(page.encode() + b"\n" + body).digest()
-            answer = session.again(fingerprint) if _is_retry(request) else None
-            if answer is None:
-                answer = turn.begin(fingerprint)
+            turn = await in_thread_if_large(
+                len(body), lambda: make_turn(session, Fields(_as_json(body)))
+            )
+            answer = await self._begin(request, turn, body)
             if turn.delivery.is_streamed:
                 return _Active(session, Stream(turn, answer))
             async with answer.reading():
@@ -119,6 +141,20 @@ class _Api:
                     return Response(status_code=499)
                 await ended(answer)
                 return JSONResponse(turn.result(answer))
+
+    async def _begin(self, request: Request, turn: Turn, body: bytes) -> Answer:
+        """The answer to `turn`, or the one to the same request that came before."""
+        page = request.url.path.rpartition("/v1/")[2]
+        fingerprint = hashlib.sha256(page.encode() + b"\n" + body).digest()
+
+        def again() -> Answer | None:
+            self._session(request)  # it may have ended meanwhile
+            return turn.session.again(fingerprint) if _is_retry(request) else None
+
+        if (answer := again()) is not None:
+            return answer
+        prompt = await in_thread_if_large(len(body), turn.render)
+        return again() or turn.begin(prompt, fingerprint)
 
     async def models(self, request: Request) -> Response:
         if not self._is_admin(request):
@@ -137,7 +173,7 @@ class _Api:
     async def open_group(self, request: Request) -> Response:
         """A credit and the next prompt; waits until there is one."""
         self._check_admin(request)
-        fields = Fields(_as_json(await _read_body(request) or b"{}"))
+        fields = Fields(_as_json(await self._read_body(request) or b"{}"))
         fields.only("timeout_s")
         timeout_s = fields.number("timeout_s", GROUP_TIMEOUT_S)
         wish = self._groups.wish()
@@ -164,7 +200,7 @@ class _Api:
 
     async def reward(self, request: Request) -> Response:
         """The end of a session. The same reward may be posted again."""
-        fields = Fields(_as_json(await _read_body(request)))
+        fields = Fields(_as_json(await self._read_body(request)))
         outcome = _read_outcome(fields)
         session_id = request.path_params["session_id"]
         try:
@@ -183,6 +219,16 @@ class _Api:
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "num_sessions": len(self._sessions)})
+
+    # Requests -------------------------------------------------------------------------------------
+
+    async def _read_body(self, request: Request) -> bytes:
+        try:
+            async with asyncio.timeout(self._body_timeout_s):
+                return await _read_body(request)
+        except TimeoutError as error:
+            why = f"the request's body did not come within {self._body_timeout_s:g} s"
+            raise ApiError(408, why) from error
 
     # Keys -----------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from rollout_pool.endpoint.errors import refuse
 from rollout_pool.endpoint.fields import Fields
 from rollout_pool.endpoint.messages import calls_json, message_json, read_messages, read_tools
 from rollout_pool.endpoint.results import about, logprob_entries, usage
+from rollout_pool.endpoint.room import check_characters
 from rollout_pool.endpoint.sessions import Session
 from rollout_pool.envs.env import Message, ToolSpec
 
@@ -85,13 +86,16 @@ class ChatTurn:
             ContentStream(tokenizer, parser) if asked.may_call else TextStream(tokenizer)
         )
 
-    def begin(self, fingerprint: bytes) -> Answer:
+    def render(self) -> list[int]:
         asked = self._asked
+        check_characters(self.session, _num_characters(asked), "messages")
         try:
-            prompt = self.session.conversations.render(asked.messages, asked.tools)
+            return self.session.conversations.render(asked.messages, asked.tools)
         except ValueError as error:  # the model's template has rules of its own
             raise refuse("messages", str(error)) from error
-        return self.session.begin(prompt, asked.max_tokens, fingerprint)
+
+    def begin(self, prompt: list[int], fingerprint: bytes) -> Answer:
+        return self.session.begin(prompt, self._asked.max_tokens, fingerprint)
 
     def deliver(self, answer: Answer) -> Message:
         """The message that ends `answer`; it becomes a turn of the session."""
@@ -163,6 +167,16 @@ class ChatTurn:
             return None
         entries = logprob_entries(answer.sample, self.session.serving.tokenizer, start)
         return {"content": entries, "refusal": None}
+
+
+def _num_characters(asked: ChatAsk) -> int:
+    """Without what only the structure of calls and tools takes."""
+    calls = (call for message in asked.messages for call in message.tool_calls)
+    return (
+        sum(len(message.content) for message in asked.messages)
+        + sum(len(str(call.arguments)) for call in calls)
+        + sum(len(tool.description) + len(str(tool.parameters)) for tool in asked.tools)
+    )
 
 
 def _choice(

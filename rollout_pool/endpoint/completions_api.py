@@ -10,8 +10,9 @@ from rollout_pool.endpoint.answers import Answer
 from rollout_pool.endpoint.asked import SHARED, Delivery, check_shared, read_delivery
 from rollout_pool.endpoint.decoding import TextStream
 from rollout_pool.endpoint.errors import refuse
-from rollout_pool.endpoint.fields import Fields
+from rollout_pool.endpoint.fields import Fields, shown
 from rollout_pool.endpoint.results import about, logprob_entries, usage
+from rollout_pool.endpoint.room import check_characters
 from rollout_pool.endpoint.sessions import Session
 from rollout_pool.envs.env import Message
 
@@ -29,8 +30,11 @@ class CompletionAsk:
     delivery: Delivery
 
 
-def read_completion(fields: Fields, model: str, sampling: SamplingParams) -> CompletionAsk:
-    """Raises ApiError naming the field that can't be served."""
+def read_completion(
+    fields: Fields, model: str, sampling: SamplingParams, vocab_size: int
+) -> CompletionAsk:
+    """Raises ApiError naming the field that can't be served. `vocab_size`: tokens that the model
+    has embeddings for."""
     fields.only(*_FIELDS)
     check_shared(fields, model, sampling)
     fields.must_be("echo", [False], "the prompt is not said again")
@@ -38,17 +42,20 @@ def read_completion(fields: Fields, model: str, sampling: SamplingParams) -> Com
     fields.must_be("best_of", [1], "one answer is written, and that is the one")
     fields.must_be("logprobs", [0, 1], "only the log-probability of the token itself is recorded")
     return CompletionAsk(
-        prompt=_read_prompt(fields),
+        prompt=_read_prompt(fields, vocab_size),
         max_tokens=fields.count("max_tokens", DEFAULT_MAX_TOKENS, at_least=1),
         delivery=read_delivery(fields, wants_logprobs=fields.has("logprobs")),
     )
 
 
-def _read_prompt(fields: Fields) -> str | list[int]:
+def _read_prompt(fields: Fields, vocab_size: int) -> str | list[int]:
     prompt = fields.raw("prompt")
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, list) and prompt and all(type(one) is int and one >= 0 for one in prompt):
+    if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
+        if (wrong := next((t for t in prompt if not 0 <= t < vocab_size), None)) is not None:
+            problem = f"there is no token {shown(wrong)}: the model's are 0 to {vocab_size - 1}"
+            raise refuse("prompt", problem)
         return prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str) and prompt[0]:
         return prompt[0]
@@ -71,14 +78,15 @@ class CompletionTurn:
         self._offset = 0
         """Of the next token's text, among those whose log-probabilities were told."""
 
-    def begin(self, fingerprint: bytes) -> Answer:
-        return self.session.begin(self._render(), self._asked.max_tokens, fingerprint)
+    def begin(self, prompt: list[int], fingerprint: bytes) -> Answer:
+        return self.session.begin(prompt, self._asked.max_tokens, fingerprint)
 
-    def _render(self) -> list[int]:
+    def render(self) -> list[int]:
         """What the session has said or heard before stands for the tokens as they were."""
         prompt = self._asked.prompt
         if not isinstance(prompt, str):
             return list(prompt)
+        check_characters(self.session, len(prompt), "prompt")
         encode = self.session.serving.tokenizer.encode
         known, tokens = self.session.texts.known_start(prompt)
         if not known:

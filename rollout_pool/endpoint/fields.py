@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -43,20 +44,20 @@ class Fields:
         value = self._values.get(key)
         if value is None:
             return default
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
+        number = math.nan
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            with contextlib.suppress(OverflowError):  # a whole number that no float holds
+                number = float(value)
+        if not math.isfinite(number):
             raise refuse(self.name(key), f"must be a number, not {_kind(value)}")
-        return float(value)
+        return number
 
     def count(self, key: str, default: int, *, at_least: int = 0) -> int:
         value = self._values.get(key)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            problem = f"must be a whole number, at least {at_least}, not {_shown(value)}"
+            problem = f"must be a whole number, at least {at_least}, not {shown(value)}"
             raise refuse(self.name(key), problem)
         return value
 
@@ -85,7 +86,7 @@ class Fields:
         if value is not None and not any(
             type(value) is type(one) and value == one for one in accepted
         ):
-            raise refuse(self.name(key), f"{_shown(value)} is not supported: {why}")
+            raise refuse(self.name(key), f"{shown(value)} is not supported: {why}")
 
     def _typed(self, key: str, kind: type[T], words: str, default: T | None) -> T:
         value = self._values.get(key)
@@ -113,7 +114,7 @@ def _kind(value: object) -> str:
         case bool():
             return "a boolean"
         case int() | float():
-            return f"the number {value}"
+            return f"the number {shown(value)}"
         case str():
             return "a string"
         case list():
@@ -122,6 +123,7 @@ def _kind(value: object) -> str:
             return "an object"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """For a message: however long it is, not all of it."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,7 +1,8 @@
 """Groups that are played by programs elsewhere, which come and ask for them.
 
 program                        endpoint                     worker
-POST /groups ─────────────────► wish ─── next_wish() ──────► credit, prompt, flight
+POST /groups ─────────────────► wish                         credit, prompt
+                                     ─── take() ───────────► flight
              ◄─ n sessions ──── opened ◄─ run(prompt, ask) ─ n times
 requests, POST /sessions/ID/reward ─► outcome ─► Episode ──► score, push
 """
@@ -9,6 +10,7 @@ requests, POST /sessions/ID/reward ─► outcome ─► Episode ──► score
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Any
 
 from rollout_pool.cancelling import end_tasks
@@ -17,6 +19,9 @@ from rollout_pool.endpoint.sessions import Session, SessionLost, Sessions
 from rollout_pool.envs.episode import Episode
 from rollout_pool.envs.runner import EpisodeAsk
 from rollout_pool.tasks.task import Prompt
+
+MAX_WAITING = 1024
+"""Wishes; whoever comes then is told to come again."""
 
 
 class GroupWish:
@@ -120,19 +125,35 @@ class OutsideGroups:
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._wishes: asyncio.Queue[GroupWish] = asyncio.Queue()
+        self._waiting: deque[GroupWish] = deque()
+        self._is_closed = False
 
     def wish(self) -> GroupWish:
+        """Raises ApiError if too many wait already."""
+        if len(self._waiting) >= MAX_WAITING:
+            self._waiting = deque(wish for wish in self._waiting if not wish.is_withdrawn)
+        if len(self._waiting) >= MAX_WAITING:
+            why = f"{MAX_WAITING} groups are waited for already"
+            raise ApiError(429, why, code="too_many_groups", should_retry=True)
         wish = GroupWish(self._sessions)
-        self._wishes.put_nowait(wish)
+        self._waiting.append(wish)
+        if self._is_closed:
+            self.close()
         return wish
 
-    async def next_wish(self) -> GroupWish:
-        """Waits, without a bound, until somebody asks for a group: cancel it to end the wait."""
-        while (wish := await self._wishes.get()).is_withdrawn:
-            pass
-        return wish
+    def take(self) -> GroupWish | None:
+        """The one that has waited longest and is still wanted; None if there is none.
+
+        Whoever takes it has a credit and a prompt for it.
+        """
+        while self._waiting:
+            wish = self._waiting.popleft()
+            if not wish.is_withdrawn:
+                return wish
+        return None
 
     def close(self) -> None:
-        while not self._wishes.empty():
-            self._wishes.get_nowait().refuse("the run is ending")
+        """Refuses those that wait, and all that come later."""
+        self._is_closed = True
+        while self._waiting:
+            self._waiting.popleft().refuse("the run is ending")

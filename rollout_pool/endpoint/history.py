@@ -59,7 +59,10 @@ class Texts:
     def known_start(self, text: str) -> tuple[str, list[int]]:
         """The longest text that `text` begins with and that the session knows, and its tokens."""
         start = max(
-            (known for known in self._tokens if text.startswith(known)), key=len, default=""
+            # A copy: this may be asked in a thread while another answer is noted.
+            (known for known in list(self._tokens) if text.startswith(known)),
+            key=len,
+            default="",
         )
         return start, self._tokens.get(start, [])
 

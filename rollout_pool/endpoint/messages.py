@@ -106,7 +106,7 @@ def _read_call(fields: Fields) -> ToolCall:
     text = function.text("arguments", "") or "{}"
     try:
         arguments = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise refuse(function.name("arguments"), f"is not JSON: {error}") from error
     if not isinstance(arguments, dict):
         raise refuse(function.name("arguments"), "must be the JSON of an object")

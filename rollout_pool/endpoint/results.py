@@ -21,8 +21,12 @@ class Turn(Protocol):
     prefix: str
     """Of its id."""
 
-    def begin(self, fingerprint: bytes) -> Answer:
-        """Let the model write. Raises ApiError."""
+    def render(self) -> list[int]:
+        """The tokens that the model goes on from. Raises ApiError. May be called in a thread."""
+        ...
+
+    def begin(self, prompt: list[int], fingerprint: bytes) -> Answer:
+        """Let the model write. `prompt`: as rendered. Raises ApiError."""
         ...
 
     def result(self, answer: Answer) -> dict[str, Any]:

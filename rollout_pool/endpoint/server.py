@@ -14,7 +14,7 @@ from pathlib import Path
 import uvicorn
 
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.endpoint.app import make_app
+from rollout_pool.endpoint.app import BODY_TIMEOUT_S, make_app
 from rollout_pool.endpoint.groups import OutsideGroups
 from rollout_pool.endpoint.sessions import Serving, Sessions
 
@@ -28,12 +28,23 @@ class Endpoint:
     """`start` listens, `close` ends it; `sessions` and `groups` are what is served."""
 
     def __init__(
-        self, serving: Serving, *, host: str, port: int = 0, admin_key: str | None = None
+        self,
+        serving: Serving,
+        *,
+        host: str,
+        port: int = 0,
+        admin_key: str | None = None,
+        vocab_size: int | None = None,
+        body_timeout_s: float = BODY_TIMEOUT_S,
     ) -> None:
-        """`port` 0 takes a free one. Without `admin_key` one is made."""
+        """`port` 0 takes a free one. Without `admin_key` one is made. `vocab_size`: tokens that the
+        model has embeddings for; those of the tokenizer if it is not given. `body_timeout_s`:
+        longest that the body of a request may take to come."""
         self.sessions = Sessions(serving)
         self.groups = OutsideGroups(self.sessions)
         self.admin_key = admin_key or f"sk-leash-admin-{secrets.token_urlsafe(24)}"
+        self._vocab_size = len(serving.tokenizer) if vocab_size is None else vocab_size
+        self._body_timeout_s = body_timeout_s
         self._host = host
         self._port = port
         self._url: str | None = None
@@ -51,7 +62,13 @@ class Endpoint:
         listening = _listen(self._host, self._port)
         host, port = listening.getsockname()[:2]
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        app = make_app(self.sessions, self.groups, admin_key=self.admin_key)
+        app = make_app(
+            self.sessions,
+            self.groups,
+            admin_key=self.admin_key,
+            vocab_size=self._vocab_size,
+            body_timeout_s=self._body_timeout_s,
+        )
         self._server = _Server(
             uvicorn.Config(
                 app,

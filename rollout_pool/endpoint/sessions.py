@@ -24,6 +24,7 @@ from rollout_pool.endpoint.errors import ApiError
 from rollout_pool.endpoint.history import Conversations, Texts
 from rollout_pool.envs.branches import Branches
 from rollout_pool.envs.chat import ChatFormat
+from rollout_pool.envs.clock import EpisodeClock
 from rollout_pool.envs.env import Message
 from rollout_pool.envs.episode import Episode
 from rollout_pool.envs.runner import HEEDS_INTERRUPT_S, EpisodeAsk, EpisodeFailed
@@ -91,6 +92,8 @@ class Session:
         self.texts = Texts()
         self.messages: tuple[Message, ...] = ()
         """The conversation that was answered last."""
+        self.clock = EpisodeClock(serving.task.episode_timeout_s)
+        """Stands still while any of its samples waits for a place or may not go on."""
         self.num_turns = 0
         self.is_full = False
         """Whether a request found no room."""
@@ -131,11 +134,12 @@ class Session:
         """The answer to the same request that came before; of several the one that is most likely
         missed. None if there is none that is of use."""
         now = time.monotonic()
-        self._answers = [
-            answer
-            for answer in self._answers
-            if answer.ended_at is None or now - answer.ended_at < RETRY_WINDOW_S
-        ]
+        known, self._answers = self._answers, []
+        for answer in known:
+            if answer.ended_at is None or now - answer.ended_at < RETRY_WINDOW_S:
+                self._answers.append(answer)
+            elif answer.has_failed:
+                self.ask.on_end(answer.sample)
         same = [
             answer
             for answer in self._answers
@@ -170,6 +174,7 @@ class Session:
             rank=self.ask.rank,
             min_version=self.ask.min_version,
             engine=self.ask.engine,
+            on_wait=self.clock.note_wait,
         )
         self._num_begun += 1
         self.ask.on_sample(sample)
@@ -194,6 +199,7 @@ class Session:
             sample.version_spans,
             sample.finish_reason,
         )
+        self.ask.on_end(sample)
         self.messages = messages
         self.num_turns += 1
         return True
@@ -208,7 +214,8 @@ class Session:
                         raise
                     sample.finish_reason = "length"  # nobody will ask for the rest of it
                     return
-                await self.ask.may_go_on(sample)
+                with self.clock.standing_still():
+                    await self.ask.may_go_on(sample)
             except (SampleFailed, TimeoutError) as error:
                 self.failure = error
                 raise
@@ -248,8 +255,11 @@ class Session:
         """Nobody waits for what is still being written."""
         await end_tasks(answer.task for answer in self._answers)
         for answer in self._answers:
-            if not (answer.is_delivered or answer.has_failed):
+            if answer.is_delivered:
+                continue
+            if not answer.has_failed:
                 answer.drop()
+            self.ask.on_end(answer.sample)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

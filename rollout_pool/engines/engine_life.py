@@ -83,6 +83,8 @@ class EngineLife:
         not among the run's engine_versions, so router and admission do without it. It is not held
         while it is the only one; and when the others are gone, it is released.
         """
+        if not self._pin.is_pinned:
+            await self._end_guard()  # of a hold that was lost with the server
         if not await self._pin.want(version, wait_s):
             return False
         name, is_held = self._engine.spec.name, False
@@ -100,10 +102,13 @@ class EngineLife:
 
     async def release(self) -> None:
         """Let the engine take newer versions and requests again; nothing if it is not held."""
+        await self._end_guard()
+        self._pin.release()
+
+    async def _end_guard(self) -> None:
         guarding, self._guarding = self._guarding, None
         if guarding is not None:
             await end_tasks({guarding})
-        self._pin.release()
 
     async def _guard(self, limit_s: float) -> None:
         """Ends a hold that nobody ends, or that would leave the run without an engine."""

@@ -32,6 +32,10 @@ MAX_SAMPLES = 32
 CALL_GAP_S = 0.005
 """The first sample goes at once; those of the next moment share the next call. Samples that get
 room one after the other, as others end, would each have a call of their own otherwise."""
+LONGEST_GAP_S = 0.05
+FEW_CALLS = 16
+"""With more of them open the gap grows as their number: at each call the HTTP client looks at all
+of its connections."""
 STOP_AGAIN_S = 1.0
 """A stop that overtakes its request is lost, so it is repeated until the end has come."""
 STOP_TIMEOUT_S = 30.0
@@ -79,19 +83,23 @@ class GenerateCalls:
         abort: Callable[[str], Awaitable[None]],
         keys_prefix_by_version: bool,
         stream_interval: int = STREAM_INTERVAL,
+        vocab_size: int | None = None,
     ) -> None:
         """`call` gives the parts of a call's answer and raises EngineError; `abort` never raises
-        and takes seconds at most."""
+        and takes seconds at most. `vocab_size`: of the engine's model, None if that is unknown."""
         self._name = name
         self._call = call
         self._abort = abort
         self._keys_prefix = keys_prefix_by_version
         self._stream_interval = stream_interval
+        self._vocab_size = vocab_size
         self._latest_version = 0
         self._requests: dict[str, _Request] = {}
         self._unsent: list[_Request] = []
         self._flush: asyncio.TimerHandle | None = None
         self._next_flush = 0.0
+        self._num_open = 0
+        """Calls whose answer has not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_preemptions = 0
 
@@ -101,6 +109,7 @@ class GenerateCalls:
     async def generate(
         self, sample: Sample, request_id: str, on_arrival: Callable[[], None] | None
     ) -> None:
+        self._check_tokens(sample)
         request = _Request(sample, request_id, on_arrival)
         assert request_id not in self._requests, request_id
         self._requests[request_id] = request
@@ -128,6 +137,19 @@ class GenerateCalls:
             self._flush.cancel()
         await end_tasks(self._tasks)
 
+    def _check_tokens(self, sample: Sample) -> None:
+        """SGLang does not look before it looks an embedding up, and one that is not there ends the
+        engine with all that it has; asked again elsewhere, the sample would end the next."""
+        tokens = (*sample.prompt, *sample.output_ids)
+        lowest, highest = min(tokens, default=0), max(tokens, default=0)
+        if lowest < 0 or (self._vocab_size is not None and highest >= self._vocab_size):
+            wrong = lowest if lowest < 0 else highest
+            most = "" if self._vocab_size is None else f" of the {self._vocab_size}"
+            raise SampleRefused(
+                f"{self._name} was not asked: token {wrong} of {sample.sample_id} is none{most} "
+                "that the model knows"
+            )
+
     # Out ------------------------------------------------------------------------------------------
 
     def _send_soon(self, request: _Request) -> None:
@@ -138,7 +160,8 @@ class GenerateCalls:
 
     def _send(self) -> None:
         self._flush = None
-        self._next_flush = asyncio.get_running_loop().time() + CALL_GAP_S
+        gap_s = min(LONGEST_GAP_S, CALL_GAP_S * max(1.0, self._num_open / FEW_CALLS))
+        self._next_flush = asyncio.get_running_loop().time() + gap_s
         waiting = [request for request in self._unsent if not request.outcome.done()]
         self._unsent = []
         for start in range(0, len(waiting), MAX_SAMPLES):
@@ -156,6 +179,7 @@ class GenerateCalls:
         for request in requests:
             request.answer = Answer(request.sample, self._latest_version)
         error: Exception | None = None
+        self._num_open += 1
         try:
             async with aclosing(self._call(self._body(requests))) as parts:
                 async for part in parts:
@@ -171,6 +195,7 @@ class GenerateCalls:
                 f"{self._name} answered in a form that SGLang 0.5.20 does not have: {failure!r}"
             )
         finally:
+            self._num_open -= 1
             early = f"{self._name} ended an answer before {len(pending)} of its samples"
             for request in pending.values():
                 self._lose(request, error or EngineError(early))

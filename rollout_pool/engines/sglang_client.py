@@ -46,9 +46,12 @@ class SGLangClient:
         request_timeout_s: float,
         keys_prefix_by_version: bool,
         stream_interval: int = STREAM_INTERVAL,
+        vocab_size: int | None = None,
     ) -> None:
         """`keys_prefix_by_version`: the server reuses prefixes, which must be of one version.
-        `stream_interval`: tokens of a sample between two arrivals."""
+        `stream_interval`: tokens of a sample between two arrivals. `vocab_size`: tokens that the
+        model has embeddings for, which the server does not say; a sample with another token is
+        refused before it is sent, for it would end the server."""
         self._name = name
         self._calls = GenerateCalls(
             name,
@@ -56,6 +59,7 @@ class SGLangClient:
             abort=self._abort,
             keys_prefix_by_version=keys_prefix_by_version,
             stream_interval=stream_interval,
+            vocab_size=vocab_size,
         )
         self._http = httpx.AsyncClient(
             base_url=url,

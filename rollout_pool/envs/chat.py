@@ -8,6 +8,10 @@ Text that the model wrote is never tokenized again: its own tokens need not be t
 tokenizer would choose, and a policy must be trained on what it drew. So what follows an answer is
 rendered behind a stand-in, and only that part is taken. It makes no difference what a template does
 to earlier turns, such as leaving their thoughts out.
+
+With a template nobody but the model can end a turn or begin one: where the words of a user, a
+system, an environment or a tool spell a special token they are not that token (see `plain_words`).
+An assistant's message is taken as it is written.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from jinja2 import TemplateError
 
 from configs.choices import ToolParser
 from rollout_pool.envs.env import Completion, Message, ToolCall, ToolSpec
+from rollout_pool.envs.plain_words import PlainWords
 from rollout_pool.envs.tool_calls import parse_tool_calls
 from rollout_pool.tokenizer import Tokenizer
 
@@ -29,6 +34,8 @@ STAND_IN = "-an-answer-stands-here-"
 """Takes the place of the model's words while what follows them is rendered."""
 TEXTS_KEPT = 64
 """The members of a group open with the same text; it is tokenized once."""
+LONGEST_TEXT_KEPT = 256 * 1024
+"""In characters."""
 
 QUESTION = Message(role="user", content="?")
 """Templates want a question before an answer."""
@@ -48,7 +55,7 @@ class ChatFormat:
         self._tool_parser = tool_parser
         self._known_special: dict[int, bool] = {}
         self._num_calls = itertools.count()
-        self._opening = lru_cache(maxsize=TEXTS_KEPT)(self._encode_opening)
+        self._known_opening = lru_cache(maxsize=TEXTS_KEPT)(self._encode_opening)
 
     # Tokens of a conversation ---------------------------------------------------------------------
 
@@ -211,8 +218,8 @@ class ChatFormat:
     ) -> str:
         try:
             return self._tokenizer.apply_chat_template(
-                [as_template_message(message) for message in messages],
-                tools=[as_template_tool(tool) for tool in tools] or None,
+                [self._template_message(message) for message in messages],
+                tools=[self._plain_words.within(as_template_tool(tool)) for tool in tools] or None,
                 add_generation_prompt=opens_answer,
                 tokenize=False,
             )
@@ -221,6 +228,21 @@ class ChatFormat:
                 f"task.chat_template=true: the tokenizer has no chat template that could be used "
                 f"({error}); use a model that has one, or task.chat_template=false"
             ) from error
+
+    @cached_property
+    def _plain_words(self) -> PlainWords:
+        return PlainWords(self._tokenizer)
+
+    def _template_message(self, message: Message) -> dict[str, Any]:
+        written = as_template_message(message)
+        if message.role != "assistant":
+            written = {key: self._plain_words.within(value) for key, value in written.items()}
+        return written
+
+    def _opening(self, text: str) -> tuple[int, ...]:
+        if len(text) > LONGEST_TEXT_KEPT:
+            return self._encode_opening(text)
+        return self._known_opening(text)
 
     def _encode_opening(self, text: str) -> tuple[int, ...]:
         # A template writes the tokens that belong in front itself.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from configs.choices import OnLongPrompt
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.envs.branches import Branches
 from rollout_pool.envs.chat import ChatFormat
+from rollout_pool.envs.clock import EpisodeClock
 from rollout_pool.envs.env import Completion, Env, Message, Observation, Step, ToolSpec
 from rollout_pool.envs.episode import Episode
 from rollout_pool.samples import Interrupted, Priority, Sample
@@ -60,8 +61,12 @@ class EpisodeAsk:
     engine: str | None = None
     on_sample: Callable[[Sample], None] = _note_nothing
     """Called for each sample before it is asked for."""
+    on_end: Callable[[Sample], None] = _note_nothing
+    """Called for a sample once nobody asks for it any more and its numbers are final. One that
+    fails or is cancelled need not come here."""
     may_go_on: Callable[[Sample], Awaitable[None]] = go_on
-    """Awaited before an interrupted sample is completed. The episode's clock stands still."""
+    """Awaited before an interrupted sample is completed. The episode's clock stands still, as it
+    does while a sample waits for a place at an engine."""
 
 
 class EpisodeRunner:
@@ -90,7 +95,7 @@ class EpisodeRunner:
         EpisodeFailed if it ended before a token was sampled, and ValueError if its first prompt is
         longer than `max_prompt_tokens` and that is to be refused.
         """
-        play = _Play(env=env, ask=ask, clock=_Clock(self._task.episode_timeout_s))
+        play = _Play(env=env, ask=ask, clock=EpisodeClock(self._task.episode_timeout_s))
         try:
             play.end = await self._take_turns(play)
         except _Over as over:
@@ -110,7 +115,7 @@ class EpisodeRunner:
             completion = await self._answer(play, turn)
             async with self._bounded(play, "step"):
                 step = await play.env.step(completion)
-            play.note_step(step)
+                play.note_step(step)
             observation = step.observation
             if observation is not None and play.num_turns >= self._task.max_turns:
                 return "max_turns"
@@ -166,9 +171,13 @@ class EpisodeRunner:
             rank=ask.rank,
             min_version=ask.min_version,
             engine=ask.engine,
+            on_wait=play.clock.note_wait,
         )
         ask.on_sample(sample)
-        has_ended = await self._complete(play, sample)
+        try:
+            has_ended = await self._complete(play, sample)
+        finally:
+            ask.on_end(sample)
         if not has_ended and not sample.output_ids:
             raise _Over("episode_timeout")
         assert sample.finish_reason is not None
@@ -194,30 +203,30 @@ class EpisodeRunner:
                 if play.is_late:
                     sample.finish_reason = "length"
                     return False
-            stopped = time.monotonic()
-            await play.ask.may_go_on(sample)
-            play.clock.add(time.monotonic() - stopped)
+            with play.clock.standing_still():
+                await play.ask.may_go_on(sample)
 
     @asynccontextmanager
     async def _alarm(self, play: _Play, sample: Sample) -> AsyncIterator[None]:
         """Interrupts `sample` when the episode's time is over."""
 
+        loop = asyncio.get_running_loop()
+        heeds = asyncio.timeout(None)
+
         def ring() -> None:
             play.is_late = True
+            heeds.reschedule(loop.time() + self._heeds_interrupt_s)
             self._completer.interrupt(sample)
 
-        left_s = play.clock.left_s
-        alarm = asyncio.get_running_loop().call_later(left_s, ring)
         try:
-            async with asyncio.timeout(left_s + self._heeds_interrupt_s) as scope:
-                yield
+            async with heeds:
+                with play.clock.alarm(ring):
+                    yield
         except TimeoutError:
-            if not scope.expired():
+            if not heeds.expired():
                 raise
             sample.finish_reason = "length"
             raise _Over("episode_timeout") from None
-        finally:
-            alarm.cancel()
 
     # The environment's part -----------------------------------------------------------------------
 
@@ -251,20 +260,6 @@ class _Over(Exception):
         self.error = error
 
 
-class _Clock:
-    """The time that an episode has left."""
-
-    def __init__(self, seconds: float) -> None:
-        self._ends = time.monotonic() + seconds
-
-    @property
-    def left_s(self) -> float:
-        return max(0.0, self._ends - time.monotonic())
-
-    def add(self, seconds: float) -> None:
-        self._ends += seconds
-
-
 @dataclass(kw_only=True, slots=True)
 class _Turn:
     """What the model is to answer."""
@@ -281,7 +276,7 @@ class _Play:
 
     env: Env
     ask: EpisodeAsk
-    clock: _Clock
+    clock: EpisodeClock
     is_late: bool = False
     """The clock has run out under a sample."""
     limit: int = 0
@@ -313,9 +308,12 @@ class _Play:
         self.num_turns += 1
 
     def note_step(self, step: Step) -> None:
+        """Raises what a step of the user's deserves that is none."""
+        info = {str(name): _finite(value, name) for name, value in step.info.items()}
         if step.reward is not None:
-            self.env_reward = (self.env_reward or 0.0) + step.reward
-        self.env_parts.update(step.info)
+            reward = _finite(step.reward, "reward")
+            self.env_reward = _finite((self.env_reward or 0.0) + reward, "reward")
+        self.env_parts.update(info)
 
     def episode(self) -> Episode:
         branches = self.branches.finish()
@@ -331,3 +329,10 @@ class _Play:
             env_parts=self.env_parts,
             error=self.error,
         )
+
+
+def _finite(value: float, name: str) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the environment's {name} is {number}, which nothing can be learned from")
+    return number

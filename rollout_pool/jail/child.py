@@ -11,6 +11,7 @@ away, nothing is run.
 
 from __future__ import annotations
 
+import _thread
 import os
 import resource
 import sys
@@ -18,6 +19,7 @@ import sys
 from rollout_pool.jail import kernel, landlock, seccomp, view
 from rollout_pool.jail.program import Notes, run
 from rollout_pool.jail.request import Request
+from rollout_pool.jail.statements import Line
 
 _NAMESPACES = (
     kernel.CLONE_NEWNS
@@ -26,6 +28,7 @@ _NAMESPACES = (
     | kernel.CLONE_NEWIPC
     | kernel.CLONE_NEWUTS
 )
+_LARGEST_STACK, _SMALLEST_STACK = 8 * 2**20, 256 * 2**10
 _FIRST_USER = 0x60000000
 """User ids from here on belong to nobody; a program's is this plus its keeper's process id."""
 
@@ -35,8 +38,9 @@ class Unsafe(Exception):
 
 
 def main() -> None:
-    """`argv[1:]`: descriptors of the request, of the notes and of the ending."""
-    request_fd, notes_fd, ending_fd = (int(text) for text in sys.argv[-3:])
+    """`argv[2:]`: descriptors of the request, of the notes, of the ending, and of statements if
+    any are run behind the program."""
+    request_fd, notes_fd, ending_fd, *statements_fds = (int(text) for text in sys.argv[2:])
     kernel.prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)
     with open(request_fd, "rb") as file:
         request = Request.decode(file.read())
@@ -48,32 +52,41 @@ def main() -> None:
         return  # it died before its death could reach us
     alive_read, alive_write = os.pipe()
     os.set_blocking(alive_read, False)
+    line = Line() if statements_fds else None
     program = os.fork()
     if program:
-        _keep(program, ending_fd)
-    os.close(alive_write)
-    os.close(ending_fd)
+        _keep(program, ending_fd, line, statements_fds)
+    for descriptor in (alive_write, ending_fd, *statements_fds):
+        os.close(descriptor)
+    if line is not None:
+        line.close_for_program()
     try:
         layers += _lock_in(request, layers, was_root=was_root, alive=alive_read)
     except (Unsafe, OSError) as error:
         notes.write("unsafe", str(error))
         os._exit(1)
     notes.write("layers", ",".join(layers))
-    run(request.code, notes)
+    run(request.code, notes, line)
 
 
-def _keep(program: int, ending_fd: int) -> None:
+def _keep(program: int, ending_fd: int, line: Line | None, statements_fds: list[int]) -> None:
     """Wait for the program and say how it ended; does not return. SIGTERM ends the program."""
     for standard in (0, 1, 2):
         os.close(standard)
     import signal  # while the program goes its own way already
 
     signal.signal(signal.SIGTERM, lambda number, frame: os.kill(program, signal.SIGKILL))
+    held = False
+    if line is not None:
+        line.close_for_keeper()
+        with open(statements_fds[0], "rb") as file:
+            held = line.hand_over(file.read())
     os.waitid(os.P_PID, program, os.WEXITED | os.WNOWAIT)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its number will be another's
     _, status, usage = os.wait4(program, 0)
     cpu_s = usage.ru_utime + usage.ru_stime
-    os.write(ending_fd, f"{os.waitstatus_to_exitcode(status)} {cpu_s}".encode())
+    ending = f"{os.waitstatus_to_exitcode(status)} {cpu_s} {int(held)}"
+    os.write(ending_fd, ending.encode())
     os._exit(0)
 
 
@@ -176,7 +189,12 @@ def _keep_files_away(request: Request, inherited: list[str], layers: list[str]) 
     has_own_root = "own root" in inherited
     if "landlock" not in request.without and landlock.version():
         writable = [view.SCRATCH] if has_own_root else []
-        landlock.apply(readable=view.readable(), listable=view.python_folders(), writable=writable)
+        landlock.apply(
+            readable=view.readable(),
+            listable=view.python_folders(),
+            writable=writable,
+            fillable=view.SINKS,
+        )
         layers.append("landlock")
     elif not has_own_root:
         raise Unsafe(
@@ -204,6 +222,11 @@ def _limit(limits: dict[str, int], has_own_user: bool) -> None:
         _, hard = resource.getrlimit(kind)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
+    # Else a thread takes as much address space as the machine's settings say, and 64 MiB for its
+    # share of malloc: the memory would be full before the threads are as many as they may.
+    share = limits["memory_bytes"] // (4 * limits["max_threads"])
+    _thread.stack_size(max(_SMALLEST_STACK, min(share // 4096 * 4096, _LARGEST_STACK)))
+    kernel.share_malloc()
 
 
 def _end_if_orphaned(alive: int) -> None:

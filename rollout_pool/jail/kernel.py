@@ -34,6 +34,7 @@ SIGKILL = 9
 
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _CAPABILITY_VERSION_3 = 0x20080522
+_M_ARENA_MAX = -8
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -70,6 +71,12 @@ def prctl(option: int, value: int) -> None:
     unused = ctypes.c_ulong(0)
     result = _libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), unused, unused, unused)
     _checked(result, f"prctl {option}")
+
+
+def share_malloc() -> None:
+    """All threads to come share one heap."""
+    if hasattr(_libc, "mallopt"):  # glibc
+        _libc.mallopt(ctypes.c_int(_M_ARENA_MAX), ctypes.c_int(1))
 
 
 def drop_capabilities() -> None:

@@ -41,8 +41,14 @@ def all_rights(abi: int) -> int:
     return rights
 
 
-def apply(readable: Iterable[str], listable: Iterable[str], writable: Iterable[str]) -> None:
-    """From now on only these paths, with all below them (`listable`: only their names).
+def apply(
+    readable: Iterable[str],
+    listable: Iterable[str],
+    writable: Iterable[str],
+    fillable: Iterable[str],
+) -> None:
+    """From now on only these paths, with all below them (`listable`: only their names;
+    `fillable`: files that may be written to as they are).
 
     Paths that do not exist are left out. TCP and signals to others are refused too where the
     kernel's Landlock can. Needs no_new_privs; raises OSError.
@@ -56,6 +62,8 @@ def apply(readable: Iterable[str], listable: Iterable[str], writable: Iterable[s
             _allow(ruleset, path, READ_DIR)
         for path in writable:
             _allow(ruleset, path, all_rights(abi))
+        for path in fillable:
+            _allow(ruleset, path, WRITE_FILE)
         kernel.syscall(_RESTRICT, ruleset, _NO_AUDIT_LOG if abi >= 7 else 0)
     finally:
         os.close(ruleset)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
+    from rollout_pool.jail.statements import Line
+
 NAME = "program.py"
 """What the program's code is called in its tracebacks."""
 _NETWORK_EVENTS = (
@@ -54,19 +56,24 @@ class Notes:
             self.write("tried", what)
 
 
-def run(code: str, notes: Notes) -> None:
-    """Run it as `__main__`. Raises SystemExit as the program would end."""
+def run(code: str, notes: Notes, line: Line | None = None) -> None:
+    """Run it as `__main__`, and then what comes through `line`. Raises SystemExit as the program
+    would end."""
     module = type(sys)("__main__")
     _clear_up(module)
+    run_statements = line.prepare() if line is not None else None
+    texts = {NAME: code}
     sys.addaudithook(_listener(notes))
     try:
         exec(compile(code, NAME, "exec"), module.__dict__)  # what the sandbox is there for
+        if run_statements is not None:
+            run_statements(module.__dict__, texts)
     except SystemExit:
         raise
     except BaseException as error:
         if (reason := _reason(error, notes.tried)) is not None:
             notes.write("reason", reason)
-        _print(error, code)
+        _print(error, texts)
         raise SystemExit(1) from None
 
 
@@ -109,11 +116,14 @@ def _reason(error: BaseException, tried: list[str]) -> str | None:
     return "files" if error.filename is not None else None
 
 
-def _print(error: BaseException, code: str) -> None:
+def _print(error: BaseException, texts: dict[str, str]) -> None:
     # Imported here: a program that ends well has no use for them.
     import linecache
     import traceback
 
-    linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
+    for name, text in texts.items():
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     trace = error.__traceback__
-    traceback.print_exception(type(error), error, trace.tb_next if trace else None)
+    while trace and trace.tb_frame.f_code.co_filename not in texts:  # ours
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace)

@@ -77,6 +77,8 @@ OUTLIVES: _Table = {
     "mq_open": (240, 180),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
+    "io_setup": (206, 0),
+    "io_submit": (209, 2),
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
@@ -97,6 +99,9 @@ SYSTEM: _Table = {
     "setns": (308, 268),
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
+    # Whoever waits for the machine's disks makes everybody wait for them.
+    "sync": (162, 81),
+    "syncfs": (306, 267),
     "userfaultfd": (323, 282),
     "init_module": (175, 105),
     "finit_module": (313, 273),

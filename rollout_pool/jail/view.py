@@ -15,6 +15,8 @@ from rollout_pool.jail import kernel
 SCRATCH = "/tmp"
 """The program's own folder: in memory, limited in size, gone with the program."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+SINKS = ("/dev/null",)
+"""Devices that may be written to."""
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 _SINGLE_FILES = ("/etc/ld.so.cache", "/etc/localtime")
 _NOT_PYTHON_ITSELF = ("site-packages", "dist-packages")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
+import math
 import re
-import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +21,8 @@ LIMITS = SandboxLimits(cpu_time_s=5, wall_time_s=10.0)
 """Of one test."""
 MAX_TIMEOUTS = 2
 """A program that took too long so often is not given the other tests."""
+SHARE_OF_TIMEOUT = 0.8
+"""Of the time in which an answer must be scored: for its tests; the rest is for ending them."""
 _BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("python", "python3", "py")
 
@@ -38,8 +42,10 @@ class Verdict:
 class CodeTests:
     """Used in a scoring process, which has no event loop of its own."""
 
-    def __init__(self, task: Task, setting: str) -> None:
-        """Raises ValueError for a task whose prompts have no tests, SandboxError if programs cannot
+    def __init__(self, task: Task, setting: str, timeout_s: float) -> None:
+        """`timeout_s`: for all tests of an answer; it does not come to that.
+
+        Raises ValueError for a task whose prompts have no tests, SandboxError if programs cannot
         be run safely on this machine."""
         if not isinstance(task, CodeTask):
             raise ValueError(
@@ -47,12 +53,14 @@ class CodeTests:
                 "task.kind=code has"
             )
         self._task = task
+        self._total_s = SHARE_OF_TIMEOUT * timeout_s
         self._runner = asyncio.Runner()
         self._runner.run(protections())
 
     def score(self, prompt: Prompt, answer: str) -> float:
         """The share of the prompt's tests that the answer's program passes."""
-        verdict = self._runner.run(judge(program_of(answer), self._task.tests(prompt)))
+        tests = self._task.tests(prompt)
+        verdict = self._runner.run(judge(program_of(answer), tests, total_s=self._total_s))
         if verdict.explanation:
             passed = f"{verdict.num_passed} of {verdict.num_tests} tests passed"
             log.info("prompt %d: %s; %s", prompt.index, passed, verdict.explanation)
@@ -68,13 +76,26 @@ def program_of(answer: str) -> str:
 
 
 async def judge(
-    program: str, tests: Sequence[ProgramTest], limits: SandboxLimits = LIMITS
+    program: str,
+    tests: Sequence[ProgramTest],
+    limits: SandboxLimits = LIMITS,
+    total_s: float = math.inf,
 ) -> Verdict:
-    """One test after the other: a scoring process is meant to take one core."""
+    """One test after the other: a scoring process is meant to take one core. What has not been
+    passed by `total_s` is not passed."""
+    ends = time.monotonic() + total_s
     num_passed = num_timeouts = 0
     explanation = ""
     for place, test in enumerate(tests, start=1):
-        failure, is_timeout = await _run(program, test, limits)
+        left_s = ends - time.monotonic()
+        if left_s <= 0:
+            explanation = explanation or f"test {place}: {_too_long(total_s)}"
+            break
+        wall_time_s = min(limits.wall_time_s, left_s)
+        within = dataclasses.replace(limits, wall_time_s=wall_time_s)
+        failure, is_timeout = await _run(program, test, within)
+        if is_timeout and wall_time_s < limits.wall_time_s:
+            failure = _too_long(total_s)
         num_passed += not failure
         num_timeouts += is_timeout
         if failure and not explanation:
@@ -90,12 +111,12 @@ async def _run(program: str, test: ProgramTest, limits: SandboxLimits) -> tuple[
         result = await run_python(program, stdin=test.input, limits=limits)
         right = _lines(result.stdout) == _lines(test.output)
         return _explain(result, "" if right else "the output is another"), _is_timeout(result)
-    # A program that ends before its statements are reached has not passed.
-    mark = secrets.token_hex(16)
-    code = f"{program}\n\n{test.statements}\n\nprint({mark!r})\n"
-    result = await run_python(code, stdin=test.input, limits=limits)
-    reached = _lines(result.stdout)[-1:] == [mark]
-    return _explain(result, "" if reached else "it ended before its test"), _is_timeout(result)
+    result = await run_python(program, stdin=test.input, limits=limits, statements=test.statements)
+    return _explain(result, "" if result.held else "it ended before its test"), _is_timeout(result)
+
+
+def _too_long(total_s: float) -> str:
+    return f"all tests together took longer than {total_s:g} s"
 
 
 def _explain(result: SandboxResult, otherwise: str) -> str:

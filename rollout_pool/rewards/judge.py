@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from configs.rollout_schema import RewardConfig
-from rollout_pool.rewards.service import RemoteFailure, RemoteService
+from rollout_pool.rewards.service import MAX_SCORE, RemoteFailure, RemoteService
 
 DEFAULT_PROMPT = """\
 Judge an answer to a question.
@@ -58,7 +58,10 @@ def parse_score(text: str) -> float:
     found = _SCORE.findall(text) or _LAST.findall(text)
     if not found:
         raise RemoteFailure(f"the judge named no score: {text.strip()[-200:]!r}")
-    return float(found[-1])
+    score = float(found[-1])
+    if not abs(score) < MAX_SCORE:
+        raise RemoteFailure(f"the judge's score is no number to learn from: {found[-1][:100]!r}")
+    return score
 
 
 def _content(answer: dict[str, object]) -> str:

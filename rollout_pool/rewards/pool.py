@@ -8,8 +8,11 @@ moment.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import os
+import signal
 import sys
 import time
 from collections.abc import Coroutine
@@ -24,7 +27,11 @@ from rollout_pool.rewards.process import encode_config
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 30.0
+"""A killed process that is still there after this long is stuck in the kernel."""
 DEFAULT_FACTORY = "rollout_pool.tasks.task:build_task"
+MAX_STARTS = 3
+"""Times that a process may die while it starts."""
 MAX_ASKED = 2
 """Times that a request may cost a process its life."""
 _REPLY_LIMIT = 2**20  # bytes; a longer line is a broken process
@@ -48,7 +55,7 @@ class RewardPool:
     ) -> None:
         """`factory` ("module:function" or "file.py:function") makes the task from `config`."""
         command = [sys.executable, "-m", "rollout_pool.rewards.process"]
-        command += [factory, encode_config(config)]
+        command += [factory, encode_config(config), str(timeout_s)]
         self._scorers = [_Scorer(command, log_path) for _ in range(num_processes)]
         self._idle: asyncio.Queue[_Scorer] = asyncio.Queue()
         self._timeout_s = timeout_s
@@ -139,12 +146,16 @@ class RewardPool:
 
 
 class _Scorer:
-    """One child process; a killed one can be started again."""
+    """One child process; a killed one can be started again.
+
+    Whatever ends it, what its scorers started ends with it, unless that left its process group.
+    """
 
     def __init__(self, command: list[str], log_path: Path) -> None:
         self._command = command
         self._log_path = log_path
         self._process: asyncio.subprocess.Process | None = None
+        self._clearing: asyncio.Task[None] | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -152,6 +163,29 @@ class _Scorer:
 
     async def start(self) -> None:
         """Raises RewardError if it does not start, ValueError if it refuses its settings."""
+        for _ in range(MAX_STARTS):
+            await self._begin()
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    greeting = await self._read()
+                break
+            except ConnectionError:  # it died; whoever killed it may not mean the next
+                await self.kill()
+            except TimeoutError as error:
+                await self.kill()
+                raise RewardError(
+                    f"a scoring process did not start within {START_TIMEOUT_S:g} s; "
+                    f"see {self._log_path}"
+                ) from error
+        else:
+            raise RewardError(
+                f"a scoring process died {MAX_STARTS} times while it started; see {self._log_path}"
+            )
+        if "error" in greeting:
+            await self.kill()
+            raise ValueError(str(greeting["error"]))
+
+    async def _begin(self) -> None:
         with self._log_path.open("ab") as log_file:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -159,19 +193,9 @@ class _Scorer:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log_file,
                 limit=_REPLY_LIMIT,
+                start_new_session=True,
             )
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                greeting = await self._read()
-        except (TimeoutError, ConnectionError) as error:
-            await self.kill()
-            raise RewardError(
-                f"a scoring process did not start within {START_TIMEOUT_S:g} s or died; "
-                f"see {self._log_path}"
-            ) from error
-        if "error" in greeting:
-            await self.kill()
-            raise ValueError(str(greeting["error"]))
+        self._clearing = asyncio.create_task(_clear_up(self._process))
 
     async def ask(self, request: bytes) -> dict[str, Any]:
         """Raises ConnectionError if the process dies over it."""
@@ -191,6 +215,21 @@ class _Scorer:
             raise ConnectionError(f"the scoring process talks nonsense: {error}") from error
 
     async def kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
+        if self._process is None:
+            return
+        assert self._clearing is not None
+        if not self._clearing.done():  # else its number may be another's
+            _kill_group(self._process.pid)
+        # Not awaited itself: whoever is cancelled here must not leave it undone.
+        await asyncio.wait([self._clearing], timeout=END_TIMEOUT_S)
+
+
+async def _clear_up(process: asyncio.subprocess.Process) -> None:
+    """What is left when a process has ended."""
+    await process.wait()
+    _kill_group(process.pid)
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""One scoring process: `python -m rollout_pool.rewards.process <factory> <task config as JSON>`.
+"""One scoring process: `python -m rollout_pool.rewards.process`, and behind it the task's factory,
+its config as JSON and the seconds in which a part must be scored.
 
 It builds the task and loads the reward functions once, says so, and then answers one line of JSON
 (see `part`) with one line of JSON until its standard input ends:
@@ -48,8 +49,9 @@ def decode_config(text: str) -> TaskConfig:
     return TaskConfig(**fields, kind=kind, tool_parser=parser, rewards=rewards)
 
 
-def load_parts(task: Task, config: TaskConfig) -> dict[str, PartScorer]:
-    """Who scores each part that is scored in a process; "" is the task itself.
+def load_parts(task: Task, config: TaskConfig, timeout_s: float) -> dict[str, PartScorer]:
+    """Who scores each part that is scored in a process, which is killed if one takes `timeout_s`;
+    "" is the task itself.
 
     Raises ValueError naming the setting that is at fault.
     """
@@ -62,7 +64,7 @@ def load_parts(task: Task, config: TaskConfig) -> dict[str, PartScorer]:
             assert reward.function is not None, name
             parts[name] = _by_function(load_callable(reward.function, f"{setting}.function"))
         elif reward.kind is RewardKind.code_tests:
-            parts[name] = _by_tests(task, setting)
+            parts[name] = _by_tests(task, setting, timeout_s)
     return parts
 
 
@@ -74,10 +76,10 @@ def _by_function(function: Callable[..., object]) -> PartScorer:
     return lambda request: function(request.prompt, request.episode)
 
 
-def _by_tests(task: Task, setting: str) -> PartScorer:
+def _by_tests(task: Task, setting: str, timeout_s: float) -> PartScorer:
     from rollout_pool.rewards.code_tests import CodeTests
 
-    tests = CodeTests(task, setting)
+    tests = CodeTests(task, setting, timeout_s)
     return lambda request: tests.score(request.prompt, request.episode.answer)
 
 
@@ -100,16 +102,16 @@ def answer(parts: dict[str, PartScorer], line: str) -> dict[str, object]:
 def main(argv: list[str]) -> None:
     _die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    replies = _own_stdout()
+    requests, replies = _own_ends()
     try:
         config = decode_config(argv[1])
         task: Task = load_callable(argv[0], "task.factory")(config)
-        parts = load_parts(task, config)
+        parts = load_parts(task, config, float(argv[2]))
     except (ValueError, RuntimeError) as error:
         _write(replies, {"error": str(error)})
         return
     _write(replies, {"ready": task.name})
-    for line in sys.stdin:
+    for line in requests:
         _write(replies, answer(parts, line))
 
 
@@ -118,11 +120,23 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
 
 
-def _own_stdout() -> TextIO:
-    """Standard output for replies alone: what a scorer prints goes to standard error."""
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+def _own_ends() -> tuple[TextIO, TextIO]:
+    """Where requests come from and replies go to, which no other process is to have.
+
+    For a scorer, and for what it starts, standard input is empty, and what it prints goes to
+    standard error.
+    """
+    requests, replies = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
     os.dup2(2, 1)
-    return replies
+
+    def give_up() -> None:
+        for descriptor in (requests, replies):
+            os.dup2(nothing, descriptor, inheritable=False)
+
+    os.register_at_fork(after_in_child=give_up)
+    return os.fdopen(requests, encoding="utf-8"), os.fdopen(replies, "w", encoding="utf-8")
 
 
 def _write(replies: TextIO, reply: dict[str, object]) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 from configs.rollout_schema import RewardConfig
 from rollout_pool.envs.episode import Episode
-from rollout_pool.rewards.service import RemoteFailure, RemoteService
+from rollout_pool.rewards.service import MAX_SCORE, RemoteFailure, RemoteService
 from rollout_pool.tasks.task import Prompt
 
 
@@ -55,6 +54,6 @@ class HttpReward:
 
 def _number(value: object, what: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):  # type: ignore[arg-type]
+    if not is_number or not abs(value) < MAX_SCORE:  # type: ignore[arg-type]
         raise RemoteFailure(f'its "{what}" is no number: {str(value)[:100]!r}')
     return float(value)  # type: ignore[arg-type]

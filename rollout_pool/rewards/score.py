@@ -21,9 +21,18 @@ class Score:
     """Unweighted, by name."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """Part -> why it could not be had; it counts as 0 in the sum."""
+    is_unscored: bool = False
+    """A service that the reward needs gave no usable answer: what the episode is worth is not
+    known, and nothing may be learned from it. Where the completion itself is to blame (it broke its
+    scorer, or took too long in it) the part is an honest 0."""
     columns: tuple[Mapping[str, FloatArray], ...] = ()
     """For each branch further per-token columns, such as a teacher's log-probabilities; empty if
     there are none."""
+
+    @property
+    def reasons(self) -> str:
+        """Of all failures, by part."""
+        return "; ".join(f"{name}: {why}" for name, why in self.failures.items())
 
 
 class Scorer(Protocol):

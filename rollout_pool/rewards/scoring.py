@@ -8,6 +8,7 @@ episode ──┼─ env ──► is there already            ──► sum of 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Mapping
@@ -25,7 +26,10 @@ from rollout_pool.rewards.service import RemoteFailure
 from rollout_pool.rewards.teacher import Teacher
 from rollout_pool.tasks.task import Prompt, Task
 
+log = logging.getLogger(__name__)
+
 IN_PROCESS = (RewardKind.task, RewardKind.function, RewardKind.code_tests)
+REMOTE = (RewardKind.http, RewardKind.judge, RewardKind.teacher)
 Columns = tuple[Mapping[str, FloatArray], ...]
 
 
@@ -82,7 +86,8 @@ class EpisodeScorer:
         return self._queue.seconds
 
     async def score(self, prompt: Prompt, episode: Episode) -> Score:
-        """A part that cannot be had counts 0 and is told. Never raises for it."""
+        """A part that cannot be had counts 0 and is told; where a service is to blame, the episode
+        is unscored. Never raises for it."""
         asked = self._rewards or _usual(episode)
         answers = await asyncio.gather(
             *(self._part(name, reward, prompt, episode) for name, reward in asked.items())
@@ -91,16 +96,25 @@ class EpisodeScorer:
         parts: dict[str, float] = dict(episode.env_parts)
         failures: dict[str, str] = {}
         columns: Columns = ()
+        is_unscored = False
         for (name, reward), answer in zip(asked.items(), answers, strict=True):
             columns = columns or answer.columns
             if answer.failure is not None:
                 failures[name] = answer.failure
+                is_unscored |= reward.kind in REMOTE
+                log.info("prompt %d: no %s: %s", prompt.index, name, answer.failure)
             if reward.kind is RewardKind.teacher:
                 continue
             total += reward.weight * answer.value
             parts |= {f"{name}/{inner}": value for inner, value in answer.parts.items()}
             parts[name] = answer.value
-        return Score(reward=total, parts=parts, failures=failures, columns=columns)
+        return Score(
+            reward=total,
+            parts=parts,
+            failures=failures,
+            is_unscored=is_unscored,
+            columns=columns,
+        )
 
     async def _part(
         self, name: str, reward: RewardConfig, prompt: Prompt, episode: Episode
@@ -115,6 +129,9 @@ class EpisodeScorer:
             return await self._at_service(name, prompt, episode)
         except RemoteFailure as error:
             return _Part(failure=str(error))
+        except Exception as error:  # whatever a service made of it: it costs this episode alone
+            log.warning("prompt %d: %s", prompt.index, name, exc_info=error)
+            return _Part(failure=f"{type(error).__name__}: {error}"[:500])
 
     async def _in_process(
         self, name: str, reward: RewardConfig, prompt: Prompt, episode: Episode

@@ -21,6 +21,8 @@ MAX_PAUSE_S = 30.0
 MAX_AT_ONCE = 64
 """Calls of one part that are under way."""
 MAX_ANSWER_BYTES = 64 * 2**20
+MAX_SCORE = 1e9
+"""A number beyond it is no reward: somebody repeats a digit."""
 _WORTH_ANOTHER_TRY = (408, 425, 429)
 """Besides every 5xx."""
 

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import psutil
 import pytest
 
 from controller.metrics import read_metrics
+from rollout_pool.record import read_recorded
 
 pytestmark = pytest.mark.slow
 
@@ -36,14 +38,19 @@ SMALL = (
 )
 
 
-def launch_command(runs: Path, name: str, *overrides: str) -> list[str]:
+def launch_command(
+    runs: Path, name: str, *overrides: str, experiment: str = "quickstart"
+) -> list[str]:
     settings = [*SMALL, f"run.dir={runs}", f"run.name={name}", *overrides]
-    return [sys.executable, "-m", "controller.main", "launch", *settings]
+    command = [sys.executable, "-m", "controller.main", "launch"]
+    return [*command, "--experiment", experiment, *settings]
 
 
-def start(runs: Path, name: str, *overrides: str) -> subprocess.Popen[str]:
+def start(
+    runs: Path, name: str, *overrides: str, experiment: str = "quickstart"
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        launch_command(runs, name, *overrides),
+        launch_command(runs, name, *overrides, experiment=experiment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -125,12 +132,13 @@ def assert_nothing_left(runs: Path, shared_memory: set[str]) -> None:
     assert list(runs.glob("**/*.sock")) == []
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize(("experiment", "max_staleness"), [("quickstart", 0), ("alphabet-sort", 1)])
 def test_a_launch_trains_keeps_the_law_and_leaves_nothing(
-    tmp_path: Path, max_staleness: int
+    tmp_path: Path, experiment: str, max_staleness: int
 ) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
-    process = start(tmp_path, RUN, f"buffer.max_staleness={max_staleness}")
+    settings = (f"buffer.max_staleness={max_staleness}", "rollout.log_rate=1")
+    process = start(tmp_path, RUN, *settings, experiment=experiment)
     output = finish(process)
     assert process.returncode == 0, output[-6000:]
     result = result_of(output)
@@ -146,6 +154,7 @@ def test_a_launch_trains_keeps_the_law_and_leaves_nothing(
     if max_staleness == 0:
         assert result["ratio_max_abs_dev"] <= 1e-3  # importance ratios are 1 within numeric error
     run = tmp_path / RUN
+    assert_turns(run, at_least=3 if experiment == "alphabet-sort" else 1)
     for name in (
         "config.yaml",
         "metrics.jsonl",
@@ -159,6 +168,16 @@ def test_a_launch_trains_keeps_the_law_and_leaves_nothing(
     assert_weights_travelled(run, result, num_versions=4)
     assert json.loads((run / "run.json").read_text())["state"] == "finished"
     assert_nothing_left(tmp_path, shared_memory)
+
+
+def assert_turns(run: Path, at_least: int) -> None:
+    """Some episode of the newest recorded group has so many answers, in one trajectory."""
+    recorded = read_recorded(run, None)
+    assert recorded is not None
+    trajectories = recorded.group.trajectories
+    assert len({t.episode for t in trajectories}) == len(trajectories) == 4
+    begins = [np.diff(t.loss_mask.astype(int), prepend=0) == 1 for t in trajectories]
+    assert max(int(begin.sum()) for begin in begins) >= at_least
 
 
 def assert_weights_travelled(run: Path, result: dict[str, Any], num_versions: int) -> None:

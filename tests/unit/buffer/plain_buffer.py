@@ -120,7 +120,7 @@ class PlainBuffer:
         self.pushed = self.abandoned = self.tokens_masked = 0
         self.dropped: Counter[str] = Counter()
         self.trained: Counter[int] = Counter()
-        self.tokens_trained = 0
+        self.tokens_trained = self.tokens_dropped = 0
 
     # Looking ---------------------------------------------------------------------------------
 
@@ -167,6 +167,7 @@ class PlainBuffer:
 
     def drop(self, name: str, reason: str) -> None:
         self.groups[name].state, self.groups[name].owner = "dropped", None
+        self.tokens_dropped += self.groups[name].tokens_from(None).total()
         self.dropped[reason] += 1
         if reason in ("stale", "lineage"):
             self.requeue(name, is_counted=reason == "stale")
@@ -276,6 +277,8 @@ class PlainBuffer:
 
     def end_quarantine(self, task: str, index: int, *, run_again: bool) -> bool:
         found = [key for key in self.poisonous if key[1:] == (task, index)]
+        for key in [key for key in self.failures if key[1:] == (task, index)]:
+            del self.failures[key]
         for key in found:
             del self.poisonous[key]
             if run_again:
@@ -288,12 +291,18 @@ class PlainBuffer:
             self.groups[name].has_lost_credit = False
         return len(running)
 
-    def abandon(self, name: str, is_stale: bool) -> None:
-        if self.groups[name].state == "running":
-            self.groups[name].state = "abandoned"
-            self.abandoned += 1
-            if is_stale:
-                self.requeue(name, is_counted=True)
+    def abandon(self, name: str, prompt_is: str) -> bool:
+        """`prompt_is`: "done", "stale" or "run again"."""
+        group = self.groups[name]
+        if group.state != "running":
+            return False
+        group.state = "abandoned" if prompt_is == "done" else "lost"
+        self.abandoned += 1
+        if prompt_is == "stale":
+            self.requeue(name, is_counted=True)
+        elif prompt_is == "run again":
+            self.retries[self.shard_of(name)].append(group.prompt)
+        return True
 
     def push(
         self, name: str, prompt: PromptRef, numbers: list[tuple[int, int]], num_bytes: int

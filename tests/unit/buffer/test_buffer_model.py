@@ -150,13 +150,20 @@ class BufferMachine(RuleBasedStateMachine):
             self.agree(self.buffer.admit(name, 0), lambda: self.model.admit(name, prompt))
 
     @precondition(lambda self: self.model.ids("running"))
-    @rule(data=st.data(), is_stale=st.booleans())
-    def abandon(self, data: st.DataObject, is_stale: bool) -> None:
+    @rule(data=st.data(), prompt_is=st.sampled_from(["done", "stale", "run again"]))
+    def abandon(self, data: st.DataObject, prompt_is: str) -> None:
         name = data.draw(st.sampled_from(self.model.ids("running")))
-        prompt = self.model.groups[name].prompt if is_stale else None
+        prompt = self.model.groups[name].prompt
         for _ in range(2):
-            self.run(self.buffer.abandon(name, "test", requeue=prompt))
-            self.model.abandon(name, is_stale)
+            self.agree(
+                self.buffer.abandon(
+                    name,
+                    "test",
+                    requeue=prompt if prompt_is == "stale" else None,
+                    rerun=prompt if prompt_is == "run again" else None,
+                ),
+                lambda: self.model.abandon(name, prompt_is),
+            )
 
     @precondition(lambda self: self.model.ids("running"))
     @rule(data=st.data(), is_renewed=st.booleans())
@@ -459,6 +466,7 @@ class BufferMachine(RuleBasedStateMachine):
         assert stats.trained_by_staleness == dict(model.trained)
         assert stats.tokens_trained == model.tokens_trained
         assert stats.tokens_masked == model.tokens_masked
+        assert stats.tokens_dropped == model.tokens_dropped
         assert stats.by_staleness == model.by_staleness()
         held = [model.groups[n] for n in model.ids("ready", "leased", "consumed", "quarantined")]
         assert stats.tokens == 16 * len(held)

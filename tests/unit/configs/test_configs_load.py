@@ -173,10 +173,49 @@ def test_a_wrong_type_is_refused_with_the_expected_one(override: str, message: s
         (["buffer.url=http://host"], "buffer.url='http://host'"),
         (["model.path=Qwen/Qwen3-0.6B"], "model.path='Qwen/Qwen3-0.6B'"),
         (["model=pretrained"], "model.path=None"),
+        (["rollout.tail=postpone", "buffer.on_stale=wait"], "rollout.tail='postpone'"),
+        (["rollout.tail=postpone", "buffer.max_staleness=0"], "rollout.tail='postpone'"),
+        (
+            ["rollout.tail=interrupt_and_resume", "buffer=synchronous"],
+            "rollout.tail='interrupt_and_resume': with buffer.max_staleness=0",
+        ),
+        (["rollout.oversampling=1.5", "buffer=synchronous"], "rollout.oversampling=1.5"),
+        (
+            ["rollout.oversampling=2", "buffer=synchronous", "buffer.on_stale=drop"],
+            "rollout.oversampling=2",
+        ),
+        (["task.rewards={t: {kind: teacher, url: 'http://t', model: m}}"], "task.rewards=['teach"),
+        (
+            ["task.rewards={a: {kind: task, weight: 0}, b: {kind: env, weight: 0}}"],
+            "task.rewards.*.weight=[0",
+        ),
+        (["task.kind=code"], "task.rewards=[]"),
+        (["task.kind=code", "task.rewards={a: {kind: task}}"], "task.rewards=['task']"),
+        (["rollout.openai.port=-1"], "rollout.openai.port=-1"),
+        (["rollout.openai.port=65534", "rollout.num_workers=3"], "rollout.openai.port=65534"),
+        (["task.tools=[python]", "task.max_turns=4"], "task.tools=['python']"),
     ],
 )
 def test_a_broken_rule_names_the_field_and_its_value(overrides: list[str], field: str) -> None:
     assert field in refusal(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.tail=postpone"],
+        ["rollout.oversampling=1.5"],
+        ["rollout.oversampling=1.5", "buffer=synchronous", "buffer.on_stale=wait"],
+        ["task.rewards={t: {kind: teacher, url: 'http://t', model: m}, a: {kind: task}}"],
+        ["task.rewards={a: {kind: task, weight: 0}, b: {kind: env, weight: -1}}"],
+        ["task=code"],
+        ["rollout.openai.port=0"],
+        ["rollout.openai.port=65533", "rollout.num_workers=3"],
+        ["task.tools=[python]", "task.chat_template=true", "task.max_turns=4"],
+    ],
+)
+def test_what_has_a_use_is_accepted(overrides: list[str]) -> None:
+    load_config(overrides)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +276,7 @@ def test_files_of_code_become_absolute_and_modules_stay() -> None:
         [
             "task.env=my_env.py:make",
             "task.tools=[python, 'tools.py:add', 'pkg.tools:sub']",
+            "task.chat_template=true",
             "task.rewards={mine: {kind: function, function: 'rewards.py:score'}}",
         ]
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from configs.load import load_config
-from controller.evaluation import evaluate, should_hold
+from controller.evaluation import evaluate, evaluate_mildly, should_hold
 from controller.supervise import RunFailed
 from rollout_pool.types import EvalReport
 
@@ -92,6 +92,19 @@ async def test_an_evaluation_that_fails_releases_the_engine_and_tells_why() -> N
     with pytest.raises(ValueError, match="a bad task"):
         await evaluate(pool, 4, may_hold=True, told=told)
     assert pool.log[-1] == ("release", "engine-2")
+
+
+async def test_an_evaluation_beside_training_that_fails_is_a_record() -> None:
+    why = "worker-0 failed: EvaluationFailed: 9 of 64 held-out prompts got no answer"
+    pool = Pool({"engine-2"}, set(), RunFailed(f"{why}\nline of a log\nanother"))
+    kind, record = await evaluate_mildly(pool, 4, may_hold=True, told=told)
+    assert (kind, record) == ("eval_failed", {"version": 4, "why": why})
+    assert pool.log[-1] == ("release", "engine-2")
+    kind, record = await evaluate_mildly(Pool(set(), set()), 4, may_hold=False, told=told)
+    assert (kind, record["accuracy"]) == ("eval", 0.5)
+    bad = Pool({"engine-2"}, set(), ValueError("a bad task"))
+    with pytest.raises(ValueError, match="a bad task"):
+        await evaluate_mildly(bad, 4, may_hold=True, told=told)
 
 
 async def test_an_evaluation_that_is_cancelled_releases_the_engine() -> None:

@@ -54,6 +54,16 @@ def test_the_view_knows_pace_and_time_left() -> None:
     assert view.shares.trainer_for_rollout == pytest.approx(0.6)
 
 
+def test_an_evaluation_that_failed_is_told_until_the_next_one() -> None:
+    view = trained_view()
+    failed = {"version": 25, "why": "worker-0 failed: no engine"}
+    view.apply(Record(t=1011.0, kind="eval_failed", values=failed))
+    told = "The evaluation of version 25 failed"
+    assert told in text_of(view) and "no engine" in text_of(view)
+    view.apply(eval_record(30, 1012.0, 0.8))
+    assert told not in text_of(view)
+
+
 def test_the_panel_shows_what_one_looks_for() -> None:
     text = text_of(trained_view())
     for shown in (

@@ -17,8 +17,8 @@ COUNTERS = {
     "completed_s:<=1k": 10.0,
     "completed:<=256": 1.0,
     "completed_s:<=256": 0.5,
-    "given_up:>16k": 2.0,
-    "given_up_s:>16k": 90.0,
+    "given_up:>64k": 2.0,
+    "given_up_s:>64k": 90.0,
     "groups_postponed": 3.0,
     "episodes_ended:max_turns": 7.0,
 }
@@ -26,21 +26,28 @@ COUNTERS = {
 
 def test_lengths_are_told_shortest_first_with_the_time_that_a_group_took() -> None:
     rows = [(r.length, r.completed, r.given_up, r.seconds) for r in length_rows(COUNTERS)]
-    assert rows == [("<=256", 1, 0, 0.5), ("<=1k", 4, 0, 2.5), (">16k", 0, 2, 0.0)]
+    assert rows == [("<=256", 1, 0, 0.5), ("<=1k", 4, 0, 2.5), (">64k", 0, 2, 0.0)]
 
 
 def test_the_summary_tells_what_happened_and_no_more() -> None:
-    rows = dict(summary_rows(COUNTERS))
+    rows = dict(summary_rows(COUNTERS, 0))
     assert rows["tokens that nobody could use"] == "2.5%"
     assert rows["groups stopped in favour of others"] == "3"
     assert "0 given up" in rows["groups whose longest sample had <=1k tokens"]
     assert not any("worker" in name for name in rows)
-    assert not list(summary_rows({})) and wasted_share({}) is None
+    assert not list(summary_rows({}, 0)) and wasted_share({}, 0) is None
+
+
+def test_tokens_that_the_buffer_dropped_are_wasted_too() -> None:
+    assert wasted_share(COUNTERS, 150) == 0.1
+    assert wasted_share(COUNTERS, 9999) == 1.0  # the buffer tells its counts first
+    assert dict(summary_rows(COUNTERS, 150))["tokens that nobody could use"] == "10.0%"
+    assert "10.0% of tokens wasted" in panel_line(COUNTERS, 150)
 
 
 def test_the_panel_says_nothing_as_long_as_all_is_well() -> None:
-    assert panel_line({"tokens_generated": 100.0, "completed:<=256": 9.0}) == ""
-    assert panel_line(COUNTERS) == "2.5% of tokens wasted, 3 postponed"
+    assert panel_line({"tokens_generated": 100.0, "completed:<=256": 9.0}, 0) == ""
+    assert panel_line(COUNTERS, 0) == "2.5% of tokens wasted, 3 postponed"
 
 
 def test_every_counter_is_a_metric() -> None:
@@ -52,5 +59,5 @@ def test_every_counter_is_a_metric() -> None:
     assert samples["rollout_tokens_wasted_total", ("night",)] == 50
     assert samples["rollout_workers_restarted_total", ("night",)] == 0
     assert samples["rollout_groups_completed_total", ("night", "<=1k")] == 4
-    assert samples["rollout_groups_given_up_total", ("night", ">16k")] == 2
+    assert samples["rollout_groups_given_up_total", ("night", ">64k")] == 2
     assert samples["rollout_episodes_total", ("night", "max_turns")] == 7

@@ -16,7 +16,7 @@ from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.load import load_config, to_yaml
 from controller.main import EXIT_BAD_INPUT, main
 from controller.run_dir import RunDir
-from controller.show import cut, headline, marked, tell_group, token_texts
+from controller.show import column_line, cut, headline, marked, tell_group, token_texts
 from rollout_pool.record import RolloutLog
 from trainer_pool.scratch import byte_tokenizer
 
@@ -71,6 +71,22 @@ def test_marks_tell_versions_the_mask_and_unlikely_tokens() -> None:
     assert marked(cut(trajectory(), texts)) == (
         "3 + 4 =⟦v7⟧ 7⟦v8⟧ and not⟦-4.7⟧ 8⟦-3.0⟧⟦-⟧<tool>⟦v8⟧ so 7."
     )
+
+
+def test_further_columns_are_told_in_short() -> None:
+    column = np.array([0, -1, -2, -3, -4, -90, -5, -9], np.float32)
+    one = trajectory(columns={"teacher_logprobs": column})
+    line = "  teacher_logprobs: mean -4.00 over the trained tokens, from -9.00 to -1.00"
+    assert column_line("teacher_logprobs", one) == line
+    told = tell_group(
+        TrajectoryGroup(group_id="g", prompt=PromptRef(task="sums", index=5), trajectories=(one,)),
+        "here",
+        Words(),
+        has_colours=False,
+    )
+    assert line in [text.plain for text in told]
+    untrained = trajectory(columns={"a": column}, loss_mask=np.zeros(8, np.uint8))
+    assert column_line("a", untrained) == "  a: no token is trained"
 
 
 def test_a_line_says_what_became_of_the_trajectory() -> None:

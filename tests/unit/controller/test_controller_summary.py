@@ -111,6 +111,21 @@ def test_the_result_line_is_json_with_everything_asked_for() -> None:
     assert fields["groups_pushed"] == sum(fields[place] for place in places) + dropped
 
 
+def test_an_evaluation_that_failed_is_counted_and_the_last_one_leaves_no_accuracy(
+    tmp_path: Path,
+) -> None:
+    records = run_records()
+    between = Record(t=1010.0, kind="eval_failed", values={"version": 10, "why": "lost"})
+    result = result_of([*records, between])
+    assert (result.evals_failed, result.eval_before, result.eval_after) == (1, 0.31, 0.92)
+    num_steps = load_config([]).trainer.num_steps
+    last = Record(t=1030.0, kind="eval_failed", values={"version": num_steps, "why": "lost"})
+    result = result_of([*records, last])
+    assert (result.eval_before, result.eval_after) == (0.31, None)
+    write_summary(tmp_path, result, load_config([]))
+    assert "| evaluations that failed | 1 |" in (tmp_path / "summary.md").read_text()
+
+
 def test_a_run_without_steps_has_a_result_too(tmp_path: Path) -> None:
     result = result_of([])
     fields = json.loads(result_line(result).removeprefix("RESULT "))

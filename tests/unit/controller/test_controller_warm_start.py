@@ -184,6 +184,22 @@ def task_config(tmp_path: Path, **changes: object) -> TaskConfig:
             {"kind": TaskKind.custom, "factory": "FILE:empty"},
             r"task.factory='.*:empty': made a int without name, example, eval_prompts, is_held_out",
         ),
+        (
+            {"rewards": {"steps": RewardConfig(kind=RewardKind.env)}},
+            r"task.rewards.steps.kind=env: the environment of task.kind=reasoning_gym gives no",
+        ),
+        (
+            {
+                "rewards": {"steps": RewardConfig(kind=RewardKind.env)},
+                "tools": ["python"],
+                "max_turns": 2,
+            },
+            r"task.rewards.steps.kind=env: .* set task.rewards.steps.kind=task, or name an env",
+        ),
+        (
+            {"rewards": {"tests": RewardConfig(kind=RewardKind.code_tests)}},
+            r"task.rewards.tests.kind=code_tests: the prompts of task.kind=reasoning_gym have no",
+        ),
     ],
 )
 def test_what_the_task_names_is_looked_for_before_a_run(
@@ -196,4 +212,7 @@ def test_what_the_task_names_is_looked_for_before_a_run(
 def test_what_is_there_passes(tmp_path: Path) -> None:
     check_task(task_config(tmp_path, env="FILE:env", function="FILE:reward"))
     check_task(task_config(tmp_path, agent="FILE:good_agent"))
+    steps = {"steps": RewardConfig(kind=RewardKind.env)}
+    check_task(task_config(tmp_path, env="FILE:env", rewards=steps))
+    check_task(task_config(tmp_path, agent="FILE:good_agent", rewards=steps))
     check_task(task_config(tmp_path, tools=["python"], max_turns=2))

@@ -26,6 +26,7 @@ class Letters:
     """A tokenizer with a token a letter."""
 
     eos_token_id = 0
+    added_tokens_decoder: dict[int, object] = {}  # noqa: RUF012
 
     def encode(self, text, *, add_special_tokens=True):
         return [ord(letter) for letter in text]
@@ -53,8 +54,12 @@ class Yes:
     """1 for the answer "yes"."""
 
     async def score(self, prompt, episode):
-        failures = {"judge": "away"} if episode.answer == "maybe" else {}
-        return Score(reward=float(episode.answer == "yes"), failures=failures)
+        is_unscored = episode.answer == "maybe"
+        failures = {"judge": "away"} if is_unscored else {}
+        if episode.answer == "broken":
+            failures = {"tests": "died"}
+        worth = {"yes": 1.0, "half": 0.5, "nearly": 0.99}.get(episode.answer, 0.0)
+        return Score(reward=worth, failures=failures, is_unscored=is_unscored)
 
 
 class Oracle:
@@ -178,14 +183,68 @@ async def test_a_few_prompts_without_an_answer_are_counted(make) -> None:
 
 @pytest.mark.parametrize("error", [SampleFailed("no engine"), TimeoutError("none in time")])
 async def test_many_prompts_without_an_answer_are_an_error(make, error: Exception) -> None:
-    evaluator, _ = make(lambda sample: error if asked(sample) == 7 else "yes", 20)
-    with pytest.raises(EvaluationFailed, match="1 of 20 held-out prompts got no answer"):
+    evaluator, _ = make(lambda sample: error if asked(sample) in (7, 8) else "yes", 40)
+    with pytest.raises(EvaluationFailed, match="2 of 40 held-out prompts got no answer"):
         await evaluator.run(3)
 
 
-async def test_answers_that_could_not_be_scored_are_counted(make) -> None:
-    evaluator, _ = make(lambda sample: "maybe" if asked(sample) else "yes")
-    assert (await evaluator.run(3)).num_unscored == 3
+@pytest.mark.parametrize("num_prompts", [2, 20])
+async def test_of_few_prompts_one_may_fail(make, num_prompts: int) -> None:
+    evaluator, _ = make(
+        lambda sample: SampleFailed("no engine") if asked(sample) == 1 else "yes", num_prompts
+    )
+    report = await evaluator.run(3)
+    assert (report.num_failed, report.accuracy) == (1, 1.0)
+
+
+async def test_a_single_prompt_that_fails_is_an_error(make) -> None:
+    evaluator, _ = make(lambda sample: SampleFailed("no engine"), 1)
+    with pytest.raises(EvaluationFailed, match="1 of 1 held-out prompts"):
+        await evaluator.run(3)
+
+
+async def test_answers_that_could_not_be_scored_are_left_out_and_counted(make) -> None:
+    said = ["yes", "maybe", "no", "broken"]
+    evaluator, _ = make(lambda sample: said[asked(sample)])
+    report = await evaluator.run(3)
+    assert (report.num_unscored, report.num_prompts) == (1, 4)
+    assert report.accuracy == report.score_mean == pytest.approx(1 / 3)
+    assert report.pass_at_k == report.mean_at_k == {1: pytest.approx(1 / 3)}
+
+
+async def test_sizes_go_by_the_answers_that_were_scored(make) -> None:
+    # Prompt 0: one of its two answers is unscored, the other is right; prompt 1: one of two.
+    said = {(0, 0): "maybe", (0, 1): "yes", (1, 0): "no", (1, 1): "yes"}
+    evaluator, _ = make(
+        lambda sample: said[asked(sample), int(sample.session.split(".")[2])],
+        2,
+        num_samples=2,
+        temperature=1.0,
+    )
+    report = await evaluator.run(3)
+    assert (report.num_unscored, report.accuracy) == (1, pytest.approx(2 / 3))
+    assert report.pass_at_k == {1: 0.75, 2: 1.0} and report.mean_at_k == {1: 0.5, 2: 0.5}
+
+
+async def test_an_evaluation_without_a_single_score_is_an_error(make) -> None:
+    evaluator, _ = make(lambda sample: "maybe")
+    with pytest.raises(EvaluationFailed, match=r"no answer could be scored; .* judge: away"):
+        await evaluator.run(3)
+
+
+@pytest.mark.parametrize(("full_score", "accuracy"), [(1.0, 0.25), (0.99, 0.5), (0.5, 0.75)])
+async def test_what_counts_as_right_is_a_setting(make, full_score: float, accuracy: float) -> None:
+    said = ["yes", "nearly", "half", "no"]
+    evaluator, _ = make(lambda sample: said[asked(sample)], full_score=full_score)
+    report = await evaluator.run(3)
+    assert report.accuracy == report.pass_at_k[1] == accuracy
+
+
+async def test_a_full_score_may_be_missed_by_a_rounding_error_alone(make) -> None:
+    evaluator, _ = make(lambda sample: "yes", full_score=1.0 + 1e-9)
+    assert (await evaluator.run(3)).accuracy == 1.0
+    evaluator, _ = make(lambda sample: "yes", full_score=1.001)
+    assert (await evaluator.run(3)).accuracy == 0.0
 
 
 async def test_an_older_version_than_asked_for_is_an_error(make) -> None:

@@ -104,6 +104,7 @@ class NumberScorer:
         self.gate = asyncio.Event()
         self.gate.set()
         self.failures = {}
+        self.unscored = set()
         self.num_cancelled = 0
 
     async def score(self, prompt, episode):
@@ -116,7 +117,12 @@ class NumberScorer:
             raise
         number = float(episode.answer)
         failures = self.failures.get(episode.answer, {})
-        return Score(reward=number, parts={"half": number / 2}, failures=failures)
+        return Score(
+            reward=number,
+            parts={"half": number / 2},
+            failures=failures,
+            is_unscored=episode.answer in self.unscored,
+        )
 
 
 @pytest.fixture
@@ -295,7 +301,7 @@ async def test_branches_share_the_group_and_a_broken_episode_keeps_its_place(mod
     assert [t.finish_reason for t in group.trajectories] == ["stop"] * 4 + ["env_error"] + [
         "stop"
     ] * 2
-    assert current.num_env_errors == 1 and len(current.samples) == 7
+    assert current.num_env_errors == 1 and current.num_tokens == 14
 
 
 async def test_what_could_not_be_scored_is_counted(model, scorer):
@@ -305,6 +311,19 @@ async def test_what_could_not_be_scored_is_counted(model, scorer):
     assert current.num_unscored == 2
 
 
+async def test_an_episode_that_no_service_could_score_fails_its_group(model, scorer):
+    scorer.failures = {"1": {"judge": "http://judge: HTTP 503 (4 attempts)"}}
+    scorer.unscored = {"1"}
+    model.gates = {3: asyncio.Event()}
+    current = flight()
+    with pytest.raises(
+        GroupFailed,
+        match=r"group g of prompt 3: episode 1 could not be scored: judge: .*HTTP 503 \(4 attempts",
+    ):
+        await generator(model, scorer).run(current)
+    assert current.num_unscored == 1 and model.stopped == [3]
+
+
 async def test_a_flight_adds_up_what_its_samples_say(model, scorer):
     gate = asyncio.Event()
     model.gates = {0: gate}
@@ -312,9 +331,35 @@ async def test_a_flight_adds_up_what_its_samples_say(model, scorer):
     assert current.oldest_version is None and current.num_running == 0
     running = asyncio.create_task(generator(model, scorer).run(current))
     await reaches(lambda: current.num_running == 1)
-    for sample in current.samples:
-        sample.num_refused, sample.num_wasted = 1, 10
-    assert (current.num_refused, current.num_wasted) == (4, 40)
+    [sample] = current.samples
+    sample.num_refused, sample.num_wasted, sample.num_failures = 1, 10, 2
+    assert (current.num_refused, current.num_wasted, current.num_failures) == (1, 10, 2)
+    assert (current.num_tokens, current.longest, current.oldest_version) == (7, 2, 6)
+    gate.set()
+    await running
+    assert (current.num_refused, current.num_wasted, current.num_failures) == (1, 10, 2)
+    assert (current.num_tokens, current.longest, current.oldest_version) == (8, 2, 6)
+
+
+async def test_of_samples_that_have_ended_a_flight_keeps_numbers_alone(model, scorer):
+    gate = asyncio.Event()
+    model.gates = {2: gate}
+    current = flight()
+    running = asyncio.create_task(generator(model, scorer).run(current))
+    await reaches(lambda: current.num_tokens == 7)
+    assert {sample.sample_id for sample in current.samples} == {"g.2.0"}
+    gate.set()
+    await running
+    assert current.samples == set() and current.num_tokens == 8
+
+
+async def test_the_oldest_version_of_a_sample_that_has_ended_is_known(model, scorer):
+    gate = asyncio.Event()
+    model.gates = {3: gate}
+    current = flight()
+    running = asyncio.create_task(generator(model, scorer).run(current))
+    await reaches(lambda: current.num_tokens == 7)
+    assert current.num_running == 1 and current.oldest_version == 6
     gate.set()
     await running
 

@@ -32,6 +32,10 @@ def make_group(group_id: str, num_tokens: int = 6) -> TrajectoryGroup:
         reward=0.5,
         finish_reason="stop",
         reward_parts={"right": 1.0, "short": -0.5},
+        columns={
+            "teacher_logprobs": (mask * -0.987654321).astype(np.float32),
+            "choices": np.arange(2 * num_tokens, dtype=np.int32).reshape(num_tokens, 2),
+        },
     )
     return TrajectoryGroup(
         group_id=group_id,
@@ -57,7 +61,13 @@ async def test_a_group_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert other.rollout_logprobs == pytest.approx(one.rollout_logprobs, abs=5e-6)
         for name in ("version_spans", "reward", "reward_parts", "episode", "finish_reason"):
             assert getattr(one, name) == getattr(other, name)
+        assert list(other.columns) == ["teacher_logprobs", "choices"]
+        teacher, choices = other.columns["teacher_logprobs"], other.columns["choices"]
+        assert (teacher.dtype, choices.dtype) == (np.float32, np.int32)
+        assert teacher == pytest.approx(one.columns["teacher_logprobs"], abs=5e-6)
+        assert choices.tolist() == one.columns["choices"].tolist()
     line = log.path.read_text().splitlines()[0]
+    assert "-0.98765," in line and "-0.987654" not in line
     assert json.loads(line)["trajectories"][0]["logprobs"][1] == -0.12346
 
 

@@ -201,6 +201,7 @@ async def test_only_so_many_calls_are_under_way(service, reward):
         ({"reward": "high"}, 'its "reward" is no number'),
         ({"reward": True}, 'its "reward" is no number'),
         (Response('{"reward": NaN}'), 'its "reward" is no number'),
+        (Response('{"reward": 1' + 400 * "0" + "}"), 'its "reward" is no number'),
         ({"reward": 1, "parts": {"a": None}}, r'its "parts.a" is no number'),
         ({"reward": 1, "parts": [1]}, 'its "parts" is no object'),
         (Response("<html>"), "answers no JSON"),
@@ -329,7 +330,10 @@ def test_a_judgement_becomes_a_number(text, score):
     assert parse_score(text) == score
 
 
-@pytest.mark.parametrize("reply", [says("No idea."), says(""), {"choices": []}, {"error": 1}])
+@pytest.mark.parametrize(
+    "reply",
+    [says("No idea."), says(""), says("Score: " + 400 * "9"), {"choices": []}, {"error": 1}],
+)
 async def test_a_judge_without_a_judgement_is_told(service, judge, reply):
     service.replies = [reply]
     with pytest.raises(RemoteFailure, match="the judge"):

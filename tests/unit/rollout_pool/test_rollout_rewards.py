@@ -14,12 +14,9 @@ from configs.choices import RewardKind, TaskKind
 from configs.rollout_schema import RewardConfig, TaskConfig
 from rollout_pool.envs.env import Message, ToolCall
 from rollout_pool.envs.episode import Episode
-from rollout_pool.rewards.code_tests import judge, program_of
 from rollout_pool.rewards.part import decode_request, encode_request
-from rollout_pool.rewards.pool import RewardPool
+from rollout_pool.rewards.pool import RewardError, RewardPool
 from rollout_pool.rewards.process import decode_config, encode_config
-from rollout_pool.sandbox import SandboxLimits
-from rollout_pool.tasks.programs import ProgramTest
 from rollout_pool.tasks.task import Prompt, build_task
 
 PROMPT = Prompt(index=4, is_held_out=False, text="4 + 4 =")
@@ -66,6 +63,13 @@ class Task:
 def build(config):
     if config.name == "bad":
         raise ValueError("task.name='bad': no such task")
+    if config.name == "die":
+        os._exit(7)
+    if config.name.startswith("die once "):
+        path = config.name.removeprefix("die once ")
+        if not os.path.exists(path):
+            open(path, "w").close()
+            os._exit(7)
     return Task()
 """
 
@@ -244,6 +248,19 @@ async def test_close_leaves_no_process_not_even_a_hanging_one(make_pool):
         await asking
 
 
+async def test_a_process_that_is_killed_while_it_starts_is_started_again(make_pool, tmp_path):
+    pool = make_pool(name=f"die once {tmp_path / 'died'}")
+    await pool.start()
+    assert (await pool.score(asked("ok"))).value == 0.4
+    await pool.close()
+
+
+async def test_a_process_that_never_starts_is_an_error(make_pool, tmp_path):
+    with pytest.raises(RewardError, match=r"died 3 times while it started; see .*rewards.log"):
+        await make_pool(name="die").start()
+    assert not children()
+
+
 async def test_a_task_that_refuses_its_config_is_bad_input(make_pool):
     with pytest.raises(ValueError, match=r"task.name='bad': no such task"):
         await make_pool(name="bad").start()
@@ -314,6 +331,111 @@ async def test_a_function_of_the_user_scores_the_whole_episode(make_pool, tmp_pa
     await pool.close()
 
 
+STARTING = """
+import os, subprocess, time
+
+def ask(prompt, episode):
+    return len(input())
+
+def start(prompt, episode):
+    return len(subprocess.run(["cat"], capture_output=True, check=True).stdout) + 0.5
+
+def leave(prompt, episode):
+    return subprocess.Popen(["sleep", "600"]).pid
+
+def leave_and_die(prompt, episode):
+    open("PLACE", "a").write(f"{leave(prompt, episode)} ")
+    os._exit(1)
+
+def leave_and_hang(prompt, episode):
+    open("PLACE", "a").write(f"{leave(prompt, episode)} ")
+    time.sleep(600)
+
+def fork(prompt, episode):
+    pid = os.fork()
+    if not pid:
+        raise SystemExit if episode.answer == "end" else ValueError  # goes on in our own code
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def fork_and_die(prompt, episode):
+    if pid := os.fork():
+        open("PLACE", "a").write(f"{pid} ")
+        os._exit(1)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+async def starting(make_pool, tmp_path):
+    """A pool whose functions start processes, and the file where some write their numbers."""
+    path = tmp_path / "pids"
+    (tmp_path / "mine.py").write_text(STARTING.replace("PLACE", str(path)))
+    names = ["ask", "start", "leave", "leave_and_die", "leave_and_hang", "fork", "fork_and_die"]
+    pool = make_pool(
+        timeout_s=3.0,
+        rewards={
+            name: RewardConfig(kind=RewardKind.function, function=f"{tmp_path}/mine.py:{name}")
+            for name in names
+        },
+    )
+    await pool.start()
+    yield pool, path
+    await pool.close()
+
+
+async def ended(pids) -> bool:
+    """Whether they are, or are soon."""
+    async with asyncio.timeout(5):
+        while any(psutil.pid_exists(pid) and running(pid) for pid in pids):
+            await asyncio.sleep(0.02)
+    return True
+
+
+def running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def test_a_function_that_reads_its_input_takes_nobodys_request(starting):
+    pool, _ = starting
+    scores = await asyncio.gather(
+        *(pool.score(asked("ok", part)) for part in ("ask", "start", "", "start", ""))
+    )
+    assert [score.value for score in scores] == [0.0, 0.5, 0.4, 0.5, 0.4]
+    assert [score.failure for score in scores[1:]] == [None] * 4
+    assert scores[0].failure == "EOFError: EOF when reading a line"
+    assert pool.num_restarts == 0
+
+
+@pytest.mark.parametrize("how", ["end", "go on"])
+async def test_a_fork_in_a_function_answers_nobody(starting, how):
+    pool, _ = starting
+    scores = await asyncio.gather(
+        pool.score(asked(how, "fork")), *(pool.score(asked("ok")) for _ in range(5))
+    )
+    assert [score.value for score in scores] == [0.0] + [0.4] * 5
+    assert [score.failure for score in scores] == [None] * 6
+    assert pool.num_restarts == 0
+
+
+async def test_what_a_function_started_ends_with_the_pool(starting):
+    pool, _ = starting
+    started = await pool.score(asked("ok", "leave"))
+    assert running(int(started.value))
+    await pool.close()
+    assert await ended([int(started.value)])
+
+
+@pytest.mark.parametrize("how", ["leave_and_die", "leave_and_hang", "fork_and_die"])
+async def test_what_a_function_started_ends_with_its_process(starting, how):
+    pool, path = starting
+    assert (await pool.score(asked("ok", how))).failure is not None
+    assert (await pool.score(asked("ok"))).value == 0.4
+    assert await ended([int(pid) for pid in path.read_text().split()])
+
+
 @pytest.mark.parametrize("name", ["none.py:f", "mine.py:absent", "mine.py:number"])
 async def test_a_function_that_is_not_there_is_bad_input(make_pool, tmp_path, name):
     (tmp_path / "mine.py").write_text(FUNCTIONS)
@@ -325,51 +447,6 @@ async def test_a_function_that_is_not_there_is_bad_input(make_pool, tmp_path, na
 # Programs ----------------------------------------------------------------------------------------
 
 DOUBLE = "print(2 * int(input()))"
-
-
-@pytest.mark.parametrize(
-    ("answer", "program"),
-    [
-        ("So:\n```python\nprint(1)\n```\nor\n```python\nprint(2)\n```\ndone", "print(2)\n"),
-        ("```py\nprint(1)\n```\nwhich prints\n```\n1\n```", "print(1)\n"),
-        ("```\nprint(3)\n```", "print(3)\n"),
-        ("```python\nprint(4)", "print(4)"),
-        ("print(5)", "print(5)"),
-        ("", ""),
-    ],
-)
-def test_the_program_is_the_last_block_of_python(answer, program):
-    assert program_of(answer) == program
-
-
-async def test_the_score_of_a_program_is_the_share_of_its_tests_that_it_passes():
-    tests = [ProgramTest(input=str(n), output=f"{2 * n} \n\n") for n in (1, 2, 3)]
-    verdict = await judge(DOUBLE, tests)
-    assert (verdict.share, verdict.explanation) == (1.0, "")
-    verdict = await judge("print(int(input()) ** 2)", tests)
-    assert verdict.num_passed == 1 and verdict.explanation == "test 1: the output is another"
-    statements = ProgramTest(statements="assert f(2) == 4\nassert f(0) == 0")
-    assert (await judge("def f(x): return x * x", [statements])).share == 1.0
-    wrong = await judge("def f(x): return x + 1", [statements])
-    assert wrong.share == 0.0 and "AssertionError" in wrong.explanation
-
-
-@pytest.mark.parametrize(
-    "trick",
-    ["import os; os._exit(0)", "exit()", "raise SystemExit", "def f(x: return 4", '"""'],
-)
-async def test_a_program_that_ends_before_its_test_has_not_passed(trick):
-    verdict = await judge(trick, [ProgramTest(statements="assert False")])
-    assert verdict.share == 0.0 and verdict.explanation.startswith("test 1: ")
-
-
-async def test_a_program_that_never_ends_is_not_given_all_its_tests():
-    tests = [ProgramTest(input="1", output="1")] * 50
-    started = time.perf_counter()
-    limits = SandboxLimits(cpu_time_s=1, wall_time_s=30.0)
-    verdict = await judge("while True: pass", tests, limits)
-    assert time.perf_counter() - started < 60
-    assert verdict.share == 0.0 and "processor time" in verdict.explanation
 
 
 @pytest.fixture

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -385,6 +388,97 @@ async def test_an_engine_that_failed_and_does_not_answer_at_all_gets_not_even_a_
     assert (await place(two)).engine.name == "engine-1"
     two.note_load("engine-0", None, 0)
     assert (await place(two)).engine.name == "engine-0"
+
+
+# Work ------------------------------------------------------------------------------------------
+
+
+class Work:
+    """Functions that were called while it was counted: a measure that no busy machine changes."""
+
+    num_calls = 0
+
+    @contextmanager
+    def counted(self):
+        self.num_calls = 0
+        sys.setprofile(self._note)
+        try:
+            yield self
+        finally:
+            sys.setprofile(None)
+
+    def _note(self, frame, event, arg):
+        # C functions too, and the expressions that walk a list are calls of Python each.
+        self.num_calls += event in ("call", "c_call")
+
+
+async def crowd_at(router, count, failed):
+    """So many wait, each of which failed at some engines at a time of its own."""
+    waiting = []
+    for number in range(count):
+        times = {name: at + number * 1e-9 for name, at in failed.items()}
+        waiting.append(asking(router, sample(rank=number % 7), times))
+    await asyncio.sleep(0)
+    return waiting
+
+
+async def end(tasks):
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def failed_at_one_of(router, *, is_gone):
+    """Engine-0 has failed, engine-1 is full; when, and a place at engine-1."""
+    places = [await place(router, engine="engine-1") for _ in range(8)]
+    await lose(router)
+    at = time.monotonic()
+    if is_gone:
+        router.follow({"engine-1": 0}, 0, 0)
+        await asyncio.sleep(0.6)  # its delay is over, but it serves nothing
+    return at, places[0]
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["open", "gone"])
+async def test_when_an_engine_dies_each_of_thousands_of_samples_costs_what_one_does(is_gone):
+    two, work = router(2, max_running_requests=8), Work()
+    at, taken = await failed_at_one_of(two, is_gone=is_gone)
+    with work.counted():
+        waiting = await crowd_at(two, 2000, {"engine-0": at})
+    assert work.num_calls < 2000 * 150
+    assert two.loads()["engine-1"].num_waiting == 2000
+    with work.counted():
+        taken.release()
+    assert work.num_calls < 250
+    await turn()
+    assert [task.done() for task in waiting].count(True) == 1 and waiting[0].done()
+    with work.counted():
+        two.follow({"engine-1": 0}, 0, 0)
+        two.loads()
+    assert work.num_calls < 250
+    await end(waiting)
+
+
+async def test_thousands_that_have_waited_in_vain_are_told_so_without_looking_at_each_other():
+    two, work = router(2, {}, wait_timeout_s=0.3), Work()
+    waiting = await crowd_at(two, 2000, {})
+    with work.counted():
+        await asyncio.wait(waiting)
+    assert work.num_calls < 2000 * 250
+    assert all(isinstance(task.exception(), TimeoutError) for task in waiting)
+
+
+async def test_one_that_has_not_mended_for_itself_holds_up_nobody_for_whom_it_has():
+    """Both failed at the only engine, one before it got tokens again and one after."""
+    one = router(1)
+    earlier = (await place(one)).fail()
+    (await place(one)).progress()
+    later = (await place(one)).fail()
+    behind = asking(one, sample(rank=1), {"engine-0": later})
+    ahead = asking(one, sample(rank=2), {"engine-0": earlier})
+    await turn()
+    assert ahead.done() and not behind.done()
+    await end([behind])
 
 
 # Loads -----------------------------------------------------------------------------------------

@@ -263,6 +263,21 @@ async def test_an_environment_that_breaks_ends_its_episode_with_what_was_sampled
     assert episode.env_reward == 0.5 and env.num_closed == 1
 
 
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [
+        (Step(reward=float("nan")), "the environment's reward is nan"),
+        (Step(info={"speed": float("inf")}), "the environment's speed is inf"),
+        (Step(reward="good"), "could not convert string to float"),
+        (Step(info=None), "NoneType"),
+    ],
+)
+async def test_a_step_that_is_none_or_has_no_number_costs_its_episode_alone(step, told):
+    episode = await runner(Model("a")).run(Talk("1", step), ask())
+    assert episode.end == "env_error" and told in episode.error
+    assert text_of(episode.branches[0]) == "1[a|]"
+
+
 async def test_a_timeout_of_the_environments_own_is_its_error():
     episode = await runner(Model("a")).run(Talk("1", TimeoutError("of mine")), ask())
     assert (episode.end, episode.error) == ("env_error", "step: TimeoutError: of mine")

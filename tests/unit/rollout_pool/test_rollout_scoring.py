@@ -103,6 +103,30 @@ async def test_the_reward_is_the_weighted_sum_of_parts_asked_for_at_once(scorer_
     assert transcripts == {"right": 0, "short": 2}  # only a function is sent all of it
 
 
+async def test_what_breaks_its_own_scorer_is_worth_nothing_and_is_scored(scorer_of, caplog):
+    caplog.set_level("INFO")
+    score = await scorer_of(Pool(right="RuntimeError: broken"), right=TASK).score(PROMPT, episode())
+    assert (score.reward, score.is_unscored) == (0.0, False)
+    assert score.failures == {"right": "RuntimeError: broken"}
+    assert "prompt 3: no right: RuntimeError: broken" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [RewardKind.http, RewardKind.judge, RewardKind.teacher])
+async def test_a_service_that_is_gone_leaves_the_episode_unscored(scorer_of, kind):
+    gone = RewardConfig(kind=kind, url="http://127.0.0.1:9", model="m", max_retries=0)
+    branch = Branch(
+        tokens=[1, 2],
+        loss_mask=[0, 1],
+        logprobs=[0.0, -1.0],
+        version_spans=[],
+        prompt_length=1,
+        finish_reason="stop",
+    )
+    scorer = scorer_of(Pool(right=1.0), right=TASK, gone=gone)
+    score = await scorer.score(PROMPT, episode(branches=[branch]))
+    assert score.is_unscored and score.reasons.startswith("gone: http://127.0.0.1:9")
+
+
 async def test_a_part_that_fails_counts_nothing_and_is_told(scorer_of):
     scorer = scorer_of(
         Pool(right="RuntimeError: broken"),

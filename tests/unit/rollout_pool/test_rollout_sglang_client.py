@@ -507,3 +507,18 @@ async def test_a_server_under_another_name_is_not_taken_for_ours(fake, client):
         await client.is_ready("ours", timeout_s=2)
     fake.is_ready = False
     assert not await client.is_ready("fake", timeout_s=2)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": [5, 264]}, {"prompt": [-1, 5]}, {"output_ids": [264]}, {"prompt": [10**30]}],
+)
+async def test_a_sample_with_a_token_that_would_end_the_engine_is_not_sent(fake, fields):
+    client = fake.client("engine-0", vocab_size=264)
+    bad, good = make_sample(0, **fields), make_sample(1, prompt=[0, 263])
+    error, ended = await ask_all(client, [bad, good])
+    await client.close()
+    assert isinstance(error, SampleRefused) and "engine-0 was not asked" in str(error)
+    assert ended is good and good.finish_reason is not None
+    [call] = fake.bodies("/generate")
+    assert call["input_ids"] == [[0, 263]]

@@ -7,14 +7,19 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+
 from buffer.types import PromptRef, SamplingParams
 from configs.choices import TailPolicy
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.cancelling import end_tasks
+from rollout_pool.envs.episode import Episode
+from rollout_pool.envs.player import Player
+from rollout_pool.envs.runner import EpisodeAsk
 from rollout_pool.generate import Flight
 from rollout_pool.prompts import TokenizedPrompt
 from rollout_pool.samples import Sample
-from rollout_pool.tail import MIN_RECENT, Lap, Pace, Tail, WaitingRoom, build_tail
+from rollout_pool.tail import MIN_RECENT, Lap, Pace, Postpone, Tail, WaitingRoom, build_tail
 from rollout_pool.tally import Tally, length_bucket
 from rollout_pool.tasks.task import Prompt
 
@@ -79,24 +84,17 @@ class Scene:
     async def _is_batch_ready(self) -> bool:
         return self.is_full
 
-    def flight(self, rank: int, num_samples: int = 2) -> Flight:
+    def flight(self, rank: int, num_samples: int = 2, player: Player | None = None) -> Flight:
         prompt = Prompt(index=rank, is_held_out=False, text="?")
         flight = Flight(
             group_id=f"0-{rank}",
             ref=PromptRef(task="sums", index=rank),
             prompt=TokenizedPrompt(prompt=prompt, tokens=[1]),
             rank=rank,
+            player=player,
         )
-        flight.samples |= {
-            Sample(
-                sample_id=f"0-{rank}.{n}",
-                prompt=[1],
-                sampling=SamplingParams(),
-                max_new_tokens=8,
-                rank=rank,
-            )
-            for n in range(num_samples)
-        }
+        for n in range(num_samples):
+            flight.note_sample(_sample(f"0-{rank}.{n}"))
         self.tail.begin(flight)
         return flight
 
@@ -112,6 +110,17 @@ class Scene:
     async def counted(self) -> Counter[str]:
         await self.tally.flush()
         return self.counters.counts
+
+
+def _sample(name: str) -> Sample:
+    return Sample(sample_id=name, prompt=[1], sampling=SamplingParams(), max_new_tokens=8)
+
+
+class Stranger:
+    """Somebody outside, who takes all the time in the world."""
+
+    async def run(self, prompt: Prompt, ask: EpisodeAsk) -> Episode:
+        raise AssertionError("not run here")
 
 
 async def _until(condition, timeout_s: float = 10.0) -> None:
@@ -185,9 +194,7 @@ async def _land_quick_groups(scene: Scene, number: int = MIN_RECENT) -> None:
         scene.tail.end(flight, is_done=True)
 
 
-async def test_a_slow_group_waits_while_a_batch_is_ready_and_goes_on_when_it_is_taken() -> (
-    None
-):
+async def test_a_slow_group_waits_while_a_batch_is_ready_and_goes_on_when_it_is_taken() -> None:
     scene = Scene(TailPolicy.postpone, max_postponements=2)
     await _land_quick_groups(scene)
     slow = scene.flight(10)
@@ -237,6 +244,111 @@ async def test_the_last_group_of_all_is_never_put_off() -> None:
     scene.tail.end(slow, is_done=True)
 
 
+async def test_a_turn_that_a_postponed_group_begins_is_stopped_as_well() -> None:
+    scene = Scene(TailPolicy.postpone)
+    await _land_quick_groups(scene)
+    slow = scene.flight(10)
+    acting, talking = sorted(slow.samples, key=lambda sample: sample.sample_id)
+    acting.finish_reason = "stop"  # its environment is at work
+    async with scene.running():
+        keeper = asyncio.create_task(_keep_one_young(scene))
+        scene.is_full = True
+        await _until(lambda: scene.interrupted == [talking])
+        waiting = asyncio.create_task(slow.may_go_on(talking))
+        later = _sample("0-10.0.1")
+        slow.note_sample(later)
+        assert isinstance(scene.tail, Postpone)
+        for _ in range(2 * MIN_RECENT):
+            scene.tail._pace.note(60.0)  # so that it has not waited for long enough
+        await _until(lambda: later in scene.interrupted)
+        assert scene.interrupted == [talking, later] and not waiting.done()
+        await end_tasks([keeper, waiting])
+    assert await scene.counted() == {"groups_postponed": 1, "samples_interrupted": 2}
+
+
+async def test_a_group_of_which_nothing_is_sampled_makes_way_to_nobody() -> None:
+    scene = Scene(TailPolicy.postpone)
+    await _land_quick_groups(scene)
+    scored = scene.flight(10)
+    for sample in scored.samples:
+        sample.finish_reason = "stop"
+    async with scene.running():
+        keeper = asyncio.create_task(_keep_one_young(scene))
+        scene.is_full = True
+        await asyncio.sleep(1.2)
+        await end_tasks([keeper])
+    assert not scene.interrupted and await scene.counted() == {}
+
+
+async def test_groups_from_outside_are_neither_postponed_nor_part_of_the_median() -> None:
+    scene = Scene(TailPolicy.postpone)
+    await _land_quick_groups(scene)
+    strange = scene.flight(10, player=Stranger())
+    strange.started -= 1000.0
+    async with scene.running():
+        keeper = asyncio.create_task(_keep_one_young(scene))
+        scene.is_full = True
+        await asyncio.sleep(1.2)
+        await end_tasks([keeper])
+    for _ in range(MIN_RECENT + 1):
+        other = scene.flight(11, player=Stranger())
+        other.started -= 1000.0
+        scene.tail.end(other, is_done=True)
+    scene.tail.end(strange, is_done=True)
+    assert not scene.interrupted
+    assert isinstance(scene.tail, Postpone)
+    median_s = scene.tail._pace.median_s
+    assert median_s is not None and median_s < 1.0
+
+
+class Gate:
+    """Counts as RunState does, each only when it is let through."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.is_open = asyncio.Event()
+        self.breaks = ""
+
+    async def count(self, name: str, amount: float = 1) -> None:
+        await self.is_open.wait()
+        if name == self.breaks:
+            raise ConnectionError("no server")
+        self.counts[name] += amount  # type: ignore[assignment]
+
+
+async def test_counts_that_are_being_told_when_the_worker_ends_are_told_once() -> None:
+    gate = Gate()
+    tally = Tally(gate)
+    tally.add("groups", 3)
+    tally.add("tokens", 0.5)
+    telling = asyncio.create_task(tally.flush())
+    await asyncio.sleep(0.01)
+    telling.cancel()
+    await asyncio.wait([telling])
+    assert telling.cancelled()
+    tally.add("groups")
+    last = asyncio.create_task(tally.flush())
+    await asyncio.sleep(0.01)
+    gate.is_open.set()
+    await last
+    assert gate.counts == {"groups": 4, "tokens": 0.5}
+
+
+async def test_what_could_not_be_told_is_told_later() -> None:
+    gate = Gate()
+    gate.is_open.set()
+    gate.breaks = "tokens"
+    tally = Tally(gate)
+    tally.add("groups")
+    tally.add("tokens", 7)
+    with pytest.raises(ConnectionError):
+        await tally.flush()
+    gate.breaks = ""
+    tally.add("tokens", 1)
+    await tally.flush()
+    assert gate.counts == {"groups": 1, "tokens": 8}
+
+
 def test_slow_is_what_takes_twice_the_median_since_it_went_on() -> None:
     pace = Pace(max_postponements=1)
     lap = Lap(since=100.0)
@@ -253,6 +365,7 @@ def test_slow_is_what_takes_twice_the_median_since_it_went_on() -> None:
 
 
 def test_lengths_fall_into_buckets() -> None:
-    lengths = (0, 256, 257, 1024, 4096, 4097, 16384, 16385)
-    buckets = ["<=256", "<=256", "<=1k", "<=1k", "<=4k", "<=16k", "<=16k", ">16k"]
+    lengths = (0, 256, 257, 1024, 4096, 4097, 16384, 16385, 65536, 65537)
+    small = ["<=256", "<=256", "<=1k", "<=1k", "<=4k"]
+    buckets = [*small, "<=16k", "<=16k", "<=64k", "<=64k", ">64k"]
     assert [length_bucket(n) for n in lengths] == buckets

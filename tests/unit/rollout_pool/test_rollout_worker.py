@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 
@@ -17,7 +18,7 @@ from rollout_pool.cancelling import end_tasks
 from rollout_pool.envs.chat import ChatFormat
 from rollout_pool.envs.env import SingleTurn
 from rollout_pool.envs.player import EnvPlayer
-from rollout_pool.envs.runner import EpisodeRunner
+from rollout_pool.envs.runner import EpisodeFailed, EpisodeRunner
 from rollout_pool.generate import GroupFailed, GroupGenerator
 from rollout_pool.prompts import PromptReader
 from rollout_pool.rewards.score import Score
@@ -34,6 +35,7 @@ class Letters:
     """One token a letter."""
 
     eos_token_id = 0
+    added_tokens_decoder: ClassVar[dict[int, object]] = {}
 
     def encode(self, text, *, add_special_tokens=True):
         return [ord(letter) for letter in text]
@@ -82,6 +84,8 @@ class Scribe:
         self.holding: Callable[..., bool] = lambda sample: False
         self.go = asyncio.Event()
         self.pause_s = 0.0
+        self.is_deaf = False
+        """To the first cancellation of each sample, as code that swallows it."""
         self.asked: list[str] = []
         """Prompts, in the order of their samples."""
         self.cancelled: list[str] = []
@@ -105,6 +109,8 @@ class Scribe:
                     raise Interrupted(sample.sample_id)
         except asyncio.CancelledError:
             self.cancelled.append(sample.sample_id)
+            if self.is_deaf:
+                await self.go.wait()
             raise
         await asyncio.sleep(self.pause_s)
         self._write(sample, [*map(ord, self.answer(sample)), 0])
@@ -121,6 +127,64 @@ class Scribe:
             sample.logprobs += [-0.5] * len(tokens)
             span = VersionSpan(version=self.version, start=start, end=len(sample.output_ids))
             sample.version_spans = [*sample.version_spans, span]
+
+
+class SlowBuffer:
+    """The run's buffer; before a verb in `before` it waits, and after one in `after`."""
+
+    def __init__(self, buffer):
+        self._buffer = buffer
+        self.before: dict[str, asyncio.Event] = {}
+        self.after: dict[str, asyncio.Event] = {}
+        self.waiting: list[str] = []
+
+    def __getattr__(self, name):
+        verb = getattr(self._buffer, name)
+        if name not in self.before and name not in self.after:
+            return verb
+
+        async def slow(*args, **kwargs):
+            if name in self.before:
+                self.waiting.append(name)
+                await self.before[name].wait()
+            result = await verb(*args, **kwargs)
+            if name in self.after:
+                self.waiting.append(name)
+                await self.after[name].wait()
+            return result
+
+        return slow
+
+
+class Wish:
+    """Played by `player`, unless it fails."""
+
+    def __init__(self, player, fails=False):
+        self._player = player
+        self._fails = fails
+        self.refused = ""
+        self.prompts = []
+
+    async def run(self, prompt, ask):
+        self.prompts.append(prompt.index)
+        if self._fails:
+            raise EpisodeFailed("whoever asked for it went away")
+        return await self._player.run(prompt, ask)
+
+    def refuse(self, why):
+        self.refused = why
+
+
+class Wishes:
+    def __init__(self):
+        self.waiting = []
+        self.is_closed = False
+
+    def take(self):
+        return self.waiting.pop(0) if self.waiting else None
+
+    def close(self):
+        self.is_closed = True
 
 
 class Scorer:
@@ -153,8 +217,10 @@ async def make_worker(scribe, scorer, state, redis_url, run_name, buffer_factory
     """Opens the run's buffer, and a worker on it. Called again it is the worker's next life."""
     tasks = []
 
-    async def make(max_staleness=1, wait_timeout_s=30.0, log=None, **settings):
-        buffer = await buffer_factory(GROUPS_PER_STEP, max_staleness=max_staleness)
+    async def make(
+        max_staleness=1, wait_timeout_s=30.0, log=None, wishes=None, stop_again_s=10.0, **settings
+    ):
+        buffer = SlowBuffer(await buffer_factory(GROUPS_PER_STEP, max_staleness=max_staleness))
         await state.record_commit("engine-0", scribe.version, {})
         settings = {"max_prompt_tokens": 16, **settings}
         config = RolloutConfig(group_size=2, max_response_tokens=8, **settings)
@@ -179,6 +245,7 @@ async def make_worker(scribe, scorer, state, redis_url, run_name, buffer_factory
         chat = ChatFormat(tokenizer, chat_template=False, tool_parser=ToolParser.hermes)
         watching = asyncio.get_running_loop().create_future()
         position = (await state.task_positions()).get(0, 0)
+        make.player = EnvPlayer(EpisodeRunner(scribe, chat, TASK, config), task.environment)
         worker = RolloutWorker(
             index=0,
             spec=spec,
@@ -186,7 +253,7 @@ async def make_worker(scribe, scorer, state, redis_url, run_name, buffer_factory
             stream=TaskStream(task, 0, 1, position),
             reader=PromptReader(tokenizer, TASK, config),
             generator=GroupGenerator(
-                player=EnvPlayer(EpisodeRunner(scribe, chat, TASK, config), task.environment),
+                player=make.player,
                 scorer=scorer,
                 sampling=SamplingParams(),
                 group_size=2,
@@ -197,6 +264,8 @@ async def make_worker(scribe, scorer, state, redis_url, run_name, buffer_factory
             watching=[watching],
             interrupter=scribe,
             group_log=log,
+            wishes=wishes,
+            stop_again_s=stop_again_s,
         )
         return worker, buffer
 
@@ -251,7 +320,7 @@ async def test_a_worker_fills_the_buffer_up_to_its_credits_and_no_further(
     assert (stats.pushed, stats.ready, stats.running) == (4, 4, 0)
     lease = await consume(buffer, 0)
     assert {t.reward for group in lease.groups for t in group.trajectories} == {0.0, 1.0}
-    assert [group.prompt.index for group in lease.groups] == [0, 1]
+    assert {group.prompt.index for group in lease.groups} < {0, 1, 2, 3}  # whichever ended first
     await until(ready(buffer, 2 * GROUPS_PER_STEP))
     worker.stop()
     report = await running
@@ -263,7 +332,7 @@ async def test_a_worker_fills_the_buffer_up_to_its_credits_and_no_further(
     assert (await state.waits())[("rollout", "trainer")] > 0.2
     assert (await state.task_positions())[0] == 6
     assert (await buffer.stats()).is_conserved
-    assert [text for _, text in written] == ["0", "1", "2", "3", "4", "5"]
+    assert sorted(text for _, text in written) == ["0", "1", "2", "3", "4", "5"]
 
 
 async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_again(
@@ -360,6 +429,150 @@ async def test_an_engine_that_fails_every_group_ends_the_worker_with_the_reason(
     with pytest.raises(GroupFailed, match="out of order"):
         async with asyncio.timeout(30):
             await worker.run()
+
+
+# The end of a group -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["publish", "stop"])
+async def test_a_group_that_fails_gives_its_credit_back_whatever_comes_meanwhile(
+    make_worker, scribe, ending
+):
+    worker, buffer = await make_worker(max_staleness=0)
+    scribe.holding = lambda sample: True
+    # The other sample of the group has a token, so that the group can be too old.
+    scribe.failing = lambda sample: (
+        sample.prompt == [ord("0")] and sample.sample_id.split(".")[1] == "0"
+    )
+    buffer.before["fail"] = asyncio.Event()
+    running = await make_worker.start(worker)
+
+    async def is_failing():
+        return "fail" in buffer.waiting and len(scribe.asked) >= 4
+
+    await until(is_failing)
+    scribe.failing = lambda sample: False
+    if ending == "publish":
+        scribe.version = 1
+        await buffer.publish_version(1)
+    else:
+        worker.stop()
+    await asyncio.sleep(0.2)
+    buffer.before["fail"].set()
+    if ending == "publish":
+
+        async def has_failed():
+            return (await buffer.stats()).rerun == 1
+
+        await until(has_failed)
+        worker.stop()
+    await running
+    stats = await buffer.stats()
+    assert (stats.running, stats.rerun, stats.abandoned_by_reason["failed"]) == (0, 1, 1)
+
+
+async def test_a_worker_that_ends_while_it_admits_a_group_gives_the_credit_back(make_worker):
+    worker, buffer = await make_worker()
+    buffer.before = {"take_retry": asyncio.Event(), "abandon": asyncio.Event()}
+    running = await make_worker.start(worker)
+
+    async def is_admitting():
+        return "take_retry" in buffer.waiting
+
+    await until(is_admitting)
+    assert (await buffer.stats()).running == 1
+    worker.stop()
+    await asyncio.sleep(1.2)  # its loops are told to end again and again
+    buffer.before["abandon"].set()
+    await running
+    assert (await buffer.stats()).running == 0
+
+
+async def test_a_group_that_is_stopped_before_its_push_arrived_was_in_vain(
+    make_worker, state, scribe
+):
+    worker, buffer = await make_worker()
+    buffer.before["push"] = asyncio.Event()
+    running = await make_worker.start(worker)
+
+    async def are_pushing():
+        return buffer.waiting.count("push") == 4
+
+    await until(are_pushing)
+    worker.stop()
+    assert (await running).num_groups == 0
+    counters = await state.counters()
+    assert counters["given_up:<=256"] == 4
+    assert counters["tokens_wasted"] == counters["tokens_generated"] == 4 * 2 * 3
+    assert "completed:<=256" not in counters
+    stats = await buffer.stats()
+    assert (stats.running, stats.ready, stats.abandoned_by_reason) == (0, 0, {"stopped": 4})
+
+
+async def test_a_group_that_is_stopped_after_its_push_arrived_is_a_whole_one(make_worker, state):
+    worker, buffer = await make_worker()
+    buffer.after["push"] = asyncio.Event()
+    running = await make_worker.start(worker)
+    await until(ready(buffer, 4))
+    worker.stop()
+    assert (await running).num_groups == 4
+    counters = await state.counters()
+    assert counters["completed:<=256"] == 4 and counters["episodes_ended:stop"] == 8
+    assert "tokens_wasted" not in counters and "given_up:<=256" not in counters
+
+
+async def test_a_group_that_does_not_heed_its_end_is_told_again(make_worker, scribe):
+    scribe.holding, scribe.is_deaf = lambda sample: True, True
+    worker, buffer = await make_worker(stop_again_s=0.2)
+    running = await make_worker.start(worker)
+
+    async def are_running():
+        return len(scribe.asked) == 8
+
+    await until(are_running)
+    worker.stop()
+    async with asyncio.timeout(10):
+        await running
+    assert (await buffer.stats()).running == 0
+
+
+# Wishes -------------------------------------------------------------------------------------------
+
+
+async def test_a_wish_waits_for_a_credit_and_its_group_is_one_as_any_other(make_worker, scribe):
+    wishes = Wishes()
+    worker, buffer = await make_worker(wishes=wishes)
+    running = await make_worker.start(worker)
+    await until(ready(buffer, 4))
+    wish = Wish(make_worker.player)
+    wishes.waiting.append(wish)
+    await asyncio.sleep(0.2)
+    assert wishes.waiting == [wish]  # no credit, no group; whoever asked may still leave
+    await consume(buffer, 0)
+    await until(ready(buffer, 4))
+    worker.stop()
+    assert (await running).num_groups == 6
+    assert wish.prompts == [4, 4] and wishes.is_closed
+
+
+async def test_the_prompt_of_a_group_that_failed_outside_runs_again_without_blame(
+    make_worker, scribe, state
+):
+    wishes = Wishes()
+    worker, buffer = await make_worker(wishes=wishes, max_group_failures=1)
+    wishes.waiting = [Wish(make_worker.player, fails=True) for _ in range(3)]
+    gone = list(wishes.waiting)
+    running = await make_worker.start(worker)
+    await until(ready(buffer, 4))
+    worker.stop()
+    assert (await running).num_failed == 0
+    stats = await buffer.stats()
+    assert stats.abandoned_by_reason == {"outside": 3}
+    assert (stats.rerun, stats.retries_waiting, stats.prompts_quarantined) == (3, 0, 0)
+    lease = await consume(buffer, 0, num_groups=4)
+    assert sorted(group.prompt.index for group in lease.groups) == [0, 1, 2, 3]
+    assert {group.prompt.attempt for group in lease.groups} == {0}
+    assert all("given up" in wish.refused for wish in gone)
 
 
 async def test_no_credit_within_the_limit_is_an_error(make_worker):

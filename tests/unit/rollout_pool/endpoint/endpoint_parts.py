@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from contextlib import asynccontextmanager
 
 import httpx
 from openai import AsyncOpenAI
@@ -97,6 +98,10 @@ class Author:
         self.version = 7
         self.piece = 3
         """Tokens that come at once."""
+        self.places: asyncio.Semaphore | None = None
+        """So many are written at once; the others wait in line."""
+        self.pause_s = 0.0
+        """That an answer takes before its first token."""
         self.samples = []
         self.ended = []
         """Samples whose end was reached, with the tokens that were written."""
@@ -112,10 +117,27 @@ class Author:
                 raise said
             self._plans[sample] = [*spell(said), END_TOKEN] if isinstance(said, str) else said
         try:
-            await self._write(sample, self._plans[sample][: sample.max_new_tokens])
+            async with self._place(sample):
+                await asyncio.sleep(self.pause_s)
+                await self._write(sample, self._plans[sample][: sample.max_new_tokens])
         except asyncio.CancelledError:
             self.cancelled.append(sample)
             raise
+
+    @asynccontextmanager
+    async def _place(self, sample):
+        if self.places is None:
+            yield
+            return
+        sample.on_wait(True)
+        try:
+            await self.places.acquire()
+        finally:
+            sample.on_wait(False)
+        try:
+            yield
+        finally:
+            self.places.release()
 
     async def _write(self, sample, tokens):
         while (place := len(sample.output_ids)) < len(tokens):
@@ -152,7 +174,17 @@ class Author:
 class Scene:
     """An endpoint that listens, its author, and clients of it."""
 
-    def __init__(self, *, task=None, rollout=None, sampling=None, grace_s=0.3, keep_alive_s=15.0):
+    def __init__(
+        self,
+        *,
+        task=None,
+        rollout=None,
+        sampling=None,
+        grace_s=0.3,
+        keep_alive_s=15.0,
+        **settings,
+    ):
+        """`settings`: of the Endpoint."""
         self.author = Author()
         self.task = task or TaskConfig(chat_template=True, episode_timeout_s=20.0)
         self.rollout = rollout or RolloutConfig(
@@ -173,7 +205,7 @@ class Scene:
             grace_s=grace_s,
             keep_alive_s=keep_alive_s,
         )
-        self.endpoint = Endpoint(serving, host="127.0.0.1", admin_key=ADMIN_KEY)
+        self.endpoint = Endpoint(serving, host="127.0.0.1", admin_key=ADMIN_KEY, **settings)
         self.sessions = self.endpoint.sessions
         self._names = itertools.count()
         self._clients, self._http = [], []

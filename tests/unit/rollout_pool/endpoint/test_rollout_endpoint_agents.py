@@ -151,6 +151,62 @@ async def test_at_the_end_of_its_time_an_answer_under_way_counts_as_far_as_it_is
     assert TOKENIZER.decode(branch.tokens[-3:]) == "hel" and got in ([], ["hel"])
 
 
+async def test_agents_whose_answers_wait_in_line_are_not_late(make_scene, play):
+    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=0.7))
+    scene.author.places, scene.author.pause_s = asyncio.Semaphore(1), 0.25
+
+    async def agent(session, prompt):
+        await ask(session, prompt.text)
+        return 1.0
+
+    episodes = await asyncio.gather(*(play(agent, scene) for _ in range(6)))
+    assert [episode.end for episode in episodes] == ["done"] * 6
+    scene.author.gates = {3: asyncio.Event()}  # what hangs at its engine is late
+    assert (await play(agent, scene)).end == "episode_timeout"
+
+
+async def test_an_agents_clock_stands_still_while_an_answer_may_not_go_on(make_scene, play):
+    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=0.6))
+    gate = asyncio.Event()
+    scene.author.gates = {3: gate}
+
+    async def agent(session, prompt):
+        return float(await ask(session, prompt.text) == "hello")
+
+    async def may_go_on(sample):
+        await asyncio.sleep(1.0)
+        gate.set()
+
+    playing = asyncio.create_task(play(agent, scene, may_go_on=may_go_on))
+    await eventually(lambda: scene.author.samples and scene.author.samples[0].output_ids)
+    scene.author.interrupt(scene.author.samples[0])
+    episode = await playing
+    assert (episode.end, episode.env_reward) == ("done", 1.0)
+
+
+async def test_of_each_answer_it_is_told_when_it_has_ended_for_good(scene, play):
+    begun, ended = [], []
+
+    async def agent(session, prompt):
+        await ask(session, prompt.text)
+        return 1.0
+
+    await play(agent, on_sample=begun.append, on_end=ended.append)
+    assert len(begun) == 1 and ended == begun
+
+    async def leaves(session, prompt):
+        await ask(session, prompt.text)
+        scene.author.gates = {3: asyncio.Event()}
+        asking = asyncio.create_task(ask(session, "and?"))
+        await eventually(lambda: len(scene.author.samples) == 3)
+        asking.cancel()
+        return 1.0
+
+    await play(leaves, on_sample=begun.append, on_end=ended.append)
+    assert ended == begun and len(begun) == 3
+    assert ended[-1].finish_reason == "dropped" and not ended[-1].output_ids
+
+
 async def test_an_agent_that_hangs_is_ended(make_scene, play):
     scene = await make_scene(
         rollout=RolloutConfig(openai=OpenAIConfig(session_timeout_s=0.3)),
@@ -222,3 +278,18 @@ def test_an_agent_must_be_an_async_function(tmp_path):
         load_agent(f"{file}:blocking")
     with pytest.raises(ValueError, match=r"task\.agent=.*'missing'"):
         load_agent(f"{file}:missing")
+
+
+@pytest.mark.parametrize(
+    ("ends_by", "told"),
+    [(SystemExit(1), "wanted the process to end"), (asyncio.CancelledError(), "cancelled itself")],
+)
+async def test_an_agent_that_would_end_more_than_itself_costs_its_episode(
+    scene, play, ends_by, told
+):
+    async def agent(session, prompt):
+        await ask(session, prompt.text)
+        raise ends_by
+
+    episode = await play(agent)
+    assert episode.end == "env_error" and told in episode.error

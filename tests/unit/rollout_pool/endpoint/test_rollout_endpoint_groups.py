@@ -10,6 +10,7 @@ import pytest
 from endpoint_parts import ADMIN_KEY, MODEL, check_branch, eventually
 
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
+from rollout_pool.endpoint.groups import MAX_WAITING
 from rollout_pool.endpoint.sessions import SessionLost
 from rollout_pool.envs.runner import EpisodeAsk
 from rollout_pool.tasks.task import Prompt
@@ -17,9 +18,16 @@ from rollout_pool.tasks.task import Prompt
 PROMPT = Prompt(index=3, is_held_out=False, text="hello")
 
 
+async def next_wish(scene):
+    """As a worker with a credit takes it."""
+    taken = []
+    await eventually(lambda: taken.append(scene.endpoint.groups.take()) or taken[-1] is not None)
+    return taken[-1]
+
+
 async def serve(scene, group_id="0-1-abc"):
     """What a worker does with the next wish: the group's episodes."""
-    wish = await scene.endpoint.groups.next_wish()
+    wish = await next_wish(scene)
     asks = [
         EpisodeAsk(session=f"{group_id}.{place}", sampling=scene.sampling) for place in range(2)
     ]
@@ -107,7 +115,7 @@ async def test_whoever_waits_in_vain_for_a_group_is_told(scene):
     answer = await scene.http(ADMIN_KEY).post("/groups", json={"timeout_s": 0.1})
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "no_credit"
     asking = asyncio.create_task(scene.http(ADMIN_KEY).post("/groups", json={}))
-    wish = await scene.endpoint.groups.next_wish()  # not the one that was withdrawn
+    wish = await next_wish(scene)  # not the one that was withdrawn
     wish.refuse("the prompts are used up")
     answer = await asking
     assert answer.status_code == 503 and "used up" in answer.json()["error"]["message"]
@@ -115,12 +123,34 @@ async def test_whoever_waits_in_vain_for_a_group_is_told(scene):
 
 async def test_a_group_whose_asker_left_is_given_up(scene):
     asking = asyncio.create_task(scene.http(ADMIN_KEY).post("/groups", json={}))
-    wish = await scene.endpoint.groups.next_wish()
+    wish = await next_wish(scene)
     ask = EpisodeAsk(session="0-1-abc.0", sampling=scene.sampling)
     member = asyncio.create_task(wish.run(PROMPT, ask))
     asking.cancel()
     with pytest.raises(SessionLost, match="went away"):
         await member
+
+
+async def test_no_more_may_wait_than_is_good_and_those_who_left_do_not_count(scene):
+    groups = scene.endpoint.groups
+    wishes = [groups.wish() for _ in range(MAX_WAITING)]
+    refused = await scene.http(ADMIN_KEY).post("/groups", json={})
+    assert refused.status_code == 429 and refused.headers["x-should-retry"] == "true"
+    wishes[0].withdraw()
+    late = groups.wish()
+    assert groups.take() is wishes[1]
+    for wish in wishes:
+        wish.withdraw()
+    assert groups.take() is late and groups.take() is None
+
+
+async def test_when_the_run_ends_nobody_waits_for_a_group_any_more(scene):
+    asking = asyncio.create_task(scene.http(ADMIN_KEY).post("/groups", json={}))
+    await eventually(lambda: scene.endpoint.groups._waiting)
+    scene.endpoint.groups.close()
+    late = await scene.http(ADMIN_KEY).post("/groups", json={})
+    for answer in (await asking, late):
+        assert answer.status_code == 503 and "ending" in answer.json()["error"]["message"]
 
 
 async def test_the_system_prompt_is_told_and_the_address_is_secret(make_scene, tmp_path):

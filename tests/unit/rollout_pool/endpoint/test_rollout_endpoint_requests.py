@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 
+import httpx
 import openai
 import pytest
 from endpoint_parts import ADMIN_KEY, END_TOKEN, MODEL, TOKENIZER, WEATHER, check_branch, spell
@@ -26,6 +29,8 @@ REFUSED = [
     (body(presence_penalty=1), "presence_penalty", "configured"),
     (body(temperature="hot"), "temperature", "must be a number"),
     (body(temperature=True), "temperature", "must be a number"),
+    (body(temperature=10**400), "temperature", "must be a number, not the number 1000"),
+    (body(top_k=-(10**400)), "top_k", "must be a number"),
     (body(n=2), "n", "one answer"),
     (body(stop=["\n"]), "stop", "leave the field out"),
     (body(stop="Observation"), "stop", "leave the field out"),
@@ -268,3 +273,106 @@ async def test_two_hundred_sessions_talk_at_once(scene):
         [branch] = session.episode(end="done", outcome=None).branches
         check_branch(branch, [hello] * 3)
         assert f"I am number {number}<" in TOKENIZER.decode(branch.tokens)
+
+
+# What would harm the engines or the worker ----------------------------------------------------
+
+
+@pytest.mark.parametrize("token", [len(TOKENIZER), -1, 2**31, 10**30, 10**400])
+async def test_a_token_that_the_model_does_not_have_never_leaves(scene, token):
+    session = scene.session()
+    asked = {"model": MODEL, "prompt": [5, token, 6]}
+    answer = await scene.http(session.key).post("/v1/completions", json=asked)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "prompt", error
+    assert f"0 to {len(TOKENIZER) - 1}" in error["message"] and len(error["message"]) < 200
+    assert scene.author.samples == []
+
+
+async def test_tokens_that_only_the_model_has_are_taken(make_scene):
+    """Embeddings are padded to a round number, and a tokenizer does not know of those."""
+    scene = await make_scene(vocab_size=len(TOKENIZER) + 8)
+    for token, status in ((len(TOKENIZER) + 7, 200), (len(TOKENIZER) + 8, 400)):
+        asked = {"model": MODEL, "prompt": [5, token]}
+        answer = await scene.http(scene.session().key).post("/v1/completions", json=asked)
+        assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize("page", ["chat/completions", "completions"])
+async def test_a_text_that_can_have_no_room_is_refused_before_it_is_tokenized(scene, page):
+    text = "word " * 13_000  # the room is 4000 tokens
+    asked = {"prompt": text} if page == "completions" else {"messages": [{**USER, "content": text}]}
+    session = scene.session()
+    encoded = []
+
+    def note(frame, event, arg):
+        if frame.f_code.co_name == "encode" and "transformers" in frame.f_code.co_filename:
+            encoded.append(frame)
+
+    sys.setprofile(note)
+    threading.setprofile(note)
+    try:
+        answer = await scene.http(session.key).post(f"/v1/{page}", json={"model": MODEL, **asked})
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded"), error
+    assert session.is_full and "characters" in error["message"] and encoded == []
+
+
+async def test_a_large_text_is_tokenized_beside_the_event_loop(make_scene):
+    scene = await make_scene(
+        rollout=RolloutConfig(max_prompt_tokens=400_000, max_response_tokens=2000)
+    )
+    threads = set()
+
+    def note(frame, event, arg):
+        is_encode = frame.f_code.co_name == "encode" and event == "call"
+        if is_encode and len(frame.f_locals.get("text", "")) > 100_000:
+            threads.add(threading.get_ident())
+
+    asked = body(messages=[{**USER, "content": "hello " * 30_000}])
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        answer = await scene.http(scene.session().key).post(CHAT, json=asked)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    assert answer.status_code == 200, answer.text
+    assert threads and threading.get_ident() not in threads
+
+
+async def test_a_body_that_never_comes_ends_and_keeps_no_session_alive(make_scene):
+    scene = await make_scene(body_timeout_s=0.4)
+    session = scene.session()
+    idle = asyncio.create_task(session.wait_idle(0.2))
+
+    url = httpx.URL(scene.endpoint.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
+    writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+    async with asyncio.timeout(10):
+        await idle
+        answer = await reader.read()
+    writer.close()
+    assert b" 408 " in answer and b"did not come within 0.4 s" in answer
+
+
+async def test_a_call_with_a_number_that_cannot_be_read_is_refused_by_its_name(scene):
+    function = {"name": "f", "arguments": '{"x": ' + "9" * 5000 + "}"}
+    called = {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
+    answer = await scene.http(scene.session().key).post(CHAT, json=body(messages=[called, USER]))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages[0].tool_calls[0].function.arguments"
+
+
+async def test_a_reward_that_no_float_holds_is_refused(scene):
+    session = scene.session()
+    http = scene.http(session.key)
+    assert (await http.post(CHAT, json=body())).status_code == 200
+    for reward in ({"reward": 10**400}, {"reward": 1, "parts": {"style": 10**400}}):
+        answer = await http.post(f"/sessions/{session.session_id}/reward", json=reward)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] in ("reward", "parts.style")

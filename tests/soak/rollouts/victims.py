@@ -1,0 +1,73 @@
+"""Who of a run is killed, and when it counts as being back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+
+from configs.environment import PROCESS_VARIABLE, RUN_VARIABLE
+from rollout_pool.engines import process_tree
+
+KILL_S = 10.0
+
+
+class Kind(StrEnum):
+    engine = "engine's server"
+    worker = "worker"
+    scoring = "scoring process"
+    scorer = "scorer actor"
+
+
+_WORDS = {
+    Kind.engine: "rollout_pool.engines.sglang_server",
+    Kind.worker: "ray::WorkerActor",
+    Kind.scoring: "rollout_pool.rewards.process",
+    Kind.scorer: "ray::ScorerActor",
+}
+"""In the command line of such a process, and of no other of the run."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Member:
+    kind: Kind
+    name: str
+    """Of the actor that it is, or that started it."""
+    pid: int
+
+    def kill(self) -> None:
+        """By SIGKILL: an engine's server with its scheduler and all else that it started.
+
+        What tracks Python's semaphores is spared: it removes them when the others are gone.
+        """
+        if self.kind is Kind.engine:
+            process_tree.kill(process_tree.family(self.pid), KILL_S)
+        else:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def members(run: Path) -> dict[Kind, list[Member]]:
+    """All who may be killed, as they live now."""
+    found: dict[Kind, list[Member]] = {kind: [] for kind in Kind}
+    for member in _members(run):
+        found[member.kind].append(member)
+    return found
+
+
+def _members(run: Path) -> Iterator[Member]:
+    for process in psutil.process_iter():
+        try:
+            line = " ".join(process.cmdline())
+            kind = next((kind for kind, word in _WORDS.items() if word in line), None)
+            if kind is None or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            environment = process.environ()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        if environment.get(RUN_VARIABLE) == str(run) and PROCESS_VARIABLE in environment:
+            yield Member(kind=kind, name=environment[PROCESS_VARIABLE], pid=process.pid)

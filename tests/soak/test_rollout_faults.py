@@ -1,0 +1,127 @@
+"""Whoever of the rollout pool dies, and whenever: no prompt is lost or doubled, no group shrunk.
+
+A real run on two engines and two workers. At random moments under load one of these is killed by
+SIGKILL: an engine's server, a worker, a scoring process, the actor that such processes belong to.
+All the time an observer follows the run's Redis from outside: every prompt that a worker took is in
+exactly one place or was given up for a reason that is counted, every group has all its episodes,
+the law of the buffer holds, and after every kill new groups are trained.
+
+CI kills one of each; LEASH_SOAK_ROLLOUT_KILLS=20 is the long form. A failure tells LEASH_SOAK_SEED.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from murder.size import size
+from rollouts import slow_reward
+from rollouts.ledger import Ledger
+from rollouts.picture import Event, Picture
+from rollouts.play import play
+from rollouts.victims import Kind
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+from test_launch import RUN, assert_nothing_left, launch_command
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]  # every wait of a play has a bound
+
+NUM_KILLS = size("ROLLOUT_KILLS", 1)
+SEED = size("SEED", random.randrange(1 << 30))
+GROUP_SIZE = 4
+QUIET_STEPS = 4
+REWARD = f"{slow_reward.__file__}:share_of_vowels"
+SETTINGS = (
+    "trainer.num_steps=1000000",
+    "trainer.checkpoint_every=1000000",  # what was trained stays to be looked at
+    "trainer.warm_start.num_steps=0",  # a model that has learnt nothing writes until it is stopped
+    "rollout.num_engines=2",
+    "rollout.num_workers=2",
+    f"rollout.group_size={GROUP_SIZE}",
+    "rollout.max_response_tokens=160",
+    "rollout.eval_every=0",
+    "rollout.max_worker_restarts=1000",
+    "rollout.engine.max_restarts=1000",
+    f"task.rewards={{vowels: {{kind: function, function: '{REWARD}'}}}}",
+    "buffer.max_staleness=2",
+)
+
+
+def test_prompts_and_groups_outlive_whoever_is_killed_under_load(tmp_path: Path) -> None:
+    print(f"LEASH_SOAK_SEED={SEED}")
+    shared_memory = set(os.listdir("/dev/shm"))
+    run = tmp_path / RUN
+    command = launch_command(tmp_path, RUN, *SETTINGS)
+    with play(command, run, tmp_path / "output.txt", SEED) as the_play:
+        the_play.kill_at_random(NUM_KILLS)
+        the_play.train_steps(QUIET_STEPS)
+        picture = the_play.look()
+        print(the_play.report())
+        print(dict(the_play.ledger.fates(picture)), dict(picture.counters), dict(picture.stats))
+        the_play.stop()
+        print(dict(the_play.ledger.fates(the_play.picture)))
+
+    assert the_play.process.returncode == 130, the_play.told()
+    assert json.loads((run / "run.json").read_text())["state"] == "stopped"
+    assert Counter(kill.victim.kind for kill in the_play.kills) == dict.fromkeys(Kind, NUM_KILLS)
+    assert all(kill.is_over for kill in the_play.kills)
+    ledger = the_play.ledger
+    assert ledger.consumed_ms and ledger.whole >= set(ledger.consumed_ms)
+    # Samples were resumed; and rewards asked for again: only a second death over one costs it.
+    assert picture.counters["samples_retried"] > 0
+    assert picture.counters.get("rewards_failed", 0) < NUM_KILLS
+    restarted = [
+        e for e in the_play.metrics("weights_event") if e.values["event"] == "engine_restarted"
+    ]
+    assert len(restarted) == NUM_KILLS
+    assert picture.counters["workers_restarted"] == NUM_KILLS
+    assert max(step.number("logprob_diff_max") for step in the_play.metrics("step")) <= 1e-4
+    assert_nothing_left(tmp_path, shared_memory)
+
+
+BEGUN = ("begun", "0-0", {"p": "task:0"})
+AGAIN = ("begun", "1-0", {"p": "task:0"})
+STALE = ("dropped", "0-0", {"r": "stale"})
+STOPPED = ("abandoned", "0-0", {"r": "stopped"})
+BOTH = (("consumed", "0-0", {"s": "1"}), ("consumed", "1-0", {"s": "2"}))
+
+
+@pytest.mark.parametrize(
+    ("events", "places", "fault"),
+    [
+        ([BEGUN], {"running": {"0-0": 0}}, None),
+        ([BEGUN], {"running": {"0-0": 0}, "retries": (0,)}, "doubled"),
+        ([BEGUN], {}, "lost"),
+        ([BEGUN], {"running": {"0-0": 0}, "positions": {0: 2}}, "lost"),
+        ([BEGUN], {"running": {"0-0": 0}, "positions": {}}, "no worker has come so far"),
+        ([BEGUN, STALE], {"retries": (0,), "stats": {"dropped:stale": 1, "pushed": 1}}, None),
+        ([BEGUN, STALE], {"stats": {"dropped:stale": 1, "pushed": 1}}, "lost"),
+        ([BEGUN, STOPPED], {}, "lost"),
+        ([BEGUN, AGAIN, *BOTH], {"stats": {"acked": 2, "pushed": 2}}, "doubled"),
+        ([BEGUN], {"running": {"0-0": 0}, "stats": {"pushed": 1}}, "1 groups were pushed"),
+    ],
+)
+def test_the_observer_notices_what_must_not_be(
+    events: list[tuple[str, str, dict[str, str]]], places: dict[str, Any], fault: str | None
+) -> None:
+    empty = dict.fromkeys(("ready", "leased", "consumed", "quarantined"), frozenset())
+    picture = Picture(
+        events=tuple(
+            Event(at_ms=at, what=what, group_ids=(group_id,), detail=detail)
+            for at, (what, group_id, detail) in enumerate(events)
+        ),
+        **{
+            **empty,
+            **{"running": {}, "retries": (), "positions": {0: 1}, "stats": {}, "counters": {}},
+            **{"engines": frozenset(), "quarantined_prompts": frozenset()},
+            **places,
+        },
+    )
+    faults = Ledger(1, GROUP_SIZE, lambda index: False).enter(picture)
+    assert (fault in faults[0]) if fault else not faults

@@ -1,0 +1,110 @@
+"""The clock of an episode: waiting for a place at an engine takes none of its time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from buffer.types import SamplingParams, VersionSpan
+from configs.choices import ToolParser
+from configs.rollout_schema import RolloutConfig, TaskConfig
+from rollout_pool.envs.chat import ChatFormat
+from rollout_pool.envs.clock import EpisodeClock
+from rollout_pool.envs.env import SingleTurn
+from rollout_pool.envs.runner import EpisodeAsk, EpisodeFailed, EpisodeRunner
+from rollout_pool.router import Router
+from rollout_pool.sampling import Sampler
+from trainer_pool.scratch import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+class SlowEngine:
+    """Takes `seconds` over a sample; "stop" ends it without a token."""
+
+    name = "engine-0"
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.num_asked = 0
+        self._stops: dict[str, asyncio.Event] = {}
+
+    def note_version(self, version):
+        return
+
+    async def generate(self, sample, request_id, on_arrival=None):
+        self.num_asked += 1
+        stop = self._stops[request_id] = asyncio.Event()
+        try:
+            async with asyncio.timeout(self.seconds):
+                await stop.wait()
+                return
+        except TimeoutError:
+            pass
+        sample.output_ids.append(TOKENIZER.eos_token_id)
+        sample.logprobs.append(-0.5)
+        sample.version_spans.append(VersionSpan(version=0, start=0, end=1))
+        sample.finish_reason = "stop"
+        on_arrival()
+
+    def stop(self, request_id):
+        self._stops[request_id].set()
+
+
+def make_runner(engine: SlowEngine, timeout_s: float) -> EpisodeRunner:
+    """With a single place for all of its samples."""
+    router = Router([engine], wait_timeout_s=30.0, max_running_requests=1)
+    router.follow({"engine-0": 0}, 0, 0)
+    chat = ChatFormat(TOKENIZER, chat_template=False, tool_parser=ToolParser.hermes)
+    task = TaskConfig(episode_timeout_s=timeout_s)
+    return EpisodeRunner(Sampler(router, max_retries=1), chat, task, RolloutConfig())
+
+
+async def play_all(runner: EpisodeRunner, number: int):
+    asks = [EpisodeAsk(session=f"s{i}", sampling=SamplingParams()) for i in range(number)]
+    playing = (runner.run(SingleTurn("?"), ask) for ask in asks)
+    async with asyncio.timeout(20):
+        return await asyncio.gather(*playing, return_exceptions=True)
+
+
+async def test_episodes_that_wait_in_line_for_the_only_place_are_not_late() -> None:
+    engine = SlowEngine(0.15)
+    episodes = await play_all(make_runner(engine, timeout_s=0.5), 12)
+    assert [getattr(episode, "end", episode) for episode in episodes] == ["done"] * 12
+    assert engine.num_asked == 12
+
+
+async def test_a_sample_that_takes_too_long_at_its_engine_is_late_though_it_waited_before() -> None:
+    episodes = await play_all(make_runner(SlowEngine(5.0), timeout_s=0.2), 3)
+    for episode in episodes:
+        assert isinstance(episode, EpisodeFailed) and "episode_timeout" in str(episode)
+
+
+async def test_a_clock_rings_once_its_own_time_is_over() -> None:
+    clock, loop = EpisodeClock(0.2), asyncio.get_running_loop()
+    rung: list[float] = []
+    started = loop.time()
+    with clock.alarm(lambda: rung.append(loop.time() - started)):
+        clock.note_wait(True)
+        with clock.standing_still():  # two wait at once
+            await asyncio.sleep(0.3)
+        assert clock.left_s == pytest.approx(0.2, abs=0.05)
+        await asyncio.sleep(0.1)
+        clock.note_wait(False)
+        await asyncio.sleep(0.1)
+        assert not rung and clock.left_s < 0.12
+        await asyncio.sleep(0.3)
+    assert len(rung) == 1 and 0.55 < rung[0] < 0.9
+    assert clock.left_s == 0
+
+
+async def test_a_clock_without_an_alarm_does_not_ring() -> None:
+    clock, rung = EpisodeClock(0.05), []
+    with clock.alarm(lambda: rung.append(1)):
+        pass
+    await asyncio.sleep(0.1)
+    assert not rung and clock.left_s == 0
+    with clock.alarm(lambda: rung.append(1)):
+        await asyncio.sleep(0.05)
+    assert rung == [1]

@@ -1,0 +1,254 @@
+"""Programs and their tests: right ones, and some that want to pass without a solution."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from configs.choices import RewardKind, TaskKind
+from configs.rollout_schema import RewardConfig, TaskConfig
+from rollout_pool.envs.env import Message
+from rollout_pool.envs.episode import Episode
+from rollout_pool.rewards.code_tests import judge, program_of
+from rollout_pool.rewards.part import encode_request
+from rollout_pool.rewards.pool import RewardPool
+from rollout_pool.sandbox import SandboxLimits, run_python
+from rollout_pool.tasks.programs import ProgramTest
+from rollout_pool.tasks.task import build_task
+
+STATEMENTS = ProgramTest(statements="assert f(20) == 9407\nassert f(1) == 5")
+
+DOUBLE = "print(2 * int(input()))"
+
+
+@pytest.mark.parametrize(
+    ("answer", "program"),
+    [
+        ("So:\n```python\nprint(1)\n```\nor\n```python\nprint(2)\n```\ndone", "print(2)\n"),
+        ("```py\nprint(1)\n```\nwhich prints\n```\n1\n```", "print(1)\n"),
+        ("```\nprint(3)\n```", "print(3)\n"),
+        ("```python\nprint(4)", "print(4)"),
+        ("print(5)", "print(5)"),
+        ("", ""),
+    ],
+)
+def test_the_program_is_the_last_block_of_python(answer, program):
+    assert program_of(answer) == program
+
+
+async def test_the_score_of_a_program_is_the_share_of_its_tests_that_it_passes():
+    tests = [ProgramTest(input=str(n), output=f"{2 * n} \n\n") for n in (1, 2, 3)]
+    verdict = await judge(DOUBLE, tests)
+    assert (verdict.share, verdict.explanation) == (1.0, "")
+    verdict = await judge("print(int(input()) ** 2)", tests)
+    assert verdict.num_passed == 1 and verdict.explanation == "test 1: the output is another"
+    statements = ProgramTest(statements="assert f(2) == 4\nassert f(0) == 0")
+    assert (await judge("def f(x): return x * x", [statements])).share == 1.0
+    wrong = await judge("def f(x): return x + 1", [statements])
+    assert wrong.share == 0.0 and "AssertionError" in wrong.explanation
+
+
+@pytest.mark.parametrize(
+    "trick",
+    ["import os; os._exit(0)", "exit()", "raise SystemExit", "def f(x: return 4", '"""'],
+)
+async def test_a_program_that_ends_before_its_test_has_not_passed(trick):
+    verdict = await judge(trick, [ProgramTest(statements="assert False")])
+    assert verdict.share == 0.0 and verdict.explanation.startswith("test 1: ")
+
+
+async def test_a_program_that_never_ends_is_not_given_all_its_tests():
+    tests = [ProgramTest(input="1", output="1")] * 50
+    started = time.perf_counter()
+    limits = SandboxLimits(cpu_time_s=1, wall_time_s=30.0)
+    verdict = await judge("while True: pass", tests, limits)
+    assert time.perf_counter() - started < 60
+    assert verdict.share == 0.0 and "processor time" in verdict.explanation
+
+
+# Programs without a solution ----------------------------------------------------------------------
+
+OWN_CONSTANTS = """
+import os, sys
+for constant in sys._getframe().f_code.co_consts:
+    if isinstance(constant, str):
+        print(constant, flush=True)
+os._exit(0)
+"""
+CODE_OF_THE_CALLER = """
+import os, re, sys
+code = sys._getframe(1).f_locals["code"]
+print(re.findall("[0-9a-f]{32}", str(code))[-1], flush=True)
+os._exit(0)
+"""
+ALL_IN_REACH = """
+import os, sys
+
+def found():
+    frame, all_of_it = sys._getframe(), []
+    while frame:
+        values = [*frame.f_locals.values(), *frame.f_globals.values(), *frame.f_code.co_consts]
+        for value in values:
+            for name in getattr(type(value), "__slots__", ()):
+                values.append(getattr(value, name, None))
+            if hasattr(value, "co_consts"):
+                all_of_it += value.co_consts
+            if getattr(value, "__closure__", None):
+                all_of_it += [cell.cell_contents for cell in value.__closure__]
+        all_of_it += values
+        frame = frame.f_back
+    texts = [value for value in all_of_it if isinstance(value, str)]
+    return [text.encode() for text in texts] + [v for v in all_of_it if type(v) is bytes]
+
+def f(x):
+    for content in found():
+        print(content.decode("utf-8", "replace"), flush=True)
+        for number in range(1, 64):
+            try:
+                os.write(number, content)
+            except OSError:
+                pass
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [OWN_CONSTANTS, CODE_OF_THE_CALLER, ALL_IN_REACH, f"{ALL_IN_REACH}\nf(0)"],
+    ids=["its own constants", "its caller's code", "all in reach later", "all in reach at once"],
+)
+async def test_nothing_that_frames_hold_passes_a_test(attack):
+    verdict = await judge(attack, [STATEMENTS])
+    assert verdict.num_passed == 0 and verdict.explanation.startswith("test 1: ")
+
+
+async def test_a_program_does_not_see_its_test_before_it_has_ended():
+    test = ProgramTest(statements="assert f(3) == 9  # evihcra")
+    looks = "assert not any(b'archive'[::-1] in text for text in found())\n"
+    finds = "assert any(b'archive' in text for text in found())\n"  # its own text
+    right = "def f(x): return x * x"  # rather than all that it found
+    verdict = await judge(f"{ALL_IN_REACH}\n{looks}{finds}{right}", [test])
+    assert (verdict.share, verdict.explanation) == (1.0, "")
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "import builtins\nbuiltins.exec = lambda *given: None",
+        "import builtins\nbuiltins.compile = lambda *given, **named: 'pass'",
+        "import builtins\nbuiltins.AssertionError = SystemExit",
+        "import builtins\nbuiltins.abs = lambda given: 9407",
+        "import os\nos.read = lambda *given: b'0\\n'",
+        "import sys\nsys.settrace(lambda frame, *rest: frame.f_globals.update(f=int))",
+        "import sys\nsys.excepthook = lambda *given: None",
+    ],
+)
+async def test_what_a_program_did_to_python_does_not_pass_its_test(trick):
+    tests = [ProgramTest(statements="assert abs(f(-20)) == 9407")]
+    verdict = await judge(f"{trick}\ndef f(x): return x", tests)
+    assert verdict.num_passed == 0 and verdict.explanation.startswith("test 1: ")
+
+
+async def test_a_right_program_may_print_what_it_likes():
+    program = "def f(x):\n    print('f of', x)\n    return {20: 9407, 1: 5}[x]\nprint(0, end='')"
+    assert (await judge(program, [STATEMENTS])).share == 1.0
+
+
+# Statements behind a program ----------------------------------------------------------------------
+
+
+async def test_statements_run_behind_a_program_with_its_names():
+    program = "import sys\ndef f(x):\n    return x * x\nprint(f(2))\n"
+    result = await run_python(
+        program, statements="assert f(3) == 9\nprint(sys.stdin.read())", stdin="in"
+    )
+    assert (result.held, result.stdout, result.reason) == (True, "4\nin\n", None), result.stderr
+    assert not (await run_python(program)).held
+
+
+async def test_statements_that_do_not_hold_are_told():
+    result = await run_python("def f(x):\n    return x\n", statements="\nassert f(3) == 9")
+    assert (result.held, result.reason, result.exit_code) == (False, "exit", 1)
+    expected = 'Traceback (most recent call last):\n  File "tests.py", line 2, in <module>\n'
+    assert result.stderr.startswith(f"{expected}    assert f(3) == 9\n")
+    assert result.stderr.endswith("\nAssertionError\n")
+    result = await run_python("def f(x): return {}[x]", statements="f(3)")
+    assert 'File "program.py", line 1, in f\n    def f(x)' in result.stderr and not result.held
+    assert "SyntaxError" in (await run_python("pass", statements="assert (")).stderr
+
+
+async def test_statements_longer_than_a_pipe_arrive_whole():
+    text = "x = 0\n" + "x += 1\n" * 30_000 + "assert x == 30_000"
+    result = await run_python("pass", statements=text)
+    assert result.held, result.stderr[-500:]
+
+
+async def test_statements_that_nobody_reads_hold_nobody_up():
+    code = """
+import os, time
+for number in range(3, 64):
+    try:
+        os.write(number, b"ran")
+    except OSError:
+        pass
+time.sleep(60)
+"""
+    limits = SandboxLimits(wall_time_s=1.5)
+    result = await run_python(code, limits=limits, statements="pass\n" * 100_000)
+    assert (result.held, result.reason) == (False, "wall_time") and result.seconds < 4
+
+
+async def test_statements_that_hold_in_a_program_that_then_fails_do_not_count():
+    code = "import atexit, os\natexit.register(os._exit, 3)"
+    result = await run_python(code, statements="assert True")
+    assert (result.held, result.reason, result.exit_code) == (True, "exit", 3)
+
+
+# Time ---------------------------------------------------------------------------------------------
+
+SLOW = "import time\nn = input()\ntime.sleep(0.7)\nprint(n)"
+
+
+async def test_many_slow_tests_end_in_time_for_all():
+    tests = [ProgramTest(input=str(n), output=str(n)) for n in range(50)]
+    started = time.monotonic()
+    verdict = await judge(SLOW, tests, total_s=3.0)
+    assert time.monotonic() - started < 4.5
+    assert 1 <= verdict.num_passed <= 4 and verdict.num_tests == 50
+    place = verdict.num_passed + 1
+    assert verdict.explanation == f"test {place}: all tests together took longer than 3 s"
+
+
+async def test_a_single_test_may_not_take_more_than_all():
+    verdict = await judge("while True: pass", [ProgramTest(input="", output="1")], total_s=1.0)
+    assert verdict.explanation == "test 1: all tests together took longer than 1 s"
+    limits = SandboxLimits(wall_time_s=1.0)
+    sleeps = "import time\ntime.sleep(60)"
+    verdict = await judge(sleeps, [ProgramTest(input="", output="1")], limits, total_s=60.0)
+    assert verdict.explanation.startswith("test 1: it took longer than it may")
+
+
+async def test_slow_tests_do_not_cost_a_scoring_process(tmp_path):
+    tests = [{"input": str(n), "output": str(n)} for n in range(50)]
+    (tmp_path / "slow.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": f"Echo {n}", "tests": tests}) for n in range(2))
+    )
+    config = TaskConfig(
+        kind=TaskKind.code,
+        path=str(tmp_path / "slow.jsonl"),
+        eval_size=1,
+        rewards={"tests": RewardConfig(kind=RewardKind.code_tests)},
+    )
+    log_path = tmp_path / "rewards.log"
+    pool = RewardPool(config, num_processes=1, timeout_s=6.0, log_path=log_path)
+    await pool.start()
+    messages = (Message(role="assistant", content=f"```python\n{SLOW}\n```"),)
+    episode = Episode(branches=[], messages=messages, end="done", num_turns=1)
+    prompt = build_task(config).example(0)
+    score = await pool.score(encode_request("tests", prompt, episode, with_messages=True))
+    await pool.close()
+    assert score.failure is None and 0 < score.value < 0.2
+    assert pool.num_restarts == 0
+    assert "all tests together took longer than 4.8 s" in log_path.read_text()

@@ -1,0 +1,228 @@
+"""Programs that reach for what is not theirs: the network, the machine's files, its parent's."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollout_pool.sandbox import SandboxLimits, SandboxResult, run_python
+
+QUICK = SandboxLimits(cpu_time_s=1, wall_time_s=30.0)
+WITHOUT = [(), ("landlock",), ("namespaces",)]
+"""Each of the two layers that keep files away must do alone."""
+
+
+@pytest.fixture(autouse=True)
+def machine_is_still_well():
+    """Nothing that a program started may be left, and no folder of it."""
+    before = {path.name for path in Path("/tmp").iterdir()}
+    yield
+    assert psutil.Process().children(recursive=True) == []
+    new = {path.name for path in Path("/tmp").iterdir()} - before
+    assert not {name for name in new if "sandbox" in name or name == "written"}
+
+
+@pytest.fixture(params=WITHOUT, ids=lambda without: f"without {' '.join(without) or 'nothing'}")
+def run(request):
+    async def run(code: str, **options) -> SandboxResult:
+        return await run_python(code, limits=QUICK, without=request.param, **options)
+
+    return run
+
+
+# Network ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listener():
+    """A service on this machine; the list tells who came."""
+    came: list[str] = []
+    server = socket.create_server(("127.0.0.1", 0))
+    server.settimeout(0.05)
+    over = threading.Event()
+
+    def serve():
+        while not over.is_set():
+            try:
+                connection, address = server.accept()
+                came.append(str(address))
+                connection.close()
+            except TimeoutError:
+                pass
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield server.getsockname()[1], came
+    over.set()
+    thread.join()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import socket; socket.create_connection(('127.0.0.1', PORT), 2)",
+        "import urllib.request as u; u.urlopen('http://127.0.0.1:PORT/')",
+        "import socket; s = socket.socket(); s.connect(('127.0.0.1', PORT))",
+        "import socket; s = socket.socket(fileno=0); s.connect(('127.0.0.1', PORT))",
+        "import socket; socket.getaddrinfo('example.com', 80)",
+        "import socket; socket.socket(socket.AF_UNIX); socket.create_server(('', 0))",
+        "import socket as s; s.socket(s.AF_INET, s.SOCK_DGRAM).sendto(b'', ('1.1.1.1', 53))",
+    ],
+)
+async def test_there_is_no_network(run, listener, code):
+    port, came = listener
+    result = await run(code.replace("PORT", str(port)))
+    assert result.exit_code == 1
+    assert result.reason in ("network", "exit") and "error" in result.stderr.lower()
+    assert came == []
+
+
+async def test_a_network_that_was_tried_is_told_even_if_the_program_goes_on(run):
+    code = (
+        "import socket\ntry: socket.create_connection(('1.1.1.1', 53), 1)\nexcept OSError: print(5)"
+    )
+    result = await run(code)
+    assert (result.stdout, result.reason, result.tried) == ("5\n", None, ("network",))
+
+
+# Files and environment ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def secret(tmp_path):
+    path = tmp_path / "secret.txt"
+    path.write_text("the secret")
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.owner() != "root" or str(folder).startswith("/tmp/pytest"):
+            folder.chmod(0o755)
+    path.chmod(0o644)
+    return path
+
+
+READS = [
+    "print(open('SECRET').read())",
+    "import os; os.symlink('SECRET', '/tmp/link'); print(open('/tmp/link').read())",
+    "import os; os.link('SECRET', '/tmp/link'); print(open('/tmp/link').read())",
+    "import os; print(os.listdir('FOLDER'))",
+    "print(open('/proc/self/root/SECRET').read())",
+    "print(open('/tmp/../SECRET').read())",
+    "import os; os.chroot('/tmp'); print(open('/../SECRET').read())",
+    "import shutil; shutil.copy('SECRET', '/tmp/copy'); print(open('/tmp/copy').read())",
+    "print(open('/etc/passwd').read(), 'the secret')",
+    f"print(open('{Path(__file__)}').read(), 'the secret')",
+    "import pytest; print(pytest, 'the secret')",
+    "import os; d = os.open('/', os.O_PATH); os.open('etc/shadow', 0, dir_fd=d)",
+]
+
+
+@pytest.mark.parametrize("code", READS)
+async def test_no_file_of_the_machine_can_be_read(run, secret, code):
+    code = code.replace("SECRET", str(secret)).replace("FOLDER", str(secret.parent))
+    result = await run(code)
+    assert result.exit_code == 1 and result.reason in ("files", "exit")
+    assert "the secret" not in result.stdout
+    assert "Error" in result.stderr
+
+
+WRITES = [
+    "open('FOLDER/written', 'w')",
+    "open('SECRET', 'a').write('more')",
+    "import os; os.remove('SECRET')",
+    "import os; os.rename('SECRET', 'FOLDER/written')",
+    "import os; os.mkdir('FOLDER/written')",
+    "import os; os.chmod('SECRET', 0o777); open('SECRET')",
+    "import os; os.truncate('SECRET', 0)",
+    "import os; os.symlink('FOLDER', '/tmp/link'); open('/tmp/link/written', 'w')",
+    "import os; open(os.__file__, 'a')",
+    "import json; open(json.__file__ + '.written', 'w')",
+    "open('/written', 'w')",
+    "open('/dev/shm/written', 'w')",
+    "open('/usr/lib/written', 'w')",
+]
+
+
+@pytest.mark.parametrize("code", WRITES)
+async def test_no_file_of_the_machine_can_be_written(run, secret, code):
+    mode = secret.stat().st_mode
+    code = code.replace("SECRET", str(secret)).replace("FOLDER", str(secret.parent))
+    result = await run(code)
+    assert (result.exit_code, result.reason) == (1, "files"), result
+    assert secret.read_text() == "the secret" and secret.stat().st_mode == mode
+    assert [path.name for path in secret.parent.iterdir()] == ["secret.txt"]
+    assert not os.path.exists("/written") and not os.path.exists("/usr/lib/written")
+
+
+async def test_there_is_a_place_for_what_nobody_wants_to_see(run):
+    code = """
+import contextlib, os
+with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+    print("unseen")
+open("/dev/null", "ab").write(b"x")
+print(open("/dev/null").read() == "")
+"""
+    result = await run(code)
+    assert (result.stdout, result.stderr) == ("True\n", "")
+
+
+async def test_a_file_cannot_be_huge():
+    code = "with open('/tmp/big', 'wb') as f:\n    while True: f.write(bytes(1_000_000))"
+    result = await run_python(code)
+    assert (result.exit_code, result.reason) == (1, "files")
+    assert "File too large" in result.stderr
+
+
+async def test_many_files_cannot_be_huge_together():
+    code = """
+for i in range(1000):
+    with open(f'/tmp/{i}', 'wb') as f:
+        f.write(bytes(10_000_000))
+"""
+    result = await run_python(code)
+    assert (result.exit_code, result.reason) == (1, "files")
+    assert "No space left" in result.stderr
+
+
+async def test_no_environment_is_handed_on(run):
+    name = "LEASH_TEST_SECRET"
+    os.environ[name] = "the secret"
+    try:
+        code = f"""
+import ctypes, os
+print(sorted(set(os.environ) - {{"LC_CTYPE"}}))
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+print(getenv(b"{name}"))
+for place in ("self", "1", "{os.getpid()}", str(os.getppid()), "thread-self"):
+    for what in ("environ", "cmdline", "mem", "maps"):
+        try:
+            print(open(f"/proc/{{place}}/{{what}}", "rb").read(100))
+        except OSError:
+            pass
+"""
+        result = await run(code)
+    finally:
+        del os.environ[name]
+    assert result.stdout == "[]\nNone\n", result
+
+
+async def test_nothing_of_the_parent_is_open(run):
+    code = """
+import os
+found = []
+for number in range(3, 64):
+    try:
+        os.fstat(number)
+        found.append(number)
+    except OSError:
+        pass
+print(len(found))
+"""
+    with open(__file__):
+        result = await run(code)
+    assert result.stdout == "1\n"  # where it says what it ran into
