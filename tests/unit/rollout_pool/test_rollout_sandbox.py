@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -224,6 +222,7 @@ for name in ("setsid", "setpgrp"):
 
 async def test_threads_work():
     code = """
+import threading
 threads = [threading.Thread(target=print, args=("from a thread",)) for _ in range(3)]
 for thread in threads:
     thread.start()
@@ -377,17 +376,3 @@ async def test_input_that_is_not_read_harms_nobody(run):
 async def test_many_at_once_take_turns():
     results = await asyncio.gather(*(run_python(f"print({i})") for i in range(20)))
     assert [result.stdout for result in results] == [f"{i}\n" for i in range(20)]
-
-
-async def test_the_sandbox_costs_little_beyond_the_start_of_python():
-    async def seconds() -> float:
-        return (await run_python("pass")).seconds
-
-    def plain() -> float:
-        started = time.perf_counter()
-        subprocess.run([sys.executable, "-I", "-S", "-c", "pass"], check=True)
-        return time.perf_counter() - started
-
-    assert statistics.median([await seconds() for _ in range(7)]) < 0.1 + statistics.median(
-        [plain() for _ in range(7)]
-    )
