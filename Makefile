@@ -64,7 +64,7 @@ buffer-load: install ## read them from a file: make buffer-load FILE=path [RUN=n
 	@$(LEASH) buffer-load $(BUFFER_FLAG) $(if $(FILE),'$(FILE)')
 
 test: install ## all tests, those with real servers too
-	@$(PYTHON_BIN) -m pytest tests
+	@$(PYTHON_BIN) -m pytest tests --durations=40
 
 test-fast: install ## unit tests alone
 	@$(PYTHON_BIN) -m pytest tests/unit -m "not slow"
