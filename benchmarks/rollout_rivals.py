@@ -110,9 +110,7 @@ class _FirstToEnd:
         num_left = len(self._waiting) + len(self._put_off)
         wanted = min(self._size.batch_groups, num_left)
         self._feed()
-        while len(done) < wanted or any(
-            r.num_put_off >= MAX_PUT_OFF for r in self._running.values()
-        ):
+        while len(done) < wanted or self._must_wait:
             ended, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
                 task.result()
