@@ -27,13 +27,15 @@ P99 = 2.326
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WorkSize:
-    num_groups: int = 256
+    num_groups: int = 384
     group_size: int = 4
     batch_groups: int = 16
     """Groups that a step of the trainer takes."""
     max_running: int = 64
     """Requests that the engine decodes at once: a whole synchronous batch."""
-    max_staleness: int = 4
+    max_staleness: int = 16
+    """As many versions as the longest answer takes at a full engine, about."""
+    short_leash: int = 4
     median_tokens: int = 24
     p99_over_p50: float = 21.0
     longest: int = 1600
