@@ -27,6 +27,7 @@ from benchmarks.rollout_work import Job, Tally, WorkSize, encode
 from rollout_pool.engines.engine import EngineInfo
 
 STUB_TOKENS = 32
+NUM_PAIRS = 6
 
 
 def equal_jobs(num_groups: int, group_size: int, length: int) -> list[Job]:
@@ -46,7 +47,7 @@ async def measure_efficiency(size: WorkSize, folder: Path, report: Report) -> No
     async with engine_at(folder, size) as engine:
         await Commits(engine, folder / "staged").begin()
         await run_bare(jobs, engine.client.url, KEY, size.max_running, prefix="warm")
-        for number in range(3 * size.rounds):
+        for number in range(NUM_PAIRS if size.num_groups > 100 else 1):
             bare = await run_bare(
                 jobs, engine.client.url, KEY, size.max_running, prefix=f"bare-{number}"
             )

@@ -41,7 +41,7 @@ class WorkSize:
     longest: int = 1600
     hidden: int = 128
     layers: int = 2
-    rounds: int = 2
+    rounds: int = 1
     """How often every strategy runs; the medians count."""
 
 

@@ -45,6 +45,9 @@ class MemoryBoard:
                 while not condition():
                     await event.wait()
                     event.clear()
+        except TimeoutError:
+            told = [record for record in self.records if record["kind"] == "weights_event"]
+            raise TimeoutError(f"not within {timeout_s:g} s; events: {told}") from None
         finally:
             self._waiting.remove(entry)
 
