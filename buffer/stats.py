@@ -9,6 +9,8 @@ from itertools import accumulate
 from math import inf
 from typing import Any
 
+from buffer.admission import admission_limit
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class BufferStats:
@@ -92,6 +94,15 @@ class BufferStats:
     counters: Mapping[str, int]
     """All counters of `stats` as they are in Redis."""
 
+    def limit(self, lag: int = 0) -> int:
+        """The most groups that may be running, ready or leased while the engines lag so far."""
+        return admission_limit(
+            max_staleness=self.max_staleness,
+            lag=lag,
+            groups_per_step=self.groups_per_step,
+            oversampling=self.oversampling,
+        )
+
     @property
     def trained(self) -> int:
         return self.acked + self.consumed
@@ -150,7 +161,7 @@ def parse_stats(reply: list[Any]) -> BufferStats:
         engine_versions={name: int(version) for name, version in _pairs(reply[8]).items()},
         rerun=count("rerun"),
         prompts_quarantined=int(reply[11]),
-        oversampling=float(settings.get("oversampling", 1.0)),
+        oversampling=float(settings["oversampling"]),
         engines_gone="engines_gone" in settings,
         max_staleness=int(settings["max_staleness"]),
         max_staleness_trained=counters.get("max_staleness_trained"),

@@ -51,11 +51,6 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether log-probabilities are those of the policy itself at this temperature."""
-        return self == SamplingParams(temperature=self.temperature)
-
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Trajectory:

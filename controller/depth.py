@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from buffer.admission import admission_limit, engine_lag
+from buffer.admission import engine_lag
 from buffer.stats import BufferStats
 from controller.buffer_access import BufferAddress, answer, ask, buffer_address, opened
 from controller.remarks import bytes_in_use
@@ -70,14 +70,7 @@ def _say(console: Console, line: str) -> None:
 def depth_line(run: str, stats: BufferStats) -> str:
     """The buffer at one moment, in one line (pure)."""
     lag = engine_lag(stats.trainer_version, stats.engine_versions.values(), stats.max_staleness)
-    limit = admission_limit(
-        max_staleness=stats.max_staleness,
-        lag=lag,
-        groups_per_step=stats.groups_per_step,
-        oversampling=stats.oversampling,
-    )
-    if stats.engines_gone:
-        limit = 0
+    limit = 0 if stats.engines_gone else stats.limit(lag)
     in_use = stats.running + stats.ready + stats.leased
     by_staleness = sorted(stats.by_staleness.items())
     parts = [

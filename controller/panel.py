@@ -13,7 +13,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from buffer.admission import admission_limit
 from buffer.stats import BufferStats
 from controller.bottleneck import MUCH, bottleneck_sentence
 from controller.remarks import buffer_remarks, engine_remarks, eval_failed_words
@@ -206,12 +205,7 @@ def _buffer(view: RunView, bar_width: int) -> Group:
     stats = view.stats
     if stats is None:
         return _section("Buffer", [("", Text("not there yet", style="dim"))])
-    limit = admission_limit(
-        max_staleness=stats.max_staleness,
-        lag=0,
-        groups_per_step=stats.groups_per_step,
-        oversampling=stats.oversampling,
-    )
+    limit = stats.limit()
     rows: list[tuple[str, RenderableType]] = [
         ("in use", _leash_bar(stats, limit, bar_width)),
         ("", _leash_legend(stats)),

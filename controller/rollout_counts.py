@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from controller.units import format_count, format_duration
+from rollout_pool import tally
 
 Counters = Mapping[str, float]
 
-LENGTHS = ("<=256", "<=1k", "<=4k", "<=16k", "<=64k", ">64k")
+LENGTHS = (*(name for _, name in tally.LENGTHS), tally.LONGER)
 """Of a group's longest sample, in tokens."""
 PLAIN = {
     "tokens_generated": "Tokens that the engines sampled.",

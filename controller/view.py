@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from buffer.admission import admission_limit
 from buffer.stats import BufferStats
 from controller.bottleneck import Waits, WaitShares, WaitWindow
 from controller.metrics import EVAL_FAILED, Record, Scalar
@@ -158,12 +157,7 @@ def buffer_values(
         "trainer_version": stats.trainer_version,
         "engine_lag": stats.trainer_version - oldest,
         "max_staleness": stats.max_staleness,
-        "limit": admission_limit(
-            max_staleness=stats.max_staleness,
-            lag=0,
-            groups_per_step=stats.groups_per_step,
-            oversampling=stats.oversampling,
-        ),
+        "limit": stats.limit(),
         "prompts_quarantined": stats.prompts_quarantined,
         "rerun": stats.rerun,
         "tokens_generated": int(counters.get("tokens_generated", 0)),

@@ -13,7 +13,7 @@ from rollout_pool.samples import Priority
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RoomReport:
-    """How an engine is used by this process, for status and metrics."""
+    """How an engine is used by this process, as errors tell it."""
 
     serves: int | None
     """The version that it serves; None while it serves nothing."""

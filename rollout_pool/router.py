@@ -135,7 +135,7 @@ class Router:
         return {name: room.own_tokens for name, room in self._rooms.items()}
 
     def loads(self) -> dict[str, RoomReport]:
-        """By engine, for status and metrics."""
+        """By engine, as errors tell it."""
         sizes = list(self._line.sizes())
         return {
             name: room.report(sum(size for needs, size in sizes if _may_serve(room, needs)))

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytestmark = pytest.mark.slow
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "buffer.py"
 FIGURES = {
     "vs_ray_1k",
     "vs_ray_16k",
@@ -24,17 +18,6 @@ FIGURES = {
 }
 
 
-def test_the_benchmark_of_the_buffer_ends_with_all_its_figures(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, str(BENCHMARK), "--short"],
-        cwd=tmp_path,  # it does not depend on where it is started
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    last = run.stdout.splitlines()[-1]
-    assert last.startswith("RESULT ")
-    result = json.loads(last.removeprefix("RESULT "))
+def test_the_benchmark_of_the_buffer_ends_with_all_its_figures(benchmark_result) -> None:
+    result = benchmark_result("buffer.py", 300)
     assert set(result) >= FIGURES
-    assert all(value >= 0 for value in result.values()), result

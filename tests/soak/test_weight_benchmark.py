@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -27,20 +26,9 @@ _RUN_S = 900
 
 @pytest.mark.timeout(_RUN_S + 60)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the engine wants a core of its own")
-def test_the_benchmark_of_the_checkpoint_engine_ends_with_all_its_figures(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "weight_sync.py"), "--short"],
-        cwd=tmp_path,  # it does not depend on where it is started
-        capture_output=True,
-        text=True,
-        timeout=_RUN_S,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    last = run.stdout.splitlines()[-1]
-    assert last.startswith("RESULT ")
-    result = json.loads(last.removeprefix("RESULT "))
+def test_the_benchmark_of_the_checkpoint_engine_ends_with_all_its_figures(benchmark_result) -> None:
+    result = benchmark_result("weight_sync.py", _RUN_S)
     assert set(result) >= FIGURES
-    assert all(value >= 0 for value in result.values()), result
     assert result["max_rescoring_difference"] <= 1e-3
 
 

@@ -16,33 +16,9 @@ from rollout_pool.jail import seccomp
 from rollout_pool.sandbox import (
     SandboxError,
     SandboxLimits,
-    SandboxResult,
     protections,
     run_python,
 )
-
-QUICK = SandboxLimits(cpu_time_s=1, wall_time_s=30.0)
-WITHOUT = [(), ("landlock",), ("namespaces",)]
-"""Each of the two layers that keep files away must do alone."""
-
-
-@pytest.fixture(autouse=True)
-def machine_is_still_well():
-    """Nothing that a program started may be left, and no folder of it."""
-    before = {path.name for path in Path("/tmp").iterdir()}
-    others = {*psutil.Process().children()}  # servers that the session shares
-    yield
-    assert {*psutil.Process().children()} <= others
-    new = {path.name for path in Path("/tmp").iterdir()} - before
-    assert not {name for name in new if "sandbox" in name or name == "written"}
-
-
-@pytest.fixture(params=WITHOUT, ids=lambda without: f"without {' '.join(without) or 'nothing'}")
-def run(request):
-    async def run(code: str, **options) -> SandboxResult:
-        return await run_python(code, limits=QUICK, without=request.param, **options)
-
-    return run
 
 
 async def test_an_innocent_program_works(run):
@@ -141,18 +117,21 @@ while True:
 
 async def test_a_memory_bomb_bursts_alone(run):
     before = psutil.virtual_memory().available
-    result = await run("kept = []\nwhile True:\n    kept.append(bytearray(10_000_000))")
+    # A slow machine takes more than a second of CPU to hand out that many pages.
+    limits = SandboxLimits(cpu_time_s=20, wall_time_s=60.0)
+    bomb = "kept = []\nwhile True:\n    kept.append(bytearray(10_000_000))"
+    result = await run(bomb, limits=limits)
     assert (result.exit_code, result.reason) == (1, "memory")
     assert psutil.virtual_memory().available > before - 2**30
     assert (await run("x = 'a' * 10**12")).reason == "memory"
 
 
-async def test_a_program_that_prints_without_end_is_stopped(run):
+async def test_a_program_that_prints_without_end_is_stopped(run, quick):
     result = await run("while True:\n    print('x' * 1000)")
     assert result.reason == "output"
-    assert len(result.stdout) == QUICK.max_output_bytes
+    assert len(result.stdout) == quick.max_output_bytes
     result = await run("import sys\nwhile True:\n    sys.stderr.write('y' * 100_000)")
-    assert result.reason == "output" and len(result.stderr) == QUICK.max_output_bytes
+    assert result.reason == "output" and len(result.stderr) == quick.max_output_bytes
 
 
 async def test_output_just_at_the_limit_is_whole():
@@ -204,7 +183,7 @@ async def test_os_system_starts_nothing(run):
     assert result.stdout == "True\n" and result.tried == ("processes",)
 
 
-async def test_nothing_lives_on_in_the_background(run):
+async def test_nothing_lives_on_in_the_background(run, quick):
     code = """
 import os
 for name in ("setsid", "setpgrp"):
@@ -217,7 +196,7 @@ for name in ("setsid", "setpgrp"):
     result = await run(code)
     assert (result.stdout, result.reason) == ("", None)
     waits = "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
-    result = await run_python(f"import threading, time\n{waits}", limits=QUICK)
+    result = await run_python(f"import threading, time\n{waits}", limits=quick)
     assert result.reason is None and result.seconds < 25
 
 
@@ -333,8 +312,9 @@ async def test_nothing_runs_where_the_layers_are_too_few(without, tmp_path):
 
 
 async def test_a_caller_that_gives_up_ends_the_program():
+    others = {*psutil.Process().children()}  # servers that the session shares
     running = asyncio.create_task(run_python("import time\ntime.sleep(60)"))
-    while not psutil.Process().children(recursive=True):
+    while {*psutil.Process().children()} <= others:
         await asyncio.sleep(0.01)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -349,7 +329,7 @@ asyncio.run(run_python("import time; print('on', flush=True)\\nwhile True: time.
 
 
 async def test_a_program_dies_with_the_process_that_asked_for_it():
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=Path(__file__).parents[3])
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=Path(__file__).parents[4])
     try:
         async with asyncio.timeout(10):
             while len(found := psutil.Process(parent.pid).children(recursive=True)) < 2:

@@ -1,0 +1,39 @@
+"""How the programs of these tests are run, and what none of them may leave behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollout_pool.sandbox import SandboxLimits, SandboxResult, run_python
+
+QUICK = SandboxLimits(cpu_time_s=1, wall_time_s=30.0)
+WITHOUT = [(), ("landlock",), ("namespaces",)]
+"""Each of the two layers that keep files away must do alone."""
+
+
+@pytest.fixture(autouse=True)
+def machine_is_still_well():
+    """Nothing that a program started may be left, and no folder of it."""
+    before = {path.name for path in Path("/tmp").iterdir()}
+    others = {*psutil.Process().children()}  # servers that the session shares
+    yield
+    assert {*psutil.Process().children()} <= others
+    new = {path.name for path in Path("/tmp").iterdir()} - before
+    assert not {name for name in new if "sandbox" in name or name == "written"}
+
+
+@pytest.fixture(params=WITHOUT, ids=lambda without: f"without {' '.join(without) or 'nothing'}")
+def run(request):
+    async def run(code: str, **options) -> SandboxResult:
+        return await run_python(code, **{"limits": QUICK, "without": request.param, **options})
+
+    return run
+
+
+@pytest.fixture
+def quick() -> SandboxLimits:
+    """The limits of `run`."""
+    return QUICK
