@@ -7,11 +7,13 @@ else: no text of a trajectory is among them). Only this machine can, unless clus
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from wsgiref.simple_server import WSGIServer
+from socketserver import TCPServer, ThreadingMixIn
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -67,16 +69,40 @@ class MetricsServer:
         self._redis.stop()
 
 
+class _HttpServer(ThreadingMixIn, WSGIServer):
+    """A thread for each scrape, which does not outlive the process."""
+
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        # HTTPServer's own asks DNS what its address is called, for seconds where none answers.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.socket.getsockname()[:2]
+        self.setup_environ()
+
+
+class _SilentHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a scrape comes every few seconds."""
+
+
 def _listen(
     host: str, port: int, registry: CollectorRegistry
 ) -> tuple[WSGIServer, threading.Thread]:
+    class Server(_HttpServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
     try:
-        return start_http_server(port, host, registry)
+        server = Server((host, port), _SilentHandler)
     except OSError as error:
         raise ValueError(
             f"run.prometheus_port={port}: cannot listen on {host}:{port} ({error.strerror}); "
             "choose another port (0 takes a free one), or null for no metrics"
         ) from None
+    server.set_app(make_wsgi_app(registry))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    return server, thread
 
 
 class RunCollector(Collector):

@@ -11,6 +11,7 @@ import time
 import urllib.request
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -191,6 +192,23 @@ def test_a_server_that_is_closed_frees_its_port_and_leaves_no_thread(
     assert threading.active_count() == before
     with pytest.raises(OSError):
         scrape(server.url)
+
+
+def test_the_server_looks_up_no_name_for_its_address(redis_url: str, run_name: str) -> None:
+    """A resolver that does not answer would hold up the start of a run by seconds."""
+    questions = [f"socket.{name}" for name in ("gethostbyaddr", "gethostbyname", "getnameinfo")]
+    asked: list[str] = []
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in questions:
+            asked.append(f"{event}{arguments}")
+
+    asyncio.run(fill(redis_url, run_name))
+    sys.addaudithook(note)  # for as long as this process lives: there is no way to remove one
+    address = BufferAddress(url=redis_url, run=run_name, settings=BufferConfig())
+    with closing(MetricsServer(address, "127.0.0.1", 0)) as server:
+        assert scrape(server.url)["replay_up", labels(run_name)] == 1
+    assert asked == []
 
 
 def test_a_port_in_use_is_told_by_the_name_of_its_setting(redis_url: str, run_name: str) -> None:
