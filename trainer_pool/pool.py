@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.environment import PROCESS_VARIABLE
 from trainer_pool.types import SupervisedExample, TrainerSpec, TrainReport, WarmStartReport
+from weight_sync.interfaces import interface_towards
 
 if TYPE_CHECKING:
     from trainer_pool.worker import TrainerRank
@@ -77,10 +78,10 @@ class TrainerActor:
             "DS_ACCELERATOR": "cuda" if self._spec.uses_gpu else "cpu",
             "OMP_NUM_THREADS": str(self._spec.num_threads),
             "TOKENIZERS_PARALLELISM": "false",
+            "GLOO_SOCKET_IFNAME": interface_towards(host),
         }
         if _is_loopback(host):
-            # gloo would look up the host's name, which need not lead to an interface of its own.
-            environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = "lo"
+            environment["NCCL_SOCKET_IFNAME"] = "lo"  # which it would not use by itself
         return environment
 
     def connect(self) -> None:

@@ -30,7 +30,8 @@ from weight_sync.coordinator import Coordinator
 from weight_sync.courier import Courier
 from weight_sync.epochs import forget_epochs
 from weight_sync.fleet import Fleet
-from weight_sync.group import open_store, own_address_towards, resolve_backend
+from weight_sync.group import open_store, resolve_backend
+from weight_sync.interfaces import own_address_towards
 from weight_sync.limits import Limits
 from weight_sync.manifest import Layout
 from weight_sync.published import Published
@@ -106,7 +107,7 @@ class CheckpointEngine:
             f"leash-{run}/{name}",
             rank=self._rank,
             num_ranks=self._limits.layout.num_ranks,
-            address=own_address_towards(host, store.port),
+            address=own_address_towards(host),
             timeout_s=self._limits.control_s + patience_s,
         )
 

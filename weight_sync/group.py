@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from configs.choices import Backend as BackendChoice
+from weight_sync.interfaces import own_address_towards
 from weight_sync.types import GroupSpec, WeightSyncError
 
 
@@ -230,7 +231,7 @@ def _gloo_group(store: PrefixStore, spec: GroupSpec, rank: int) -> ProcessGroup:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # Without a device gloo looks up the machine's name, which need not lead to an interface of its
     # own, let alone to the one that leads to the other members.
-    address = own_address_towards(spec.host, spec.port)
+    address = own_address_towards(spec.host)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=spec.timeout_s)
     backend = dist.ProcessGroupGloo(store, rank, spec.world_size, options)
@@ -274,14 +275,6 @@ def _errors_stay_in_the_group() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def own_address_towards(host: str, port: int) -> str:
-    """This machine's address on the interface that leads to `host`. Sends nothing."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
 
 
 def join_as_sglang_sender(

@@ -1,0 +1,38 @@
+"""Which address and which network interface of this machine lead to another one.
+
+Left to itself gloo takes the interface that this machine's name leads to. On many machines that is
+loopback (Debian maps the name to 127.0.1.1), or none, and members on two machines would never meet.
+"""
+
+from __future__ import annotations
+
+import socket
+from ipaddress import ip_address
+
+import psutil
+
+_DISCARD_PORT = 9
+"""Any would do: nothing is sent."""
+
+
+def own_address_towards(host: str) -> str:
+    """This machine's address on the interface that leads to `host`. Sends nothing."""
+    family, _, _, _, address = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def interface_towards(host: str) -> str:
+    """Name of the interface that leads to `host`, as GLOO_SOCKET_IFNAME wants it.
+
+    For groups that a library makes; those of our own are given the address itself. Raises OSError
+    if no interface leads there.
+    """
+    own = ip_address(own_address_towards(host))
+    if own.is_loopback:
+        return "lo"
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == str(own) for entry in addresses):
+            return name
+    raise OSError(f"no network interface of this machine has the address {own}")
