@@ -39,7 +39,7 @@ from controller.summary import RunResult, result_line
 from controller.training import Pools, Training
 from controller.warm_start import supervised_examples
 from rollout_pool.engines.process_tree import shared_memory_files
-from rollout_pool.pool import RolloutPool
+from rollout_pool.pool import RolloutPool, clear_other_hosts
 from rollout_pool.types import RolloutSpec
 from trainer_pool.pool import TrainerPool
 from trainer_pool.scratch import build_scratch_model
@@ -278,6 +278,7 @@ class Run:
         self._shared_memory = shared_memory_files(supervise.run_processes(self._dir.run_id))
         pools.rollout.close(self._config.cluster.stop_timeout_s)
         pools.trainer.close(self._config.cluster.stop_timeout_s)
+        clear_other_hosts(self._dir.path, self._config.cluster.stop_timeout_s)
 
     def _leave_nothing(self) -> None:
         """Pools, Ray and Redis were asked to end: this ends what did not, and their leftovers."""
@@ -287,4 +288,6 @@ class Run:
         self._dir.remove_temporary()
         if killed:
             self._panel.say(f"had to kill: {', '.join(killed)}")
+        for line in self._dir.left_elsewhere():
+            self._panel.say(line)
         supervise.end_on_signals()

@@ -10,24 +10,26 @@ runs/<name>/
     checkpoints/    the trainer's
     rollouts/       some of the groups as they were sampled, for `make show`
     ray/            a link to Ray's temporary folder, while the run is alive
-    leftovers/      a file an engine: what its server would leave if it were killed
+    leftovers/      a folder a host, a file an engine: what its server would leave if it were killed
     redis/          the data of a server started for this run
     summary.md, *.png, result.json
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
+import socket
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 import psutil
+
+from rollout_pool.engines.leftovers import hosts_with_leftovers, remove_leftovers
 
 
 class RunDirError(ValueError):
@@ -45,9 +47,19 @@ class RunRecord:
     started: float
     state: str
     ended: float | None = None
+    host: str = ""
+    """Where `pid` is."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the controller is, or was, a process of this machine."""
+        return self.host in ("", socket.gethostname())
 
     @property
     def is_alive(self) -> bool:
+        """Of a controller on another machine this is what its record says."""
+        if not self.is_here:
+            return self.state == "running"
         try:
             return psutil.Process(self.pid).create_time() == self.process_started
         except psutil.NoSuchProcess:
@@ -119,6 +131,7 @@ class RunDir:
                 process_started=process.create_time(),
                 started=time.time(),
                 state="running",
+                host=socket.gethostname(),
             )
         )
         return run_dir
@@ -180,15 +193,19 @@ class RunDir:
         if self.temporary is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
             (self.path / "ray").unlink()
-        for leftovers in (self.path / "leftovers").glob("*"):
-            for path in map(Path, leftovers.read_text().splitlines()):
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink(missing_ok=True)
-            leftovers.unlink()
-        with contextlib.suppress(OSError):
-            (self.path / "leftovers").rmdir()
+        remove_leftovers(self.path)
+
+    def left_elsewhere(self) -> list[str]:
+        """A line for each other host on which files of the run may be left, with what removes them.
+
+        Only that host can: what is listed lies in its memory and below its /tmp.
+        """
+        stop = f"`leash stop --run {self.name} --dir {self.path.parent}`"
+        return [
+            f"{host} may still hold files of the run: {stop} there removes them, and so does the "
+            "next launch with this run.dir that starts an engine there"
+            for host in hosts_with_leftovers(self.path)
+        ]
 
     def _write(self, name: str, text: str) -> None:
         """Replace the file at once: a reader sees the old or the new text, never a part."""

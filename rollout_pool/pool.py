@@ -14,6 +14,7 @@ import ipaddress
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,17 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from buffer.run_state import RunState
 from configs.environment import PROCESS_VARIABLE
 from rollout_pool.assemble import WorkerParts
 from rollout_pool.engines.engine import EngineInfo, EngineSpec, SGLangEngine
 from rollout_pool.engines.engine_life import EngineLife
+from rollout_pool.engines.leftovers import hosts_with_leftovers, list_path, remove_leftovers
 from rollout_pool.engines.receiver_keeper import ReceiverKeeper
 from rollout_pool.rewards.ray_pool import RayScorer, ScorerActor
 from rollout_pool.rewards.remote_pool import RemoteScoring
@@ -362,6 +367,27 @@ class RolloutPool:
             ray.kill(member.handle)
 
 
+def clear_other_hosts(run_dir: Path, timeout_s: float) -> None:
+    """Remove what killed engines and receivers left on other hosts, where Ray reaches those.
+
+    What cannot be removed within `timeout_s` stays listed in the run's folder.
+    """
+    names = {*hosts_with_leftovers(run_dir)} - {socket.gethostname()}
+    nodes = [
+        node["NodeID"]
+        for node in (ray.nodes() if names else [])
+        if node["Alive"] and node["NodeManagerHostname"] in names
+    ]
+    clearing = [
+        ray.remote(remove_leftovers)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        .remote(run_dir)
+        for node in nodes
+    ]
+    if clearing:
+        ray.wait(clearing, num_returns=len(clearing), timeout=timeout_s)
+
+
 def _log_to_stderr() -> None:
     """Which is the process's own log. httpx would tell of every request."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -383,7 +409,7 @@ def engine_spec(spec: RolloutSpec, index: int, host: str) -> EngineSpec:
         trust_remote_code=spec.trust_remote_code,
         host=host,
         log_path=Path(spec.run_dir) / "logs" / f"{name}.log",
-        leftovers_path=Path(spec.run_dir) / "leftovers" / name,
+        leftovers_path=list_path(Path(spec.run_dir), name),
         num_threads=spec.num_threads,
         uses_gpu=spec.uses_gpu,
         key=spec.engine_key,

@@ -24,6 +24,7 @@ import psutil
 from configs.choices import PauseMode
 from configs.rollout_schema import EngineConfig
 from rollout_pool.engines import process_tree
+from rollout_pool.engines.leftovers import write_list
 from rollout_pool.engines.server_arguments import server_arguments
 from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.generation import EngineError
@@ -280,8 +281,7 @@ class _Server:
 
     def _note_leftovers(self) -> None:
         paths = [self._socket_folder, *map(str, self._shared_memory)]
-        self._leftovers_path.parent.mkdir(parents=True, exist_ok=True)
-        self._leftovers_path.write_text("".join(f"{path}\n" for path in paths))
+        write_list(self._leftovers_path, paths)
 
     async def stop(self, timeout_s: float) -> None:
         children = [*self._children, *process_tree.descendants(self.pid)]

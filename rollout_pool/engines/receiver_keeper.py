@@ -11,6 +11,11 @@ from pathlib import Path
 from buffer.run_state import RunState
 from configs.choices import Backend
 from rollout_pool.cancelling import end_tasks
+from rollout_pool.engines.leftovers import (
+    list_path,
+    remove_leftovers_of_dead_runs,
+    write_list,
+)
 from rollout_pool.engines.liveness import wait_silent
 from rollout_pool.types import RolloutSpec
 from weight_sync.receiver import ReceiverSpec
@@ -48,7 +53,8 @@ class ReceiverKeeper:
         self._silence_s = spec.weight_sync.timeout_s
         config = spec.weight_sync
         self._folder = Path(config.stage_dir or STAGE_DIR) / f"leash-{spec.run}-{token}"
-        self._leftovers = Path(spec.run_dir) / "leftovers" / name
+        self._run_dir = Path(spec.run_dir)
+        self._leftovers = list_path(self._run_dir, name)
         self._process = ReceiverProcess(
             ReceiverSpec(
                 name=name,
@@ -94,6 +100,8 @@ class ReceiverKeeper:
             self._leftovers.unlink(missing_ok=True)
 
     async def _keep(self) -> None:
+        # What runs staged that lost this host or were killed: memory that this one may need.
+        await asyncio.to_thread(remove_leftovers_of_dead_runs, self._run_dir.parent)
         self._make_folder()
         if self._name in await self._state.receivers():
             await self._note_restart("lost its keeper")
@@ -152,8 +160,7 @@ class ReceiverKeeper:
 
     def _make_folder(self) -> None:
         """Noted first, for whoever clears up when this process is dead."""
-        self._leftovers.parent.mkdir(parents=True, exist_ok=True)
-        self._leftovers.write_text(f"{self._folder}\n")
+        write_list(self._leftovers, [self._folder])
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:

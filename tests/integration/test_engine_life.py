@@ -19,6 +19,7 @@ from configs.rollout_schema import RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
 from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.engines.engine_life import EngineLife
+from rollout_pool.engines.leftovers import list_path
 from rollout_pool.engines.receiver_keeper import ReceiverKeeper
 from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.types import RolloutSpec
@@ -245,7 +246,7 @@ async def test_a_receiver_that_dies_comes_back_with_what_it_staged_and_leaves_no
     spec, keeper, state, publisher
 ):
     stage = Path(f"/dev/shm/leash-{spec.run}-{TOKEN}")
-    leftovers = Path(spec.run_dir) / "leftovers" / "receiver-0"
+    leftovers = list_path(Path(spec.run_dir), "receiver-0")
     assert leftovers.read_text() == f"{stage}\n" and stage.stat().st_mode & 0o077 == 0
     await publisher.publish(1)
     url = (await state.receivers())["receiver-0"]

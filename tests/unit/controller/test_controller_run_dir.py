@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +11,8 @@ import psutil
 import pytest
 
 from controller.run_dir import RunDir, RunDirError
+from controller.stop import stop_run
+from rollout_pool.engines.leftovers import list_path, write_list
 
 
 def test_a_new_run_is_found_by_name_and_as_the_newest(tmp_path: Path) -> None:
@@ -81,3 +84,49 @@ def test_temporary_folders_go_with_the_run(tmp_path: Path) -> None:
     run.remove_temporary()
     run.remove_temporary()
     assert not temporary.exists() and not (run.path / "ray").is_symlink()
+
+
+def test_a_controller_on_another_machine_is_believed_by_its_record(tmp_path: Path) -> None:
+    """Process ids of another machine say nothing here."""
+    run = RunDir.create(str(tmp_path), "a", "quickstart")
+    record = run.read_record()
+    assert record.is_here and record.host == socket.gethostname()
+    elsewhere = replace(record, host="another-host", pid=2**30)
+    assert not elsewhere.is_here and elsewhere.is_alive and elsewhere.is_running
+    assert not replace(elsewhere, state="failed").is_alive
+    assert replace(record, host="").is_here, "a record of an earlier version names none"
+
+
+def test_stop_on_another_host_ends_what_is_there_and_leaves_the_rest_to_its_owners(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir.create(str(tmp_path), "a", "quickstart")
+    run.write_record(replace(run.read_record(), host="another-host", pid=os.getpid()))
+    run.write_redis_url("redis://192.0.2.1:1/0")
+    rays = tmp_path / "ray-of-the-controller"
+    rays.mkdir()
+    run.link_temporary(rays)
+    staged, list_of_third = tmp_path / "staged", run.path / "leftovers" / "third" / "receiver-1"
+    staged.mkdir()
+    write_list(list_path(run.path, "receiver-0"), [staged])
+    write_list(list_of_third, [tmp_path])
+    environment = {**os.environ, "LEASH_RUN": run.run_id}
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with subprocess.Popen(command, env=environment) as left:
+        stop_run(run)
+        left.wait(timeout=30)
+    assert not staged.exists() and list_of_third.exists() and rays.exists()
+    assert run.read_record().state == "running" and run.read_redis_url() is not None
+    told = capsys.readouterr().out
+    assert "nothing of a is left on this host; its controller's host is another-host" in told
+    assert f"third may still hold files of the run: `leash stop --run a --dir {tmp_path}`" in told
+
+
+def test_leftovers_of_another_host_outlive_the_controllers_end(tmp_path: Path) -> None:
+    run = RunDir.create(str(tmp_path), "a", "quickstart")
+    other = run.path / "leftovers" / "another-host" / "receiver-0"
+    write_list(other, ["/dev/shm/leash-a"])
+    run.remove_temporary()
+    assert other.read_text() == "/dev/shm/leash-a\n"
+    (line,) = run.left_elsewhere()
+    assert line.startswith("another-host may still hold files of the run: `leash stop --run a")
