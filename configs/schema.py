@@ -282,8 +282,9 @@ class ClusterConfig:
     """GPUs of a trainer rank: None is 1 if Ray has any, else 0. An engine takes tp_size so."""
     threads_per_process: int | None = None
     """Torch threads of a CPU process; None shares the cores out."""
-    host: str = "127.0.0.1"
-    """Address on which this machine's servers listen. Redis has a password in any case."""
+    host: str | None = None
+    """Address on which this machine's servers listen. None is the one by which the cluster of
+    ray_address knows this machine, or 127.0.0.1 without such. Redis has a password in any case."""
     start_timeout_s: float = 900.0
     stop_timeout_s: float = 20.0
 
@@ -302,6 +303,8 @@ class RunConfig:
     name: str | None = None
     """Folder of the run below `dir`; None is the experiment's name with date and time."""
     dir: str = "runs"
+    group: str | None = None
+    """Unix group that may read the run's folder; None leaves it to its owner alone."""
     seed: int = 0
     panel: bool = True
     """Draw the live panel; a line a step is printed where the output is no terminal."""

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from configs.load import load_config
 from configs.schema import Config
 from controller.buffer_commands import add_buffer_verbs, add_run_verb, on_buffer
+from controller.ray_environment import prepare_environment
 from controller.run_dir import RunDir
 
-LOOPBACK = "127.0.0.1"
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -86,10 +86,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 
 
 def _launch(config: Config) -> int:
-    if config.cluster.ray_address is None and config.cluster.host == LOOPBACK:
-        # Ray replaces a loopback address by the machine's own unless clusters are switched off. It
-        # reads this when it is first imported, and documents it for other systems alone.
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    prepare_environment(config.cluster)
     import torch
 
     if not torch.cuda.is_available():
@@ -118,6 +115,7 @@ def _dry_run(config: Config) -> int:
 
 def _on_existing_run(arguments: argparse.Namespace) -> int:
     run_dir = RunDir.find(arguments.dir, arguments.run)
+    os.umask(run_dir.umask)
     match arguments.verb:
         case "status":
             from controller.status import print_status

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
-import tempfile
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import ray
+from ray._private import worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from configs.schema import Config
+from controller.ray_environment import AUTH_MODE, LOOPBACK, TOKEN, TOKEN_PATH
 
 CPUS_PER_PROCESS = 1
+SESSIONS = "ray"
+"""Ray's temporary folder within the private one; short, as the paths of its sockets must be."""
 
 
 class PlacementError(RuntimeError):
@@ -37,9 +43,12 @@ def num_cpus_needed(config: Config) -> int:
 class RayCluster:
     """The Ray that a run uses; `stop` leaves nothing of one that was started here."""
 
+    host: str
+    """Address on which the servers of this machine listen."""
     num_cpus: float
     num_gpus: float
-    temp_dir: Path | None
+    private: Path | None
+    """Where a Ray that was started here keeps everything; None for a cluster that was there."""
     groups: list[PlacementGroup] = field(default_factory=list)
 
     def check_cpus(self, num_cpus: int) -> None:
@@ -70,45 +79,79 @@ class RayCluster:
             remove_placement_group(group)
         self.groups.clear()
         ray.shutdown()
-        if self.temp_dir is not None:
-            _keep_ray_logs(self.temp_dir, logs_dir / "ray")
-            shutil.rmtree(self.temp_dir, ignore_errors=True)
+        if self.private is not None:
+            _keep_ray_logs(self.private / SESSIONS, logs_dir / "ray")
+            shutil.rmtree(self.private, ignore_errors=True)
 
 
-def start_ray(config: Config, process_env: Mapping[str, str], setup_hook: str) -> RayCluster:
-    """Join the cluster at `cluster.ray_address`, or start Ray on this machine alone.
+def start_ray(
+    config: Config,
+    process_env: Mapping[str, str],
+    setup_hook: str,
+    private: Path | None,
+    messages: Path,
+) -> RayCluster:
+    """Join the cluster at `cluster.ray_address`, or start Ray on this machine alone, which keeps
+    what it writes in `private`.
 
-    Every worker process gets `process_env` and runs `setup_hook` (a dotted name) first.
+    Every worker process gets `process_env` and runs `setup_hook` (a dotted name) first. What Ray
+    would print here goes to the file `messages`.
     """
+    _divert_messages(messages)
     runtime_env = {"env_vars": dict(process_env), "worker_process_setup_hook": setup_hook}
-    address = config.cluster.ray_address
-    if address is not None:
-        try:
-            ray.init(
-                address=address,
-                runtime_env=runtime_env,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise PlacementError(
-                f"no Ray cluster answers at cluster.ray_address={address!r} ({error}); start one "
-                "with `ray start --head`, or leave the address out to run on this machine"
-            ) from error
-        temp_dir = None
+    if private is None:
+        _join(config, runtime_env)
+        here = str(ray.util.get_node_ip_address())
     else:
-        temp_dir = _start_local(config, runtime_env)
+        _start_local(config, runtime_env, private)
+        here = LOOPBACK
     resources = ray.cluster_resources()
     return RayCluster(
-        num_cpus=resources.get("CPU", 0), num_gpus=resources.get("GPU", 0), temp_dir=temp_dir
+        host=config.cluster.host or here,
+        num_cpus=resources.get("CPU", 0),
+        num_gpus=resources.get("GPU", 0),
+        private=private,
     )
 
 
-def _start_local(config: Config, runtime_env: Mapping[str, object]) -> Path:
-    # Ray puts unix sockets below this folder, whose paths may not be longer than 107 bytes: a run's
-    # own folder could be too deep.
-    temp_dir = Path(tempfile.mkdtemp(prefix="leash-ray-", dir="/tmp"))
-    os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+def _divert_messages(log: Path) -> None:
+    """A lost node would print the last lines of Ray's own log, stack traces included.
+
+    No option of Ray leaves that out: its thread that listens for errors prints each as it comes.
+    """
+
+    def write(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+        with log.open("a") as file:
+            file.writelines(f"{line}\n" for line in data["lines"])
+
+    ray_worker.print_to_stdstream = write
+
+
+def _join(config: Config, runtime_env: Mapping[str, object]) -> None:
+    address = config.cluster.ray_address
+    try:
+        ray.init(
+            address=address,
+            runtime_env=dict(runtime_env),
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except ray.exceptions.AuthenticationError as error:
+        raise PlacementError(
+            f"the Ray cluster at cluster.ray_address={address!r} does not let this process in: "
+            f"export the token that it was started with ({TOKEN_PATH}), or {AUTH_MODE}=disabled "
+            "if it was started without one, so that everybody who reaches it can run code on it"
+        ) from error
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise PlacementError(
+            f"no Ray cluster answers at cluster.ray_address={address!r} ({error}); start one "
+            "with `ray start --head`, or leave the address out to run on this machine"
+        ) from error
+
+
+def _start_local(config: Config, runtime_env: Mapping[str, object], private: Path) -> None:
+    # Ray opens its own folders to everybody; `private` above them does not.
+    _use_own_token(private / "token")
     # CPUs are only promises here: a small machine runs all processes of a small run.
     num_cpus = config.cluster.num_cpus or max(os.cpu_count() or 1, num_cpus_needed(config))
     ray.init(
@@ -118,15 +161,41 @@ def _start_local(config: Config, runtime_env: Mapping[str, object]) -> Path:
         logging_level=logging.ERROR,
         object_store_memory=256 * 2**20,
         runtime_env=dict(runtime_env),
-        _temp_dir=str(temp_dir),
-        _node_ip_address=config.cluster.host,
+        _temp_dir=str(private / SESSIONS),
+        _node_ip_address=config.cluster.host or LOOPBACK,
     )
-    return temp_dir
 
 
-def _keep_ray_logs(temp_dir: Path, destination: Path) -> None:
-    for session in sorted(temp_dir.glob("session_*")):
+def _use_own_token(path: Path) -> None:
+    """A new token for this Ray alone: none of the user's is needed, or written."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+    os.environ.pop(TOKEN, None)  # which would win over the file
+    os.environ[TOKEN_PATH] = str(path)
+
+
+def _keep_ray_logs(sessions: Path, destination: Path) -> None:
+    for session in sorted(sessions.glob("session_*")):
         if not session.is_symlink() and (session / "logs").is_dir():
-            shutil.copytree(
-                session / "logs", destination, dirs_exist_ok=True, ignore_dangling_symlinks=True
-            )
+            copy_files(session / "logs", destination)
+
+
+def copy_files(source: Path, destination: Path) -> None:
+    """Copies folders and plain files, and nothing else: no link is followed, no device is read."""
+    for folder, _, files in os.walk(source):
+        target = destination / Path(folder).relative_to(source)
+        target.mkdir(exist_ok=True)
+        for name in files:
+            _copy_plain(Path(folder) / name, target / name)
+
+
+def _copy_plain(source: Path, target: Path) -> None:
+    try:
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return  # a link, a socket, or gone meanwhile
+    with open(descriptor, "rb") as file:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            with target.open("wb") as copy:
+                shutil.copyfileobj(file, copy)

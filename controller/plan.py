@@ -248,7 +248,9 @@ def _weights_sentence(config: Config, model: ModelSize, uses_gpu: bool) -> str:
 def _redis_sentence(config: Config) -> str:
     if config.buffer.url is not None:
         return f"yours (buffer.url), at {config.buffer.url.split('@')[-1].split('://')[-1]}"
-    return f"started for this run on {config.cluster.host}, with a password, data in its folder"
+    here = "127.0.0.1" if config.cluster.ray_address is None else "the address that Ray knows"
+    host = config.cluster.host or here
+    return f"started for this run on {host}, with a password, data in its folder"
 
 
 def _buffer_bytes(config: Config) -> int:

@@ -1,6 +1,6 @@
 """The life of one run, from an empty folder to its summary.
 
-    redis ── ray ── model ──┬── receivers, engines ──┬── warm start ── version 0 ── eval
+    ray ── redis ── model ──┬── receivers, engines ──┬── warm start ── version 0 ── eval
                             └── trainer ranks ───────┘                               │
       ┌──────────────────────────────────────────────────────────────────────────────┘
       └── rollout workers generate ◄──buffer──► trainer trains num_steps ── eval ── summary
@@ -55,7 +55,8 @@ def launch(config: Config) -> RunResult:
     panel = Panel(config.run.panel)
     with panel.step("task and model"):
         check_inputs(config)
-    run_dir = RunDir.create(config.run.dir, config.run.name, config.experiment)
+    run_dir = RunDir.create(config.run.dir, config.run.name, config.experiment, config.run.group)
+    os.umask(run_dir.umask)
     state = "failed"
     try:
         (run_dir.path / "config.yaml").write_text(to_yaml(config))
@@ -82,6 +83,8 @@ class Run:
         self._panel = panel
         self._server: EmbeddedServer | None = None
         self._redis_url = ""
+        self._host = ""
+        """Address on which the servers of this machine listen, once Ray has told."""
         self._shared_memory: frozenset[Path] = frozenset()
         self._weights_key = secrets.token_urlsafe(32)
         """What trainer, receivers and engines show each other; made anew for each run."""
@@ -116,9 +119,10 @@ class Run:
     # Start-up, each step named and timed ---------------------------------------------------------
 
     def _start_up(self, cleanup: contextlib.ExitStack) -> Pools:
+        cluster = self._start_ray(cleanup)
+        self._host = cluster.host
         self._start_redis(cleanup)
         self._start_prometheus(cleanup)
-        cluster = self._start_ray(cleanup)
         self._prepare_model()
         pools = self._place(cluster)
         cleanup.callback(self._stop_pools, pools)
@@ -133,7 +137,7 @@ class Run:
                 self._server = EmbeddedServer.start(
                     self._dir.path / "redis",
                     buffer,
-                    self._config.cluster.host,
+                    self._host,
                     self._dir.log_of("redis"),
                 )
                 cleanup.callback(self._server.stop, self._config.cluster.stop_timeout_s)
@@ -160,7 +164,7 @@ class Run:
                 )
 
     def _start_prometheus(self, cleanup: contextlib.ExitStack) -> None:
-        port, host = self._config.run.prometheus_port, self._config.cluster.host
+        port, host = self._config.run.prometheus_port, self._host
         if port is None:
             return
         with self._panel.step("Prometheus") as step:
@@ -171,10 +175,12 @@ class Run:
     def _start_ray(self, cleanup: contextlib.ExitStack) -> RayCluster:
         environment = {RUN_VARIABLE: self._dir.run_id, LOG_DIR_VARIABLE: str(self._dir.logs)}
         with self._panel.step("Ray") as step:
-            cluster = start_ray(self._config, environment, supervise.SETUP_HOOK)
+            is_local = self._config.cluster.ray_address is None
+            private = self._dir.make_temporary() if is_local else None
+            cluster = start_ray(
+                self._config, environment, supervise.SETUP_HOOK, private, self._dir.log_of("ray")
+            )
             cleanup.callback(cluster.stop, self._dir.logs)
-            if cluster.temp_dir is not None:
-                self._dir.link_temporary(cluster.temp_dir)
             supervise.end_on_signals()  # Ray has put a handler of its own on SIGTERM
             step.say(f"{cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs")
         return cluster
@@ -217,7 +223,7 @@ class Run:
             run=self._dir.name,
             run_dir=str(self._dir.path),
             seed=config.run.seed,
-            host=config.cluster.host,
+            host=self._host,
             num_threads=plan.threads_per_process,
             uses_gpu=plan.trainer_gpus > 0,
             serving_dtype=plan.serving_dtype,
@@ -236,7 +242,7 @@ class Run:
             redis_url=self._redis_url,
             run=self._dir.name,
             run_dir=str(self._dir.path),
-            host=config.cluster.host,
+            host=self._host,
             num_threads=plan.threads_per_process,
             uses_gpu=plan.engine_gpus > 0,
             seed=config.run.seed,

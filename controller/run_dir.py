@@ -9,10 +9,13 @@ runs/<name>/
     model/          the initial policy, when it was built from scratch
     checkpoints/    the trainer's
     rollouts/       some of the groups as they were sampled, for `make show`
-    ray/            a link to Ray's temporary folder, while the run is alive
+    ray/            a link to the private folder of Ray, while the run is alive
     leftovers/      a folder a host, a file an engine: what its server would leave if it were killed
     redis/          the data of a server started for this run
     summary.md, *.png, result.json
+
+Its owner alone can read it, or also the group of `run.group`. The folder's own mode says which: all
+processes of the run take their umask from it.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import socket
+import stat
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -102,8 +107,13 @@ class RunDir:
         return self.logs / f"{process}.log"
 
     @classmethod
-    def create(cls, root: str, name: str | None, experiment: str) -> RunDir:
-        """A new folder below `root`; raises RunDirError if it is in use or cannot be made."""
+    def create(
+        cls, root: str, name: str | None, experiment: str, group: str | None = None
+    ) -> RunDir:
+        """A new folder below `root`, which `group` may read as well as its owner.
+
+        Raises RunDirError if it is in use or cannot be made.
+        """
         name = name or f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}"
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
             raise RunDirError(
@@ -111,8 +121,9 @@ class RunDir:
             )
         path = (Path(root) / name).absolute()
         try:
-            path.mkdir(parents=True)
-            (path / "logs").mkdir()
+            path.mkdir(mode=0o700, parents=True)
+            _open_to_group(path, group)
+            (path / "logs").mkdir(mode=0o777 & ~umask_like(path))
         except FileExistsError as error:
             raise RunDirError(
                 f"run.name={name!r}: {path} is in use; choose another run.name or remove the folder"
@@ -158,7 +169,8 @@ class RunDir:
         )
 
     def write_record(self, record: RunRecord) -> None:
-        self._write("run.json", json.dumps(asdict(record), indent=1) + "\n")
+        text = json.dumps(asdict(record), indent=1) + "\n"
+        self._write("run.json", text, mode=0o666 & ~self.umask)
 
     def read_record(self) -> RunRecord:
         return RunRecord(**json.loads((self.path / "run.json").read_text()))
@@ -179,9 +191,17 @@ class RunDir:
         """The server is gone, and its password with it."""
         (self.path / "redis.url").unlink(missing_ok=True)
 
-    def link_temporary(self, folder: Path) -> None:
-        """Note where the run keeps what must not outlive it."""
+    def make_temporary(self) -> Path:
+        """A folder for what must not outlive the run, which nobody but its owner can enter.
+
+        It is noted before it is made, so that `remove_temporary` finds it whatever happens.
+        """
+        # Ray puts unix sockets below it, whose paths may not be longer than 107 bytes: the run's
+        # own folder could be too deep.
+        folder = Path(f"/tmp/leash-ray-{secrets.token_hex(4)}")
         (self.path / "ray").symlink_to(folder)
+        folder.mkdir(mode=0o700)
+        return folder
 
     @property
     def temporary(self) -> Path | None:
@@ -207,9 +227,37 @@ class RunDir:
             for host in hosts_with_leftovers(self.path)
         ]
 
-    def _write(self, name: str, text: str) -> None:
+    @property
+    def umask(self) -> int:
+        return umask_like(self.path)
+
+    def _write(self, name: str, text: str, mode: int = 0o600) -> None:
         """Replace the file at once: a reader sees the old or the new text, never a part."""
         part = self.path / f".{name}.part"
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            os.fchmod(file.fileno(), mode)
             file.write(text)
         part.replace(self.path / name)
+
+
+def umask_like(folder: Path) -> int:
+    """The umask under which new files are as private as `folder`, or private if there is none."""
+    try:
+        return 0o777 & ~stat.S_IMODE(folder.stat().st_mode)
+    except FileNotFoundError:
+        return 0o077
+
+
+def _open_to_group(folder: Path, group: str | None) -> None:
+    if group is None:
+        folder.chmod(0o700)  # setgid, which a parent may have handed on, is not wanted
+        return
+    try:
+        shutil.chown(folder, group=group)
+        folder.chmod(0o2750)  # what is made below belongs to the group, too
+    except (LookupError, OSError) as error:
+        folder.rmdir()
+        raise RunDirError(
+            f"run.group={group!r}: cannot open {folder} to it ({error}); name a Unix group that "
+            "you are in (`id -Gn` lists them), or null"
+        ) from error

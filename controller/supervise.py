@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import time
@@ -21,6 +22,8 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from configs.environment import LOG_DIR_VARIABLE, PROCESS_VARIABLE, RUN_VARIABLE
+from controller.ray_environment import OUTLAST_S
+from controller.run_dir import umask_like
 from rollout_pool.engines.process_tree import shared_memory_files
 
 SETUP_HOOK = "controller.supervise.enter_process"
@@ -42,12 +45,16 @@ def ignore_signals() -> None:
 
 
 def enter_process() -> None:
-    """First thing in every Ray worker: send its output to the run's own log of that process."""
+    """First thing in every Ray worker: send its output to the run's own log of that process.
+
+    What it writes is as private as the run's folder.
+    """
     name, folder = os.environ.get(PROCESS_VARIABLE), os.environ.get(LOG_DIR_VARIABLE)
     if not name or not folder:
         return
+    os.umask(umask_like(Path(folder).parent))
     Path(folder).mkdir(parents=True, exist_ok=True)
-    log = os.open(Path(folder) / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(Path(folder) / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(log, stream.fileno())
@@ -69,13 +76,34 @@ def failure(process: str, what: str, log: Path) -> RunFailed:
     return RunFailed(f"{process} {what}; the last lines of {log}:\n{last_lines(log)}")
 
 
+def death(process: str, error: RayActorError, log: Path) -> RunFailed:
+    """What to raise for an actor that Ray calls dead; a lost node says more than its log."""
+    node = lost_node(str(error))
+    if node is None:
+        return failure(process, "died", log)
+    return RunFailed(
+        f"{process} is lost with its node {node}: that machine ended, its Ray was stopped, or it "
+        f"could not be reached for some {OUTLAST_S} s (docs/cluster.md); its log is {log}"
+    )
+
+
+def lost_node(message: str) -> str | None:
+    """Address of the node, and why it is lost, if a RayActorError says so."""
+    if "its node has died" not in message:
+        return None
+    address = re.search(r"^\s*ip: (\S+)", message, re.MULTILINE)
+    node = re.search(r"Node Id: (\w+)", message)
+    reason = re.search(r"terminated (?:un)?expectedly: *(.+)", message)
+    name = address or node
+    where = name.group(1) if name else "(unknown)"
+    return f"{where} ({reason.group(1).strip()})" if reason else where
+
+
 def cause_of(error: BaseException) -> str:
     """What an error that Ray brought from another process says, without Ray's own traceback."""
     if isinstance(error, RayTaskError):
         inner = error.cause
         return f"failed: {type(inner).__name__}: {inner}"
-    if isinstance(error, RayActorError):
-        return "died"
     return f"failed: {type(error).__name__}: {error}"
 
 
@@ -86,6 +114,8 @@ def told(name: str, error: RayTaskError | RayActorError, log: Path) -> Exception
     """
     if isinstance(error, RayTaskError) and isinstance(error.cause, ValueError):
         return ValueError(str(error.cause))
+    if isinstance(error, RayActorError):
+        return death(name, error, log)
     return failure(name, cause_of(error), log)
 
 

@@ -21,7 +21,7 @@ from controller.recorder import Recorder
 from controller.remarks import eval_failed_words
 from controller.run_dir import RunDir
 from controller.summary import RunResult, summarize, write_summary
-from controller.supervise import RunFailed, exit_of, failure, told
+from controller.supervise import RunFailed, death, exit_of, failure, told
 from controller.timeline import write_last_timeline
 from controller.view import RunView
 from rollout_pool.pool import RolloutPool
@@ -174,8 +174,8 @@ class Training:
     async def _death_of(self, name: str, ref: Any) -> RunFailed:
         try:
             what = await _value(ref)
-        except RayActorError:
-            what = "died"
+        except RayActorError as error:
+            return death(name, error, self._dir.log_of(name))
         return failure(name, what, self._dir.log_of(name))
 
     async def _redis_death(self, pid: int) -> RunFailed:

@@ -158,10 +158,12 @@ class WorkerActor:
     before and goes on.
     """
 
-    def __init__(self, spec: RolloutSpec, index: int, scorers: list[Any]) -> None:
-        """`scorers` are the handles of all ScorerActors."""
+    def __init__(self, spec: RolloutSpec, index: int) -> None:
+        # Asked for by name: with a handle among the arguments Ray could not start this actor again
+        # once the driver's object store has forgotten it.
         _log_to_stderr()
-        scoring = RemoteScoring([RayScorer(handle) for handle in scorers])
+        scorers = [_scorer_name(spec, number) for number in range(spec.config.reward_actors)]
+        scoring = RemoteScoring([RayScorer(ray.get_actor(name)) for name in scorers])
         self._parts = WorkerParts(spec, index, scoring=scoring, host=_listen_host(spec.host))
         self._getting_ready: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -294,7 +296,7 @@ class RolloutPool:
                 _place(
                     WorkerActor,
                     f"worker-{index}",
-                    (spec, index, [scorer.handle for scorer in scorers]),
+                    (spec, index),
                     worker_group,
                     index,
                     max_restarts=spec.config.max_worker_restarts,
@@ -459,6 +461,7 @@ def _place_scorer(spec: RolloutSpec, index: int) -> _Member:
     handle = (
         ray.remote(ScorerActor)
         .options(
+            name=_scorer_name(spec, index),
             num_cpus=1,
             max_restarts=-1,
             scheduling_strategy="SPREAD",
@@ -467,6 +470,11 @@ def _place_scorer(spec: RolloutSpec, index: int) -> _Member:
         .remote(spec.task, config.reward_processes, config.reward_timeout_s, str(log_path))
     )
     return _Member(name=name, handle=handle)
+
+
+def _scorer_name(spec: RolloutSpec, index: int) -> str:
+    """By which the workers of the run find a ScorerActor."""
+    return f"{spec.run}/scorer-{index}"
 
 
 def _listen_host(host: str) -> str:

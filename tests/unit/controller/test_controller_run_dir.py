@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import grp
 import os
 import socket
 import subprocess
@@ -77,9 +78,8 @@ def test_an_unknown_run_is_told_with_those_that_exist(tmp_path: Path) -> None:
 
 def test_temporary_folders_go_with_the_run(tmp_path: Path) -> None:
     run = RunDir.create(str(tmp_path), "a", "quickstart")
-    temporary = tmp_path / "temporary"
-    (temporary / "below").mkdir(parents=True)
-    run.link_temporary(temporary)
+    temporary = run.make_temporary()
+    (temporary / "below").mkdir()
     assert os.path.samefile(run.path / "ray", temporary)
     run.remove_temporary()
     run.remove_temporary()
@@ -130,3 +130,43 @@ def test_leftovers_of_another_host_outlive_the_controllers_end(tmp_path: Path) -
     assert other.read_text() == "/dev/shm/leash-a\n"
     (line,) = run.left_elsewhere()
     assert line.startswith("another-host may still hold files of the run: `leash stop --run a")
+
+
+def mode(path: Path) -> str:
+    return oct(path.stat().st_mode & 0o7777)
+
+
+def test_run_folder_is_its_owners_alone(tmp_path: Path) -> None:
+    run = RunDir.create(str(tmp_path / "runs"), "a", "quickstart")
+    assert [mode(run.path), mode(run.logs)] == [oct(0o700)] * 2
+    assert mode(run.path / "run.json") == oct(0o600)
+    assert run.umask == 0o077
+
+
+def test_run_folder_can_be_opened_to_a_group(tmp_path: Path) -> None:
+    group = grp.getgrgid(os.getgid()).gr_name
+    run = RunDir.create(str(tmp_path), "a", "quickstart", group)
+    assert mode(run.path) == oct(0o2750) and run.umask == 0o027
+    assert run.path.group() == group
+    assert mode(run.path / "run.json") == oct(0o640)
+    run.write_redis_url("redis://:secret@127.0.0.1:1/0")
+    assert mode(run.path / "redis.url") == oct(0o600)
+
+
+def test_unknown_group_is_refused_with_the_fix(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match=r"run\.group='no-such-group': cannot open .*id -Gn"):
+        RunDir.create(str(tmp_path), "a", "quickstart", "no-such-group")
+    assert not (tmp_path / "a").exists()
+
+
+def test_temporary_folder_is_private_and_noted_in_the_run(tmp_path: Path) -> None:
+    run = RunDir.create(str(tmp_path), "a", "quickstart")
+    temporary = run.make_temporary()
+    try:
+        assert mode(temporary) == oct(0o700) and run.temporary == temporary
+        # The longest of Ray's socket paths below it, with a seven-digit process id.
+        sockets = "ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+        assert len(str(temporary / sockets)) <= 107
+    finally:
+        run.remove_temporary()
+    assert not temporary.exists()

@@ -7,9 +7,17 @@ import sys
 from pathlib import Path
 
 import psutil
+from ray.exceptions import ActorDiedError, RayActorError
 
 from configs.environment import RUN_VARIABLE
-from controller.supervise import end_processes, exit_of, failure, last_lines, run_processes
+from controller.supervise import (
+    death,
+    end_processes,
+    exit_of,
+    failure,
+    last_lines,
+    run_processes,
+)
 
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -86,3 +94,23 @@ def test_a_missing_or_empty_log_is_said_to_be_so(tmp_path: Path) -> None:
     assert "No such file" in last_lines(tmp_path / "none.log")
     (tmp_path / "empty.log").touch()
     assert "is empty" in last_lines(tmp_path / "empty.log")
+
+
+LOST_NODE = """The actor died unexpectedly before finishing this task.
+\tclass_name: EngineActor
+\tactor_id: 8ebf6bba976b384aad971eb501000000
+\tpid: 4711
+\tip: 10.0.0.2
+The actor died because its node has died. Node Id: 2f6d0c
+\tthe actor's node was terminated unexpectedly: health check failed for too long
+"""
+
+
+def test_death_with_a_lost_node_names_the_node_instead_of_a_healthy_log(tmp_path: Path) -> None:
+    log = tmp_path / "engine-0.log"
+    log.write_text("all is well")
+    message = str(death("engine-0", ActorDiedError(), log))
+    assert message.startswith("engine-0 died") and message.endswith("all is well")
+    message = str(death("engine-0", RayActorError(None, LOST_NODE), log))
+    assert message.startswith("engine-0 is lost with its node 10.0.0.2 (health check failed")
+    assert "all is well" not in message and str(log) in message

@@ -1,0 +1,134 @@
+"""Starts Ray as a launch does, with the restartable actors of a rollout pool, and says what it saw.
+
+python ray_scene.py RUNS_FOLDER        prints one line of JSON last
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from typing import Any
+
+from configs.environment import LOG_DIR_VARIABLE, RUN_VARIABLE
+from configs.load import load_config
+from controller.ray_environment import LARGEST_INLINE_ARGUMENT, prepare_environment
+from controller.run_dir import RunDir
+
+SETTINGS = ["rollout.num_workers=1", "rollout.num_engines=1", "rollout.reward_actors=1"]
+JOIN = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+print("joined")
+"""
+
+
+def main(runs: str) -> None:
+    config = load_config(SETTINGS)
+    # As a task with many questions in its settings has.
+    config.task.params = {"questions": "x" * (LARGEST_INLINE_ARGUMENT // 4)}
+    prepare_environment(config.cluster)
+    import ray
+    from ray._private.utils import publish_error_to_driver
+
+    from controller import supervise
+    from controller.placement import start_ray
+
+    run_dir = RunDir.create(runs, "scene", "quickstart")
+    os.umask(run_dir.umask)
+    os.environ[RUN_VARIABLE] = run_dir.run_id
+    environment = {RUN_VARIABLE: run_dir.run_id, LOG_DIR_VARIABLE: str(run_dir.logs)}
+    private = run_dir.make_temporary()
+    messages = run_dir.log_of("ray")
+    cluster = start_ray(config, environment, supervise.SETUP_HOOK, private, messages)
+    seen: dict[str, Any] = {"folder": str(private), "host": cluster.host}
+    try:
+        seen["restarted"] = restarts(config, run_dir, cluster)
+        seen["modes"] = [stat.S_IMODE(p.stat().st_mode) for p in (private, private / "token")]
+        seen["longest_socket"] = max(len(str(p)) for p in private.rglob("sockets/*"))
+        seen["stranger"] = stranger(ray.get_runtime_context().gcs_address)
+        publish_error_to_driver("node_removed", "RAYLET STACK TRACE")
+        deadline = time.monotonic() + 30
+        while not (messages.exists() and "STACK" in messages.read_text()):
+            assert time.monotonic() < deadline, "Ray's message came nowhere"
+            time.sleep(0.05)
+        (logs,) = (private / "ray").glob("session_2*/logs")
+        (logs / "planted").symlink_to("/etc/passwd")
+    finally:
+        cluster.stop(run_dir.logs)
+    kept = {path.name: path for path in (run_dir.logs / "ray").rglob("*")}
+    seen["kept"] = sorted(kept)
+    seen["is_gone"] = not private.exists()
+    modes = {stat.S_IMODE(p.stat().st_mode) for p in run_dir.path.rglob("*") if p.is_file()}
+    seen["file_modes"] = sorted(modes)
+    print(json.dumps(seen))
+
+
+def restarts(config: Any, run_dir: RunDir, cluster: Any) -> dict[str, bool]:
+    """Whether each actor that Ray may start anew comes back after SIGKILL."""
+    import ray
+
+    from rollout_pool.pool import RolloutPool
+    from rollout_pool.types import RolloutSpec
+
+    spec = RolloutSpec(
+        config=config.rollout,
+        task=config.task,
+        weight_sync=config.weight_sync,
+        buffer=config.buffer,
+        model_path="none",
+        trust_remote_code=False,
+        redis_url="redis://127.0.0.1:1/0",
+        run=run_dir.name,
+        run_dir=str(run_dir.path),
+        host=cluster.host,
+        num_threads=1,
+        uses_gpu=False,
+        seed=0,
+        engine_key="a",
+        weights_key="b",
+    )
+    groups = [cluster.reserve([{"CPU": 1.0}], 60.0) for _ in range(2)]
+    pool = RolloutPool.create(spec, *groups)
+    members = [*pool._workers, *pool._receivers.values(), *pool._scorers]
+    first = ray.get([member.handle.pid.remote() for member in members], timeout=180)
+    for pid in first:
+        os.kill(pid, signal.SIGKILL)
+    return {m.name: new_pid(m.handle) != pid for m, pid in zip(members, first, strict=True)}
+
+
+def new_pid(handle: Any) -> int:
+    """Of the next life: a call to an actor that is being started anew fails until it is there."""
+    import ray
+    from ray.exceptions import ActorDiedError, RayActorError
+
+    deadline = time.monotonic() + 180
+    while True:
+        try:
+            return int(ray.get(handle.pid.remote(), timeout=180))
+        except ActorDiedError:
+            raise
+        except RayActorError:
+            assert time.monotonic() < deadline, "it did not come back"
+            time.sleep(0.2)
+
+
+def stranger(address: str) -> str:
+    """What a process without the token gets from this Ray."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
+    told = subprocess.run(
+        [sys.executable, "-c", JOIN, address],
+        env=environment | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return told.stdout + told.stderr[-2000:]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

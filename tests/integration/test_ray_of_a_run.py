@@ -1,0 +1,70 @@
+"""The Ray that a launch starts: who can enter it, what it leaves and prints, who comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SCENE = Path(__file__).parent / "ray_scene.py"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Scene:
+    seen: dict[str, Any]
+    output: str
+    home: Path
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """One start of Ray, in a process of its own whose HOME is empty, for all tests here."""
+    home, runs = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("runs")
+    told = subprocess.run(
+        [sys.executable, str(SCENE), str(runs)],
+        env={k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    output = told.stdout + told.stderr
+    assert told.returncode == 0, output[-6000:]
+    yield Scene(seen=json.loads(told.stdout.splitlines()[-1]), output=output, home=home)
+
+
+def test_folder_of_ray_and_its_token_are_their_owners_alone(scene: Scene) -> None:
+    assert [oct(mode) for mode in scene.seen["modes"]] == [oct(0o700), oct(0o600)]
+    assert scene.seen["longest_socket"] <= 107
+    assert scene.seen["is_gone"]
+
+
+def test_token_is_of_the_run_and_none_is_written_at_home(scene: Scene) -> None:
+    assert list(scene.home.glob(".ray/*token*")) == []
+    assert "joined" not in scene.seen["stranger"]
+    assert "InvalidAuthToken" in scene.seen["stranger"]
+
+
+def test_logs_of_ray_are_kept_without_following_links(scene: Scene) -> None:
+    assert "raylet.out" in scene.seen["kept"]
+    assert "planted" not in scene.seen["kept"]
+    assert [oct(mode) for mode in scene.seen["file_modes"]] == [oct(0o600)]
+
+
+def test_killed_actors_come_back_though_the_driver_holds_none_of_their_arguments(
+    scene: Scene,
+) -> None:
+    assert scene.seen["restarted"] == {"worker-0": True, "receiver-0": True, "scorer-0": True}
+    assert "constructor arguments" not in scene.output
+
+
+def test_messages_of_ray_go_to_a_log_instead_of_the_screen(scene: Scene) -> None:
+    assert "STACK TRACE" not in scene.output
