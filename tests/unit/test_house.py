@@ -147,3 +147,11 @@ def test_every_package_is_listed_for_the_distribution() -> None:
     listed = set(project["tool"]["setuptools"]["packages"])
     with_code = {_name(path.parent).replace("/", ".") for path in SOURCES}
     assert with_code <= listed
+
+
+def test_licence_is_apache_2_in_the_metadata_and_in_full() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])
+    text = (ROOT / "LICENSE").read_text()
+    for part in ("Version 2.0, January 2004", "9. Accepting Warranty", "END OF TERMS", "APPENDIX"):
+        assert part in text
