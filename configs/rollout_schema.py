@@ -110,7 +110,9 @@ class EngineConfig:
     max_running_requests: int = 128
     max_total_tokens: int | None = None
     """Tokens of KV cache; None lets SGLang choose by `mem_fraction` (65536 on a CPU)."""
-    mem_fraction: float = 0.85
+    mem_fraction: float | None = None
+    """Part of a GPU's memory for weights and KV cache. None is 0.85, and less on a GPU that the
+    engine shares with a trainer rank."""
     radix_cache: bool = False
     """Reuse KV of shared prefixes, by policy version. Needs weight_sync.pause_mode=in_place."""
     start_timeout_s: float = 600.0
@@ -130,7 +132,7 @@ class EngineConfig:
         )
         at_least(0, "rollout.engine", max_restarts=self.max_restarts)
         require(
-            0 < self.mem_fraction < 1,
+            self.mem_fraction is None or 0 < self.mem_fraction < 1,
             "rollout.engine.mem_fraction",
             self.mem_fraction,
             "must lie in (0, 1)",

@@ -81,7 +81,8 @@ class WarmStartConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
-    num_ranks: int = 2
+    num_ranks: int | None = None
+    """ZeRO-3 ranks. None is 2, or 1 where there are too few GPUs for that."""
     num_steps: int = 100
     groups_per_step: int = 16
     """Prompt groups in one global batch, shared among the ranks by tokens."""
@@ -114,24 +115,24 @@ class TrainerConfig:
         at_least(
             1,
             "trainer",
-            num_ranks=self.num_ranks,
+            num_ranks=self.ranks,
             num_steps=self.num_steps,
             num_minibatches=self.num_minibatches,
             micro_batch_tokens=self.micro_batch_tokens,
             checkpoint_every=self.checkpoint_every,
         )
         require(
-            self.groups_per_step >= self.num_ranks,
+            self.groups_per_step >= self.ranks,
             "trainer.groups_per_step",
             self.groups_per_step,
-            f"every rank needs a group: at least trainer.num_ranks={self.num_ranks}",
+            f"every rank needs a group: at least trainer.num_ranks={self.ranks}",
         )
         require(
-            self.num_minibatches <= self.groups_per_step // self.num_ranks,
+            self.num_minibatches <= self.groups_per_step // self.ranks,
             "trainer.num_minibatches",
             self.num_minibatches,
             "at most trainer.groups_per_step // trainer.num_ranks = "
-            f"{self.groups_per_step // self.num_ranks}",
+            f"{self.groups_per_step // self.ranks}",
         )
         require(0 < self.clip_low < 1, "trainer.clip_low", self.clip_low, "must lie in (0, 1)")
         require(self.clip_high > 0, "trainer.clip_high", self.clip_high, "must be above 0")
@@ -140,6 +141,11 @@ class TrainerConfig:
             self.learning_rate > 0, "trainer.learning_rate", self.learning_rate, "must be above 0"
         )
         require(self.timeout_s > 0, "trainer.timeout_s", self.timeout_s, "must be above 0")
+
+    @property
+    def ranks(self) -> int:
+        """`num_ranks`; where that is left open the most that the run will have."""
+        return 2 if self.num_ranks is None else self.num_ranks
 
 
 @dataclass(kw_only=True, slots=True)
@@ -278,8 +284,12 @@ class ClusterConfig:
     """Address of a Ray cluster ("auto" finds a running one); None starts Ray on this machine."""
     num_cpus: int | None = None
     """Cores that a Ray started here may promise; None is all of them."""
+    num_gpus: int | None = None
+    """GPUs that a Ray started here may promise; None is all of them. `make dry-run` shows the plan
+    for any number."""
     gpus_per_rank: int | None = None
-    """GPUs of a trainer rank: None is 1 if Ray has any, else 0. An engine takes tp_size so."""
+    """GPUs of a trainer rank: 0 runs everything on the CPU; None is 1, half of one that it shares
+    with the engine, or 0, by what there is. An engine takes tp_size."""
     threads_per_process: int | None = None
     """Torch threads of a CPU process; None shares the cores out."""
     host: str | None = None

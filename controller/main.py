@@ -98,18 +98,14 @@ def _launch(config: Config) -> int:
 
 
 def _dry_run(config: Config) -> int:
-    import torch
     from rich.console import Console
 
     from configs.load import to_yaml
-    from controller.plan import make_plan
+    from controller.preflight import plan_here
 
     console = Console()
     console.print(to_yaml(config), highlight=False, markup=False)
-    is_here = config.cluster.ray_address is None  # what another cluster has is not known yet
-    num_gpus = torch.cuda.device_count() if is_here else None
-    plan = make_plan(config, num_gpus, os.cpu_count() or 1)
-    console.print(plan.render())
+    console.print(plan_here(config).render())
     return 0
 
 

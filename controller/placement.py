@@ -31,7 +31,7 @@ class PlacementError(RuntimeError):
 def num_cpus_needed(config: Config) -> int:
     """One for each process that Ray places."""
     num_processes = (
-        config.trainer.num_ranks
+        config.trainer.ranks
         + config.rollout.num_engines
         + config.rollout.num_workers
         + config.rollout.reward_actors
@@ -156,6 +156,7 @@ def _start_local(config: Config, runtime_env: Mapping[str, object], private: Pat
     num_cpus = config.cluster.num_cpus or max(os.cpu_count() or 1, num_cpus_needed(config))
     ray.init(
         num_cpus=num_cpus,
+        num_gpus=config.cluster.num_gpus,
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,

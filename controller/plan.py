@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -13,16 +13,19 @@ from rich.table import Table
 from rich.text import Text
 
 from buffer.admission import admission_limit
-from configs.choices import Dtype
-from configs.joint_rules import check_weights_without_gpus
+from configs.choices import Backend, Dtype
 from configs.schema import Config
+from controller.gpus import (
+    GPU_CONTEXT_BYTES,
+    TRAINER_BYTES_PER_PARAM,
+    Devices,
+    choose_devices,
+)
 from controller.model_size import ModelSize, model_size
 from controller.units import format_bytes
 
 CPU_KV_TOKENS = 65536
 """KV cache of a CPU engine when rollout.engine.max_total_tokens is null."""
-TRAINER_BYTES_PER_PARAM = 16
-"""Weights, gradients, two Adam moments: 4 x 4 bytes in float32; 2 + 2 + 12 under bfloat16."""
 RANK_PROCESS_BYTES = 550 * 2**20
 """A CPU rank before its share of the model: torch, DeepSpeed and Ray, as measured."""
 ENGINE_PROCESS_BYTES = 2 * 2**30
@@ -30,8 +33,6 @@ ENGINE_PROCESS_BYTES = 2 * 2**30
 WORKER_PROCESS_BYTES = 400 * 2**20
 """A process of ours with Ray and numpy in it."""
 DEFAULT_STAGE_DIR = "/dev/shm"
-GPU_CONTEXT_BYTES = 2**30
-"""CUDA context and kernels of one process."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -40,7 +41,7 @@ class PlannedProcess:
 
     what: str
     count: int
-    num_gpus: int
+    num_gpus: float
     num_threads: int | None
     """Torch threads; None where torch computes nothing."""
     memory: str
@@ -52,10 +53,9 @@ class PlannedProcess:
 class Plan:
     """Processes, devices and bounds of a run."""
 
-    trainer_gpus: int
-    """GPUs of one rank."""
-    engine_gpus: int
-    """GPUs of one engine."""
+    config: Config
+    """The settings with what they left open filled in: the run goes by these."""
+    devices: Devices
     threads_per_process: int
     """Torch threads of a CPU process."""
     serving_dtype: str
@@ -68,7 +68,7 @@ class Plan:
     processes: tuple[PlannedProcess, ...]
 
     @property
-    def num_gpus(self) -> int:
+    def num_gpus(self) -> float:
         return sum(p.count * p.num_gpus for p in self.processes)
 
     def render(self) -> RenderableType:
@@ -81,37 +81,39 @@ class Plan:
         table.add_column("memory each")
         table.add_column("", style="dim", ratio=1)
         for p in self.processes:
-            gpus, threads = str(p.count * p.num_gpus or "-"), str(p.num_threads or "-")
+            gpus = f"{p.count * p.num_gpus:g}" if p.num_gpus else "-"
+            threads = str(p.num_threads or "-")
             table.add_row(p.what, str(p.count), gpus, threads, p.memory, p.note)
         facts = Table.grid(padding=(0, 2))
         facts.add_column(style="bold")
         facts.add_column()
         facts.add_row("model", f"{self.model.label} ({self.model.source})")
+        facts.add_row("devices", self.devices.why)
         facts.add_row("Redis", self.redis)
         facts.add_row("leash", self.staleness_bound)
         facts.add_row("weights", self.weights)
         return Group(Text("What this run starts", style="bold cyan"), table, facts)
 
 
-def make_plan(config: Config, num_gpus: int | None, num_cpus: int) -> Plan:
-    """The plan on a machine or cluster with `num_gpus` GPUs and `num_cpus` cores.
+def make_plan(
+    config: Config, num_gpus: int | None, num_cpus: int, gpu_bytes: int | None = None
+) -> Plan:
+    """The plan on a machine or cluster with `num_gpus` GPUs of `gpu_bytes` each and `num_cpus`
+    cores.
 
     `num_gpus` None: nobody was asked (a dry run for a cluster), so what it needs counts as there.
-    Raises ValueError if the GPUs are fewer than the run needs.
+    Raises ValueError if the GPUs are fewer than the settings ask for.
     """
-    uses_gpu = _uses_gpu(config, num_gpus)
-    trainer_gpus = 1 if uses_gpu else 0
-    engine_gpus = config.rollout.engine.tp_size if uses_gpu else 0
-    _check_gpus(config, trainer_gpus, engine_gpus, num_gpus)
-    if num_gpus == 0:
-        check_weights_without_gpus(config, "Ray has none")
     model = model_size(config.model)
-    num_torch_processes = config.trainer.num_ranks + config.rollout.num_engines
+    devices = choose_devices(config, model, num_gpus, gpu_bytes)
+    config = _filled_in(config, devices)
+    uses_gpu = devices.rank_gpus > 0
+    num_torch_processes = devices.num_ranks + config.rollout.num_engines
     threads = config.cluster.threads_per_process or max(1, num_cpus // num_torch_processes)
     trainer = PlannedProcess(
         what="trainer rank",
-        count=config.trainer.num_ranks,
-        num_gpus=trainer_gpus,
+        count=devices.num_ranks,
+        num_gpus=devices.rank_gpus,
         num_threads=None if uses_gpu else threads,
         memory=_rank_memory(config, model, uses_gpu),
         note=f"{config.trainer.groups_per_step} x {config.rollout.group_size} samples a step",
@@ -119,14 +121,14 @@ def make_plan(config: Config, num_gpus: int | None, num_cpus: int) -> Plan:
     engine = PlannedProcess(
         what="SGLang engine",
         count=config.rollout.num_engines,
-        num_gpus=engine_gpus,
+        num_gpus=devices.engine_gpus,
         num_threads=None if uses_gpu else threads,
         memory=_engine_memory(config, model, uses_gpu),
         note=_engine_note(config, uses_gpu),
     )
     return Plan(
-        trainer_gpus=trainer_gpus,
-        engine_gpus=engine_gpus,
+        config=config,
+        devices=devices,
         threads_per_process=threads,
         serving_dtype=serving_dtype(config, uses_gpu),
         redis=_redis_sentence(config),
@@ -163,25 +165,14 @@ def serving_dtype(config: Config, uses_gpu: bool) -> str:
     return str(dtype.value)
 
 
-def _uses_gpu(config: Config, num_gpus: int | None) -> bool:
-    if config.cluster.gpus_per_rank is not None:
-        return config.cluster.gpus_per_rank > 0
-    return num_gpus is not None and num_gpus > 0
-
-
-def _check_gpus(config: Config, trainer_gpus: int, engine_gpus: int, num_gpus: int | None) -> None:
-    needed = config.trainer.num_ranks * trainer_gpus + config.rollout.num_engines * engine_gpus
-    if num_gpus is None or needed <= num_gpus:
-        return
-    fix = (
-        "set cluster.gpus_per_rank=0 to run on the CPU, or add GPUs to the Ray cluster"
-        if num_gpus == 0
-        else "lower trainer.num_ranks or rollout.num_engines, or add GPUs to the Ray cluster"
-    )
-    raise ValueError(
-        f"trainer.num_ranks={config.trainer.num_ranks} (1 GPU each) and "
-        f"rollout.num_engines={config.rollout.num_engines} (rollout.engine.tp_size={engine_gpus} "
-        f"each) need {needed} GPUs, and Ray has {num_gpus}: {fix}"
+def _filled_in(config: Config, devices: Devices) -> Config:
+    sync, engine = config.weight_sync, config.rollout.engine
+    return replace(
+        config,
+        trainer=replace(config.trainer, num_ranks=devices.num_ranks),
+        rollout=replace(config.rollout, engine=replace(engine, mem_fraction=devices.mem_fraction)),
+        # NCCL refuses a receiver on the GPU of the rank that sends to it.
+        weight_sync=replace(sync, backend=Backend.gloo) if devices.is_shared else sync,
     )
 
 
@@ -263,7 +254,7 @@ def _buffer_bytes(config: Config) -> int:
 def _rank_memory(config: Config, model: ModelSize, uses_gpu: bool) -> str:
     if model.num_params is None:
         return "unknown"
-    share = model.num_params * TRAINER_BYTES_PER_PARAM // config.trainer.num_ranks
+    share = model.num_params * TRAINER_BYTES_PER_PARAM // config.trainer.ranks
     process = GPU_CONTEXT_BYTES if uses_gpu else RANK_PROCESS_BYTES
     return f"from {format_bytes(share + process)}"  # activations come on top
 
@@ -271,6 +262,7 @@ def _rank_memory(config: Config, model: ModelSize, uses_gpu: bool) -> str:
 def _engine_memory(config: Config, model: ModelSize, uses_gpu: bool) -> str:
     engine = config.rollout.engine
     if uses_gpu and engine.max_total_tokens is None:
+        assert engine.mem_fraction is not None, "the plan has filled it in"
         return f"{engine.mem_fraction:.0%} of the GPU"
     if model.num_params is None:
         return "unknown"

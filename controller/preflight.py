@@ -10,7 +10,7 @@ import torch
 from configs.choices import RewardKind
 from configs.rollout_schema import TaskConfig
 from configs.schema import Config
-from controller.plan import make_plan
+from controller.plan import Plan, make_plan
 from rollout_pool.envs.env import SingleTurn
 from rollout_pool.sandbox import SandboxError, protections
 from rollout_pool.tasks.agents import find_agent
@@ -23,11 +23,32 @@ from rollout_pool.tokenizer import load_tokenizer
 
 def check_inputs(config: Config) -> None:
     """Raises ValueError for a task, a model or a number of GPUs that cannot be had."""
-    if config.cluster.ray_address is None:
-        make_plan(config, torch.cuda.device_count(), os.cpu_count() or 1)
+    num_gpus, promised = torch.cuda.device_count(), config.cluster.num_gpus
+    if config.cluster.ray_address is None and promised is not None and promised > num_gpus:
+        raise ValueError(
+            f"cluster.num_gpus={promised}: this machine has {num_gpus}; with more than that there "
+            "is only a plan (make dry-run)"
+        )
+    plan_here(config)
     check_task(config.task)
     if config.model.path is not None:
         load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+
+
+def plan_here(config: Config) -> Plan:
+    """The plan on this machine, or on `cluster.num_gpus` GPUs; those of a cluster that was not
+    asked count as there. Raises ValueError as `make_plan` does."""
+    num_gpus = config.cluster.num_gpus
+    if num_gpus is None and config.cluster.ray_address is None:
+        num_gpus = torch.cuda.device_count()
+    return make_plan(config, num_gpus, os.cpu_count() or 1, gpu_memory())
+
+
+def gpu_memory() -> int | None:
+    """Of this machine's first GPU."""
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def check_task(config: TaskConfig) -> None:

@@ -32,7 +32,7 @@ from controller.buffer_access import BufferAddress, opened
 from controller.panel import Panel
 from controller.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, start_ray
 from controller.plan import Plan, make_plan
-from controller.preflight import check_inputs
+from controller.preflight import check_inputs, gpu_memory
 from controller.prometheus import MetricsServer
 from controller.run_dir import RunDir
 from controller.summary import RunResult, result_line
@@ -86,6 +86,7 @@ class Run:
         self._host = ""
         """Address on which the servers of this machine listen, once Ray has told."""
         self._shared_memory: frozenset[Path] = frozenset()
+        self._is_gpu_shared = False
         self._weights_key = secrets.token_urlsafe(32)
         """What trainer, receivers and engines show each other; made anew for each run."""
 
@@ -197,13 +198,20 @@ class Run:
 
     def _place(self, cluster: RayCluster) -> Pools:
         config = self._config
-        plan = make_plan(config, int(cluster.num_gpus), os.cpu_count() or 1)
+        num_gpus = int(cluster.num_gpus)
+        if config.cluster.num_gpus is not None:
+            num_gpus = min(num_gpus, config.cluster.num_gpus)
+        plan = make_plan(config, num_gpus, os.cpu_count() or 1, gpu_memory())
+        self._config = config = plan.config
+        self._is_gpu_shared = plan.devices.is_shared
+        (self._dir.path / "config.yaml").write_text(to_yaml(config))
         cluster.check_cpus(num_cpus_needed(config))
-        rank: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.trainer_gpus}
-        engine: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.engine_gpus}
+        rank: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.devices.rank_gpus}
+        engine: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.devices.engine_gpus}
         worker: dict[str, float] = {"CPU": CPUS_PER_PROCESS}
-        with self._panel.step("placement"):
-            ranks = cluster.reserve([rank] * config.trainer.num_ranks, self._start_timeout_s)
+        with self._panel.step("placement") as step:
+            step.say(plan.devices.why)
+            ranks = cluster.reserve([rank] * config.trainer.ranks, self._start_timeout_s)
             engines = cluster.reserve([engine] * config.rollout.num_engines, self._start_timeout_s)
             workers = cluster.reserve([worker] * config.rollout.num_workers, self._start_timeout_s)
             return Pools(
@@ -225,7 +233,8 @@ class Run:
             seed=config.run.seed,
             host=self._host,
             num_threads=plan.threads_per_process,
-            uses_gpu=plan.trainer_gpus > 0,
+            uses_gpu=plan.devices.rank_gpus > 0,
+            gpu_share=plan.devices.gpu_share,
             serving_dtype=plan.serving_dtype,
             weights_key=self._weights_key,
         )
@@ -244,7 +253,8 @@ class Run:
             run_dir=str(self._dir.path),
             host=self._host,
             num_threads=plan.threads_per_process,
-            uses_gpu=plan.engine_gpus > 0,
+            uses_gpu=plan.devices.engine_gpus > 0,
+            gpu_share=plan.devices.gpu_share,
             seed=config.run.seed,
             engine_key=secrets.token_urlsafe(32),
             weights_key=self._weights_key,
@@ -258,7 +268,12 @@ class Run:
                 ready.append(f"{name} {time.monotonic() - began:.1f} s")
                 step.say(", ".join(ready))
 
-            self._wait(pools.rollout.start() | pools.trainer.start(), "starting", tell)
+            if self._is_gpu_shared:
+                # An engine takes its part of the memory that is free when it starts.
+                self._wait(pools.rollout.start(), "starting", tell)
+                self._wait(pools.trainer.start(), "starting", tell)
+            else:
+                self._wait(pools.rollout.start() | pools.trainer.start(), "starting", tell)
 
     def _give_first_weights(self, pools: Pools) -> None:
         config = self._config

@@ -261,7 +261,7 @@ class RolloutPool:
     ) -> RolloutPool:
         """An engine in each bundle of one group and a worker in each of the other, a receiver
         beside the first engine of each node, and scorers spread over all nodes."""
-        num_gpus = spec.config.engine.tp_size if spec.uses_gpu else 0
+        num_gpus = spec.config.engine.tp_size * spec.gpu_share if spec.uses_gpu else 0
         nodes = ray.util.placement_group_table(engine_group)["bundles_to_node_id"]
         first = first_on_node([nodes[index] for index in range(spec.config.num_engines)])
         names = {engine: f"receiver-{place}" for place, engine in enumerate(sorted(set(first)))}
@@ -431,7 +431,7 @@ def _place(
     group: PlacementGroup,
     bundle: int,
     *,
-    num_gpus: int = 0,
+    num_gpus: float = 0,
     environment: Mapping[str, str] | None = None,
     max_restarts: int = 0,
     max_task_retries: int = 0,

@@ -33,6 +33,8 @@ class RolloutSpec:
     """What a request must carry for an engine to answer it; made anew for each run."""
     weights_key: str = field(repr=False)
     """The same for the receivers of weights."""
+    gpu_share: float = 1.0
+    """Of each GPU that an engine uses: less than 1 where it shares it with a trainer rank."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

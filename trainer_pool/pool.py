@@ -61,7 +61,7 @@ class TrainerActor:
 
         address = RankAddress(
             rank=self._rank,
-            num_ranks=self._spec.config.num_ranks,
+            num_ranks=self._spec.config.ranks,
             host=host,
             port=port,
             uses_gpu=self._spec.uses_gpu,
@@ -72,7 +72,7 @@ class TrainerActor:
         environment = {
             "RANK": str(self._rank),
             "LOCAL_RANK": "0",  # Ray shows each actor its own GPU only
-            "WORLD_SIZE": str(self._spec.config.num_ranks),
+            "WORLD_SIZE": str(self._spec.config.ranks),
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
             "DS_ACCELERATOR": "cuda" if self._spec.uses_gpu else "cpu",
@@ -133,7 +133,7 @@ class TrainerPool:
         return cls(
             {
                 f"trainer-{rank}": _place(spec, rank, placement_group)
-                for rank in range(spec.config.num_ranks)
+                for rank in range(spec.config.ranks)
             }
         )
 
@@ -187,7 +187,7 @@ def _place(spec: TrainerSpec, rank: int, placement_group: PlacementGroup) -> Any
         ray.remote(TrainerActor)
         .options(
             num_cpus=0,  # the bundle holds the cores
-            num_gpus=1 if spec.uses_gpu else 0,
+            num_gpus=spec.gpu_share if spec.uses_gpu else 0,
             max_concurrency=_MAX_CONCURRENCY,
             max_restarts=0,
             scheduling_strategy=strategy,

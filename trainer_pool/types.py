@@ -32,6 +32,8 @@ class TrainerSpec:
     """Of the weights as engines serve them, as torch spells it: "float32" or "bfloat16"."""
     weights_key: str = field(repr=False)
     """What the receivers of this run ask for."""
+    gpu_share: float = 1.0
+    """Of a GPU, for each rank that uses one: less than 1 where it shares it with an engine."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)

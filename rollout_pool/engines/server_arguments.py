@@ -42,7 +42,8 @@ def server_arguments(
         arguments += ["--disable-radix-cache"]
     max_total_tokens = config.max_total_tokens
     if uses_gpu:
-        arguments += ["--mem-fraction-static", str(config.mem_fraction)]
+        if config.mem_fraction is not None:
+            arguments += ["--mem-fraction-static", str(config.mem_fraction)]
         if pause_mode is PauseMode.in_place:
             # With overlap a batch sampled under the old weights is booked after the commit, and its
             # tokens would be stamped with the new version. A retracting pause books it first.

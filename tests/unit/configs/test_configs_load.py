@@ -131,8 +131,8 @@ def test_an_unknown_setting_like_no_other_is_refused_with_its_neighbours() -> No
     ("override", "message"),
     [
         ("buffer.max_staleness=four", "buffer.max_staleness='four': expected an integer"),
-        ("trainer.num_ranks=1.5", "trainer.num_ranks=1.5: expected an integer"),
-        ("trainer.num_ranks=null", "trainer.num_ranks=None: expected an integer"),
+        ("trainer.num_steps=1.5", "trainer.num_steps=1.5: expected an integer"),
+        ("trainer.num_steps=null", "trainer.num_steps=None: expected an integer"),
         ("trainer.learning_rate=fast", "trainer.learning_rate='fast': expected a number"),
         ("run.panel=maybe", "run.panel='maybe': expected true or false"),
         (

@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from configs.choices import Backend
 from configs.load import load_config
 from configs.schema import ModelConfig, ScratchModelConfig
+from controller.main import main
 from controller.model_size import model_size
 from controller.plan import Plan, make_plan, staleness_sentence
+
+GIB = 2**30
 
 
 def text_of(plan: Plan) -> str:
@@ -23,7 +27,7 @@ def text_of(plan: Plan) -> str:
 
 def test_without_gpus_the_cores_are_shared_out() -> None:
     plan = make_plan(load_config(["rollout.num_engines=2"]), num_gpus=0, num_cpus=16)
-    assert (plan.trainer_gpus, plan.engine_gpus, plan.num_gpus) == (0, 0, 0)
+    assert (plan.devices.rank_gpus, plan.devices.engine_gpus, plan.num_gpus) == (0, 0, 0)
     assert plan.threads_per_process == 16 // (2 + 2)
 
 
@@ -36,7 +40,7 @@ def test_threads_are_never_none_and_can_be_set() -> None:
 def test_with_gpus_each_rank_takes_one_and_an_engine_its_tensor_parallel_size() -> None:
     config = load_config(["rollout.num_engines=3", "rollout.engine.tp_size=2"])
     plan = make_plan(config, num_gpus=8, num_cpus=64)
-    assert (plan.trainer_gpus, plan.engine_gpus) == (1, 2)
+    assert (plan.devices.rank_gpus, plan.devices.engine_gpus) == (1, 2)
     assert plan.num_gpus == 2 * 1 + 3 * 2
 
 
@@ -133,6 +137,99 @@ def test_the_plan_says_how_weights_travel() -> None:
 
 def test_what_needs_a_gpu_is_refused_where_ray_has_none() -> None:
     for setting in ("weight_sync=ipc", "weight_sync.backend=nccl"):
-        with pytest.raises(ValueError, match="Ray has none: choose"):
+        with pytest.raises(ValueError, match="there is no GPU: choose"):
             make_plan(load_config([setting]), num_gpus=0, num_cpus=2)
         assert make_plan(load_config([setting]), num_gpus=8, num_cpus=2).num_gpus
+
+
+def test_one_gpu_is_shared_by_a_rank_and_the_engine() -> None:
+    plan = make_plan(load_config([]), num_gpus=1, num_cpus=8, gpu_bytes=80 * GIB)
+    devices, config = plan.devices, plan.config
+    assert (devices.num_ranks, devices.rank_gpus, devices.engine_gpus) == (1, 0.5, 0.5)
+    assert plan.num_gpus == 1
+    assert config.trainer.num_ranks == 1
+    assert config.weight_sync.backend is Backend.gloo, "NCCL refuses two members on one GPU"
+    fraction = config.rollout.engine.mem_fraction
+    assert fraction is not None and 0.3 <= fraction <= 0.4, "a third beside the rank"
+    text = " ".join(text_of(plan).split())
+    assert "1 trainer rank and the engine share it" in text and f"takes {fraction:.0%}" in text
+
+
+def test_two_gpus_are_for_one_rank_and_one_engine() -> None:
+    plan = make_plan(load_config([]), num_gpus=2, num_cpus=8)
+    assert (plan.devices.num_ranks, plan.devices.rank_gpus, plan.devices.engine_gpus) == (1, 1, 1)
+    assert plan.config.rollout.engine.mem_fraction == 0.85
+    assert plan.config.weight_sync.backend is Backend.auto
+    assert "2 GPUs: too few for 2 ranks and the engines" in " ".join(text_of(plan).split())
+
+
+def test_three_gpus_are_for_two_ranks_and_one_engine() -> None:
+    plan = make_plan(load_config([]), num_gpus=3, num_cpus=8)
+    assert (plan.devices.num_ranks, plan.num_gpus) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_gpus"),
+    [
+        (["trainer.num_ranks=2"], 1),
+        (["trainer.num_ranks=2"], 2),
+        (["rollout.num_engines=2"], 1),
+        (["rollout.num_engines=2"], 2),
+        (["rollout.engine.tp_size=2"], 1),
+    ],
+)
+def test_what_was_asked_for_and_does_not_fit_is_refused(settings: list[str], num_gpus: int) -> None:
+    with pytest.raises(ValueError, match=rf"GPUs, and Ray has {num_gpus}: lower"):
+        make_plan(load_config(settings), num_gpus=num_gpus, num_cpus=8)
+
+
+def test_settings_of_a_shared_gpu_are_kept_where_they_can_be() -> None:
+    chosen = load_config(["rollout.engine.mem_fraction=0.2", "trainer.num_ranks=1"])
+    plan = make_plan(chosen, num_gpus=1, num_cpus=8, gpu_bytes=80 * GIB)
+    assert plan.devices.is_shared and plan.config.rollout.engine.mem_fraction == 0.2
+    with pytest.raises(ValueError, match=r"weight_sync\.backend='nccl': .* share the only GPU"):
+        make_plan(load_config(["weight_sync.backend=nccl"]), num_gpus=1, num_cpus=8)
+    greedy = load_config(["rollout.engine.mem_fraction=0.99"])
+    with pytest.raises(ValueError, match=r"rollout\.engine\.mem_fraction=0\.99: leaves less"):
+        make_plan(greedy, num_gpus=1, num_cpus=8, gpu_bytes=8 * GIB)
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_a_model_too_large_for_the_gpus_goes_to_the_cpu_and_the_plan_says_why(
+    num_gpus: int,
+) -> None:
+    settings = ["model=pretrained", "model.path=Qwen/Qwen2.5-7B-Instruct"]
+    plan = make_plan(load_config(settings), num_gpus, num_cpus=8, gpu_bytes=80 * GIB)
+    assert plan.num_gpus == 0 and plan.config.trainer.num_ranks == 2
+    assert "do not fit in a GPU of 80" in plan.devices.why
+    with pytest.raises(ValueError, match=r"cluster\.gpus_per_rank=1: .* do not fit"):
+        make_plan(
+            load_config([*settings, "cluster.gpus_per_rank=1"]), num_gpus, 8, gpu_bytes=80 * GIB
+        )
+
+
+def test_the_share_of_an_engine_grows_with_the_model() -> None:
+    settings = ["model=pretrained", "model.path=Qwen/Qwen3-1.7B"]
+    plan = make_plan(load_config(settings), num_gpus=1, num_cpus=8, gpu_bytes=80 * GIB)
+    fraction = plan.config.rollout.engine.mem_fraction
+    assert fraction is not None and plan.devices.is_shared
+    engine, rank = 2 * 1.7e9 + GIB, 16 * 1.7e9 + GIB
+    assert fraction * 80 * GIB > engine, "its weights fit"
+    assert fraction * 80 * GIB + rank < 80 * GIB, "and the rank's states beside it"
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1, 2, 3, 16])
+def test_a_dry_run_shows_the_plan_for_any_number_of_gpus(
+    num_gpus: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["dry-run", f"cluster.num_gpus={num_gpus}"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    expected = {0: "there is no GPU", 1: "share it", 2: "1 GPU for 1 trainer rank"}
+    assert expected.get(num_gpus, "each of 2 trainer ranks") in told
+
+
+def test_a_launch_is_not_promised_gpus_that_are_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", f"run.dir={tmp_path}/runs", "cluster.num_gpus=999"]) == 2
+    assert "cluster.num_gpus=999: this machine has " in capsys.readouterr().err
