@@ -74,10 +74,10 @@ class CommitStrategy(Enum):
 
 
 class OnLongPrompt(Enum):
-    """A prompt longer than `max_prompt_tokens`: end the run with an error, or skip and count it."""
+    """What becomes of a prompt longer than rollout.max_prompt_tokens."""
 
-    refuse = "refuse"
-    skip = "skip"
+    refuse = "refuse"  # the run ends with an error
+    skip = "skip"  # it is left out and counted
 
 
 class TaskKind(Enum):

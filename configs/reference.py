@@ -11,7 +11,14 @@ from enum import Enum
 from pathlib import Path
 
 from configs.load import GROUPS, options
-from configs.settings import Setting, all_sections, all_settings, enum_docs, section_doc
+from configs.settings import (
+    Setting,
+    all_sections,
+    all_settings,
+    enum_docs,
+    reward_settings,
+    section_doc,
+)
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -28,7 +35,8 @@ Every setting of a run, its type and its one default. This page is made from `co
 
 What the command line says wins over the experiment, which wins over the files that it chooses,
 which win over the defaults below. Unknown names and wrong types are refused with the nearest valid
-name. Values are written as in YAML, and text as it stands; quote what the shell would take for
+name. The type says what a value is held to; a time is in seconds, and a count is at most 10^9.
+Values are written as in YAML, and text as it stands; quote what the shell would take for
 itself: `ARGS="task.prompt_pattern='([0-9]+)'"`. Relative paths mean the folder that the command is
 given in. An experiment of your own is one more file in `configs/experiment/`.
 """
@@ -50,8 +58,12 @@ def _group_tables() -> Iterator[str]:
 
 
 def _section_tables() -> Iterator[str]:
-    for name, section in all_sections().items():
-        settings = [s for s in all_settings() if s.section is section]
+    by_section = {
+        name: [s for s in all_settings() if s.section is section]
+        for name, section in all_sections().items()
+    }
+    for name, settings in {**by_section, "task.rewards.NAME": [*reward_settings()]}.items():
+        section = settings[0].section
         yield f"## {name}\n"
         if doc := section_doc(section):
             yield _flow(doc) + "\n"
@@ -70,13 +82,14 @@ def _row(setting: Setting) -> str:
 def _choice_tables() -> Iterator[str]:
     yield "## What the choices mean\n"
     seen: set[object] = set()
-    for setting in all_settings():
+    every = (*all_settings(), *reward_settings())
+    for setting in every:
         choices = setting.annotation
         if not (isinstance(choices, type) and issubclass(choices, Enum)) or choices in seen:
             continue
         seen.add(choices)
         if doc := enum_docs(choices):
-            users = [f"`{s.name}`" for s in all_settings() if s.annotation is choices]
+            users = [f"`{s.name}`" for s in every if s.annotation is choices]
             yield f"- {', '.join(users)}: {doc}"
 
 

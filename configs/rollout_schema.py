@@ -5,31 +5,46 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from configs.bounds import (
+    CODE,
+    CODE_PATTERN,
+    FINITE,
+    LARGEST_COUNT,
+    NOT_EMPTY,
+    NOT_NEGATIVE,
+    PORT,
+    POSITIVE,
+    SECONDS,
+    SEED,
+    SHARE,
+    at_least,
+    check_bounds,
+    matching,
+    within,
+)
 from configs.choices import Dtype, OnLongPrompt, RewardKind, TailPolicy, TaskKind, ToolParser
-from configs.rules import at_least, require
+from configs.rules import require
 
 MAX_PORT = 65535
+VARIABLE = matching("[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable, not its value")
+TOOLS = matching(rf"python|{CODE_PATTERN}", "each python, module:name or file.py:name")
 
 
 @dataclass(kw_only=True, slots=True)
 class SamplingConfig:
     """How rollouts are drawn. All of it travels with every group, and the trainer goes by that."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float = field(default=1.0, metadata=POSITIVE)
+    """A greedy rollout, at 0, would have no gradient."""
+    top_p: float = field(default=1.0, metadata=within(above=0, most=1))
+    top_k: int = field(default=-1, metadata=within(1, LARGEST_COUNT, also=-1))
+    min_p: float = field(default=0.0, metadata=SHARE)
+    frequency_penalty: float = field(default=0.0, metadata=FINITE)
+    presence_penalty: float = field(default=0.0, metadata=FINITE)
+    repetition_penalty: float = field(default=1.0, metadata=POSITIVE)
 
     def __post_init__(self) -> None:
-        require(
-            self.temperature > 0,
-            "rollout.sampling.temperature",
-            self.temperature,
-            "must be above 0: a greedy rollout has no gradient",
-        )
+        check_bounds(self, "rollout.sampling")
         require(
             self.top_p == 1.0 and self.top_k == -1 and self.min_p == 0.0,
             "rollout.sampling.top_p/top_k/min_p",
@@ -52,28 +67,20 @@ class SamplingConfig:
 class EvalConfig:
     """How held-out prompts are answered."""
 
-    num_samples: int = 1
+    num_samples: int = field(default=1, metadata=at_least(1))
     """Answers a prompt: pass@k and mean@k are given for k up to this."""
-    temperature: float = 0.0
+    temperature: float = field(default=0.0, metadata=NOT_NEGATIVE)
     """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = -1
-    full_score: float = 1.0
+    top_p: float = field(default=1.0, metadata=within(above=0, most=1))
+    top_k: int = field(default=-1, metadata=within(1, LARGEST_COUNT, also=-1))
+    full_score: float = field(default=1.0, metadata=FINITE)
     """The reward from which on an answer counts as right."""
     pinned: bool = True
     """Let one of several engines stay at the version that is evaluated and answer alone; with a
     single engine answers are of that version or later ones, and tagged so."""
 
     def __post_init__(self) -> None:
-        at_least(1, "rollout.eval", num_samples=self.num_samples)
-        at_least(0, "rollout.eval", temperature=self.temperature)
-        require(0 < self.top_p <= 1, "rollout.eval.top_p", self.top_p, "must lie in (0, 1]")
-        require(
-            self.top_k == -1 or self.top_k >= 1,
-            "rollout.eval.top_k",
-            self.top_k,
-            "must be at least 1, or -1 for all tokens",
-        )
+        check_bounds(self, "rollout.eval")
         require(
             self.num_samples == 1 or self.temperature > 0,
             "rollout.eval.num_samples",
@@ -86,94 +93,77 @@ class EvalConfig:
 class OpenAIConfig:
     """An OpenAI-compatible endpoint in front of the engines, one at each worker."""
 
-    port: int | None = None
+    port: int | None = field(default=None, metadata=PORT)
     """Of worker 0; worker 1 listens on the next one, and so on. 0 takes free ports (written to
     the run's folder); None starts none unless an agent needs one."""
-    session_timeout_s: float = 3600.0
+    session_timeout_s: float = field(default=3600.0, metadata=SECONDS)
     """A session in which nothing is asked for this long is given up."""
 
     def __post_init__(self) -> None:
-        require(
-            self.session_timeout_s > 0,
-            "rollout.openai.session_timeout_s",
-            self.session_timeout_s,
-            "must be above 0",
-        )
+        check_bounds(self, "rollout.openai")
 
 
 @dataclass(kw_only=True, slots=True)
 class EngineConfig:
     """One SGLang server."""
 
-    tp_size: int = 1
+    tp_size: int = field(default=1, metadata=at_least(1))
     dtype: Dtype = Dtype.auto
-    max_running_requests: int = 128
-    max_total_tokens: int | None = None
+    max_running_requests: int = field(default=128, metadata=at_least(1))
+    max_total_tokens: int | None = field(default=None, metadata=at_least(1))
     """Tokens of KV cache; None lets SGLang choose by `mem_fraction` (65536 on a CPU)."""
-    mem_fraction: float | None = None
+    mem_fraction: float | None = field(default=None, metadata=within(above=0, below=1))
     """Part of a GPU's memory for weights and KV cache. None is 0.85, and less on a GPU that the
     engine shares with a trainer rank."""
     radix_cache: bool = False
     """Reuse KV of shared prefixes, by policy version. Needs weight_sync.pause_mode=in_place."""
-    start_timeout_s: float = 600.0
-    request_timeout_s: float = 600.0
+    start_timeout_s: float = field(default=600.0, metadata=SECONDS)
+    request_timeout_s: float = field(default=600.0, metadata=SECONDS)
     """Longest that one request may go without an answer."""
-    max_restarts: int = 3
+    max_restarts: int = field(default=3, metadata=at_least(0))
     """How often a server that died, or whose weights are torn, is started again in one run."""
     extra_args: list[str] = field(default_factory=list)
     """Further arguments for the server's command line."""
 
     def __post_init__(self) -> None:
-        at_least(
-            1,
-            "rollout.engine",
-            tp_size=self.tp_size,
-            max_running_requests=self.max_running_requests,
-        )
-        at_least(0, "rollout.engine", max_restarts=self.max_restarts)
-        require(
-            self.mem_fraction is None or 0 < self.mem_fraction < 1,
-            "rollout.engine.mem_fraction",
-            self.mem_fraction,
-            "must lie in (0, 1)",
-        )
+        check_bounds(self, "rollout.engine")
 
 
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
-    num_engines: int = 1
-    num_workers: int = 1
-    group_size: int = 8
-    """Trajectories of one prompt."""
-    max_prompt_tokens: int = 1024
-    max_response_tokens: int = 1024
+    num_engines: int = field(default=1, metadata=at_least(1))
+    num_workers: int = field(default=1, metadata=at_least(1))
+    group_size: int = field(default=8, metadata=at_least(2))
+    """Trajectories of one prompt, which GRPO compares with each other."""
+    max_prompt_tokens: int = field(default=1024, metadata=at_least(1))
+    max_response_tokens: int = field(default=1024, metadata=at_least(1))
     """All that follows the prompt: with several turns the environment's words too."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.refuse
     tail: TailPolicy = TailPolicy.continue_across_versions
-    oversampling: float = 1.0
+    oversampling: float = field(default=1.0, metadata=within(1))
     """Groups admitted for each that the leash has room for; those above 1 cover for stragglers."""
-    max_postponements: int = 2
+    max_postponements: int = field(default=2, metadata=at_least(0))
     """How often a group may be stopped in favour of others; then it is run to its end."""
     filter_zero_variance: bool = False
     """Leave out groups whose rewards are all equal (they have no gradient) and run others."""
-    max_filtered_ratio: float = 4.0
+    max_filtered_ratio: float = field(default=4.0, metadata=NOT_NEGATIVE)
     """The most groups left out so for each one kept; beyond it they are kept, and counted."""
-    max_groups_in_flight: int = 256
+    max_groups_in_flight: int = field(default=256, metadata=at_least(1))
     """A worker's own bound; admission is nearly always the tighter one."""
-    max_request_retries: int = 2
+    max_request_retries: int = field(default=2, metadata=at_least(0))
     """How often one failed sample is asked for again, from where it stood."""
-    max_group_failures: int = 2
+    max_group_failures: int = field(default=2, metadata=at_least(1))
     """A prompt whose group failed that often is put into quarantine."""
-    max_worker_restarts: int = 3
+    max_worker_restarts: int = field(default=3, metadata=at_least(0))
     """How often a worker that died is started again in one run."""
-    reward_actors: int = 1
+    reward_actors: int = field(default=1, metadata=at_least(1))
     """Actors that score episodes, spread over the nodes."""
-    reward_processes: int = 1
+    reward_processes: int = field(default=1, metadata=at_least(1))
     """Scoring processes of each such actor."""
-    reward_timeout_s: float = 30.0
-    log_rate: float = 0.01
+    reward_timeout_s: float = field(default=30.0, metadata=SECONDS)
+    log_rate: float = field(default=0.01, metadata=SHARE)
     """Share of the groups whose trajectories are written to the run's folder, for `make show`."""
-    eval_every: int = 25
+    eval_every: int = field(default=25, metadata=at_least(0))
     """Policy versions between two evaluations on held-out prompts (0: only first and last)."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -181,29 +171,7 @@ class RolloutConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        at_least(
-            1,
-            "rollout",
-            num_engines=self.num_engines,
-            num_workers=self.num_workers,
-            max_prompt_tokens=self.max_prompt_tokens,
-            max_response_tokens=self.max_response_tokens,
-            max_groups_in_flight=self.max_groups_in_flight,
-            max_group_failures=self.max_group_failures,
-            oversampling=self.oversampling,
-            reward_actors=self.reward_actors,
-            reward_processes=self.reward_processes,
-        )
-        at_least(
-            0,
-            "rollout",
-            eval_every=self.eval_every,
-            max_request_retries=self.max_request_retries,
-            max_postponements=self.max_postponements,
-            max_filtered_ratio=self.max_filtered_ratio,
-            max_worker_restarts=self.max_worker_restarts,
-        )
-        require(0 <= self.log_rate <= 1, "rollout.log_rate", self.log_rate, "must lie in [0, 1]")
+        check_bounds(self, "rollout")
         if (port := self.openai.port) is not None:
             most = MAX_PORT - self.num_workers + 1
             require(
@@ -212,12 +180,6 @@ class RolloutConfig:
                 port,
                 f"must lie in 0..{most}: each of {self.num_workers} workers takes the next one",
             )
-        require(
-            self.group_size >= 2,
-            "rollout.group_size",
-            self.group_size,
-            "GRPO compares the trajectories of a group: at least 2",
-        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -225,27 +187,31 @@ class RewardConfig:
     """One part of the reward; its name is its key in `task.rewards`."""
 
     kind: RewardKind = RewardKind.task
-    weight: float = 1.0
+    weight: float = field(default=1.0, metadata=FINITE)
     """Factor in the sum that becomes the reward."""
-    function: str | None = None
+    function: str | None = field(default=None, metadata=CODE)
     """function: `module:name` or `file.py:name`, called with (prompt, episode), gives a number."""
-    url: str | None = None
+    url: str | None = field(
+        default=None,
+        metadata=matching(r"https?://[^\s/]+.*", "an address as http://host:port/path"),
+    )
     """http: where to POST; judge, teacher: the base URL, as in http://host:port/v1."""
-    model: str | None = None
+    model: str | None = field(default=None, metadata=NOT_EMPTY)
     """judge, teacher: name of the model there."""
-    api_key_env: str | None = None
+    api_key_env: str | None = field(default=None, metadata=VARIABLE)
     """judge, teacher, http: environment variable that holds the key."""
     prompt: str | None = None
     """judge: what it is asked; {prompt}, {answer} and {solution} are filled in."""
-    timeout_s: float = 120.0
+    timeout_s: float = field(default=120.0, metadata=SECONDS)
     """http, judge, teacher: longest that one answer may take."""
-    max_retries: int = 3
+    max_retries: int = field(default=3, metadata=at_least(0))
     """http, judge, teacher: after a failure. Then the episode is unscored: its group is not trained
     and its prompt runs again, as after any failed group."""
-    max_per_second: float | None = None
+    max_per_second: float | None = field(default=None, metadata=POSITIVE)
     """http, judge, teacher: the most requests a second from one worker; None for no limit."""
 
     def __post_init__(self) -> None:
+        check_bounds(self, "task.rewards.*")
         name = f"task.rewards.*.kind={self.kind.name}"
         remote = self.kind in (RewardKind.http, RewardKind.judge, RewardKind.teacher)
         require(
@@ -266,27 +232,19 @@ class RewardConfig:
             self.model,
             f"{name} needs the model's name",
         )
-        require(self.timeout_s > 0, "task.rewards.*.timeout_s", self.timeout_s, "must be above 0")
-        at_least(0, "task.rewards.*", max_retries=self.max_retries)
-        require(
-            self.max_per_second is None or self.max_per_second > 0,
-            "task.rewards.*.max_per_second",
-            self.max_per_second,
-            "must be above 0, or null",
-        )
 
 
 @dataclass(kw_only=True, slots=True)
 class TaskConfig:
     kind: TaskKind = TaskKind.reasoning_gym
-    name: str = "chain_sum"
+    name: str = field(default="chain_sum", metadata=NOT_EMPTY)
     """reasoning_gym: the task's name. gsm8k, math: the Hugging Face data set (unless `path` is
     set). verifiers: the environment's name."""
     params: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task's generator or environment; what a custom task makes of them."""
-    path: str | None = None
+    path: str | None = field(default=None, metadata=NOT_EMPTY)
     """gsm8k, math, code: a JSONL file; docs/tasks.md gives the form of a line."""
-    eval_path: str | None = None
+    eval_path: str | None = field(default=None, metadata=NOT_EMPTY)
     """JSONL of held-out prompts; None holds back the last `eval_size` lines of `path`."""
     prompt_pattern: str | None = None
     """A regular expression; its match in the question (group 1 if there is one) is the prompt."""
@@ -297,43 +255,32 @@ class TaskConfig:
     as they are."""
     system_prompt: str | None = None
     """First message of every conversation."""
-    factory: str | None = None
+    factory: str | None = field(default=None, metadata=CODE)
     """custom: `module:name` or `file.py:name`, called with these settings, makes the task."""
-    env: str | None = None
+    env: str | None = field(default=None, metadata=CODE)
     """The same, called with (these settings, prompt), makes each episode's environment; None is
     the task's own."""
-    agent: str | None = None
+    agent: str | None = field(default=None, metadata=CODE)
     """The same, an async function called with (session, prompt): a program that talks to the model
     through the OpenAI-compatible endpoint and returns the reward."""
-    tools: list[str] = field(default_factory=list)
+    tools: list[str] = field(default_factory=list, metadata=TOOLS)
     """Tools that the model may call: `python` (in the sandbox), or functions as `module:name`."""
     tool_parser: ToolParser = ToolParser.hermes
-    max_turns: int = 1
+    max_turns: int = field(default=1, metadata=at_least(1))
     """The most answers of the model in one episode."""
-    max_turn_tokens: int | None = None
+    max_turn_tokens: int | None = field(default=None, metadata=at_least(1))
     """The most tokens of one answer; None leaves it to rollout.max_response_tokens."""
-    turn_timeout_s: float = 600.0
+    turn_timeout_s: float = field(default=600.0, metadata=SECONDS)
     """Longest that the environment or a tool may take over one step."""
-    episode_timeout_s: float = 7200.0
+    episode_timeout_s: float = field(default=7200.0, metadata=SECONDS)
     """Longest that a whole episode may take."""
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     """Parts of the reward by name; none: the environment's own, or else the task's score."""
-    eval_size: int = 128
-    seed: int = 0
+    eval_size: int = field(default=128, metadata=at_least(1))
+    seed: int = field(default=0, metadata=SEED)
 
     def __post_init__(self) -> None:
-        at_least(1, "task", eval_size=self.eval_size, max_turns=self.max_turns)
-        for name, value in (
-            ("turn_timeout_s", self.turn_timeout_s),
-            ("episode_timeout_s", self.episode_timeout_s),
-        ):
-            require(value > 0, f"task.{name}", value, "must be above 0")
-        require(
-            self.max_turn_tokens is None or self.max_turn_tokens >= 1,
-            "task.max_turn_tokens",
-            self.max_turn_tokens,
-            "must be at least 1, or null",
-        )
+        check_bounds(self, "task")
         require(
             (self.kind is TaskKind.custom) == (self.factory is not None),
             "task.factory",

@@ -8,7 +8,21 @@ rule raises ValueError naming the field, its value and the fix.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
+from configs.bounds import (
+    NOT_EMPTY,
+    NOT_NEGATIVE,
+    NUM_BYTES,
+    PORT,
+    POSITIVE,
+    SECONDS,
+    SEED,
+    at_least,
+    check_bounds,
+    matching,
+    within,
+)
 from configs.choices import (
     AppendFsync,
     Backend,
@@ -21,38 +35,42 @@ from configs.choices import (
 )
 from configs.joint_rules import check_joint_rules
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from configs.rules import at_least, require
+from configs.rules import require
+
+RUN_NAME = matching(
+    "[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
+    "up to 100 letters, digits, '.', '_', '-' (it names a folder and Redis keys)",
+)
+HOST = matching("[A-Za-z0-9:][A-Za-z0-9:._%-]*", "an IP address or the name of a host")
+STAGE_DIR = matching("(?s)/.*", "an absolute path: it means the same folder on every node")
+RAY_ADDRESS = matching(r"auto|(ray://)?\S+:\d{1,5}", "auto or HOST:PORT")
 
 
 @dataclass(kw_only=True, slots=True)
 class ScratchModelConfig:
     """A small Qwen3 with a byte-level tokenizer, built with random weights when the run starts."""
 
-    hidden_size: int = 128
-    intermediate_size: int = 384
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    max_position_embeddings: int = 2048
+    hidden_size: int = field(default=128, metadata=at_least(1))
+    intermediate_size: int = field(default=384, metadata=at_least(1))
+    num_layers: int = field(default=4, metadata=at_least(1))
+    num_heads: int = field(default=4, metadata=at_least(1))
+    num_kv_heads: int = field(default=2, metadata=at_least(1))
+    head_dim: int = field(default=32, metadata=at_least(1))
+    max_position_embeddings: int = field(default=2048, metadata=at_least(1))
 
     def __post_init__(self) -> None:
-        at_least(
-            1,
-            "model.scratch",
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=self.max_position_embeddings,
-        )
+        check_bounds(self, "model.scratch")
         require(
             self.num_heads % self.num_kv_heads == 0,
             "model.scratch.num_kv_heads",
             self.num_kv_heads,
             f"must divide model.scratch.num_heads={self.num_heads}",
+        )
+        require(
+            self.head_dim % 2 == 0,
+            "model.scratch.head_dim",
+            self.head_dim,
+            "must be even: positions turn pairs of it",
         )
 
 
@@ -60,67 +78,61 @@ class ScratchModelConfig:
 class ModelConfig:
     """Exactly one of `path` and `scratch` says where the initial policy comes from."""
 
-    path: str | None = None
+    path: str | None = field(default=None, metadata=NOT_EMPTY)
     """Hugging Face name or a local folder."""
     scratch: ScratchModelConfig | None = None
     trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "model")
 
 
 @dataclass(kw_only=True, slots=True)
 class WarmStartConfig:
     """Supervised learning on the task's own answers before RL begins (0 steps: none)."""
 
-    num_steps: int = 0
-    batch_size: int = 64
-    learning_rate: float = 1e-3
+    num_steps: int = field(default=0, metadata=at_least(0))
+    batch_size: int = field(default=64, metadata=at_least(1))
+    learning_rate: float = field(default=1e-3, metadata=POSITIVE)
 
     def __post_init__(self) -> None:
-        at_least(0, "trainer.warm_start", num_steps=self.num_steps)
-        at_least(1, "trainer.warm_start", batch_size=self.batch_size)
+        check_bounds(self, "trainer.warm_start")
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
-    num_ranks: int | None = None
+    num_ranks: int | None = field(default=None, metadata=at_least(1))
     """ZeRO-3 ranks. None is 2, or 1 where there are too few GPUs for that."""
-    num_steps: int = 100
-    groups_per_step: int = 16
+    num_steps: int = field(default=100, metadata=at_least(1))
+    groups_per_step: int = field(default=16, metadata=at_least(1))
     """Prompt groups in one global batch, shared among the ranks by tokens."""
-    num_minibatches: int = 1
+    num_minibatches: int = field(default=1, metadata=at_least(1))
     """Optimizer steps a batch. More than one: proximal log-probabilities are computed first."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int = field(default=16384, metadata=at_least(1))
     """Padded tokens in one forward pass of one rank."""
-    learning_rate: float = 1e-6
-    lr_warmup_steps: int = 0
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    max_grad_norm: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+    learning_rate: float = field(default=1e-6, metadata=POSITIVE)
+    lr_warmup_steps: int = field(default=0, metadata=at_least(0))
+    weight_decay: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    adam_beta1: float = field(default=0.9, metadata=within(0, below=1))
+    adam_beta2: float = field(default=0.95, metadata=within(0, below=1))
+    max_grad_norm: float = field(default=1.0, metadata=NOT_NEGATIVE)
+    clip_low: float = field(default=0.2, metadata=within(above=0, below=1))
+    clip_high: float = field(default=0.28, metadata=POSITIVE)
     """PPO clips importance_ratio (trainer / proximal) to [1 - clip_low, 1 + clip_high]."""
-    tis_cap: float = 2.0
+    tis_cap: float = field(default=2.0, metadata=within(1))
     """Cap of the token-level truncated importance weight (proximal / rollout)."""
     normalize_advantage_std: bool = True
     gradient_checkpointing: bool = False
     dtype: Dtype = Dtype.auto
     backend: Backend = Backend.auto
-    checkpoint_every: int = 50
+    checkpoint_every: int = field(default=50, metadata=at_least(1))
     """Steps between checkpoints; the last step always makes one."""
-    timeout_s: float = 600.0
+    timeout_s: float = field(default=600.0, metadata=SECONDS)
     """Longest that one collective among the trainer ranks may take."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
     def __post_init__(self) -> None:
-        at_least(
-            1,
-            "trainer",
-            num_ranks=self.ranks,
-            num_steps=self.num_steps,
-            num_minibatches=self.num_minibatches,
-            micro_batch_tokens=self.micro_batch_tokens,
-            checkpoint_every=self.checkpoint_every,
-        )
+        check_bounds(self, "trainer")
         require(
             self.groups_per_step >= self.ranks,
             "trainer.groups_per_step",
@@ -134,13 +146,6 @@ class TrainerConfig:
             "at most trainer.groups_per_step // trainer.num_ranks = "
             f"{self.groups_per_step // self.ranks}",
         )
-        require(0 < self.clip_low < 1, "trainer.clip_low", self.clip_low, "must lie in (0, 1)")
-        require(self.clip_high > 0, "trainer.clip_high", self.clip_high, "must be above 0")
-        require(self.tis_cap >= 1, "trainer.tis_cap", self.tis_cap, "must be at least 1")
-        require(
-            self.learning_rate > 0, "trainer.learning_rate", self.learning_rate, "must be above 0"
-        )
-        require(self.timeout_s > 0, "trainer.timeout_s", self.timeout_s, "must be above 0")
 
     @property
     def ranks(self) -> int:
@@ -152,45 +157,38 @@ class TrainerConfig:
 class BufferConfig:
     url: str | None = None
     """redis://[user:password@]host:port/db or unix://; None starts a server for this run."""
-    tls_ca_file: str | None = None
+    tls_ca_file: str | None = field(default=None, metadata=NOT_EMPTY)
     """Certificates that a rediss:// server is checked against; None takes the system's."""
-    shards: int = 1
+    shards: int = field(default=1, metadata=at_least(1))
     """Complete buffers that the groups are spread over, on one server or on a Redis Cluster."""
-    max_staleness: int = 2
+    max_staleness: int = field(default=2, metadata=at_least(0))
     """The most policy versions by which a trained token may lag. Can change during the run."""
     on_stale: OnStale = OnStale.requeue
-    max_retries: int = 2
+    max_retries: int = field(default=2, metadata=at_least(0))
     """How often a prompt whose group went stale is run again."""
     selector: Selector = Selector.stalest
-    capacity_groups: int | None = None
+    capacity_groups: int | None = field(default=None, metadata=at_least(1))
     """The most groups that may be ready or leased; None leaves it to `max_staleness`."""
-    capacity_bytes: int | None = None
+    capacity_bytes: int | None = field(default=None, metadata=NUM_BYTES)
     """The most bytes that ready and leased groups may take."""
     on_full: OnFull = OnFull.block
-    max_attempts: int = 5
+    max_attempts: int = field(default=5, metadata=at_least(1))
     """A group that was leased this often and never trained is put into quarantine."""
-    lease_timeout_s: float = 600.0
+    lease_timeout_s: float = field(default=600.0, metadata=SECONDS)
     """A lease or a credit that is not renewed for this long returns to the buffer."""
-    wait_timeout_s: float = 600.0
+    wait_timeout_s: float = field(default=600.0, metadata=SECONDS)
     """Longest that a trainer waits for a batch, a worker for a credit, a push for room."""
-    remember_s: float = 3600.0
+    remember_s: float = field(default=3600.0, metadata=SECONDS)
     """How long the id of a finished group is kept, so that a late retry of its push is known."""
-    audit_length: int = 100_000
+    audit_length: int = field(default=100_000, metadata=at_least(0))
     """About how many events of groups are kept for `make trace`; 0 for none."""
     compress: bool = False
     """Compress payloads with zstd; pays where the network to Redis is slow."""
     appendfsync: AppendFsync = AppendFsync.everysec
-    start_timeout_s: float = 30.0
+    start_timeout_s: float = field(default=30.0, metadata=SECONDS)
 
     def __post_init__(self) -> None:
-        at_least(
-            0,
-            "buffer",
-            max_staleness=self.max_staleness,
-            max_retries=self.max_retries,
-            audit_length=self.audit_length,
-        )
-        at_least(1, "buffer", shards=self.shards, max_attempts=self.max_attempts)
+        check_bounds(self, "buffer")
         for name, limit in (
             ("capacity_groups", self.capacity_groups),
             ("capacity_bytes", self.capacity_bytes),
@@ -201,12 +199,6 @@ class BufferConfig:
                 limit,
                 f"must be at least buffer.shards={self.shards}, or null for no limit",
             )
-        for name, value in (
-            ("lease_timeout_s", self.lease_timeout_s),
-            ("wait_timeout_s", self.wait_timeout_s),
-            ("remember_s", self.remember_s),
-        ):
-            require(value > 0, f"buffer.{name}", value, "must be above 0")
         if self.url is not None:
             require(
                 self.url.split("://")[0] in {"redis", "rediss", "unix"},
@@ -214,112 +206,102 @@ class BufferConfig:
                 self.url.split("@")[-1],
                 "must begin with redis://, rediss:// or unix://",
             )
+            require(
+                _has_server(self.url),
+                "buffer.url",
+                self.url.split("@")[-1],
+                "must name a server, as in redis://host:6379/0, its port at most 65535, or a "
+                "socket, as in unix:///path",
+            )
+
+
+def _has_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.path if parts.scheme == "unix" else parts.hostname) and parts.port != 0
+    except ValueError:  # of the port
+        return False
 
 
 @dataclass(kw_only=True, slots=True)
 class WeightSyncConfig:
     backend: Backend = Backend.auto
-    bucket_bytes: int = 32 * 2**20
+    bucket_bytes: int = field(default=32 * 2**20, metadata=NUM_BYTES)
     """Size of one message; a tensor may span several, and several share one."""
-    num_buffers: int = 2
+    num_buffers: int = field(default=2, metadata=at_least(1))
     """Buckets that are on their way at once, for each member."""
-    num_staged: int = 2
+    num_staged: int = field(default=2, metadata=at_least(2))
     """Versions that a receiver has room for: the one it offers and the one that arrives."""
-    stage_dir: str | None = None
+    stage_dir: str | None = field(
+        default=None,
+        metadata=STAGE_DIR,
+    )
     """Folder of the staged versions, on every node; None is /dev/shm."""
     commit: CommitStrategy = CommitStrategy.staged_disk
     pause_mode: PauseMode = PauseMode.retract
-    max_concurrent_commits: int = 1
+    max_concurrent_commits: int = field(default=1, metadata=at_least(1))
     """Engines of the fleet that may stand still at once to take a version."""
-    commit_timeout_s: float = 120.0
+    commit_timeout_s: float = field(default=120.0, metadata=SECONDS)
     """Longest that one engine's commit may take."""
-    full_every: int = 1
+    full_every: int = field(default=1, metadata=at_least(1))
     """Every so many publishes all bytes are sent, between them only those that changed."""
-    max_delta_density: float = 0.25
-    """A larger share of changed elements than this is sent in full."""
-    timeout_s: float = 30.0
+    max_delta_density: float = field(default=0.25, metadata=within(0, 0.5))
+    """A larger share of changed elements than this is sent in full. Above 0.5 a delta of 2-byte
+    weights would be larger than all of them."""
+    timeout_s: float = field(default=30.0, metadata=SECONDS)
     """Longest silence of a member, beyond what its bytes need at `min_bandwidth`."""
-    min_bandwidth: float = 50e6
+    min_bandwidth: float = field(default=50e6, metadata=within(1))
     """Bytes per second below which a member counts as stalled."""
 
     def __post_init__(self) -> None:
-        at_least(
-            1,
-            "weight_sync",
-            bucket_bytes=self.bucket_bytes,
-            num_buffers=self.num_buffers,
-            max_concurrent_commits=self.max_concurrent_commits,
-            full_every=self.full_every,
-            min_bandwidth=self.min_bandwidth,
-        )
-        at_least(2, "weight_sync", num_staged=self.num_staged)
-        require(
-            0 <= self.max_delta_density <= 0.5,
-            "weight_sync.max_delta_density",
-            self.max_delta_density,
-            "must lie in [0, 0.5]: with more a delta of 2-byte weights is larger than all of them",
-        )
+        check_bounds(self, "weight_sync")
         require(
             self.full_every == 1 or self.max_delta_density > 0,
             "weight_sync.full_every",
             self.full_every,
             "with max_delta_density=0 every version is sent in full: raise it, or set full_every=1",
         )
-        require(
-            self.stage_dir is None or self.stage_dir.startswith("/"),
-            "weight_sync.stage_dir",
-            self.stage_dir,
-            "give an absolute path: it means the same folder on every node",
-        )
-        for name, value in (
-            ("timeout_s", self.timeout_s),
-            ("commit_timeout_s", self.commit_timeout_s),
-        ):
-            require(value > 0, f"weight_sync.{name}", value, "must be above 0")
 
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
-    ray_address: str | None = None
+    ray_address: str | None = field(default=None, metadata=RAY_ADDRESS)
     """Address of a Ray cluster ("auto" finds a running one); None starts Ray on this machine."""
-    num_cpus: int | None = None
+    num_cpus: int | None = field(default=None, metadata=at_least(1))
     """Cores that a Ray started here may promise; None is all of them."""
-    num_gpus: int | None = None
+    num_gpus: int | None = field(default=None, metadata=at_least(0))
     """GPUs that a Ray started here may promise; None is all of them. `make dry-run` shows the plan
     for any number."""
-    gpus_per_rank: int | None = None
+    gpus_per_rank: int | None = field(default=None, metadata=within(0, 1))
     """GPUs of a trainer rank: 0 runs everything on the CPU; None is 1, half of one that it shares
     with the engine, or 0, by what there is. An engine takes tp_size."""
-    threads_per_process: int | None = None
+    threads_per_process: int | None = field(default=None, metadata=at_least(1))
     """Torch threads of a CPU process; None shares the cores out."""
-    host: str | None = None
+    host: str | None = field(default=None, metadata=HOST)
     """Address on which this machine's servers listen. None is the one by which the cluster of
     ray_address knows this machine, or 127.0.0.1 without such. Redis has a password in any case."""
-    start_timeout_s: float = 900.0
-    stop_timeout_s: float = 20.0
+    start_timeout_s: float = field(default=900.0, metadata=SECONDS)
+    stop_timeout_s: float = field(default=20.0, metadata=SECONDS)
 
     def __post_init__(self) -> None:
-        if self.gpus_per_rank is not None:
-            require(
-                self.gpus_per_rank in (0, 1),
-                "cluster.gpus_per_rank",
-                self.gpus_per_rank,
-                "a ZeRO-3 rank drives one GPU: 0 or 1",
-            )
+        check_bounds(self, "cluster")
 
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
-    name: str | None = None
+    name: str | None = field(default=None, metadata=RUN_NAME)
     """Folder of the run below `dir`; None is the experiment's name with date and time."""
-    dir: str = "runs"
-    group: str | None = None
+    dir: str = field(default="runs", metadata=NOT_EMPTY)
+    group: str | None = field(default=None, metadata=NOT_EMPTY)
     """Unix group that may read the run's folder; None leaves it to its owner alone."""
-    seed: int = 0
+    seed: int = field(default=0, metadata=SEED)
     panel: bool = True
     """Draw the live panel; a line a step is printed where the output is no terminal."""
-    prometheus_port: int | None = None
-    """Port on cluster.host where Prometheus may read the metrics; None for none."""
+    prometheus_port: int | None = field(default=None, metadata=PORT)
+    """Port on cluster.host where Prometheus may read the metrics; 0 takes a free one, None none."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "run")
 
 
 @dataclass(kw_only=True, slots=True)

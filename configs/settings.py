@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
+import tokenize
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
@@ -16,6 +18,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from configs import choices, rollout_schema, schema
+from configs.bounds import Bound, bound_of
 
 TYPE_WORDS: dict[object, str] = {
     bool: "true or false",
@@ -39,11 +42,18 @@ class Setting:
     default: object
     """The schema's one default (Enum members as their name)."""
     doc: str
+    bound: Bound | None
+    """What its values are held to beyond their type."""
 
     @property
     def expected(self) -> str:
         """What a value must be, as the end of "expected ..."."""
-        return describe_type(self.annotation) + (" or null" if self.is_optional else "")
+        text = describe_type(self.annotation)
+        if self.bound is not None:
+            text += f", {self.bound.short}"
+        if not self.is_optional:
+            return text
+        return f"{text}, or null" if self.bound is not None else f"{text} or null"
 
     @property
     def is_open(self) -> bool:
@@ -69,6 +79,12 @@ def all_settings() -> tuple[Setting, ...]:
 
 
 @cache
+def reward_settings() -> tuple[Setting, ...]:
+    """Those of one part of the reward, whose section is named by the user."""
+    return tuple(_walk(rollout_schema.RewardConfig, prefix="task.rewards.NAME."))
+
+
+@cache
 def all_sections() -> dict[str, type]:
     """Dotted name of every section, e.g. `trainer.warm_start`, and its dataclass."""
     return dict(_walk_sections(schema.Config, prefix=""))
@@ -90,6 +106,7 @@ def _walk(section: type, prefix: str) -> Iterator[Setting]:
             is_optional=is_optional,
             default=_default(field.default, field.default_factory),
             doc=docs.get(field.name, ""),
+            bound=bound_of(field),
         )
 
 
@@ -129,11 +146,20 @@ def section_doc(section: type) -> str:
 
 def enum_docs(names: type[Enum]) -> str:
     """The docstring of an Enum, and the comments that stand behind its members."""
-    lines = inspect.getsource(names).splitlines()
+    source = inspect.getsource(names)
+    by_line = {
+        token.start[0]: token.string.removeprefix("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    (body,) = (node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     comments = [
-        f"`{line.split('=')[0].strip()}`: {line.partition('  # ')[2]}."
-        for line in lines
-        if "  # " in line
+        f"`{name.id}`: {comment}."
+        for node in body
+        if isinstance(node, ast.Assign) and isinstance(name := node.targets[0], ast.Name)
+        # A member whose line would be too long stands in brackets, its comment inside.
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        if (comment := by_line.get(line))
     ]
     doc = ast.get_docstring(_class_nodes()[names.__name__]) or ""
     return " ".join([*doc.split(), *comments])

@@ -130,10 +130,13 @@ def test_an_unknown_setting_like_no_other_is_refused_with_its_neighbours() -> No
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("buffer.max_staleness=four", "buffer.max_staleness='four': expected an integer"),
-        ("trainer.num_steps=1.5", "trainer.num_steps=1.5: expected an integer"),
-        ("trainer.num_steps=null", "trainer.num_steps=None: expected an integer"),
-        ("trainer.learning_rate=fast", "trainer.learning_rate='fast': expected a number"),
+        (
+            "buffer.max_staleness=four",
+            "buffer.max_staleness='four': expected an integer, at least 0",
+        ),
+        ("trainer.num_steps=1.5", "trainer.num_steps=1.5: expected an integer, at least 1"),
+        ("trainer.num_steps=null", "trainer.num_steps=None: expected an integer, at least 1"),
+        ("trainer.learning_rate=fast", "trainer.learning_rate='fast': expected a number, above 0"),
         ("run.panel=maybe", "run.panel='maybe': expected true or false"),
         (
             "weight_sync.pause_mode=abort",
@@ -142,7 +145,7 @@ def test_an_unknown_setting_like_no_other_is_refused_with_its_neighbours() -> No
         ("rollout.engine.extra_args=3", "rollout.engine.extra_args=3: expected a list, each text"),
         (
             "rollout.engine.max_total_tokens=x",
-            "rollout.engine.max_total_tokens='x': expected an integer or null",
+            "rollout.engine.max_total_tokens='x': expected an integer, at least 1, or null",
         ),
         ("task.params=3", "task.params=3: expected a mapping"),
         ("trainer.warm_start=3", "trainer.warm_start=3: is a section; set its settings one by one"),
@@ -194,6 +197,31 @@ def test_a_wrong_type_is_refused_with_the_expected_one(override: str, message: s
         (["rollout.openai.port=-1"], "rollout.openai.port=-1"),
         (["rollout.openai.port=65534", "rollout.num_workers=3"], "rollout.openai.port=65534"),
         (["task.tools=[python]", "task.max_turns=4"], "task.tools=['python']"),
+        (["rollout.openai.port=99999"], "rollout.openai.port=99999: must be 0 to 65535"),
+        (["run.prometheus_port=-5"], "run.prometheus_port=-5: must be 0 to 65535"),
+        (["run.name=a/b"], "run.name='a/b': must be up to 100 letters"),
+        (["run.seed=-1"], "run.seed=-1"),
+        (["cluster.num_cpus=0"], "cluster.num_cpus=0: must be 1 to 1000000000"),
+        (["cluster.start_timeout_s=-3"], "cluster.start_timeout_s=-3.0: must be 0.001 to 1000000"),
+        (["rollout.reward_timeout_s=.nan"], "rollout.reward_timeout_s=nan"),
+        (["trainer.timeout_s=.inf"], "trainer.timeout_s=inf"),
+        (["buffer.start_timeout_s=1e300"], "buffer.start_timeout_s=1e+300"),
+        (["cluster.host=two words"], "cluster.host='two words': must be an IP address or the name"),
+        (["cluster.ray_address=nonsense"], "cluster.ray_address='nonsense': must be auto or HOST"),
+        (["cluster.gpus_per_rank=2"], "cluster.gpus_per_rank=2: must be 0 to 1"),
+        (["buffer.max_staleness=1000000000000000000000"], "must be 0 to 1000000000"),
+        (["buffer.url=redis://host:99999/0"], "buffer.url='redis://host:99999/0'"),
+        (["buffer.url=redis://"], "buffer.url='redis://'"),
+        (["buffer.url=unix://"], "buffer.url='unix://'"),
+        (["trainer.adam_beta2=1"], "trainer.adam_beta2=1.0: must be at least 0 and below 1"),
+        (["trainer.lr_warmup_steps=-1"], "trainer.lr_warmup_steps=-1"),
+        (["model.scratch.head_dim=31"], "model.scratch.head_dim=31"),
+        (["model.scratch.num_kv_heads=0"], "model.scratch.num_kv_heads=0: must be 1 to"),
+        (["task.env=nothing"], "task.env='nothing': must be module:name or file.py:name"),
+        (
+            ["task.rewards={t: {kind: http, url: 'host/x'}}"],
+            "task.rewards.*.url='host/x': must be an address",
+        ),
     ],
 )
 def test_a_broken_rule_names_the_field_and_its_value(overrides: list[str], field: str) -> None:

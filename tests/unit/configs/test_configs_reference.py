@@ -2,14 +2,76 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
+import re
+from collections.abc import Iterator
 from dataclasses import fields
+from enum import Enum
 
+import pytest
+
+from configs import choices
+from configs.bounds import Bound, Range, bound_of
 from configs.choices import OnStale
 from configs.load import CONFIG_DIR, GROUPS, options
 from configs.reference import PAGE, reference_markdown
+from configs.rollout_schema import RewardConfig
 from configs.schema import Config
 from configs.settings import all_sections, all_settings, enum_docs
+
+ENUMS = [value for value in vars(choices).values() if isinstance(value, type) and value is not Enum]
+
+FREE_TEXT = {
+    "experiment",  # a file's name, looked up
+    "task.prompt_pattern",  # compiled by the task, which says what is wrong with it
+    "task.instruction",
+    "task.system_prompt",
+    "rollout.engine.extra_args",
+    "buffer.url",  # taken apart by the schema
+}
+"""Texts that may be anything, or are looked at where they are used."""
+
+
+def test_every_number_and_text_has_a_bound_beside_its_field() -> None:
+    bare = {
+        setting.name
+        for setting in all_settings()
+        if setting.bound is None and setting.annotation in (int, float, str, list[str])
+    }
+    assert bare == FREE_TEXT
+    in_rewards = {field.name for field in fields(RewardConfig) if bound_of(field) is None}
+    assert in_rewards == {"kind", "prompt"}
+
+
+def outside(bound: Bound) -> Iterator[object]:
+    """Values next to the bound's limits, and those that no comparison catches."""
+    if not isinstance(bound, Range):
+        return
+    yield from (math.nan, math.inf, -math.inf)
+    steps = {bound.least: -1, bound.most: 1, bound.above: 0, bound.below: 0}
+    yield from (limit + step for limit, step in steps.items() if math.isfinite(limit))
+
+
+def test_values_beyond_a_bound_are_refused_by_name() -> None:
+    tried = 0
+    for setting in all_settings():
+        if setting.bound is None:
+            continue
+        leaf = setting.name.rpartition(".")[2]
+        for value in outside(setting.bound):
+            if isinstance(setting.bound, Range) and value == setting.bound.also:
+                continue
+            with pytest.raises(ValueError, match=re.escape(f"{setting.name}={value!r}: must be ")):
+                setting.section(**{leaf: value})
+            tried += 1
+    assert tried > 300
+
+
+def test_defaults_are_within_their_bounds() -> None:
+    for section in all_sections().values():
+        section()
 
 
 def test_the_page_in_docs_is_current() -> None:
@@ -25,11 +87,11 @@ def test_the_page_has_every_setting_once() -> None:
 def test_settings_know_type_default_and_description() -> None:
     by_name = {setting.name: setting for setting in all_settings()}
     staleness = by_name["buffer.max_staleness"]
-    assert (staleness.expected, staleness.default) == ("an integer", 2)
+    assert (staleness.expected, staleness.default) == ("an integer, at least 0", 2)
     assert "policy versions" in staleness.doc
     assert by_name["buffer.on_stale"].expected == "one of requeue, drop, mask_tokens, wait"
     assert by_name["buffer.on_stale"].default == "requeue"
-    assert by_name["model.path"].expected == "text or null"
+    assert by_name["model.path"].expected == "text, not empty, or null"
     assert by_name["task.params"].is_open
 
 
@@ -40,7 +102,18 @@ def test_every_section_of_the_schema_is_seen() -> None:
 
 
 def test_choices_are_explained_by_their_comments() -> None:
-    assert "`requeue`: run its prompt again" in enum_docs(OnStale)
+    told = enum_docs(OnStale)
+    assert "`requeue`: run its prompt again" in told
+    assert "`mask_tokens`: leave its over-age tokens out of the loss" in told
+    assert '`"' not in told and "`)" not in told
+
+
+@pytest.mark.parametrize("choices", ENUMS, ids=lambda choices: choices.__name__)
+def test_choices_in_the_page_are_members_and_nothing_else(choices: type[Enum]) -> None:
+    named = re.findall(r"`([^`]*)`: ", enum_docs(choices))
+    assert set(named) <= {member.name for member in choices}
+    text = inspect.getsource(choices)
+    assert len(named) == text.count("  # "), "every comment is a member's"
 
 
 def test_every_file_of_a_group_opens_with_a_sentence() -> None:
