@@ -7,6 +7,8 @@ engine), the one that the step begins with (`proximal`) and the one that is bein
     trainer / proximal   how far this step has moved       PPO clips it
     proximal / rollout   staleness and engine mismatch     truncated at a cap, not differentiated
 
+No logarithm of a ratio counts beyond `MAX_LOG_RATIO`: a single token must not be the whole loss.
+
 Letters: B rows, T positions. Every tensor is [B, T]; positions with mask 0 count for nothing.
 """
 
@@ -16,6 +18,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""The same bound as in verl (`trainer/ppo/core_algos.py`)."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -28,6 +33,8 @@ class PolicyLoss:
     """Bool: PPO's clip took this token's gradient away."""
     is_truncated_BT: Tensor
     """Bool: the importance weight reached its cap."""
+    is_bounded_BT: Tensor
+    """Bool: the logarithm of one of the two ratios was beyond MAX_LOG_RATIO."""
 
 
 def policy_loss(
@@ -51,28 +58,37 @@ def policy_loss(
     over the tokens with mask 1. Their weight b, `weights_BT`, is 1, so that every token weighs the
     same (DAPO, arXiv 2503.14476, eq. 12, where the asymmetric clip bounds are from as well); but n
     trajectories of one episode have 1/n each. `num_tokens` is the sum of b over the whole batch, of
-    all ranks and micro-batches, so that how it was cut makes no difference.
+    all ranks and micro-batches, so that how it was cut makes no difference. A token whose log r is
+    beyond MAX_LOG_RATIO counts with that ratio and has no gradient.
     """
     importance_BT = truncated_importance_weight(proximal_logprobs_BT, rollout_logprobs_BT, tis_cap)
+    is_real_BT = mask_BT != 0
     # A masked position may hold any number; exp of it must not become inf (0 * inf is nan).
-    moved_BT = (trainer_logprobs_BT - proximal_logprobs_BT).masked_fill(mask_BT == 0, 0.0)
-    ratio_BT = moved_BT.exp()
+    moved_BT = (trainer_logprobs_BT - proximal_logprobs_BT).masked_fill(~is_real_BT, 0.0)
+    ratio_BT = bounded(moved_BT).exp()
     free_BT = ratio_BT * advantages_BT
     clipped_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT
     surrogate_BT = weights_BT * importance_BT * torch.minimum(free_BT, clipped_BT)
-    is_real_BT = mask_BT != 0
+    stale_BT = proximal_logprobs_BT - rollout_logprobs_BT
     return PolicyLoss(
         loss=-surrogate_BT.masked_fill(~is_real_BT, 0.0).sum() / num_tokens,
         is_clipped_BT=(clipped_BT < free_BT) & is_real_BT,
-        is_truncated_BT=(proximal_logprobs_BT - rollout_logprobs_BT).exp().gt(tis_cap) & is_real_BT,
+        is_truncated_BT=bounded(stale_BT).exp().gt(tis_cap) & is_real_BT,
+        is_bounded_BT=((moved_BT.abs() > MAX_LOG_RATIO) | (stale_BT.abs() > MAX_LOG_RATIO))
+        & is_real_BT,
     )
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """`log_ratio` within MAX_LOG_RATIO of 0, and without gradient where it was beyond."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def truncated_importance_weight(
     proximal_logprobs_BT: Tensor, rollout_logprobs_BT: Tensor, cap: float
 ) -> Tensor:
     """min(proximal / rollout, cap) without gradient (TIS; Yao et al. 2025; IMPALA's rho-bar)."""
-    ratio_BT = (proximal_logprobs_BT - rollout_logprobs_BT).detach().exp()
+    ratio_BT = bounded(proximal_logprobs_BT - rollout_logprobs_BT).detach().exp()
     return ratio_BT.clamp(max=cap)
 
 

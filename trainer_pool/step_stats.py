@@ -12,7 +12,7 @@ from torch import Tensor
 
 from buffer.types import TrajectoryGroup
 from trainer_pool.collectives import Collectives
-from trainer_pool.losses import PolicyLoss
+from trainer_pool.losses import PolicyLoss, bounded
 from trainer_pool.packing import MicroBatch
 
 
@@ -50,6 +50,8 @@ class StepStats:
     ratio_max_abs_dev: float
     tis_clipped_fraction: float
     clip_fraction: float
+    num_bounded_tokens: int
+    """With a ratio whose logarithm was beyond `losses.MAX_LOG_RATIO`: it counts with the bound."""
     entropy: float
     """Nats, of the policy being trained."""
     logprob_diff_mean: float
@@ -86,6 +88,7 @@ _SUMS = (
     "tokens",
     "clipped",
     "truncated",
+    "bounded",
     "entropy",
     "ratio",
     "ratio_dev",
@@ -120,7 +123,7 @@ class StepTally:
         """Count the tokens of one micro-batch; `proximal_BP` is the policy the step began with."""
         is_real_BP = batch.mask_BP != 0
         gap_BP = (proximal_BP - batch.rollout_logprobs_BP).masked_fill(~is_real_BP, 0.0)
-        ratio_BP = gap_BP.exp()
+        ratio_BP = bounded(gap_BP).exp()
         deviation_BP = (ratio_BP - 1).abs()
         gap_BP = gap_BP.abs() * batch.is_current_B1
         per_sum = (
@@ -128,6 +131,7 @@ class StepTally:
             is_real_BP,
             result.is_clipped_BT,
             result.is_truncated_BT,
+            result.is_bounded_BT,
             entropy_BP * is_real_BP,
             ratio_BP * is_real_BP,
             deviation_BP,
@@ -243,6 +247,7 @@ def _stats(
         ratio_max_abs_dev=maxima["ratio_dev_max"],
         tis_clipped_fraction=sums["truncated"] / num_tokens,
         clip_fraction=sums["clipped"] / num_tokens,
+        num_bounded_tokens=int(sums["bounded"]),
         entropy=sums["entropy"] / num_tokens,
         logprob_diff_mean=sums["diff"] / num_compared,
         logprob_diff_max=maxima["diff_max"],

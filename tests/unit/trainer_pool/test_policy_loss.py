@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import log
+from math import exp, inf, log
 
 import pytest
 import torch
@@ -168,6 +168,41 @@ def test_masked_positions_count_for_nothing_whatever_they_hold() -> None:
     assert trainer.grad[0, 0].item() == pytest.approx(-1.0)
     assert trainer.grad[0, 1].item() == 0
     assert result.is_truncated_BT.tolist() == [[False, False, False]]
+
+
+@pytest.mark.parametrize(("log_ratio", "advantage"), [(25.0, -1.0), (-25.0, 1.0)])
+def test_log_ratio_of_a_step_is_bounded_and_counted(log_ratio: float, advantage: float) -> None:
+    trainer = torch.tensor([[-30.0 + log_ratio, -1.0]], requires_grad=True)
+    result = loss_of(
+        trainer=trainer,
+        proximal=[exp(-30.0), exp(-1.0)],
+        rollout=[exp(-30.0), exp(-1.0)],
+        advantages=[advantage, 1.0],
+    )
+    result.loss.backward()
+    bound = exp(20.0) if log_ratio > 0 else -exp(-20.0)
+    assert result.loss.item() == pytest.approx(bound - 1.0, rel=1e-5)
+    assert result.is_bounded_BT.tolist() == [[True, False]]
+    assert trainer.grad is not None
+    assert trainer.grad.tolist() == [[0.0, -1.0]]
+
+
+def test_log_ratio_of_staleness_is_bounded_and_counted() -> None:
+    trainer = torch.tensor([[-1.0, -120.0, -1.0]], requires_grad=True)
+    result = policy_loss(
+        trainer_logprobs_BT=trainer,
+        proximal_logprobs_BT=trainer.detach(),
+        rollout_logprobs_BT=torch.tensor([[-120.0, -1.0, -120.0]]),
+        advantages_BT=torch.ones(1, 3),
+        weights_BT=torch.ones(1, 3),
+        mask_BT=torch.tensor([[1.0, 1.0, 0.0]]),
+        clip_low=0.2,
+        clip_high=0.28,
+        tis_cap=inf,
+        num_tokens=1.0,
+    )
+    assert result.loss.item() == pytest.approx(-exp(20.0) - exp(-20.0), rel=1e-5)
+    assert result.is_bounded_BT.tolist() == [[True, True, False]]
 
 
 def test_supervised_loss_is_mean_negative_log_likelihood_of_learnt_tokens() -> None:
