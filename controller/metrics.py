@@ -2,6 +2,8 @@
 
     {"t": 1732190000.1, "kind": "step", "step": 3, "reward_mean": 0.41, ...}
 
+A number that was not measured, or is not finite, is null.
+
 Kinds: `phase` (what the run does), `step` (one trained batch, from trainer rank 0), `eval`
 (held-out prompts), `eval_failed` (of which `version`, and `why`), `buffer` (depth, versions and
 waits, sampled by the controller), `publish`, `commit` and `weights_event` (the way of the weights,
@@ -56,9 +58,10 @@ class MetricsLog:
         `t` and `kind` are the line's own: no value may have these names.
         """
         assert not {"t", "kind"} & values.keys(), (kind, sorted(values))
-        finite = {name: value for name, value in values.items() if _is_finite(value)}
-        record = Record(t=time.time() if t is None else t, kind=kind, values=finite)
-        line = {"t": round(record.t, 3), "kind": kind, **finite}
+        known = {name: value for name, value in values.items() if _is_finite(value)}
+        record = Record(t=time.time() if t is None else t, kind=kind, values=known)
+        nulls = {name: None for name in values if name not in known}
+        line = {"t": round(record.t, 3), "kind": kind, **known, **nulls}
         self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
         return record
 
@@ -78,7 +81,7 @@ class MetricsLog:
 
 
 def _is_finite(value: Scalar) -> bool:
-    # NaN is not JSON; a reader sees a value that is not finite as one that was not recorded.
+    # NaN is not JSON.
     return isinstance(value, str) or math.isfinite(value)
 
 
@@ -99,7 +102,7 @@ def read_metrics(path: Path, kind: str | None = None) -> list[Record]:
 
 def _parse(line: str, where: str) -> Record:
     try:
-        fields = dict(json.loads(line))
+        fields = {k: v for k, v in dict(json.loads(line)).items() if v is not None}
         return Record(t=float(fields.pop("t")), kind=str(fields.pop("kind")), values=fields)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{where}: no metrics record ({error!r})") from error

@@ -102,6 +102,7 @@ def step_line(view: RunView) -> str:
         parts.append(f"{format_count(view.tokens_per_s)} tokens/s")
     if view.eta_s is not None:
         parts.append(f"{format_duration(view.eta_s)} left")
+    parts += [alarm.words for alarm in view.alarms]
     return " | ".join(parts)
 
 
@@ -118,6 +119,7 @@ def render(view: RunView, hint: str = "Ctrl-C stops everything") -> RenderableTy
         remarks = buffer_remarks(view.stats)
         remarks += engine_remarks(view.stats, view.weights.lost_engines)
         parts += [Text(remark, style="yellow") for remark in remarks]
+    parts += [Text(alarm.sentence, style="bold red") for alarm in view.alarms]
     if view.eval_failure is not None:
         parts.append(Text(eval_failed_words(view.eval_failure), style="yellow"))
     parts.append(_bottleneck(view))

@@ -14,6 +14,7 @@ from buffer.stats import BufferStats
 from configs.load import read_config
 from controller.bottleneck import Waits, bottleneck_sentence, wait_shares
 from controller.buffer_access import BufferAddress, open_buffer, open_state
+from controller.learning import learning_alarms
 from controller.metrics import Record, read_metrics
 from controller.panel import render
 from controller.run_dir import RunDir
@@ -82,6 +83,8 @@ def _print_history(run_dir: RunDir, console: Console) -> None:
     elif records:
         steps = [r for r in records if r.kind == "step"]
         console.print(f"It made {len(steps)} steps; what each process said is in {run_dir.logs}/.")
+        for alarm in learning_alarms(steps):
+            console.print(alarm.sentence, style="bold red", highlight=False, markup=False)
     if sentence := _bottleneck(records):
         console.print(sentence, style="italic")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from buffer.stats import BufferStats
 from configs.schema import Config
+from controller.learning import has_no_gradient, learning_alarms
 from controller.metrics import EVAL_FAILED, Record
 from controller.plots import PLOTS
 from controller.rollout_counts import summary_rows
@@ -31,6 +32,10 @@ class RunResult:
     seed: int
     wall_s: float
     steps: int
+    steps_without_gradient: int
+    """They changed nothing."""
+    alarms: Sequence[str]
+    """What kept the run from learning at its end, in words."""
     eval_before: float | None
     """Accuracy on held-out prompts, with the weights that RL began from."""
     eval_after: float | None
@@ -135,6 +140,8 @@ def summarize(
         seed=config.run.seed,
         wall_s=wall_s,
         steps=len(steps),
+        steps_without_gradient=sum(map(has_no_gradient, steps)),
+        alarms=[alarm.sentence for alarm in learning_alarms(steps)],
         eval_before=evals[0].number("accuracy") if evals else None,
         eval_after=evals[-1].number("accuracy") if evals and not is_last_missing else None,
         evals_failed=len(failed),
@@ -210,6 +217,7 @@ def _rounded(value: object) -> object:
 
 def _summary_markdown(run_dir: Path, result: RunResult, config: Config) -> str:
     title = f"# {result.run}\n\n{_headline(result)}\n"
+    title += "".join(f"\n**{alarm}**\n" for alarm in result.alarms)
     sections = [
         ("What it learned", _learning_rows(result)),
         ("Where the groups went", _group_rows(result)),
@@ -259,6 +267,11 @@ def _learning_rows(result: RunResult) -> Iterator[tuple[str, str]]:
             yield f"pass@{k} after", _percent(share)
     yield "mean reward of the first steps", _number(result.reward_first)
     yield "mean reward of the last steps", _number(result.reward_last)
+    if result.steps_without_gradient:
+        yield (
+            "steps without any gradient, which changed nothing",
+            f"{result.steps_without_gradient:,}",
+        )
 
 
 def _group_rows(result: RunResult) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from buffer.stats import BufferStats
 from controller.bottleneck import Waits, WaitShares, WaitWindow
+from controller.learning import Alarm, learning_alarms
 from controller.metrics import EVAL_FAILED, Record, Scalar
 from controller.weights import WeightsPace, WeightsView
 
@@ -44,7 +45,9 @@ class RunView:
     evals: list[EvalPoint] = field(default_factory=list)
     eval_failure: Record | None = None
     """Of the last evaluation, if it failed."""
-    last_step: Record | None = None
+    steps: list[Record] = field(default_factory=list)
+    alarms: list[Alarm] = field(default_factory=list)
+    """Of the last step."""
     stats: BufferStats | None = None
     tokens_generated: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
@@ -63,7 +66,8 @@ class RunView:
         elif record.kind == "step":
             self.step = int(record.number("step"))
             self.rewards.append(record.number("reward_mean"))
-            self.last_step = record
+            self.steps.append(record)
+            self.alarms = learning_alarms(self.steps)
             self._step_times.append(record.t)
         elif record.kind == "eval":
             version, accuracy = record.number("version_min"), record.number("accuracy")
@@ -99,6 +103,10 @@ class RunView:
     def log(self, line: str) -> None:
         """Show `line` among the last few."""
         self.log_lines.append(line)
+
+    @property
+    def last_step(self) -> Record | None:
+        return self.steps[-1] if self.steps else None
 
     @property
     def elapsed_s(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -18,7 +19,10 @@ from trainer_pool.packing import MicroBatch
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StepStats:
-    """What one step did, over all ranks. Means are over trained tokens unless it says otherwise."""
+    """What one step did, over all ranks. Means are over trained tokens unless it says otherwise.
+
+    NaN is what there was nothing to measure of.
+    """
 
     num_groups: int
     num_tokens: int
@@ -26,8 +30,10 @@ class StepStats:
     num_updates: int
     num_skipped_updates: int
     """Updates left out because a gradient was not finite."""
+    num_empty_updates: int
+    """Updates left out because the gradient was zero: weights and optimizer stayed as they were."""
     loss: float
-    """Mean over the updates, as `grad_norm` (before clipping)."""
+    """Mean over the updates, as `grad_norm` (before clipping, over those with a finite one)."""
     grad_norm: float
     lr: float
     reward_mean: float
@@ -38,7 +44,9 @@ class StepStats:
     zero_variance_fraction: float
     """Share of the groups whose rewards are all equal: nothing was learnt from them."""
     response_length_mean: float
-    """Tokens after the prompt, over trajectories."""
+    """Tokens that the policy wrote, over trajectories."""
+    truncated_fraction: float
+    """Share of the trajectories that ended because there was no room for more tokens."""
     staleness_mean: float
     """Over groups, each by its oldest trained token, as `staleness_max` and `staleness_counts`."""
     staleness_max: int
@@ -55,7 +63,7 @@ class StepStats:
     entropy: float
     """Nats, of the policy being trained."""
     logprob_diff_mean: float
-    """|trainer - rollout| in trajectories sampled wholly by the trained version; 0 without any."""
+    """|trainer - rollout| in trajectories sampled wholly by the trained version."""
     logprob_diff_max: float
     logprob_diff_tokens: int
 
@@ -80,7 +88,7 @@ class UpdateNorms:
     @property
     def mean(self) -> float:
         applied = [norm for norm in self.norms if norm is not None]
-        return sum(applied) / len(applied) if applied else 0.0
+        return _share(sum(applied), len(applied))
 
 
 _SUMS = (
@@ -105,6 +113,7 @@ _GROUP_COLUMNS = (
     "has_zero_variance",
     "trajectories",
     "response_length",
+    "truncated",
 )
 
 
@@ -175,7 +184,8 @@ def _group_table(
     table = torch.zeros(len(group_ids), len(_GROUP_COLUMNS), dtype=torch.float64)
     for group in groups:
         rewards = torch.tensor([*group.rewards_by_episode.values()], dtype=torch.float64)
-        lengths = [t.num_tokens - t.prompt_length for t in group.trajectories]
+        # Not all that follows the prompt: an environment's words and a tool's output are in it too.
+        lengths = [sum(s.end - s.start for s in t.version_spans) for t in group.trajectories]
         table[place[group.group_id]] = torch.tensor(
             [
                 1.0,
@@ -186,6 +196,7 @@ def _group_table(
                 bool((rewards == rewards[0]).all()),
                 len(lengths),
                 sum(lengths),
+                sum(t.finish_reason == "length" for t in group.trajectories),
             ],
             dtype=torch.float64,
         )
@@ -222,34 +233,40 @@ def _stats(
     present = table[table[:, 0] > 0]
     columns = dict(zip(_GROUP_COLUMNS, present.sum(0).tolist(), strict=True))
     staleness = [int(value) for value in present[:, 1].tolist()]
-    num_groups, num_episodes = max(len(present), 1), max(columns["episodes"], 1)
-    num_tokens, num_compared = max(sums["tokens"], 1), max(sums["diff_tokens"], 1)
-    reward_mean = columns["reward"] / num_episodes
-    variance = columns["reward_squared"] / num_episodes - reward_mean**2
+    num_groups, num_episodes = len(present), columns["episodes"]
+    num_tokens, num_compared = sums["tokens"], sums["diff_tokens"]
+    reward_mean = _share(columns["reward"], num_episodes)
+    variance = _share(columns["reward_squared"], num_episodes) - reward_mean**2
     return StepStats(
         num_groups=len(present),
         num_tokens=int(sums["tokens"]),
         num_updates=len(norms.norms),
         num_skipped_updates=norms.norms.count(None),
-        loss=sums["loss"] / max(len(norms.norms), 1),
+        num_empty_updates=norms.norms.count(0.0),
+        loss=_share(sums["loss"], len(norms.norms)),
         grad_norm=norms.mean,
         lr=learning_rate,
         reward_mean=reward_mean,
         reward_std=max(variance, 0.0) ** 0.5,
         reward_parts=reward_parts,
-        zero_variance_fraction=columns["has_zero_variance"] / num_groups,
-        response_length_mean=columns["response_length"] / max(columns["trajectories"], 1),
-        staleness_mean=sum(staleness) / num_groups,
+        zero_variance_fraction=_share(columns["has_zero_variance"], num_groups),
+        response_length_mean=_share(columns["response_length"], columns["trajectories"]),
+        truncated_fraction=_share(columns["truncated"], columns["trajectories"]),
+        staleness_mean=_share(sum(staleness), num_groups),
         staleness_max=max(staleness, default=0),
         staleness_counts=dict(sorted(Counter(staleness).items())),
-        ratio_mean=sums["ratio"] / num_tokens,
-        ratio_mean_abs_dev=sums["ratio_dev"] / num_tokens,
-        ratio_max_abs_dev=maxima["ratio_dev_max"],
-        tis_clipped_fraction=sums["truncated"] / num_tokens,
-        clip_fraction=sums["clipped"] / num_tokens,
+        ratio_mean=_share(sums["ratio"], num_tokens),
+        ratio_mean_abs_dev=_share(sums["ratio_dev"], num_tokens),
+        ratio_max_abs_dev=maxima["ratio_dev_max"] if num_tokens else math.nan,
+        tis_clipped_fraction=_share(sums["truncated"], num_tokens),
+        clip_fraction=_share(sums["clipped"], num_tokens),
         num_bounded_tokens=int(sums["bounded"]),
-        entropy=sums["entropy"] / num_tokens,
-        logprob_diff_mean=sums["diff"] / num_compared,
-        logprob_diff_max=maxima["diff_max"],
+        entropy=_share(sums["entropy"], num_tokens),
+        logprob_diff_mean=_share(sums["diff"], num_compared),
+        logprob_diff_max=maxima["diff_max"] if num_compared else math.nan,
         logprob_diff_tokens=int(sums["diff_tokens"]),
     )
+
+
+def _share(total: float, number: float) -> float:
+    return total / number if number else math.nan

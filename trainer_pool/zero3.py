@@ -133,6 +133,7 @@ class Zero3Engine:
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=adam, config=settings, dist_init_required=False
         )
+        adam.register_step_pre_hook(self._leave_out_empty_update)
         self._engine.train()
 
     def logits(self, tokens_BT: Tensor, num_last: int) -> Tensor:
@@ -153,7 +154,8 @@ class Zero3Engine:
     def step(self, learning_rate: float) -> float | None:
         """Clip, update and forget the gradients; returns their global norm before the clipping.
 
-        None: a gradient was not finite, so every rank left the weights as they were.
+        None: a gradient was not finite. 0: there was none. Then every rank left weights and
+        optimizer as they were.
         """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -161,6 +163,15 @@ class Zero3Engine:
         if not self._engine.was_step_applied():
             return None
         return float(self._engine.get_global_grad_norm())
+
+    def _leave_out_empty_update(self, adam: torch.optim.Optimizer, *_: object) -> None:
+        # Without a gradient Adam would still move the weights, by its momentum and by the decay.
+        # torch leaves out a parameter that has none; deepspeed gives it zeros. The norm is that of
+        # all ranks, so they agree.
+        if self._engine.optimizer._global_grad_norm == 0:
+            for group in adam.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def reset_optimizer(self) -> None:
         """Forget Adam's moments, as at the start of a run; the weights stay. No collective."""

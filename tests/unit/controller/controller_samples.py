@@ -64,7 +64,7 @@ def stats_at(version: int) -> BufferStats:
     return replace(STATS, trainer_version=version)
 
 
-def step_record(step: int, t: float, reward: float = 0.5) -> Record:
+def step_record(step: int, t: float, reward: float = 0.5, **changes: float) -> Record:
     """The step that trained version `step`; records count steps from 1."""
     return Record(
         t=t,
@@ -72,9 +72,19 @@ def step_record(step: int, t: float, reward: float = 0.5) -> Record:
         values={
             "step": step + 1,
             "version": step,
+            "num_updates": 1,
+            "num_skipped_updates": 0,
+            "num_empty_updates": 0,
             "reward_mean": reward,
+            "zero_variance_fraction": 0.25,
             "loss": -0.01,
             "grad_norm": 0.4,
+            "entropy": 1.5,
+            "ratio_mean": 1.01,
+            "ratio_mean_abs_dev": 0.02,
+            "clip_fraction": 0.01,
+            "tis_clipped_fraction": 0.002,
+            "truncated_fraction": 0.0,
             "staleness_mean": 1.25,
             "staleness_max": 2,
             "staleness_counts": json.dumps({"0": 2, "1": 8, "2": 6}),
@@ -87,6 +97,7 @@ def step_record(step: int, t: float, reward: float = 0.5) -> Record:
             "snapshot_s": 0.05,
             "snapshot_wait_s": 0.0,
             "checkpoint_s": 0.0,
+            **changes,
         },
     )
 

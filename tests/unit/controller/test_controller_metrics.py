@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def test_what_is_no_number_reads_as_nan(tmp_path: Path) -> None:
     (read,) = read_metrics(tmp_path / "metrics.jsonl")
     assert all(math.isnan(read.number(name)) for name in ("loss", "norm", "name", "missing"))
     assert read.values == record.values == {"name": "x"}
+    written = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert written["loss"] is written["norm"] is None
 
 
 def test_a_last_line_without_its_end_is_left_out(tmp_path: Path) -> None:

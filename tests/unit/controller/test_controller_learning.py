@@ -1,0 +1,96 @@
+"""Whether a run that stopped learning is told so, against made-up histories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from controller_samples import STATS, step_record
+
+from configs.load import load_config
+from controller.learning import learning_alarms
+from controller.metrics import Record
+from controller.panel import step_line
+from controller.summary import summarize, write_summary
+from controller.view import RunView
+
+
+def history(num_steps: int = 40, **series: list[float]) -> list[Record]:
+    """Steps in which each named number has the given values, one after the other."""
+    return [
+        step_record(step, 1000.0 + step, **{name: values[step] for name, values in series.items()})
+        for step in range(num_steps)
+    ]
+
+
+def words(steps: list[Record]) -> list[str]:
+    return [alarm.words for alarm in learning_alarms(steps)]
+
+
+def test_run_that_learns_raises_no_alarm_after_any_step() -> None:
+    rising = [0.1 + step / 50 for step in range(40)]
+    longer = [10.0 + step for step in range(40)]
+    steps = history(reward_mean=rising, response_length_mean=longer)
+    assert not any(learning_alarms(steps[:number]) for number in range(41))
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.8), (-1.0, -0.1)])
+def test_reward_that_collapsed_is_told_with_what_it_was(low: float, high: float) -> None:
+    rewards = [low + (high - low) * step / 20 for step in range(20)] + [high] * 10
+    fallen = [low + 0.05 * (high - low)] * 10
+    assert not words(history(30, reward_mean=rewards))
+    (alarm,) = words(history(40, reward_mean=rewards + fallen))
+    assert alarm.startswith(f"reward collapsed from {high:.2f} to {fallen[-1]:.2f}")
+
+
+def test_groups_without_variance_are_told_after_three_steps() -> None:
+    fractions = [0.5] * 37 + [1.0] * 3
+    steps = history(zero_variance_fraction=fractions)
+    assert words(steps) == ["all groups lack variance (3 steps)"]
+    assert not words(steps[:-1])
+    assert "the mean reward is 0.50" in learning_alarms(steps)[0].sentence
+
+
+def test_step_without_gradient_is_told_at_once() -> None:
+    (alarm,) = words(history(num_empty_updates=[0.0] * 39 + [1.0]))
+    assert alarm == "no gradient, weights unchanged (1 step)"
+    (alarm,) = words(history(num_skipped_updates=[0.0] * 38 + [1.0] * 2))
+    assert alarm == "a gradient was not finite (2 steps)"
+
+
+def test_lengths_that_run_away_are_told_unless_reward_rises_with_them() -> None:
+    lengths = [20.0 + 2 * step for step in range(40)]
+    (alarm,) = words(history(response_length_mean=lengths))
+    assert alarm == "answers grew from 29 to 89 tokens without reward"
+    assert not words(
+        history(response_length_mean=lengths, reward_mean=[step / 40 for step in range(40)])
+    )
+    (alarm,) = words(history(truncated_fraction=[0.1] * 20 + [0.7] * 20))
+    assert alarm == "70% of the answers are cut at their limit (10% at first)"
+
+
+def test_engines_that_serve_other_weights_are_told() -> None:
+    (alarm,) = words(history(logprob_diff_mean=[0.01] * 30 + [0.5] * 10))
+    assert alarm == "engines and trainer disagree by 0.50 nats a token"
+
+
+def test_step_line_and_summary_say_that_learning_died(tmp_path: Path) -> None:
+    steps = history(
+        reward_mean=[0.6] * 20 + [0.0] * 20,
+        zero_variance_fraction=[0.25] * 25 + [1.0] * 15,
+        num_empty_updates=[0.0] * 25 + [1.0] * 15,
+    )
+    view = RunView(run="night", num_steps=40, started=990.0)
+    for step in steps:
+        view.apply(step)
+    line = step_line(view)
+    assert "no gradient, weights unchanged (15 steps) | all groups lack variance (15" in line
+    assert "reward collapsed from 0.60 to 0.00" in line
+    result = summarize(
+        run="night", config=load_config([]), records=steps, stats=STATS, counters={}, wall_s=9.0
+    )
+    assert result.steps_without_gradient == 15 and len(result.alarms) == 3
+    write_summary(tmp_path, result, load_config([]))
+    summary = (tmp_path / "summary.md").read_text()
+    assert "**Reward collapsed from 0.60 to 0.00: go back" in summary
+    assert "| steps without any gradient, which changed nothing | 15 |" in summary
