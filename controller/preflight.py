@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 
 import torch
 
@@ -19,6 +20,7 @@ from rollout_pool.tasks.environments import PYTHON, environment_factory
 from rollout_pool.tasks.programs import CodeTask
 from rollout_pool.tasks.task import Task, build_task
 from rollout_pool.tokenizer import load_tokenizer
+from trainer_pool.checkpoint_names import check_names, parameter_names
 
 
 def check_inputs(config: Config) -> None:
@@ -31,8 +33,11 @@ def check_inputs(config: Config) -> None:
         )
     plan_here(config)
     check_task(config.task)
-    if config.model.path is not None:
-        load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    if (path := config.model.path) is not None:
+        trust = config.model.trust_remote_code
+        load_tokenizer(path, trust_remote_code=trust)
+        if Path(path).is_dir():  # else its files are yet to come: the trainer looks at them
+            check_names(path, parameter_names(path, trust_remote_code=trust))
 
 
 def plan_here(config: Config) -> Plan:

@@ -26,6 +26,7 @@ from buffer.blocking import BlockingReplayBuffer, BlockingRunState
 from buffer.lease import Lease
 from buffer.run_state import RunState
 from trainer_pool.checkpoint import CheckpointStore, TrainState
+from trainer_pool.checkpoint_names import check_engines_agree
 from trainer_pool.collectives import Collectives
 from trainer_pool.step import StepBatch, train_step
 from trainer_pool.step_stats import StepStats
@@ -59,6 +60,8 @@ class TrainerRank:
         self._export_dir = Path(spec.run_dir) / "final_model"
         self._stop_requested = threading.Event()
         self._is_training = False
+        self._has_compared = False
+        """Engines were seen to serve the weights that are trained."""
         self._lineage = uuid4().hex
         self._step = 0
         self._version = 0
@@ -155,6 +158,7 @@ class TrainerRank:
         times.lease_wait_s = clock.lap()
         with self._buffer.renewing(lease):  # a step may take longer than the lease
             stats = self._update(lease, kept_ids)
+        self._compare_engines(stats)
         self._step += 1
         self._version += 1
         if self._is_lead:
@@ -216,6 +220,17 @@ class TrainerRank:
         # A group that no rank held must not be counted as trained.
         assert stats.num_groups == len(kept_ids), (stats.num_groups, kept_ids)
         return stats
+
+    def _compare_engines(self, stats: StepStats) -> None:
+        """Once, by the first tokens that engines sampled with the version being trained."""
+        if not self._has_compared and stats.logprob_diff_tokens:
+            layout = self._engine.layout(self._spec.serving_dtype)
+            check_engines_agree(
+                stats.logprob_diff_mean,
+                stats.logprob_diff_tokens,
+                [tensor.name for tensor in layout.tensors],
+            )
+            self._has_compared = True
 
     def _hand_over(self, lease: Lease, kept_ids: tuple[str, ...]) -> None:
         """Make the new version known, then free the credits of the groups it was made from."""

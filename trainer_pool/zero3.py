@@ -28,6 +28,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from configs.choices import Backend, Dtype
 from configs.schema import TrainerConfig
+from trainer_pool.checkpoint_names import check_names
 from trainer_pool.collectives import Collectives
 from weight_sync.manifest import Layout
 from weight_sync.snapshot import Shard
@@ -114,6 +115,7 @@ class Zero3Engine:
         # ever holds the whole model.
         self._hf_settings = HfDeepSpeedConfig(settings)
         model = _load(model_path, dtype, trust_remote_code=trust_remote_code)
+        check_names(model_path, (name for name, _ in model.named_parameters()))
         # Whole decoder layers are gathered and reduced at once: fewer collectives, and a fraction
         # of the hooks that deepspeed runs in Python.
         deepspeed.utils.set_z3_leaf_modules(

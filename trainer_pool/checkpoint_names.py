@@ -1,0 +1,98 @@
+"""Whether engines can take, and took, the weights that the trainer publishes, by their names.
+
+Engines load a published version as they loaded the checkpoint: by name. SGLang's loaders skip a
+name that they do not know without a word, and the engine then keeps the old weight. So a model is
+refused whose names in memory are not those of its files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import cached_file
+
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
+MAX_LOGPROB_DIFF = 1.0
+"""Nats, on average. Kernels and dtypes make some hundredths."""
+_SHOWN = 8
+"""Patterns of names in a message."""
+
+
+def checkpoint_names(model_path: str) -> frozenset[str]:
+    """Of all weights in the files of a folder or of a model in the Hugging Face cache.
+
+    Raises ValueError if there is no file of weights.
+    """
+    for index in _INDEXES:
+        if (path := _file(model_path, index)) is not None:
+            return frozenset(json.loads(path.read_text())["weight_map"])
+    if (path := _file(model_path, _SAFETENSORS)) is not None:
+        with safe_open(path, framework="pt") as weights:
+            return frozenset(weights.keys())
+    if (path := _file(model_path, _TORCH)) is not None:
+        return frozenset(torch.load(path, map_location="meta", weights_only=True, mmap=True))
+    raise ValueError(
+        f"model.path={model_path!r}: no weights: neither {_SAFETENSORS} nor {_TORCH}, "
+        "whole or in parts"
+    )
+
+
+def _file(model_path: str, name: str) -> Path | None:
+    found = cached_file(model_path, name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def parameter_names(model_path: str, *, trust_remote_code: bool) -> list[str]:
+    """As the trainer will publish them, without reading a weight."""
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    model.tie_weights()
+    return [name for name, _ in model.named_parameters()]
+
+
+def check_names(model_path: str, published: Iterable[str]) -> None:
+    """Raises ValueError that names what is `published` and not in the checkpoint's files."""
+    known = checkpoint_names(model_path)
+    unknown = [name for name in published if name not in known]
+    if unknown:
+        raise ValueError(
+            f"model.path={model_path!r}: the trainer holds {len(unknown)} weights by names that "
+            f"the checkpoint does not have: {name_patterns(unknown)}. Engines load by the "
+            "checkpoint's names and keep the old weight of any other, without a word. A mixture of "
+            "experts whose experts transformers fuses is not supported yet: choose a dense model. "
+            "If it is dense, save it again with save_pretrained of this transformers version"
+        )
+
+
+def check_engines_agree(
+    logprob_diff_mean: float, num_tokens: int, published: Iterable[str]
+) -> None:
+    """Raises RuntimeError that names what was `published` if engines answer by other weights.
+
+    `logprob_diff_mean`: |trainer - engine| over `num_tokens` tokens of the version being trained.
+    """
+    if logprob_diff_mean > MAX_LOGPROB_DIFF:
+        raise RuntimeError(
+            "the engines do not serve the trainer's weights: the log-probabilities of "
+            f"{num_tokens} tokens that they sampled with the version being trained differ by "
+            f"{logprob_diff_mean:.2f} nats on average, more than {MAX_LOGPROB_DIFF:g}. Their "
+            f"loader may skip names that were published, {name_patterns(published)}, or they "
+            "compute the model in another way: compare the log of engine-0 with the model's config"
+        )
+
+
+def name_patterns(names: Iterable[str]) -> str:
+    """Names that differ in a number only, as one: `model.layers.*.mlp.up_proj.weight (24)`."""
+    counts = Counter(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
+    shown = [f"{name} ({n})" if n > 1 else name for name, n in counts.most_common(_SHOWN)]
+    more = len(counts) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
