@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
+from controller.learning import has_no_gradient
 from controller.metrics import Record
 
 # Okabe and Ito's colours: told apart by colour-blind readers too.
@@ -25,12 +28,18 @@ BLUE, ORANGE, GREEN, PINK, SKY, GREY = (
 )
 INK, FAINT = "#2B2B2B", "#D9D9D9"
 SIZE_INCHES, DPI = (8.0, 4.2), 144
+UPDATES_INCHES = (10.0, 6.4)
+TITLE_PAD, LEGEND_ROOM = 12, 16
+"""Points between picture and title, and what a legend of one line between them takes."""
+MAX_AREA_SAMPLES = 600
+"""More would be narrower than a pixel."""
 
 PLOTS = {
     "learning_by_step.png": "Reward and held-out accuracy over training steps",
     "learning_by_time.png": "Reward and held-out accuracy over time",
+    "updates.png": "What the updates did, step by step",
     "staleness.png": "Staleness of the groups that were trained",
-    "buffer.png": "Groups in the buffer over time (running mean)",
+    "buffer.png": "Groups in the buffer over time",
     "time_shares.png": "What the trainer spent its time on, step by step",
     "weights.png": "How long each version took to reach the engines",
 }
@@ -47,6 +56,15 @@ TIME_PARTS = (
 
 def write_plots(folder: Path, records: Sequence[Record]) -> list[Path]:
     """Draw every plot that the records have data for; returns the files, each named in `PLOTS`."""
+    written = []
+    for name, figure in figures(records):
+        figure.savefig(folder / name)
+        written.append(folder / name)
+    return written
+
+
+def figures(records: Sequence[Record]) -> Iterator[tuple[str, Figure]]:
+    """Each plot that the records have data for, by its name in `PLOTS`."""
     drawings: dict[str, Callable[[Axes, Sequence[Record]], bool]] = {
         "learning_by_step.png": _learning_by_step,
         "learning_by_time.png": _learning_by_time,
@@ -55,21 +73,20 @@ def write_plots(folder: Path, records: Sequence[Record]) -> list[Path]:
         "time_shares.png": _time_shares,
         "weights.png": _weights,
     }
-    written = []
+    if any(r.kind == "step" for r in records):
+        yield "updates.png", _updates(records)
     for name, draw in drawings.items():
         figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         if not draw(axes, records):
             continue
-        _dress(axes, PLOTS[name])
-        figure.savefig(folder / name)
-        written.append(folder / name)
-    return written
+        _dress(axes, PLOTS[name], TITLE_PAD + LEGEND_ROOM * name.startswith("learning"))
+        yield name, figure
 
 
-def _dress(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=12)
+def _dress(axes: Axes, title: str, pad: float) -> None:
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=pad)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(colors=INK, length=0, labelsize=9)
@@ -82,6 +99,7 @@ def _dress(axes: Axes, title: str) -> None:
 def _learning_by_step(axes: Axes, records: Sequence[Record]) -> bool:
     # Both belong to the weights that acted: a step's batch was sampled to train that version.
     axes.set_xlabel("training steps made")
+    _count_axis(axes)
     return _learning(
         axes, records, lambda r: r.number("version" if r.kind == "step" else "version_min")
     )
@@ -117,7 +135,7 @@ def _learning(axes: Axes, records: Sequence[Record], place: Callable[[Record], f
         for i, side in ends.items():
             _mark(axes, place(evals[i]), accuracy[i], f"{accuracy[i]:.0%}", side)
     _share_axis(axes, [*rewards, *(r.number("accuracy") for r in evals)])
-    axes.legend(loc="lower right", frameon=False, fontsize=9)
+    _legend_above(axes)
     return True
 
 
@@ -142,10 +160,75 @@ def _share_axis(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Centred mean over about a twentieth of the run; narrower at both ends, so nothing shifts."""
+    """Centred mean over about a twentieth of the run; narrower at both ends, so nothing shifts.
+
+    NaN, which was not measured, is left out of the means.
+    """
     half = max(1, len(values) // 40)
-    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
+    padded = np.pad(np.asarray(values, float), half + 1, constant_values=math.nan)
+    known = np.isfinite(padded)
+    totals, counts = np.cumsum(np.where(known, padded, 0.0)), np.cumsum(known)
+    width = 2 * half + 1
+    counts = counts[width:] - counts[:-width]
+    means = (totals[width:] - totals[:-width]) / np.where(counts, counts, math.nan)
+    return [float(mean) for mean in means[: len(values)]]
+
+
+# What the updates did ------------------------------------------------------------------------
+
+_UPDATES: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
+    ("loss", (("loss", "", BLUE),)),
+    ("gradient norm before clipping", (("grad_norm", "", BLUE),)),
+    ("entropy, nats a token", (("entropy", "", BLUE),)),
+    ("tokens of an answer, mean", (("response_length_mean", "", BLUE),)),
+    (
+        "share of the tokens",
+        (
+            ("clip_fraction", "clipped (PPO)", BLUE),
+            ("tis_clipped_fraction", "weight at its cap", ORANGE),
+        ),
+    ),
+    ("importance ratio, mean distance from 1", (("ratio_mean_abs_dev", "", BLUE),)),
+)
+"""The title of each small picture; the field, the label and the colour of each of its lines."""
+
+
+def _updates(records: Sequence[Record]) -> Figure:
+    steps = [r for r in records if r.kind == "step"]
+    figure = Figure(figsize=UPDATES_INCHES, dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    title = PLOTS["updates.png"]
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+    every: Any = figure.subplots(2, 3, sharex=True)
+    for axes, (title, lines) in zip(every.flat, _UPDATES, strict=True):
+        _draw_series(axes, steps, lines)
+        _dress(axes, "", 0)
+        # One height for all, whether a legend is below the title or not.
+        axes.set_title(title, loc="left", fontsize=10, color=INK, pad=LEGEND_ROOM)
+    _mark_empty_updates(every.flat[1], steps)
+    for axes in every[-1]:
+        axes.set_xlabel("training step")
+    return figure
+
+
+def _draw_series(
+    axes: Axes, steps: Sequence[Record], lines: Sequence[tuple[str, str, str]]
+) -> None:
+    x = [r.number("step") for r in steps]
+    for name, label, color in lines:
+        values = [r.number(name) for r in steps]
+        axes.plot(x, values, color=color, linewidth=0.8, alpha=0.35)
+        axes.plot(x, _smooth(values), color=color, linewidth=1.6, label=label)
+    _count_axis(axes)
+    if len(lines) > 1:
+        _legend_above(axes, fontsize=8)
+
+
+def _mark_empty_updates(axes: Axes, steps: Sequence[Record]) -> None:
+    empty = [r.number("step") for r in steps if has_no_gradient(r)]
+    if empty:
+        axes.plot(empty, [0.0] * len(empty), ".", color=ORANGE, markersize=4, label="no gradient")
+        _legend_above(axes, fontsize=8)
 
 
 def _staleness(axes: Axes, records: Sequence[Record]) -> bool:
@@ -188,33 +271,43 @@ def _staleness(axes: Axes, records: Sequence[Record]) -> bool:
 
 
 def _buffer(axes: Axes, records: Sequence[Record]) -> bool:
-    samples = [r for r in records if r.kind == "buffer"]
+    samples = _peaks([r for r in records if r.kind == "buffer"])
     if len(samples) < 2:
         return False
     start = _start(records)
     minutes = [(r.t - start) / 60 for r in samples]
     states = (("running", SKY), ("ready", GREEN), ("leased", BLUE))
     depths = [[r.number(name) for r in samples] for name, _ in states]
+    # Stairs, and no mean: it is the peaks that the leash bounds.
     axes.stackplot(
         minutes,
-        *map(_smooth, depths),
+        *depths,
         labels=[name for name, _ in states],
         colors=[color for _, color in states],
         linewidth=0,
+        step="post",
     )
-    # The mean of the stack hides the peaks, and it is the peaks that the leash bounds.
-    totals = [sum(depth) for depth in zip(*depths, strict=True)]
-    axes.plot(minutes, totals, ".", color=INK, markersize=2.5, label="all three, as sampled")
     limits = [r.number("limit") for r in samples]
     if all(map(math.isfinite, limits)):
         label = "most that the leash allows"
-        axes.step(minutes, limits, color=ORANGE, linestyle="--", linewidth=1.2, label=label)
+        style: dict[str, Any] = {"color": ORANGE, "linestyle": "--", "linewidth": 1.2}
+        axes.step(minutes, limits, where="post", label=label, **style)
     axes.set_xlabel("minutes since training began")
     axes.set_ylabel("groups")
     axes.set_xlim(minutes[0], minutes[-1])
     axes.set_ylim(bottom=0)
     _legend_outside(axes)
     return True
+
+
+def _peaks(samples: Sequence[Record]) -> list[Record]:
+    """At most `MAX_AREA_SAMPLES`: of neighbours the one with most groups."""
+
+    def held(sample: Record) -> float:
+        return sum(sample.number(name) for name in ("running", "ready", "leased"))
+
+    size = -(-len(samples) // MAX_AREA_SAMPLES) or 1
+    return [max(samples[i : i + size], key=held) for i in range(0, len(samples), size)]
 
 
 def _time_shares(axes: Axes, records: Sequence[Record]) -> bool:
@@ -241,8 +334,9 @@ def _time_shares(axes: Axes, records: Sequence[Record]) -> bool:
     axes.set_xlim(steps[0].number("step"), steps[-1].number("step"))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("training step")
+    _count_axis(axes)
     axes.set_ylabel("seconds a step (running mean)")
-    _legend_outside(axes)
+    _legend_outside(axes, "share of the training time")
     return True
 
 
@@ -259,8 +353,11 @@ def _weights(axes: Axes, records: Sequence[Record]) -> bool:
     ):
         axes.plot(*zip(*points, strict=True), marker, color=color, markersize=4, label=label)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(lambda seconds, _: _tick(seconds))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("policy version")
-    axes.set_ylabel("seconds")
+    _count_axis(axes)
     _legend_outside(axes)
     return True
 
@@ -274,7 +371,30 @@ def _finite(records: Sequence[Record], name: str) -> list[tuple[float, float]]:
     ]
 
 
-def _legend_outside(axes: Axes) -> None:
+def _tick(seconds: float) -> str:
+    return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1000:g} ms"
+
+
+def _count_axis(axes: Axes) -> None:
+    """Of steps or versions: there is no half of one."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def _legend_above(axes: Axes, fontsize: int = 9) -> None:
+    """In one line between title and picture, where no data can be."""
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 0.99),
+        ncols=3,
+        frameon=False,
+        fontsize=fontsize,
+        borderaxespad=0.2,
+        handlelength=1.4,
+        columnspacing=1.2,
+    )
+
+
+def _legend_outside(axes: Axes, title: str | None = None) -> None:
     """Beside the picture, in the order of the stack."""
     handles, labels = axes.get_legend_handles_labels()
     legend: Any = axes.legend(
@@ -284,6 +404,9 @@ def _legend_outside(axes: Axes) -> None:
         bbox_to_anchor=(1.01, 0.5),
         frameon=False,
         fontsize=9,
+        title=title,
+        title_fontsize=9,
+        alignment="left",
     )
     legend.set_in_layout(True)
 

@@ -168,4 +168,4 @@ def test_plots_are_pictures_and_those_without_data_are_left_out(tmp_path: Path) 
 
 def test_rewards_beyond_one_are_plotted_as_they_are(tmp_path: Path) -> None:
     steps = [step_record(step, 1000.0 + step, reward=-5.0 + step) for step in range(12)]
-    assert len(write_plots(tmp_path, steps)) == 4
+    assert len(write_plots(tmp_path, steps)) == 5
