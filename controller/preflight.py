@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from configs.rollout_schema import TaskConfig
 from configs.schema import Config
 from controller.plan import Plan, make_plan
 from rollout_pool.envs.env import SingleTurn
-from rollout_pool.sandbox import SandboxError, protections
+from rollout_pool.sandbox import SandboxError, cost_of_missing, protections
 from rollout_pool.tasks.agents import find_agent
 from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.environments import PYTHON, environment_factory
@@ -21,6 +22,8 @@ from rollout_pool.tasks.programs import CodeTask
 from rollout_pool.tasks.task import Task, build_task
 from rollout_pool.tokenizer import load_tokenizer
 from trainer_pool.checkpoint_names import check_names, parameter_names
+
+log = logging.getLogger(__name__)
 
 
 def check_inputs(config: Config) -> None:
@@ -107,6 +110,8 @@ def _check_sandbox(config: TaskConfig) -> None:
     if not tested:
         return
     try:
-        asyncio.run(protections())
+        layers = asyncio.run(protections())
     except SandboxError as error:
         raise ValueError(f"{tested[0]}: {error}") from error
+    if (cost := cost_of_missing(layers)) is not None:
+        log.warning("%s: %s", tested[0], cost)

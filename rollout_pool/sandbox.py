@@ -97,7 +97,7 @@ class SandboxResult:
     tried: tuple[str, ...] = ()
     """What it tried that is not allowed ("network", "processes"), even if it went on."""
     held: bool = False
-    """Whether it came to its end and the statements behind it then held; False without any."""
+    """Whether it came to its end and the statements that test it then held; False without any."""
 
     @property
     def explanation(self) -> str:
@@ -119,7 +119,8 @@ async def run_python(
 ) -> SandboxResult:
     """Run `code` as a program. A few run at a time; the rest wait for their turn.
 
-    `statements` are run behind it, with its names, and are kept from it until then.
+    `statements` are run when it has come to its end, in a process of their own with the same
+    limits: they can call what it has defined, and it can see nothing of them but their calls.
     `without`: layers to do without ("landlock", "namespaces", "seccomp"), to see that the others
     hold. Raises SandboxError if the rest are too few; then nothing was run.
     """
@@ -128,10 +129,25 @@ async def run_python(
     return result
 
 
-async def protections() -> tuple[str, ...]:
+async def protections(without: Collection[str] = ()) -> tuple[str, ...]:
     """The layers that are in force on this machine. Raises SandboxError if they are too few."""
-    _, layers = await _Run(SandboxLimits()).run("", "", ())
+    _, layers = await _Run(SandboxLimits()).run("", "", without)
     return layers
+
+
+def cost_of_missing(layers: Collection[str]) -> str | None:
+    """What it costs that the kernel allows no namespaces, if it does not; for the user to read."""
+    if "namespaces" in layers and "own root" in layers:
+        return None
+    return (
+        "programs of the model run WITHOUT NAMESPACES of their own, since this kernel or container "
+        "allows none: a filter of system calls and Landlock alone keep them from the machine's "
+        "files, processes and network, so one hole in either leads to the machine. They have no "
+        "folder to write to, and no threads if this is root. Allow unprivileged user namespaces "
+        "(kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0; in a container a "
+        "seccomp profile that allows unshare and mount), or run on a machine that holds nothing "
+        "of worth"
+    )
 
 
 class _Run:

@@ -162,7 +162,10 @@ _TO_ITSELF = {
 }
 """Allowed where the first argument is the program's own process."""
 _CLONE, _CLONE3, _PRCTL, _PRLIMIT64 = (56, 220), (435, 435), (157, 167), (302, 261)
-_FCNTL, _IOCTL = (72, 25), (16, 29)
+_FCNTL, _IOCTL, _SOCKETPAIR = (72, 25), (16, 29), (53, 199)
+_AF_UNIX = 1
+_STREAMS = tuple(1 | flags for flags in (0, 0o2000000, 0o4000, 0o2004000))
+"""SOCK_STREAM with SOCK_CLOEXEC, SOCK_NONBLOCK, both or neither."""
 
 
 def is_supported() -> bool:
@@ -205,6 +208,12 @@ def program(machine: str, own_pid: int, *, with_threads: bool, with_attributes: 
         *_when(_EQUAL, _PRLIMIT64[column], _if_argument(0, _EQUAL, (0,))),
         *_when(_EQUAL, _FCNTL[column], _unless_argument(1, _SIGNAL_OWNER_OF_FILE)),
         *_when(_EQUAL, _IOCTL[column], _unless_argument(1, _IOCTL_OWNER)),
+        # A datagram socket sends to every socket of the machine whose name it can say.
+        *_when(
+            _EQUAL,
+            _SOCKETPAIR[column],
+            [*_unless_other(0, _AF_UNIX), *_if_argument(1, _EQUAL, _STREAMS)],
+        ),
     ]
     attributes = () if with_attributes else (ATTRIBUTES,)
     for numbers in _TO_ITSELF.values():
@@ -229,6 +238,12 @@ def _if_argument(index: int, test: int, values: tuple[int, ...]) -> list[bytes]:
     ]
     load = _step(_LOAD, _ARGUMENTS + 8 * index)
     return [load, *checks, _refuse(errno.EPERM), _step(_RETURN, ALLOW)]
+
+
+def _unless_other(index: int, value: int) -> list[bytes]:
+    """Refuses the call if the low half of an argument is another; else it goes on."""
+    load = _step(_LOAD, _ARGUMENTS + 8 * index)
+    return [load, _step(_EQUAL, value, 1, 0), _refuse(errno.EPERM)]
 
 
 def _unless_argument(index: int, values: tuple[int, ...]) -> list[bytes]:

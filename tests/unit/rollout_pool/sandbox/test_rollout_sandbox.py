@@ -16,6 +16,7 @@ from rollout_pool.jail import seccomp
 from rollout_pool.sandbox import (
     SandboxError,
     SandboxLimits,
+    cost_of_missing,
     protections,
     run_python,
 )
@@ -303,6 +304,13 @@ async def test_every_layer_is_in_force_where_the_kernel_has_it():
     layers = await protections()
     assert {"limits", "seccomp"} <= set(layers)
     assert {"landlock", "own root"} & set(layers)
+
+
+async def test_running_without_namespaces_is_told_with_what_it_costs():
+    few = cost_of_missing(await protections(without=("namespaces",)))
+    assert few is not None and "WITHOUT NAMESPACES" in few and "one hole in either" in few
+    layers = await protections()
+    assert (cost_of_missing(layers) is None) == ({"namespaces", "own root"} <= set(layers))
 
 
 @pytest.mark.parametrize("without", [("seccomp",), ("landlock", "namespaces")])

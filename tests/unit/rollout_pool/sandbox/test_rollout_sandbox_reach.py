@@ -67,6 +67,53 @@ async def test_a_network_that_was_tried_is_told_even_if_the_program_goes_on(run)
     assert (result.stdout, result.reason, result.tried) == ("5\n", None, ("network",))
 
 
+@pytest.fixture
+def mailbox(secret):
+    """A datagram socket such as a machine's log has, which everybody may send to."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    path = secret.parent / "log"
+    server.bind(str(path))
+    path.chmod(0o666)
+    server.setblocking(False)
+    yield server, path
+    server.close()
+
+
+@pytest.mark.parametrize("kind", ["SOCK_DGRAM", "SOCK_SEQPACKET", "SOCK_RAW"])
+async def test_a_pair_of_sockets_sends_to_no_socket_of_the_machine(run, mailbox, kind):
+    server, path = mailbox
+    code = f"""
+import socket
+one, other = socket.socketpair(socket.AF_UNIX, socket.{kind})
+one.sendto(b"forged", "{path}")
+"""
+    result = await run(code)
+    assert result.exit_code == 1 and "Error" in result.stderr
+    with pytest.raises(BlockingIOError):
+        server.recv(100)
+
+
+async def test_a_pair_of_streams_is_allowed_and_leads_nowhere_else(run, mailbox):
+    _, path = mailbox
+    code = f"""
+import asyncio, socket
+async def main():
+    return await asyncio.sleep(0, "ran")
+print(asyncio.run(main()))
+one, other = socket.socketpair()
+one.send(b"x")
+print(other.recv(1))
+for attempt in (lambda: one.connect("{path}"), lambda: one.sendto(b"x", "{path}")):
+    try:
+        attempt()
+        print("sent")
+    except OSError:
+        pass
+"""
+    result = await run(code)
+    assert (result.stdout, result.stderr) == ("ran\nb'x'\n", "")
+
+
 # Files and environment ----------------------------------------------------------------------------
 
 
