@@ -3,6 +3,7 @@
     keeper      own namespaces, own root          told by the parent what to run; waits, and says
       │ fork                                      how the program ended (a pipe that it alone has)
     program     own user, no capabilities, limits, Landlock, filter of system calls ──► exec(code)
+    statements  the same again, a process of their own, if a program is tested by any
 
 Started by `rollout_pool.sandbox` with no environment and nothing but the standard library. Each
 layer is used where the kernel allows; without the filter, or without a layer that keeps files
@@ -17,9 +18,9 @@ import resource
 import sys
 
 from rollout_pool.jail import kernel, landlock, seccomp, view
-from rollout_pool.jail.program import Notes, run
+from rollout_pool.jail.program import Notes, run, run_tests
 from rollout_pool.jail.request import Request
-from rollout_pool.jail.statements import Line
+from rollout_pool.jail.statements import Pipes
 
 _NAMESPACES = (
     kernel.CLONE_NEWNS
@@ -31,6 +32,8 @@ _NAMESPACES = (
 _LARGEST_STACK, _SMALLEST_STACK = 8 * 2**20, 256 * 2**10
 _FIRST_USER = 0x60000000
 """User ids from here on belong to nobody; a program's is this plus its keeper's process id."""
+_GONE = 87
+"""Exit code of statements whose program has ended before them."""
 
 
 class Unsafe(Exception):
@@ -39,7 +42,7 @@ class Unsafe(Exception):
 
 def main() -> None:
     """`argv[2:]`: descriptors of the request, of the notes, of the ending, and of statements if
-    any are run behind the program."""
+    the program is tested by any."""
     request_fd, notes_fd, ending_fd, *statements_fds = (int(text) for text in sys.argv[2:])
     kernel.prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)
     with open(request_fd, "rb") as file:
@@ -52,41 +55,84 @@ def main() -> None:
         return  # it died before its death could reach us
     alive_read, alive_write = os.pipe()
     os.set_blocking(alive_read, False)
-    line = Line() if statements_fds else None
-    program = os.fork()
-    if program:
-        _keep(program, ending_fd, line, statements_fds)
-    for descriptor in (alive_write, ending_fd, *statements_fds):
-        os.close(descriptor)
-    if line is not None:
-        line.close_for_program()
+    pipes = Pipes() if statements_fds else None
+    if not (program := os.fork()):
+        for descriptor in (alive_write, ending_fd, *statements_fds):
+            os.close(descriptor)
+        channel = pipes.of("program") if pipes else None
+        try:
+            layers += _lock_in(request, layers, was_root=was_root, alive=alive_read)
+        except (Unsafe, OSError) as error:
+            notes.write("unsafe", str(error))
+            os._exit(1)
+        notes.write("layers", ",".join(layers))
+        run(request.code, notes, channel)
+        return
+    tests = None
+    if pipes:
+        tests = _fork()
+        if tests == 0:
+            for descriptor in (alive_write, ending_fd, notes_fd):
+                os.close(descriptor)
+            channel = pipes.of("statements")
+            with open(statements_fds[0], "rb") as file:
+                text = file.read().decode()
+            _read_nothing()
+            try:
+                _lock_in(request, layers, was_root=was_root, alive=alive_read)
+            except (Unsafe, OSError):  # which the program says for both
+                os._exit(1)
+            run_tests(text, channel, _GONE)
+            return
+        pipes.close()
+    _keep(program, tests, ending_fd, request.limits["cpu_time_s"])
+
+
+def _fork() -> int | None:
     try:
-        layers += _lock_in(request, layers, was_root=was_root, alive=alive_read)
-    except (Unsafe, OSError) as error:
-        notes.write("unsafe", str(error))
-        os._exit(1)
-    notes.write("layers", ",".join(layers))
-    run(request.code, notes, line)
+        return os.fork()
+    except OSError:  # the program has ended already, and its namespace with it
+        return None
 
 
-def _keep(program: int, ending_fd: int, line: Line | None, statements_fds: list[int]) -> None:
-    """Wait for the program and say how it ended; does not return. SIGTERM ends the program."""
+def _read_nothing() -> None:
+    """Standard input is the program's."""
+    nothing = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
+def _keep(program: int, tests: int | None, ending_fd: int, cpu_time_s: int) -> None:
+    """Wait for the program, and for its statements if there are any, and say how they ended; does
+    not return. SIGTERM ends both."""
     for standard in (0, 1, 2):
         os.close(standard)
     import signal  # while the program goes its own way already
 
-    signal.signal(signal.SIGTERM, lambda number, frame: os.kill(program, signal.SIGKILL))
-    held = False
-    if line is not None:
-        line.close_for_keeper()
-        with open(statements_fds[0], "rb") as file:
-            held = line.hand_over(file.read())
-    os.waitid(os.P_PID, program, os.WEXITED | os.WNOWAIT)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its number will be another's
-    _, status, usage = os.wait4(program, 0)
-    cpu_s = usage.ru_utime + usage.ru_stime
-    ending = f"{os.waitstatus_to_exitcode(status)} {cpu_s} {int(held)}"
-    os.write(ending_fd, ending.encode())
+    running = {program} if tests is None else {program, tests}
+
+    def end(*_given: object) -> None:
+        for child in running:
+            os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, end)
+    endings = {}
+    while running:
+        # The first to end is collected first: the program, which is the first process of its
+        # namespace, does not end before the other one has been.
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        assert ended is not None, "without WNOHANG it waits"
+        running = running - {ended.si_pid}  # its number will be another's
+        _, status, usage = os.wait4(ended.si_pid, 0)
+        seconds = usage.ru_utime + usage.ru_stime
+        endings[ended.si_pid] = os.waitstatus_to_exitcode(status), seconds
+    exit_code, cpu_s = endings[program]
+    tested, tested_cpu_s = endings[tests] if tests else (_GONE, 0.0)
+    if tested == -signal.SIGKILL and tested_cpu_s < cpu_time_s / 2:
+        tested = _GONE  # with the program, as all of its namespace
+    if exit_code == 0 and tests and tested != _GONE:
+        exit_code, cpu_s = tested, tested_cpu_s
+    os.write(ending_fd, f"{exit_code} {cpu_s} {int(tested == 0)}".encode())
     os._exit(0)
 
 

@@ -7,12 +7,12 @@ import errno
 import os
 import sys
 
+from rollout_pool.jail import statements
+
 TYPE_CHECKING = False  # so that modules are not imported just to be named
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
-
-    from rollout_pool.jail.statements import Line
 
 NAME = "program.py"
 """What the program's code is called in its tracebacks."""
@@ -56,24 +56,43 @@ class Notes:
             self.write("tried", what)
 
 
-def run(code: str, notes: Notes, line: Line | None = None) -> None:
-    """Run it as `__main__`, and then what comes through `line`. Raises SystemExit as the program
-    would end."""
+def run(code: str, notes: Notes, channel: statements.Channel | None = None) -> None:
+    """Run it as `__main__`; then answer what its tests ask through `channel`. Raises SystemExit as
+    the program would end."""
+
+    def note(error: BaseException) -> None:
+        if (reason := _reason(error, notes.tried)) is not None:
+            notes.write("reason", reason)
+        _print(error, {NAME: code})
+
     module = type(sys)("__main__")
     _clear_up(module)
-    run_statements = line.prepare() if line is not None else None
-    texts = {NAME: code}
+    server = channel and statements.Server(channel, module.__dict__, note)
     sys.addaudithook(_listener(notes))
     try:
         exec(compile(code, NAME, "exec"), module.__dict__)  # what the sandbox is there for
-        if run_statements is not None:
-            run_statements(module.__dict__, texts)
+        if server:
+            server.serve()
     except SystemExit:
         raise
     except BaseException as error:
-        if (reason := _reason(error, notes.tried)) is not None:
-            notes.write("reason", reason)
-        _print(error, texts)
+        note(error)
+        raise SystemExit(1) from None
+
+
+def run_tests(text: str, channel: statements.Channel, gone: int) -> None:
+    """Run the statements that test the program at the other end of `channel`. Raises SystemExit: 0
+    if they held, `gone` if the program ended before them."""
+    module = type(sys)("__main__")
+    _clear_up(module)
+    try:
+        statements.run_statements(text, module.__dict__, statements.Asker(channel))
+    except SystemExit:
+        raise
+    except statements.Gone:
+        raise SystemExit(gone) from None
+    except BaseException as error:
+        _print(error, {statements.NAME: text})
         raise SystemExit(1) from None
 
 
@@ -127,3 +146,4 @@ def _print(error: BaseException, texts: dict[str, str]) -> None:
     while trace and trace.tb_frame.f_code.co_filename not in texts:  # ours
         trace = trace.tb_next
     traceback.print_exception(type(error), error, trace)
+    sys.stderr.flush()  # its tests' process may have more to say behind it

@@ -11,7 +11,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout_pool.sandbox import SandboxLimits, SandboxResult, protections, run_python
+from rollout_pool.sandbox import (
+    SandboxLimits,
+    SandboxResult,
+    cost_of_missing,
+    protections,
+    run_python,
+)
 from rollout_pool.tasks.programs import CodeTask, ProgramTest
 from rollout_pool.tasks.task import Prompt, Task
 
@@ -55,7 +61,8 @@ class CodeTests:
         self._task = task
         self._total_s = SHARE_OF_TIMEOUT * timeout_s
         self._runner = asyncio.Runner()
-        self._runner.run(protections())
+        if (cost := cost_of_missing(self._runner.run(protections()))) is not None:
+            log.warning("%s.kind=code_tests: %s", setting, cost)
 
     def score(self, prompt: Prompt, answer: str) -> float:
         """The share of the prompt's tests that the answer's program passes."""

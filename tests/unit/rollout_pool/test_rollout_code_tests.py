@@ -18,6 +18,7 @@ from rollout_pool.sandbox import SandboxLimits, run_python
 from rollout_pool.tasks.programs import ProgramTest
 from rollout_pool.tasks.task import build_task
 
+STATEMENT = "assert f(20) == 9407"
 STATEMENTS = ProgramTest(statements="assert f(20) == 9407\nassert f(1) == 5")
 
 DOUBLE = "print(2 * int(input()))"
@@ -151,6 +152,208 @@ async def test_what_a_program_did_to_python_does_not_pass_its_test(trick):
     assert verdict.num_passed == 0 and verdict.explanation.startswith("test 1: ")
 
 
+EQUALS_ALL = """
+class Equal:
+    def __eq__(self, other):
+        return True
+    __bool__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__
+def f(x):
+    return Equal()
+"""
+EQUAL_NUMBER = """
+class Equal(int):
+    def __eq__(self, other):
+        return True
+    __hash__ = int.__hash__
+def f(x):
+    return Equal(0)
+"""
+LOOKS_AT_ITS_CALLERS = """
+import sys
+def f(x):
+    frame = sys._getframe(1)
+    while frame:
+        for value in [*frame.f_code.co_consts, *frame.f_locals.values()]:
+            if type(value) is int and value > 9000:
+                return value
+        frame = frame.f_back
+"""
+LOOKS_AT_ALL_OBJECTS = """
+import gc, re
+def f(x):
+    for thing in gc.get_objects():
+        for value in gc.get_referents(thing):
+            text = value.decode("utf-8", "replace") if type(value) is bytes else str(value)
+            if found := re.search("== ?([0-9]{4})", text):
+                return int(found[1])
+"""
+READS_ALL_PIPES = """
+import os
+for number in range(3, 64):
+    try:
+        os.set_blocking(number, False)
+    except OSError:
+        continue
+def f(x):
+    for number in range(3, 64):
+        try:
+            content = os.read(number, 100_000)
+            os.write(number, content)
+        except OSError:
+            pass
+"""
+ANSWERS_FOR_ITSELF = """
+import os
+for number in range(3, 64):
+    for message in (b"ran", b"N", b"tlNTl0:d0:", b"t4:NTl0:d0:", b"0 0.0 1", b"\\xff" * 9):
+        try:
+            os.write(number, len(message).to_bytes(8, "big") + message)
+        except OSError:
+            pass
+def f(x):
+    os._exit(0)
+"""
+LEAVES_OTHER_MODULES = """
+import math, unittest, sys
+class AllIsWell:
+    def __getattr__(self, name):
+        return lambda *given, **named: True
+math.isclose = lambda *given, **named: True
+unittest.TestCase.assertEqual = lambda *given: None
+sys.modules["math"] = sys.modules["unittest"] = AllIsWell()
+sys.meta_path.insert(0, AllIsWell())
+math = AllIsWell()
+def f(x): return 0
+"""
+
+
+@pytest.mark.parametrize(
+    "rig",
+    [
+        EQUALS_ALL,
+        EQUAL_NUMBER,
+        LOOKS_AT_ITS_CALLERS,
+        LOOKS_AT_ALL_OBJECTS,
+        READS_ALL_PIPES,
+        ANSWERS_FOR_ITSELF,
+        LEAVES_OTHER_MODULES,
+        "f = lambda x: None\nimport os, signal\nos.kill(os.getpid() + 1, signal.SIGKILL)",
+    ],
+    ids=[
+        "equals all",
+        "equal number",
+        "callers",
+        "all objects",
+        "reads pipes",
+        "answers for itself",
+        "modules",
+        "signal",
+    ],
+)
+async def test_a_rigged_program_does_not_pass_its_statements(rig):
+    tests = [
+        STATEMENT,
+        "assert math.isclose(f(20), 9407)",
+        "import unittest\nunittest.TestCase().assertEqual(f(20), 9407)",
+    ]
+    verdict = await judge(rig, [ProgramTest(statements=test) for test in tests])
+    assert verdict.num_passed == 0 and verdict.explanation.startswith("test 1: ")
+
+
+@pytest.mark.parametrize("without", [(), ("landlock",), ("namespaces",)])
+async def test_a_test_is_kept_from_its_program_by_each_layer_alone(without):
+    for rig in (LOOKS_AT_ALL_OBJECTS, READS_ALL_PIPES, ANSWERS_FOR_ITSELF):
+        result = await run_python(rig, statements="assert f(20) == 9407", without=without)
+        assert not result.held
+    result = await run_python("def f(x): return 9407", statements=STATEMENT, without=without)
+    assert result.held and result.reason is None
+
+
+RIGHT_PROGRAM = """
+import collections, enum, math
+LIMIT = 10
+Point = collections.namedtuple("Point", "x y")
+class Colour(enum.IntEnum):
+    red = 1
+class Refused(KeyError):
+    pass
+class Stack:
+    def __init__(self, *items):
+        self.items = list(items)
+    def push(self, item):
+        self.items.append(item)
+    def __len__(self):
+        return len(self.items)
+def same(x): return x
+def in_place(items, more=None):
+    items.sort()
+    if more is not None:
+        more.update(done=[*items])
+def count(text): return collections.Counter(text)
+def squares(n):
+    for i in range(n):
+        yield i * i
+def refuse(): raise Refused("no")
+def fail(): b"\\xff".decode()
+def pair(): return Point(1, 2), Colour.red
+def first(stacks): return stacks[0].items[0]
+def calendar(year): return year + 1
+"""
+FAITHFUL = """
+import math
+values = [None, True, -3, 2**5000, 0.1, float("inf"), 2 - 1j, "d\\udc80é", b"x", bytearray(b"y"),
+          [1, [2]], (1,), {1, "a"}, frozenset([2]), {(1, "k"): [None]}, "", [], {}]
+for value in values:
+    assert same(value) == value and type(same(value)) is type(value), value
+assert math.isnan(same(float("nan")))
+assert LIMIT == 10
+items, more = [3, 1, 2], {}
+alias = items
+in_place(items, more=more)
+assert alias == [1, 2, 3] and more == {"done": [1, 2, 3]}
+assert count("aab") == {"a": 2, "b": 1}
+assert pair() == ((1, 2), 1)
+assert list(squares(4)) == [0, 1, 4, 9] and sum(squares(100)) == 328350
+stack = Stack(1)
+stack.push([5])
+assert len(stack) == 2 and stack.items == [1, [5]] and stack.items[1] == [5]
+assert first([Stack(7), stack]) == 7
+try:
+    refuse()
+except KeyError as error:
+    assert "no" in str(error)
+else:
+    assert False
+try:
+    fail()
+except ValueError:
+    pass
+def check(candidate):
+    assert [candidate(n) for n in range(3)] == [0, 1, 2]
+check(same)
+assert calendar(2024) == 2025 and math.sqrt(same(9)) == 3
+"""
+
+
+async def test_statements_find_all_that_a_right_program_has():
+    result = await run_python(RIGHT_PROGRAM, statements=FAITHFUL)
+    assert result.held and result.reason is None, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("statement", "error"),
+    [
+        ("assert Stack(1) == Stack(1)", "a test cannot compare an object of the program"),
+        ("assert same(lambda: 1)", "a test cannot give a program <function <lambda>"),
+        ("assert missing(1)", "NameError: name 'missing' is not defined"),
+        ("assert same(1) == 2", "AssertionError"),
+    ],
+)
+async def test_a_statement_that_cannot_be_put_to_a_program_fails_with_the_reason(statement, error):
+    verdict = await judge(RIGHT_PROGRAM, [ProgramTest(statements=statement)])
+    assert verdict.num_passed == 0 and error in verdict.explanation
+
+
 async def test_a_right_program_may_print_what_it_likes():
     program = "def f(x):\n    print('f of', x)\n    return {20: 9407, 1: 5}[x]\nprint(0, end='')"
     assert (await judge(program, [STATEMENTS])).share == 1.0
@@ -160,11 +363,11 @@ async def test_a_right_program_may_print_what_it_likes():
 
 
 async def test_statements_run_behind_a_program_with_its_names():
-    program = "import sys\ndef f(x):\n    return x * x\nprint(f(2))\n"
-    result = await run_python(
-        program, statements="assert f(3) == 9\nprint(sys.stdin.read())", stdin="in"
-    )
-    assert (result.held, result.stdout, result.reason) == (True, "4\nin\n", None), result.stderr
+    program = "import sys\ndef f(x):\n    print(input())\n    return x * x\nprint(f(2))\n"
+    statements = "assert sys.stdin.read() == ''\nassert f(3) == 9"  # its input is its own
+    result = await run_python(program, statements=statements, stdin="in\nmore\n")
+    assert (result.held, result.reason) == (True, None), result.stderr
+    assert (result.stdout, result.stderr) == ("in\n4\nmore\n", "")
     assert not (await run_python(program)).held
 
 
