@@ -20,7 +20,7 @@ import sys
 from rollout_pool.jail import kernel, landlock, seccomp, view
 from rollout_pool.jail.program import Notes, run, run_tests
 from rollout_pool.jail.request import Request
-from rollout_pool.jail.statements import Pipes
+from rollout_pool.jail.statements import GONE, Pipes
 
 _NAMESPACES = (
     kernel.CLONE_NEWNS
@@ -32,8 +32,6 @@ _NAMESPACES = (
 _LARGEST_STACK, _SMALLEST_STACK = 8 * 2**20, 256 * 2**10
 _FIRST_USER = 0x60000000
 """User ids from here on belong to nobody; a program's is this plus its keeper's process id."""
-_GONE = 87
-"""Exit code of statements whose program has ended before them."""
 
 
 class Unsafe(Exception):
@@ -82,7 +80,7 @@ def main() -> None:
                 _lock_in(request, layers, was_root=was_root, alive=alive_read)
             except (Unsafe, OSError):  # which the program says for both
                 os._exit(1)
-            run_tests(text, channel, _GONE)
+            run_tests(text, channel)
             return
         pipes.close()
     _keep(program, tests, ending_fd, request.limits["cpu_time_s"])
@@ -127,10 +125,10 @@ def _keep(program: int, tests: int | None, ending_fd: int, cpu_time_s: int) -> N
         seconds = usage.ru_utime + usage.ru_stime
         endings[ended.si_pid] = os.waitstatus_to_exitcode(status), seconds
     exit_code, cpu_s = endings[program]
-    tested, tested_cpu_s = endings[tests] if tests else (_GONE, 0.0)
+    tested, tested_cpu_s = endings[tests] if tests else (GONE, 0.0)
     if tested == -signal.SIGKILL and tested_cpu_s < cpu_time_s / 2:
-        tested = _GONE  # with the program, as all of its namespace
-    if exit_code == 0 and tests and tested != _GONE:
+        tested = GONE  # with the program, as all of its namespace
+    if exit_code == 0 and tests and tested != GONE:
         exit_code, cpu_s = tested, tested_cpu_s
     os.write(ending_fd, f"{exit_code} {cpu_s} {int(tested == 0)}".encode())
     os._exit(0)

@@ -80,17 +80,15 @@ def run(code: str, notes: Notes, channel: statements.Channel | None = None) -> N
         raise SystemExit(1) from None
 
 
-def run_tests(text: str, channel: statements.Channel, gone: int) -> None:
-    """Run the statements that test the program at the other end of `channel`. Raises SystemExit: 0
-    if they held, `gone` if the program ended before them."""
+def run_tests(text: str, channel: statements.Channel) -> None:
+    """Run the statements that test the program at the other end of `channel`. Raises SystemExit if
+    they did not hold."""
     module = type(sys)("__main__")
     _clear_up(module)
     try:
         statements.run_statements(text, module.__dict__, statements.Asker(channel))
     except SystemExit:
         raise
-    except statements.Gone:
-        raise SystemExit(gone) from None
     except BaseException as error:
         _print(error, {statements.NAME: text})
         raise SystemExit(1) from None

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 NAME = "tests.py"
 """What the statements are called in tracebacks."""
+GONE = 87
+"""Exit code of statements whose program has ended before them."""
 _RAN = b"ran"
 _LARGEST = 64 * 2**20
 """Bytes of one message."""
@@ -34,7 +36,7 @@ _PLAIN_RESULT = "compare what its methods return instead"
 
 
 class Gone(BaseException):
-    """The program has ended: it answers no more."""
+    """The other side has ended."""
 
 
 class Pipes:
@@ -140,8 +142,6 @@ class Server:
             return given[0](*given[1:], **named)
         if what == "item":
             return given[0][given[1]]
-        if what == "contains":
-            return given[1] in given[0]
         operations: dict[str, Callable[..., Any]] = {
             "attribute": getattr,
             "length": len,
@@ -162,34 +162,49 @@ class Server:
 
 
 class Asker:
-    """Puts questions to the program, and turns answers into values and errors."""
+    """Puts questions to the program, and turns answers into values and errors.
+
+    If the program has ended, so does this process, at once: statements could catch an error.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._remotes: dict[int, Remote] = {}
 
     def wait_ran(self) -> None:
-        """Until the program's own part has come to its end. Raises Gone if it never will."""
-        if self._channel.receive() != _RAN:
-            raise Gone
+        """Until the program's own part has come to its end."""
+        if self._receive() != _RAN:
+            os._exit(GONE)
 
     def ask(self, what: str, *given: Any, **named: Any) -> Any:
         """Raises what the program raised, as the nearest of Python's own errors."""
-        self._channel.send(plain.encode((what, [*given], named), _number))
-        kinds, value, *after = plain.decode(self._channel.receive(), self._remote)
+        question = plain.encode((what, [*given], named), _number)
+        try:
+            self._channel.send(question)
+        except Gone:
+            os._exit(GONE)
+        kinds, value, *after = plain.decode(self._receive(), self._remote)
         if kinds is not None:
-            raise _nearest(kinds)(value)
+            error = _nearest(kinds)
+            # A call that says StopIteration would end a map() of the statements as if all was well.
+            raise (RuntimeError if error is StopIteration and what != "next" else error)(value)
         for mine, now in zip((*given, *named.values()), _flat(*after), strict=True):
             _update(mine, now)
         return value
+
+    def _receive(self) -> bytes:
+        try:
+            return self._channel.receive()
+        except Gone:
+            os._exit(GONE)
 
     def _remote(self, number: int) -> Remote:
         return self._remotes.setdefault(number, Remote(self, number))
 
 
 class Remote:
-    """An object of the program, by its number. Its word on whether it equals or orders anything,
-    or is true, is not asked for."""
+    """An object of the program, by its number. Its word on whether it equals, orders or contains
+    anything, or is true, is not asked for."""
 
     __slots__ = ("_asker", "_number")
 
@@ -210,9 +225,6 @@ class Remote:
     def __getitem__(self, key: Any) -> Any:
         return self._asker.ask("item", self, key)
 
-    def __contains__(self, item: Any) -> bool:
-        return bool(self._asker.ask("contains", self, item))
-
     def __iter__(self) -> Any:
         return self._asker.ask("iterator", self)
 
@@ -228,7 +240,7 @@ class Remote:
     def _refuse(self, *_given: Any) -> Any:
         raise TypeError(f"a test cannot compare an object of the program: {_PLAIN_RESULT}")
 
-    __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __bool__ = __contains__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
 class NamedAsModule(Remote):
@@ -246,8 +258,8 @@ class NamedAsModule(Remote):
 
 
 def run_statements(text: str, names: dict[str, Any], asker: Asker) -> None:
-    """Run them with those of the program's names that they mention. Raises what they raise, and
-    Gone if the program ends meanwhile."""
+    """Run them with those of the program's names that they mention. Raises what they raise; if the
+    program ends before them, this process ends as GONE."""
     asker.wait_ran()
     code = compile(text, NAME, "exec", dont_inherit=True)
     for name in sorted(_mentioned(code)):

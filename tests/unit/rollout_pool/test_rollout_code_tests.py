@@ -156,7 +156,7 @@ EQUALS_ALL = """
 class Equal:
     def __eq__(self, other):
         return True
-    __bool__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__
+    __bool__ = __contains__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__
 def f(x):
     return Equal()
 """
@@ -213,6 +213,10 @@ for number in range(3, 64):
 def f(x):
     os._exit(0)
 """
+STOPS_ITERATION = """
+def f(x):
+    raise StopIteration
+"""
 LEAVES_OTHER_MODULES = """
 import math, unittest, sys
 class AllIsWell:
@@ -236,6 +240,7 @@ def f(x): return 0
         LOOKS_AT_ALL_OBJECTS,
         READS_ALL_PIPES,
         ANSWERS_FOR_ITSELF,
+        STOPS_ITERATION,
         LEAVES_OTHER_MODULES,
         "f = lambda x: None\nimport os, signal\nos.kill(os.getpid() + 1, signal.SIGKILL)",
     ],
@@ -246,6 +251,7 @@ def f(x): return 0
         "all objects",
         "reads pipes",
         "answers for itself",
+        "stops iteration",
         "modules",
         "signal",
     ],
@@ -253,6 +259,8 @@ def f(x): return 0
 async def test_a_rigged_program_does_not_pass_its_statements(rig):
     tests = [
         STATEMENT,
+        "assert all(map(lambda x: f(x) == 9407, [20]))",
+        "assert 9407 in f(20)",
         "assert math.isclose(f(20), 9407)",
         "import unittest\nunittest.TestCase().assertEqual(f(20), 9407)",
     ]
@@ -352,6 +360,13 @@ async def test_statements_find_all_that_a_right_program_has():
 async def test_a_statement_that_cannot_be_put_to_a_program_fails_with_the_reason(statement, error):
     verdict = await judge(RIGHT_PROGRAM, [ProgramTest(statements=statement)])
     assert verdict.num_passed == 0 and error in verdict.explanation
+
+
+async def test_a_program_that_ends_is_no_error_that_a_statement_can_catch():
+    program = "import os\ndef f(x):\n    os._exit(0)"
+    statements = "try:\n    f(1)\nexcept:\n    pass\nprint('held')"
+    verdict = await judge(program, [ProgramTest(statements=statements)])
+    assert (verdict.num_passed, verdict.explanation) == (0, "test 1: it ended before its test")
 
 
 async def test_a_right_program_may_print_what_it_likes():
