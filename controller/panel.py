@@ -92,7 +92,9 @@ def step_line(view: RunView) -> str:
     if view.rewards:
         parts.append(f"reward {view.rewards[-1]:.2f} (first {view.rewards[0]:.2f})")
     if view.evals:
-        parts.append(f"eval {view.evals[-1].accuracy:.0%} (first {view.evals[0].accuracy:.0%})")
+        first, last = view.evals[0], view.evals[-1]
+        since = f"first {first.accuracy:.0%}, " if len(view.evals) > 1 else ""
+        parts.append(f"eval {last.accuracy:.0%} ({since}at version {last.version})")
     if view.last_step is not None:
         mean, largest = (view.last_step.number(f"staleness_{x}") for x in ("mean", "max"))
         parts.append(f"staleness {mean:.1f} (max {largest:.0f})")

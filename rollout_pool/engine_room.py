@@ -10,6 +10,9 @@ from rollout_pool.concurrency import AdaptiveLimit, LoadSample
 from rollout_pool.generation import EngineClient, EngineLoad
 from rollout_pool.samples import Priority
 
+EVALUATION_SHARE = 1 / 8
+"""Of an engine's limit: places that evaluation samples have beside the rollouts'."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RoomReport:
@@ -67,12 +70,13 @@ class EngineRoom:
         return sum(self._num_in_flight.values())
 
     def has_place(self, priority: Priority) -> bool:
-        """One evaluation sample has a place beside the others', so that it need not wait for ever
-        and takes nothing from them."""
+        """Evaluation samples have places beside the limit: an evaluation neither waits until the
+        rollouts leave room nor takes any from them."""
+        beside = max(1, int(EVALUATION_SHARE * self._limit.value))
         num_evaluations = self._num_in_flight[Priority.evaluation]
-        if priority is Priority.evaluation and num_evaluations == 0:
+        if priority is Priority.evaluation and num_evaluations < beside:
             return True
-        return self.num_in_flight - min(1, num_evaluations) < self._limit.value
+        return self.num_in_flight - min(beside, num_evaluations) < self._limit.value
 
     def may_serve(self, min_version: int, *, is_pinned: bool) -> bool:
         """Whether it serves what such a sample needs, whatever its health.

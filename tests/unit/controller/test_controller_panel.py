@@ -177,9 +177,15 @@ def test_without_a_terminal_each_step_is_one_line() -> None:
 
 def test_a_step_line_says_the_essentials() -> None:
     assert step_line(trained_view()) == (
-        "step 20/40 | reward 0.77 (first 0.30) | eval 74% (first 31%) | "
+        "step 20/40 | reward 0.77 (first 0.30) | eval 74% (first 31%, at version 20) | "
         "staleness 1.2 (max 2) | ready 32 | 1k tokens/s | 10 s left"
     )
+
+
+def test_a_step_line_shows_a_lone_evaluation_as_that_of_its_version() -> None:
+    view = trained_view()
+    del view.evals[1:]
+    assert f"| eval 31% (at version {view.evals[0].version}) |" in step_line(view)
 
 
 def test_a_start_step_that_fails_is_marked_and_raises() -> None:

@@ -228,6 +228,19 @@ async def test_one_evaluation_takes_no_place_from_rollouts():
     waiting.cancel()
 
 
+async def test_an_eighth_of_the_limit_is_kept_for_evaluations_beside_the_rollouts():
+    one = router(1, max_running_requests=32)
+    rollouts = [await place(one) for _ in range(32)]
+    evaluations = [await one.assign(evaluation()) for _ in range(4)]
+    fifth, rollout = asking(one, evaluation()), asking(one, sample())
+    await turn()
+    assert not fifth.done() and not rollout.done()
+    evaluations[0].release()
+    await fifth
+    rollouts[0].release()
+    await rollout
+
+
 async def test_places_are_shared_among_the_workers():
     one = router(1, max_running_requests=5, num_workers=2)
     for _ in range(3):
