@@ -111,7 +111,6 @@ def _dry_run(config: Config) -> int:
 
 def _on_existing_run(arguments: argparse.Namespace) -> int:
     run_dir = RunDir.find(arguments.dir, arguments.run)
-    os.umask(run_dir.umask)
     match arguments.verb:
         case "status":
             from controller.status import print_status
@@ -128,6 +127,7 @@ def _on_existing_run(arguments: argparse.Namespace) -> int:
         case "timeline":
             from controller.timeline import draw_timeline
 
+            os.umask(run_dir.umask)
             print(draw_timeline(run_dir, arguments.version))
         case _:
             on_buffer(run_dir, arguments)

@@ -22,11 +22,15 @@ CHECK_PERIOD_S = 5
 CHECK_TIMEOUT_S = 5
 """A check that fails at once takes a period, one that gets no answer this much longer."""
 
-LIMITS = {
+HEALTH_CHECKS = {
     "RAY_health_check_period_ms": CHECK_PERIOD_S * 1000,
     "RAY_health_check_timeout_ms": CHECK_TIMEOUT_S * 1000,
     "RAY_health_check_failure_threshold": OUTLAST_S // CHECK_PERIOD_S,
-    # A node, or a process on it, that cannot reach the head for so long ends itself.
+}
+CLUSTER_LIMITS = {
+    **HEALTH_CHECKS,
+    # A node, or a process on it, that cannot reach the head for so long ends itself. Without a
+    # network between them a head that does not answer is gone: Ray's shorter limit is better there.
     "RAY_gcs_rpc_server_reconnect_timeout_s": OUTLAST_S,
 }
 LARGEST_INLINE_ARGUMENT = 4 * 2**20
@@ -47,5 +51,5 @@ def prepare_environment(cluster: ClusterConfig) -> None:
         os.environ.setdefault(AUTH_MODE, "token")
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     os.environ.setdefault("RAY_max_direct_call_object_size", str(LARGEST_INLINE_ARGUMENT))
-    for name, value in LIMITS.items():
+    for name, value in (HEALTH_CHECKS if is_local else CLUSTER_LIMITS).items():
         os.environ.setdefault(name, str(value))

@@ -51,7 +51,8 @@ def main(runs: str) -> None:
         seen["modes"] = [stat.S_IMODE(p.stat().st_mode) for p in (private, private / "token")]
         seen["longest_socket"] = max(len(str(p)) for p in private.rglob("sockets/*"))
         seen["stranger"] = stranger(ray.get_runtime_context().gcs_address)
-        publish_error_to_driver("node_removed", "RAYLET STACK TRACE")
+        gcs = ray._private.worker.global_worker.gcs_client
+        publish_error_to_driver("node_removed", "RAYLET STACK TRACE", gcs_client=gcs)
         deadline = time.monotonic() + 30
         while not (messages.exists() and "STACK" in messages.read_text()):
             assert time.monotonic() < deadline, "Ray's message came nowhere"
