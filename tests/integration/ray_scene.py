@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from configs.environment import LOG_DIR_VARIABLE, RUN_VARIABLE
@@ -20,6 +22,20 @@ from controller.ray_environment import LARGEST_INLINE_ARGUMENT, prepare_environm
 from controller.run_dir import RunDir
 
 SETTINGS = ["rollout.num_workers=1", "rollout.num_engines=1", "rollout.reward_actors=1"]
+FRIEND = """
+import sys
+from pathlib import Path
+from configs.load import load_config
+from controller.ray_environment import prepare_environment
+config = load_config([f"cluster.ray_address={sys.argv[1]}"])
+prepare_environment(config.cluster)
+from controller import supervise
+from controller.placement import start_ray
+messages = Path(sys.argv[2])
+cluster = start_ray(config, {}, supervise.SETUP_HOOK, None, messages)
+print(cluster.host)
+cluster.stop(messages.parent)
+"""
 JOIN = """
 import sys, ray
 ray.init(address=sys.argv[1], log_to_driver=False)
@@ -28,7 +44,8 @@ print("joined")
 
 
 def main(runs: str) -> None:
-    config = load_config(SETTINGS)
+    address = own_address()
+    config = load_config([*SETTINGS, f"cluster.host={address}"])
     # As a task with many questions in its settings has.
     config.task.params = {"questions": "x" * (LARGEST_INLINE_ARGUMENT // 4)}
     prepare_environment(config.cluster)
@@ -51,6 +68,8 @@ def main(runs: str) -> None:
         seen["modes"] = [stat.S_IMODE(p.stat().st_mode) for p in (private, private / "token")]
         seen["longest_socket"] = max(len(str(p)) for p in private.rglob("sockets/*"))
         seen["stranger"] = stranger(ray.get_runtime_context().gcs_address)
+        seen["own_address"] = address
+        seen["host_of_a_joining_run"] = friend(ray.get_runtime_context().gcs_address, messages)
         gcs = ray._private.worker.global_worker.gcs_client
         publish_error_to_driver("node_removed", "RAYLET STACK TRACE", gcs_client=gcs)
         deadline = time.monotonic() + 30
@@ -116,6 +135,23 @@ def new_pid(handle: Any) -> int:
         except RayActorError:
             assert time.monotonic() < deadline, "it did not come back"
             time.sleep(0.2)
+
+
+def own_address() -> str:
+    """Of the interface towards other machines; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def friend(address: str, messages: Path) -> str:
+    """Where a second run, which joins this Ray by its token, has its servers listen."""
+    command = [sys.executable, "-c", FRIEND, address, str(messages)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return (told.stdout or told.stderr[-2000:]).strip().splitlines()[-1]
 
 
 def stranger(address: str) -> str:

@@ -167,6 +167,8 @@ def test_a_launch_trains_keeps_the_law_and_leaves_nothing(
     assert (run / "checkpoints").is_dir()
     assert_weights_travelled(run, result, num_versions=4)
     assert json.loads((run / "run.json").read_text())["state"] == "finished"
+    assert "core_worker.cc" not in output, "Ray complained"
+    assert [str(p) for p in (run, *run.rglob("*")) if p.stat().st_mode & 0o077] == []
     assert_nothing_left(tmp_path, shared_memory)
 
 

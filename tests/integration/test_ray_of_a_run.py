@@ -68,3 +68,7 @@ def test_killed_actors_come_back_though_the_driver_holds_none_of_their_arguments
 
 def test_messages_of_ray_go_to_a_log_instead_of_the_screen(scene: Scene) -> None:
     assert "STACK TRACE" not in scene.output
+
+
+def test_run_that_joins_a_cluster_listens_where_ray_knows_its_machine(scene: Scene) -> None:
+    assert scene.seen["host_of_a_joining_run"] == scene.seen["own_address"]
