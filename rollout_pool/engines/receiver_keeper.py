@@ -97,7 +97,8 @@ class ReceiverKeeper:
             await self._process.stop(timeout_s)
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
-            self._leftovers.unlink(missing_ok=True)
+            if not self._folder.exists():
+                self._leftovers.unlink(missing_ok=True)
 
     async def _keep(self) -> None:
         # What runs staged that lost this host or were killed: memory that this one may need.

@@ -1,0 +1,163 @@
+"""A launch over two machines, set up word for word as docs/cluster.md says."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts import ROOT, Host, missing, two_hosts
+from test_launch import finish, launch_command, result_of, wait_for_line
+
+from controller.metrics import read_metrics
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+]
+
+PAGE = (ROOT / "docs" / "cluster.md").read_text()
+RUN = "two"
+LIMIT_S = 900.0
+
+HOLD_ROOM = """
+import sys, time
+import ray
+from ray.util import placement_group_table
+
+@ray.remote(num_cpus=3)
+class Room:
+    def held(self):
+        return True
+
+ray.init("auto", logging_level="ERROR", log_to_driver=False)
+room = Room.remote()
+ray.get(room.held.remote())
+print("held", flush=True)
+while not any(group["state"] == "CREATED" for group in placement_group_table().values()):
+    time.sleep(0.2)
+"""
+"""Takes room from the second machine until the trainer's ranks have theirs: one on each machine."""
+
+LISTENERS = """
+import json, psutil
+found = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN"]
+who = {c.pid: " ".join(psutil.Process(c.pid).cmdline()) for c in found}
+print(json.dumps([(c.laddr.ip, c.laddr.port, who[c.pid]) for c in found]))
+"""
+REMAINS = """
+import contextlib, glob, psutil, time
+
+def processes():
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "LEASH_RUN" in process.environ() and process.pid != psutil.Process().pid:
+                yield str(process)
+
+deadline = time.monotonic() + 60  # Ray ends the workers of a job that is over in its own time
+while (left := [*processes()]) and time.monotonic() < deadline:
+    time.sleep(0.5)
+print(*left, *glob.glob("/dev/shm/leash-*"), *glob.glob("/tmp/leash-*"))
+"""
+ROWS = {
+    "gcs_server": "Ray's head (GCS)",
+    "ray/dashboard/dashboard.py": "Ray's dashboard",
+    "valkey-server|redis-server": "Redis",
+    "sglang|receiver_app": "engines (HTTP), receivers of weights (HTTP)",
+    "ray::TrainerActor": "process groups: gloo, NCCL",
+    "raylet|ray::|ray-dashboard|ray/|controller.main": "Ray's node managers, agents and workers",
+}
+"""Words of the command line of whoever listens, and how its row in the page's table begins."""
+
+
+def blocks(heading: str) -> list[str]:
+    """The commands below a heading of the page, in pieces that are without an empty line."""
+    (section,) = re.findall(rf"^## {heading}\n(.*?)^## ", PAGE, re.M | re.S)
+    return [textwrap.dedent(piece) for piece in re.findall(r"(?:^    .*\n)+", section, re.M)]
+
+
+def with_cpus(commands: str, num_cpus: int) -> str:
+    assert commands.count("ray start ") == 1
+    return commands.replace("ray start ", f"ray start --num-cpus={num_cpus} ")
+
+
+def start_ray(first: Host, second: Host) -> None:
+    token, every, head, other, status = blocks("Before the first launch")
+    first.check(token)
+    copied = first.check("cat ~/.ray/auth_token")
+    second.check(f"umask 077 && mkdir ~/.ray && printf %s '{copied}' > ~/.ray/auth_token")
+    for host in (first, second):
+        host.check(every)
+    first.check(with_cpus(head, 1))
+    second.check(with_cpus(other, 4))
+    assert "0.0/5.0 CPU" in first.check(status)
+
+
+def listeners(host: Host) -> list[tuple[str, int, str]]:
+    return [(ip, port, who) for ip, port, who in json.loads(host.python(LISTENERS))]
+
+
+def assert_listens_as_the_page_says(host: Host, found: list[tuple[str, int, str]]) -> None:
+    table = [line for line in PAGE.splitlines() if line.startswith("| ")]
+    for ip, port, who in found:
+        if ip.startswith("127.") or ip == "::1":
+            continue
+        assert ip == host.address, f"{ip}:{port} on {host.name}: {who}"
+        row = next((row for words, row in ROWS.items() if re.search(words, who)), None)
+        assert row is not None, f"{ip}:{port} on {host.name}: {who}"
+        assert any(line.startswith(f"| {row}") for line in table), row
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
+    with two_hosts(tmp_path) as both:
+        yield both
+
+
+def leave_something(host: Host, run: Path, name: str) -> None:
+    """As a process there does that is killed before it can clear up."""
+    listed = run / "leftovers" / host.name / name
+    host.check(f"mkdir -p /dev/shm/leash-{name} {listed.parent}")
+    host.check(f"echo /dev/shm/leash-{name} > {listed}")
+
+
+def test_a_launch_spans_two_hosts_that_the_page_on_clusters_sets_up(
+    tmp_path: Path, hosts: tuple[Host, Host]
+) -> None:
+    first, second = hosts
+    start_ray(first, second)
+    holder = second.start(f". deploy/ray.env\n{sys.executable} -c '{HOLD_ROOM}'")
+    wait_for_line(holder, "held", LIMIT_S)
+    runs = tmp_path / "runs"
+    settings = ("cluster.ray_address=auto", "run.prometheus_port=0")
+    launch = first.start(" ".join(launch_command(runs, RUN, *settings)))
+    wait_for_line(launch, "step 2/", LIMIT_S)
+    holder.communicate(timeout=LIMIT_S)
+    assert holder.returncode == 0
+    found = {host: listeners(host) for host in hosts}
+    print("\n".join(f"{host.name} {a} {p} {w[:150]}" for host in hosts for a, p, w in found[host]))
+    leave_something(second, runs / RUN, "engine-7")
+    output = finish(launch, LIMIT_S)
+    assert launch.returncode == 0, output[-6000:]
+    result = result_of(output)
+    assert result["steps"] == 4 and result["versions_published"] == 4
+    commits = read_metrics(runs / RUN / "metrics.jsonl", "commit")
+    assert commits[-1].number("version") == 4
+    for host in hosts:
+        assert any("ray::TrainerActor" in who for _, _, who in found[host]), host.name
+        assert_listens_as_the_page_says(host, found[host])
+        assert host.python(REMAINS).strip() == "", host.name
+    assert not (runs / RUN / "leftovers").exists()
+
+    leave_something(second, runs / RUN, "engine-8")
+    told = first.check(f".venv/bin/python -m controller.main stop --dir {runs}")
+    assert "host-b may still hold files of the run" in told
+    told = second.check(f".venv/bin/python -m controller.main stop --dir {runs}")
+    assert f"nothing of {RUN} is left on this host; its controller's host is host-a" in told
+    assert second.python(REMAINS).strip() == ""
+    assert not (runs / RUN / "leftovers").exists()
