@@ -20,7 +20,6 @@ from rollout_pool.engines.commit_ipc import Ipc
 from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.engines.staged_file import Batch, StagedFile
 from rollout_pool.generation import EngineError
-from weight_sync.interfaces import interface_towards
 from weight_sync.types import GroupSpec
 
 if TYPE_CHECKING:
@@ -116,7 +115,8 @@ class Direct:
         # torch is a second of start-up and 200 MB: only who broadcasts pays for it.
         from weight_sync.group import join_as_sglang_sender, open_store
 
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(self._host))
+        if self._host in ("127.0.0.1", "::1", "localhost"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         timeout_s = self._config.timeout_s
         store = await asyncio.to_thread(open_store, self._host, timeout_s)
         name = self._client.name

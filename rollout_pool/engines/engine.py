@@ -28,7 +28,6 @@ from rollout_pool.engines.leftovers import write_list
 from rollout_pool.engines.server_arguments import server_arguments
 from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.generation import EngineError
-from weight_sync.interfaces import interface_towards
 
 log = logging.getLogger(__name__)
 
@@ -315,10 +314,9 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
     environment = dict(os.environ)
     if not spec.uses_gpu:
         environment["OMP_NUM_THREADS"] = str(spec.num_threads)
-    # gloo would look up the machine's name, which need not lead to an interface of its own.
-    environment["GLOO_SOCKET_IFNAME"] = interface_towards(spec.host)
     if _is_loopback(spec.host):
-        environment["NCCL_SOCKET_IFNAME"] = "lo"  # which it would not use by itself
+        # gloo would look up the machine's name, which need not lead to an interface of its own.
+        environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = "lo"
     return environment
 
 
