@@ -54,6 +54,8 @@ class BufferStats:
     engines_gone: bool
     """Engines served once and none does now: until one comes back nothing is admitted."""
     max_staleness: int
+    max_staleness_largest: int = 0
+    """The largest bound since the first change of it; 0 before."""
     max_staleness_trained: int | None
     """The largest staleness of any group that was ever consumed; None before the first."""
     groups_per_step: int
@@ -164,6 +166,7 @@ def parse_stats(reply: list[Any]) -> BufferStats:
         oversampling=float(settings["oversampling"]),
         engines_gone="engines_gone" in settings,
         max_staleness=int(settings["max_staleness"]),
+        max_staleness_largest=count("max_staleness_largest"),
         max_staleness_trained=counters.get("max_staleness_trained"),
         groups_per_step=int(settings["groups_per_step"]),
         bytes=count("bytes"),
@@ -209,6 +212,7 @@ _OF_THE_RUN = {
     "engine_versions",
     "engines_gone",
     "max_staleness",
+    "max_staleness_largest",
     "groups_per_step",
     "oversampling",
     "num_shards",

@@ -14,8 +14,11 @@ Whatever is wrong ends as one `ConfigError` of one line: the setting, its value,
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from configs.choices import TaskKind
+from configs.rollout_schema import RewardConfig, TaskConfig
 from configs.schema import Config
 from configs.settings import all_sections, all_settings
 
@@ -33,6 +38,13 @@ GROUPS = tuple(sorted(folder.name for folder in CONFIG_DIR.iterdir() if any(fold
 
 # `${data:word_problems.jsonl}` in a YAML file names a file that ships with the project.
 OmegaConf.register_new_resolver("data", lambda name: str(CONFIG_DIR / "data" / name), replace=True)
+
+OF_ANY_TASK = ("chat_template", "tool_parser", "seed")
+"""Settings of a task that stay when its kind changes: they are the model's, or the run's."""
+NAMED_KINDS = (TaskKind.reasoning_gym.name, TaskKind.verifiers.name)
+"""Kinds whose task is one of a library, chosen by task.name."""
+NEW_FOR_EACH_RUN = ("run.name", "run.dir")
+_ABSENT = object()
 
 
 class ConfigError(ValueError):
@@ -46,18 +58,120 @@ def load_config(overrides: Sequence[str], experiment: str = "quickstart") -> Con
     the folder that the command was given in and come back absolute, since other processes of the
     run live elsewhere. Raises ConfigError.
     """
+    config = _to_schema(_settings(overrides, experiment))
+    _anchor_paths(config)
+    return config
+
+
+def _settings(overrides: Sequence[str], experiment: str) -> DictConfig:
+    """What the files and `overrides` say, not yet held to the schema."""
     pairs = [_split(override) for override in overrides]
     choices = {"experiment": experiment} | {n: text for n, text in pairs if n in GROUPS}
     for group, option in choices.items():
         _check_option(group, option)
     composed = _compose(choices)
     composed["experiment"] = choices["experiment"]
-    for name, text in pairs:
-        if name not in GROUPS:
-            OmegaConf.update(composed, name, _value(name, text), force_add=True)
-    config = _to_schema(composed)
-    _anchor_paths(config)
-    return config
+    values = [(name, _value(name, text)) for name, text in pairs if name not in GROUPS]
+    _forget_other_task(composed, values)
+    for name, value in values:
+        OmegaConf.update(composed, name, value, force_add=True)
+    return composed
+
+
+def _forget_other_task(composed: DictConfig, values: Sequence[tuple[str, object]]) -> None:
+    """Takes out what the files say of a task, where `values` name another kind of task.
+
+    What a reasoning_gym data set or a verifiers environment is given belongs to its name, so that
+    goes with another name.
+    """
+    kept: tuple[str, ...]
+    wanted = dict(values)
+    default = TaskConfig()
+    kind = composed.task.get("kind", default.kind.name)
+    name_before = composed.task.get("name", default.name)
+    if wanted.get("task.kind", kind) != kind:
+        kept = OF_ANY_TASK
+    elif kind in NAMED_KINDS and wanted.get("task.name", name_before) != name_before:
+        kept = (*OF_ANY_TASK, "kind", "eval_size", "max_turns", "max_turn_tokens")
+    else:
+        return
+    for setting in list(composed.task):
+        if setting not in kept:
+            del composed.task[setting]
+
+
+def overrides_for(config: Config) -> list[str] | None:
+    """The overrides with which `load_config` makes `config` out of its experiment again, but for
+    run.name and run.dir. None if there are no such.
+
+    A password in buffer.url is left out: what stands there instead must be replaced.
+    """
+    if config.experiment not in options("experiment"):
+        return None
+    identity: list[str] = []
+    before = _leaves_in(_settings(identity, config.experiment))
+    for name, value in (("task.kind", config.task.kind.name), ("task.name", config.task.name)):
+        if before[name] != value:  # other settings of the files go with it
+            identity.append(f"{name}={_as_text(value)}")
+            before = _leaves_in(_settings(identity, config.experiment))
+    after = _flat(_plain(asdict(config)), "")
+    changed = [
+        f"{name}={_as_override(name, value)}"
+        for name, value in after.items()
+        if name not in NEW_FOR_EACH_RUN and before.get(name, _ABSENT) != value
+    ]
+    overrides = identity + changed
+    try:
+        again = load_config(overrides, config.experiment)
+    except ConfigError:
+        return None
+    again.run = replace(config.run)
+    if again != config:
+        return None
+    return [_without_password(override) for override in overrides]
+
+
+def _leaves_in(settings: DictConfig) -> dict[str, Any]:
+    tree = OmegaConf.merge(OmegaConf.structured(Config), settings)
+    return _flat(OmegaConf.to_container(tree, resolve=True, enum_to_str=True), "")
+
+
+def _flat(tree: Any, prefix: str) -> dict[str, Any]:
+    """Settings by dotted name. A section that is left out is one, with the value None."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if name in all_sections() and isinstance(value, dict):
+            found |= _flat(value, f"{name}.")
+        else:
+            found[name] = value
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value.name if isinstance(value, Enum) else value
+
+
+def _as_override(name: str, value: Any) -> str:
+    setting = next((s for s in all_settings() if s.name == name), None)
+    if setting is not None and setting.annotation is str and value is not None:
+        return _as_text(value)
+    if name == "task.rewards":
+        usual = {field.name: _plain(field.default) for field in fields(RewardConfig)}
+        value = {part: {k: v for k, v in of.items() if v != usual[k]} for part, of in value.items()}
+    return (
+        yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
+        .removesuffix("\n...\n")
+        .strip()
+    )
+
+
+def _as_text(value: str) -> str:
+    """Text as `_value` reads it: quoted where it would be taken for something else."""
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    return f"'{value}'" if is_quoted or value == "null" else value
 
 
 def to_yaml(config: Config) -> str:
@@ -67,8 +181,12 @@ def to_yaml(config: Config) -> str:
     """
     tree = OmegaConf.structured(config)
     if config.buffer.url is not None:
-        tree.buffer.url = re.sub(r"(//[^:@/]*):[^@/]*@", r"\1:***@", config.buffer.url)
+        tree.buffer.url = _without_password(config.buffer.url)
     return OmegaConf.to_yaml(tree)
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"(//[^:@/]*):[^@/]*@", r"\1:***@", url)
 
 
 def read_config(path: Path) -> Config:

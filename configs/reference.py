@@ -34,9 +34,10 @@ Every setting of a run, its type and its one default. This page is made from `co
     make dry-run ARGS="trainer.num_ranks=4"                           # see what that would start
 
 What the command line says wins over the experiment, which wins over the files that it chooses,
-which win over the defaults below. Unknown names and wrong types are refused with the nearest valid
-name. The type says what a value is held to; a time is in seconds, and a count is at most 10^9.
-Values are written as in YAML, and text as it stands; quote what the shell would take for
+which win over the defaults below. Another `task.kind`, or another `task.name` of a library, takes
+over nothing that a file says of its own task. Unknown names and wrong types are refused with the
+nearest valid name. The type says what a value is held to; a time is in seconds, and a count is at
+most 10^9. Values are written as in YAML, and text as it stands; quote what the shell would take for
 itself: `ARGS="task.prompt_pattern='([0-9]+)'"`. Relative paths mean the folder that the command is
 given in. An experiment of your own is one more file in `configs/experiment/`.
 """

@@ -13,6 +13,7 @@ from configs.schema import Config
 from controller.learning import has_no_gradient, learning_alarms
 from controller.metrics import EVAL_FAILED, Record
 from controller.plots import PLOTS
+from controller.repeat import repeat_command, task_label
 from controller.rollout_counts import summary_rows
 from controller.timeline import LAST_TIMELINE
 from controller.units import format_bytes, format_count, format_duration
@@ -60,6 +61,9 @@ class RunResult:
     is_conserved: bool
     """pushed = trained + dropped + quarantined + ready + leased, at the end of the run."""
     max_staleness: int
+    """The largest that was ever in force."""
+    max_staleness_by_step: Mapping[int, int]
+    """The bound in force from each of these steps on, as the samples of the buffer saw it."""
     max_staleness_trained: int | None
     staleness_mean: float | None
     versions_published: int
@@ -157,7 +161,8 @@ def summarize(
         groups_ready=stats.ready,
         groups_leased=stats.leased,
         is_conserved=stats.is_conserved,
-        max_staleness=stats.max_staleness,
+        max_staleness=max(stats.max_staleness, stats.max_staleness_largest),
+        max_staleness_by_step=_staleness_bounds(records),
         max_staleness_trained=stats.max_staleness_trained,
         staleness_mean=_mean(_series(steps, "staleness_mean")),
         versions_published=stats.trainer_version,
@@ -182,6 +187,19 @@ def summarize(
         delta_density=weights.density,
         weights_events=weights.events,
     )
+
+
+def _staleness_bounds(records: Sequence[Record]) -> dict[int, int]:
+    bounds: dict[int, int] = {}
+    step, last = 1, math.nan
+    for record in records:
+        if record.kind == "step":
+            step += 1
+        elif record.kind == "buffer" and math.isfinite(bound := record.number("max_staleness")):
+            if bound != last:
+                bounds[step] = int(bound)
+            last = bound
+    return bounds
 
 
 def training_seconds(steps: Sequence[Record]) -> float:
@@ -232,14 +250,23 @@ def _summary_markdown(run_dir: Path, result: RunResult, config: Config) -> str:
         for name, caption in PICTURES.items()
         if (run_dir / name).exists()
     )
+    return title + tables + plots + _again(config)
+
+
+def _again(config: Config) -> str:
     model = config.model.path or "built from scratch"
-    again = (
-        f"\n## The same again\n\n    make launch EXPERIMENT={result.experiment} "
-        f'ARGS="run.seed={result.seed}"\n\n'
-        f"Model: {model}; task: {config.task.name}. Every setting is in `config.yaml`, the history "
-        "in `metrics.jsonl`, what each process said in `logs/`.\n"
+    command = repeat_command(config)
+    how = (
+        "No command makes these settings from a file of `configs/experiment/`: they are in "
+        "`config.yaml`."
+        if command is None
+        else "\n".join(f"    {line}" for line in command.split("\n"))
     )
-    return title + tables + plots + again
+    return (
+        f"\n## The same again\n\n{how}\n\n"
+        f"Model: {model}; task: {task_label(config.task)}. Every setting is in `config.yaml`, the "
+        "history in `metrics.jsonl`, what each process said in `logs/`.\n"
+    )
 
 
 def _headline(result: RunResult) -> str:
@@ -288,9 +315,12 @@ def _group_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     yield "the sum holds", "yes" if result.is_conserved else "**NO: please report this**"
     trained = result.max_staleness_trained
     yield (
-        "largest staleness trained, of what was allowed",
+        "largest staleness trained, of the largest bound in force",
         f"{'none' if trained is None else trained} of {result.max_staleness}",
     )
+    if len(result.max_staleness_by_step) > 1:
+        changes = (f"{k} from step {step}" for step, k in result.max_staleness_by_step.items())
+        yield "the bound over the run", ", ".join(changes)
 
 
 def _cost_rows(result: RunResult) -> Iterator[tuple[str, str]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 
 from configs.load import read_config
+from configs.schema import BufferConfig
 from controller.buffer_access import BufferAddress, opened
 from controller.run_dir import RunDir, RunDirError
 
 
 def set_max_staleness(run_dir: RunDir, value: int) -> None:
     """Takes effect at the next lease and the next admission. Raises RunDirError or ValueError."""
+    BufferConfig(max_staleness=value)  # refuses what a launch would
     url = run_dir.read_redis_url()
     if url is None or not run_dir.read_record().is_alive:
         raise RunDirError(f"{run_dir.name} does not run, so there is nothing to tune")

@@ -279,6 +279,17 @@ async def test_a_lower_max_staleness_takes_effect_at_the_next_sweep(
     assert (await buffer.stats()).dropped == {"stale": 3}
 
 
+async def test_tuning_remembers_the_largest_bound_that_was_ever_in_force(
+    checked_buffer: Any,
+) -> None:
+    buffer = await checked_buffer(max_staleness=2)
+    assert (await buffer.stats()).max_staleness_largest == 0, "it was never changed"
+    for value, largest in ((1, 2), (4, 4), (3, 4)):
+        await buffer.set_max_staleness(value)
+        stats = await buffer.stats()
+        assert (stats.max_staleness, stats.max_staleness_largest) == (value, largest)
+
+
 async def test_a_sweep_takes_more_groups_than_one_script_may_move(
     checked_buffer: Any, buffer_factory: Any, make_group: Any
 ) -> None:

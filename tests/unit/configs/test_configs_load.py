@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from configs.choices import CommitStrategy, Dtype, PauseMode
+from configs.choices import CommitStrategy, Dtype, PauseMode, TaskKind
 from configs.load import CONFIG_DIR, ConfigError, load_config, options, read_config, to_yaml
+from configs.rollout_schema import TaskConfig
 
 
 def refusal(*overrides: str, experiment: str = "quickstart") -> str:
@@ -312,3 +313,22 @@ def test_files_of_code_become_absolute_and_modules_stay() -> None:
     assert config.task.env == f"{here}/my_env.py:make"
     assert config.task.tools == ["python", f"{here}/tools.py:add", "pkg.tools:sub"]
     assert config.task.rewards["mine"].function == f"{here}/rewards.py:score"
+
+
+def test_another_kind_of_task_takes_nothing_over_from_the_experiments() -> None:
+    task = load_config(["task.path=/x.jsonl", "task.kind=gsm8k", "task.eval_size=3"]).task
+    assert task == TaskConfig(kind=TaskKind.gsm8k, path="/x.jsonl", eval_size=3)
+
+
+def test_another_data_set_of_the_library_takes_no_parameters_over() -> None:
+    task = load_config(["task.name=letter_counting"]).task
+    assert (task.params, task.prompt_pattern, task.instruction) == ({}, None, "")
+    assert task.eval_size == 100, "that is the run's"
+
+
+def test_the_same_kind_and_a_model_s_chat_template_stay() -> None:
+    assert load_config(["task.kind=reasoning_gym"]).task.params == {
+        "min_word_len": 3,
+        "max_word_len": 4,
+    }
+    assert load_config(["task.kind=math"], "qwen2.5-7b-gsm8k").task.chat_template

@@ -16,6 +16,7 @@ from controller_samples import (
     weights_records,
 )
 
+from buffer.stats import BufferStats
 from configs.load import load_config
 from controller.metrics import Record
 from controller.plots import PLOTS, write_plots
@@ -65,12 +66,12 @@ def run_records(num_steps: int = 20) -> list[Record]:
     return records
 
 
-def result_of(records: list[Record]) -> RunResult:
+def result_of(records: list[Record], stats: BufferStats = STATS) -> RunResult:
     return summarize(
         run="night",
         config=load_config(["run.seed=3"]),
         records=records,
-        stats=STATS,
+        stats=stats,
         counters={"tokens_generated": 100_000.0},
         wall_s=170.0,
     )
@@ -146,10 +147,26 @@ def test_the_summary_names_the_rise_the_plots_and_the_command(tmp_path: Path) ->
     assert "from 31% to 92% (+61 points) in 20 steps" in summary
     assert "| an engine stood still for a commit | 100 ms (median), 700 ms (longest) |" in summary
     assert "| receivers and engines: excluded | 1 |" in summary
-    assert 'make launch EXPERIMENT=quickstart ARGS="run.seed=3"' in summary
+    assert '    make launch EXPERIMENT=quickstart ARGS="run.seed=3"\n' in summary
+    assert "task: reasoning_gym, spell_backward" in summary
     assert all(f"]({name})" in summary for name in PLOTS)
     written_result = json.loads((tmp_path / "result.json").read_text())
     assert written_result == json.loads(result_line(result).removeprefix("RESULT "))
+
+
+def test_the_bound_of_each_time_is_told_after_it_was_changed(tmp_path: Path) -> None:
+    records = []
+    for step, bound in enumerate([2, 2, 4, 4, 1]):
+        records.append(Record(t=step, kind="buffer", values={"max_staleness": bound}))
+        records.append(step_record(step, 1000.0 + step))
+    stats = replace(STATS, max_staleness=1, max_staleness_largest=4, max_staleness_trained=4)
+    result = result_of(records, stats)
+    assert (result.max_staleness, result.max_staleness_trained) == (4, 4)
+    assert result.max_staleness_by_step == {1: 2, 3: 4, 5: 1}
+    write_summary(tmp_path, result, load_config([]))
+    summary = (tmp_path / "summary.md").read_text()
+    assert "| largest staleness trained, of the largest bound in force | 4 of 4 |" in summary
+    assert "| the bound over the run | 2 from step 1, 4 from step 3, 1 from step 5 |" in summary
 
 
 def test_a_broken_law_stands_out_in_the_summary(tmp_path: Path) -> None:
