@@ -76,10 +76,12 @@ class RunResult:
     """The same of the trainer's standstill for a publish, of its slowest rank."""
     convergence_s: Mapping[str, float | None]
     """The same from the snapshot until every live engine served the version or a later one."""
+    train_s: float
+    """Of the wall time, from the first step's wait for a batch to the last step's end."""
     trainer_wait_s: float
     """What the trainer waited for rollouts."""
     trainer_wait_share: float | None
-    """The same as a part of the time spent on steps."""
+    """The same as a part of `train_s`."""
     tokens_generated: int
     rollout: Mapping[str, float]
     """What the rollout workers counted, by name."""
@@ -88,7 +90,7 @@ class RunResult:
     """Trainable tokens of groups that the buffer dropped."""
     tokens_trained: int
     tokens_per_s: float | None
-    """Generated, over the time spent on steps."""
+    """Generated, over `train_s`."""
     ratio_max_abs_dev: float | None
     """Largest |importance_ratio - 1| of a trained token."""
     logprob_diff_mean: float | None
@@ -170,6 +172,7 @@ def summarize(
         engine_pause_s=weights.engine_pause_s,
         snapshot_s=weights.snapshot_s,
         convergence_s=weights.convergence_s,
+        train_s=train_s,
         trainer_wait_s=wait_s,
         trainer_wait_share=wait_s / train_s if train_s else None,
         tokens_generated=tokens_generated,
@@ -325,11 +328,12 @@ def _group_rows(result: RunResult) -> Iterator[tuple[str, str]]:
 
 def _cost_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     yield "wall time", format_duration(result.wall_s)
+    yield "of it, training (first step to last)", format_duration(result.train_s)
     yield "tokens generated", format_count(result.tokens_generated)
     yield "tokens trained", format_count(result.tokens_trained)
-    yield "tokens generated a second", _number(result.tokens_per_s)
+    yield "tokens generated a second of training", _number(result.tokens_per_s)
     yield (
-        "trainer waited for rollouts",
+        "trainer waited for rollouts (share of training)",
         f"{format_duration(result.trainer_wait_s)} ({_percent(result.trainer_wait_share)})",
     )
 

@@ -32,6 +32,12 @@ def count_given_up(tally: Tally, flight: Flight) -> None:
     tally.add("tokens_wasted", flight.num_tokens)
 
 
+def count_stopped(tally: Tally, flight: Flight) -> None:
+    """A group that the end of the run cut short: nothing was wrong with it."""
+    tally.add("groups_stopped")
+    tally.add("tokens_stopped", flight.num_tokens)
+
+
 def _count_length(tally: Tally, what: str, flight: Flight) -> None:
     bucket = length_bucket(flight.longest)
     tally.add(f"{what}:{bucket}")

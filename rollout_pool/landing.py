@@ -22,7 +22,7 @@ from buffer.types import TrajectoryGroup
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.envs.player import Player
 from rollout_pool.filtering import VarianceFilter, Verdict
-from rollout_pool.flight_counts import count_completed, count_flight, count_given_up
+from rollout_pool.flight_counts import count_completed, count_flight, count_given_up, count_stopped
 from rollout_pool.generate import Flight, GroupFailed, GroupGenerator
 from rollout_pool.tally import Tally
 
@@ -114,6 +114,8 @@ class Landing:
             if is_done:
                 assert trip.group is not None
                 count_completed(self._tally, trip.flight, trip.group)
+            elif delivery.cancelled() and not trip.is_too_old:
+                count_stopped(self._tally, trip.flight)
             else:
                 count_given_up(self._tally, trip.flight)
         return is_done

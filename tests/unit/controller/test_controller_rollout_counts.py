@@ -20,6 +20,7 @@ COUNTERS = {
     "given_up:>64k": 2.0,
     "given_up_s:>64k": 90.0,
     "groups_postponed": 3.0,
+    "groups_stopped": 5.0,
     "episodes_ended:max_turns": 7.0,
 }
 
@@ -33,6 +34,7 @@ def test_the_summary_tells_what_happened_and_no_more() -> None:
     rows = dict(summary_rows(COUNTERS, 0))
     assert rows["tokens that nobody could use"] == "2.5%"
     assert rows["groups stopped in favour of others"] == "3"
+    assert rows["groups that the end of the run cut short"] == "5"
     assert "0 given up" in rows["groups whose longest sample had <=1k tokens"]
     assert not any("worker" in name for name in rows)
     assert not list(summary_rows({}, 0)) and wasted_share({}, 0) is None

@@ -93,6 +93,7 @@ def test_the_result_agrees_with_the_records_by_hand() -> None:
     assert result.versions_skipped == 0
     assert result.trainer_wait_s == pytest.approx(20 * 0.25)
     train_s = 19 + 0.25 + 0.5
+    assert result.train_s == pytest.approx(train_s)
     assert result.trainer_wait_share == pytest.approx(5 / train_s)
     assert result.tokens_per_s == pytest.approx(100_000 / train_s)
     assert result.ratio_max_abs_dev == 0.5
@@ -145,6 +146,8 @@ def test_the_summary_names_the_rise_the_plots_and_the_command(tmp_path: Path) ->
     assert {path.name for path in written} == set(PLOTS)
     summary = (tmp_path / "summary.md").read_text()
     assert "from 31% to 92% (+61 points) in 20 steps" in summary
+    assert "| wall time | 2m 50s |\n| of it, training (first step to last) | 20 s |" in summary
+    assert "| trainer waited for rollouts (share of training) | 5.0 s (25%) |" in summary
     assert "| an engine stood still for a commit | 100 ms (median), 700 ms (longest) |" in summary
     assert "| receivers and engines: excluded | 1 |" in summary
     assert '    make launch EXPERIMENT=quickstart ARGS="run.seed=3"\n' in summary
