@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 FOLDER = "rollouts"
 MAX_FILE_BYTES = 64 * 2**20
 NUM_FILES = 4
-DIGITS = 5
-"""Of a log-probability, and of a number in a further column."""
 _PIECE = 4096
 """Numbers turned into text at once: other threads get their turn in between."""
 
@@ -186,15 +184,12 @@ def _trajectory(trajectory: Trajectory) -> Iterator[str]:
     }
     yield json.dumps(said, separators=(",", ":"))[:-1]
     yield from _numbers("tokens", trajectory.tokens)
-    logprobs = np.round(trajectory.rollout_logprobs.astype(np.float64), DIGITS)
-    yield from _numbers("logprobs", logprobs)
+    yield from _numbers("logprobs", trajectory.rollout_logprobs)
     yield ',"columns":{'
     for place, (name, column) in enumerate(trajectory.columns.items()):
         form = {"dtype": column.dtype.name, "shape": list(column.shape)}
         yield "," * (place > 0) + f"{json.dumps(name)}:{json.dumps(form)[:-1]}"
-        is_float = np.issubdtype(column.dtype, np.floating)
-        numbers = np.round(column.astype(np.float64), DIGITS) if is_float else column
-        yield from _numbers("values", numbers.reshape(-1))
+        yield from _numbers("values", column.reshape(-1))
         yield "}"
     yield "}}"
 
@@ -202,9 +197,16 @@ def _trajectory(trajectory: Trajectory) -> Iterator[str]:
 def _numbers(name: str, numbers: NDArray[Any]) -> Iterator[str]:
     yield f',"{name}":['
     for start in range(0, len(numbers), _PIECE):
-        piece = json.dumps(numbers[start : start + _PIECE].tolist(), separators=(",", ":"))
-        yield ("," if start else "") + piece[1:-1]
+        yield ("," if start else "") + _piece(numbers[start : start + _PIECE])
     yield "]"
+
+
+def _piece(numbers: NDArray[Any]) -> str:
+    """Read again as the type that they had, they are the same."""
+    if numbers.dtype in (np.float16, np.float32) and np.isfinite(numbers).all():
+        # Nine digits tell any two of them apart, and are half as long as all of a float64's.
+        return ",".join([f"{number:.9g}" for number in numbers.tolist()])
+    return json.dumps(numbers.tolist(), separators=(",", ":"))[1:-1]
 
 
 def _runs(mask: NDArray[np.uint8]) -> list[int]:

@@ -58,17 +58,31 @@ async def test_a_group_is_read_as_it_was_written(tmp_path: Path) -> None:
     for one, other in zip(group.trajectories, copy.trajectories, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.loss_mask.tolist() == other.loss_mask.tolist()
-        assert other.rollout_logprobs == pytest.approx(one.rollout_logprobs, abs=5e-6)
+        np.testing.assert_array_equal(other.rollout_logprobs, one.rollout_logprobs)
         for name in ("version_spans", "reward", "reward_parts", "episode", "finish_reason"):
             assert getattr(one, name) == getattr(other, name)
         assert list(other.columns) == ["teacher_logprobs", "choices"]
         teacher, choices = other.columns["teacher_logprobs"], other.columns["choices"]
         assert (teacher.dtype, choices.dtype) == (np.float32, np.int32)
-        assert teacher == pytest.approx(one.columns["teacher_logprobs"], abs=5e-6)
+        np.testing.assert_array_equal(teacher, one.columns["teacher_logprobs"])
         assert choices.tolist() == one.columns["choices"].tolist()
     line = log.path.read_text().splitlines()[0]
-    assert "-0.98765," in line and "-0.987654" not in line
-    assert json.loads(line)["trajectories"][0]["logprobs"][1] == -0.12346
+    assert json.loads(line)["trajectories"][0]["logprobs"][1] == -0.123456791
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
+async def test_numbers_are_read_exactly_as_they_were(tmp_path: Path, kind: str) -> None:
+    group = make_group("exact", 6)
+    numbers = np.array([-1e-7, -1 / 3, -17.25, 0.0, np.nan, -np.inf], kind)
+    logprobs = np.array([0, -1e-7, -1 / 3, -2e-5, 0, -103.97208], np.float32)
+    one = replace(group.trajectories[0], rollout_logprobs=logprobs, columns={"numbers": numbers})
+    log = RolloutLog(tmp_path, "worker-0", 1.0, 0)
+    await log.write(replace(group, trajectories=(one,)), "text")
+    found = read_recorded(tmp_path, "exact")
+    assert found is not None
+    (copy,) = found.group.trajectories
+    np.testing.assert_array_equal(copy.rollout_logprobs, logprobs)
+    np.testing.assert_array_equal(copy.columns["numbers"], numbers)
 
 
 async def test_a_long_trajectory_is_read_as_it_was_written(tmp_path: Path) -> None:
