@@ -1,0 +1,100 @@
+"""The account of a step, of one rank, against values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+from trainer_pool.collectives import Collectives
+from trainer_pool.losses import PolicyLoss
+from trainer_pool.packing import Row, pack
+from trainer_pool.step_stats import StepStats, StepTally, UpdateNorms
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collectives]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Collectives(rank=0, num_ranks=1, device=torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+def two_turns(reward: float, finish_reason: str, version: int) -> Trajectory:
+    """A prompt of 2 tokens, an answer of 3, the environment's words (4), and an answer of 1."""
+    mask = np.array([0, 0, 1, 1, 1, 0, 0, 0, 0, 1], np.uint8)
+    return Trajectory(
+        tokens=np.arange(10, dtype=np.int32),
+        loss_mask=mask,
+        rollout_logprobs=-mask.astype(np.float32),
+        version_spans=(
+            VersionSpan(version=version, start=2, end=5),
+            VersionSpan(version=version, start=9, end=10),
+        ),
+        prompt_length=2,
+        reward=reward,
+        finish_reason=finish_reason,
+        episode=int(reward),
+    )
+
+
+def stats_of(ranks: Collectives, tally: StepTally, *, norms: list[float | None]) -> StepStats:
+    """A batch of one group that version 3 sampled, trained at version 4."""
+    group = TrajectoryGroup(
+        group_id="g",
+        prompt=PromptRef(task="sums", index=0),
+        trajectories=(two_turns(0.0, "length", 3), two_turns(1.0, "stop", 3)),
+    )
+    return tally.total(
+        ranks,
+        groups=[group],
+        group_ids=["g"],
+        version=4,
+        norms=UpdateNorms(norms=norms),
+        learning_rate=0.1,
+    )
+
+
+def test_length_of_an_answer_is_what_the_policy_wrote(ranks: Collectives) -> None:
+    stats = stats_of(ranks, StepTally(torch.device("cpu")), norms=[0.5])
+    assert stats.response_length_mean == 4
+    assert stats.truncated_fraction == 0.5
+
+
+def test_differences_are_nan_without_a_token_of_the_trained_version(ranks: Collectives) -> None:
+    tally = StepTally(torch.device("cpu"))
+    (batch,) = pack(
+        [
+            Row(
+                tokens=np.arange(4, dtype=np.int32),
+                loss_mask=np.array([0, 0, 1, 1], np.uint8),
+                rollout_logprobs=np.array([0, 0, -1, -1], np.float32),
+                is_current=False,
+            )
+        ],
+        max_tokens=4,
+    )
+    flags = torch.tensor([[False, True]])
+    result = PolicyLoss(
+        loss=torch.tensor(0.5), is_clipped_BT=flags, is_truncated_BT=~flags, is_bounded_BT=flags
+    )
+    tally.add(batch, result, torch.tensor([[-1.0, -2.0]]), torch.tensor([[1.0, 2.0]]))
+    stats = stats_of(ranks, tally, norms=[0.5])
+    assert math.isnan(stats.logprob_diff_mean) and math.isnan(stats.logprob_diff_max)
+    assert stats.logprob_diff_tokens == 0
+    assert (stats.num_tokens, stats.num_bounded_tokens) == (2, 1)
+    assert (stats.entropy, stats.clip_fraction, stats.tis_clipped_fraction) == (1.5, 0.5, 0.5)
+    assert stats.ratio_mean == pytest.approx((1 + math.exp(-1)) / 2)
+
+
+def test_updates_that_were_left_out_are_counted_by_their_reason(ranks: Collectives) -> None:
+    stats = stats_of(ranks, StepTally(torch.device("cpu")), norms=[0.5, None, 0.0])
+    assert (stats.num_updates, stats.num_skipped_updates, stats.num_empty_updates) == (3, 1, 1)
+    assert stats.grad_norm == 0.25
+    stats = stats_of(ranks, StepTally(torch.device("cpu")), norms=[None])
+    assert math.isnan(stats.grad_norm) and math.isnan(stats.entropy)
