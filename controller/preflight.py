@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -12,7 +13,8 @@ import torch
 from configs.choices import RewardKind
 from configs.rollout_schema import TaskConfig
 from configs.schema import Config
-from controller.plan import Plan, make_plan
+from controller.plan import DEFAULT_STAGE_DIR, Plan, make_plan
+from rollout_pool.engines.engine import shared_memory_bytes
 from rollout_pool.envs.env import SingleTurn
 from rollout_pool.sandbox import SandboxError, cost_of_missing, protections
 from rollout_pool.tasks.agents import find_agent
@@ -25,6 +27,9 @@ from trainer_pool.checkpoint_names import check_names, parameter_names
 
 log = logging.getLogger(__name__)
 
+SURE_SHARE = 0.9
+"""Of an estimated size: a model is hardly smaller."""
+
 
 def check_inputs(config: Config) -> None:
     """Raises ValueError for a task, a model or a number of GPUs that cannot be had."""
@@ -34,7 +39,9 @@ def check_inputs(config: Config) -> None:
             f"cluster.num_gpus={promised}: this machine has {num_gpus}; with more than that there "
             "is only a plan (make dry-run)"
         )
-    plan_here(config)
+    plan = plan_here(config)
+    if config.cluster.ray_address is None:
+        check_shared_memory(plan.config, plan)
     check_task(config.task)
     if (path := config.model.path) is not None:
         trust = config.model.trust_remote_code
@@ -57,6 +64,27 @@ def gpu_memory() -> int | None:
     if not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def check_shared_memory(config: Config, plan: Plan) -> None:
+    """Raises ValueError if this machine's shared memory cannot take what a run keeps there."""
+    staged = Path(config.weight_sync.stage_dir or DEFAULT_STAGE_DIR)
+    folder = next(path for path in (staged, *staged.parents) if path.exists())
+    slots = config.weight_sync.num_staged
+    size = (plan.model.num_params or 0) * getattr(torch, plan.serving_dtype).itemsize
+    # Sizes that a model's name tells are rounded.
+    needed = int(SURE_SHARE * slots * size)
+    what = f"{slots} slots of about {size} bytes"
+    if str(folder) == DEFAULT_STAGE_DIR:
+        needed += config.rollout.num_engines * shared_memory_bytes(config.rollout.engine.tp_size)
+        what += " and what SGLang keeps there"
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ValueError(
+            f"weight_sync.stage_dir: no room in {folder} for {what} ({needed} bytes together), "
+            f"{free} bytes are free; remove what lies there, make it larger (in a container: "
+            "--shm-size), or choose a larger file system"
+        )
 
 
 def check_task(config: TaskConfig) -> None:

@@ -115,8 +115,7 @@ class Direct:
         # torch is a second of start-up and 200 MB: only who broadcasts pays for it.
         from weight_sync.group import join_as_sglang_sender, open_store
 
-        if self._host in ("127.0.0.1", "::1", "localhost"):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the engine is on this machine
         timeout_s = self._config.timeout_s
         store = await asyncio.to_thread(open_store, self._host, timeout_s)
         name = self._client.name

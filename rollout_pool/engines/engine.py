@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import shutil
@@ -32,10 +31,16 @@ from rollout_pool.generation import EngineError
 log = logging.getLogger(__name__)
 
 PORT_ATTEMPTS = 3
+SHARED_MEMORY_BYTES = 2**20
+"""Room in shared memory that a server of one rank needs; without it its scheduler dies by SIGBUS,
+after minutes."""
+SHARED_MEMORY_BYTES_OF_RANKS = 32 * 2**20
+"""For each rank where there are several, which talk to each other there."""
 RESTART_STOP_S = 5.0
 """Longest wait for a server to end by itself; one that hangs is killed then."""
 PROBE_INTERVAL_S = 0.25
 PROGRESS_INTERVAL_S = 10.0
+LOOK_INTERVAL_S = 2.0
 LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 16384
 _LOG_LINE_LENGTH = 300
@@ -125,6 +130,16 @@ class SGLangEngine:
                 raise
         raise AssertionError("unreachable")
 
+    def _check_shared_memory(self) -> None:
+        needed = shared_memory_bytes(self.spec.config.tp_size)
+        free = shutil.disk_usage(process_tree.SHARED_MEMORY).free
+        if free < needed:
+            raise EngineError(
+                f"{self.spec.name}: no room in {process_tree.SHARED_MEMORY} for its server, which "
+                f"needs {needed} bytes; {free} bytes are free. Remove what lies there, or make it "
+                "larger (in a container: --shm-size)"
+            )
+
     async def restart(self) -> EngineInfo:
         """End what is left of the server and start another one at the same URL, so that whoever
         talks to it may go on. Raises EngineError like `start`; it may be called again then.
@@ -136,6 +151,7 @@ class SGLangEngine:
 
     async def _start_at(self, reserved: socket.socket, deadline: float) -> EngineInfo:
         port = int(reserved.getsockname()[1])
+        self._check_shared_memory()
         self._launch(port)
         try:
             return await self._wait_ready(port, deadline)
@@ -206,7 +222,7 @@ class SGLangEngine:
     async def _wait_ready(self, port: int, deadline: float) -> EngineInfo:
         server, started = self._server, time.monotonic()
         assert server is not None
-        next_word = started + PROGRESS_INTERVAL_S
+        next_word, next_look = started + PROGRESS_INTERVAL_S, started
         while not await self.client.is_ready(server.served_name, timeout_s=5.0):
             now = time.monotonic()
             if server.exited.done():
@@ -219,6 +235,9 @@ class SGLangEngine:
             if now > next_word:
                 log.info("%s: starting for %.0f s", self.spec.name, now - started)
                 next_word += PROGRESS_INTERVAL_S
+            if now > next_look:  # what it has made by now it would leave if it were killed
+                server.note_family()
+                next_look = now + LOOK_INTERVAL_S
             # Another process's start has no event to wait for, but its end has.
             await asyncio.wait({server.exited}, timeout=PROBE_INTERVAL_S)
         log.info("%s: ready after %.1f s", self.spec.name, time.monotonic() - started)
@@ -275,12 +294,14 @@ class _Server:
         """What would be left if the server were killed: its children and their shared memory."""
         family = process_tree.family(self.pid)
         self._children = family[1:]
-        self._shared_memory = process_tree.shared_memory_files(family)
-        self._note_leftovers()
+        if not (found := process_tree.shared_memory_files(family)) <= self._shared_memory:
+            self._shared_memory |= found
+            self._note_leftovers()
 
     def _note_leftovers(self) -> None:
-        paths = [self._socket_folder, *map(str, self._shared_memory)]
-        write_list(self._leftovers_path, paths)
+        write_list(
+            self._leftovers_path, [self._socket_folder, *sorted(map(str, self._shared_memory))]
+        )
 
     async def stop(self, timeout_s: float) -> None:
         children = [*self._children, *process_tree.descendants(self.pid)]
@@ -314,10 +335,16 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
     environment = dict(os.environ)
     if not spec.uses_gpu:
         environment["OMP_NUM_THREADS"] = str(spec.num_threads)
-    if _is_loopback(spec.host):
-        # gloo would look up the machine's name, which need not lead to an interface of its own.
+    if not any(word.startswith("--dist-init-addr") for word in spec.config.extra_args):
+        # All ranks of the server run on this machine, and so does their sender. gloo would listen
+        # where the machine's name leads, and asks whoever connects for no key.
         environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = "lo"
     return environment
+
+
+def shared_memory_bytes(tp_size: int) -> int:
+    """Room that a server of so many ranks needs in shared memory."""
+    return SHARED_MEMORY_BYTES if tp_size == 1 else tp_size * SHARED_MEMORY_BYTES_OF_RANKS
 
 
 def _reserve_port(host: str) -> socket.socket:
@@ -340,10 +367,3 @@ def _reserve_port(host: str) -> socket.socket:
 
 def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -29,17 +30,29 @@ def family(pid: int) -> list[psutil.Process]:
 def shared_memory_files(processes: Iterable[psutil.Process]) -> frozenset[Path]:
     """Files in shared memory that these processes map now: a killed one cannot remove them.
 
-    Python's own semaphores (sem.*) are not among them: its resource tracker removes those. Nor are
-    files in folders, such as staged weights: those are others', who share them.
+    Files in folders, such as staged weights, are not among them: those are others', who share them.
     """
-    found: set[Path] = set()
+    inodes: set[int] = set()
     for process in processes:
         try:
-            paths = {Path(mapping.path) for mapping in process.memory_maps()}
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        except OSError:
             continue  # ended meanwhile
-        found |= {path for path in paths if path.parent == _SHARED_MEMORY}
-    return frozenset(path for path in found if path.exists())
+        for line in lines:
+            _, _, _, _, inode, *path = line.split(maxsplit=5)
+            # A semaphore is mapped under another name than it has, so the inode says which it is.
+            if path and Path(path[0]).parent == SHARED_MEMORY:
+                inodes.add(int(inode))
+    return frozenset(
+        Path(file.path)
+        for file in os.scandir(SHARED_MEMORY)
+        if file.inode() in inodes and file.is_file(follow_symlinks=False)
+    )
+
+
+def is_semaphore(path: Path) -> bool:
+    """One of Python's, which its resource tracker removes unless it is killed, too."""
+    return path.name.startswith("sem.")
 
 
 def kill(processes: Iterable[psutil.Process], timeout_s: float) -> None:

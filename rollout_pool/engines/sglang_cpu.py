@@ -66,5 +66,9 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def install() -> None:
     """Put the stubs in place, before the first import of sglang in each of its processes."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    # A crashing server would wait more than a minute for core dumps of GPUs.
+    os.environ.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
+    os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
+    os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "0")
     if not any(isinstance(finder, _StubFinder) for finder in sys.meta_path):
         sys.meta_path.append(_StubFinder())

@@ -12,13 +12,17 @@ module again in each child, so the CPU stubs are installed at import time and no
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import multiprocessing.connection
 import os
 import shutil
 import sys
 import tempfile
 import threading
+from multiprocessing.process import BaseProcess
 from typing import Any
 
+import psutil
 import torch
 
 if not torch.cuda.is_available():
@@ -29,6 +33,11 @@ if not torch.cuda.is_available():
 from rollout_pool.engines import process_tree
 
 KILL_TIMEOUT_S = 5.0
+NEW_CHILDREN_S = 0.5
+"""Between two looks for children that were started meanwhile."""
+
+_ending = threading.Lock()
+"""Held by the thread that ends this process."""
 
 
 def main(argv: list[str]) -> None:
@@ -42,13 +51,26 @@ def main(argv: list[str]) -> None:
     tempfile.tempdir = socket_folder
     key = _read_line(sys.stdin.fileno())
     threading.Thread(target=_end_with_parent, args=(socket_folder,), daemon=True).start()
+    threading.Thread(target=_end_with_child, args=(socket_folder,), daemon=True).start()
     try:
         server_args = prepare_server_args(arguments)
         server_args.api_key = key
+        if server_args.dist_init_addr is None:
+            _meet_in(socket_folder)
         _keep_out_of_logs(key)  # SGLang logs all of its settings
         run_server(server_args)
     finally:
+        _ending.acquire()
         _leave_nothing(socket_folder)
+
+
+def _meet_in(folder: str) -> None:
+    """The server's ranks meet through a file of this folder, not through a TCPStore.
+
+    SGLang's store would listen on every interface and answer whoever connects. All ranks run on
+    this machine: `--dist-init-addr`, which spreads them over several, keeps SGLang's own way.
+    """
+    os.environ.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{folder}/rendezvous")
 
 
 def _read_line(descriptor: int) -> str:
@@ -74,15 +96,46 @@ def _keep_out_of_logs(secret: str) -> None:
 def _end_with_parent(socket_folder: str) -> None:
     while os.read(sys.stdin.fileno(), 4096):  # nothing is ever sent
         continue
+    _end(socket_folder)
+
+
+def _end_with_child(socket_folder: str) -> None:
+    """When a scheduler or detokenizer has died. SGLang takes up to half a minute to notice that,
+    and then waits for core dumps."""
+    children: dict[BaseProcess, str] = {}
+    while True:
+        for child in multiprocessing.active_children():
+            children[child] = _title(child)  # SGLang changes it when the process has begun
+        sentinels = [child.sentinel for child in children]
+        over = multiprocessing.connection.wait(sentinels, NEW_CHILDREN_S)
+        for child in [child for child in children if child.sentinel in over]:
+            child.join(KILL_TIMEOUT_S)
+            title = children.pop(child)
+            if child.exitcode != 0:  # 0: it has done its work, or told the server why it ends
+                _end(socket_folder, f"{title} died (exit code {child.exitcode})")
+
+
+def _title(child: BaseProcess) -> str:
+    try:
+        return f"{psutil.Process(child.pid).name()} (process {child.pid})"
+    except psutil.NoSuchProcess:
+        return f"process {child.pid}"
+
+
+def _end(socket_folder: str, failure: str | None = None) -> None:
+    _ending.acquire()  # and never released: the thread that comes first ends this process
+    if failure is not None:
+        print(failure, file=sys.stderr, flush=True)
     _leave_nothing(socket_folder)
-    os._exit(0)
+    os._exit(0 if failure is None else 1)
 
 
 def _leave_nothing(socket_folder: str) -> None:
     pid = os.getpid()
     # Files first: SGLang kills this process as soon as one of its children has ended.
     for path in process_tree.shared_memory_files(process_tree.family(pid)):
-        path.unlink(missing_ok=True)
+        if not process_tree.is_semaphore(path):  # Python's resource tracker removes those
+            path.unlink(missing_ok=True)
     shutil.rmtree(socket_folder, ignore_errors=True)
     process_tree.kill(process_tree.descendants(pid), KILL_TIMEOUT_S)
 

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import ipaddress
 import json
 import os
 import random
@@ -228,6 +229,19 @@ def test_a_signal_at_a_random_moment_ends_a_run_and_leaves_nothing(
     assert abandoned_folders() <= temporary
 
 
+def listens_beyond_loopback(runs: Path) -> list[str]:
+    """Every socket of a run below `runs` that other machines could connect to."""
+    own = {int(line.split()[0]): line for line in processes_of(runs)}
+    assert len(own) > 3
+    found = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert any(c.pid in own for c in found)
+    return [
+        f"{own[c.pid]} {c.laddr}"
+        for c in found
+        if c.pid in own and not ipaddress.ip_address(c.laddr.ip).is_loopback
+    ]
+
+
 def processes_with(runs: Path, word: str) -> list[psutil.Process]:
     """Processes of a run below `runs` whose command line has this word."""
     return [
@@ -290,6 +304,7 @@ def test_stop_from_another_shell_ends_the_run_and_leaves_nothing(tmp_path: Path)
     wait_for_line(process, "step 2/")
     stop = [sys.executable, "-m", "controller.main", "stop", "--dir", str(tmp_path)]
     status = [sys.executable, "-m", "controller.main", "status", "--dir", str(tmp_path)]
+    assert listens_beyond_loopback(tmp_path) == []
     told = subprocess.run(status, capture_output=True, text=True, timeout=60)
     assert told.returncode == 0 and "run" in told.stdout, told.stdout + told.stderr
     stopped = subprocess.run(stop, capture_output=True, text=True, timeout=120)

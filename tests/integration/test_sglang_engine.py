@@ -33,7 +33,7 @@ from rollout_pool.engines.commit import Committer, TornEngine
 from rollout_pool.engines.commit_strategies import make_strategy
 from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.engines.process_tree import family as family_of
-from rollout_pool.engines.process_tree import shared_memory_files
+from rollout_pool.engines.process_tree import is_semaphore, shared_memory_files
 from rollout_pool.generation import EngineError, SampleRefused
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -223,6 +223,13 @@ async def test_a_request_without_the_key_is_refused_and_the_key_is_in_no_log(eng
     assert engine.spec.key not in (folder / "engine.log").read_text()
 
 
+async def test_a_server_listens_on_loopback_alone(engine):
+    connections = [c for p in family_of(engine.info.pid) for c in p.net_connections("inet")]
+    listening = {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
+    assert any(engine.info.url.endswith(f":{port}") for _, port in listening)
+    assert {host for host, _ in listening} == {"127.0.0.1"}
+
+
 async def test_a_load_that_fails_never_lets_a_token_out_and_a_restart_heals_it(
     engine, publisher, model_a, model_b
 ):
@@ -253,7 +260,9 @@ async def test_a_load_that_fails_never_lets_a_token_out_and_a_restart_heals_it(
 async def test_a_server_that_is_killed_is_told_and_leaves_nothing(engine):
     family = psutil.Process(engine.info.pid).children(recursive=True)
     shared = shared_memory_files(family_of(engine.info.pid))
-    assert shared and all(path.exists() for path in shared)
+    kinds = ["semaphore" if is_semaphore(path) else path.name[:12] for path in shared]
+    assert {"semaphore", "sglang_loads"} <= {*kinds}
+    assert {*map(str, shared)} <= {*engine.spec.leftovers_path.read_text().splitlines()}
     os.kill(engine.info.pid, signal.SIGKILL)
     died = await asyncio.wait_for(engine.wait_dead(), 20)
     assert (died.name, died.exit_code) == ("engine-0", -signal.SIGKILL)

@@ -1,0 +1,46 @@
+"""What an SGLang server needs of shared memory and what it would leave there."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from configs.choices import PauseMode
+from configs.rollout_schema import EngineConfig
+from rollout_pool.engines.engine import EngineSpec, SGLangEngine, shared_memory_bytes
+from rollout_pool.engines.process_tree import is_semaphore, shared_memory_files
+from rollout_pool.generation import EngineError
+
+
+def test_shared_memory_files_are_found_by_what_is_mapped_whatever_its_name():
+    before = shared_memory_files([psutil.Process()])
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    (found,) = shared_memory_files([psutil.Process()]) - before
+    assert found.name.startswith("sem.mp-") and is_semaphore(found)
+    del semaphore
+
+
+async def test_a_server_is_not_started_where_shared_memory_has_no_room(tmp_path: Path):
+    engine = SGLangEngine(
+        EngineSpec(
+            name="engine-0",
+            config=EngineConfig(tp_size=10**7),  # more than any machine has room for
+            pause_mode=PauseMode.retract,
+            model_path="none",
+            trust_remote_code=False,
+            host="127.0.0.1",
+            log_path=tmp_path / "engine.log",
+            leftovers_path=tmp_path / "leftovers",
+            num_threads=1,
+            uses_gpu=False,
+            seed=0,
+            key="a-key",
+        )
+    )
+    with pytest.raises(EngineError, match=r"engine-0: no room in /dev/shm .* bytes are free"):
+        await engine.start()
+    assert [*tmp_path.iterdir()] == []
+    assert 0 < shared_memory_bytes(1) < shared_memory_bytes(2) < shared_memory_bytes(8)
