@@ -26,6 +26,7 @@ from weight_sync.types import ITEM_BYTES, TensorSpec
 _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _FILE_ALIGNMENT = 64
 """The data behind the header starts at a multiple of it: a cache line, and the widest registers."""
+_MAX_RANKS = 2**16
 _RESERVED_NAME = "__metadata__"
 
 
@@ -70,8 +71,8 @@ class Layout:
         for spec in specs:
             if any(size < 0 for size in spec.shape):
                 raise ValueError(f"tensor {spec.name!r} has the shape {list(spec.shape)}")
-        if num_ranks < 1:
-            raise ValueError(f"num_ranks={num_ranks}: must be at least 1")
+        if not 1 <= num_ranks <= _MAX_RANKS:
+            raise ValueError(f"num_ranks={num_ranks}: must lie between 1 and {_MAX_RANKS}")
         return cls(tensors=specs, num_ranks=num_ranks)
 
     @cached_property

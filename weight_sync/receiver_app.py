@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import math
 import os
 import socket
 import sys
@@ -41,11 +42,18 @@ from weight_sync.errors import (
     UnknownVersion,
 )
 from weight_sync.group import bucket_timeout_s
+from weight_sync.http_server import HttpLimits, ServerConfig, read_body
 from weight_sync.manifest import Layout, Manifest, Transfer
 from weight_sync.receiver import Receiver, ReceiverSpec
-from weight_sync.types import GroupSpec, WeightSyncError
+from weight_sync.types import LONGEST_TIMEOUT_S, GroupSpec, WeightSyncError
 
 _CHUNK_BYTES = 2**20
+_MAX_BODY_BYTES = 256 * 2**20
+"""A manifest has a checksum of each tensor at each rank."""
+_LARGE_BODY_BYTES = 64 * 1024
+"""A larger one is parsed in a thread."""
+_MAX_INT = 2**63 - 1
+_LIMITS = HttpLimits(max_connections=4096)
 
 _STATUS_OF = {
     UnknownVersion: 404,
@@ -57,6 +65,7 @@ _STATUS_OF = {
     ValueError: 400,
     KeyError: 400,
     TypeError: 400,
+    OverflowError: 400,
 }
 
 
@@ -105,9 +114,39 @@ class _Guard:
 
 def _json_step(step: Callable[[Any], Awaitable[dict[str, Any]]]) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
-        return JSONResponse(await step(await request.json()))
+        body = await read_body(request, _MAX_BODY_BYTES)
+        is_large = len(body) > _LARGE_BODY_BYTES
+        fields = await asyncio.to_thread(_as_json, body) if is_large else _as_json(body)
+        return JSONResponse(await step(fields))
 
     return endpoint
+
+
+def _as_json(body: bytes) -> Any:
+    """Raises ValueError, also for numbers that are not finite or have no room in 64 bits."""
+    try:
+        return json.loads(body, parse_int=_int, parse_float=_float, parse_constant=_float)
+    except RecursionError as error:
+        raise ValueError("JSON is nested too deeply") from error
+
+
+def _int(text: str) -> int:
+    if not -_MAX_INT <= (number := int(text)) <= _MAX_INT:
+        raise ValueError(f"{text} has no room in 64 bits")
+    return number
+
+
+def _float(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not finite")
+    return number
+
+
+def _seconds(name: str, value: Any) -> float:
+    seconds = float(value)
+    if not 0 <= seconds <= LONGEST_TIMEOUT_S:  # false for nan
+        raise ValueError(f"{name}={seconds} must lie between 0 and {LONGEST_TIMEOUT_S:g}")
+    return seconds
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
@@ -175,7 +214,8 @@ class _Api:
         return asdict(report)
 
     async def hold(self, body: Any) -> dict[str, Any]:
-        self._receiver.hold(int(body["version"]), str(body["who"]), float(body["ttl_s"]))
+        ttl_s = _seconds("ttl_s", body["ttl_s"])
+        self._receiver.hold(int(body["version"]), str(body["who"]), ttl_s)
         return {}
 
     async def let_go(self, body: Any) -> dict[str, Any]:
@@ -184,8 +224,9 @@ class _Api:
 
     async def newest(self, request: Request) -> Response:
         above = int(request.query_params["above"])
+        timeout_s = _seconds("timeout_s", request.query_params["timeout_s"])
         try:
-            async with asyncio.timeout(float(request.query_params["timeout_s"])):
+            async with asyncio.timeout(timeout_s):
                 while True:
                     released = self._released  # taken before the look: no release falls between
                     newest = self._receiver.newest()
@@ -228,6 +269,8 @@ class _Api:
         try:
             for start in range(0, len(data), _CHUNK_BYTES):
                 yield bytes(data[start : start + _CHUNK_BYTES])
+                # Sending to a reader that has gone never waits, and the loop must hear that it has.
+                await asyncio.sleep(0)
         finally:
             self._receiver.let_go(version, reader)
 
@@ -256,17 +299,7 @@ def main(argv: list[str]) -> None:
     url = f"http://{place}:{listener.getsockname()[1]}"
     replies.write(json.dumps({"url": url, "pid": os.getpid()}) + "\n")
     replies.flush()
-    server = uvicorn.Server(
-        uvicorn.Config(
-            make_app(receiver),
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            timeout_keep_alive=60,  # longer than clients keep a connection: they never meet its end
-            timeout_graceful_shutdown=1,
-        )
-    )
+    server = uvicorn.Server(ServerConfig(make_app(receiver), _LIMITS, close_s=1))
     server.run(sockets=[listener])
     receiver.close(should_remove=False)
     os._exit(0)  # a thread may still wait for a peer

@@ -9,6 +9,9 @@ from typing import Any, Protocol
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+LONGEST_TIMEOUT_S = 86_400.0
+"""That one end lets the other ask for."""
+
 Record = Mapping[str, float | int | str]
 """Flat JSON: one record of metrics.jsonl."""
 
@@ -73,10 +76,11 @@ class GroupSpec:
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a weight group: {error!r}") from None
-        if spec.num_senders < 1 or not spec.receivers or spec.timeout_s <= 0:
+        is_bounded = 0 < spec.timeout_s <= LONGEST_TIMEOUT_S and 0 < spec.port < 2**16
+        if spec.num_senders < 1 or not spec.receivers or not is_bounded:
             raise ValueError(
                 f"weight group {spec.name!r}, epoch {spec.epoch}: needs a sender, a receiver, a "
-                "timeout"
+                f"port and a timeout of at most {LONGEST_TIMEOUT_S:g} s"
             )
         return spec
 

@@ -10,6 +10,7 @@ GET  /health                                                        with none
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
@@ -19,7 +20,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -27,20 +28,24 @@ from rollout_pool.endpoint.answers import Answer
 from rollout_pool.endpoint.chat_api import ChatTurn, read_chat
 from rollout_pool.endpoint.completions_api import CompletionTurn, read_completion
 from rollout_pool.endpoint.errors import ApiError, refuse
-from rollout_pool.endpoint.fields import Fields, check_whole
+from rollout_pool.endpoint.fields import Fields, check_whole, shown
 from rollout_pool.endpoint.groups import OutsideGroups
 from rollout_pool.endpoint.results import Turn
-from rollout_pool.endpoint.room import in_thread_if_large
+from rollout_pool.endpoint.room import RequestRoom
 from rollout_pool.endpoint.sessions import Outcome, Session, SessionOver, Sessions
 from rollout_pool.endpoint.streaming import Stream, ended, settled, unless_gone
+from weight_sync.http_server import read_body
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 16 * 2**20
-BODY_TIMEOUT_S = 60.0
-"""Longest that a request's body may take to come."""
+MAX_SMALL_BODY_BYTES = 64 * 1024
+"""Of a request that holds no conversation."""
+MAX_PARTS = 100
+"""Named parts of one reward: each becomes a metric."""
 GROUP_TIMEOUT_S = 600.0
 """Longest wait for a credit, unless the request says otherwise."""
+MAX_GROUP_TIMEOUT_S = 86_400.0
+MAX_RETRY_COUNT_DIGITS = 6
 MakeTurn = Callable[[Session, Fields], Turn]
 
 
@@ -50,10 +55,9 @@ def make_app(
     *,
     admin_key: str,
     vocab_size: int,
-    body_timeout_s: float = BODY_TIMEOUT_S,
 ) -> Starlette:
     """`vocab_size`: tokens that the model has embeddings for."""
-    api = _Api(sessions, groups, admin_key, vocab_size, body_timeout_s)
+    api = _Api(sessions, groups, admin_key, vocab_size)
     pages: list[tuple[str, Callable[[Request], Awaitable[Response]], str]] = [
         ("chat/completions", api.chat, "POST"),
         ("completions", api.completions, "POST"),
@@ -77,10 +81,7 @@ def make_app(
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    response = error.response()
-    if error.status == 408:  # what comes now would be the rest of the request
-        response.headers["connection"] = "close"
-    return response
+    return error.response()
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -100,13 +101,12 @@ class _Api:
         groups: OutsideGroups,
         admin_key: str,
         vocab_size: int,
-        body_timeout_s: float,
     ) -> None:
         self._sessions = sessions
         self._groups = groups
         self._admin_key = admin_key
         self._vocab_size = vocab_size
-        self._body_timeout_s = body_timeout_s
+        self._room = RequestRoom(sessions.serving)
 
     # The model ------------------------------------------------------------------------------------
 
@@ -127,11 +127,9 @@ class _Api:
 
     async def _answer(self, request: Request, make_turn: MakeTurn) -> Response:
         session = self._session(request)
-        body = await self._read_body(request)
+        body = await read_body(request, self._room.max_body_bytes)
         with session.activity():
-            turn = await in_thread_if_large(
-                len(body), lambda: make_turn(session, Fields(_as_json(body)))
-            )
+            turn = await self._room.read(body, lambda: self._make_turn(session, body, make_turn))
             answer = await self._begin(request, turn, body)
             if turn.delivery.is_streamed:
                 return _Active(session, Stream(turn, answer))
@@ -142,10 +140,16 @@ class _Api:
                 await ended(answer)
                 return JSONResponse(turn.result(answer))
 
+    def _make_turn(self, session: Session, body: bytes, make_turn: MakeTurn) -> Turn:
+        self._room.check_values(body)
+        return make_turn(session, Fields(_as_json(body)))
+
     async def _begin(self, request: Request, turn: Turn, body: bytes) -> Answer:
         """The answer to `turn`, or the one to the same request that came before."""
         page = request.url.path.rpartition("/v1/")[2]
-        fingerprint = hashlib.sha256(page.encode() + b"\n" + body).digest()
+        fingerprint = await self._room.read(
+            body, lambda: hashlib.sha256(page.encode() + b"\n" + body).digest()
+        )
 
         def again() -> Answer | None:
             self._session(request)  # it may have ended meanwhile
@@ -153,7 +157,7 @@ class _Api:
 
         if (answer := again()) is not None:
             return answer
-        prompt = await in_thread_if_large(len(body), turn.render)
+        prompt = await self._room.read(body, turn.render)
         return again() or turn.begin(prompt, fingerprint)
 
     async def models(self, request: Request) -> Response:
@@ -173,9 +177,12 @@ class _Api:
     async def open_group(self, request: Request) -> Response:
         """A credit and the next prompt; waits until there is one."""
         self._check_admin(request)
-        fields = Fields(_as_json(await self._read_body(request) or b"{}"))
+        fields = Fields(_as_json(await read_body(request, MAX_SMALL_BODY_BYTES) or b"{}"))
         fields.only("timeout_s")
         timeout_s = fields.number("timeout_s", GROUP_TIMEOUT_S)
+        if not 0 <= timeout_s <= MAX_GROUP_TIMEOUT_S:
+            problem = f"{timeout_s:g} must lie between 0 and {MAX_GROUP_TIMEOUT_S:g}; ask again"
+            raise refuse("timeout_s", problem)
         wish = self._groups.wish()
         is_told = False
         try:
@@ -200,9 +207,9 @@ class _Api:
 
     async def reward(self, request: Request) -> Response:
         """The end of a session. The same reward may be posted again."""
-        fields = Fields(_as_json(await self._read_body(request)))
-        outcome = _read_outcome(fields)
         session_id = request.path_params["session_id"]
+        self._check_may_reward(request, session_id)
+        outcome = _read_outcome(Fields(_as_json(await read_body(request, MAX_SMALL_BODY_BYTES))))
         try:
             session = self._session_named(request, session_id)
         except SessionOver as over:
@@ -219,16 +226,6 @@ class _Api:
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "num_sessions": len(self._sessions)})
-
-    # Requests -------------------------------------------------------------------------------------
-
-    async def _read_body(self, request: Request) -> bytes:
-        try:
-            async with asyncio.timeout(self._body_timeout_s):
-                return await _read_body(request)
-        except TimeoutError as error:
-            why = f"the request's body did not come within {self._body_timeout_s:g} s"
-            raise ApiError(408, why) from error
 
     # Keys -----------------------------------------------------------------------------------------
 
@@ -248,6 +245,11 @@ class _Api:
         if session is None or session.session_id != session_id:
             raise ApiError(401, "this key is not that session's", code="invalid_api_key")
         return session
+
+    def _check_may_reward(self, request: Request, session_id: str) -> None:
+        """Before anything of the body is read. A session that is over can have had this reward."""
+        with contextlib.suppress(SessionOver):
+            self._session_named(request, session_id)
 
     def _is_admin(self, request: Request) -> bool:
         if "key" in request.path_params:
@@ -287,20 +289,11 @@ def _base_url(request: Request) -> str:
 
 def _is_retry(request: Request) -> bool:
     """What the official clients say of a request that they send again."""
-    count = request.headers.get("x-stainless-retry-count", "0")
-    return count.isdecimal() and int(count) > 0
-
-
-async def _read_body(request: Request) -> bytes:
-    body = bytearray()
-    try:
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY_BYTES:
-                raise ApiError(413, f"a request may have {MAX_BODY_BYTES} bytes at most")
-    except ClientDisconnect as error:
-        raise ApiError(400, "the request ended early") from error
-    return bytes(body)
+    name = "x-stainless-retry-count"
+    count = request.headers.get(name, "0")
+    if not count.isdecimal() or len(count) > MAX_RETRY_COUNT_DIGITS:
+        raise refuse(name, f"must be a number of requests, not {shown(count)}")
+    return int(count) > 0
 
 
 def _as_json(body: bytes) -> object:
@@ -319,6 +312,8 @@ def _read_outcome(fields: Fields) -> Outcome:
         raise refuse("reward", "is missing: it must be a number")
     parts = fields.raw("parts") or {}
     named = Fields(parts, "parts")
+    if len(parts) > MAX_PARTS:
+        raise refuse("parts", f"a reward has {MAX_PARTS} parts at most, not {len(parts)}")
     return Outcome(
         reward=fields.number("reward", 0.0),
         parts={name: named.number(name, 0.0) for name in parts},

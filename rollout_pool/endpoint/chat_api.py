@@ -14,9 +14,9 @@ from rollout_pool.endpoint.errors import refuse
 from rollout_pool.endpoint.fields import Fields
 from rollout_pool.endpoint.messages import calls_json, message_json, read_messages, read_tools
 from rollout_pool.endpoint.results import about, logprob_entries, usage
-from rollout_pool.endpoint.room import check_characters
+from rollout_pool.endpoint.room import check_characters, check_parts
 from rollout_pool.endpoint.sessions import Session
-from rollout_pool.envs.env import Message, ToolSpec
+from rollout_pool.envs.env import Message, ToolCall, ToolSpec
 
 _FIELDS = (
     *SHARED,
@@ -88,6 +88,7 @@ class ChatTurn:
 
     def render(self) -> list[int]:
         asked = self._asked
+        check_parts(self.session, _num_parts(asked), "messages")
         check_characters(self.session, _num_characters(asked), "messages")
         try:
             return self.session.conversations.render(asked.messages, asked.tools)
@@ -169,14 +170,22 @@ class ChatTurn:
         return {"content": entries, "refusal": None}
 
 
+def _calls(asked: ChatAsk) -> list[ToolCall]:
+    return [call for message in asked.messages for call in message.tool_calls]
+
+
+def _num_parts(asked: ChatAsk) -> int:
+    return len(asked.messages) + len(_calls(asked)) + len(asked.tools)
+
+
 def _num_characters(asked: ChatAsk) -> int:
-    """Without what only the structure of calls and tools takes."""
-    calls = (call for message in asked.messages for call in message.tool_calls)
-    return (
-        sum(len(message.content) for message in asked.messages)
-        + sum(len(str(call.arguments)) for call in calls)
-        + sum(len(tool.description) + len(str(tool.parameters)) for tool in asked.tools)
-    )
+    """Of all that a template can write out, without the marks between."""
+    texts = [
+        *(text for m in asked.messages for text in (m.content, m.name, m.tool_call_id) if text),
+        *(text for c in _calls(asked) for text in (c.name, c.call_id, str(c.arguments))),
+        *(text for t in asked.tools for text in (t.name, t.description, str(t.parameters))),
+    ]
+    return sum(map(len, texts))
 
 
 def _choice(

@@ -58,7 +58,8 @@ class GroupWish:
         """One of its episodes: it lasts until its reward is posted.
 
         Raises SessionLost if that does not happen within `rollout.openai.session_timeout_s` after
-        the last request, and SampleFailed or TimeoutError if the engines were to blame.
+        the last request and `task.episode_timeout_s` in all, and SampleFailed or TimeoutError if
+        the engines were to blame.
         """
         session = self._sessions.open(ask)
         why = "its group was given up"
@@ -79,17 +80,26 @@ class GroupWish:
         timeout_s = self._sessions.serving.rollout.openai.session_timeout_s
         idle = asyncio.create_task(session.wait_idle(timeout_s))
         withdrawn = asyncio.create_task(self._withdrawn.wait())
+        is_late = asyncio.Event()
+        late = asyncio.create_task(is_late.wait())
         try:
-            ends: list[asyncio.Future[Any]] = [session.outcome, idle, withdrawn]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            with session.clock.alarm(is_late.set):
+                ends: list[asyncio.Future[Any]] = [session.outcome, idle, withdrawn, late]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await end_tasks([idle, withdrawn])
+            await end_tasks([idle, withdrawn, late])
         if session.outcome.done():
             return
         if session.failure is not None:
             raise session.failure
         if self._withdrawn.is_set():
             raise SessionLost(f"whoever asked for the group of {session.session_id} went away")
+        if is_late.is_set():
+            limit_s = self._sessions.serving.task.episode_timeout_s
+            raise SessionLost(
+                f"session {session.session_id} took longer than {limit_s:g} s "
+                "(task.episode_timeout_s), and no reward was posted"
+            )
         raise SessionLost(
             f"nothing was asked in session {session.session_id} for {timeout_s:g} s "
             "(rollout.openai.session_timeout_s), and no reward was posted"

@@ -14,13 +14,12 @@ from pathlib import Path
 import uvicorn
 
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.endpoint.app import BODY_TIMEOUT_S, make_app
+from rollout_pool.endpoint.app import make_app
 from rollout_pool.endpoint.groups import OutsideGroups
 from rollout_pool.endpoint.sessions import Serving, Sessions
+from weight_sync.http_server import HttpLimits, ServerConfig
 
 BACKLOG = 4096
-KEEP_ALIVE_S = 75
-"""Idle connections stay longer than clients keep them, or a request could meet the end of one."""
 CLOSE_S = 5
 
 
@@ -35,16 +34,15 @@ class Endpoint:
         port: int = 0,
         admin_key: str | None = None,
         vocab_size: int | None = None,
-        body_timeout_s: float = BODY_TIMEOUT_S,
+        limits: HttpLimits | None = None,
     ) -> None:
         """`port` 0 takes a free one. Without `admin_key` one is made. `vocab_size`: tokens that the
-        model has embeddings for; those of the tokenizer if it is not given. `body_timeout_s`:
-        longest that the body of a request may take to come."""
+        model has embeddings for; those of the tokenizer if it is not given."""
         self.sessions = Sessions(serving)
         self.groups = OutsideGroups(self.sessions)
         self.admin_key = admin_key or f"sk-leash-admin-{secrets.token_urlsafe(24)}"
         self._vocab_size = len(serving.tokenizer) if vocab_size is None else vocab_size
-        self._body_timeout_s = body_timeout_s
+        self._limits = limits or HttpLimits()
         self._host = host
         self._port = port
         self._url: str | None = None
@@ -67,19 +65,8 @@ class Endpoint:
             self.groups,
             admin_key=self.admin_key,
             vocab_size=self._vocab_size,
-            body_timeout_s=self._body_timeout_s,
         )
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,  # a path may hold a key
-                lifespan="off",
-                ws="none",
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=CLOSE_S,
-            )
-        )
+        self._server = _Server(ServerConfig(app, self._limits, close_s=CLOSE_S))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
 
     def write_address(self, path: Path) -> None:

@@ -8,6 +8,7 @@ import stat
 
 import pytest
 from endpoint_parts import ADMIN_KEY, MODEL, check_branch, eventually
+from openai import APIStatusError
 
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from rollout_pool.endpoint.groups import MAX_WAITING
@@ -109,6 +110,25 @@ async def test_a_session_in_which_nothing_is_asked_is_given_up(make_scene):
         assert isinstance(lost, SessionLost) and "session_timeout_s" in str(lost)
     gone = await post_reward(scene, group["sessions"][0], reward=1)
     assert gone.status_code == 410 and "given up" in gone.json()["error"]["message"]
+
+
+async def test_a_session_that_asks_now_and_then_ends_all_the_same(make_scene):
+    scene = await make_scene(
+        task=TaskConfig(chat_template=True, turn_timeout_s=0.5, episode_timeout_s=0.6)
+    )
+    group, serving = await open_group(scene)
+
+    async def keep_asking():
+        while True:
+            await say(scene, group["sessions"][0])
+
+    asking = asyncio.create_task(keep_asking())
+    async with asyncio.timeout(20):
+        for lost in await serving:
+            assert isinstance(lost, SessionLost) and "task.episode_timeout_s" in str(lost)
+    with pytest.raises(APIStatusError) as over:
+        await asking
+    assert over.value.status_code == 410
 
 
 async def test_whoever_waits_in_vain_for_a_group_is_told(scene):

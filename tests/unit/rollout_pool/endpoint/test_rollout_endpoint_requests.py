@@ -13,6 +13,7 @@ from endpoint_parts import ADMIN_KEY, END_TOKEN, MODEL, TOKENIZER, WEATHER, chec
 
 from buffer.types import SamplingParams
 from configs.rollout_schema import RolloutConfig, TaskConfig
+from weight_sync.http_server import HttpLimits
 
 USER = {"role": "user", "content": "hello"}
 CHAT = "/v1/chat/completions"
@@ -123,7 +124,8 @@ async def test_a_session_is_sampled_as_the_run_is_configured(make_scene):
     [
         (b"{", 400, "not JSON"),
         (b"\xff\xfe\x00", 400, "not JSON"),
-        (b"[" * 100_000, 400, "not JSON"),
+        (b"[" * 20_000, 400, "not JSON"),
+        (b"[" + b"[]," * 60_000 + b"1]", 400, "values"),
         (b"[1]", 400, "must be an object"),
         (
             b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}',
@@ -132,7 +134,7 @@ async def test_a_session_is_sampled_as_the_run_is_configured(make_scene):
         ),
         (b" " * (16 * 2**20 + 1), 413, "at most"),
     ],
-    ids=["cut", "bytes", "deep", "list", "surrogate", "large"],
+    ids=["cut", "bytes", "deep", "many", "list", "surrogate", "large"],
 )
 async def test_a_body_that_is_no_request_is_told_so(scene, content, status, words):
     answer = await scene.http(scene.session().key).post(CHAT, content=content)
@@ -345,7 +347,7 @@ async def test_a_large_text_is_tokenized_beside_the_event_loop(make_scene):
 
 
 async def test_a_body_that_never_comes_ends_and_keeps_no_session_alive(make_scene):
-    scene = await make_scene(body_timeout_s=0.4)
+    scene = await make_scene(limits=HttpLimits(body_s=0.4))
     session = scene.session()
     idle = asyncio.create_task(session.wait_idle(0.2))
 
@@ -376,3 +378,110 @@ async def test_a_reward_that_no_float_holds_is_refused(scene):
         answer = await http.post(f"/sessions/{session.session_id}/reward", json=reward)
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] in ("reward", "parts.style")
+
+
+# What would take the worker's time ------------------------------------------------------------
+
+
+async def unread(scene, path, key):
+    """The status of the answer to a request whose body does not come."""
+    url = httpx.URL(scene.endpoint.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+    writer.write(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+    async with asyncio.timeout(10):
+        line = await reader.readline()
+    writer.close()
+    return int(line.split()[1])
+
+
+async def test_every_page_looks_at_the_key_before_it_reads_the_body(scene):
+    session, other = scene.session(), scene.session()
+    for path in (CHAT, "/v1/completions", "/groups", f"/sessions/{session.session_id}/reward"):
+        assert await unread(scene, path, "sk-wrong") == 401
+    assert await unread(scene, f"/sessions/{session.session_id}/reward", other.key) == 401
+    assert await unread(scene, "/sessions/unknown/reward", ADMIN_KEY) == 404
+
+
+@pytest.mark.parametrize("path", ["/groups", "/sessions/{}/reward"])
+async def test_a_body_without_a_conversation_is_small(scene, path):
+    session = scene.session()
+    answer = await scene.http(ADMIN_KEY).post(
+        path.format(session.session_id), json={"reward": 1.0, "parts": {"x" * 70_000: 1}}
+    )
+    assert answer.status_code == 413 and "65536 bytes" in answer.json()["error"]["message"]
+
+
+async def test_a_request_is_as_large_as_its_conversation_can_be(scene):
+    """The room is 4000 tokens, and 1 MiB is for what is not the conversation."""
+    http = scene.http(scene.session().key)
+    for num_bytes, status in ((2**20 + 300_000, 400), (2**20 + 400_000, 413)):
+        asked = body(messages=[{**USER, "content": "x" * num_bytes}])
+        assert (await http.post(CHAT, json=asked)).status_code == status
+
+
+async def test_a_reward_has_a_hundred_parts_at_most(scene):
+    session = scene.session()
+    http = scene.http(session.key)
+    assert (await http.post(CHAT, json=body())).status_code == 200
+    parts = {f"part {n}": 0.5 for n in range(101)}
+    outcome = {"reward": 1, "parts": parts}
+    answer = await http.post(f"/sessions/{session.session_id}/reward", json=outcome)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "parts"
+
+
+def tool_named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [tool_named("x" * 70_000)]},
+        {"tools": [tool_named("x")] * 4001},
+        {"messages": [{"role": "user", "content": ""}] * 4001},
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "1", "function": {"name": "x" * 70_000}}],
+                },
+                {"role": "tool", "tool_call_id": "1", "content": ""},
+            ]
+        },
+        {"messages": [USER, {"role": "tool", "tool_call_id": "x" * 70_000, "content": ""}]},
+    ],
+    ids=["a long name", "many tools", "many messages", "a long call", "a long id"],
+)
+async def test_tools_and_messages_count_as_text_before_they_are_tokenized(scene, more):
+    session = scene.session()
+    answer = await scene.http(session.key).post(CHAT, json=body(**more))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded"), error
+    assert session.is_full and scene.author.samples == []
+    assert " characters, more than" in error["message"] or " messages, " in error["message"]
+
+
+async def test_commas_inside_of_a_text_are_no_values(make_scene):
+    scene = await make_scene(
+        rollout=RolloutConfig(max_prompt_tokens=200_000, max_response_tokens=2000)
+    )
+    content = 'a "quoted", \\ {[,' * 12_000
+    asked = body(messages=[{**USER, "content": content}])
+    answer = await scene.http(scene.session().key).post(CHAT, json=asked)
+    error = answer.json()["error"]
+    assert error["code"] == "context_length_exceeded", error  # and not too_many_values
+
+
+@pytest.mark.parametrize("count", ["9" * 5000, "-1", "1.5", "many"])
+async def test_a_retry_count_that_is_no_number_is_refused(scene, count):
+    http = scene.http(scene.session().key)
+    answer = await http.post(CHAT, json=body(), headers={"x-stainless-retry-count": count})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "x-stainless-retry-count"
+
+
+@pytest.mark.parametrize("timeout_s", ["NaN", "Infinity", "2147483648", "-1", "1e999"])
+async def test_a_wait_for_a_group_has_an_end(scene, timeout_s):
+    answer = await scene.http(ADMIN_KEY).post("/groups", content=f'{{"timeout_s": {timeout_s}}}')
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "timeout_s"

@@ -1,0 +1,177 @@
+"""The limits of an HTTP server towards its clients; uvicorn itself bounds the idle time alone.
+
+    connection ──► head ──► body ──► answer ──► idle ──► next head
+                  head_s   body_s   write_s    keep_alive_s
+
+A connection above `max_connections` takes the place of one without a request. So clients that send
+nothing, or have no key, cannot keep others out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from dataclasses import dataclass
+from typing import Any, cast
+
+import h11
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+LINGER_S = 2.0
+"""A client that was answered before it had sent all may send for so long, and then reads the
+answer; a connection that is closed at once can lose it."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class HttpLimits:
+    """Longest times, in seconds, and the number of connections."""
+
+    head_s: float = 10.0
+    """From the connection, or the first byte of a further request, to the end of its head."""
+    body_s: float = 60.0
+    """From there to the end of the body."""
+    write_s: float = 120.0
+    """For a client that has stopped to read its answer."""
+    keep_alive_s: int = 75
+    """Longer than clients keep an idle connection: a request could meet the end of one."""
+    max_connections: int = 16_384
+    """At most half of the files that the process may open."""
+
+
+class ServerConfig(uvicorn.Config):
+    """Settings of a server of `app` that keeps to `limits`."""
+
+    def __init__(self, app: ASGIApp, limits: HttpLimits, *, close_s: int) -> None:
+        """`close_s`: at the end, the time for answers under way."""
+        super().__init__(
+            cast(Any, app),
+            http=_Connection,
+            log_level="error",  # a client's mistakes must not fill the log
+            access_log=False,  # a path may hold a key
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=limits.keep_alive_s,
+            timeout_graceful_shutdown=close_s,
+        )
+        self.limits = limits
+        most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.max_connections = limits.max_connections
+        if most_files != resource.RLIM_INFINITY:
+            self.max_connections = min(self.max_connections, most_files // 2)
+
+
+class _Connection(H11Protocol):
+    """One client's connection."""
+
+    def __init__(self, config: uvicorn.Config, *args: Any, **settings: Any) -> None:
+        super().__init__(config, *args, **settings)
+        assert isinstance(config, ServerConfig)
+        self._limits = config.limits
+        self._max_connections = config.max_connections
+        self._phase: object = None
+        self._receiving: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._max_connections and not self._make_room():
+            self._refuse(503, "Service Unavailable", "there are too many connections")
+        self._time_phase()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._time_phase()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._time_phase()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._writing = self.loop.call_later(self._limits.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._writing is not None:
+            self._writing.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._receiving, self._writing):
+            if timer is not None:
+                timer.cancel()
+
+    def _make_room(self) -> bool:
+        """Closes another connection that has no request, if there is one."""
+        for other in self.connections:
+            if not isinstance(other, _Connection) or other is self or other._is_answering:
+                continue
+            if not other.transport.is_closing():
+                other.shutdown()
+                return True
+        return False
+
+    def _time_phase(self) -> None:
+        """Starts the timer of what is to be received now, unless it runs already."""
+        state, limits = self.conn.their_state, self._limits
+        phase: object = None
+        timeout_s = 0.0
+        if state is h11.SEND_BODY:
+            timeout_s = limits.body_s if self._is_answering else LINGER_S
+            phase = self.cycle, self._is_answering
+        elif state is h11.IDLE and self.timeout_keep_alive_task is None:
+            timeout_s = limits.head_s
+            phase = self.cycle, h11.IDLE
+        if phase == self._phase:
+            return
+        self._phase = phase
+        if self._receiving is not None:
+            self._receiving.cancel()
+        self._receiving = None
+        if phase is not None and not self.transport.is_closing():
+            self._receiving = self.loop.call_later(timeout_s, self._receive_no_more, timeout_s)
+
+    def _receive_no_more(self, timeout_s: float) -> None:
+        has_begun = self._is_answering or self.conn.trailing_data[0]
+        if not has_begun or (self._is_answering and self.cycle.response_started):
+            self.transport.close()
+            return
+        what = "body" if self._is_answering else "head"
+        self._refuse(
+            408, "Request Timeout", f"the request's {what} did not come within {timeout_s:g} s"
+        )
+
+    def _refuse(self, status: int, phrase: str, why: str) -> None:
+        """Says why in the form of uvicorn's own refusals, and closes the connection."""
+        if not self.transport.is_closing():
+            self.transport.write(
+                f"HTTP/1.1 {status} {phrase}\r\ncontent-type: text/plain\r\n"
+                f"content-length: {len(why)}\r\nconnection: close\r\n\r\n{why}".encode()
+            )
+            self.transport.close()
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Raises HTTPException for a body above `max_bytes`, without reading it if it says its length,
+    and for one that ends early."""
+    too_large = HTTPException(413, f"a request may have {max_bytes} bytes here at most")
+    said = request.headers.get("content-length", "0")
+    if len(said) > len(str(max_bytes)) or int(said) > max_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > max_bytes:
+                raise too_large
+    except ClientDisconnect as error:
+        raise HTTPException(400, "the request ended early") from error
+    return bytes(body)
