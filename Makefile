@@ -18,7 +18,7 @@ RUN_FLAG := $(if $(RUN),--run $(RUN)) $(if $(DIR),--dir $(DIR))
 BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install launch dry-run status stop tune timeline depth trace show quarantine buffer-dump buffer-load \
+.PHONY: help install launch dry-run status stop report tune timeline depth trace show quarantine buffer-dump buffer-load \
 	test test-fast soak bench bench-weights bench-rollout lint format typecheck docs clean
 
 help: ## this list
@@ -38,6 +38,9 @@ status: install ## what a run does now and what holds it back (RUN=name; default
 
 stop: install ## stop a run from another shell (RUN=name; default: the newest)
 	@$(LEASH) stop $(RUN_FLAG)
+
+report: install ## write summary, plots and result of a run anew from its files (RUN=name; default: the newest)
+	@$(LEASH) report $(RUN_FLAG)
 
 tune: install ## change a running job: make tune MAX_STALENESS=2 [RUN=name]
 	@$(LEASH) tune $(RUN_FLAG) --max-staleness $(MAX_STALENESS)
@@ -71,14 +74,14 @@ test-fast: install ## unit tests alone
 
 # Full size; CI runs the same tests in short (`make test`). Any of them may be given: make soak SOAK="MINUTES=1"
 SOAK ?=
-SOAK_SIZES := SIGNALS=5 GROUPS=100000 KILLS=200 SERVER_KILLS=30 KILLS_PER_POINT=50 LOSSY_GROUPS=20000 \
+SOAK_SIZES := SIGNALS=12 GROUPS=100000 KILLS=200 SERVER_KILLS=30 KILLS_PER_POINT=50 LOSSY_GROUPS=20000 \
 	SEQUENCES=10000 FUZZ=1000000 MINUTES=30 WEIGHT_FAULTS=20 ROLLOUT_KILLS=20 $(SOAK)
 SOAK_TESTS := tests/soak tests/unit/buffer/test_buffer_model.py tests/unit/buffer/test_buffer_codec_fuzz.py \
 	tests/integration/test_launch.py
 
 soak: install ## the long form of the tests that CI runs in short (hours): kills, fuzzing, signals, 30 minutes at full rate
 	@env $(addprefix LEASH_SOAK_,$(SOAK_SIZES)) $(PYTHON_BIN) -m pytest $(SOAK_TESTS) --timeout 0 -s \
-		-k "not launch or random_moment"
+		-k "not launch or at_a_line"
 
 bench: install ## the buffer against a Ray queue, bare Redis and its own targets; the last line is RESULT {json}
 	@$(PYTHON_BIN) benchmarks/buffer.py $(ARGS)

@@ -1,7 +1,9 @@
-"""The command line: `leash launch | dry-run | status | stop | tune | timeline`, and a run's buffer:
-`leash depth | trace | show | quarantine | buffer-dump | buffer-load`.
+"""The command line: `leash launch | dry-run | status | stop | report | tune | timeline`, and of a
+run's buffer: `leash depth | trace | show | quarantine | buffer-dump | buffer-load`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by a signal.
+
+Imports little before `main`, which takes signals: one in the first moments is no traceback.
 """
 
 from __future__ import annotations
@@ -10,20 +12,27 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from configs.load import load_config
-from configs.schema import Config
-from controller.buffer_commands import add_buffer_verbs, add_run_verb, on_buffer
-from controller.ray_environment import prepare_environment
-from controller.run_dir import RunDir
+from controller.signals import (
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    Stopped,
+    StopRequest,
+    run_guarded,
+)
 
-EXIT_FAILED = 1
+if TYPE_CHECKING:
+    from configs.schema import Config
+
 EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
 
 
 def _parser() -> argparse.ArgumentParser:
+    from controller.buffer_commands import add_buffer_verbs, add_run_verb
+
     parser = argparse.ArgumentParser(prog="leash", description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb, what in (("launch", "train"), ("dry-run", "print config and plan, start nothing")):
@@ -37,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     for verb, what in (
         ("status", "what a run does now and what holds it back"),
         ("stop", "end a run and whatever is left of it"),
+        ("report", "write summary, plots and result of a run anew"),
     ):
         add_run_verb(verbs, verb, what)
     tune = add_run_verb(verbs, "tune", "change a setting of a running job")
@@ -49,15 +59,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; every expected error is one message on stderr and an exit code."""
-    arguments = _parse(argv)
     # SIGINT, too: a shell's background job would ignore it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+    return _telling(lambda: _dispatch(_parse(argv)))
+
+
+def _telling(what: Callable[[], int]) -> int:
     try:
-        return _dispatch(arguments)
-    except KeyboardInterrupt:
+        return what()
+    except (KeyboardInterrupt, Stopped):
         print("leash: stopped", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return EXIT_STOPPED
     except ValueError as error:  # bad input of any kind, named by whoever looked at it
         print(f"leash: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -79,22 +92,53 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _dispatch(arguments: argparse.Namespace) -> int:
-    if arguments.verb in ("launch", "dry-run"):
-        config = load_config(arguments.overrides, arguments.experiment)
-        return _launch(config) if arguments.verb == "launch" else _dry_run(config)
+    if arguments.verb == "launch":
+        return run_guarded(
+            lambda stop, tell: _telling(lambda: _launch(arguments, stop, tell)), _finish_launch
+        )
+    if arguments.verb == "dry-run":
+        from configs.load import load_config
+
+        return _dry_run(load_config(arguments.overrides, arguments.experiment))
     return _on_existing_run(arguments)
 
 
-def _launch(config: Config) -> int:
-    prepare_environment(config.cluster)
+def _launch(
+    arguments: argparse.Namespace, stop: StopRequest, tell_folder: Callable[[str], None]
+) -> int:
+    with stop.interrupting():  # nothing is started yet
+        from configs.load import load_config
+        from controller.ray_environment import prepare_environment
+
+        config = load_config(arguments.overrides, arguments.experiment)
+        prepare_environment(config.cluster)
+        _name_accelerator()
+        from controller.run import launch
+    launch(config, stop, tell_folder)
+    return 0
+
+
+def _name_accelerator() -> None:
     import torch
 
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed warns that it found nothing else
-    from controller.run import launch
 
-    launch(config)
-    return 0
+
+def _finish_launch(folder: str | None, was_asked: bool, exit_code: int) -> int:
+    """Clears up behind a controller that died before its run had ended: of a signal, or of a
+    library that ends the process in which it runs."""
+    from controller.run_dir import RunDir
+
+    run_dir = None if folder is None else RunDir(path=Path(folder))
+    if run_dir is None or run_dir.read_record().state != "running":
+        return exit_code if exit_code >= 0 else EXIT_FAILED
+    from controller.stop import clear_up
+
+    died = f"the controller died (exit code {exit_code})"
+    print(f"leash: {died}; ending what it left", file=sys.stderr)
+    clear_up(run_dir, "stopped" if was_asked else "failed", died)
+    return EXIT_STOPPED if was_asked else EXIT_FAILED
 
 
 def _dry_run(config: Config) -> int:
@@ -110,7 +154,11 @@ def _dry_run(config: Config) -> int:
 
 
 def _on_existing_run(arguments: argparse.Namespace) -> int:
+    from controller.buffer_commands import on_buffer
+    from controller.run_dir import RunDir
+
     run_dir = RunDir.find(arguments.dir, arguments.run)
+    os.umask(run_dir.umask)
     match arguments.verb:
         case "status":
             from controller.status import print_status
@@ -120,6 +168,10 @@ def _on_existing_run(arguments: argparse.Namespace) -> int:
             from controller.stop import stop_run
 
             stop_run(run_dir)
+        case "report":
+            from controller.report import print_report
+
+            print_report(run_dir)
         case "tune":
             from controller.tune import set_max_staleness
 

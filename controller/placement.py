@@ -18,6 +18,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from configs.schema import Config
 from controller.ray_environment import AUTH_MODE, LOOPBACK, TOKEN, TOKEN_PATH
+from controller.signals import StopRequest
+from controller.supervise import wait_for_one
 
 CPUS_PER_PROCESS = 1
 SESSIONS = "ray"
@@ -61,17 +63,19 @@ class RayCluster:
                 "rollout.reward_actors"
             )
 
-    def reserve(self, bundles: list[dict[str, float]], timeout_s: float) -> PlacementGroup:
-        """A placement group of `bundles`, packed. Raises PlacementError if there is no room."""
+    def reserve(
+        self, bundles: list[dict[str, float]], timeout_s: float, stop: StopRequest
+    ) -> PlacementGroup:
+        """A placement group of `bundles`, packed. Raises PlacementError if there is no room, and
+        Stopped."""
         group = placement_group(bundles, strategy="PACK")
         self.groups.append(group)
-        try:
-            ray.get(group.ready(), timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
+        ready, _ = wait_for_one([group.ready()], timeout_s, stop)
+        if not ready:
             raise PlacementError(
                 f"Ray found no room for {bundles} within {timeout_s:g} s; "
                 f"it has {ray.available_resources()} free. Is another run on this cluster?"
-            ) from error
+            )
         return group
 
     def stop(self, logs_dir: Path) -> None:
@@ -154,17 +158,21 @@ def _start_local(config: Config, runtime_env: Mapping[str, object], private: Pat
     _use_own_token(private / "token")
     # CPUs are only promises here: a small machine runs all processes of a small run.
     num_cpus = config.cluster.num_cpus or max(os.cpu_count() or 1, num_cpus_needed(config))
-    ray.init(
-        num_cpus=num_cpus,
-        num_gpus=config.cluster.num_gpus,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=256 * 2**20,
-        runtime_env=dict(runtime_env),
-        _temp_dir=str(private / SESSIONS),
-        _node_ip_address=config.cluster.host or LOOPBACK,
-    )
+    try:
+        ray.init(
+            num_cpus=num_cpus,
+            num_gpus=config.cluster.num_gpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=256 * 2**20,
+            runtime_env=dict(runtime_env),
+            _temp_dir=str(private / SESSIONS),
+            _node_ip_address=config.cluster.host or LOOPBACK,
+        )
+    except BaseException:
+        ray.shutdown()  # of what had started by then
+        raise
 
 
 def _use_own_token(path: Path) -> None:

@@ -71,6 +71,10 @@ class Recorder:
                 next_sample = now + SAMPLE_S
             await asyncio.sleep(PICTURE_S)  # the picture's own pace: nothing waits for it
 
+    async def sample_once(self) -> None:
+        """A line of metrics, when there is no other to come."""
+        self._log.append("buffer", await self._observe(time.time()))
+
     async def _observe(self, now: float) -> Mapping[str, Scalar]:
         stats = await self._buffer.stats()
         waits = await self._state.waits()

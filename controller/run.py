@@ -3,11 +3,13 @@
     ray ── redis ── model ──┬── receivers, engines ──┬── warm start ── version 0 ── eval
                             └── trainer ranks ───────┘                               │
       ┌──────────────────────────────────────────────────────────────────────────────┘
-      └── rollout workers generate ◄──buffer──► trainer trains num_steps ── eval ── summary
+      └── rollout workers generate ◄──buffer──► trainer trains num_steps ── eval
                     │
-                    └── something dies: RunFailed with its name and the end of its log
+                    ├── something dies: RunFailed with its name and the end of its log
+                    └── asked to end: Stopped
 
-    always, whatever happened: pools, Ray and Redis end, and nothing of the run is left
+    always, whatever happened: the model is saved if it can be, pools, Ray and Redis end, nothing of
+    the run is left, and the summary says how it ended
 
 The controller is off the data path: it starts, watches, records and stops.
 """
@@ -19,7 +21,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,11 @@ from controller.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, 
 from controller.plan import Plan, make_plan
 from controller.preflight import check_inputs, gpu_memory
 from controller.prometheus import MetricsServer
+from controller.report import write_report
 from controller.run_dir import RunDir
-from controller.summary import RunResult, result_line
+from controller.signals import Stopped, StopRequest
+from controller.startup import StartStep
+from controller.summary import result_line
 from controller.training import Pools, Training
 from controller.warm_start import supervised_examples
 from rollout_pool.engines.process_tree import shared_memory_files
@@ -46,41 +51,58 @@ from trainer_pool.scratch import build_scratch_model
 from trainer_pool.types import TrainerSpec
 
 
-def launch(config: Config) -> RunResult:
-    """Run `config` to its end; prints the RESULT line last.
+def launch(config: Config, stop: StopRequest, tell_folder: Callable[[str], None]) -> None:
+    """Run `config` to its end; prints the RESULT line last. `tell_folder` hears the run's folder.
 
-    Raises ValueError for bad input, and RunFailed when a part of the run died. KeyboardInterrupt
-    ends the run early. In every case nothing of the run is left on this machine.
+    Raises ValueError for bad input, RunFailed when a part of the run died, and Stopped when `stop`
+    was asked. In every case nothing of the run is left on this machine.
     """
     panel = Panel(config.run.panel)
-    with panel.step("task and model"):
+    with panel.step("task and model"), stop.interrupting():
         check_inputs(config)
     run_dir = RunDir.create(config.run.dir, config.run.name, config.experiment, config.run.group)
     os.umask(run_dir.umask)
-    state = "failed"
+    tell_folder(run_dir.run_id)
+    state, error = "failed", None
     try:
         (run_dir.path / "config.yaml").write_text(to_yaml(config))
-        result = Run(config, run_dir, panel).execute()
+        Run(config, run_dir, panel, stop).execute()
         state = "finished"
-    except KeyboardInterrupt:
+    except Exception as problem:
+        if not stop.is_set:
+            error = str(problem)
+            raise
         state = "stopped"
-        raise
+        raise Stopped from problem  # what broke because everything was asked to end
     finally:
         run_dir.forget_redis_url()
-        run_dir.end(state)
-    print(result_line(result))
-    return result
+        run_dir.end(state, error)
+        _report(run_dir, panel)
+
+
+def _report(run_dir: RunDir, panel: Panel) -> None:
+    """Writes what came of the run, however it ended; one that finished tells its result."""
+    try:
+        result = write_report(run_dir)
+    except (ValueError, OSError) as error:
+        panel.say(f"no summary: {error}; `make report RUN={run_dir.name}` tries again")
+        return
+    if result.state == "finished":
+        print(result_line(result))
+    else:
+        panel.say(f"{run_dir.path / 'summary.md'} tells how far it came")
 
 
 class Run:
     """One run in execution; `execute` is called once."""
 
-    def __init__(self, config: Config, run_dir: RunDir, panel: Panel) -> None:
+    def __init__(self, config: Config, run_dir: RunDir, panel: Panel, stop: StopRequest) -> None:
         self._config = config
         self._dir = run_dir
         self._started = time.time()
         self._start_timeout_s = config.cluster.start_timeout_s
         self._panel = panel
+        self._stop = stop
         self._server: EmbeddedServer | None = None
         self._redis_url = ""
         self._host = ""
@@ -90,16 +112,13 @@ class Run:
         self._weights_key = secrets.token_urlsafe(32)
         """What trainer, receivers and engines show each other; made anew for each run."""
 
-    def execute(self) -> RunResult:
-        """Everything from the first server to the summary; whatever was started is ended."""
+    def execute(self) -> None:
+        """Everything from the first server to the last evaluation; ends all that was started."""
         os.environ[RUN_VARIABLE] = self._dir.run_id
         with contextlib.ExitStack() as cleanup, self._panel:
             cleanup.callback(self._leave_nothing)
-            try:
-                pools = self._start_up(cleanup)
-                return asyncio.run(self._training(pools).run())
-            finally:
-                supervise.ignore_signals()  # a second Ctrl-C must not break off the end
+            pools = self._start_up(cleanup)
+            asyncio.run(self._training(pools).run())
 
     def _training(self, pools: Pools) -> Training:
         return Training(
@@ -110,6 +129,7 @@ class Run:
             redis_pid=self._server.pid if self._server else None,
             panel=self._panel,
             started=self._started,
+            stop=self._stop,
         )
 
     @property
@@ -118,6 +138,14 @@ class Run:
         return BufferAddress(url=self._redis_url, run=self._dir.name, settings=settings)
 
     # Start-up, each step named and timed ---------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _step(self, name: str) -> Iterator[StartStep]:
+        """A run that was asked to end does so before the step or after it, not in the middle."""
+        self._stop.check()
+        with self._panel.step(name) as step:
+            yield step
+        self._stop.check()
 
     def _start_up(self, cleanup: contextlib.ExitStack) -> Pools:
         cluster = self._start_ray(cleanup)
@@ -133,7 +161,7 @@ class Run:
 
     def _start_redis(self, cleanup: contextlib.ExitStack) -> None:
         buffer = self._config.buffer
-        with self._panel.step("Redis") as step:
+        with self._step("Redis") as step:
             if buffer.url is None:
                 self._server = EmbeddedServer.start(
                     self._dir.path / "redis",
@@ -168,28 +196,37 @@ class Run:
         port, host = self._config.run.prometheus_port, self._host
         if port is None:
             return
-        with self._panel.step("Prometheus") as step:
+        with self._step("Prometheus") as step:
             server = MetricsServer(self._address, host, port)
             cleanup.callback(server.close)
             step.say(server.url)
 
     def _start_ray(self, cleanup: contextlib.ExitStack) -> RayCluster:
         environment = {RUN_VARIABLE: self._dir.run_id, LOG_DIR_VARIABLE: str(self._dir.logs)}
-        with self._panel.step("Ray") as step:
+        with self._step("Ray") as step:
             is_local = self._config.cluster.ray_address is None
             private = self._dir.make_temporary() if is_local else None
-            cluster = start_ray(
-                self._config, environment, supervise.SETUP_HOOK, private, self._dir.log_of("ray")
-            )
+            try:
+                cluster = start_ray(
+                    self._config,
+                    environment,
+                    supervise.SETUP_HOOK,
+                    private,
+                    self._dir.log_of("ray"),
+                )
+            except SystemExit:  # Ray's handler of a SIGTERM that came past the guard
+                self._stop.set()
+                raise Stopped from None
+            finally:
+                self._stop.listen()  # Ray has put a handler of its own on SIGTERM
             cleanup.callback(cluster.stop, self._dir.logs)
-            supervise.end_on_signals()  # Ray has put a handler of its own on SIGTERM
             step.say(f"{cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs")
         return cluster
 
     def _prepare_model(self) -> None:
         model = self._config.model
         if model.scratch is not None:
-            with self._panel.step("model from scratch"):
+            with self._step("model from scratch"):
                 build_scratch_model(model.scratch, self._dir.model, self._config.run.seed)
 
     @property
@@ -209,11 +246,16 @@ class Run:
         rank: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.devices.rank_gpus}
         engine: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.devices.engine_gpus}
         worker: dict[str, float] = {"CPU": CPUS_PER_PROCESS}
-        with self._panel.step("placement") as step:
+        with self._step("placement") as step:
             step.say(plan.devices.why)
-            ranks = cluster.reserve([rank] * config.trainer.ranks, self._start_timeout_s)
-            engines = cluster.reserve([engine] * config.rollout.num_engines, self._start_timeout_s)
-            workers = cluster.reserve([worker] * config.rollout.num_workers, self._start_timeout_s)
+            ranks, engines, workers = (
+                cluster.reserve(bundles, self._start_timeout_s, self._stop)
+                for bundles in (
+                    [rank] * config.trainer.ranks,
+                    [engine] * config.rollout.num_engines,
+                    [worker] * config.rollout.num_workers,
+                )
+            )
             return Pools(
                 trainer=TrainerPool.create(self._trainer_spec(plan), ranks),
                 rollout=RolloutPool.create(self._rollout_spec(plan), engines, workers),
@@ -261,37 +303,41 @@ class Run:
         )
 
     def _start_pools(self, pools: Pools) -> None:
-        with self._panel.step("receivers, engines, workers, trainer ranks") as step:
+        with self._step("receivers, engines, workers, trainer ranks") as step:
             began, ready = time.monotonic(), list[str]()
 
             def tell(name: str) -> None:
                 ready.append(f"{name} {time.monotonic() - began:.1f} s")
                 step.say(", ".join(ready))
 
+            rollout = pools.rollout.start()
             if self._is_gpu_shared:
                 # An engine takes its part of the memory that is free when it starts.
-                self._wait(pools.rollout.start(), "starting", tell)
-                self._wait(pools.trainer.start(), "starting", tell)
-            else:
-                self._wait(pools.rollout.start() | pools.trainer.start(), "starting", tell)
+                self._wait(rollout, "starting", tell)
+                rollout = {}
+            met = self._wait(pools.trainer.open_rendezvous(), "opening the ranks' meeting place")
+            (rendezvous,) = met.values()
+            self._wait(rollout | pools.trainer.start(rendezvous), "starting", tell)
 
     def _give_first_weights(self, pools: Pools) -> None:
         config = self._config
         if config.trainer.warm_start.num_steps:
-            with self._panel.step("warm start") as step:
+            with self._step("warm start") as step:
                 examples = supervised_examples(config, self._model_path)
                 reports = self._wait(pools.trainer.warm_start(examples), "warming up")
                 report = next(iter(reports.values()))
                 step.say(f"supervised loss {report.loss_first:.2f} to {report.loss_last:.2f}")
-        with self._panel.step("checkpoint engine"):
+        with self._step("checkpoint engine"):
             self._wait(pools.trainer.connect(), "connecting")
-        with self._panel.step("version 0 to the engines"):
+        with self._step("version 0 to the engines"):
             self._wait(pools.trainer.publish_initial(), "publishing version 0")
 
     def _wait(
         self, refs: Mapping[str, Any], doing: str, tell: Callable[[str], None] = lambda name: None
     ) -> dict[str, Any]:
-        return supervise.wait_for_all(refs, self._dir.log_of, self._start_timeout_s, doing, tell)
+        return supervise.wait_for_all(
+            refs, self._dir.log_of, self._start_timeout_s, doing, tell, self._stop
+        )
 
     # The end, whatever brought it ----------------------------------------------------------------
 
@@ -311,4 +357,3 @@ class Run:
             self._panel.say(f"had to kill: {', '.join(killed)}")
         for line in self._dir.left_elsewhere():
             self._panel.say(line)
-        supervise.end_on_signals()

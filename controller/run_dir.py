@@ -1,7 +1,7 @@
 """The folder of a run: what is where in it, who made it, and how a run is found again.
 
 runs/<name>/
-    run.json        name, pid, when it began, state (running, finished, failed, stopped)
+    run.json        name, pid, when it began, state (running, finished, failed, stopped), the error
     redis.url       where its Redis is, password included; readable by its owner alone
     config.yaml     the resolved settings
     metrics.jsonl   a line a step, evaluation, buffer sample
@@ -9,10 +9,11 @@ runs/<name>/
     model/          the initial policy, when it was built from scratch
     checkpoints/    the trainer's
     rollouts/       some of the groups as they were sampled, for `make show`
-    ray/            a link to the private folder of Ray, while the run is alive
+    ray/            a link to the private folder of Ray, from before Ray starts until it has ended
     leftovers/      a folder a host, a file an engine: what its server would leave if it were killed
     redis/          the data of a server started for this run
-    summary.md, *.png, result.json
+    final_model/    the weights that training ended with
+    summary.md, *.png, result.json      what came of it, however it ended
 
 Its owner alone can read it, or also the group of `run.group`. The folder's own mode says which: all
 processes of the run take their umask from it.
@@ -20,6 +21,8 @@ processes of the run take their umask from it.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -28,6 +31,7 @@ import shutil
 import socket
 import stat
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -54,6 +58,8 @@ class RunRecord:
     ended: float | None = None
     host: str = ""
     """Where `pid` is."""
+    error: str | None = None
+    """What it failed of."""
 
     @property
     def is_here(self) -> bool:
@@ -175,8 +181,19 @@ class RunDir:
     def read_record(self) -> RunRecord:
         return RunRecord(**json.loads((self.path / "run.json").read_text()))
 
-    def end(self, state: str) -> None:
-        self.write_record(replace(self.read_record(), state=state, ended=time.time()))
+    def end(self, state: str, error: str | None = None) -> None:
+        record = replace(self.read_record(), state=state, ended=time.time(), error=error)
+        self.write_record(record)
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """One at a time clears up behind a run: its guard, or `make stop`."""
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
 
     def write_redis_url(self, url: str) -> None:
         self._write("redis.url", url + "\n")

@@ -17,6 +17,7 @@ from controller.repeat import repeat_command, task_label
 from controller.rollout_counts import summary_rows
 from controller.timeline import LAST_TIMELINE
 from controller.units import format_bytes, format_count, format_duration
+from controller.view import BufferTotals
 from controller.weights import weights_result
 
 PICTURES = {**PLOTS, LAST_TIMELINE: "The last version's way to the engines"}
@@ -29,6 +30,10 @@ class RunResult:
     """What a run achieved and what it cost. Times in seconds; None: never measured."""
 
     run: str
+    state: str
+    """finished, stopped, failed, or running."""
+    error: str | None
+    """What it failed of."""
     experiment: str
     seed: int
     wall_s: float
@@ -40,7 +45,10 @@ class RunResult:
     eval_before: float | None
     """Accuracy on held-out prompts, with the weights that RL began from."""
     eval_after: float | None
-    """None if that evaluation failed."""
+    """None if that evaluation failed. Of a run that did not finish: the last one made in training.
+    """
+    eval_version: int | None
+    """The version that `eval_after` is of."""
     evals_failed: int
     eval_size: int
     eval_samples: int
@@ -125,15 +133,19 @@ def summarize(
     run: str,
     config: Config,
     records: Sequence[Record],
-    stats: BufferStats,
+    stats: BufferStats | BufferTotals,
     counters: Mapping[str, float],
     wall_s: float,
+    state: str = "finished",
+    error: str | None = None,
 ) -> RunResult:
     """The result of a run from its metrics and the buffer's last numbers (pure)."""
     steps = [r for r in records if r.kind == "step"]
     evals = [r for r in records if r.kind == "eval"]
     failed = [r for r in records if r.kind == EVAL_FAILED]
     is_last_missing = bool(failed) and failed[-1].number("version") >= config.trainer.num_steps
+    has_after = bool(evals) and not is_last_missing and (state == "finished" or len(evals) > 1)
+    after = evals[-1] if has_after else None
     rewards = _series(steps, "reward_mean")
     ends = max(1, min(10, len(rewards) // 10))
     weights = weights_result(records)
@@ -142,6 +154,8 @@ def summarize(
     tokens_generated = int(counters.get("tokens_generated", 0))
     return RunResult(
         run=run,
+        state=state,
+        error=error,
         experiment=config.experiment,
         seed=config.run.seed,
         wall_s=wall_s,
@@ -149,11 +163,12 @@ def summarize(
         steps_without_gradient=sum(map(has_no_gradient, steps)),
         alarms=[alarm.sentence for alarm in learning_alarms(steps)],
         eval_before=evals[0].number("accuracy") if evals else None,
-        eval_after=evals[-1].number("accuracy") if evals and not is_last_missing else None,
+        eval_after=after.number("accuracy") if after is not None else None,
+        eval_version=int(after.number("version_min")) if after is not None else None,
         evals_failed=len(failed),
         eval_size=int(evals[-1].number("num_prompts")) if evals else 0,
         eval_samples=config.rollout.eval.num_samples,
-        pass_at_k=_pass_at_k(evals[-1]) if evals and not is_last_missing else {},
+        pass_at_k=_pass_at_k(after) if after is not None else {},
         reward_first=_mean(rewards[:ends]),
         reward_last=_mean(rewards[-ends:]),
         groups_pushed=stats.pushed,
@@ -274,13 +289,21 @@ def _again(config: Config) -> str:
 
 def _headline(result: RunResult) -> str:
     took = f"{result.steps} steps in {format_duration(result.wall_s)}"
+    mark = "" if result.state == "finished" else f"**{result.state.capitalize()}** after {took}. "
+    why = f"{_first_line(result.error)}. " if result.error else ""
     if result.eval_before is None or result.eval_after is None:
-        return f"{took}."
+        return f"{mark}{why}".strip() or f"{took}."
     points = (result.eval_after - result.eval_before) * 100
+    until = f"by version {result.eval_version}" if mark else f"in {took}"
     return (
-        f"Held-out accuracy went from {result.eval_before:.0%} to {result.eval_after:.0%} "
-        f"({points:+.0f} points) in {took}."
+        f"{mark}{why}Held-out accuracy went from {result.eval_before:.0%} to "
+        f"{result.eval_after:.0%} ({points:+.0f} points) {until}."
     )
+
+
+def _first_line(text: str) -> str:
+    """Without the lines of a log that follow."""
+    return text.partition("\n")[0].rstrip(".:;")
 
 
 def _learning_rows(result: RunResult) -> Iterator[tuple[str, str]]:
@@ -289,7 +312,9 @@ def _learning_rows(result: RunResult) -> Iterator[tuple[str, str]]:
         f"held-out accuracy before ({how}{result.eval_size} prompts)",
         _percent(result.eval_before),
     )
-    yield "held-out accuracy after", _percent(result.eval_after)
+    is_whole = result.state == "finished" or result.eval_version is None
+    when = "after" if is_whole else f"of version {result.eval_version}, the last one measured"
+    yield f"held-out accuracy {when}", _percent(result.eval_after)
     if result.evals_failed:
         yield "evaluations that failed", f"{result.evals_failed:,}"
     for k, share in sorted(result.pass_at_k.items()):

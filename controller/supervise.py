@@ -24,24 +24,16 @@ from ray.exceptions import RayActorError, RayTaskError
 from configs.environment import LOG_DIR_VARIABLE, PROCESS_VARIABLE, RUN_VARIABLE
 from controller.ray_environment import OUTLAST_S
 from controller.run_dir import umask_like
+from controller.signals import StopRequest
 from rollout_pool.engines.process_tree import shared_memory_files
 
 SETUP_HOOK = "controller.supervise.enter_process"
+LOOK_S = 0.2
+"""How often a wait for Ray looks whether the run was asked to end; Ray cannot be woken."""
 
 
 class RunFailed(RuntimeError):
     """A part of the run died; the message names it and ends with the last lines of its log."""
-
-
-def end_on_signals() -> None:
-    """Ctrl-C and SIGTERM both end a run, in the same order: as KeyboardInterrupt."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-
-
-def ignore_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def enter_process() -> None:
@@ -119,23 +111,36 @@ def told(name: str, error: RayTaskError | RayActorError, log: Path) -> Exception
     return failure(name, cause_of(error), log)
 
 
+def wait_for_one(
+    refs: list[Any], timeout_s: float, stop: StopRequest
+) -> tuple[list[Any], list[Any]]:
+    """`ray.wait` that a request to end breaks off, with Stopped."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        stop.check()
+        left_s = max(0.0, deadline - time.monotonic())
+        ready, pending = ray.wait(refs, num_returns=1, timeout=min(left_s, LOOK_S))
+        if ready or left_s <= LOOK_S:
+            return ready, pending
+
+
 def wait_for_all(
     refs: Mapping[str, Any],
     log_of: Callable[[str], Path],
     timeout_s: float,
     doing: str,
     tell: Callable[[str], None],
+    stop: StopRequest,
 ) -> dict[str, Any]:
     """Results by process name; `tell` hears each name as it is done.
 
-    Raises for the first that fails, or is missing at `timeout_s`.
+    Raises for the first that fails, or is missing at `timeout_s`, and Stopped.
     """
     names = {ref: name for name, ref in refs.items()}
     pending, results = list(names), dict[str, Any]()
     deadline = time.monotonic() + timeout_s
     while pending:
-        left_s = max(0.0, deadline - time.monotonic())
-        ready, pending = ray.wait(pending, num_returns=1, timeout=left_s)
+        ready, pending = wait_for_one(pending, deadline - time.monotonic(), stop)
         if not ready:
             name = names[pending[0]]
             raise failure(name, f"was not done {doing} after {timeout_s:g} s", log_of(name))

@@ -1,12 +1,14 @@
-"""The part of a run in which it learns: watches, records and evaluates while both pools work."""
+"""The part of a run in which it learns: watches, records and evaluates while both pools work.
+
+However it ends, the trainers are asked for a checkpoint and the model, and the last figures of the
+buffer go to the records, of which summary and plots are made (report.py).
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -14,19 +16,19 @@ from ray.exceptions import RayActorError, RayTaskError
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, open_buffer, open_state
 from controller.evaluation import evaluate, evaluate_mildly, should_hold
-from controller.metrics import EVAL_FAILED, MetricsLog, Record, Scalar, read_metrics
+from controller.metrics import EVAL_FAILED, MetricsLog, Record, Scalar
 from controller.panel import Panel
-from controller.plots import write_plots
 from controller.recorder import Recorder
 from controller.remarks import eval_failed_words
 from controller.run_dir import RunDir
-from controller.summary import RunResult, summarize, write_summary
-from controller.supervise import RunFailed, death, exit_of, failure, told
-from controller.timeline import write_last_timeline
+from controller.signals import Stopped, StopRequest
+from controller.supervise import RunFailed, cause_of, death, exit_of, failure, told
 from controller.view import RunView
 from rollout_pool.pool import RolloutPool
 from trainer_pool.pool import TrainerPool
 
+LAST_LOOK_S = 5.0
+"""For the last records and figures from Redis, which may be what died."""
 DEATH_GRACE_S = 3.0
 """How long a failure waits for the news of a death that may have caused it."""
 
@@ -38,7 +40,7 @@ class Pools:
 
 
 class Training:
-    """From version 0 to the summary; `run` is called once."""
+    """From version 0 to the last evaluation; `run` is called once."""
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class Training:
         redis_pid: int | None,
         panel: Panel,
         started: float,
+        stop: StopRequest,
     ) -> None:
         self._config = config
         self._dir = run_dir
@@ -58,11 +61,16 @@ class Training:
         self._redis_pid = redis_pid
         self._panel = panel
         self._started = started
+        self._stop = stop
+        self._training: dict[str, Any] = {}
+        """References to the end of each rank's training, once it has begun."""
         self._deaths: list[asyncio.Task[RunFailed]] = []
+        self._redis_watch: asyncio.Task[RunFailed] | None = None
         self._evaluation: asyncio.Task[None] | None = None
+        self._may_evaluate = True
 
-    async def run(self) -> RunResult:
-        """Train to the last step. Raises RunFailed naming the process that died first."""
+    async def run(self) -> None:
+        """Train to the last step. Raises RunFailed naming what died first, and Stopped."""
         async with AsyncExitStack() as cleanup:
             await self._open(cleanup)
             self._deaths = self._watch_deaths()
@@ -73,12 +81,17 @@ class Training:
                         tasks.create_task(self._recorder.follow_metrics()),
                         tasks.create_task(self._recorder.sample_buffer()),
                         tasks.create_task(self._raise_first_death()),
+                        tasks.create_task(self._raise_when_stopped()),
                     ]
-                    result = await self._phases(tasks)
+                    await self._phases(tasks)
                     _cancel(background)
             except BaseExceptionGroup as group:
-                raise await self._root_cause(group) from None
-            return result
+                self._may_evaluate = False
+                cause = await self._root_cause(group)
+                await self._save_model()
+                raise cause from None
+            finally:
+                await self._look_last()
 
     async def _open(self, cleanup: AsyncExitStack) -> None:
         run, config = self._dir.name, self._config
@@ -97,14 +110,15 @@ class Training:
             self._buffer, self._state, log, self._panel, view, self._evaluate_if_due
         )
 
-    async def _phases(self, tasks: asyncio.TaskGroup) -> RunResult:
+    async def _phases(self, tasks: asyncio.TaskGroup) -> None:
         pools = self._pools
         self._tasks = tasks
         await self._enter_phase("evaluating the start")
         self._recorder.record("eval", await self._evaluate_start())
         await self._enter_phase("training")
         generating = [tasks.create_task(self._told(n, r)) for n, r in pools.rollout.run().items()]
-        await asyncio.gather(*(self._told(n, r) for n, r in pools.trainer.train().items()))
+        self._training = pools.trainer.train()
+        await asyncio.gather(*(self._told(n, r) for n, r in self._training.items()))
         await self._enter_phase("evaluating the result")
         await asyncio.gather(*(self._told(n, r) for n, r in pools.rollout.stop().items()))
         await asyncio.gather(*generating)
@@ -112,7 +126,7 @@ class Training:
         if self._evaluation is not None:
             await self._evaluation
         await self._evaluate(self._config.trainer.num_steps)
-        return await self._finish()
+        await self._state.set_phase("finished")
 
     async def _enter_phase(self, phase: str) -> None:
         await self._state.set_phase(phase)
@@ -129,7 +143,8 @@ class Training:
         every, version = self._config.rollout.eval_every, int(step.number("version")) + 1
         is_last = version >= self._config.trainer.num_steps
         is_idle = self._evaluation is None or self._evaluation.done()
-        if every and version % every == 0 and not is_last and is_idle:
+        is_due = every and version % every == 0 and not is_last
+        if is_due and is_idle and self._may_evaluate:
             self._evaluation = self._tasks.create_task(
                 self._evaluate(version, may_hold=should_hold(self._config))
             )
@@ -144,23 +159,36 @@ class Training:
 
     # The end -------------------------------------------------------------------------------------
 
-    async def _finish(self) -> RunResult:
-        """Summary and plots, from the records on disk and the buffer's last numbers."""
-        stats = await self._buffer.stats()
-        counters = await self._state.counters()
-        records = read_metrics(self._dir.metrics)
-        result = summarize(
-            run=self._dir.name,
-            config=self._config,
-            records=records,
-            stats=stats,
-            counters=counters,
-            wall_s=time.time() - self._started,
-        )
-        await asyncio.to_thread(_draw, self._dir.path, records)
-        write_summary(self._dir.path, result, self._config)
-        await self._state.set_phase("finished")
-        return result
+    async def _raise_when_stopped(self) -> None:
+        await self._stop.wait()
+        raise Stopped
+
+    async def _save_model(self) -> None:
+        """Ask the ranks to end after the step they are in, with a checkpoint and the model."""
+        is_redis_gone = self._redis_watch is not None and self._redis_watch.done()
+        if not self._training or is_redis_gone:
+            return
+        limit_s = self._config.cluster.stop_timeout_s
+        self._recorder.record("phase", {"phase": "saving the model"})
+        self._pools.trainer.stop()
+        try:
+            async with asyncio.timeout(limit_s):
+                await asyncio.gather(*(_value(ref) for ref in self._training.values()))
+        except TimeoutError:
+            self._panel.say(
+                f"no final_model: the step did not end within cluster.stop_timeout_s={limit_s:g}"
+            )
+        except (RayTaskError, RayActorError) as error:
+            self._panel.say(f"no final_model: a trainer rank {cause_of(error)}")
+
+    async def _look_last(self) -> None:
+        """The records that are still under way, and the figures that a summary ends with."""
+        try:
+            async with asyncio.timeout(LAST_LOOK_S):
+                await self._recorder.drain_metrics(block_s=0)
+                await self._recorder.sample_once()
+        except (OSError, TimeoutError) as error:
+            self._panel.say(f"the last figures are those before Redis was lost ({error!r})")
 
     # Who died, and of what -----------------------------------------------------------------------
 
@@ -168,7 +196,8 @@ class Training:
         ends = {**self._pools.rollout.deaths(), **self._pools.trainer.deaths()}
         watches = [asyncio.create_task(self._death_of(name, ref)) for name, ref in ends.items()]
         if self._redis_pid is not None:
-            watches.append(asyncio.create_task(self._redis_death(self._redis_pid)))
+            self._redis_watch = asyncio.create_task(self._redis_death(self._redis_pid))
+            watches.append(self._redis_watch)
         return watches
 
     async def _death_of(self, name: str, ref: Any) -> RunFailed:
@@ -196,17 +225,12 @@ class Training:
     async def _root_cause(self, group: BaseExceptionGroup[BaseException]) -> BaseException:
         """A death explains the errors that it brought to the others, which often arrive first."""
         first = _first(group)
-        if isinstance(first, KeyboardInterrupt | ValueError):
+        if isinstance(first, Stopped | ValueError):
             return first
         done, _ = await asyncio.wait(
             self._deaths, timeout=DEATH_GRACE_S, return_when=asyncio.FIRST_COMPLETED
         )
         return next(iter(done)).result() if done else first
-
-
-def _draw(folder: Path, records: list[Record]) -> None:
-    write_plots(folder, records)
-    write_last_timeline(folder, records)
 
 
 async def _value(ref: Any) -> Any:

@@ -14,6 +14,7 @@ from controller.weights import WeightsPace, WeightsView
 
 RATE_HORIZON_S = 30.0
 LOG_LINES = 4
+_DROPPED = "dropped."
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -165,13 +166,77 @@ def buffer_values(
         "trainer_version": stats.trainer_version,
         "engine_lag": stats.trainer_version - oldest,
         "max_staleness": stats.max_staleness,
+        "max_staleness_largest": stats.max_staleness_largest,
         "limit": stats.limit(),
         "prompts_quarantined": stats.prompts_quarantined,
         "rerun": stats.rerun,
+        "tokens_trained": stats.tokens_trained,
+        "tokens_dropped": stats.tokens_dropped,
+        **{f"{_DROPPED}{reason}": number for reason, number in stats.dropped.items()},
+        **_if_known("max_staleness_trained", stats.max_staleness_trained),
         "tokens_generated": int(counters.get("tokens_generated", 0)),
         **{f"count.{name}": value for name, value in counters.items()},
         **{f"wait_s.{who}.{on}": seconds for (who, on), seconds in waits.items()},
     }
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class BufferTotals:
+    """The part of BufferStats that `buffer_values` keeps and a summary tells."""
+
+    pushed: int
+    trained: int
+    dropped: Mapping[str, int]
+    quarantined: int
+    ready: int
+    leased: int
+    trainer_version: int
+    max_staleness: int
+    max_staleness_largest: int
+    max_staleness_trained: int | None
+    prompts_quarantined: int
+    tokens_trained: int
+    tokens_dropped: int
+
+    @property
+    def is_conserved(self) -> bool:
+        placed = self.trained + sum(self.dropped.values()) + self.quarantined
+        return self.pushed == placed + self.ready + self.leased
+
+
+def totals_of(record: Record | None, max_staleness: int) -> BufferTotals:
+    """What a `buffer` record kept; None is of a run that has none yet."""
+    values = record.values if record is not None else {}
+
+    def number(name: str) -> int:
+        return int(values.get(name, 0))
+
+    dropped = {
+        name.removeprefix(_DROPPED): number(name) for name in values if name.startswith(_DROPPED)
+    }
+    if not dropped and number("dropped"):
+        dropped = {"reason not recorded": number("dropped")}
+    return BufferTotals(
+        pushed=number("pushed"),
+        trained=number("trained"),
+        dropped=dropped,
+        quarantined=number("quarantined"),
+        ready=number("ready"),
+        leased=number("leased"),
+        trainer_version=number("trainer_version"),
+        max_staleness=number("max_staleness") if record is not None else max_staleness,
+        max_staleness_largest=number("max_staleness_largest"),
+        max_staleness_trained=(
+            number("max_staleness_trained") if "max_staleness_trained" in values else None
+        ),
+        prompts_quarantined=number("prompts_quarantined"),
+        tokens_trained=number("tokens_trained"),
+        tokens_dropped=number("tokens_dropped"),
+    )
+
+
+def _if_known(name: str, value: int | None) -> dict[str, Scalar]:
+    return {} if value is None else {name: value}
 
 
 def waits_of(record: Record) -> dict[tuple[str, str], float]:

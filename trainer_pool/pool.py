@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 _MAX_CONCURRENCY = 4
 """Threads of an actor: `train` and `wait_dead` hold one each while `stop` and `close` come in."""
-_RENDEZVOUS_TIMEOUT_S = 120.0
-"""For the first answer of an actor, whose process must start and import its modules."""
 
 
 class TrainerActor:
@@ -137,10 +135,14 @@ class TrainerPool:
             }
         )
 
-    def start(self) -> dict[str, Any]:
-        """Bring the ranks together and load the model; waits for rank 0's port itself."""
-        host, port = ray.get(self._lead.open_rendezvous.remote(), timeout=_RENDEZVOUS_TIMEOUT_S)
-        return {name: actor.start.remote(host, port) for name, actor in self._actors.items()}
+    def open_rendezvous(self) -> dict[str, Any]:
+        """Where the ranks will meet, from rank 0."""
+        name, lead = next(iter(self._actors.items()))
+        return {name: lead.open_rendezvous.remote()}
+
+    def start(self, rendezvous: tuple[str, int]) -> dict[str, Any]:
+        """Bring the ranks together and load the model."""
+        return {name: actor.start.remote(*rendezvous) for name, actor in self._actors.items()}
 
     def warm_start(self, examples: Sequence[SupervisedExample]) -> dict[str, Any]:
         """WarmStartReport of each rank; all are equal but for the seconds."""
@@ -173,10 +175,6 @@ class TrainerPool:
         ray.wait(ends, num_returns=len(ends), timeout=timeout_s)
         for actor in self._actors.values():
             ray.kill(actor)
-
-    @property
-    def _lead(self) -> Any:
-        return next(iter(self._actors.values()))
 
 
 def _place(spec: TrainerSpec, rank: int, placement_group: PlacementGroup) -> Any:

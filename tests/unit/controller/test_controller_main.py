@@ -27,38 +27,38 @@ BAD_LINE = '{"question": "a", "answer": "#### 1"}\n{"question": 3}\n'
     ],
 )
 def test_bad_input_is_one_message_and_starts_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str], message: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], settings: list[str], message: str
 ) -> None:
     runs = tmp_path / "runs"
     assert main(["launch", f"run.dir={runs}", *settings]) == EXIT_BAD_INPUT
-    error = capsys.readouterr().err
+    error = capfd.readouterr().err
     assert error.startswith("leash: ") and message in error
     assert error.count("\n") == 1
     assert not runs.exists()
 
 
 def test_a_bad_line_of_a_task_file_is_named_by_its_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(BAD_LINE)
     runs = f"run.dir={tmp_path / 'runs'}"
     assert main(["launch", runs, "--experiment", "gsm8k-smoke", f"task.path={file}"]) == 2
-    assert f"{file}, line 2" in capsys.readouterr().err
+    assert f"{file}, line 2" in capfd.readouterr().err
 
 
-def test_settings_may_stand_on_both_sides_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_may_stand_on_both_sides_of_an_option(capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["trainer.num_steps=7", "--experiment", "gsm8k-smoke", "run.seed=5"]
     assert main(["dry-run", *arguments]) == 0
-    told = capsys.readouterr().out
+    told = capfd.readouterr().out
     assert "num_steps: 7" in told and "seed: 5" in told and "What this run starts" in told
 
 
-def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_option_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(["launch", "--experimnt", "x"])
     assert exit_info.value.code == 2
-    assert "unrecognized arguments: --experimnt" in capsys.readouterr().err
+    assert "unrecognized arguments: --experimnt" in capfd.readouterr().err
 
 
 def test_supervised_examples_are_the_tasks_own_answers_with_an_end(tmp_path: Path) -> None:

@@ -226,7 +226,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     engine = ReceivingEngine(server.url, run_dir)
     try:
         pool = TrainerPool.create(spec, bundles)
-        results_of(pool.start())
+        (rendezvous,) = results_of(pool.open_rendezvous()).values()
+        results_of(pool.start(rendezvous))
         example = SupervisedExample(
             tokens=np.arange(65, 75, dtype=np.int32), loss_mask=np.ones(10, np.uint8)
         )

@@ -1,0 +1,132 @@
+"""What a run leaves that did not finish: from the files of its folder alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from controller_samples import STATS, eval_record, step_record, weights_records
+
+from configs.environment import RUN_VARIABLE
+from configs.load import load_config, to_yaml
+from controller.main import main
+from controller.metrics import MetricsLog, Record
+from controller.report import write_report
+from controller.run_dir import RunDir
+from controller.stop import stop_run
+from controller.view import BufferTotals, buffer_values, totals_of
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    """A run of this very process that has not recorded anything yet."""
+    run_dir = RunDir.create(str(tmp_path), "night", "quickstart")
+    (run_dir.path / "config.yaml").write_text(to_yaml(load_config([])))
+    return run_dir
+
+
+def train(run_dir: RunDir, num_steps: int, evals: dict[int, float]) -> None:
+    start = run_dir.read_record().started
+    with MetricsLog(run_dir.metrics) as log:
+        for step in range(num_steps):
+            t = start + 10.0 + step
+            records = [step_record(step, t), *weights_records(step + 1, t)]
+            if step in evals:
+                records.append(eval_record(step, t, evals[step]))
+            values = buffer_values(STATS, {}, {"tokens_generated": 100 * step})
+            for record in [*records, Record(t=t, kind="buffer", values=values)]:
+                log.append(record.kind, record.values, t=record.t)
+
+
+def test_report_of_a_stopped_run_has_summary_plots_and_result(run_dir: RunDir) -> None:
+    train(run_dir, num_steps=8, evals={0: 0.25, 5: 0.5})
+    run_dir.end("stopped")
+    result = write_report(run_dir)
+    assert (result.state, result.steps, result.groups_trained) == ("stopped", 8, STATS.trained)
+    assert result.groups_dropped == STATS.dropped and result.is_conserved
+    assert result.tokens_generated == 700
+    assert result.wall_s == pytest.approx(17.0, abs=0.01), "to the last record"
+    summary = (run_dir.path / "summary.md").read_text()
+    assert "**Stopped** after 8 steps" in summary
+    assert "from 25% to 50% (+25 points) by version 5" in summary
+    assert "| held-out accuracy of version 5, the last one measured | 50% |" in summary
+    written = json.loads((run_dir.path / "result.json").read_text())
+    assert written["state"] == "stopped" and written["steps"] == 8
+    assert {"learning_by_step.png", "timeline.png"} <= set(os.listdir(run_dir.path))
+
+
+def test_report_of_a_run_with_one_evaluation_claims_no_rise(run_dir: RunDir) -> None:
+    train(run_dir, num_steps=4, evals={0: 0.25})
+    run_dir.end("stopped")
+    result = write_report(run_dir)
+    assert (result.eval_before, result.eval_after, result.eval_version) == (0.25, None, None)
+    assert "points" not in (run_dir.path / "summary.md").read_text()
+
+
+def test_report_of_a_run_that_failed_in_its_start_says_of_what(run_dir: RunDir) -> None:
+    run_dir.end("failed", "engine-0 died (exit code -9); the last lines of it:\nloading")
+    result = write_report(run_dir)
+    assert (result.state, result.steps, result.groups_pushed) == ("failed", 0, 0)
+    summary = (run_dir.path / "summary.md").read_text()
+    assert "**Failed** after 0 steps" in summary
+    assert "engine-0 died (exit code -9); the last lines of it." in summary
+    assert "loading" not in summary
+
+
+def test_report_of_a_run_whose_controller_was_killed_says_so(run_dir: RunDir) -> None:
+    train(run_dir, num_steps=2, evals={})
+    run_dir.write_record(replace(run_dir.read_record(), process_started=0.0))
+    result = write_report(run_dir)
+    assert result.state == "failed"
+    assert result.error is not None and "`make stop`" in result.error
+
+
+def test_report_from_the_command_line_ends_with_the_result(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(run_dir, num_steps=3, evals={0: 0.5})
+    assert main(["report", "--dir", str(run_dir.path.parent)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    result = json.loads(last.removeprefix("RESULT "))
+    assert (result["state"], result["steps"]) == ("running", 3)
+
+
+def test_totals_come_back_from_the_record_as_they_were() -> None:
+    values = buffer_values(STATS, {}, {})
+    totals = totals_of(Record(t=0.0, kind="buffer", values=values), max_staleness=9)
+    for field in fields(BufferTotals):
+        assert getattr(totals, field.name) == getattr(STATS, field.name), field.name
+    assert totals.is_conserved == STATS.is_conserved
+    nothing_trained = replace(STATS, max_staleness_trained=None)
+    record = Record(t=0.0, kind="buffer", values=buffer_values(nothing_trained, {}, {}))
+    assert totals_of(record, max_staleness=9).max_staleness_trained is None
+    assert totals_of(None, max_staleness=9).max_staleness == 9
+
+
+def test_stop_ends_and_removes_what_a_killed_controller_left(
+    run_dir: RunDir, tmp_path: Path
+) -> None:
+    train(run_dir, num_steps=2, evals={})
+    run_dir.write_redis_url("redis://:secret@127.0.0.1:1/0")
+    ray, staged = tmp_path / "leash-ray-x", tmp_path / "staged"
+    for folder in (ray, staged, run_dir.path / "leftovers"):
+        folder.mkdir()
+    run_dir.link_temporary(ray)
+    (run_dir.path / "leftovers" / "receiver-0").write_text(f"{staged}\n")
+    run_dir.write_record(replace(run_dir.read_record(), process_started=0.0))
+    environment = {**os.environ, RUN_VARIABLE: run_dir.run_id}
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with subprocess.Popen(command, env=environment) as left:
+        stop_run(run_dir)
+        left.wait(timeout=60)
+    assert not ray.exists() and not staged.exists() and run_dir.temporary is None
+    assert run_dir.read_redis_url() is None
+    assert run_dir.read_record().state == "stopped"
+    assert "**Stopped** after 2 steps" in (run_dir.path / "summary.md").read_text()
+    stop_run(run_dir)  # once more finds nothing and changes nothing
+    assert run_dir.read_record().state == "stopped"

@@ -1,0 +1,174 @@
+"""The guard of a launch: real processes and real signals to a process group."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+
+import psutil
+import pytest
+
+from controller.signals import Stopped, StopRequest
+
+GUARDED = """
+import subprocess, sys, time
+from controller.signals import run_guarded
+
+def run(stop, tell_folder):
+    tell_folder("folder")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print(child.pid, flush=True)
+    while not stop.is_set:
+        time.sleep(0.01)
+    print("asked; the child", "lives" if child.poll() is None else "is gone", flush=True)
+    child.kill()
+    return 7
+
+def finish(folder, was_asked, exit_code):
+    print(folder, was_asked, exit_code, flush=True)
+    return 3
+
+sys.exit(run_guarded(run, finish))
+"""
+
+
+class HandlersKept:
+    """The handlers of this process come back after the block."""
+
+    def __enter__(self) -> None:
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        self._handlers = {number: signal.getsignal(number) for number in numbers}
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+
+class Guarded:
+    """A guard with a controller that waits for a signal, and a child of that controller."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", GUARDED],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        self.child = psutil.Process(int(self.process.stdout.readline()))
+        parent = self.child.parent()
+        assert parent is not None
+        self.controller = parent
+
+    def output(self) -> str:
+        text, _ = self.process.communicate(timeout=60)
+        return text
+
+    def close(self) -> None:
+        for process in (self.process, self.controller, self.child):
+            if process.is_running() if isinstance(process, psutil.Process) else True:
+                process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def guarded():
+    guarded = Guarded()
+    yield guarded
+    guarded.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_to_the_group_is_one_request_and_meets_no_child(
+    guarded: Guarded, number: signal.Signals
+) -> None:
+    os.killpg(guarded.process.pid, number)
+    assert guarded.output() == "asked; the child lives\nfolder True 7\n"
+    assert guarded.process.returncode == 3
+
+
+def test_controller_ends_in_order_when_its_guard_is_killed(guarded: Guarded) -> None:
+    guarded.process.kill()
+    assert guarded.output() == "asked; the child lives\n"
+    psutil.wait_procs([guarded.controller], timeout=60)
+    assert not guarded.controller.is_running()
+
+
+def test_controller_that_is_killed_leaves_its_folder_to_the_guard(guarded: Guarded) -> None:
+    guarded.controller.kill()
+    guarded.child.kill()  # it holds the pipe that the test reads
+    assert guarded.output() == "folder False -9\n"
+    assert guarded.process.returncode == 3
+
+
+def test_stop_request_does_not_raise_where_a_signal_arrives() -> None:
+    stop = StopRequest()
+    with HandlersKept():
+        stop.listen()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.is_set
+        with pytest.raises(Stopped):
+            stop.check()
+
+
+def test_interrupting_breaks_off_a_wait() -> None:
+    stop = StopRequest()
+    with HandlersKept():
+        stop.listen()
+        with pytest.raises(Stopped), stop.interrupting():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(600)
+
+
+def test_interrupting_keeps_a_signal_that_a_callback_swallows(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    class Thing:
+        pass
+
+    stop, thing = StopRequest(), Thing()
+    with HandlersKept():
+        stop.listen()
+        reference = weakref.ref(thing, lambda gone: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(Stopped), stop.interrupting():
+            del thing
+            assert reference() is None
+    assert capfd.readouterr().err == ""
+
+
+async def test_wait_ends_at_a_signal_while_the_loop_sleeps() -> None:
+    stop = StopRequest()
+    with HandlersKept():
+        stop.listen()
+        waiting = asyncio.create_task(stop.wait())
+        await asyncio.sleep(0)
+        with subprocess.Popen(["/bin/kill", "-INT", str(os.getpid())]):
+            await asyncio.wait_for(waiting, 60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_launch_that_is_interrupted_while_it_loads_says_one_line(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "controller.main"]
+    lines = []
+    with subprocess.Popen(
+        [*command, "launch", f"run.dir={tmp_path / 'runs'}"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line)
+            if line.endswith("| ctypes\n"):  # first of the controller's: it has a guard by now
+                os.killpg(process.pid, number)
+        assert process.wait(timeout=60) == 130
+    assert [line for line in lines if not line.startswith("import time:")] == ["leash: stopped\n"]
+    assert not (tmp_path / "runs").exists()
