@@ -24,7 +24,9 @@ def write_report(run_dir: RunDir) -> RunResult:
     """
     config = read_config(run_dir.path / "config.yaml")
     records = read_metrics(run_dir.metrics)
-    state, error = _state_of(run_dir.read_record())
+    record = run_dir.read_record()
+    state, error = _state_of(record)
+    until = records[-1].t if records else record.ended or record.started
     last = next((r for r in reversed(records) if r.kind == "buffer"), None)
     result = summarize(
         run=run_dir.name,
@@ -32,7 +34,7 @@ def write_report(run_dir: RunDir) -> RunResult:
         records=records,
         stats=totals_of(last, config.buffer.max_staleness),
         counters=counters_of(last) if last is not None else {},
-        wall_s=records[-1].t - run_dir.read_record().started if records else 0.0,
+        wall_s=until - record.started,
         state=state,
         error=error,
     )

@@ -68,12 +68,16 @@ def launch(config: Config, stop: StopRequest, tell_folder: Callable[[str], None]
         (run_dir.path / "config.yaml").write_text(to_yaml(config))
         Run(config, run_dir, panel, stop).execute()
         state = "finished"
+    except Stopped:
+        state = "stopped"
+        raise
     except Exception as problem:
+        error = str(problem)
         if not stop.is_set:
-            error = str(problem)
             raise
         state = "stopped"
-        raise Stopped from problem  # what broke because everything was asked to end
+        panel.say(f"while it was asked to end: {error}")
+        raise Stopped from problem
     finally:
         run_dir.forget_redis_url()
         run_dir.end(state, error)

@@ -203,21 +203,16 @@ def assert_weights_travelled(run: Path, result: dict[str, Any], num_versions: in
     assert "excluded" not in result["weights_events"]
 
 
-def listening() -> set[str]:
-    """TCP ports and named unix sockets that a process listens on, but one of another run."""
-    inet = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN"]
-    unix = [c for c in psutil.net_connections("unix") if c.laddr]
-    others = {c.pid for c in [*inet, *unix] if c.pid is not None and is_of_another_run(c.pid)}
-    ports = {f"port {c.laddr.port}" for c in inet if c.pid not in others}
-    return ports | {f"socket {c.laddr}" for c in unix if c.pid not in others}
-
-
-def is_of_another_run(pid: int) -> bool:
-    try:
-        run = psutil.Process(pid).environ().get("LEASH_RUN")
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return False
-    return run is not None and not run.endswith(RUN)
+def orphans_listening() -> set[str]:
+    """TCP ports and named unix sockets of processes whose parent is gone: others here have one."""
+    sockets = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN"]
+    sockets += [c for c in psutil.net_connections("unix") if c.laddr]
+    found = set[str]()
+    for socket in sockets:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if socket.pid is not None and psutil.Process(socket.pid).ppid() == 1:
+                found.add(f"{psutil.Process(socket.pid).name()} {socket.laddr}")
+    return found
 
 
 STEPS_OF_THE_START = (
@@ -246,10 +241,12 @@ NUM_SIGNALS = int(os.environ.get("LEASH_SOAK_SIGNALS", "2"))
 def test_signal_to_the_group_at_a_line_of_the_log_ends_the_run_and_leaves_nothing(
     tmp_path: Path, line: str, number: signal.Signals
 ) -> None:
-    shared_memory, listeners = set(os.listdir("/dev/shm")), listening()
+    shared_memory, listeners = set(os.listdir("/dev/shm")), orphans_listening()
     temporary = abandoned_folders()
     process = start(tmp_path, RUN, "trainer.num_steps=1000")
     seen = wait_for_line(process, line)
+    if line == "✓ Redis":
+        wait_for_ray_folder(tmp_path / RUN)
     os.killpg(process.pid, number)  # as Ctrl-C and `timeout` do: every process of the shell's job
     output = seen + finish(process, timeout_s=90)
     assert process.returncode == 130, output[-4000:]
@@ -263,10 +260,11 @@ def test_signal_to_the_group_at_a_line_of_the_log_ends_the_run_and_leaves_nothin
     if line == "step 2/":
         assert_saved(run)
     assert_nothing_left(tmp_path, shared_memory)
-    assert listening() <= listeners
+    assert orphans_listening() <= listeners
     assert abandoned_folders() <= temporary
 
 
+<<<<<<< HEAD
 def listens_beyond_loopback(runs: Path) -> list[str]:
     """Every socket of a run below `runs` that other machines could connect to."""
     own = {int(line.split()[0]): line for line in processes_of(runs)}
@@ -278,6 +276,14 @@ def listens_beyond_loopback(runs: Path) -> list[str]:
         for c in found
         if c.pid in own and not ipaddress.ip_address(c.laddr.ip).is_loopback
     ]
+=======
+def wait_for_ray_folder(run: Path) -> None:
+    """It is noted just before Ray starts, which says no line until it has started."""
+    deadline = time.monotonic() + 60
+    while not (run / "ray").is_symlink():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+>>>>>>> b7670ee (Signals meet Ray in the middle of its start in the tests; what broke while a run was asked to end is said)
 
 
 def assert_saved(run: Path) -> None:

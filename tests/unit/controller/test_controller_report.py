@@ -116,7 +116,7 @@ def test_stop_ends_and_removes_what_a_killed_controller_left(
     ray, staged = tmp_path / "leash-ray-x", tmp_path / "staged"
     for folder in (ray, staged, run_dir.path / "leftovers"):
         folder.mkdir()
-    run_dir.link_temporary(ray)
+    (run_dir.path / "ray").symlink_to(ray)
     (run_dir.path / "leftovers" / "receiver-0").write_text(f"{staged}\n")
     run_dir.write_record(replace(run_dir.read_record(), process_started=0.0))
     environment = {**os.environ, RUN_VARIABLE: run_dir.run_id}

@@ -105,7 +105,7 @@ def test_stop_on_another_host_ends_what_is_there_and_leaves_the_rest_to_its_owne
     run.write_redis_url("redis://192.0.2.1:1/0")
     rays = tmp_path / "ray-of-the-controller"
     rays.mkdir()
-    run.link_temporary(rays)
+    (run.path / "ray").symlink_to(rays)
     staged, list_of_third = tmp_path / "staged", run.path / "leftovers" / "third" / "receiver-1"
     staged.mkdir()
     write_list(list_path(run.path, "receiver-0"), [staged])
