@@ -1,6 +1,6 @@
 """The life of one run, from an empty folder to its summary.
 
-    ray ── redis ── model ──┬── receivers, engines ──┬── warm start ── version 0 ── eval
+    redis ── ray ── model ──┬── receivers, engines ──┬── warm start ── version 0 ── eval
                             └── trainer ranks ───────┘                               │
       ┌──────────────────────────────────────────────────────────────────────────────┘
       └── rollout workers generate ◄──buffer──► trainer trains num_steps ── eval
@@ -36,6 +36,7 @@ from controller.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, 
 from controller.plan import Plan, make_plan
 from controller.preflight import check_inputs, gpu_memory
 from controller.prometheus import MetricsServer
+from controller.ray_environment import LOOPBACK
 from controller.report import write_report
 from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
@@ -109,8 +110,9 @@ class Run:
         self._stop = stop
         self._server: EmbeddedServer | None = None
         self._redis_url = ""
-        self._host = ""
-        """Address on which the servers of this machine listen, once Ray has told."""
+        is_local = config.cluster.ray_address is None
+        self._host = config.cluster.host or (LOOPBACK if is_local else "")
+        """Address on which the servers of this machine listen; "" until the cluster tells it."""
         self._shared_memory: frozenset[Path] = frozenset()
         self._is_gpu_shared = False
         self._weights_key = secrets.token_urlsafe(32)
@@ -152,16 +154,23 @@ class Run:
         self._stop.check()
 
     def _start_up(self, cleanup: contextlib.ExitStack) -> Pools:
-        cluster = self._start_ray(cleanup)
-        self._host = cluster.host
-        self._start_redis(cleanup)
-        self._start_prometheus(cleanup)
+        cluster = self._start_servers(cleanup)
         self._prepare_model()
         pools = self._place(cluster)
         cleanup.callback(self._stop_pools, pools)
         self._start_pools(pools)
         self._give_first_weights(pools)
         return pools
+
+    def _start_servers(self, cleanup: contextlib.ExitStack) -> RayCluster:
+        """Ray takes the longest and comes last, unless it has to tell our address."""
+        cluster = None
+        if not self._host:
+            cluster = self._start_ray(cleanup)
+            self._host = cluster.host
+        self._start_redis(cleanup)
+        self._start_prometheus(cleanup)
+        return cluster or self._start_ray(cleanup)
 
     def _start_redis(self, cleanup: contextlib.ExitStack) -> None:
         buffer = self._config.buffer
