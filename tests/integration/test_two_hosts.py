@@ -70,7 +70,7 @@ ROWS = {
     "valkey-server|redis-server": "Redis",
     "sglang|receiver_app": "engines (HTTP), receivers of weights (HTTP)",
     "ray::TrainerActor": "process groups: gloo, NCCL",
-    "raylet|ray::|ray-dashboard|ray/|controller.main": "Ray's node managers, agents and workers",
+    r"raylet|ray(::|-dashboard|/|\.util)|controller\.main": "Ray's node managers",
 }
 """Words of the command line of whoever listens, and how its row in the page's table begins."""
 
@@ -102,15 +102,17 @@ def listeners(host: Host) -> list[tuple[str, int, str]]:
     return [(ip, port, who) for ip, port, who in json.loads(host.python(LISTENERS))]
 
 
-def assert_listens_as_the_page_says(host: Host, found: list[tuple[str, int, str]]) -> None:
+def strangers(host: Host, found: list[tuple[str, int, str]]) -> list[str]:
+    """Listeners beyond loopback that are not on the host's address, or not in the page's table."""
     table = [line for line in PAGE.splitlines() if line.startswith("| ")]
+    wrong = []
     for ip, port, who in found:
-        if ip.startswith("127.") or ip == "::1":
-            continue
-        assert ip == host.address, f"{ip}:{port} on {host.name}: {who}"
         row = next((row for words, row in ROWS.items() if re.search(words, who)), None)
-        assert row is not None, f"{ip}:{port} on {host.name}: {who}"
-        assert any(line.startswith(f"| {row}") for line in table), row
+        is_listed = row is not None and any(line.startswith(f"| {row}") for line in table)
+        is_loopback = ip.startswith("127.") or ip == "::1"
+        if not is_loopback and not (ip == host.address and is_listed):
+            wrong.append(f"{host.name} {ip}:{port} {who[:200]}")
+    return wrong
 
 
 @pytest.fixture
@@ -140,7 +142,6 @@ def test_a_launch_spans_two_hosts_that_the_page_on_clusters_sets_up(
     holder.communicate(timeout=LIMIT_S)
     assert holder.returncode == 0
     found = {host: listeners(host) for host in hosts}
-    print("\n".join(f"{host.name} {a} {p} {w[:150]}" for host in hosts for a, p, w in found[host]))
     leave_something(second, runs / RUN, "engine-7")
     output = finish(launch, LIMIT_S)
     assert launch.returncode == 0, output[-6000:]
@@ -150,7 +151,6 @@ def test_a_launch_spans_two_hosts_that_the_page_on_clusters_sets_up(
     assert commits[-1].number("version") == 4
     for host in hosts:
         assert any("ray::TrainerActor" in who for _, _, who in found[host]), host.name
-        assert_listens_as_the_page_says(host, found[host])
         assert host.python(REMAINS).strip() == "", host.name
     assert not (runs / RUN / "leftovers").exists()
 
@@ -161,3 +161,4 @@ def test_a_launch_spans_two_hosts_that_the_page_on_clusters_sets_up(
     assert f"nothing of {RUN} is left on this host; its controller's host is host-a" in told
     assert second.python(REMAINS).strip() == ""
     assert not (runs / RUN / "leftovers").exists()
+    assert strangers(first, found[first]) + strangers(second, found[second]) == []
