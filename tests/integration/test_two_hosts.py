@@ -73,6 +73,8 @@ ROWS = {
     r"raylet|ray(::|-dashboard|/|\.util)|controller\.main": "Ray's node managers",
 }
 """Words of the command line of whoever listens, and how its row in the page's table begins."""
+OF_RAY = r"gcs_server|raylet|ray::\w+Agent|ray/"
+RAY_WORKER_PORTS = range(10002, 20000)
 
 
 def blocks(heading: str) -> list[str]:
@@ -103,16 +105,23 @@ def listeners(host: Host) -> list[tuple[str, int, str]]:
 
 
 def strangers(host: Host, found: list[tuple[str, int, str]]) -> list[str]:
-    """Listeners beyond loopback that are not on the host's address, or not in the page's table."""
-    table = [line for line in PAGE.splitlines() if line.startswith("| ")]
-    wrong = []
-    for ip, port, who in found:
-        row = next((row for words, row in ROWS.items() if re.search(words, who)), None)
-        is_listed = row is not None and any(line.startswith(f"| {row}") for line in table)
-        is_loopback = ip.startswith("127.") or ip == "::1"
-        if not is_loopback and not (ip == host.address and is_listed):
-            wrong.append(f"{host.name} {ip}:{port} {who[:200]}")
-    return wrong
+    """What listens beyond loopback and not as the page says."""
+    return [
+        f"{host.name} {ip}:{port} {who[:200]}"
+        for ip, port, who in found
+        if not is_in_the_table(host, ip.removeprefix("::ffff:"), port, who)
+    ]
+
+
+def is_in_the_table(host: Host, ip: str, port: int, who: str) -> bool:
+    if ip.startswith("127.") or ip == "::1":
+        return True
+    row = next((row for words, row in ROWS.items() if re.search(words, who)), None)
+    if row is None or f"\n| {row}" not in PAGE:
+        return False
+    # Ray's processes listen on every interface, and so does Ray's own part of ours.
+    is_of_ray = re.search(OF_RAY, who) is not None or port in RAY_WORKER_PORTS
+    return ip == host.address or (ip in ("0.0.0.0", "::") and is_of_ray)
 
 
 @pytest.fixture
