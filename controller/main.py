@@ -145,11 +145,15 @@ def _dry_run(config: Config) -> int:
     from rich.console import Console
 
     from configs.load import to_yaml
-    from controller.preflight import plan_here
+    from controller.preflight import check_plan, plan_here
 
+    comes_later = check_plan(config)
     console = Console()
     console.print(to_yaml(config), highlight=False, markup=False)
     console.print(plan_here(config).render())
+    if comes_later:
+        told = f"Not looked at, since it is not on this machine: {', '.join(comes_later)}"
+        console.print(told, highlight=False, markup=False)
     return 0
 
 

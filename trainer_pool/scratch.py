@@ -20,6 +20,25 @@ PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|pad|>", "<|bos|>", "<|eos|>"
 VOCAB_SIZE = 264
 """256 bytes and three special tokens, rounded up to a multiple of 8 with tokens never written."""
 
+CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- 'tools: <tools>' }}
+    {%- for tool in tools %}{{ tool | tojson }}{% endfor %}
+    {{- '</tools> A call: <tool_call>{"name": "...", "arguments": {...}}</tool_call>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '' if loop.first else '\\n' }}
+    {{- message.role + ': ' + (message.content or '') }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>{"name": ' + (call.function.name | tojson) + ', "arguments": ' }}
+        {{- (call.function.arguments | tojson) + '}</tool_call>' }}
+    {%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '\\nassistant: ' }}{% endif %}
+"""
+"""Plain words, a line a message: a byte tokenizer has no tokens that stand for roles. An answer
+ends with <|eos|>. Calls are written as task.tool_parser=hermes reads them."""
+
 
 def build_scratch_model(config: ScratchModelConfig, folder: Path, seed: int) -> None:
     """Writes weights, configuration and tokenizer to `folder`; the same seed gives the same bytes.
@@ -52,6 +71,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
+        chat_template=CHAT_TEMPLATE,
         pad_token=PAD_TOKEN,
         bos_token=BOS_TOKEN,
         eos_token=EOS_TOKEN,

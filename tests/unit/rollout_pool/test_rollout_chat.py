@@ -287,7 +287,7 @@ def test_what_a_template_refuses_names_the_setting():
     with pytest.raises(ValueError, match=r"refuses a conversation of user, system"):
         chat.first([say("user", "?"), say("system", "!")])
     with pytest.raises(ValueError, match=r"task.chat_template=true: .*no chat template"):
-        chat_of(byte_tokenizer()).first([say("user", "?")])
+        chat_of(tokenizer(None)).first([say("user", "?")])
     silent = chat_of(
         tokenizer("{% for m in messages if m.role == 'user' %}{{m.content}}{% endfor %}")
     )

@@ -58,3 +58,24 @@ def test_the_seed_decides_the_weights(folder: Path, tmp_path: Path) -> None:
         for path in (folder, tmp_path / "same", tmp_path / "other")
     ]
     assert weights[0] == weights[1] != weights[2]
+
+
+def test_the_chat_template_writes_tools_turns_and_calls(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    conversation = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "So: ", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    text = tokenizer.apply_chat_template(
+        conversation, tools=[{"name": "add"}], add_generation_prompt=True, tokenize=False
+    )
+    assert text == (
+        'tools: <tools>{"name": "add"}</tools> '
+        'A call: <tool_call>{"name": "...", "arguments": {...}}</tool_call>\n'
+        "user: 1 + 1?\n"
+        'assistant: So: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\n'
+        "tool: 2\n"
+        "assistant: "
+    )

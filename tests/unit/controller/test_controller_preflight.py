@@ -1,0 +1,97 @@
+"""What would end a launch after minutes of start-up is refused before anything is started."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from configs.load import load_config
+from controller.preflight import check_inputs, check_plan
+from trainer_pool.scratch import byte_tokenizer
+
+TOOLS = ("task.chat_template=true", "task.tools=[python]", "task.max_turns=2")
+
+
+def save_model(folder: Path, *, chat_template: str | None, weights: bool = True) -> str:
+    """A folder with all that is looked at of a model."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+    fields = {"model_type": "qwen3", "num_attention_heads": 4, "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(fields))
+    if weights:
+        (folder / "model.safetensors").write_bytes(b"")
+    return f"model.path={folder}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["cluster.host=nonsense.invalid"], r"cluster\.host='nonsense\.invalid': is neither an IP"),
+        (["cluster.num_cpus=2"], r"cluster\.num_cpus=2: the run asks for 5 CPUs"),
+        (["rollout.engine.tp_size=3"], r"tp_size=3: must divide the model's 4 attention heads"),
+        (["rollout.max_prompt_tokens=4"], r"max_prompt_tokens=4: prompt 0 has 6 tokens"),
+        (
+            ["rollout.max_prompt_tokens=1", "rollout.on_long_prompt=skip"],
+            r"every held-out prompt is longer",
+        ),
+        ([*TOOLS], r"with the descriptions of 1 tools has \d+ tokens"),
+        (["buffer.tls_ca_file=/nowhere.pem"], r"buffer\.tls_ca_file='/nowhere\.pem'"),
+        (
+            ["task.rewards={j: {kind: http, url: 'http://h/r', api_key_env: LEASH_NO_SUCH_KEY}}"],
+            r"task\.rewards\.j\.api_key_env='LEASH_NO_SUCH_KEY': there is no such",
+        ),
+    ],
+)
+def test_a_dry_run_refuses_what_start_up_would_refuse_late(
+    settings: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_plan(load_config(settings))
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused_where_one_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    short = ["model=pretrained", "rollout.max_prompt_tokens=32", "trainer.warm_start.num_steps=0"]
+    bare = save_model(tmp_path / "bare", chat_template=None)
+    check_plan(load_config([*short, bare]))
+    config = load_config([*short, bare, "task.chat_template=true"])
+    for check in (check_plan, check_inputs):
+        with pytest.raises(ValueError, match=r"task\.chat_template=true: .*no chat template"):
+            check(config)
+
+
+def test_a_folder_that_is_no_model_or_takes_fewer_tokens_is_refused(tmp_path: Path) -> None:
+    empty = save_model(tmp_path / "empty", chat_template=None, weights=False)
+    with pytest.raises(ValueError, match="neither a folder with a Hugging Face model"):
+        check_plan(load_config(["model=pretrained", empty]))
+    small = save_model(tmp_path / "small", chat_template=None)
+    with pytest.raises(ValueError, match=r"=72: the model takes 64 tokens"):
+        check_plan(load_config(["model=pretrained", small, "rollout.max_prompt_tokens=64"]))
+
+
+def test_what_a_dry_run_cannot_look_at_is_named() -> None:
+    assert check_plan(load_config([], "qwen2.5-7b-gsm8k")) == [
+        "the data set openai/gsm8k",
+        "the model Qwen/Qwen2.5-7B-Instruct",
+    ]
+    assert check_plan(load_config([])) == []
+
+
+def test_a_port_that_is_taken_and_a_foreign_address_are_refused_before_the_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name in ("run.prometheus_port", "rollout.openai.port"):
+            with pytest.raises(ValueError, match=rf"{name}={port}: cannot listen on 127"):
+                check_inputs(load_config([f"{name}={port}"]))
+    with pytest.raises(ValueError, match=r"cluster\.host='192\.0\.2\.7': no interface"):
+        check_inputs(load_config(["cluster.host=192.0.2.7"]))
+
+
+def test_the_shipped_model_takes_tools_as_it_stands() -> None:
+    room = ("rollout.max_prompt_tokens=768", "rollout.max_response_tokens=256")
+    assert check_plan(load_config([*TOOLS, *room])) == []
