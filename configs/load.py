@@ -104,7 +104,7 @@ def overrides_for(config: Config) -> list[str] | None:
     """The overrides with which `load_config` makes `config` out of its experiment again, but for
     run.name and run.dir. None if there are no such.
 
-    A password in buffer.url is left out: what stands there instead must be replaced.
+    A password in an address is left out: the *** that stand there must be replaced.
     """
     if config.experiment not in options("experiment"):
         return None
@@ -128,7 +128,8 @@ def overrides_for(config: Config) -> list[str] | None:
     again.run = replace(config.run)
     if again != config:
         return None
-    return [_without_password(override) for override in overrides]
+    with_urls = ("buffer.url=", "task.rewards=")
+    return [_without_password(o) if o.startswith(with_urls) else o for o in overrides]
 
 
 def _leaves_in(settings: DictConfig) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def _dry_run(config: Config) -> int:
     console.print(to_yaml(config), highlight=False, markup=False)
     console.print(plan_here(config).render())
     if comes_later:
-        told = f"Not looked at, since it is not on this machine: {', '.join(comes_later)}"
+        told = f"Not looked at before a launch: {', '.join(comes_later)}"
         console.print(told, highlight=False, markup=False)
     return 0
 

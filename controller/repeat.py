@@ -14,7 +14,7 @@ from configs.schema import Config
 def repeat_command(config: Config) -> str | None:
     """To be pasted into a shell in the project's folder; None if no command says these settings.
 
-    The new run gets a folder of its own. A password in buffer.url stands there as ***.
+    The new run gets a folder of its own. A password in an address stands there as ***.
     """
     overrides = overrides_for(config)
     if overrides is None:
