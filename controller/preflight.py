@@ -19,6 +19,7 @@ from configs.schema import Config
 from controller.first_words import check_first_words
 from controller.placement import num_cpus_needed
 from controller.plan import DEFAULT_STAGE_DIR, Plan, make_plan
+from controller.ray_environment import LOOPBACK
 from rollout_pool.engines.engine import shared_memory_bytes
 from rollout_pool.envs.env import SingleTurn
 from rollout_pool.sandbox import SandboxError, cost_of_missing, protections
@@ -91,7 +92,7 @@ def _check_here(config: Config) -> None:
             "rollout.num_workers or rollout.reward_actors"
         )
     try:
-        socket.getaddrinfo(cluster.host, 0)
+        socket.getaddrinfo(cluster.host or LOOPBACK, 0)
     except OSError as error:
         raise ValueError(
             f"cluster.host={cluster.host!r}: is neither an IP address nor a name that resolves "
@@ -143,7 +144,9 @@ def _check_model(config: Config) -> None:
 
 def _check_ports(config: Config) -> None:
     """Whether this machine's servers can listen where they are told to."""
-    host = config.cluster.host
+    host = config.cluster.host or (LOOPBACK if config.cluster.ray_address is None else None)
+    if host is None:
+        return  # the cluster tells it
     if not _is_free(host, 0):
         raise ValueError(f"cluster.host={host!r}: no interface of this machine has that address")
     wanted = {"run.prometheus_port": (config.run.prometheus_port, 1)}

@@ -264,7 +264,6 @@ def test_signal_to_the_group_at_a_line_of_the_log_ends_the_run_and_leaves_nothin
     assert abandoned_folders() <= temporary
 
 
-<<<<<<< HEAD
 def listens_beyond_loopback(runs: Path) -> list[str]:
     """Every socket of a run below `runs` that other machines could connect to."""
     own = {int(line.split()[0]): line for line in processes_of(runs)}
@@ -276,14 +275,14 @@ def listens_beyond_loopback(runs: Path) -> list[str]:
         for c in found
         if c.pid in own and not ipaddress.ip_address(c.laddr.ip).is_loopback
     ]
-=======
+
+
 def wait_for_ray_folder(run: Path) -> None:
     """It is noted just before Ray starts, which says no line until it has started."""
     deadline = time.monotonic() + 60
     while not (run / "ray").is_symlink():
         assert time.monotonic() < deadline
         time.sleep(0.01)
->>>>>>> b7670ee (Signals meet Ray in the middle of its start in the tests; what broke while a run was asked to end is said)
 
 
 def assert_saved(run: Path) -> None:
