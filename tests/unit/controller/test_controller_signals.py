@@ -152,6 +152,31 @@ async def test_wait_ends_at_a_signal_while_the_loop_sleeps() -> None:
             await asyncio.wait_for(waiting, 60)
 
 
+HUNG_UP = """
+import os, signal, sys
+from controller.signals import StopRequest
+
+stop = StopRequest()
+stop.listen()
+print("ready", flush=True)
+sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGHUP)
+print("a line that no terminal takes", flush=True)
+sys.exit(5 if stop.is_set else 1)
+"""
+
+
+def test_hangup_asks_to_end_and_output_fails_no_more() -> None:
+    terminal, slave = os.openpty()
+    command = [sys.executable, "-c", HUNG_UP]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=slave, text=True) as process:
+        os.close(slave)
+        assert os.read(terminal, 100).startswith(b"ready")
+        os.close(terminal)
+        process.communicate("\n", timeout=60)
+    assert process.returncode == 5
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_launch_that_is_interrupted_while_it_loads_says_one_line(
     tmp_path: Path, number: signal.Signals
