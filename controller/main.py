@@ -8,9 +8,13 @@ Imports little before `main`, which takes signals: one in the first moments is n
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # while the rest is loaded: Python's own handler prints a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
