@@ -282,6 +282,7 @@ class ClusterConfig:
     ray_address knows this machine, or 127.0.0.1 without such. Redis has a password in any case."""
     start_timeout_s: float = field(default=900.0, metadata=SECONDS)
     stop_timeout_s: float = field(default=20.0, metadata=SECONDS)
+    """For each part of an end: the step under way and the model, each pool, Redis."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "cluster")
