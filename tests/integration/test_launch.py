@@ -88,7 +88,7 @@ def processes_of(runs: Path) -> list[str]:
     return found
 
 
-def wait_for_line(process: subprocess.Popen[str], text: str, timeout_s: float = 600.0) -> str:
+def wait_for_line(process: subprocess.Popen[str], text: str, timeout_s: float = 300.0) -> str:
     assert process.stdout is not None
     seen = ""
     deadline = time.monotonic() + timeout_s
@@ -325,6 +325,7 @@ def test_an_engine_that_is_dead_for_good_ends_the_run_with_the_end_of_its_log(
     output = finish(process, timeout_s=90)
     assert process.returncode == 1, output[-4000:]
     assert "engine-0" in output and "engine-0" in output.split("last lines of")[-1]
+    assert json.loads((tmp_path / RUN / "result.json").read_text())["state"] == "failed"
     assert_nothing_left(tmp_path, shared_memory)
 
 
