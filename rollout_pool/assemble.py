@@ -208,7 +208,6 @@ class WorkerParts:
             completer=sampler,
             chat=chat,
             tokenizer=self._tokenizer,
-            model=Path(spec.model_path).name,
             task=spec.task,
             rollout=spec.config,
         )

@@ -65,6 +65,8 @@ class Flight:
     """Awaited before an interrupted sample is completed."""
     player: Player | None = None
     """Plays its episodes in place of the generator's."""
+    on_give_up: Callable[[str], None] | None = None
+    """Called with the reason before its episodes are ended early."""
     samples: set[Sample] = field(default_factory=set)
     """Those under way. Of one that has ended only its numbers are kept: prompts are long."""
     started: float = field(default_factory=time.monotonic)
@@ -84,6 +86,11 @@ class Flight:
         if sample in self.samples:
             self.samples.remove(sample)
             self._ended.add(sample)
+
+    def give_up(self, why: str) -> None:
+        """There will be no group: its episodes are about to be ended."""
+        if self.on_give_up is not None:
+            self.on_give_up(why)
 
     @property
     def oldest_version(self) -> int | None:
@@ -149,7 +156,10 @@ class GroupGenerator:
         ]
         try:
             trajectories = await asyncio.gather(*members)
-        except (SampleFailed, EpisodeFailed) as error:
+        except (SampleFailed, EpisodeFailed, GroupFailed) as error:
+            flight.give_up(str(error))
+            if isinstance(error, GroupFailed):
+                raise
             raise GroupFailed(
                 f"group {flight.group_id} of prompt {flight.ref.index}: {error}"
             ) from error

@@ -45,6 +45,10 @@ class Wish(Player, Protocol):
         """There will be no such group; nothing happens if it has begun."""
         ...
 
+    def give_up(self, why: str) -> None:
+        """The group has begun and will not be finished."""
+        ...
+
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Trip:

@@ -151,6 +151,8 @@ class RolloutWorker:
             await end_tasks(loops)
             if self._wishes is not None:
                 self._wishes.close()
+            for trip in self._flights:
+                trip.flight.give_up("the run is ending")
             await end_tasks(self._flights.values(), self._stop_again_s)
             while self._closing:
                 await asyncio.wait(self._closing)
@@ -200,6 +202,7 @@ class RolloutWorker:
             # Only now, so that a wish which nobody has any more costs neither credit nor prompt.
             wish = None if self._wishes is None else self._wishes.take()
             flight = Flight(group_id=group_id, ref=ref, prompt=prompt, rank=rank, player=wish)
+            flight.on_give_up = None if wish is None else wish.give_up
             self._launch(Trip(flight=flight, wish=wish))
 
     async def _note_wait(self, started: float) -> None:
@@ -279,6 +282,10 @@ class RolloutWorker:
                     continue
                 if not (trip.is_too_old or delivery.done()):
                     trip.is_too_old = True
+                    trip.flight.give_up(
+                        f"its oldest token is of version {oldest}, and at version {version} "
+                        f"max_staleness={max_staleness} does not let a step train it any more"
+                    )
                     self._see_through(end_tasks([delivery], self._stop_again_s))
 
     async def _renew_credits(self) -> None:

@@ -21,6 +21,7 @@ from rollout_pool.samples import Sample
 
 RETRY_GRACE_S = 20.0
 """The official clients wait 8 s at most before they ask again."""
+DROPPED = "dropped"
 
 
 class Answer:
@@ -62,6 +63,11 @@ class Answer:
     @property
     def has_failed(self) -> bool:
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether it had its end, but its session was over before anybody got it."""
+        return self.sample.finish_reason == DROPPED
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
@@ -114,4 +120,4 @@ class Answer:
         sample.num_wasted += len(sample.output_ids)
         for column in (sample.output_ids, sample.logprobs, sample.version_spans):
             column.clear()
-        sample.finish_reason = "dropped"
+        sample.finish_reason = DROPPED

@@ -15,14 +15,18 @@ import hashlib
 import hmac
 import json
 import logging
+import re
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_pool.endpoint.answers import Answer
 from rollout_pool.endpoint.chat_api import ChatTurn, read_chat
@@ -46,6 +50,8 @@ GROUP_TIMEOUT_S = 600.0
 """Longest wait for a credit, unless the request says otherwise."""
 MAX_GROUP_TIMEOUT_S = 86_400.0
 MAX_RETRY_COUNT_DIGITS = 6
+REQUEST_ID = "x-request-id"
+REQUEST_ID_FORM = re.compile(r"[\x21-\x7e]{1,128}")
 MakeTurn = Callable[[Session, Fields], Turn]
 
 
@@ -55,7 +61,7 @@ def make_app(
     *,
     admin_key: str,
     vocab_size: int,
-) -> Starlette:
+) -> ASGIApp:
     """`vocab_size`: tokens that the model has embeddings for."""
     api = _Api(sessions, groups, admin_key, vocab_size)
     pages: list[tuple[str, Callable[[Request], Awaitable[Response]], str]] = [
@@ -76,22 +82,42 @@ def make_app(
     ):
         routes.append(Route(f"/{page}", endpoint, methods=[method]))
     handlers: dict[Any, Any] = {ApiError: _refused, HTTPException: _http_error, Exception: _failed}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    return _RequestIds(Starlette(routes=routes, exception_handlers=handlers))
+
+
+class _RequestIds:
+    """Every request has an id, its client's or one of ours; the answer says it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        request_id = given if REQUEST_ID_FORM.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return ApiError(error.status_code, f"{request.url.path}: {error.detail}").response()
+    return ApiError(error.status_code, f"{request.url.path}: {error.detail}").response(request)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
+    log.error("request %s failed with %r", request.state.request_id, error)
     message = f"failed with {type(error).__name__}; the worker's log says where"
-    return ApiError(500, message, should_retry=False).response()
+    return ApiError(500, message, should_retry=False).response(request)
 
 
 class _Api:
@@ -137,7 +163,7 @@ class _Api:
                 await unless_gone(request.receive, answer.wait())
                 if answer.is_running:  # and its client is gone
                     return Response(status_code=499)
-                await ended(answer)
+                await ended(answer, session)
                 return JSONResponse(turn.result(answer))
 
     def _make_turn(self, session: Session, body: bytes, make_turn: MakeTurn) -> Turn:

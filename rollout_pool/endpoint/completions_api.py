@@ -149,7 +149,7 @@ class CompletionTurn:
             logprobs = {
                 "tokens": [entry["token"] for entry in entries],
                 "token_logprobs": [entry["logprob"] for entry in entries],
-                "top_logprobs": None,
+                "top_logprobs": [{entry["token"]: entry["logprob"]} for entry in entries],
                 "text_offset": self._offsets([entry["token"] for entry in entries]),
             }
         return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

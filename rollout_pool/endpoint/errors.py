@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 
@@ -28,8 +29,7 @@ class ApiError(Exception):
         self.code = code
         self.should_retry = should_retry
 
-    @property
-    def body(self) -> dict[str, Any]:
+    def body(self, request_id: str) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {
             "error": {
@@ -37,16 +37,17 @@ class ApiError(Exception):
                 "type": kind,
                 "param": self.param,
                 "code": self.code,
+                "request_id": request_id,
             }
         }
 
-    def response(self) -> JSONResponse:
+    def response(self, request: Request) -> JSONResponse:
         headers: Mapping[str, str] = (
             {}
             if self.should_retry is None
             else {"x-should-retry": "true" if self.should_retry else "false"}
         )
-        return JSONResponse(self.body, self.status, headers=headers)
+        return JSONResponse(self.body(request.state.request_id), self.status, headers=headers)
 
 
 def refuse(param: str, problem: str, code: str | None = None) -> ApiError:

@@ -36,6 +36,8 @@ class GroupWish:
         self._members: list[Session] = []
         self._prompt: Prompt | None = None
         self._withdrawn = asyncio.Event()
+        self._why: str | None = None
+        """Why it was given up."""
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when all its sessions are open."""
 
@@ -46,9 +48,16 @@ class GroupWish:
     def refuse(self, why: str) -> None:
         """There will be no such group."""
         if not self.opened.done():
-            error = ApiError(503, f"there is no group: {why}", code="no_group", should_retry=False)
+            error = ApiError(
+                503, f"there is no group: {self._why or why}", code="no_group", should_retry=False
+            )
             self.opened.set_exception(error)
             self.opened.exception()  # whoever asked may have left
+
+    def give_up(self, why: str) -> None:
+        """The group has begun and will not be finished: its sessions are over for this reason. Of
+        several the first counts."""
+        self._why = self._why or why
 
     def withdraw(self) -> None:
         """Whoever asked has gone: the worker need not take it, or gives it up."""
@@ -62,18 +71,23 @@ class GroupWish:
         the engines were to blame.
         """
         session = self._sessions.open(ask)
-        why = "its group was given up"
+        is_rewarded = False
         try:
             self._prompt = prompt
             self._members.append(session)
             if len(self._members) == self._group_size and not self.opened.done():
                 self.opened.set_result(None)
             await self._wait_outcome(session)
-            why = "its reward was posted"
+            is_rewarded = True
             return session.episode(
                 end="length" if session.is_full else "done", outcome=session.outcome.result()
             )
+        except Exception as error:
+            self.give_up(str(error))
+            raise
         finally:
+            because = f": {self._why}" if self._why else ""
+            why = "its reward was posted" if is_rewarded else f"its group was given up{because}"
             await self._sessions.close(session, why)
 
     async def _wait_outcome(self, session: Session) -> None:

@@ -38,6 +38,8 @@ RETRY_WINDOW_S = 120.0
 """As long an answer that has ended is kept for a client that asks for it again."""
 KEEP_ALIVE_S = 15.0
 """A stream without tokens says so at least this often, lest something on the way ends it."""
+MODEL_NAME = "policy"
+"""In requests and answers, whatever the model's folder is called."""
 NUM_REMEMBERED = 10_000
 """Closed sessions whose keys are told what happened instead of being unknown."""
 
@@ -66,10 +68,9 @@ class Serving:
     completer: Completer
     chat: ChatFormat
     tokenizer: Tokenizer
-    model: str
-    """Its name in requests."""
     task: TaskConfig
     rollout: RolloutConfig
+    model: str = MODEL_NAME
     grace_s: float = RETRY_GRACE_S
     """As long an answer whose client went away waits for it to come back."""
     keep_alive_s: float = KEEP_ALIVE_S
@@ -101,6 +102,8 @@ class Session:
         """Why an answer could not be had; the engines' fault, not the agent's."""
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         """Set when the reward is posted."""
+        self.over_because: str | None = None
+        """Set when it is closed."""
         self._branches = Branches()
         self._answers: list[Answer] = []
         self._is_cut = False
@@ -322,6 +325,7 @@ class Sessions:
         digest = _digest(session.key)
         if self._open.pop(digest, None) is None:
             return
+        session.over_because = why
         outcome = session.outcome.result() if session.outcome.done() else None
         self._closed[digest] = Closed(session_id=session.session_id, why=why, outcome=outcome)
         while len(self._closed) > NUM_REMEMBERED:

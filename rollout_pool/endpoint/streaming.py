@@ -19,21 +19,22 @@ from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.answers import Answer
 from rollout_pool.endpoint.errors import ApiError
 from rollout_pool.endpoint.results import Turn, about, usage
+from rollout_pool.endpoint.sessions import Session
 from rollout_pool.samples import Interrupted, SampleFailed
 
 T = TypeVar("T")
 
 
-async def ended(answer: Answer) -> None:
+async def ended(answer: Answer, session: Session) -> None:
     """Waits for the end of `answer`, however long that takes. Raises ApiError if it has none."""
     await answer.wait()
     error = None if answer.task.cancelled() else answer.task.exception()
-    if answer.task.cancelled() or isinstance(error, Interrupted):
+    if answer.task.cancelled() or answer.is_dropped or isinstance(error, Interrupted):
+        why = "its client was gone for too long, or its time is up"
+        if session.over_because is not None:
+            why = f"session {session.session_id} is over: {session.over_because}"
         raise ApiError(
-            410,
-            "this answer was given up: its session is over, or its client was gone for too long",
-            code="session_over",
-            should_retry=False,
+            410, f"this answer was given up: {why}", code="session_over", should_retry=False
         )
     if isinstance(error, SampleFailed | TimeoutError):
         # The engines were asked as often as the settings allow: asking again is no use.
@@ -52,8 +53,10 @@ class Stream(Response):
         del self.headers["content-length"]
         self._turn = turn
         self._answer = answer
+        self._request_id = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._request_id = scope["state"]["request_id"]
         await unless_gone(receive, self._tell(send))
 
     async def _tell(self, send: Send) -> None:
@@ -78,9 +81,9 @@ class Stream(Response):
                     yield self._chunk(choice)
                 told = len(answer.sample.output_ids)
         try:
-            await ended(answer)
+            await ended(answer, turn.session)
         except ApiError as error:
-            yield _event(error.body)
+            yield _event(error.body(self._request_id))
             return
         for choice in turn.ending(answer, told):
             yield self._chunk(choice)

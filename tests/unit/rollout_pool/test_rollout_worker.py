@@ -163,6 +163,7 @@ class Wish:
         self._player = player
         self._fails = fails
         self.refused = ""
+        self.given_up = []
         self.prompts = []
 
     async def run(self, prompt, ask):
@@ -173,6 +174,9 @@ class Wish:
 
     def refuse(self, why):
         self.refused = why
+
+    def give_up(self, why):
+        self.given_up.append(why)
 
 
 class Wishes:
@@ -339,7 +343,10 @@ async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_agai
     make_worker, state, scribe
 ):
     scribe.holding = lambda sample: True
-    worker, buffer = await make_worker(max_staleness=0)
+    wishes = Wishes()
+    worker, buffer = await make_worker(max_staleness=0, wishes=wishes)
+    played = [Wish(make_worker.player) for _ in range(GROUPS_PER_STEP)]
+    wishes.waiting = list(played)
     running = await make_worker.start(worker)
 
     async def are_running():
@@ -355,6 +362,9 @@ async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_agai
     await until(ready(buffer, GROUPS_PER_STEP))
     stats = await buffer.stats()
     assert stats.abandoned_by_reason == {"too_old": 2} and stats.requeued == 2
+    for wish in played:
+        [why] = wish.given_up
+        assert "version 0, and at version 1 max_staleness=0" in why
     assert len(scribe.cancelled) == 2 * GROUPS_PER_STEP
     assert sorted(scribe.asked) == ["0"] * 4 + ["1"] * 4
     worker.stop()
@@ -573,6 +583,7 @@ async def test_the_prompt_of_a_group_that_failed_outside_runs_again_without_blam
     assert sorted(group.prompt.index for group in lease.groups) == [0, 1, 2, 3]
     assert {group.prompt.attempt for group in lease.groups} == {0}
     assert all("given up" in wish.refused for wish in gone)
+    assert all(wish.given_up == ["whoever asked for it went away"] for wish in gone)
 
 
 async def test_no_credit_within_the_limit_is_an_error(make_worker):

@@ -199,7 +199,6 @@ class Scene:
             completer=self.author,
             chat=ChatFormat(TOKENIZER, chat_template=self.task.chat_template, tool_parser=parser),
             tokenizer=TOKENIZER,
-            model=MODEL,
             task=self.task,
             rollout=self.rollout,
             grace_s=grace_s,

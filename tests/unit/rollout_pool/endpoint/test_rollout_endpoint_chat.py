@@ -75,6 +75,36 @@ async def test_a_streamed_conversation_with_tools_is_one_trajectory_of_the_token
     assert TOKENIZER.decode(again) == TOKENIZER.decode(branch.tokens)
 
 
+async def test_the_clients_own_reader_of_streams_finds_the_calls(scene):
+    """It checks the order of chunks, and puts calls together by their index."""
+    scene.author.says = iter(["Both. " + call("weather", city="é") + call("weather", n=[1, {}])])
+    scene.author.piece = 1
+    client, events = scene.client(scene.session()), []
+    tool = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    async with client.chat.completions.stream(
+        model=MODEL, messages=[USER], tools=[tool], stream_options={"include_usage": True}
+    ) as stream:
+        async for event in stream:
+            events.append(event.type)
+        answer = await stream.get_final_completion()
+    [choice] = answer.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Both.")
+    calls = [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls]
+    assert calls == [("weather", {"city": "é"}), ("weather", {"n": [1, {}]})]
+    assert len({c.id for c in choice.message.tool_calls}) == 2
+    assert events.count("tool_calls.function.arguments.done") == 2
+    assert answer.usage.completion_tokens == len(scene.author.ended[0][1])
+
+
+async def test_a_stream_that_is_cut_in_a_call_says_so_and_has_no_call(scene):
+    scene.author.says = iter([call("weather", city="Bern")])
+    stream = await scene.client(scene.session()).chat.completions.create(
+        model=MODEL, messages=[USER], tools=[WEATHER], stream=True, max_tokens=20
+    )
+    text, calls, reason, _ = await said_in(stream)
+    assert (calls, reason) == ([], "length") and text == call("weather", city="Bern")[:20]
+
+
 async def test_answers_that_come_whole_are_the_same(scene):
     scene.author.says = iter(["Let me see." + call("weather", city="Bern"), "hello, warm"])
     session = scene.session()

@@ -108,8 +108,10 @@ async def test_a_session_in_which_nothing_is_asked_is_given_up(make_scene):
     await asked
     for lost in await serving:
         assert isinstance(lost, SessionLost) and "session_timeout_s" in str(lost)
-    gone = await post_reward(scene, group["sessions"][0], reward=1)
-    assert gone.status_code == 410 and "given up" in gone.json()["error"]["message"]
+    for member in group["sessions"]:  # the one that ended it, and the other
+        gone = await post_reward(scene, member, reward=1)
+        message = gone.json()["error"]["message"]
+        assert gone.status_code == 410 and "given up: nothing was asked in session" in message
 
 
 async def test_a_session_that_asks_now_and_then_ends_all_the_same(make_scene):
@@ -129,6 +131,44 @@ async def test_a_session_that_asks_now_and_then_ends_all_the_same(make_scene):
     with pytest.raises(APIStatusError) as over:
         await asking
     assert over.value.status_code == 410
+
+
+async def test_what_is_under_way_when_a_group_is_given_up_hears_the_reason(scene):
+    gate = asyncio.Event()
+    scene.author.gates = {2: gate}
+    asking = asyncio.create_task(scene.http(ADMIN_KEY).post("/groups", json={}))
+    wish = await next_wish(scene)
+    asks = [EpisodeAsk(session=f"0-1-abc.{n}", sampling=scene.sampling) for n in range(2)]
+    members = [asyncio.create_task(wish.run(PROMPT, ask)) for ask in asks]
+    group = (await asking).json()
+    saying = [asyncio.create_task(say(scene, one)) for one in group["sessions"]]
+    await eventually(lambda: len(scene.author.samples) == 2)
+    wish.give_up("its oldest token is too old")
+    wish.give_up("a later reason")
+    for member in members:
+        member.cancel()
+    await asyncio.wait(members)
+    for said in await asyncio.gather(*saying, return_exceptions=True):
+        assert isinstance(said, APIStatusError) and said.status_code == 410
+        assert "given up: its oldest token is too old" in said.message
+    late = await post_reward(scene, group["sessions"][0], reward=1)
+    assert late.status_code == 410 and "token is too old" in late.json()["error"]["message"]
+
+
+async def test_an_answer_that_ended_as_its_session_did_is_told_so(scene):
+    """Its tokens are nobody's by then."""
+    group, serving = await open_group(scene)
+    [session, _] = scene.sessions._open.values()
+    asked = asyncio.create_task(say(scene, group["sessions"][0]))
+    await eventually(lambda: session._answers)
+    [answer] = session._answers
+    # In the very turn of the event loop in which it ends, before whoever asked goes on.
+    answer.task.add_done_callback(lambda _: answer.drop())
+    with pytest.raises(APIStatusError) as told:
+        await asked
+    assert told.value.status_code == 410 and session.num_turns == 0
+    serving.cancel()
+    await asyncio.wait([serving])
 
 
 async def test_whoever_waits_in_vain_for_a_group_is_told(scene):

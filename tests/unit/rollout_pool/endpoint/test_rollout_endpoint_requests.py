@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import sys
 import threading
+from pathlib import Path
 
 import httpx
 import openai
@@ -13,6 +16,7 @@ from endpoint_parts import ADMIN_KEY, END_TOKEN, MODEL, TOKENIZER, WEATHER, chec
 
 from buffer.types import SamplingParams
 from configs.rollout_schema import RolloutConfig, TaskConfig
+from rollout_pool.samples import SampleFailed
 from weight_sync.http_server import HttpLimits
 
 USER = {"role": "user", "content": "hello"}
@@ -485,3 +489,54 @@ async def test_a_retry_count_that_is_no_number_is_refused(scene, count):
 async def test_a_wait_for_a_group_has_an_end(scene, timeout_s):
     answer = await scene.http(ADMIN_KEY).post("/groups", content=f'{{"timeout_s": {timeout_s}}}')
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "timeout_s"
+
+
+# What an answer says besides its text ----------------------------------------------------------
+
+
+async def test_every_answer_has_the_id_of_its_request_and_errors_say_it(scene):
+    session = scene.session()
+    http = scene.http(session.key)
+    for asked, status in ((body(), 200), (body(stream=True), 200), (body(n=2), 400)):
+        answer = await http.post(CHAT, json=asked, headers={"x-request-id": "mine-7"})
+        assert (answer.status_code, answer.headers["x-request-id"]) == (status, "mine-7")
+    assert answer.json()["error"]["request_id"] == "mine-7"
+    made = set()
+    for given in ({}, {"x-request-id": "x" * 200}, {"x-request-id": "two words"}):
+        answer = await http.get("/nowhere", headers=given)
+        made.add(answer.headers["x-request-id"])
+        assert answer.json()["error"]["request_id"] in made
+    assert len(made) == 3 and all(one.startswith("req-") for one in made)
+    with pytest.raises(openai.BadRequestError) as refused:
+        await scene.client(session).chat.completions.create(model=MODEL, messages=[USER], n=2)
+    assert refused.value.request_id == refused.value.body["request_id"]
+
+
+async def test_an_error_in_the_middle_of_a_stream_has_the_id(scene):
+    scene.author.says = iter([SampleFailed("the engine is gone")])
+    http = scene.http(scene.session().key)
+    answer = await http.post(CHAT, json=body(stream=True), headers={"x-request-id": "mine"})
+    last = [line for line in answer.text.splitlines() if line.startswith("data: ")][-1]
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["request_id"] == "mine" and "engine is gone" in error["message"]
+
+
+async def test_the_models_name_is_the_one_on_the_page(scene):
+    page = (Path(__file__).parents[4] / "docs" / "openai.md").read_text()
+    [name] = set(re.findall(r'"model": "(.*?)"', page))
+    http = scene.http(scene.session().key)
+    assert (await http.get("/v1/models")).json()["data"][0]["id"] == name
+    assert (await http.post(CHAT, json={**body(), "model": name})).json()["model"] == name
+
+
+async def test_plain_completions_name_the_token_of_each_log_probability(scene):
+    client = scene.client(scene.session())
+    for is_streamed in (False, True):
+        asked = {"model": MODEL, "prompt": "x", "logprobs": 1, "max_tokens": 50}
+        answer = await client.completions.create(**asked, stream=is_streamed)
+        chunks = [one async for one in answer] if is_streamed else [answer]
+        told = [one for chunk in chunks for choice in chunk.choices if (one := choice.logprobs)]
+        assert sum(len(one.tokens) for one in told) == len(spell("hello")) + 1
+        for one in told:
+            pairs = zip(one.tokens, one.token_logprobs, strict=True)
+            assert one.top_logprobs == [{token: logprob} for token, logprob in pairs]
