@@ -243,7 +243,7 @@ class TaskConfig:
     params: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task's generator or environment; what a custom task makes of them."""
     path: str | None = field(default=None, metadata=NOT_EMPTY)
-    """gsm8k, math, code: a JSONL file; docs/tasks.md gives the form of a line."""
+    """questions, gsm8k, math, code: a JSONL file; docs/tasks.md gives the form of a line."""
     eval_path: str | None = field(default=None, metadata=NOT_EMPTY)
     """JSONL of held-out prompts; None holds back the last `eval_size` lines of `path`."""
     prompt_pattern: str | None = None

@@ -75,9 +75,14 @@ def load_files(config: TaskConfig, read: Read[P], form: str) -> tuple[list[P], l
     if config.eval_path is not None:
         held_out = read_file(Path(config.eval_path), "task.eval_path", read, form)
         return problems, held_out[: config.eval_size]
+    return hold_out(config, problems, f"task.path={config.path}")
+
+
+def hold_out(config: TaskConfig, problems: list[P], source: str) -> tuple[list[P], list[P]]:
+    """All but the last `task.eval_size` problems, and those. Raises ValueError if none is left."""
     if config.eval_size >= len(problems):
         raise ValueError(
-            f"task.eval_size={config.eval_size}: task.path={config.path} has only {len(problems)} "
+            f"task.eval_size={config.eval_size}: {source} has only {len(problems)} "
             "problems; hold fewer back, or name another file in task.eval_path"
         )
     return problems[: -config.eval_size], problems[-config.eval_size :]

@@ -133,6 +133,10 @@ def build_task(config: TaskConfig) -> Task:
             from rollout_pool.tasks.generated import ReasoningGymTask
 
             return ReasoningGymTask(config)
+        case TaskKind.questions:
+            from rollout_pool.tasks.questions import QuestionsTask
+
+            return QuestionsTask(config)
         case TaskKind.gsm8k:
             from rollout_pool.tasks.gsm8k import Gsm8kTask
 

@@ -11,12 +11,13 @@ import pytest
 from buffer.types import SamplingParams, VersionSpan
 from configs.load import load_config
 from controller.preflight import check_task
+from controller.warm_start import imitate
 from rollout_pool.envs.chat import ChatFormat
 from rollout_pool.envs.function_tool import function_tool
 from rollout_pool.envs.runner import EpisodeAsk, EpisodeRunner
 from rollout_pool.tasks.dotted import load_callable
-from rollout_pool.tasks.environments import environment_factory
-from rollout_pool.tasks.task import TaskStream, build_task
+from rollout_pool.tasks.environments import environment_factory, load_tools
+from rollout_pool.tasks.task import TaskStream, build_task, demonstrations
 from trainer_pool.scratch import byte_tokenizer
 
 PAGE = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()
@@ -119,11 +120,131 @@ def test_the_lines_of_the_page_are_read(tmp_path):
     lines = re.findall(r'^    (\{"(?:question|problem|prompt)".*)$', PAGE, re.MULTILINE)
     found = [line for line in lines if '"messages"' not in line]  # that one is for a service
     kinds = {"question": "gsm8k", "problem": "math", "prompt": "code"}
-    assert len(found) == 4
+    [plain] = [line for line in found if "Santiago" in line]
+    assert len(found) == 5
     for line in found:
+        if line == plain:  # see test_the_list_of_questions
+            continue
         [key] = [key for key in kinds if line.startswith(f'{{"{key}"')]
         path = tmp_path / f"{key}.jsonl"
         path.write_text(line)
         overrides = [f"task={kinds[key]}", f"task.path={path}", f"task.eval_path={path}"]
         task = build_task(load_config(overrides).task)
         assert len(task.eval_prompts()) == 1
+
+
+# A list of questions ------------------------------------------------------------------------------
+
+
+async def play(overrides, *answers, tokenizer=None):
+    """One episode of the first prompt that a launch with these settings would ask."""
+    config = load_config(overrides)
+    task = build_task(config.task)
+    prompt = next(TaskStream(task, 0, 1))
+    tokenizer = tokenizer or byte_tokenizer()
+    chat = ChatFormat(
+        tokenizer,
+        chat_template=config.task.chat_template,
+        tool_parser=config.task.tool_parser,
+    )
+    runner = EpisodeRunner(Says(tokenizer, *answers), chat, config.task, config.rollout)
+    ask = EpisodeAsk(session="s", sampling=SamplingParams())
+    environment = environment_factory(config.task, task)(prompt)
+    return task, prompt, await runner.run(environment, ask)
+
+
+async def test_the_list_of_questions_on_the_page_is_the_file_and_is_played(tmp_path):
+    [block] = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    shipped = Path(__file__).parents[3] / "configs" / "task" / "capitals.yaml"
+    assert block == shipped.read_text() and len(block.splitlines()) <= 10
+    task, prompt, episode = await play(["task=capitals"], "Let me think.\n  paRis. ")
+    right = task.solution(prompt)
+    assert prompt.text == f"The capital of {COUNTRIES[right]} is:"
+    assert task.score(prompt, f"Hm.\n{right.upper()}.") == 1.0
+    assert task.score(prompt, f"{right}\nor not") == task.score(prompt, "") == 0.0
+    assert episode.answer.endswith("paRis. ") and episode.end == "done"
+    assert [one.text for one in task.eval_prompts()] == ["The capital of Kenya is:"]
+    [line] = re.findall(r'^    (\{"question".*Santiago.*)$', PAGE, re.MULTILINE)
+    path = tmp_path / "capitals.jsonl"
+    path.write_text(f"{line}\n" * 60)
+    overrides = [
+        one.replace("capitals.jsonl", str(path)) for one in settings_with("capitals.jsonl")
+    ]
+    held_out = build_task(load_config(overrides).task).eval_prompts()
+    assert {one.text for one in held_out} == {"The capital of Chile is:"} and len(held_out) == 50
+
+
+COUNTRIES = {"Paris": "France", "Tokyo": "Japan", "Lima": "Peru"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["task.params={questions: null}"], "or give a JSONL file"),
+        (["task.params={questions: 3}"], "must be a list of objects"),
+        (["task.params={questions: [{question: x}]}"], 'questions[0]: "answer" must be'),
+        (["task.eval_size=4"], "task.params.questions has only 4"),
+        (["task.params={more: 1}"], "task.params.more: questions has no such setting"),
+    ],
+)
+def test_a_list_of_questions_that_cannot_be_asked_is_refused(overrides, words):
+    with pytest.raises(ValueError) as refused:
+        build_task(load_config(["task=capitals", *overrides]).task)
+    assert words in str(refused.value)
+
+
+# A task with a tool -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def apples(tmp_path):
+    path = tmp_path / "apples.py"
+    path.write_text(block_with("class Apples"))
+    return [one.replace("apples.py", str(path)) for one in settings_with("apples.py")]
+
+
+@pytest.fixture
+def chat_tokenizer():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
+    return tokenizer
+
+
+TEMPLATE = """
+{%- for tool in tools or [] -%}{{ (tool | tojson) + '\n' }}{%- endfor -%}
+{%- for message in messages -%}
+{{ message.role + ': ' + message.content }}
+{%- for call in message.tool_calls or [] -%}
+{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
+{%- endfor -%}
+{{ '\n' }}
+{%- endfor -%}
+{{ 'assistant: ' if add_generation_prompt }}
+"""
+
+
+async def test_the_task_of_the_page_with_its_tool_is_played(apples, chat_tokenizer):
+    check_task(load_config(apples).task)
+    call = '<tool_call>{"name": "look_up", "arguments": {"name": "Anna"}}</tool_call>'
+    task, prompt, episode = await play(apples, call, "3", tokenizer=chat_tokenizer)
+    assert prompt.text == "how many apples has Anna?" and task.name == "apples"
+    assert (episode.end, episode.num_turns, episode.answer) == ("done", 2, "3"), episode.error
+    assert episode.env_parts["tool_calls"] == 1 and episode.env_parts["tool_errors"] == 0
+    assert [m.content for m in episode.messages if m.role == "tool"] == ["3"]
+    assert task.score(prompt, episode.answer) == 1.0 and task.score(prompt, "4") == 0.0
+    assert [one.text[-5:-1] for one in task.eval_prompts()] == [" Eva", "Finn"]
+    stream = TaskStream(task, 0, 1)
+    assert {task.who(next(stream)) for _ in range(12)} == {"Anna", "Ben", "Cleo", "Dan"}
+
+
+def test_the_demonstration_of_the_page_teaches_the_call_and_the_answer(apples, chat_tokenizer):
+    config = load_config(apples).task
+    task = build_task(config)
+    chat = ChatFormat(chat_tokenizer, chat_template=True, tool_parser=config.tool_parser)
+    [messages] = demonstrations(task, 1)
+    learnt = imitate(chat, messages, [tool.spec for tool in load_tools(config.tools)])
+    pairs = zip(learnt.tokens, learnt.loss_mask, strict=True)
+    said = chat_tokenizer.decode([int(token) for token, mask in pairs if mask])
+    assert '"look_up"' in said and "Anna" in said and "how many" not in said
+    [call] = chat.parse(chat_tokenizer.encode(said), "stop").tool_calls
+    assert (call.name, dict(call.arguments)) == ("look_up", {"name": "Anna"})
