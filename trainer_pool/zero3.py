@@ -34,6 +34,7 @@ from weight_sync.manifest import Layout
 from weight_sync.snapshot import Shard
 from weight_sync.types import TensorSpec
 
+ADAM_EPSILON = 1e-8
 _CHECKPOINT_TAG = "zero3"
 _GATHER_ELEMENTS = 50_000_000
 """Parameters that are whole on every rank at once while an export walks the model."""
@@ -128,6 +129,7 @@ class Zero3Engine:
             model.parameters(),
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
+            eps=ADAM_EPSILON,
             weight_decay=config.weight_decay,
             fused=True,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer.chunks import join_payload, split_payload
-from buffer.codec import decode_group, encode_group
+from buffer.codec import FORMAT_VERSION, decode_group, encode_group
 from buffer.description import COLUMN_DTYPES
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 
@@ -358,3 +359,82 @@ def test_forged_groups_with_a_right_checksum_raise_only_value_error(
         replacement = data.draw(st.sampled_from([b"\xff" * 4, b"\0" * 4, b"\x01", b"\x7f", b""]))
         forged[at : at + len(replacement) or at + 1] = replacement
     _decodes_or_raises_value_error(_reseal(bytes(forged)))
+
+
+def test_the_page_has_the_layout_and_the_type_codes() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "buffer.md").read_text()
+    _, _, table = page.partition("| type code |")
+    codes, _, types = table.splitlines()[:3]
+    shown = dict(zip(codes.split("|")[:-1], types.split("|")[2:-1], strict=True))
+    names = {int(code): name.strip() for code, name in shown.items()}
+    dtypes = {code: f"<{name[0]}{int(name[1:]) // 8}" for code, name in names.items()}
+    assert dtypes == dict(enumerate(COLUMN_DTYPES))
+    assert f"| 4 | u16 | format version, {FORMAT_VERSION} |" in page
+
+
+def test_a_reader_written_after_the_page_finds_the_same_group() -> None:
+    """Nothing of buffer/ is used to read it."""
+    group = a_group_for_the_page()
+    data = encode_group(group)
+    magic, version, flags, crc, description_bytes = struct.unpack_from("<4sHHII", data, 0)
+    assert (magic, version, flags) == (b"LSHG", FORMAT_VERSION, 0)
+    assert crc == zlib.crc32(data[16:])
+    body, at = data[16:], 0
+
+    def take(form: str) -> tuple[Any, ...]:
+        nonlocal at
+        values = struct.unpack_from("<" + form, body, at)
+        at += struct.calcsize("<" + form)
+        return values
+
+    def text() -> str:
+        nonlocal at
+        (size,) = take("H")
+        at += size
+        return bytes(body[at - size : at]).decode()
+
+    def array(dtype: str, count: int) -> list[Any]:
+        nonlocal at
+        at += -at % 8
+        read = np.frombuffer(body, dtype, count, at)
+        at += read.nbytes
+        return read.tolist()
+
+    assert (text(), text()) == (group.group_id, group.prompt.task)
+    assert take("QII") == (group.prompt.index, group.prompt.attempt, 1)
+    assert take("ddqdddd")[0] == group.sampling.temperature
+    num_tokens, num_prompt, num_runs, num_spans, episode = take("IIIII")
+    [wanted] = group.trajectories
+    assert (num_tokens, num_prompt, episode) == (5, wanted.prompt_length, wanted.episode)
+    assert take("dHH") == (wanted.reward, 1, 1)
+    assert text() == wanted.finish_reason
+    assert (text(), *take("d")) == ("style", 0.25)
+    assert (text(), *take("BI")) == ("teacher_logprobs", 9, 0)
+    assert at == description_bytes
+    assert array("<i4", num_tokens) == wanted.tokens.tolist()
+    assert array("<f4", num_tokens) == wanted.rollout_logprobs.tolist()
+    assert array("<u4", num_runs) == [2, 3]
+    assert array("<u4", 3 * num_spans) == [7, 2, 5]
+    assert array("<f4", num_tokens) == [0.5] * 5
+    assert at == len(body)
+
+
+def a_group_for_the_page() -> TrajectoryGroup:
+    trajectory = Trajectory(
+        tokens=np.array([1, 2, 3, 4, 5], np.int32),
+        loss_mask=np.array([0, 0, 1, 1, 1], np.uint8),
+        rollout_logprobs=np.array([0, 0, -1, -2, -3], np.float32),
+        version_spans=(VersionSpan(version=7, start=2, end=5),),
+        prompt_length=2,
+        reward=1.5,
+        finish_reason="stop",
+        reward_parts={"style": 0.25},
+        episode=0,
+        columns={"teacher_logprobs": np.full(5, 0.5, np.float32)},
+    )
+    return TrajectoryGroup(
+        group_id="0-1-ab",
+        prompt=PromptRef(task="sums", index=9),
+        trajectories=(trajectory,),
+        sampling=SamplingParams(temperature=0.5),
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -298,6 +299,19 @@ def test_the_last_checkpoint_holds_the_last_step(outcome: Outcome) -> None:
     assert state.step == state.version == outcome.reports["trainer-0"].num_steps
     assert len(state.consumed_group_ids) in (GROUPS_PER_STEP, 2 * GROUPS_PER_STEP)
     assert len(list((folder / "zero3").glob("*optim_states.pt"))) == 2
+
+
+def test_the_way_of_the_page_reads_the_whole_model_out_of_a_checkpoint(outcome: Outcome) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    code = re.findall(r"^    (.*get_fp32_state_dict_from_zero_checkpoint.*)$", page, re.MULTILINE)
+    assert len(code) == 2
+    latest = CheckpointStore(outcome.run_dir / "checkpoints").latest()
+    assert latest is not None
+    names: dict[str, Any] = {}
+    exec("\n".join(code).replace("runs/NAME/checkpoints/step-000050", str(latest[0])), names)
+    for name, weights in outcome.engine_weights.items():
+        read = names["weights"][name]
+        assert read.dtype == torch.float32 and torch.equal(read.to(weights.dtype), weights), name
 
 
 def test_each_step_is_on_record_with_its_times(outcome: Outcome) -> None:
