@@ -18,6 +18,8 @@ from collections.abc import Sequence
 MAGIC = b"LSHC"
 FORMAT_VERSION = 1
 MAX_CHUNK_BYTES = 64 * 2**20
+MAX_CHUNKS = 1000
+"""An index of more is refused before anything is fetched: no group has that many."""
 
 _INDEX = struct.Struct("<4sHHIIQ")
 _CRC = struct.Struct("<I")
@@ -83,6 +85,9 @@ def _read_index(first: bytes | memoryview) -> tuple[int, int, int]:
             f"index of chunks in format {version} with flags {flags:#x}; "
             f"this program reads format {FORMAT_VERSION}: update it"
         )
-    if count < 2 or not (count - 1) * chunk_bytes < num_bytes <= count * chunk_bytes:
+    if (
+        not 2 <= count <= MAX_CHUNKS
+        or not (count - 1) * chunk_bytes < num_bytes <= count * chunk_bytes
+    ):
         raise ValueError(f"{count} chunks of {chunk_bytes} bytes cannot be {num_bytes} bytes")
     return count, chunk_bytes, num_bytes

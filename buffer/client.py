@@ -55,7 +55,12 @@ class NotAllowedError(exceptions.NoPermissionError):
     """The user in buffer.url may not run a command or use a key."""
 
 
-_EXPLAINED = (MemoryFullError, DiskFullError, NotAllowedError)
+class DamagedRunError(exceptions.ResponseError):
+    """What a run keeps in Redis is not what Leash wrote there, and the run needs it."""
+
+
+_EXPLAINED = (MemoryFullError, DiskFullError, NotAllowedError, DamagedRunError)
+_DAMAGED = ("WRONGTYPE", "DAMAGED")
 _ACL_IN_SCRIPT = ("ACL failure in script", "The user executing the script can't")
 
 
@@ -255,6 +260,12 @@ def explained(error: exceptions.ResponseError, where: str) -> exceptions.Respons
         return NotAllowedError(
             f"Redis at {where} does not allow the user in buffer.url a command ({text}): see "
             "deploy/redis/ for what each role needs"
+        )
+    if text.startswith(_DAMAGED) or "@user_script" in text:
+        return DamagedRunError(
+            f"what the run keeps in Redis at {where} was changed by something else than Leash "
+            f"({text}): launch the run anew under another run.name, and keep others from its keys "
+            "(deploy/redis/README.md)"
         )
     return error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from redis import exceptions
 from redis.asyncio import Redis
@@ -19,12 +18,14 @@ from redis.asyncio.connection import (
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 
+from buffer.address import PASSWORD_VARIABLE, address
 from buffer.cancellation import TcpConnection, TlsConnection, UnixConnection
 from buffer.client import (
     SOCKET_TIMEOUT_S,
     TRY_FOR_S,
     BufferConnectionError,
     BufferRedis,
+    DamagedRunError,
     DiskFullError,
     MemoryFullError,
     NotAllowedError,
@@ -35,6 +36,7 @@ __all__ = [
     "MAX_BLOCK_S",
     "MIN_VERSION",
     "BufferConnectionError",
+    "DamagedRunError",
     "DiskFullError",
     "MemoryFullError",
     "NotAllowedError",
@@ -58,15 +60,6 @@ _READ_BYTES = 1 << 20  # payloads are large; redis-py's default of 32 KiB halves
 
 # A host that vanished is noticed after 20 + 3 * 10 seconds, also by who is blocked in a wait.
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-
-
-def address(url: str) -> str:
-    """Where a URL points, without user name or password."""
-    parts = urlsplit(url)
-    if parts.scheme == "unix":
-        return parts.path
-    place = parts.netloc.rpartition("@")[2] or "localhost"
-    return place if ":" in place else f"{place}:6379"
 
 
 async def connect(
@@ -194,10 +187,11 @@ def _refusal(where: str, error: exceptions.RedisError) -> str:
     text = str(error).lower()
     if "authentication required" in text:
         return (
-            f"Redis at {where} wants a password: put it in buffer.url (redis://:PASSWORD@{where})"
+            f"Redis at {where} wants a password: set {PASSWORD_VARIABLE} in the environment, or "
+            "name a file that holds it in buffer.password_file"
         )
     if isinstance(error, exceptions.AuthenticationError) or "without any password" in text:
-        return f"Redis at {where} refuses the user or password in buffer.url: correct them"
+        return f"Redis at {where} refuses the user in buffer.url or the password: correct them"
     if isinstance(error, exceptions.NoPermissionError):
         return f"Redis at {where}: the user in buffer.url may not run PING and INFO: allow them"
     return f"Redis at {where} answered an error: {error}"

@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from buffer.chunks import join_payload
+from buffer.chunks import MAX_CHUNKS, join_payload
+from buffer.client import DamagedRunError
 from buffer.codec import decode_group
 from buffer.dump_file import (
     STATES,
@@ -33,6 +34,7 @@ from buffer.dump_file import (
 from buffer.keys import Keys
 from buffer.lua import RunNotOpenError
 from buffer.replay_buffer import ReplayBuffer
+from buffer.replies import number, readable, setting_number
 from buffer.staleness import renumber
 from buffer.types import TrajectoryGroup
 
@@ -53,6 +55,7 @@ __all__ = [
 _BATCH_GROUPS = 256
 _BATCH_BYTES = 32 * 2**20
 """Bounds of what is asked for at once, so that others' commands come in between."""
+_MAX_SHARDS = 16_384  # as many as a cluster has slots
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -86,8 +89,11 @@ async def dump_buffer(redis: Redis, run: str, path: Path) -> DumpReport:
     about 5 ms per 100,000 groups; payloads follow in batches. Raises RunNotOpenError, and
     OSError that names the file.
     """
-    num_shards = int(await redis.hget(Keys(run)("settings"), "num_shards") or 1)
-    shards = [Keys(run, shard) for shard in range(num_shards)]
+    held = cast("bytes", await redis.hget(Keys(run)("settings"), "num_shards") or b"1")
+    num_shards = setting_number("num_shards", readable(held))
+    if not 1 <= num_shards <= _MAX_SHARDS:
+        raise DamagedRunError(f"{run}: no run has {num_shards:g} shards, as its settings say")
+    shards = [Keys(run, shard) for shard in range(int(num_shards))]
     pictures = [await _picture(redis, keys) for keys in shards]
     header = DumpHeader(run=run, created=time.time(), shards=[picture for picture, _ in pictures])
     with DumpWriter(path, header) as dump:
@@ -140,7 +146,7 @@ async def _picture(redis: Redis, keys: Keys) -> tuple[DumpedShard, list[str]]:
             f"there is no {keys('settings')} in this Redis: check the run's name and the URL"
         )
     picture = DumpedShard(settings=_texts(settings), stats=_texts(stats))
-    return picture, [group_id.decode() for of_state in ids for group_id in of_state]
+    return picture, [readable(group_id) for of_state in ids for group_id in of_state]
 
 
 async def _read_groups(
@@ -152,10 +158,17 @@ async def _read_groups(
         async with redis.pipeline(transaction=False) as pipe:
             for group_id in some:
                 pipe.hmget(keys(f"group:{group_id}"), ["bytes", "chunks"])
-            sizes = [(int(size or 0), int(chunks or 0)) for size, chunks in await pipe.execute()]
+            replies = await pipe.execute(raise_on_error=False)
+        sizes = [
+            (0, 0) if isinstance(of_group, Exception) else _sizes(*of_group) for of_group in replies
+        ]
         for batch in _batches(list(zip(some, sizes, strict=True))):
             for group in await _fetch(redis, keys, batch):
                 yield group
+
+
+def _sizes(num_bytes: bytes | None, chunks: bytes | None) -> tuple[int, int]:
+    return number(num_bytes), min(number(chunks), MAX_CHUNKS)
 
 
 def _batches(groups: Sequence[tuple[str, tuple[int, int]]]) -> Iterable[list[tuple[str, int]]]:
@@ -182,9 +195,10 @@ async def _fetch(
             payload = keys.payload(group_id)
             pipe.mget([payload, *(f"{payload}:{i}" for i in range(1, num_chunks + 1))])
             pipe.hgetall(keys(f"group:{group_id}"))
-        replies = await pipe.execute()
+        replies = await pipe.execute(raise_on_error=False)
     return [
-        _dumped(group_id, _texts(fields), values)
+        # A key that holds something else than we put there is as good as gone.
+        None if isinstance(fields, Exception) else _dumped(group_id, _texts(fields), values)
         for (group_id, _), values, fields in zip(batch, replies[::2], replies[1::2], strict=True)
     ]
 
@@ -211,10 +225,10 @@ def _restored(dumped: DumpedGroup) -> TrajectoryGroup:
     if group.group_id != dumped.group_id:
         raise ValueError(f"its payload is that of group {group.group_id!r}")
     if "moved" in dumped.fields:
-        entries = dumped.fields["versions"].split()
+        entries = dumped.fields.get("versions", "").split()
         group = renumber(group, [int(entry.split(":")[0]) for entry in entries])
     return group
 
 
 def _texts(fields: Mapping[Any, Any]) -> dict[str, str]:
-    return {name.decode(): value.decode() for name, value in fields.items()}
+    return {readable(name): readable(value) for name, value in fields.items()}

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from buffer.replies import texts
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GroupEvent:
@@ -24,13 +26,15 @@ class GroupEvent:
 def parse_events(flat: Sequence[Any]) -> list[GroupEvent]:
     """Reads [entry id, [name, value, ...], ...]; each has the names g (group) and e (event)."""
     return [
-        _parse(entry_id, fields) for entry_id, fields in zip(flat[::2], flat[1::2], strict=True)
+        _parse(entry_id, fields)
+        for entry_id, fields in zip(flat[::2], flat[1::2], strict=True)
+        if {b"g", b"e"} <= set(fields[::2])  # else the entry is not of our writing
     ]
 
 
 def _parse(entry_id: bytes, fields: Sequence[bytes]) -> GroupEvent:
-    names = [name.decode() for name in fields[::2]]
-    detail = dict(zip(names, (value.decode() for value in fields[1::2]), strict=True))
+    names = texts(fields[::2])
+    detail = dict(zip(names, texts(fields[1::2]), strict=True))
     milliseconds = entry_id.split(b"-")[0]
     return GroupEvent(
         at=int(milliseconds) / 1000,

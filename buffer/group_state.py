@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from buffer.chunks import join_payload, num_chunks
 from buffer.codec import decode_group
 from buffer.keys import Keys
+from buffer.replies import readable
 from buffer.sharding import shard_of
 from buffer.types import TrajectoryGroup
 
@@ -26,7 +27,7 @@ async def read_group(redis: Redis, run: str, group_id: str, num_shards: int) -> 
         fields, running = await pipe.execute()
     if not fields and running is not None:
         return {"state": "running"}
-    return {name.decode(): value.decode() for name, value in fields.items()}
+    return {readable(name): readable(value) for name, value in fields.items()}
 
 
 async def read_payload(

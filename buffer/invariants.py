@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from buffer.lua import Scripts
+from buffer.replies import readable, texts
 from buffer.stats import BufferStats
 
 _KEYS_AT_ONCE = 1000
@@ -37,10 +38,10 @@ async def find_violations(
         wrong, *numbers = await scripts.run("check", *part)
         sizes = _Sizes(*(a + int(b) for a, b in zip(sizes, numbers, strict=True)))
         for group_id, text in zip(wrong[::2], wrong[1::2], strict=True):
-            violations.append(f"group {group_id.decode()}: {text.decode()}")
+            violations.append(f"group {readable(group_id)}: {readable(text)}")
     for start in range(0, len(steps), _GROUPS_AT_ONCE):
         for step in await scripts.run("check_batches", *steps[start : start + _GROUPS_AT_ONCE]):
-            violations.append(f"lease:{step.decode()} and the set batches do not agree")
+            violations.append(f"lease:{readable(step)} and the set batches do not agree")
     if await _is_quiet(before, stats):
         violations += _wrong_sums(before, sizes)
     return violations
@@ -66,8 +67,8 @@ async def _names(scripts: Scripts) -> tuple[list[str], list[str]]:
         while True:
             reply = await scripts.run("scan", source, cursor, _KEYS_AT_ONCE)
             cursor = reply[0].decode()
-            groups |= dict.fromkeys(name.decode() for name in reply[1])
-            steps |= dict.fromkeys(name.decode() for name in reply[2])
+            groups |= dict.fromkeys(texts(reply[1]))
+            steps |= dict.fromkeys(texts(reply[2]))
             if cursor == "0":
                 break
     return list(groups), list(steps)

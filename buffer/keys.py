@@ -78,8 +78,11 @@ class Keys:
 def check_group_id(group_id: str) -> str:
     """The id itself. Raises ValueError if it could not be part of a key or of a list of ids."""
     # With a ':' the payload of 'a:1' would have the key of the first chunk of 'a'.
-    if not 0 < len(group_id) <= 256 or any(c.isspace() or c == ":" for c in group_id):
+    # Printable, for ids are shown on terminals.
+    is_name = group_id.isprintable() and " " not in group_id and ":" not in group_id
+    if not 0 < len(group_id) <= 256 or not is_name:
         raise ValueError(
-            f"group_id={group_id!r}: must have 1 to 256 characters, no white space and no ':'"
+            f"group_id={group_id!r}: must have 1 to 256 printable characters, no white space and "
+            "no ':'"
         )
     return group_id

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from collections.abc import Iterable, Sequence
 from functools import cache
 from hashlib import sha1
@@ -14,13 +16,14 @@ from hiredis import pack_command
 from redis.exceptions import NoScriptError, ResponseError
 
 from buffer.batching import Message
-from buffer.client import BufferRedis
+from buffer.client import BufferRedis, NotAllowedError
 from buffer.keys import Keys
 
 Argument = str | int | bytes
 
 _FOLDER = Path(__file__).parent / "scripts"
 _LIBRARY = ("common", "groups", "lineage", "batches")
+_LOOK_AGAIN_S = 0.2
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -86,14 +89,33 @@ class Scripts:
 
     async def run(self, name: str, *arguments: Argument) -> Any:
         """The script's reply as redis-py hands it out: int, bytes, None or a list of these."""
-        try:
+        deadline = time.monotonic() + self._redis.try_for_s
+        while True:
             try:
                 return await self._evaluate(name, arguments)
-            except NoScriptError:  # a new server, or a restarted one: scripts do not survive
-                await self._redis.script_load(source(name))
-                return await self._evaluate(name, arguments)
-        except ResponseError as error:
-            raise self.explain(error) from error
+            except NoScriptError as error:
+                # A new server, or a restarted one: scripts do not survive.
+                await self._have_loaded(name, deadline, error)
+            except ResponseError as error:
+                raise self.explain(error) from error
+
+    async def load(self) -> None:
+        """Makes the server know all scripts, so that users can run them who may load none."""
+        for name in _names_of_scripts():
+            await self._redis.script_load(source(name))
+
+    async def _have_loaded(self, name: str, deadline: float, error: NoScriptError) -> None:
+        """Loads all scripts; a user who may not waits until the run's controller has."""
+        if time.monotonic() > deadline:
+            raise NotAllowedError(
+                f"Redis at {self._redis.where} does not know the script {name!r} of this version "
+                "of Leash, and the user in buffer.url may not load it: the controller of run "
+                f"{self._keys.run!r} does; launch it, with the same version"
+            ) from error
+        try:
+            await self.load()
+        except NotAllowedError:
+            await asyncio.sleep(_LOOK_AGAIN_S)
 
     def after_sets(
         self,
@@ -153,6 +175,11 @@ class Scripts:
                 "first, or check the run's name and the URL"
             )
         return error
+
+
+@cache
+def _names_of_scripts() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.lua") if path.stem not in _LIBRARY))
 
 
 def _error(replies: Iterable[Any]) -> Exception | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from buffer.lease import QuarantinedPrompt
+from buffer.replies import is_number
 from buffer.types import PromptRef
 
 
@@ -22,6 +23,8 @@ def quarantined_prompt(name: str, text: str) -> QuarantinedPrompt:
     """Reads 'index task' and 'ms times reason'."""
     index, task = name.split(" ", 1)
     at_ms, times, reason = text.split(" ", 2)
+    if not is_number(at_ms):
+        raise ValueError(f"{at_ms!r} is no time in milliseconds")
     return QuarantinedPrompt(
         task=task, index=int(index), reason=reason, times=int(times), at=int(at_ms) / 1000
     )

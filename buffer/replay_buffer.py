@@ -37,6 +37,7 @@ from buffer.lease import Admission, Lease, PushResult, QuarantinedGroup, Reconci
 from buffer.leasing import BatchFormer, LeaseRequest, Leasing, OneShardFormer
 from buffer.prompt_quarantine import PromptQuarantine
 from buffer.pushing import Pusher
+from buffer.replies import readable, setting_number
 from buffer.settings import initial_settings
 from buffer.shard import Admitted, Shard
 from buffer.shard_set import ShardSet
@@ -494,4 +495,4 @@ class ReplayBuffer:
         """A setting of the home shard; None if nobody opened the run."""
         key = self._shards.home.keys("settings")
         value = cast("bytes | None", await self._redis.hget(key, name))
-        return None if value is None else int(value)
+        return None if value is None else int(setting_number(name, readable(value)))

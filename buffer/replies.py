@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
+
+from buffer.client import DamagedRunError
 
 
 class Admitted(NamedTuple):
@@ -208,8 +211,38 @@ class Swept(NamedTuple):
     is_more: bool
 
 
+def readable(raw: bytes) -> str:
+    """Text that the server holds. What is no UTF-8 was not written by us, and is shown as such."""
+    return raw.decode(errors="replace")
+
+
+def is_number(text: str | bytes) -> bool:
+    """Whether it is a whole number of a size that we write."""
+    digits = text.lstrip(b"-") if isinstance(text, bytes) else text.lstrip("-")
+    return len(text) <= 20 and digits.isdigit() and digits.isascii()
+
+
+def number(text: str | bytes | None, otherwise: int = 0) -> int:
+    """The whole number that the server holds, or another one where it holds none."""
+    return int(text) if text is not None and is_number(text) else otherwise
+
+
+def setting_number(name: str, text: str) -> float:
+    """A setting of the run as a number. Raises DamagedRunError if it is none."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not abs(found) <= 2**53:
+        raise DamagedRunError(
+            f"the run's setting {name} in Redis is {text[:40]!r}, which is no number: something "
+            "else than Leash wrote it. Launch the run anew under another run.name"
+        )
+    return found
+
+
 def texts(items: Sequence[bytes]) -> tuple[str, ...]:
-    return tuple(item.decode() for item in items)
+    return tuple(map(readable, items))
 
 
 def optional_int(text: bytes | None) -> int | None:
@@ -218,11 +251,21 @@ def optional_int(text: bytes | None) -> int | None:
 
 
 def parse_renumbered(flat: Sequence[bytes]) -> dict[str, tuple[int, ...]]:
-    """Reads [id, 'version:tokens version:tokens', id, ...]."""
+    """Reads [id, 'version:tokens version:tokens', id, ...].
+
+    Of versions that cannot be read nothing is left, which fits no payload.
+    """
     return {
-        group_id.decode(): tuple(int(part.split(b":")[0]) for part in versions.split())
+        readable(group_id): _renumbered(versions)
         for group_id, versions in zip(flat[::2], flat[1::2], strict=True)
     }
+
+
+def _renumbered(versions: bytes) -> tuple[int, ...]:
+    try:
+        return tuple(int(part.split(b":")[0]) for part in versions.split())
+    except ValueError:
+        return ()
 
 
 def parse_push(reply: Sequence[Any]) -> PushReply:
@@ -246,7 +289,7 @@ def parse_formed(reply: Sequence[Any]) -> Formed | NotFormed:
     if word == "leased":
         _, owner, deadline, ids, tokens, held, oldest, moved = reply
         return Formed(
-            owner=owner.decode(),
+            owner=readable(owner),
             deadline_ms=int(deadline),
             ids=texts(ids),
             tokens=tuple(map(int, tokens)),
@@ -257,7 +300,7 @@ def parse_formed(reply: Sequence[Any]) -> Formed | NotFormed:
     if word == "wait":
         _, last_wake, ready, until_ms, blocking, version = reply
         return NotFormed(
-            word, last_wake.decode(), int(ready), int(until_ms), blocking.decode(), int(version)
+            word, last_wake.decode(), int(ready), int(until_ms), readable(blocking), int(version)
         )
     if word == "conflict":
         version, num_groups, num_shares = map(int, reply[1:])
@@ -275,7 +318,7 @@ def parse_locked(reply: Sequence[Any]) -> Locked | StepRecord | NotFormed:
         return NotFormed(word)
     _, owner, version, num_groups, num_shares, ids, tokens, oldest, is_done = reply
     return StepRecord(
-        owner=owner.decode(),
+        owner=readable(owner),
         version=int(version),
         num_groups=int(num_groups),
         num_shares=int(num_shares),
@@ -291,7 +334,7 @@ def parse_peek(reply: Sequence[Any]) -> Peek:
         return Peek("again")
     _, chosen, ready, last_wake, until_ms, blocking, version = reply
     candidates = tuple(
-        Candidate(float(key), group_id.decode())
+        Candidate(float(key), readable(group_id))
         for group_id, key in zip(chosen[::2], chosen[1::2], strict=True)
     )
     return Peek(
@@ -300,7 +343,7 @@ def parse_peek(reply: Sequence[Any]) -> Peek:
         int(ready),
         last_wake.decode(),
         int(until_ms),
-        blocking.decode(),
+        readable(blocking),
         int(version),
     )
 

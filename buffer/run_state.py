@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import time
-from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
 from uuid import uuid4
 
 from buffer.client import BufferRedis
 from buffer.connection import connect
 from buffer.keys import Keys
 from buffer.lua import Scripts
+from buffer.replies import is_number, readable, setting_number
 from buffer.wakeups import Deadline, WakeStreams
 from configs.schema import BufferConfig
+
+T = TypeVar("T")
 
 Record = Mapping[str, float | int | str]
 """Flat JSON: what one metrics entry or heartbeat says."""
@@ -84,7 +89,7 @@ class RunState:
     async def published_weights(self) -> int | None:
         """The newest version of `publish_weights`; None before the first."""
         version = await self._redis.hget(self._keys("weights"), "published")
-        return None if version is None else int(version)
+        return int(version) if version is not None and is_number(version) else None
 
     # Weights: served by engines --------------------------------------------------------------
 
@@ -105,7 +110,7 @@ class RunState:
 
     async def commits(self) -> dict[str, dict[str, float | int | str]]:
         """The last record of each engine's `record_commit`, with its Unix time ("at")."""
-        return {name: json.loads(text) for name, text in (await self._hash("commits")).items()}
+        return _readable(await self._hash("commits"), _read_record)
 
     async def forget_engine(self, engine: str) -> None:
         """Notes that an engine serves nothing any more; it holds up neither admission nor commits.
@@ -178,7 +183,7 @@ class RunState:
     async def trainer_version(self) -> int:
         """The version that the trainer published last; 0 before the first."""
         version = await self._redis.hget(self._keys("settings"), "trainer_version")
-        return int(version or 0)
+        return int(setting_number("trainer_version", readable(cast("bytes", version or b"0"))))
 
     async def wait_version_above(self, version: int, timeout_s: float) -> int:
         """Waits until the trainer's version is above `version`, and returns it. Or TimeoutError."""
@@ -202,15 +207,15 @@ class RunState:
 
     async def waits(self) -> dict[tuple[str, str], float]:
         """Seconds by (waiter, waited_on)."""
-        waits = await self._hash("waits")
-        return {_pair(name): float(seconds) for name, seconds in waits.items()}
+        waits = _readable(await self._hash("waits"), _read_float)
+        return {_pair(name): seconds for name, seconds in waits.items()}
 
     async def count(self, name: str, amount: float = 1) -> None:
         """Adds to a counter of the run, such as tokens_generated."""
         await self._add("counters", name, amount)
 
     async def counters(self) -> dict[str, float]:
-        return {name: float(value) for name, value in (await self._hash("counters")).items()}
+        return _readable(await self._hash("counters"), _read_float)
 
     async def _add(self, hash_name: str, field: str, amount: float) -> None:
         await self._scripts.run("add", uuid4().hex, hash_name, field, repr(float(amount)))
@@ -230,7 +235,12 @@ class RunState:
         while True:
             reply: Any = await self._redis.xread({stream: after_id}, _READ_ENTRIES)
             if reply:
-                return [_metrics_entry(entry_id, fields) for entry_id, fields in reply[0][1]]
+                found = [_metrics_entry(entry_id, fields) for entry_id, fields in reply[0][1]]
+                entries = [entry for entry in found if entry is not None]
+                if entries:
+                    return entries
+                after_id = reply[0][1][-1][0].decode()  # nothing in there is of our writing
+                continue
             if not deadline.left_s:
                 return []
             await self._wake.wait({stream: after_id}, deadline.left_s)
@@ -243,7 +253,8 @@ class RunState:
         for keys in self._all_keys:
             found = cast("dict[bytes, bytes]", await self._redis.hgetall(keys("tasks")))
             for worker, position in found.items():
-                positions[int(worker)] = max(positions.get(int(worker), 0), int(position))
+                if is_number(worker) and is_number(position):
+                    positions[int(worker)] = max(positions.get(int(worker), 0), int(position))
         return positions
 
     async def heartbeat(self, process: str, fields: Record) -> None:
@@ -252,7 +263,7 @@ class RunState:
         await self._redis.hset(self._keys("heartbeats"), process, beat)
 
     async def heartbeats(self) -> dict[str, dict[str, float | int | str]]:
-        return {name: json.loads(beat) for name, beat in (await self._hash("heartbeats")).items()}
+        return _readable(await self._hash("heartbeats"), _read_record)
 
     async def set_phase(self, phase: str) -> None:
         await self._redis.set(self._keys("phase"), phase)
@@ -260,7 +271,7 @@ class RunState:
     async def phase(self) -> str:
         """What the run is doing; "" before the first set_phase."""
         phase = cast("bytes | None", await self._redis.get(self._keys("phase")))
-        return phase.decode() if phase else ""
+        return readable(phase) if phase else ""
 
     async def close(self) -> None:
         """Ends every wait in this object with BufferClosedError and closes the connections."""
@@ -268,11 +279,11 @@ class RunState:
         await self._redis.aclose()
 
     async def _numbers(self, name: str) -> dict[str, int]:
-        return {field: int(value) for field, value in (await self._hash(name)).items()}
+        return {f: int(text) for f, text in (await self._hash(name)).items() if is_number(text)}
 
     async def _hash(self, name: str) -> dict[str, str]:
         pairs = cast("dict[bytes, bytes]", await self._redis.hgetall(self._keys(name)))
-        return {field.decode(): value.decode() for field, value in pairs.items()}
+        return {readable(field): readable(value) for field, value in pairs.items()}
 
 
 def _who_is_behind(served: Mapping[str, int], version: int, timeout_s: float) -> str:
@@ -287,6 +298,37 @@ def _pair(name: str) -> tuple[str, str]:
     return waiter, waited_on
 
 
-def _metrics_entry(entry_id: bytes, fields: dict[bytes, bytes]) -> MetricsEntry:
-    record = json.loads(fields[b"record"])
-    return MetricsEntry(id=entry_id.decode(), kind=fields[b"kind"].decode(), record=record)
+def _metrics_entry(entry_id: bytes, fields: dict[bytes, bytes]) -> MetricsEntry | None:
+    try:
+        kind, record = readable(fields[b"kind"]), _read_record(readable(fields[b"record"]))
+    except (KeyError, ValueError):
+        return None
+    return MetricsEntry(id=entry_id.decode(), kind=kind, record=record)
+
+
+def _readable(found: Mapping[str, str], read: Callable[[str], T]) -> dict[str, T]:
+    """The fields that `read` takes. Any process of the run may write to these, and what one of them
+    garbled must not end those who look at all of them."""
+    values: dict[str, T] = {}
+    for name, text in found.items():
+        with contextlib.suppress(ValueError):
+            values[name] = read(text)
+    return values
+
+
+def _read_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
+
+
+def _read_record(text: str) -> dict[str, float | int | str]:
+    """A record as we write them. Raises ValueError for anything else."""
+    try:
+        record = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(record, dict):
+        raise ValueError("not a record")
+    return {name: value for name, value in record.items() if isinstance(value, float | int | str)}

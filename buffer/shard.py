@@ -6,6 +6,7 @@ No waits and no codec here: `ReplayBuffer` waits, encodes and spreads groups ove
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from buffer.arena import Allocate
 from buffer.batching import Batcher, Message
 from buffer.blocks import Blocks
 from buffer.chunks import join_payload, num_chunks
-from buffer.client import BufferRedis
+from buffer.client import BufferRedis, DamagedRunError
 from buffer.events import GroupEvent, parse_events
 from buffer.invariants import find_violations
 from buffer.keys import Keys
@@ -40,12 +41,14 @@ from buffer.replies import (
     StepRecord,
     Swept,
     Taken,
+    number,
     parse_formed,
     parse_held,
     parse_locked,
     parse_peek,
     parse_push,
     parse_taken,
+    readable,
     texts,
 )
 from buffer.stats import BufferStats, parse_stats
@@ -100,7 +103,11 @@ class Shard:
         self.keys = keys
 
     async def open(self, initial: Mapping[str, str]) -> None:
-        """Creates the settings (see `initial_settings`). Those that exist already stay."""
+        """Creates the settings (see `initial_settings`). Those that exist already stay.
+
+        Loads the scripts too, for those who may not: all but the controller's user.
+        """
+        await self._scripts.load()
         async with self._redis.pipeline(transaction=True) as pipe:
             for name, value in initial.items():
                 pipe.hsetnx(self.keys("settings"), name, value)
@@ -188,7 +195,7 @@ class Shard:
         With a running group it is noted as that group's, and the group is the token.
         """
         reply = await self._scripts.run("take_retry", token, group_id)
-        return None if reply is None else read_prompt(reply.decode())
+        return None if reply is None else read_prompt(readable(reply))
 
     # Trainer side: a batch in one shard ------------------------------------------------------
 
@@ -329,17 +336,31 @@ class Shard:
             part = found[start : start + _MAX_IDS]
             async with self._redis.pipeline(transaction=False) as pipe:
                 for group_id, _ in part:
-                    pipe.hmget(self.keys.group(group_id.decode()), ["why", "leases", "tokens"])
-                replies = await pipe.execute()
-            for (group_id, at_ms), (why, leases, tokens) in zip(part, replies, strict=True):
+                    name = self.keys.group(readable(group_id))
+                    pipe.hmget(name, ["why", "leases", "tokens"])
+                replies = await pipe.execute(raise_on_error=False)
+            for (group_id, at_ms), fields in zip(part, replies, strict=True):
+                if isinstance(fields, Exception):  # overwritten while it was here
+                    fields = (b"damaged", None, None)
+                why, leases, tokens = fields
                 if why is not None:  # else it has just left
-                    record = (int(at_ms), why.decode(), int(leases or 0), int(tokens))
-                    records.append(QuarantinedRecord(group_id.decode(), *record))
+                    at_ms = int(at_ms) if abs(at_ms) < 2**53 else 0
+                    record = (at_ms, readable(why), number(leases), number(tokens))
+                    records.append(QuarantinedRecord(readable(group_id), *record))
         return records
 
     async def release(self, group_id: str) -> bool:
-        """quarantined -> ready, with all its attempts; False if it was not there."""
-        return bool(await self._scripts.run("release", group_id))
+        """quarantined -> ready, with all its attempts; False if it was not there.
+
+        Raises ValueError if too little is left of it for that.
+        """
+        reply = await self._scripts.run("release", group_id)
+        if reply == -1:
+            raise ValueError(
+                f"group {group_id}: what Redis held of it was deleted or overwritten, so that it "
+                "cannot be trained; discard it"
+            )
+        return bool(reply)
 
     async def discard(self, group_id: str) -> bool:
         """quarantined -> dropped; False if it was not there."""
@@ -350,7 +371,11 @@ class Shard:
         found = cast(
             "dict[bytes, bytes]", await self._redis.hgetall(self.keys("quarantined_prompts"))
         )
-        return [quarantined_prompt(name.decode(), text.decode()) for name, text in found.items()]
+        prompts = []
+        for name, text in found.items():
+            with suppress(ValueError):  # none that we have written
+                prompts.append(quarantined_prompt(readable(name), readable(text)))
+        return prompts
 
     async def release_prompt(self, task: str, index: int, *, run_again: bool) -> bool:
         """A prompt leaves the quarantine; False if it was not there."""
@@ -417,14 +442,20 @@ class Shard:
         return found
 
     async def payloads(self, ids: Sequence[str]) -> list[bytes | memoryview | None]:
-        """The payload of each group, None if it is gone. ValueError if a chunk is missing."""
+        """The payload of each group, None if it is gone.
+
+        ValueError if a chunk is missing, or the key holds something else than bytes.
+        """
         if not ids:
             return []
         keys = [self.keys.payload(group_id) for group_id in ids]
-        return [
-            None if first is None else await self._joined(key, first)
-            for key, first in zip(keys, await self._values(keys), strict=True)
-        ]
+        try:
+            return [
+                None if first is None else await self._joined(key, first)
+                for key, first in zip(keys, await self._values(keys), strict=True)
+            ]
+        except DamagedRunError as error:
+            raise ValueError(str(error)) from error
 
     async def _joined(self, key: str, first: memoryview) -> bytes | memoryview:
         number = num_chunks(first)

@@ -27,6 +27,8 @@ from buffer.shard_set import ShardSet
 
 FORMING_MS = 10_000
 """Time to form a batch in: some round trips. What a dead former took comes back after it."""
+_MAX_FRUITLESS = 3
+"""Times that all which was chosen may be gone, or damaged, when it is to be taken."""
 
 
 class ShardedFormer:
@@ -99,13 +101,18 @@ class ShardedFormer:
         """Forms the batch under the lock; None if the lock was lost meanwhile."""
         taken: dict[str, int] = {}
         replies: list[Taken] = []
+        num_fruitless = 0
         while len(taken) < request.num_groups:
             unmet_or_chosen = await self._choose(request, request.num_groups - len(taken))
+            if num_fruitless == _MAX_FRUITLESS and not isinstance(unmet_or_chosen, Unmet):
+                # Names in `ready` that are no groups of that shard: look again a little later.
+                unmet_or_chosen = Unmet({}, len(unmet_or_chosen), FORMING_MS // 10)
             if isinstance(unmet_or_chosen, Unmet):
                 await self._give_back(token, list(taken))
                 await self._home.unlock(token)
                 return unmet_or_chosen
             new = await self._take(request, token, unmet_or_chosen)
+            num_fruitless = 0 if any(reply.ids for reply in new) else num_fruitless + 1
             replies += new
             tokens = {i: n for reply in new for i, n in zip(reply.ids, reply.tokens, strict=True)}
             # In the order chosen; a sweep may have dropped some between the peek and the take.

@@ -10,6 +10,7 @@ from math import inf
 from typing import Any
 
 from buffer.admission import admission_limit
+from buffer.replies import is_number, setting_number, texts
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -129,11 +130,15 @@ AGE_BOUNDS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, inf)
 
 
 def parse_stats(reply: list[Any]) -> BufferStats:
-    """Reads the reply of stats.lua."""
+    """Reads the reply of stats.lua. Raises DamagedRunError for a setting that cannot be read.
+
+    A counter and an engine's version that are no numbers are left out: the law tells of the one,
+    admission counts on the other no more.
+    """
     running, ready, leased, consumed, quarantined, retries_waiting = map(int, reply[:6])
-    settings = _pairs(reply[6])
-    counters = {name: int(number) for name, number in _pairs(reply[7]).items()}
-    trainer_version = int(settings["trainer_version"])
+    settings = _Settings(_pairs(reply[6]))
+    counters = _numbers(reply[7])
+    trainer_version = settings.whole("trainer_version")
     abandoned = _by_reason(counters, "abandoned:")
     oldest_ready_ms = int(reply[10])
 
@@ -160,15 +165,15 @@ def parse_stats(reply: list[Any]) -> BufferStats:
             for version, number in zip(reply[9][::2], reply[9][1::2], strict=True)
         },
         trainer_version=trainer_version,
-        engine_versions={name: int(version) for name, version in _pairs(reply[8]).items()},
+        engine_versions=_numbers(reply[8]),
         rerun=count("rerun"),
         prompts_quarantined=int(reply[11]),
-        oversampling=float(settings["oversampling"]),
-        engines_gone="engines_gone" in settings,
-        max_staleness=int(settings["max_staleness"]),
+        oversampling=settings.number("oversampling"),
+        engines_gone=settings.get("engines_gone") is not None,
+        max_staleness=settings.whole("max_staleness"),
         max_staleness_largest=count("max_staleness_largest"),
         max_staleness_trained=counters.get("max_staleness_trained"),
-        groups_per_step=int(settings["groups_per_step"]),
+        groups_per_step=settings.whole("groups_per_step"),
         bytes=count("bytes"),
         tokens=count("tokens"),
         tokens_pushed=count("tokens_pushed"),
@@ -179,15 +184,17 @@ def parse_stats(reply: list[Any]) -> BufferStats:
         dropped_by_length=_by_reason(counters, "dropped_len:"),
         bytes_consumed=count("bytes_consumed"),
         bytes_quarantined=count("bytes_quarantined"),
-        capacity_groups=_limit(settings["capacity_groups"]),
-        capacity_bytes=_limit(settings["capacity_bytes"]),
-        num_shards=int(settings["num_shards"]),
+        capacity_groups=settings.limit("capacity_groups"),
+        capacity_bytes=settings.limit("capacity_bytes"),
+        num_shards=settings.whole("num_shards"),
         oldest_ready_age_s=None if oldest_ready_ms < 0 else oldest_ready_ms / 1000,
         push_blocked=count("push_blocked"),
         push_blocked_s=count("push_blocked_ms") / 1000,
-        lineage=settings["lineage"],
+        lineage=settings.get("lineage") or "",
         trained_by_staleness={
-            int(age): n for age, n in sorted(_by_reason(counters, "trained_staleness:").items())
+            int(age): n
+            for age, n in sorted(_by_reason(counters, "trained_staleness:").items())
+            if is_number(age)
         },
         trained_by_age=_cumulative(_by_reason(counters, "trained_age:")),
         trained_age_sum_s=count("trained_age_ms") / 1000,
@@ -236,19 +243,37 @@ def _merged(name: str, values: Sequence[Any]) -> Any:
     return dict(merged)
 
 
-def _limit(text: str) -> int | None:
-    return int(text) if text else None
+class _Settings:
+    """The settings of a shard, as texts that may be anything."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+
+    def get(self, name: str) -> str | None:
+        return self._texts.get(name)
+
+    def number(self, name: str) -> float:
+        return setting_number(name, self._texts.get(name, ""))
+
+    def whole(self, name: str) -> int:
+        return int(self.number(name))
+
+    def limit(self, name: str) -> int | None:
+        return self.whole(name) if self._texts.get(name) else None
+
+
+def _numbers(flat: Iterable[bytes]) -> dict[str, int]:
+    return {name: int(text) for name, text in _pairs(flat).items() if is_number(text)}
 
 
 def _cumulative(by_bucket: Mapping[str, int]) -> dict[float, int]:
-    by_bound = {float(bound): number for bound, number in by_bucket.items()}
-    totals = accumulate(by_bound.get(bound, 0) for bound in AGE_BOUNDS_S)
+    totals = accumulate(by_bucket.get(f"{bound:g}", 0) for bound in AGE_BOUNDS_S)
     return dict(zip(AGE_BOUNDS_S, totals, strict=True))
 
 
 def _pairs(flat: Iterable[bytes]) -> dict[str, str]:
-    texts = [item.decode() for item in flat]
-    return dict(zip(texts[::2], texts[1::2], strict=True))
+    pairs = texts(list(flat))
+    return dict(zip(pairs[::2], pairs[1::2], strict=True))
 
 
 def _by_reason(counters: Mapping[str, int], prefix: str) -> dict[str, int]:

@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from buffer.errors import NotOwnerError
 from buffer.lease import Reconciled
+from buffer.replies import readable, setting_number
 from buffer.shard import Shard
 from buffer.shard_set import ShardSet
 
@@ -61,7 +62,7 @@ async def _newest_first(redis: Redis, shards: ShardSet) -> list[Shard]:
 
     async def version(shard: Shard) -> int:
         found = await redis.hget(shard.keys("settings"), "trainer_version")
-        return int(cast("bytes | None", found) or 0)
+        return int(setting_number("trainer_version", readable(cast("bytes", found or b"0"))))
 
     versions = await shards.each(version)
     return [shards[k] for k in sorted(range(len(shards)), key=lambda k: -versions[k])]

@@ -156,7 +156,10 @@ class TrainerConfig:
 @dataclass(kw_only=True, slots=True)
 class BufferConfig:
     url: str | None = None
-    """redis://[user:password@]host:port/db or unix://; None starts a server for this run."""
+    """redis://[user@]host:port/db or unix://; None starts a server for this run. Its password comes
+    from `password_file` or from LEASH_REDIS_PASSWORD in the environment."""
+    password_file: str | None = field(default=None, metadata=NOT_EMPTY)
+    """File with the password of `url`, on the machine of the controller."""
     tls_ca_file: str | None = field(default=None, metadata=NOT_EMPTY)
     """Certificates that a rediss:// server is checked against; None takes the system's."""
     shards: int = field(default=1, metadata=at_least(1))
@@ -199,6 +202,12 @@ class BufferConfig:
                 limit,
                 f"must be at least buffer.shards={self.shards}, or null for no limit",
             )
+        require(
+            self.password_file is None or self.url is not None,
+            "buffer.password_file",
+            self.password_file,
+            "belongs to a server of yours: set buffer.url too",
+        )
         if self.url is not None:
             require(
                 self.url.split("://")[0] in {"redis", "rediss", "unix"},

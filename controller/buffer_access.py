@@ -8,8 +8,14 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from buffer.connection import DiskFullError, MemoryFullError, NotAllowedError
-from buffer.connection import address as server_address
+from buffer.address import MASK, PASSWORD_VARIABLE, has_password, with_password
+from buffer.address import address as server_address
+from buffer.connection import (
+    DamagedRunError,
+    DiskFullError,
+    MemoryFullError,
+    NotAllowedError,
+)
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from buffer.server import EmbeddedServer
@@ -43,13 +49,13 @@ def buffer_address(run_dir: RunDir, url: str | None = None) -> Iterator[BufferAd
     server refuses inside.
     """
     settings = read_config(run_dir.path / "config.yaml").buffer
-    known = url or _known_url(run_dir, settings)
+    known = _known_url(run_dir, settings) if url is None else _given_url(url, settings)
     server = None if known is not None else _serve(run_dir, settings)
     try:
         where = server.url if server is not None else known
         assert where is not None
         yield BufferAddress(url=where, run=run_dir.name, settings=settings)
-    except (NotAllowedError, MemoryFullError, DiskFullError) as error:
+    except (NotAllowedError, MemoryFullError, DiskFullError, DamagedRunError) as error:
         raise ConnectionError(str(error)) from error
     finally:
         if server is not None:
@@ -67,6 +73,10 @@ def _serve(run_dir: RunDir, settings: BufferConfig) -> EmbeddedServer:
     return EmbeddedServer.start(folder, settings, LOOPBACK, run_dir.log_of("redis"))
 
 
+def _given_url(url: str, settings: BufferConfig) -> str:
+    return with_password(url, None if has_password(url) else settings.password_file)
+
+
 def _known_url(run_dir: RunDir, settings: BufferConfig) -> str | None:
     """The URL of a server that runs without our doing; None if the run's own ended with it."""
     url, is_alive = run_dir.read_redis_url(), run_dir.read_record().is_alive
@@ -74,12 +84,15 @@ def _known_url(run_dir: RunDir, settings: BufferConfig) -> str | None:
         return url
     if is_alive:
         raise RunDirError(f"{run_dir.name} is starting; its Redis is not up yet: try again soon")
-    if settings.url is not None and ":***@" in settings.url:
+    if settings.url is None:
+        return None
+    url = with_password(settings.url, settings.password_file)
+    if f":{MASK}@" in url:
         raise RunDirError(
-            f"{run_dir.name} is over, and its folder does not keep the password of "
-            f"{settings.url}: give the whole URL with --url"
+            f"{run_dir.name} is over, and its folder does not keep the password of {settings.url}: "
+            f"set {PASSWORD_VARIABLE} in the environment"
         )
-    return settings.url
+    return url
 
 
 async def open_buffer(address: BufferAddress) -> ReplayBuffer:

@@ -2,7 +2,7 @@
 -- ARGV: step, lineage ('' for any), bound of work.
 -- Reply: {how many were acknowledged, 1 if there may be more} | {'not_owner'}
 if ARGV[2] ~= '' and ARGV[2] ~= lineage then return {'not_owner'} end
-local bound, acked_step = tonumber(ARGV[3]), setting('acked_step')
+local bound, acked_step = bound_of(ARGV[3]), setting('acked_step')
 local due = redis.call('ZRANGE', CONSUMED, '-inf', ARGV[1], 'BYSCORE', 'LIMIT', '0', bound, 'WITHSCORES')
 local ids, by_step, newest = {}, {}, acked_step
 for i = 1, #due, 2 do
@@ -10,7 +10,7 @@ for i = 1, #due, 2 do
   ids[#ids + 1] = id
   by_step[step] = by_step[step] or {}
   table.insert(by_step[step], id)
-  newest = math.max(newest, tonumber(step))
+  newest = math.max(newest, finite(step, newest))
 end
 if #ids > 0 then
   local num_bytes = bury(ids, 'acked')
@@ -22,13 +22,13 @@ end
 -- Records of these steps are of no more use: `acked_step` answers a rank that comes late.
 local steps = redis.call('ZRANGE', BATCHES, '-inf', ARGV[1], 'BYSCORE', 'LIMIT', '0', bound)
 for _, step in ipairs(steps) do
-  if tonumber(step) > newest and redis.call('HEXISTS', lease_key(step), 'done') == 1 then
-    newest = tonumber(step)
+  if finite(step, newest) > newest and redis.call('HEXISTS', lease_key(step), 'done') == 1 then
+    newest = finite(step)
   end
 end
 local num_forgotten = 0
 for _, step in ipairs(steps) do
-  if tonumber(step) <= newest then
+  if finite(step, newest) <= newest then
     forget_batch(step)
     num_forgotten = num_forgotten + 1
   end

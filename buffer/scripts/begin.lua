@@ -5,7 +5,7 @@
 if not redis.call('ZSCORE', RUNNING, ARGV[1]) then return 0 end
 local prompt = read_prompt(ARGV[2])
 redis.call('HSET', PROMPTS, ARGV[1], ARGV[2])
-if tonumber(redis.call('HGET', TASKS, ARGV[3]) or -1) < tonumber(ARGV[4]) then
+if finite(redis.call('HGET', TASKS, ARGV[3]), -1) < finite(ARGV[4], -1) then
   redis.call('HSET', TASKS, ARGV[3], ARGV[4])
 end
 audit({ARGV[1]}, 'begun', 'p', prompt.task .. ':' .. prompt.index)

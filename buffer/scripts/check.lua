@@ -8,8 +8,9 @@ local function check(id)
     wrong[#wrong + 1] = id
     wrong[#wrong + 1] = text
   end
-  local group = redis.call('HMGET', group_key(id), 'state', 'owner', 'seq', 'min_version',
+  local group = redis.pcall('HMGET', group_key(id), 'state', 'owner', 'seq', 'min_version',
     'max_version', 'bytes', 'tokens', 'chunks')
+  if group.err then return say('its hash is none: ' .. group.err) end
   local state, is_living = group[1], false
   for name in pairs(bytes) do
     local score = redis.call('ZSCORE', key(name), id)
@@ -41,7 +42,7 @@ local function check(id)
     if is_living and expiry >= 0 then say('its payload expires: ' .. name) end
     if not is_living and expiry == -1 then say('orphan: ' .. name .. ' belongs to no group and stays') end
   end
-  if is_living and not (group[3] and group[4] and group[6] and group[7]) then
+  if is_living and not (finite(group[3]) and finite(group[4]) and finite(group[6]) and finite(group[7])) then
     return say('its hash lacks fields that every group has')
   end
   if is_living then
@@ -53,7 +54,7 @@ local function check(id)
     tokens = tokens + group[7]
   end
   if state == 'ready' then
-    local score = whole(gate_of(group[4], group[5]) * SEQ_RANGE + group[3])
+    local score = whole((gate_of(group[4], group[5]) or 0) * SEQ_RANGE + group[3])
     local held = redis.call('ZSCORE', READY, id)
     if held and whole(tonumber(held)) ~= score then say('its score in ready is not that of its versions') end
     if selector == 'fifo' and arrival ~= group[3] then say('its place in arrivals is wrong') end

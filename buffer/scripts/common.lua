@@ -39,23 +39,43 @@ local BATCHES = PREFIX .. 'batches'
 local ENGINES = PREFIX .. 'engine_versions'
 local GATE = PREFIX .. 'commit_gate'
 
+local sets_of_groups = {ready = READY, leased = LEASED, consumed = CONSUMED, quarantined = QUARANTINED}
+
 local SEQ_RANGE = 4294967296 -- 2^32: `ready` is scored gate version * 2^32 + sequence number
 local MAX_ITEMS = 1000 -- of one command: Lua's stack does not take any number
 local MAX_TOLD = 32 -- groups in one entry of the audit stream
+local MAX_BATCH = 65536 -- groups of one call, whatever it is asked for
+local LARGEST = 9007199254740992 -- 2^53: up to here Lua counts exactly
+
+-- A number that the server holds; `otherwise` if it is none. Whoever may write to the run's keys may
+-- write anything there: 'inf' and 1e300 end no loop that counts up to them.
+local function finite(text, otherwise)
+  local number = tonumber(text or nil)
+  if number and number >= -LARGEST and number <= LARGEST then return number end
+  return otherwise
+end
+
+-- How much work a call may do, of what it asks for.
+local function bound_of(text) return math.max(1, math.min(math.floor(finite(text, 1)), MAX_ITEMS)) end
+
+-- Ends the call: without this the run cannot go on as it should.
+local function damaged(what) error({err = 'DAMAGED ' .. what .. ' cannot be read'}) end
 
 local held_settings = redis.call('HMGET', SETTINGS, 'trainer_version', 'max_staleness', 'on_stale',
   'selector', 'wanted', 'audit_length', 'lineage', 'reconciling')
 if not held_settings[1] then return redis.error_reply('NOTOPEN no settings at ' .. SETTINGS) end
-local trainer_version, max_staleness = tonumber(held_settings[1]), tonumber(held_settings[2])
-local on_stale, selector, wanted = held_settings[3], held_settings[4], held_settings[5]
-local audit_length, lineage = held_settings[6], held_settings[7]
+local trainer_version = finite(held_settings[1]) or damaged('settings.trainer_version')
+local max_staleness = finite(held_settings[2]) or damaged('settings.max_staleness')
+local on_stale, selector, wanted = held_settings[3], held_settings[4], finite(held_settings[5], 0)
+local audit_length, lineage = finite(held_settings[6], 0), held_settings[7]
 local is_reconciling = held_settings[8] == '1' -- ready groups may bear numbers of before the rollback
+if #ARGV > 2 * MAX_BATCH then return redis.error_reply('ERR too many arguments') end
 
 local settings_read = {}
 local function setting(name)
-  local value = settings_read[name] or tonumber(redis.call('HGET', SETTINGS, name))
+  local value = settings_read[name] or finite(redis.call('HGET', SETTINGS, name))
   settings_read[name] = value
-  return value
+  return value or damaged('settings.' .. name)
 end
 
 local function whole(number) return string.format('%.0f', number) end
@@ -105,7 +125,7 @@ local function leave_running(ids)
     redis.call('ZREM', CREDITS, unpack(ids))
     redis.call('HDEL', PROMPTS, unpack(ids))
   end
-  if on_stale == 'wait' and wanted ~= '0' then wake('batch') end
+  if on_stale == 'wait' and wanted ~= 0 then wake('batch') end
   return num_running
 end
 
@@ -115,11 +135,12 @@ local function settle()
   if #names > 0 then
     local before = redis.call('HMGET', STATS, unpack(names))
     for i, name in ipairs(names) do
-      values[2 * i - 1], values[2 * i] = name, whole((before[i] or 0) + counts[name])
+      local total = finite(before[i], 0) + counts[name]
+      values[2 * i - 1], values[2 * i] = name, whole(finite(total, 0))
     end
     redis.call('HSET', STATS, unpack(values))
   end
-  if is_batch_due and wanted ~= '0' and redis.call('ZCARD', READY) >= tonumber(wanted) then wake('batch') end
+  if is_batch_due and wanted ~= 0 and redis.call('ZCARD', READY) >= wanted then wake('batch') end
   for name in pairs(wakes) do redis.call('XADD', key('wake:' .. name), 'MAXLEN', '1', '*', 'w', '1') end
 end
 
@@ -132,8 +153,8 @@ end
 -- than a name in it. There are about four lines an entry in a run's usual mix of single groups and
 -- whole batches. Details come as name, value: s(tep) v(ersion) r(eason) o(wner).
 local function audit(ids, event, ...)
-  if audit_length == '0' then return end
-  local max_entries = math.ceil(audit_length / 4)
+  if audit_length == 0 then return end
+  local max_entries = whole(math.max(0, math.ceil(audit_length / 4)))
   for first = 1, #ids, MAX_TOLD do
     redis.call('XADD', EVENTS, 'MAXLEN', '~', max_entries, '*',
       'g', table.concat(ids, ' ', first, math.min(first + MAX_TOLD - 1, #ids)), 'e', event, ...)

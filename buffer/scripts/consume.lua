@@ -15,8 +15,8 @@ end
 
 for i = 5, #ARGV do
   local id = ARGV[i]
-  local group = redis.call('HMGET', group_key(id), 'state', 'owner', 'min_version', 'trainable',
-    'versions', 'bytes', 'pushed_at')
+  local group = fields_of(id, 'state', 'owner', 'min_version', 'trainable', 'versions', 'bytes',
+    'pushed_at')
   if group[2] == owner and group[1] == 'consumed' then
     total = total + 1
   elseif group[2] == owner and group[1] == 'leased' then
@@ -24,10 +24,11 @@ for i = 5, #ARGV do
     steps[#steps + 1] = step
     steps[#steps + 1] = id
     redis.call('HSET', group_key(id), 'state', 'consumed', 'leases', 0) -- trained: it is no poison
-    local oldest, masked = oldest_trained(group[3], group[5], group[4], masked_below)
-    local age_ms, staleness = math.max(0, now_ms() - group[7]), version - oldest
-    trained, masked_out = trained + group[4] - masked, masked_out + masked
-    num_bytes, total_age_ms = num_bytes + group[6], total_age_ms + age_ms
+    local trainable = finite(group[4], 0)
+    local oldest, masked = oldest_trained(group[3] or ARGV[3], group[5], trainable, masked_below)
+    local age_ms, staleness = math.max(0, now_ms() - finite(group[7], now_ms())), version - oldest
+    trained, masked_out = trained + trainable - masked, masked_out + masked
+    num_bytes, total_age_ms = num_bytes + finite(group[6], 0), total_age_ms + age_ms
     by_staleness[staleness] = (by_staleness[staleness] or 0) + 1
     count('trained_age:' .. age_bucket(age_ms / 1000), 1)
     largest = math.max(largest or staleness, staleness)
@@ -44,7 +45,7 @@ if #ids > 0 then
   count('bytes_consumed', num_bytes)
   count('trained_age_ms', total_age_ms)
   for staleness, number in pairs(by_staleness) do count('trained_staleness:' .. whole(staleness), number) end
-  local before = tonumber(redis.call('HGET', STATS, 'max_staleness_trained'))
+  local before = finite(redis.call('HGET', STATS, 'max_staleness_trained'))
   if not before or largest > before then
     redis.call('HSET', STATS, 'max_staleness_trained', whole(largest))
   end

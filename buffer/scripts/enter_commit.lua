@@ -4,9 +4,9 @@
 -- Reply: {'entered'} | {'wait', last wake id, ms until the next place is over}
 local over = redis.call('ZRANGE', GATE, '-inf', whole(now_ms()), 'BYSCORE', 'LIMIT', '0', MAX_ITEMS)
 if over[1] then redis.call('ZREM', GATE, unpack(over)) end
-if not redis.call('ZSCORE', GATE, ARGV[1]) and redis.call('ZCARD', GATE) >= tonumber(ARGV[2]) then
+if not redis.call('ZSCORE', GATE, ARGV[1]) and redis.call('ZCARD', GATE) >= finite(ARGV[2], 1) then
   local first = redis.call('ZRANGE', GATE, '0', '0', 'WITHSCORES')
-  return {'wait', last_wake('gate'), math.max(1, first[2] - now_ms() + 1)}
+  return {'wait', last_wake('gate'), math.max(1, finite(first[2], LARGEST) - now_ms() + 1)}
 end
 redis.call('ZADD', GATE, whole(now_ms() + ARGV[3]), ARGV[1])
 return {'entered'}

@@ -2,7 +2,8 @@
 -- ARGV: group id, entry to read from, entries to look at.
 -- An entry tells of one group or of several, whose ids have spaces between them.
 -- Reply: {next entry to read from or '', {entry id, {name, value...}, ...}}
-local entries = redis.call('XRANGE', EVENTS, ARGV[2], '+', 'COUNT', ARGV[3])
+local limit = bound_of(ARGV[3])
+local entries = redis.call('XRANGE', EVENTS, ARGV[2], '+', 'COUNT', limit)
 local found, wanted_id = {}, ' ' .. ARGV[1] .. ' '
 for _, entry in ipairs(entries) do
   if string.find(' ' .. entry[2][2] .. ' ', wanted_id, 1, true) then
@@ -11,5 +12,5 @@ for _, entry in ipairs(entries) do
     found[#found + 1] = entry[2]
   end
 end
-local is_more = #entries == tonumber(ARGV[3])
+local is_more = #entries == limit
 return {is_more and '(' .. entries[#entries][1] or '', found}

@@ -6,8 +6,9 @@
 --      | {'again'} (more to tidy up than one call may) | {'done'} (the step is trained) | {'not_owner'}
 --      | {'conflict', version, groups, shares} (the step was leased with other arguments)
 local step, version, num_groups, num_shares = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
-local lease_ms, owner, bound = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[8])
+local lease_ms, owner, bound = tonumber(ARGV[5]), ARGV[6], bound_of(ARGV[8])
 
+if num_groups > MAX_BATCH then return redis.error_reply('ERR a batch has 65536 groups at most') end
 if ARGV[7] ~= '' and ARGV[7] ~= lineage then return {'not_owner'} end
 
 local function wait(number, blocking, blocking_version)
@@ -20,17 +21,15 @@ if expire_leases(bound) == bound then return {'again'} end
 
 -- The batch as it was formed. Shares are cut from all of it by a pure function at each rank, so that
 -- every rank cuts alike even if some groups were dropped before the last rank came.
-local batch = read_batch(step)
+local batch, ids, tokens = read_batch(step)
 if batch then
-  local ids = words(batch[5])
   local held, num_consumed, moved = held_by(batch[1], ids)
   if num_consumed > 0 or batch[8] then return {'done'} end
   if #held > 0 then
     if batch[2] ~= ARGV[2] or batch[3] ~= ARGV[3] or batch[4] ~= num_shares then
       return {'conflict', batch[2], batch[3], batch[4]}
     end
-    local deadline = redis.call('ZSCORE', LEASED, held[1])
-    return {'leased', batch[1], deadline, ids, words(batch[6]), held, batch[7], moved}
+    return {'leased', batch[1], deadline_of(held[1]), ids, tokens, held, batch[7], moved}
   end
   forget_batch(step) -- all of it was dropped or went back: form a new one
 end
@@ -40,12 +39,14 @@ if drop_stale_ready(version, bound) == bound then return {'again'} end
 local blocking, blocking_version = blocking_group(version)
 if blocking ~= '' then return wait(1, blocking, blocking_version) end
 if redis.call('ZCARD', READY) < num_groups then return wait(num_groups, '', 0) end
-if wanted ~= '0' then redis.call('HSET', SETTINGS, 'wanted', 0) end
+if wanted ~= 0 then redis.call('HSET', SETTINGS, 'wanted', 0) end
 
-local chosen, ids = choose(version, num_groups), {}
-for i = 1, #chosen, 2 do ids[#ids + 1] = chosen[i] end
-local deadline = whole(now_ms() + lease_ms)
-local tokens, moved = take(ids, owner, deadline, step)
+local chosen, candidates, fields = choose(version, num_groups), {}, nil
+for i = 1, #chosen, 2 do candidates[#candidates + 1] = chosen[i] end
+ids, fields = whole_groups(candidates)
+if #ids < num_groups then return {'again'} end -- what was damaged is out of the way now
+local deadline, moved = whole(now_ms() + lease_ms), nil
+tokens, moved = take(ids, fields, owner, deadline, step)
 write_batch(step, owner, ARGV[2], ARGV[3], num_shares, table.concat(ids, ' '),
   table.concat(tokens, ' '), mask_below(version))
 return {'leased', owner, deadline, ids, tokens, ids, mask_below(version), moved}

@@ -2,5 +2,5 @@
 -- ARGV: owner token, group ids...
 -- Reply: {{ids held}, number consumed by this owner, deadline ms, {id, versions...}}
 local held, num_consumed, moved = held_by(ARGV[1], {unpack(ARGV, 2)})
-local deadline = held[1] and redis.call('ZSCORE', LEASED, held[1]) or '0'
+local deadline = held[1] and deadline_of(held[1]) or '0'
 return {held, num_consumed, deadline, moved}

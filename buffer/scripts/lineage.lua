@@ -14,15 +14,16 @@ local MAX_GAPS = 32
 
 local function parse_gaps(text)
   local gaps = {}
-  for last, resume in string.gmatch(text, '(%S+):(%d+)') do
-    gaps[#gaps + 1] = {last = tonumber(last), resume = tonumber(resume)}
+  for last, resume in string.gmatch(text or damaged('settings.gaps'), '(%S+):(%S+)') do
+    gaps[#gaps + 1] = {last = finite(last), resume = finite(resume)}
+    if #gaps > MAX_GAPS or not (finite(last) and finite(resume)) then damaged('settings.gaps') end
   end
   return gaps
 end
 
 local function read_gaps()
   local held = redis.call('HMGET', SETTINGS, 'gaps', 'num_gaps')
-  return parse_gaps(held[1]), tonumber(held[2])
+  return parse_gaps(held[1]), finite(held[2]) or damaged('settings.num_gaps')
 end
 
 -- What is older than the last MAX_GAPS becomes one gap that ends all versions before it.
@@ -50,7 +51,7 @@ end
 local function renumber_all(versions, gaps, first)
   local parts, min_version, max_version = {}, nil, nil
   for version, tokens in string.gmatch(versions, '(%d+):(%d+)') do
-    local moved = renumber(tonumber(version), gaps, first)
+    local moved = renumber(finite(version, 0), gaps, first)
     if not moved then return nil end
     parts[#parts + 1] = whole(moved) .. ':' .. tokens
     min_version, max_version = min_version or moved, moved
@@ -59,14 +60,15 @@ local function renumber_all(versions, gaps, first)
 end
 
 -- Brings the numbers of a stored group up to date; the caller mends the set that is ordered by them.
--- Returns 'same', 'gone' if it holds a token of a version that is gone, or 'moved' and its oldest and
--- newest version.
+-- Returns 'same', 'gone' if it holds a token of a version that is gone, 'damaged' if its hash does not
+-- say, or 'moved' and its oldest and newest version.
 local function update_numbers(id, gaps, num_gaps)
   local name = group_key(id)
-  local group = redis.call('HMGET', name, 'gaps', 'versions', 'min_version', 'trainable')
-  local known = tonumber(group[1] or 0)
+  local group = fields_of(id, 'gaps', 'versions', 'min_version', 'trainable')
+  local known = finite(group[1], 0)
   if known == num_gaps then return 'same' end
-  local before = group[2] or group[3] .. ':' .. group[4]
+  local before = group[2] or (group[3] or '') .. ':' .. (group[4] or '')
+  if not string.find(before, '^%d+:%d+') then return 'damaged' end
   local first = math.max(1, known - (num_gaps - #gaps) + 1)
   local versions, min_version, max_version = renumber_all(before, gaps, first)
   if not versions then return 'gone' end

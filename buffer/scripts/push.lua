@@ -4,11 +4,12 @@
 -- Reply: for each group {'stored'} | {'duplicate'} | {'stale'} | {'abandoned_lineage'}
 --      | {'missing'} (the payload is gone: send it again) | {'again'} (more to evict)
 --      | {'full' or 'too_large', last wake id, groups, bytes, capacity in groups, in bytes, on_full}
-local bound, num_evicted = tonumber(ARGV[1]), 0
+local bound, num_evicted = bound_of(ARGV[1]), 0
 local rules = redis.call('HMGET', SETTINGS, 'sequence', 'gaps', 'num_gaps', 'capacity_groups',
   'capacity_bytes', 'on_full')
-local sequence, gaps = tonumber(rules[1] or 0), rules[2] ~= '' and parse_gaps(rules[2])
-local max_groups, max_bytes = tonumber(rules[4]) or math.huge, tonumber(rules[5]) or math.huge
+local sequence, gaps = finite(rules[1], 0), rules[2] ~= '' and parse_gaps(rules[2])
+if gaps and not gaps[1] then damaged('settings.gaps') end
+local max_groups, max_bytes = finite(rules[4], math.huge), finite(rules[5], math.huge)
 local pushed_at, replies, arrived, num_stored = whole(now_ms()), {}, {}, 0
 
 -- What all groups of the call need is gathered and written once.
@@ -24,7 +25,7 @@ end
 local groups_before, bytes_before
 if max_groups < math.huge or max_bytes < math.huge then
   local held = redis.call('HMGET', STATS, 'bytes', 'bytes_consumed', 'bytes_quarantined')
-  bytes_before = (held[1] or 0) - (held[2] or 0) - (held[3] or 0)
+  bytes_before = finite(held[1], 0) - finite(held[2], 0) - finite(held[3], 0)
   groups_before = redis.call('ZCARD', READY) + redis.call('ZCARD', LEASED)
 end
 local function used_groups() return groups_before + num_stored - num_evicted end
@@ -50,7 +51,7 @@ local function commit(id, min_text, max_text, before, tokens, trainable, bytes, 
   local min_version, max_version, versions = tonumber(min_text), tonumber(max_text), before
   local num_bytes, name, payload = tonumber(bytes), group_key(id), payload_keys(id, num_chunks)
 
-  local state = redis.call('HGET', name, 'state')
+  local state = fields_of(id, 'state')[1]
   if state then
     -- The retry's SET NX did nothing for a living group; for a buried one it made a new orphan.
     if is_buried(state) then unlink(payload) end
@@ -80,7 +81,9 @@ local function commit(id, min_text, max_text, before, tokens, trainable, bytes, 
 
   local function full(word)
     unlink(payload)
-    return {word, last_wake('room'), used_groups(), used_bytes(), rules[4], rules[5], rules[6]}
+    local function limit(number) return number < math.huge and whole(number) or '' end
+    return {word, last_wake('room'), used_groups(), used_bytes(), limit(max_groups), limit(max_bytes),
+      rules[6] or 'block'}
   end
 
   if gaps and min_version < gaps[#gaps].resume then

@@ -1,7 +1,7 @@
 -- A worker began anew: the groups that it ran before end, and their prompts run again.
 -- ARGV: what the ids of its groups begin with (no pattern), cursor, about how many to look at.
 -- Reply: {next cursor ('0': all were looked at), how many ended}
-local reply = redis.call('ZSCAN', RUNNING, ARGV[2], 'MATCH', ARGV[1] .. '*', 'COUNT', ARGV[3])
+local reply = redis.call('ZSCAN', RUNNING, ARGV[2], 'MATCH', ARGV[1] .. '*', 'COUNT', bound_of(ARGV[3]))
 local ids, seen = {}, {}
 for i = 1, #reply[2], 2 do
   local id = reply[2][i]

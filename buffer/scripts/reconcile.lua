@@ -1,34 +1,35 @@
 -- Sorts what is in hand after reconcile_begin: one bounded part a call, until nothing is left.
 -- ARGV: lineage, bound of work.
 -- Reply: {'not_owner'} | {1 if there is more, acked, requeued, dropped, quarantined} (totals so far)
-local progress, bound = key('reconcile'), ARGV[2]
+local progress, bound = key('reconcile'), bound_of(ARGV[2])
 if ARGV[1] ~= lineage then return {'not_owner'} end
 
 local function reply(is_more)
   local totals = redis.call('HMGET', progress, 'acked', 'requeued', 'dropped', 'quarantined')
-  return {is_more, tonumber(totals[1] or 0), tonumber(totals[2] or 0), tonumber(totals[3] or 0),
-    tonumber(totals[4] or 0)}
+  return {is_more, finite(totals[1], 0), finite(totals[2], 0), finite(totals[3], 0), finite(totals[4], 0)}
 end
 local function tally(name, amount)
-  if amount > 0 then redis.call('HINCRBY', progress, name, amount) end
+  if amount > 0 then
+    local before = finite(redis.call('HGET', progress, name), 0)
+    redis.call('HSET', progress, name, whole(before + amount))
+  end
 end
 if not is_reconciling then return reply(0) end
-local step = redis.call('HGET', progress, 'step')
+local step = finite(redis.call('HGET', progress, 'step')) or damaged('reconcile.step')
 
 -- 1. Consumed: in the checkpoint, or to be trained again.
 local consumed = redis.call('ZRANGE', CONSUMED, '0', bound - 1, 'WITHSCORES')
 for i = 1, #consumed, 2 do
   local id = consumed[i]
   redis.call('ZREM', CONSUMED, id)
-  if tonumber(consumed[i + 1]) <= tonumber(step) then
+  if tonumber(consumed[i + 1]) <= step then
     count('bytes_consumed', -(bury({id}, 'acked')))
     count('acked', 1)
     tally('acked', 1)
     audit({id}, 'acked', 's', consumed[i + 1])
   else
-    count('bytes_consumed', -redis.call('HGET', group_key(id), 'bytes'))
-    to_ready(id, 'reconciled')
-    tally('requeued', 1)
+    count('bytes_consumed', -finite(fields_of(id, 'bytes')[1], 0))
+    tally(to_ready(id, 'reconciled') and 'requeued' or 'quarantined', 1)
   end
 end
 if #consumed > 0 then return reply(1) end
@@ -57,8 +58,12 @@ for i = 1, #ready, 2 do
     leave_ready({id})
     drop({id}, 'lineage')
     tally('dropped', 1)
+  elseif change == 'damaged' then
+    leave_ready({id})
+    set_aside(id)
+    tally('quarantined', 1)
   elseif change == 'moved' then
-    local seq = ready[i + 1] % SEQ_RANGE
+    local seq = finite(ready[i + 1], 0) % SEQ_RANGE
     redis.call('ZADD', READY, whole(gate_of(min_version, max_version) * SEQ_RANGE + seq), id)
   end
   below = '(' .. ready[i + 1]

@@ -4,12 +4,13 @@ if ARGV[1] ~= lineage then return 0 end
 local total = 0
 for i = 2, #ARGV do
   local id = ARGV[i]
-  local state = redis.call('HGET', group_key(id), 'state')
+  local state = fields_of(id, 'state')[1]
   if not state then
     -- The server lost it, and its producer may push it again: it must not be trained twice.
     leave_tombstones({id}, 'acked')
   elseif not is_buried(state) then
-    if state == 'ready' then leave_ready({id}) else redis.call('ZREM', key(state), id) end
+    if state == 'ready' then leave_ready({id})
+    elseif sets_of_groups[state] then redis.call('ZREM', sets_of_groups[state], id) end
     local num_bytes = bury({id}, 'acked')
     if state == 'consumed' or state == 'quarantined' then count('bytes_' .. state, -num_bytes) end
     count('acked', 1)
@@ -18,7 +19,8 @@ for i = 2, #ARGV do
   end
 end
 if total > 0 then
-  redis.call('HINCRBY', key('reconcile'), 'acked', total)
+  local before = finite(redis.call('HGET', key('reconcile'), 'acked'), 0)
+  redis.call('HSET', key('reconcile'), 'acked', whole(before + total))
   wake('room')
 end
 return 1

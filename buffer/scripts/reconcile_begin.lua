@@ -24,9 +24,9 @@ if resume > last then
   if on_stale == 'wait' then
     -- What still runs keeps its distance, or a lease would wait for it as if it were too old. What
     -- began at a version that is gone will be dropped: no lease waits for that.
-    local running = redis.call('ZRANGE', RUNNING, 0, -1, 'WITHSCORES')
+    local running = redis.call('ZRANGE', RUNNING, 0, MAX_BATCH, 'WITHSCORES')
     for i = 1, #running, 2 do
-      local moved = renumber(tonumber(running[i + 1]), gaps, #gaps) or resume
+      local moved = renumber(finite(running[i + 1], 0), gaps, #gaps) or resume
       redis.call('ZADD', RUNNING, whole(moved), running[i])
     end
   end

@@ -3,8 +3,8 @@
 local capacity = redis.call('HMGET', SETTINGS, 'capacity_groups', 'capacity_bytes', 'on_full')
 local held = redis.call('HMGET', STATS, 'bytes', 'bytes_consumed', 'bytes_quarantined')
 local num_groups = redis.call('ZCARD', READY) + redis.call('ZCARD', LEASED)
-local used = (held[1] or 0) - (held[2] or 0) - (held[3] or 0)
-local max_groups, max_bytes = tonumber(capacity[1]) or math.huge, tonumber(capacity[2]) or math.huge
+local used = finite(held[1], 0) - finite(held[2], 0) - finite(held[3], 0)
+local max_groups, max_bytes = finite(capacity[1], math.huge), finite(capacity[2], math.huge)
 local has_room = num_groups + 1 <= max_groups and used + ARGV[1] <= max_bytes
 if not has_room and capacity[3] == 'drop_stalest' then
   has_room = fits_beside_leased(tonumber(ARGV[1]), max_groups, max_bytes)

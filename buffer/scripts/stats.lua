@@ -1,17 +1,23 @@
 -- One consistent picture of the buffer, for people and for the law of conservation.
 -- Reply: {running, ready, leased, consumed, quarantined, waiting retries, {settings}, {stats},
---         {engine versions}, {gate version, number of ready groups, ...}, ms since the push of the
+--         {engine versions}, {gate version, number of ready groups, ...} (the first 1000), ms since the push of the
 --         stalest ready group or -1, number of prompts in quarantine}
-local by_version, first = {}, redis.call('ZRANGE', READY, 0, 0, 'WITHSCORES')
-local pushed_at = first[1] and redis.call('HGET', group_key(first[1]), 'pushed_at')
+local by_version, from = {}, '0'
+local first = redis.call('ZRANGE', READY, 0, 0)
+-- Not the library's fields_of: whoever may only look may not mend.
+local stalest = first[1] and redis.pcall('HMGET', group_key(first[1]), 'pushed_at')
+local pushed_at = stalest and finite(stalest[1])
 local age_ms = pushed_at and math.max(0, now_ms() - pushed_at) or -1
-while first[2] do
+for _ = 1, MAX_ITEMS do
   -- From one version straight to the next that has groups: as many rounds as there are versions.
-  local version = math.floor(first[2] / SEQ_RANGE)
+  -- Scores that no version has are left out: to count on from there leads nowhere.
+  local found = redis.call('ZRANGE', READY, from, whole(LARGEST), 'BYSCORE', 'LIMIT', '0', '1', 'WITHSCORES')
+  if not found[2] then break end
+  local version = math.floor(found[2] / SEQ_RANGE)
   local after = whole((version + 1) * SEQ_RANGE)
   by_version[#by_version + 1] = version
   by_version[#by_version + 1] = redis.call('ZCOUNT', READY, whole(version * SEQ_RANGE), '(' .. after)
-  first = redis.call('ZRANGE', READY, after, '+inf', 'BYSCORE', 'LIMIT', '0', '1', 'WITHSCORES')
+  from = after
 end
 return {
   redis.call('ZCARD', RUNNING), redis.call('ZCARD', READY), redis.call('ZCARD', LEASED),

@@ -1,6 +1,6 @@
 -- Tidies up: expired credits end, expired leases go back to ready, then stale ready groups are dropped.
 -- ARGV: bound of work.   Reply: {expired, dropped, credits}; one at the bound means there may be more.
-local bound = tonumber(ARGV[1])
+local bound = bound_of(ARGV[1])
 local lost = redis.call('ZRANGE', CREDITS, '-inf', whole(now_ms()), 'BYSCORE', 'LIMIT', '0', bound)
 if #lost > 0 then
   call_many('ZREM', CREDITS, lost)

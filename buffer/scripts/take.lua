@@ -9,16 +9,19 @@ for i = 5, #ARGV do
   if score and tonumber(score) >= cutoff then ids[#ids + 1] = ARGV[i] end
 end
 local deadline = whole(now_ms() + tonumber(ARGV[3]))
-if #ids > 0 then take(ids, owner, deadline, ARGV[4]) end
+if #ids > 0 then
+  local groups, fields = whole_groups(ids)
+  if #groups > 0 then take(groups, fields, owner, deadline, ARGV[4]) end
+end
 local tokens, moved = {}, {}
 ids = {}
 for i = 5, #ARGV do
-  local group = redis.call('HMGET', group_key(ARGV[i]), 'state', 'owner', 'tokens', 'moved', 'versions')
+  local group = fields_of(ARGV[i], 'state', 'owner', 'tokens', 'moved', 'versions')
   if group[1] == 'leased' and group[2] == owner then
-    ids[#ids + 1], tokens[#tokens + 1] = ARGV[i], group[3]
+    ids[#ids + 1], tokens[#tokens + 1] = ARGV[i], whole(finite(group[3], 0))
     if group[4] then
       moved[#moved + 1] = ARGV[i]
-      moved[#moved + 1] = group[5]
+      moved[#moved + 1] = group[5] or ''
     end
   end
 end

@@ -7,10 +7,13 @@ local fresh, deadlines, stale = {}, {}, {}
 
 for i = 5, is_reconciling and 0 or #ARGV do
   local id = ARGV[i]
-  local group = redis.call('HMGET', group_key(id), 'state', 'owner', 'min_version', 'max_version',
-    'versions')
+  local group = fields_of(id, 'state', 'owner', 'min_version', 'max_version', 'versions')
   if group[1] == 'leased' and group[2] == owner then
-    if gate_of(group[3], group[4]) < oldest then
+    local gate = gate_of(group[3], group[4])
+    if not gate then
+      redis.call('ZREM', LEASED, id)
+      set_aside(id)
+    elseif gate < oldest then
       stale[#stale + 1] = id
     elseif oldest_trained(group[3], group[5], 0, masked_below) < oldest then
       -- More of it must be masked now than the trainer has masked.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -24,7 +25,7 @@ from configs.schema import BufferConfig
 
 HOST, RUN = "127.0.0.1", "acl"
 FOLDER = Path(__file__).parents[2] / "deploy" / "redis"
-CONNECT = ["ping", "info", "client|setinfo", "cluster|slots", "script|load", "evalsha"]
+CONNECT = ["ping", "info", "client|setinfo", "cluster|slots", "evalsha"]
 ROLLOUT_SCRIPTS = [
     "admit",
     "renew_credits",
@@ -74,6 +75,7 @@ ALL_SCRIPTS = sorted(
     - {"common", "groups", "lineage", "batches"}  # preludes
 )
 # What the clients send themselves, besides scripts.
+LOADS = {"controller": ["script|load"]}
 SENT = {
     "rollout": ["get", "hget", "hgetall", "hset", "set", "wait", "waitaof", "xread", "xrevrange"],
     "trainer": ["get", "hget", "hgetall", "hset", "set", "xread", "xrevrange"],
@@ -111,7 +113,7 @@ def _granted(role: str) -> set[str]:
 def test_a_role_is_granted_just_what_its_code_uses(role: str) -> None:
     call = re.compile(r"(?:redis\.p?call|call_many)\(\s*'([A-Z]+)'")
     used = {name.lower() for script in SCRIPTS[role] for name in call.findall(source(script))}
-    assert _granted(role) == used | set(SENT[role]) | set(CONNECT)
+    assert _granted(role) == used | set(SENT[role]) | set(CONNECT) | set(LOADS.get(role, ()))
 
 
 @pytest.fixture
@@ -309,16 +311,71 @@ async def test_no_role_may_touch_the_server_or_other_keys(urls: dict[str, str], 
         ("GET", "leash:no-tag"),
         ("HGETALL", "{other:run}:settings"),
         ("PUBLISH", "channel", "message"),
+        ("EVAL", "while true do end", "0"),
+        ("FUNCTION", "LOAD", "#!lua name=evil"),
     ):
         with pytest.raises(NotAllowedError):
             await redis.execute_command(*command)
-    digest = await redis.script_load("return redis.call('DBSIZE')")
-    with pytest.raises(NotAllowedError):
-        await redis.evalsha(digest, 1, "{leash:acl}")
-    steal = await redis.script_load("return redis.call('GET', 'somebody-elses')")
-    with pytest.raises(NotAllowedError):
-        await redis.evalsha(steal, 1, "{leash:acl}")
+    for text in ("return redis.call('DBSIZE')", "return redis.call('GET', 'somebody-elses')"):
+        if role != "controller":
+            with pytest.raises(NotAllowedError):  # a loop without end stops the server for all
+                await redis.script_load(text)
+            continue
+        with pytest.raises(NotAllowedError):
+            await redis.evalsha(await redis.script_load(text), 1, "{leash:acl}")
     await redis.aclose()
+
+
+async def test_a_role_that_may_load_no_scripts_waits_for_the_controller(
+    urls: dict[str, str],
+) -> None:
+    controller = ReplayBuffer(await connect(urls["controller"]), RUN, lease_timeout_s=60)
+    watcher = ReplayBuffer(await connect(urls["watcher"], try_for_s=20), RUN, lease_timeout_s=60)
+    await controller.open(BufferConfig(), 4)
+    assert (await watcher.stats()).ready == 0
+    with BlockingRedis.from_url(urls["admin"]) as admin:
+        admin.script_flush()  # as a server that was started again
+    waits = asyncio.create_task(watcher.stats())
+    await asyncio.sleep(0)
+    await controller.sweep()  # as the controller does all the time
+    assert (await waits).ready == 0
+    late = ReplayBuffer(await connect(urls["rollout"], try_for_s=0), RUN, lease_timeout_s=60)
+    with BlockingRedis.from_url(urls["admin"]) as admin:
+        admin.script_flush()
+    with pytest.raises(NotAllowedError, match="the controller of run 'acl'"):
+        await late.admit("group", 1)
+    for buffer in (controller, watcher, late):
+        await buffer.close()
+
+
+async def test_users_of_a_team_see_no_run_of_another(urls: dict[str, str]) -> None:
+    made = subprocess.run(
+        [FOLDER / "make-users.sh", "--team", "night", *_for_its_version()],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    where = urls["admin"].rpartition("@")[2]
+    with BlockingRedis.from_url(urls["admin"]) as admin:
+        for line in made.stdout.splitlines():
+            admin.execute_command("ACL", "SETUSER", *line.split()[1:])
+    passwords = dict(line.split() for line in made.stderr.splitlines())
+    assert sorted(passwords) == [f"night-{role}" for role in sorted([*SCRIPTS, "watcher"])]
+    for user, password in passwords.items():
+        redis: Redis = await connect(f"redis://{user}:{password}@{where}")
+        await redis.hgetall("{leash:night-1}:settings")
+        for foreign in (
+            "{leash:day-1}:settings",
+            "{leash:nightly-1}:settings",
+            "{leash:night}:settings",
+        ):
+            with pytest.raises(NotAllowedError):
+                await redis.hgetall(foreign)
+        await redis.aclose()
+    refused = subprocess.run(
+        [FOLDER / "make-users.sh", "--team", "a-b"], capture_output=True, text=True
+    )
+    assert refused.returncode == 2 and "--team a-b" in refused.stderr
 
 
 async def test_the_watcher_changes_nothing(
