@@ -1,6 +1,7 @@
 # Every target makes its own set-up. `make help` lists them.
 # Those on a run take RUN=name (default: the newest) and DIR=folder (default: runs); those on its buffer
-# also URL=redis://..., where the run's folder does not tell (any more) where that is.
+# also URL=redis://user@host:port/0, where the run's folder does not tell (any more) where that is. A password
+# comes from LEASH_REDIS_PASSWORD in the environment: a command line is seen by everybody.
 EXPERIMENT ?=
 ARGS ?=
 RAY_ADDRESS ?=

@@ -187,7 +187,9 @@ def to_yaml(config: Config) -> str:
 
 
 def _without_password(url: str) -> str:
-    return re.sub(r"(//[^:@/]*):[^@/]*@", r"\1:***@", url)
+    """Also of one that holds a slash or an @ itself."""
+    url = re.sub(r"(//[^:@/]*):.*@", r"\1:***@", url)
+    return re.sub(r"([?&]password=)[^&]*", r"\1***", url)
 
 
 def read_config(path: Path) -> Config:
@@ -303,6 +305,9 @@ def _explain(error: OmegaConfBaseException, composed: DictConfig) -> str:
 
 def _anchor_paths(config: Config) -> None:
     config.run.dir = str(Path(config.run.dir).expanduser().absolute())
+    if config.buffer.password_file is not None:
+        file = Path(config.buffer.password_file).expanduser().absolute()
+        config.buffer.password_file = str(file)
     if config.task.path is not None:
         config.task.path = str(Path(config.task.path).expanduser().absolute())
     if config.task.eval_path is not None:

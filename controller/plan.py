@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from buffer.address import address
 from buffer.admission import admission_limit
 from configs.choices import Backend, Dtype
 from configs.schema import Config
@@ -238,7 +239,7 @@ def _weights_sentence(config: Config, model: ModelSize, uses_gpu: bool) -> str:
 
 def _redis_sentence(config: Config) -> str:
     if config.buffer.url is not None:
-        return f"yours (buffer.url), at {config.buffer.url.split('@')[-1].split('://')[-1]}"
+        return f"yours (buffer.url), at {address(config.buffer.url)}"
     here = "127.0.0.1" if config.cluster.ray_address is None else "the address that Ray knows"
     host = config.cluster.host or here
     return f"started for this run on {host}, with a password, data in its folder"

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from buffer.address import with_password
 from buffer.server import EmbeddedServer
 from configs.environment import LOG_DIR_VARIABLE, RUN_VARIABLE
 from configs.load import to_yaml
@@ -183,7 +184,10 @@ class Run:
                     self._dir.log_of("redis"),
                 )
                 cleanup.callback(self._server.stop, self._config.cluster.stop_timeout_s)
-            self._redis_url = buffer.url or self._server_url()
+            if buffer.url is None:
+                self._redis_url = self._server_url()
+            else:
+                self._redis_url = with_password(buffer.url, buffer.password_file)
             asyncio.run(self._open_buffer())
             self._dir.write_redis_url(self._redis_url)
             step.say("the server of buffer.url" if self._server is None else "started here")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -106,4 +107,10 @@ def _bottleneck(records: list[Record]) -> str | None:
 
 def _hint(run_dir: RunDir) -> str:
     ready = Keys(run_dir.name)("ready")
-    return f"From outside: redis-cli -u \"$(cat {run_dir.path}/redis.url)\" ZCARD '{ready}'"
+    url = urlsplit(run_dir.read_redis_url() or "")
+    # Not in an argument, which `ps` shows to everybody.
+    password = f'REDISCLI_AUTH="$(sed -E "s,.*:(.*)@.*,\\1," {run_dir.path}/redis.url)"'
+    return (
+        f"From outside: {password} redis-cli --user {url.username or 'default'} -h {url.hostname} "
+        f"-p {url.port or 6379} ZCARD '{ready}'"
+    )

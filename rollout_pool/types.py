@@ -20,7 +20,8 @@ class RolloutSpec:
     model_path: str
     """Hugging Face name or folder: the tokenizer, the architecture and the first weights."""
     trust_remote_code: bool
-    redis_url: str
+    redis_url: str = field(repr=False)
+    """With its password, so that no log shows it."""
     run: str
     run_dir: str
     host: str

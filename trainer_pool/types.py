@@ -20,7 +20,8 @@ class TrainerSpec:
     model_path: str
     """Hugging Face name or folder of the policy that the run starts with."""
     trust_remote_code: bool
-    redis_url: str
+    redis_url: str = field(repr=False)
+    """With its password, so that no log shows it."""
     run: str
     run_dir: str
     seed: int

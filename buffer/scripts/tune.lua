@@ -1,7 +1,7 @@
 -- Changes max_staleness while the run goes on. Lower bites at the next sweep or lease, higher at once.
 -- ARGV: value.   Reply: 1
-local before = tonumber(redis.call('HGET', SETTINGS, 'max_staleness')) or 0
-local largest = tonumber(redis.call('HGET', STATS, 'max_staleness_largest')) or 0
+local before = finite(redis.call('HGET', SETTINGS, 'max_staleness'), 0)
+local largest = finite(redis.call('HGET', STATS, 'max_staleness_largest'), 0)
 redis.call('HSET', STATS, 'max_staleness_largest', whole(math.max(before, largest, tonumber(ARGV[1]))))
 redis.call('HSET', SETTINGS, 'max_staleness', ARGV[1])
 wake('room')

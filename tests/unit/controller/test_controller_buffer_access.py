@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from controller_samples import fill
 
-from buffer.connection import address, connect
+from buffer.address import address, with_password
+from buffer.connection import connect
 from configs.load import load_config, to_yaml
 from controller.main import EXIT_BAD_INPUT, EXIT_FAILED, main
+from controller.plan import make_plan
 from controller.run_dir import RunDir
 
 READS = (
@@ -64,7 +71,69 @@ def test_a_password_that_the_folder_does_not_keep_is_asked_for(
     (live_run.path / "config.yaml").write_text(to_yaml(config))
     assert main(["depth", "--dir", str(live_run.path.parent)]) == EXIT_BAD_INPUT
     error = told_by(capsys)
-    assert "give the whole URL with --url" in error and "secret" not in error
+    assert "set LEASH_REDIS_PASSWORD" in error and "secret" not in error
+
+
+def in_a_process_of_its_own(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_password_comes_from_the_environment_and_is_inherited_by_no_process() -> None:
+    show = "import os; from buffer.address import with_password as w; print({}, {})"
+    left = "os.environ.get('LEASH_REDIS_PASSWORD')"
+    for url, full in (
+        ("redis://h:1/0", "redis://:p%40%2F%3Aw@h:1/0"),
+        ("rediss://me@h/0?ssl_certfile=F", "rediss://me:p%40%2F%3Aw@h/0?ssl_certfile=F"),
+        ("redis://me:***@h:1", "redis://me:p%40%2F%3Aw@h:1"),
+        ("unix:///run/redis.sock", "unix://:p%40%2F%3Aw@/run/redis.sock"),
+        ("redis://me:own@h:1", "redis://me:own@h:1"),
+    ):
+        code = show.format(f"w({url!r})", left)
+        assert in_a_process_of_its_own(code, LEASH_REDIS_PASSWORD="p@/:w") == f"{full} None"
+
+
+def test_a_password_comes_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("of the file\n")
+    assert with_password("redis://me@h:1", str(file)) == "redis://me:of%20the%20file@h:1"
+    with pytest.raises(ValueError, match="leave it out of the URL"):
+        with_password("redis://me:own@h:1", str(file))
+    for problem in ("cannot be read", "is empty"):
+        file.unlink() if problem == "cannot be read" else file.write_text("\n")
+        with pytest.raises(ValueError, match=problem):
+            with_password("redis://h:1", str(file))
+
+
+def test_a_command_uses_the_password_of_the_file_that_the_run_names(
+    live_run: RunDir, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(fill(redis_url, live_run.name, pushed=1))
+    end(live_run)
+    file = tmp_path / "password"
+    file.write_text(str(urlsplit(redis_url).password))
+    settings = [f"buffer.url=redis://{address(redis_url)}/0", f"buffer.password_file={file}"]
+    (live_run.path / "config.yaml").write_text(to_yaml(load_config(settings)))
+    command = ["depth", "--dir", str(live_run.path.parent)]
+    assert main(command) == 0
+    assert main([*command, "--url", f"redis://{address(redis_url)}/0"]) == 0
+    assert capsys.readouterr().out.count("ready 1") == 2
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://me:secret@h:1/0", "redis://me:a/b@secret@h:1/0", "redis://h/0?password=secret"]
+)
+def test_no_password_of_the_url_is_written_down(url: str) -> None:
+    config = load_config([f"buffer.url='{url}'"])
+    assert "secret" not in to_yaml(config)
+    plan = make_plan(config, 0, 4)
+    assert "secret" not in repr(plan)
 
 
 def test_a_server_that_does_not_know_the_run_is_told(

@@ -82,7 +82,7 @@ def test_a_run_that_goes_on_is_shown_live(run_dir: RunDir, server: EmbeddedServe
     assert "step 10 of 600" in text
     assert "1 running" in text
     assert "1 of 48 groups" in text
-    assert "redis-cli -u" in text
+    assert "REDISCLI_AUTH=" in text and "redis-cli -u" not in text
     assert server.url not in text, "the password stays in its file"
 
 
