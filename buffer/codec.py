@@ -39,9 +39,10 @@ from buffer.types import FloatArray, IntArray, Trajectory, TrajectoryGroup
 MAGIC = b"LSHG"
 FORMAT_VERSION = 3
 MAX_BODY_BYTES = 2**32
-MAX_COMPRESSION = 1024
-"""A body that claims to be more than this many times as long as its frame is refused as a bomb. It
-is never written either: what shrinks that well is sent as it is."""
+MAX_COMPRESSION = 16
+"""A body that claims to be more than this many times as long as its frame is refused as a bomb,
+before any memory is taken for it. It is never written either: what shrinks that well is sent as it
+is. Groups of real tokens shrink to two thirds."""
 
 _COMPRESSED = 1
 _HEADER = struct.Struct("<4sHHII")

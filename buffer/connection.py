@@ -191,7 +191,10 @@ def _refusal(where: str, error: exceptions.RedisError) -> str:
             "name a file that holds it in buffer.password_file"
         )
     if isinstance(error, exceptions.AuthenticationError) or "without any password" in text:
-        return f"Redis at {where} refuses the user in buffer.url or the password: correct them"
+        return (
+            f"Redis at {where} refuses the user or password: correct the one in buffer.url, the "
+            f"other in {PASSWORD_VARIABLE} or buffer.password_file"
+        )
     if isinstance(error, exceptions.NoPermissionError):
         return f"Redis at {where}: the user in buffer.url may not run PING and INFO: allow them"
     return f"Redis at {where} answered an error: {error}"

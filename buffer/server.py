@@ -25,6 +25,7 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from buffer.connection import MIN_VERSION
+from configs.printable import printable
 from configs.schema import BufferConfig
 
 _NAMES = ("redis-server", "valkey-server")
@@ -368,4 +369,4 @@ def _tail(log_path: Path) -> str:
     if not log_path.exists():
         return "(no log)"
     lines = log_path.read_text(errors="replace").splitlines()
-    return "\n".join(lines[-_LOG_TAIL_LINES:]) or "(empty log)"
+    return printable("\n".join(lines[-_LOG_TAIL_LINES:])) or "(empty log)"

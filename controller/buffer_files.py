@@ -9,6 +9,7 @@ from pathlib import Path
 
 from buffer.connection import connect
 from buffer.dump import DumpReport, LoadReport, dump_buffer, load_buffer, read_header
+from configs.printable import printable
 from controller.buffer_access import ANSWER_TIMEOUT_S, BufferAddress, buffer_address, opened
 from controller.run_dir import RunDir
 from controller.units import format_bytes
@@ -50,7 +51,7 @@ def load_from_file(run_dir: RunDir, file: Path, url: str | None = None) -> None:
     if report.skipped:
         print(f"left out for their state: {_counted(report.skipped)}")
     for group_id, problem in list(report.unreadable.items())[:MAX_TOLD]:
-        print(f"cannot be read: {group_id}: {problem}")
+        print(printable(f"cannot be read: {group_id}: {problem}"))
     if len(report.unreadable) > MAX_TOLD:
         print(f"cannot be read: {len(report.unreadable) - MAX_TOLD} more")
     if not is_durable:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from configs.printable import printable
 from controller.signals import (
     EXIT_FAILED,
     EXIT_STOPPED,
@@ -76,10 +77,11 @@ def _telling(what: Callable[[], int]) -> int:
         print("leash: stopped", file=sys.stderr)
         return EXIT_STOPPED
     except ValueError as error:  # bad input of any kind, named by whoever looked at it
-        print(f"leash: {error}", file=sys.stderr)
+        print(f"leash: {printable(str(error))}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except (RuntimeError, TimeoutError, OSError) as error:
-        print(f"leash: {error}", file=sys.stderr)
+        # It may end with a worker's last lines, and these with a model's words.
+        print(f"leash: {printable(str(error))}", file=sys.stderr)
         return EXIT_FAILED
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from buffer.stats import BufferStats
+from configs.printable import printable
 from controller.bottleneck import MUCH, bottleneck_sentence
 from controller.remarks import buffer_remarks, engine_remarks, eval_failed_words
 from controller.rollout_counts import panel_line
@@ -77,7 +78,7 @@ class Panel:
 
     def say(self, text: str) -> None:
         """A line that stays, above the panel."""
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def stop(self) -> None:
         """Leave the last picture on the screen and give the terminal back."""
@@ -120,14 +121,15 @@ def render(view: RunView, hint: str = "Ctrl-C stops everything") -> RenderableTy
             parts.append(Text.assemble(("Rollouts", "bold cyan"), f"  {counted}"))
         remarks = buffer_remarks(view.stats)
         remarks += engine_remarks(view.stats, view.weights.lost_engines)
-        parts += [Text(remark, style="yellow") for remark in remarks]
+        parts += [Text(printable(remark), style="yellow") for remark in remarks]
     parts += [Text(alarm.sentence, style="bold red") for alarm in view.alarms]
     if view.eval_failure is not None:
-        parts.append(Text(eval_failed_words(view.eval_failure), style="yellow"))
+        parts.append(Text(printable(eval_failed_words(view.eval_failure)), style="yellow"))
     parts.append(_bottleneck(view))
     if view.log_lines:
         parts.append("")
-        parts += [Text(x, style="dim", no_wrap=True, overflow="ellipsis") for x in view.log_lines]
+        lines = map(printable, view.log_lines)
+        parts += [Text(x, style="dim", no_wrap=True, overflow="ellipsis") for x in lines]
     return Frame(
         Group(*parts),
         title=Text.assemble((" leash  ", "bold"), (f"{view.run} ", "bold cyan")),

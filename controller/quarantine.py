@@ -8,9 +8,11 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from buffer.lease import QuarantinedGroup, QuarantinedPrompt
 from buffer.replay_buffer import ReplayBuffer
+from configs.printable import printable
 from controller.buffer_access import ask, buffer_address
 from controller.run_dir import RunDir, RunDirError
 from controller.units import format_count, format_duration
@@ -52,9 +54,9 @@ def _group_table(groups: Sequence[QuarantinedGroup]) -> Table:
     table = _table("group", "since", "reason", "leases", "tokens")
     for group in groups:
         table.add_row(
-            group.group_id,
+            _cell(group.group_id),
             _since(group.at),
-            group.reason,
+            _cell(group.reason),
             str(group.attempts),
             format_count(group.num_tokens),
         )
@@ -65,7 +67,7 @@ def _prompt_table(prompts: Sequence[QuarantinedPrompt]) -> Table:
     table = _table("prompt", "since", "reason", "times")
     for prompt in prompts:
         name = prompt_name(prompt.task, prompt.index)
-        table.add_row(name, _since(prompt.at), prompt.reason, str(prompt.times))
+        table.add_row(_cell(name), _since(prompt.at), _cell(prompt.reason), str(prompt.times))
     return table
 
 
@@ -74,6 +76,11 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
+
+
+def _cell(text: str) -> Text:
+    """As it is, for a name may look like markup."""
+    return Text(printable(text), overflow="fold")
 
 
 def _since(at: float) -> str:

@@ -26,6 +26,7 @@ from buffer.group_state import read_payload
 from buffer.keys import check_group_id
 from buffer.types import Trajectory, TrajectoryGroup
 from configs.load import read_config
+from configs.printable import printable
 from controller.buffer_access import answer, buffer_address
 from controller.run_dir import RunDir, RunDirError
 from rollout_pool.record import read_recorded
@@ -38,8 +39,6 @@ MARKS = (
     "⟦v7⟧ written by version 7 and trained   ⟦-⟧ not trained   "
     f"⟦-4.9⟧ log-probability of an unlikely token (below {UNLIKELY:.1f})"
 )
-VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
-"""Control characters that a model writes must not reach the terminal."""
 LONGEST_CHARACTER = 8
 """Tokens that may write one character together; more are broken bytes, and shown as such."""
 
@@ -66,6 +65,7 @@ def print_group(
     tokenizer = _tokenizer(run_dir)
     has_colours = console.is_terminal and not console.no_color
     for line in tell_group(group, where, tokenizer, has_colours=has_colours):
+        line.plain = printable(line.plain)
         console.print(line, soft_wrap=True, highlight=False)
 
 
@@ -121,7 +121,7 @@ def cut(trajectory: Trajectory, texts: Sequence[str]) -> list[Piece]:
     pieces: list[Piece] = []
     for text, version, is_trained, logprob in zip(texts, versions, mask, logprobs, strict=True):
         is_unlikely = is_trained and logprob < UNLIKELY
-        shown = text.translate(VISIBLE)
+        shown = printable(text)
         new = Piece(
             text=shown,
             version=version,

@@ -13,6 +13,7 @@ from rich.markdown import Markdown
 from buffer.keys import Keys
 from buffer.stats import BufferStats
 from configs.load import read_config
+from configs.printable import printable
 from controller.bottleneck import Waits, bottleneck_sentence, wait_shares
 from controller.buffer_access import BufferAddress, open_buffer, open_state
 from controller.learning import learning_alarms
@@ -80,14 +81,14 @@ def _print_history(run_dir: RunDir, console: Console) -> None:
     records = read_metrics(run_dir.metrics)
     summary = run_dir.path / "summary.md"
     if summary.exists():
-        console.print(Markdown(summary.read_text().partition("\n![")[0]))
+        console.print(Markdown(printable(summary.read_text()).partition("\n![")[0]))
     elif records:
         steps = [r for r in records if r.kind == "step"]
         console.print(f"It made {len(steps)} steps; what each process said is in {run_dir.logs}/.")
         for alarm in learning_alarms(steps):
             console.print(alarm.sentence, style="bold red", highlight=False, markup=False)
     if sentence := _bottleneck(records):
-        console.print(sentence, style="italic")
+        console.print(printable(sentence), style="italic", markup=False)
 
 
 def _bottleneck(records: list[Record]) -> str | None:

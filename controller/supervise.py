@@ -15,13 +15,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from configs.environment import LOG_DIR_VARIABLE, PROCESS_VARIABLE, RUN_VARIABLE
+from configs.printable import PrintableStream, printable
 from controller.ray_environment import OUTLAST_S
 from controller.run_dir import umask_like
 from controller.signals import StopRequest
@@ -51,6 +52,9 @@ def enter_process() -> None:
         stream.flush()
         os.dup2(log, stream.fileno())
     os.close(log)
+    # Messages quote what a model or its program wrote, and people read logs in terminals.
+    sys.stdout = cast("TextIO", PrintableStream(sys.stdout))
+    sys.stderr = cast("TextIO", PrintableStream(sys.stderr))
 
 
 def last_lines(log: Path, count: int = 15) -> str:
@@ -61,7 +65,7 @@ def last_lines(log: Path, count: int = 15) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError as error:
         return f"({log}: {error.strerror})"
-    return "\n".join(line[:400] for line in lines[-count:]) or f"({log} is empty)"
+    return "\n".join(printable(line[:400]) for line in lines[-count:]) or f"({log} is empty)"
 
 
 def failure(process: str, what: str, log: Path) -> RunFailed:

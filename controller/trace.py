@@ -21,6 +21,7 @@ from buffer.connection import connect
 from buffer.events import GroupEvent
 from buffer.group_state import read_group
 from buffer.keys import check_group_id
+from configs.printable import printable
 from controller.buffer_access import BufferAddress, answer, buffer_address, opened
 from controller.run_dir import RunDir, RunDirError
 from controller.units import format_duration
@@ -70,7 +71,7 @@ def print_trace(
     if not events:
         lines = [f"{group_id} of {run_dir.name}: {state}", f"{_why_no_events(address)}."]
     for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
 
 def _why_no_events(address: BufferAddress) -> str:

@@ -16,12 +16,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _STATE_FILE = "state.json"
 _LATEST_FILE = "latest"
 _NUM_KEPT = 2
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -51,6 +53,7 @@ class CheckpointStore:
     def begin(self, step: int) -> None:
         """Make an empty folder to write to; clears what an interrupted checkpoint left."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.chmod(self.folder.stat().st_mode & 0o777 & ~_WRITABLE_BY_OTHERS)
         for leftover in self.folder.glob(".writing-*"):
             shutil.rmtree(leftover)
         self.writing_folder(step).mkdir()
@@ -59,6 +62,7 @@ class CheckpointStore:
         """Make the written checkpoint durable and the latest; removes all but the newest two."""
         written = self.writing_folder(state.step)
         (written / _STATE_FILE).write_text(json.dumps(asdict(state), indent=1))
+        _close_to_others(written)
         _sync_tree(written)
         final = self.folder / f"step-{state.step:06d}"
         if final.exists():
@@ -73,12 +77,19 @@ class CheckpointStore:
     def latest(self) -> tuple[Path, TrainState] | None:
         """The newest whole checkpoint with its state; None if there never was one.
 
-        Raises ValueError if `latest` names a folder that is no checkpoint.
+        Raises ValueError if `latest` names a folder that is no checkpoint, or if anybody but this
+        user could have written to it: DeepSpeed unpickles what it loads, which runs any code that
+        is in there.
         """
         pointer = self.folder / _LATEST_FILE
         if not pointer.exists():
             return None
         folder = self.folder / pointer.read_text().strip()
+        if folder.parent != self.folder or folder.name in ("", ".", ".."):
+            raise ValueError(f"{pointer} names {folder}, which is no readable checkpoint in there")
+        for path in (self.folder, pointer):
+            _refuse_of_others(path)
+        refuse_foreign(folder)
         try:
             return folder, _read_state(folder / _STATE_FILE)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -90,6 +101,7 @@ class CheckpointStore:
     def _point_latest_to(self, name: str) -> None:
         draft = self.folder / f".{_LATEST_FILE}"
         draft.write_text(name + "\n")
+        draft.chmod(0o600)
         _sync(draft)
         draft.replace(self.folder / _LATEST_FILE)
         _sync(self.folder)
@@ -107,6 +119,36 @@ def _read_state(path: Path) -> TrainState:
         lineage=str(fields["lineage"]),
         consumed_group_ids=tuple(fields["consumed_group_ids"]),
     )
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raises ValueError unless only this user can have written the folder and all that is in it."""
+    for path in (folder, *folder.rglob("*")):
+        _refuse_of_others(path)
+
+
+def _refuse_of_others(path: Path) -> None:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return  # `latest` says so in its own words
+    if stat.S_ISLNK(status.st_mode):
+        why, fix = "is a symbolic link", "put the files themselves there"
+    elif status.st_uid != os.geteuid():
+        why, fix = f"belongs to user {status.st_uid}, not to you ({os.geteuid()})", "chown it"
+    elif status.st_mode & _WRITABLE_BY_OTHERS:
+        why, fix = "can be written by others", "chmod -R go-w"
+    else:
+        return
+    raise ValueError(
+        f"{path} {why}: loading a checkpoint runs whatever code is in it. If you trust it, {fix}"
+    )
+
+
+def _close_to_others(folder: Path) -> None:
+    """Takes the right to write from all others, which a lax umask may have given them."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(path.stat().st_mode & 0o777 & ~_WRITABLE_BY_OTHERS)
 
 
 def _sync_tree(folder: Path) -> None:

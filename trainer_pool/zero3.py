@@ -28,6 +28,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from configs.choices import Backend, Dtype
 from configs.schema import TrainerConfig
+from trainer_pool.checkpoint import refuse_foreign
 from trainer_pool.checkpoint_names import check_names
 from trainer_pool.collectives import Collectives
 from weight_sync.manifest import Layout
@@ -242,8 +243,10 @@ class Zero3Engine:
     def load(self, folder: Path) -> None:
         """Take up weights and optimizer from `save`; the number of ranks must be the same.
 
-        Raises ValueError if `folder` was written by another number of ranks or is none of ours.
+        Raises ValueError if `folder` was written by another number of ranks, is none of ours, or
+        may have been written by anybody but this user: DeepSpeed unpickles it.
         """
+        refuse_foreign(folder)
         num_shards = len(list((folder / _CHECKPOINT_TAG).glob("*optim_states.pt")))
         if num_shards != self.num_ranks:
             raise ValueError(

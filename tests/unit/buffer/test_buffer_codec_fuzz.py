@@ -11,6 +11,7 @@ import struct
 import tracemalloc
 import zlib
 from dataclasses import replace
+from hashlib import sha256
 from random import Random
 
 import numpy as np
@@ -228,6 +229,14 @@ def test_a_compression_bomb_is_refused_before_it_is_unpacked() -> None:
     for claimed in (len(zeros), 1000, 2**40):
         bomb = _seal(head, struct.pack("<Q", claimed) + frame)
         assert _peak_of_decoding(bomb) < 1_000_000
+
+
+def test_a_bomb_that_grows_no_more_than_tokens_could_not_is_refused_too() -> None:
+    raw = b"".join(sha256(b"%d" % i).digest() + bytes(4000) for i in range(2**13))
+    frame = zstandard.ZstdCompressor(level=1).compress(raw)
+    assert 16 < len(raw) / len(frame) < 1000
+    head = b"LSHG\x03\x00\x01\x00" + bytes(8)
+    assert _peak_of_decoding(_seal(head, struct.pack("<Q", len(raw)) + frame)) < 1_000_000
 
 
 def test_a_frame_that_hides_its_size_is_refused() -> None:

@@ -32,6 +32,28 @@ async def poison(url: str, run: str, group_id: str = "poison") -> None:
         await buffer.close()
 
 
+def test_escapes_in_names_and_reasons_do_not_reach_the_terminal(
+    live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(poison(redis_url, live_run.name))
+
+    async def overwrite() -> None:
+        redis = await connect(redis_url)
+        key = f"{{leash:{live_run.name}}}:"
+        await redis.hset(f"{key}group:poison", "why", "\x1b]0;evil\x07[red]")  # type: ignore[misc]
+        await redis.hset(f"{key}quarantined_prompts", "3 \x1b[2J", "1 2 \x9b2J")  # type: ignore[misc]
+        await redis.aclose()
+
+    asyncio.run(overwrite())
+    for command in (["quarantine"], ["trace", "poison"]):
+        assert main([*command, "--dir", str(live_run.path.parent)]) == 0
+        shown = capsys.readouterr().out
+        assert "\x1b" not in shown and "\x9b" not in shown and "\x07" not in shown
+        assert "[red]" in shown or command != ["quarantine"]
+    assert main(["quarantine", "--release", "\x1b[2J", "--dir", str(live_run.path.parent)]) != 0
+    assert "\x1b" not in capsys.readouterr().err
+
+
 async def stats_of(url: str, run: str) -> BufferStats:
     buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=60)
     try:

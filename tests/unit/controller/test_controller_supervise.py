@@ -82,6 +82,14 @@ async def test_the_end_of_a_process_is_told_by_the_kernel() -> None:
         await asyncio.wait_for(waiting, 5)
 
 
+def test_the_last_lines_of_a_log_hold_no_escape(tmp_path: Path) -> None:
+    log = tmp_path / "engine-0.log"
+    log.write_bytes(b"loaded\nprompt: \x1b]52;c;ZXZpbA==\x07 \xe2\x80\xaeevil\x9b2J\n")
+    said = str(failure("engine-0", "died", log))
+    assert "\x1b" not in said and "\x07" not in said and "\u202e" not in said
+    assert "␛]52;c;" in said
+
+
 def test_a_failure_ends_with_the_last_lines_of_the_log(tmp_path: Path) -> None:
     log = tmp_path / "engine-0.log"
     log.write_text("\n".join(f"line {i}" for i in range(100)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,47 @@ def test_a_pointer_to_no_checkpoint_is_an_error_that_names_it(tmp_path: Path, co
     (tmp_path / "latest").write_text(content)
     with pytest.raises(ValueError, match=r"latest names .*, which is no readable checkpoint"):
         CheckpointStore(tmp_path).latest()
+
+
+def test_commit_leaves_nothing_that_others_may_write(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        store = CheckpointStore(tmp_path / "checkpoints")
+        write_checkpoint(store, 1)
+        assert store.latest() is not None
+    finally:
+        os.umask(before)
+    paths = [store.folder, *store.folder.rglob("*")]
+    assert [path for path in paths if path.stat().st_mode & 0o022] == []
+
+
+@pytest.mark.parametrize("name", [".", "latest", "step-000001", "step-000001/zero3/rank0.pt"])
+def test_a_checkpoint_that_others_may_write_is_not_loaded(tmp_path: Path, name: str) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    write_checkpoint(store, 1)
+    path = store.folder / name
+    path.chmod(path.stat().st_mode | 0o020)
+    with pytest.raises(ValueError, match="can be written by others: loading a checkpoint runs"):
+        store.latest()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.parametrize("name", [".", "latest", "step-000001", "step-000001/zero3/rank0.pt"])
+def test_a_checkpoint_of_another_user_is_not_loaded(tmp_path: Path, name: str) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    write_checkpoint(store, 1)
+    os.chown(store.folder / name, 12345, -1)
+    with pytest.raises(ValueError, match="belongs to user 12345, not to you"):
+        store.latest()
+
+
+def test_a_checkpoint_is_not_loaded_through_a_link(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    folder = write_checkpoint(store, 1)
+    elsewhere = folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(elsewhere)
+    with pytest.raises(ValueError, match="is a symbolic link"):
+        store.latest()
+    (store.folder / "latest").write_text("../elsewhere")
+    with pytest.raises(ValueError, match="no readable checkpoint"):
+        store.latest()

@@ -1,0 +1,37 @@
+"""Makes text that a model, a program of its or a stranger wrote fit to be shown on a terminal."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+_REPLACEMENT = "\ufffd"
+_DIRECTIONS = (0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+_SHOWN = (
+    {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+    | {0x7F: "\u2421"}
+    | dict.fromkeys((*range(0x80, 0xA0), *_DIRECTIONS, *range(0xD800, 0xE000)), _REPLACEMENT)
+)
+
+
+def printable(text: str) -> str:
+    """The text with a visible sign for each control character but line ends and tabs.
+
+    Raw, an escape sequence could move the cursor, write to the clipboard or set the window's title;
+    marks of direction could show a text in another order than it has. Its length stays.
+    """
+    return text.translate(_SHOWN)
+
+
+class PrintableStream:
+    """A text stream that writes nothing but printable text to another one."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        # Progress bars begin their line anew; `\r` alone does no harm in a log.
+        parts = [printable(part) for part in text.split("\r")]
+        return self._stream.write("\r".join(parts))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
