@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from conftest import GroupMaker
 from redis.asyncio import Redis
 
 from buffer.client import BufferRedis
@@ -20,9 +19,10 @@ from buffer.keys import Keys
 from buffer.lua import _FOLDER
 from buffer.replay_buffer import BufferFullError, NotOwnerError, ReplayBuffer
 from buffer.run_state import RunState
-from buffer.types import PromptRef
+from buffer.types import PromptRef, TrajectoryGroup
 
 BufferFactory = Callable[..., Awaitable[ReplayBuffer]]
+GroupMaker = Callable[..., TrajectoryGroup]
 HOSTILE = (b"inf", b"-inf", b"nan", b"1e300", b"-1", b"9" * 400, b"abc", b"", b"\xff\xfe\x1b[2J")
 EXPLAINED = (DamagedRunError, TimeoutError, ValueError, BufferFullError, NotOwnerError)
 """A ValueError of ours, not one of int() or decode(): see `_is_ours`."""
