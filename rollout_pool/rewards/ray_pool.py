@@ -15,7 +15,7 @@ from rollout_pool.rewards.part import PartScore
 from rollout_pool.rewards.pool import DEFAULT_FACTORY, RewardPool
 from rollout_pool.rewards.remote_pool import Answers
 
-LINGER_S = 0.005
+LINGER_S = 0.02
 """Answers that are there by then go back together."""
 ASK_AGAIN_S = 0.5
 

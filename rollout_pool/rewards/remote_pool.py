@@ -1,10 +1,10 @@
 """Scoring processes on several hosts, as one pool: who asks which, and what becomes of a lost one.
 
-    score() ──► mailbox of the host with the fewest open requests ──► one call a turn of the event
-                                                                      loop, with all that is in it
+    score() ──► mailbox of the host with the fewest open requests ──► one call each CALL_GAP_S,
+                                                                      with all that is in it
 
-A call costs far more than a request, and a group's episodes often end together. Answers come as
-they are there, so that a slow one does not hold up the others of its call.
+A call costs far more than a request, and episodes often end together. Answers come as they are
+there, so that a slow one does not hold up the others of its call.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from rollout_pool.rewards.pool import MAX_ASKED
 log = logging.getLogger(__name__)
 
 MAX_BATCH = 256
+CALL_GAP_S = 0.02
+"""The first request goes at once; those of the next moment share the next call."""
 RETURN_TIMEOUT_S = 300.0
 """For a lost host to come back before it is given up, and for a request when all are lost."""
 
@@ -108,6 +110,7 @@ class _Line:
         self.num_open = 0
         self._lost = lost
         self._mailbox: list[tuple[bytes, asyncio.Future[PartScore]]] = []
+        self._next_send = 0.0
         self._calls: set[asyncio.Task[None]] = set()
 
     async def ask(self, request: bytes) -> PartScore:
@@ -116,7 +119,7 @@ class _Line:
         answer: asyncio.Future[PartScore] = loop.create_future()
         self._mailbox.append((request, answer))
         if len(self._mailbox) == 1:
-            loop.call_soon(self._send)
+            loop.call_at(max(loop.time(), self._next_send), self._send)
         self.num_open += 1
         try:
             return await answer
@@ -127,6 +130,7 @@ class _Line:
         await end_tasks(self._calls)
 
     def _send(self) -> None:
+        self._next_send = asyncio.get_running_loop().time() + CALL_GAP_S
         while self._mailbox:
             batch, self._mailbox = self._mailbox[:MAX_BATCH], self._mailbox[MAX_BATCH:]
             call = asyncio.create_task(self._call(batch))

@@ -147,10 +147,14 @@ async def test_a_refusal_is_not_tried_again(service, reward):
 
 @pytest.mark.parametrize("as_date", [False, True])
 async def test_a_service_is_left_alone_as_long_as_it_asks(service, reward, as_date):
-    value = formatdate(time.time() + 2, usegmt=True) if as_date else "1.2"
+    since_epoch = time.time() - time.monotonic()
+    due = int(time.time()) + 2
+    value = formatdate(due, usegmt=True) if as_date else "1.2"
     service.replies = [Response(status_code=429, headers={"Retry-After": value}), {"reward": 1}]
     await reward().score(PROMPT, EPISODE, "k")
-    assert 0.9 < service.times[1] - service.times[0] < 5
+    # A busy machine may ask for the first time when the date has almost come.
+    earliest = due - since_epoch if as_date else service.times[0] + 1.2
+    assert service.times[1] > earliest - 0.1
 
 
 async def test_a_service_that_hangs_is_given_up_in_time(service, reward):
