@@ -101,17 +101,31 @@ def _learning_by_step(axes: Axes, records: Sequence[Record]) -> bool:
     axes.set_xlabel("training steps made")
     _count_axis(axes)
     return _learning(
-        axes, records, lambda r: r.number("version" if r.kind == "step" else "version_min")
+        axes,
+        records,
+        lambda step: step.number("version"),
+        lambda e: (e.number("version_min"), e.number("version_max")),
     )
 
 
 def _learning_by_time(axes: Axes, records: Sequence[Record]) -> bool:
     start = _start(records)
     axes.set_xlabel("minutes since training began")
-    return _learning(axes, records, lambda record: (record.t - start) / 60)
+    return _learning(
+        axes,
+        records,
+        lambda step: (step.t - start) / 60,
+        lambda e: ((e.t - e.number("seconds") - start) / 60, (e.t - start) / 60),
+    )
 
 
-def _learning(axes: Axes, records: Sequence[Record], place: Callable[[Record], float]) -> bool:
+def _learning(
+    axes: Axes,
+    records: Sequence[Record],
+    place: Callable[[Record], float],
+    span: Callable[[Record], tuple[float, float]],
+) -> bool:
+    """A step is at its `place`; an evaluation is a bar over its `span` with a point in the middle."""
     steps = [r for r in records if r.kind == "step" and math.isfinite(r.number("reward_mean"))]
     evals = [r for r in records if r.kind == "eval"]
     if not steps:
@@ -122,8 +136,11 @@ def _learning(axes: Axes, records: Sequence[Record], place: Callable[[Record], f
     axes.plot(x, _smooth(rewards), color=BLUE, linewidth=2, label="reward of the batch (sampled)")
     if evals:
         accuracy = [r.number("accuracy") for r in evals]
+        first, last = zip(*map(span, evals), strict=True)
+        middle = [sum(span(r)) / 2 for r in evals]
+        axes.hlines(accuracy, first, last, color=ORANGE, linewidth=4, alpha=0.4)
         axes.plot(
-            [place(r) for r in evals],
+            middle,
             accuracy,
             color=ORANGE,
             linewidth=1.5,
@@ -133,7 +150,7 @@ def _learning(axes: Axes, records: Sequence[Record], place: Callable[[Record], f
         )
         ends = {0: "left", len(evals) - 1: "right"}
         for i, side in ends.items():
-            _mark(axes, place(evals[i]), accuracy[i], f"{accuracy[i]:.0%}", side)
+            _mark(axes, middle[i], accuracy[i], f"{accuracy[i]:.0%}", side)
     _share_axis(axes, [*rewards, *(r.number("accuracy") for r in evals)])
     _legend_above(axes)
     return True

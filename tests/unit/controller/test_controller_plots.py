@@ -122,3 +122,14 @@ def test_shares_of_time_say_what_they_are_shares_of() -> None:
     legend = axes.get_legend()
     assert legend is not None and legend.get_title().get_text() == "share of the training time"
     assert "training (62%)" in [text.get_text() for text in legend.get_texts()]
+
+
+def test_evaluation_is_drawn_over_the_versions_that_answered() -> None:
+    records = run_records(8)
+    middle = eval_record(2, 1004.0, 0.5)
+    records.insert(-1, replace(middle, values={**middle.values, "version_max": 6}))
+    axes = drawn(records)["learning_by_step.png"].axes[0]
+    bars = [tuple(x for x, _ in bar) for bar in axes.collections[0].get_segments()]
+    assert bars[1] == (2, 6)
+    (points,) = [line for line in axes.lines if line.get_label() == "held-out accuracy"]
+    assert list(points.get_xdata())[1] == 4
