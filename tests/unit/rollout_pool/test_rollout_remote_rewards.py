@@ -248,7 +248,7 @@ async def test_a_key_is_sent_and_never_told(service, reward, key, caplog):
 async def test_settings_that_cannot_work_are_told_at_once(reward):
     with pytest.raises(ValueError, match=r"task\.rewards\.mine\.api_key_env='NOT_THERE'"):
         reward(api_key_env="NOT_THERE")
-    with pytest.raises(ValueError, match=r"task\.rewards\.mine\.url='ftp://host/a'"):
+    with pytest.raises(ValueError, match=r"task\.rewards\.\*\.url='ftp://host/a': must be"):
         reward(url="ftp://user:secret@host/a?b")
 
 

@@ -277,7 +277,7 @@ async def test_without_such_settings_it_is_the_tasks_own():
     [
         (
             {"tools": ["pyton"]},
-            r"task.tools='pyton': there is python; write a function of your own",
+            r"task.tools=\['pyton'\]: must be python, module:name or file.py:name",
         ),
         ({"tools": ["FILE:triple"]}, r"task.tools='.*:triple': .*has nothing named 'triple'"),
         ({"tools": ["FILE:double"] * 2}, r"there is a tool named 'double' already"),
@@ -286,8 +286,8 @@ async def test_without_such_settings_it_is_the_tasks_own():
     ],
 )
 def test_a_bad_setting_is_named(tmp_path, changes, message):
-    config = tool_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
+        config = tool_config(tmp_path, **changes)
         environment_factory(config, build_task(TaskConfig(eval_size=5)))
 
 
