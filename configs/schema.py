@@ -18,6 +18,7 @@ from configs.bounds import (
     POSITIVE,
     SECONDS,
     SEED,
+    SHARE,
     at_least,
     check_bounds,
     matching,
@@ -94,6 +95,9 @@ class WarmStartConfig:
     num_steps: int = field(default=0, metadata=at_least(0))
     batch_size: int = field(default=64, metadata=at_least(1))
     learning_rate: float = field(default=1e-3, metadata=POSITIVE)
+    echo_fraction: float = field(default=0.0, metadata=SHARE)
+    """Share of the demonstrations whose last answer repeats what was asked instead: a teacher that
+    is often wrong, so that rewards have something to teach."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "trainer.warm_start")

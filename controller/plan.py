@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -54,7 +54,7 @@ class PlannedProcess:
 class Plan:
     """Processes, devices and bounds of a run."""
 
-    config: Config
+    config: Config = field(repr=False)
     """The settings with what they left open filled in: the run goes by these."""
     devices: Devices
     threads_per_process: int

@@ -125,7 +125,7 @@ def _learning(
     place: Callable[[Record], float],
     span: Callable[[Record], tuple[float, float]],
 ) -> bool:
-    """A step is at its `place`; an evaluation is a bar over its `span` with a point in the middle."""
+    """A step stands at its `place`, an evaluation over its `span` with a point in the middle."""
     steps = [r for r in records if r.kind == "step" and math.isfinite(r.number("reward_mean"))]
     evals = [r for r in records if r.kind == "eval"]
     if not steps:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,7 +29,20 @@ def supervised_examples(config: Config, model_path: str) -> list[SupervisedExamp
     conversations = demonstrations(
         build_task(config.task), warm_start.num_steps * warm_start.batch_size
     )
+    draw = random.Random(config.run.seed)
+    conversations = [
+        echo(messages) if draw.random() < warm_start.echo_fraction else messages
+        for messages in conversations
+    ]
     return [imitate(chat, messages, tools) for messages in conversations]
+
+
+def echo(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The conversation with its last answer replaced by what that answered."""
+    if len(messages) < 2:
+        return messages  # which `imitate` refuses
+    *before, last = messages
+    return (*before, dataclasses.replace(last, content=before[-1].content, tool_calls=()))
 
 
 def imitate(

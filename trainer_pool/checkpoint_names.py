@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
 
@@ -35,8 +35,13 @@ def checkpoint_names(model_path: str) -> frozenset[str]:
         if (path := _file(model_path, index)) is not None:
             return frozenset(json.loads(path.read_text())["weight_map"])
     if (path := _file(model_path, _SAFETENSORS)) is not None:
-        with safe_open(path, framework="pt") as weights:
-            return frozenset(weights.keys())
+        try:
+            with safe_open(path, framework="pt") as weights:
+                return frozenset(weights.keys())
+        except SafetensorError as error:
+            raise ValueError(
+                f"model.path={model_path!r}: {path.name} cannot be read ({error}); copy it again"
+            ) from error
     if (path := _file(model_path, _TORCH)) is not None:
         return frozenset(torch.load(path, map_location="meta", weights_only=True, mmap=True))
     raise ValueError(

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from pathlib import Path
 
 import pytest
 
 from configs.load import load_config
+from configs.schema import ScratchModelConfig
 from controller.preflight import check_inputs, check_plan
-from trainer_pool.scratch import byte_tokenizer
+from trainer_pool.scratch import build_scratch_model, byte_tokenizer
 
 TOOLS = ("task.chat_template=true", "task.tools=[python]", "task.max_turns=2")
 
 
 def save_model(folder: Path, *, chat_template: str | None, weights: bool = True) -> str:
     """A folder with all that is looked at of a model."""
+    build_scratch_model(ScratchModelConfig(num_layers=1, max_position_embeddings=64), folder, 0)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = chat_template
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(folder)
-    fields = {"model_type": "qwen3", "num_attention_heads": 4, "max_position_embeddings": 64}
-    (folder / "config.json").write_text(json.dumps(fields))
-    if weights:
-        (folder / "model.safetensors").write_bytes(b"")
+    if not weights:
+        (folder / "model.safetensors").unlink()
     return f"model.path={folder}"
 
 

@@ -20,6 +20,7 @@ from controller.report import write_report
 from controller.run_dir import RunDir
 from controller.stop import stop_run
 from controller.view import BufferTotals, buffer_values, totals_of
+from rollout_pool.engines.leftovers import list_path, write_list
 
 
 @pytest.fixture
@@ -114,10 +115,10 @@ def test_stop_ends_and_removes_what_a_killed_controller_left(
     train(run_dir, num_steps=2, evals={})
     run_dir.write_redis_url("redis://:secret@127.0.0.1:1/0")
     ray, staged = tmp_path / "leash-ray-x", tmp_path / "staged"
-    for folder in (ray, staged, run_dir.path / "leftovers"):
+    for folder in (ray, staged):
         folder.mkdir()
     (run_dir.path / "ray").symlink_to(ray)
-    (run_dir.path / "leftovers" / "receiver-0").write_text(f"{staged}\n")
+    write_list(list_path(run_dir.path, "receiver-0"), [staged])
     run_dir.write_record(replace(run_dir.read_record(), process_started=0.0))
     environment = {**os.environ, RUN_VARIABLE: run_dir.run_id}
     command = [sys.executable, "-c", "import time; time.sleep(600)"]

@@ -52,7 +52,7 @@ def said(*turns: tuple[str, str]) -> list[Message]:
 
 
 def test_the_quickstarts_examples_are_a_word_and_its_answer_byte_for_byte(model: str) -> None:
-    config = load_config(["trainer.warm_start.num_steps=2"])
+    config = load_config(["trainer.warm_start.num_steps=2", "trainer.warm_start.echo_fraction=0"])
     examples = supervised_examples(config, model)
     tokenizer = load_tokenizer(model, trust_remote_code=False)
     stream = TaskStream(build_task(config.task), 0, 1)
@@ -64,6 +64,20 @@ def test_the_quickstarts_examples_are_a_word_and_its_answer_byte_for_byte(model:
         assert example.tokens.dtype == np.int32 and example.loss_mask.dtype == np.uint8
         assert example.tokens.tolist() == question + answer
         assert example.loss_mask.tolist() == [0] * len(question) + [1] * len(answer)
+
+
+def test_echo_fraction_of_the_examples_repeat_the_question(model: str) -> None:
+    settings = ["trainer.warm_start.num_steps=2", "trainer.warm_start.echo_fraction=0.25"]
+    config = load_config(settings)
+    tokenizer = load_tokenizer(model, trust_remote_code=False)
+    stream = TaskStream(build_task(config.task), 0, 1)
+    echoes = 0
+    for example in supervised_examples(config, model):
+        text = next(stream).text
+        answer = tokenizer.decode(example.tokens.tolist()).removeprefix(text)
+        assert answer in (f"{text}<|eos|>", f"{text.removesuffix(' =')[::-1]}<|eos|>")
+        echoes += answer.startswith(text)
+    assert 16 < echoes < 48  # 128 draws
 
 
 def test_every_answer_of_several_turns_is_learnt_with_its_end(model: str) -> None:
