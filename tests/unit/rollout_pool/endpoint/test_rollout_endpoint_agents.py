@@ -135,7 +135,8 @@ async def test_a_conversation_without_room_ends_by_length(make_scene, play):
 
 
 async def test_at_the_end_of_its_time_an_answer_under_way_counts_as_far_as_it_is(make_scene, play):
-    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=0.5))
+    # Long enough for a loaded machine to make the first client of a process.
+    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=3.0))
     scene.author.gates = {3: asyncio.Event()}
     got = []
 
