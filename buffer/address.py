@@ -32,7 +32,7 @@ def with_password(url: str, password_file: str | None = None) -> str:
 
     Raises ValueError if the file cannot be read, or is named besides a password in the URL.
     """
-    of_environment = _password_of_environment()  # taken out of it in any case: others inherit it
+    of_environment = password_of_environment()  # taken out of it in any case: others inherit it
     if has_password(url):
         if password_file is not None:
             raise ValueError(
@@ -59,6 +59,6 @@ def _password_of(path: Path) -> str:
 
 
 @cache
-def _password_of_environment() -> str | None:
+def password_of_environment() -> str | None:
     """Taken out of the environment, so that no process which this one starts inherits it."""
     return os.environ.pop(PASSWORD_VARIABLE, None) or None

@@ -27,7 +27,7 @@ from configs.rules import require
 
 MAX_PORT = 65535
 VARIABLE = matching("[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable, not its value")
-TOOLS = matching(rf"python|{CODE_PATTERN}", "python, module:name or file.py:name, each of them")
+TOOLS = matching(rf"python|{CODE_PATTERN}", "python, module:name or file.py:name")
 
 
 @dataclass(kw_only=True, slots=True)

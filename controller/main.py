@@ -113,10 +113,12 @@ def _launch(
     arguments: argparse.Namespace, stop: StopRequest, tell_folder: Callable[[str], None]
 ) -> int:
     with stop.interrupting():  # nothing is started yet
+        from buffer.address import password_of_environment
         from configs.load import load_config
         from controller.ray_environment import prepare_environment
 
         config = load_config(arguments.overrides, arguments.experiment)
+        password_of_environment()  # nothing that is started may inherit it
         prepare_environment(config.cluster)
         _name_accelerator()
         from controller.run import launch
@@ -168,7 +170,8 @@ def _on_existing_run(arguments: argparse.Namespace) -> int:
     from controller.run_dir import RunDir
 
     run_dir = RunDir.find(arguments.dir, arguments.run)
-    os.umask(run_dir.umask)
+    if arguments.verb in ("stop", "report", "timeline"):  # they write into the run's folder
+        os.umask(run_dir.umask)
     match arguments.verb:
         case "status":
             from controller.status import print_status
@@ -189,7 +192,6 @@ def _on_existing_run(arguments: argparse.Namespace) -> int:
         case "timeline":
             from controller.timeline import draw_timeline
 
-            os.umask(run_dir.umask)
             print(draw_timeline(run_dir, arguments.version))
         case _:
             on_buffer(run_dir, arguments)

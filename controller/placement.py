@@ -170,8 +170,14 @@ def _start_local(config: Config, runtime_env: Mapping[str, object], private: Pat
             _temp_dir=str(private / SESSIONS),
             _node_ip_address=config.cluster.host or LOOPBACK,
         )
-    except BaseException:
+    except Exception as error:  # a bare one if its node took longer than Ray allows, half a minute
         ray.shutdown()  # of what had started by then
+        raise PlacementError(
+            f"Ray did not start on this machine: {error} Is the machine very busy, or short of "
+            f"memory or disk below {private.parent}? Launch again"
+        ) from error
+    except BaseException:
+        ray.shutdown()
         raise
 
 

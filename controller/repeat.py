@@ -35,9 +35,9 @@ def task_label(config: TaskConfig) -> str:
     match config.kind:
         case TaskKind.custom:
             return f"custom, {config.factory}"
-        case TaskKind.alphabet_sort:
+        case TaskKind.alphabet_sort | TaskKind.questions if config.path is None:
             return config.kind.name
-        case TaskKind.gsm8k | TaskKind.math | TaskKind.code if config.path is not None:
+        case _ if config.path is not None:
             return f"{config.kind.name}, {Path(config.path).name}"
         case _:
             return f"{config.kind.name}, {config.name}"

@@ -237,7 +237,7 @@ class RunDir:
 
         Only that host can: what is listed lies in its memory and below its /tmp.
         """
-        stop = f"`leash stop --run {self.name} --dir {self.path.parent}`"
+        stop = f"`make stop RUN={self.name} DIR={self.path.parent}`"
         return [
             f"{host} may still hold files of the run: {stop} there removes them, and so does the "
             "next launch with this run.dir that starts an engine there"

@@ -271,10 +271,14 @@ def listens_beyond_loopback(runs: Path) -> list[str]:
     found = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert any(c.pid in own for c in found)
     return [
-        f"{own[c.pid]} {c.laddr}"
-        for c in found
-        if c.pid in own and not ipaddress.ip_address(c.laddr.ip).is_loopback
+        f"{own[c.pid]} {c.laddr}" for c in found if c.pid in own and not is_loopback(c.laddr.ip)
     ]
+
+
+def is_loopback(ip: str) -> bool:
+    address = ipaddress.ip_address(ip)
+    mapped = getattr(address, "ipv4_mapped", None)  # as a socket for both families shows it
+    return (mapped or address).is_loopback
 
 
 def wait_for_ray_folder(run: Path) -> None:

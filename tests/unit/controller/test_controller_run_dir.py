@@ -119,7 +119,7 @@ def test_stop_on_another_host_ends_what_is_there_and_leaves_the_rest_to_its_owne
     assert run.read_record().state == "running" and run.read_redis_url() is not None
     told = capsys.readouterr().out
     assert "nothing of a is left on this host; its controller's host is another-host" in told
-    assert f"third may still hold files of the run: `leash stop --run a --dir {tmp_path}`" in told
+    assert f"third may still hold files of the run: `make stop RUN=a DIR={tmp_path}`" in told
 
 
 def test_leftovers_of_another_host_outlive_the_controllers_end(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_leftovers_of_another_host_outlive_the_controllers_end(tmp_path: Path) -
     run.remove_temporary()
     assert other.read_text() == "/dev/shm/leash-a\n"
     (line,) = run.left_elsewhere()
-    assert line.startswith("another-host may still hold files of the run: `leash stop --run a")
+    assert line.startswith("another-host may still hold files of the run: `make stop RUN=a")
 
 
 def mode(path: Path) -> str:
