@@ -20,6 +20,7 @@ from configs.environment import LOG_DIR_VARIABLE, RUN_VARIABLE
 from configs.load import load_config
 from controller.ray_environment import LARGEST_INLINE_ARGUMENT, prepare_environment
 from controller.run_dir import RunDir
+from controller.signals import StopRequest
 
 SETTINGS = ["rollout.num_workers=1", "rollout.num_engines=1", "rollout.reward_actors=1"]
 FRIEND = """
@@ -112,7 +113,7 @@ def restarts(config: Any, run_dir: RunDir, cluster: Any) -> dict[str, bool]:
         engine_key="a",
         weights_key="b",
     )
-    groups = [cluster.reserve([{"CPU": 1.0}], 60.0) for _ in range(2)]
+    groups = [cluster.reserve([{"CPU": 1.0}], 60.0, StopRequest()) for _ in range(2)]
     pool = RolloutPool.create(spec, *groups)
     members = [*pool._workers, *pool._receivers.values(), *pool._scorers]
     first = ray.get([member.handle.pid.remote() for member in members], timeout=180)

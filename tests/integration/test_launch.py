@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -46,16 +47,36 @@ def launch_command(
     return [*command, "--experiment", experiment, *settings]
 
 
+_started: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def launches_end(tmp_path: Path) -> Iterator[None]:
+    """A test that fails in the middle leaves no run behind that loads the machine of the next."""
+    yield
+    for process in _started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=60)
+    _started.clear()
+    for line in processes_of(tmp_path):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(int(line.split()[0])).kill()
+
+
 def start(
     runs: Path, name: str, *overrides: str, experiment: str = "quickstart"
 ) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         launch_command(runs, name, *overrides, experiment=experiment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
+    _started.append(process)
+    return process
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 300.0) -> str:
