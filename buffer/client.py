@@ -43,19 +43,19 @@ class BufferConnectionError(ConnectionError):
     """The Redis server cannot be used; the message says where it is, why, and what to do."""
 
 
-class MemoryFullError(exceptions.OutOfMemoryError):
+class MemoryFullError(exceptions.OutOfMemoryError, RuntimeError):
     """The server refused a write for it has no memory left. Nothing was changed or lost."""
 
 
-class DiskFullError(exceptions.ResponseError):
+class DiskFullError(exceptions.ResponseError, RuntimeError):
     """The server refused a write for it cannot write its log. Nothing was changed or lost."""
 
 
-class NotAllowedError(exceptions.NoPermissionError):
+class NotAllowedError(exceptions.NoPermissionError, RuntimeError):
     """The user in buffer.url may not run a command or use a key."""
 
 
-class DamagedRunError(exceptions.ResponseError):
+class DamagedRunError(exceptions.ResponseError, RuntimeError):
     """What a run keeps in Redis is not what Leash wrote there, and the run needs it."""
 
 

@@ -20,7 +20,7 @@ from redis import exceptions
 from redis.asyncio import Redis
 from redis.crc import key_slot
 
-from buffer.client import BufferRedis
+from buffer.client import BufferRedis, explained
 
 Address = tuple[str, int]
 
@@ -72,7 +72,10 @@ class ClusterRedis(BufferRedis):
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         if args[0] != "SCRIPT LOAD":
             return await super().execute_command(*args, **options)
-        return await self.patiently(lambda: self._on_all_primaries(args), args)
+        try:
+            return await self.patiently(lambda: self._on_all_primaries(args), args)
+        except exceptions.ResponseError as error:
+            raise explained(error, self.where) from error
 
     async def _on_all_primaries(self, command: tuple[Any, ...]) -> Any:
         primaries = {slots.nodes[0] for slots in self._ranges}

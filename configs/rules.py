@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 
 def require(ok: bool, field_name: str, value: object, fix: str) -> None:
     if not ok:
@@ -12,6 +10,10 @@ def require(ok: bool, field_name: str, value: object, fix: str) -> None:
 
 def _without_secrets(value: object) -> object:
     """An address without user, password and query; any other value as it is."""
-    if isinstance(value, str) and "://" in value:
-        return re.sub(r"//[^/]*@", "//", value).partition("?")[0]
-    return value
+    if not isinstance(value, str) or "://" not in value:
+        return value
+    scheme, _, rest = value.partition("://")
+    place, _, query = rest.partition("?")
+    if "@" in query:  # a password may hold anything
+        return f"{scheme}://***"
+    return f"{scheme}://{place.rpartition('@')[2]}"

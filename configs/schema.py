@@ -216,13 +216,13 @@ class BufferConfig:
             require(
                 self.url.split("://")[0] in {"redis", "rediss", "unix"},
                 "buffer.url",
-                self.url.split("@")[-1],
+                self.url,
                 "must begin with redis://, rediss:// or unix://",
             )
             require(
                 _has_server(self.url),
                 "buffer.url",
-                self.url.split("@")[-1],
+                self.url,
                 "must name a server, as in redis://host:6379/0, its port at most 65535, or a "
                 "socket, as in unix:///path",
             )

@@ -43,7 +43,8 @@ def _check_prompts(config: Config, task: Task, tokenizer: Tokenizer) -> None:
     reader = PromptReader(tokenizer, config.task, config.rollout)
     for prompt in itertools.islice(TaskStream(task, 0, 1), NUM_PROMPTS):
         reader.read(prompt)
-    if all(reader.read(prompt) is None for prompt in task.eval_prompts()):
+    held_out = [reader.read(prompt) for prompt in task.eval_prompts()]
+    if held_out and all(prompt is None for prompt in held_out):
         raise ValueError(
             f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: every held-out prompt "
             "is longer and would be skipped; raise the limit"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from ray._private import worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
@@ -158,10 +159,15 @@ def _start_local(config: Config, runtime_env: Mapping[str, object], private: Pat
     _use_own_token(private / "token")
     # CPUs are only promises here: a small machine runs all processes of a small run.
     num_cpus = config.cluster.num_cpus or max(os.cpu_count() or 1, num_cpus_needed(config))
+    # As torch sees them: its CPU build uses none, whatever the machine has.
+    num_gpus = config.cluster.num_gpus
+    if num_gpus is None:
+        num_gpus = torch.cuda.device_count()
     try:
         ray.init(
+            address="local",  # whatever RAY_ADDRESS says
             num_cpus=num_cpus,
-            num_gpus=config.cluster.num_gpus,
+            num_gpus=num_gpus,
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,

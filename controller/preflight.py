@@ -184,12 +184,12 @@ def plan_here(config: Config) -> Plan:
     num_gpus = config.cluster.num_gpus
     if num_gpus is None and config.cluster.ray_address is None:
         num_gpus = torch.cuda.device_count()
-    return make_plan(config, num_gpus, os.cpu_count() or 1, gpu_memory())
+    return make_plan(config, num_gpus, os.cpu_count() or 1, gpu_memory(config))
 
 
-def gpu_memory() -> int | None:
-    """Of this machine's first GPU."""
-    if not torch.cuda.is_available():
+def gpu_memory(config: Config) -> int | None:
+    """Of this machine's first GPU; None where that says nothing about the run's GPUs."""
+    if config.cluster.ray_address is not None or not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(0).total_memory)
 

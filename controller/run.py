@@ -90,7 +90,7 @@ def _report(run_dir: RunDir, panel: Panel) -> None:
     """Writes what came of the run, however it ended; one that finished tells its result."""
     try:
         result = write_report(run_dir)
-    except (ValueError, OSError) as error:
+    except Exception as error:  # whatever a report fails of must not hide how the run ended
         panel.say(f"no summary: {error}; `make report RUN={run_dir.name}` tries again")
         return
     if result.state == "finished":
@@ -255,7 +255,7 @@ class Run:
         num_gpus = int(cluster.num_gpus)
         if config.cluster.num_gpus is not None:
             num_gpus = min(num_gpus, config.cluster.num_gpus)
-        plan = make_plan(config, num_gpus, os.cpu_count() or 1, gpu_memory())
+        plan = make_plan(config, num_gpus, os.cpu_count() or 1, gpu_memory(config))
         self._config = config = plan.config
         self._is_gpu_shared = plan.devices.is_shared
         (self._dir.path / "config.yaml").write_text(to_yaml(config))
@@ -367,7 +367,10 @@ class Run:
     def _leave_nothing(self) -> None:
         """Pools, Ray and Redis were asked to end: this ends what did not, and their leftovers."""
         killed = supervise.end_processes(
-            self._dir.run_id, self._config.cluster.stop_timeout_s, self._shared_memory
+            self._dir.run_id,
+            self._config.cluster.stop_timeout_s,
+            self._shared_memory,
+            self._dir.temporary,
         )
         self._dir.remove_temporary()
         if killed:

@@ -40,6 +40,8 @@ import psutil
 
 from rollout_pool.engines.leftovers import hosts_with_leftovers, remove_leftovers
 
+_PRIVATE = "/tmp/leash-ray-"
+
 
 class RunDirError(ValueError):
     """The run's folder cannot be used, or there is none; the message says what to do."""
@@ -129,7 +131,8 @@ class RunDir:
         try:
             path.mkdir(mode=0o700, parents=True)
             _open_to_group(path, group)
-            (path / "logs").mkdir(mode=0o777 & ~umask_like(path))
+            (path / "logs").mkdir()
+            (path / "logs").chmod(stat.S_IMODE(path.stat().st_mode))
         except FileExistsError as error:
             raise RunDirError(
                 f"run.name={name!r}: {path} is in use; choose another run.name or remove the folder"
@@ -215,15 +218,18 @@ class RunDir:
         """
         # Ray puts unix sockets below it, whose paths may not be longer than 107 bytes: the run's
         # own folder could be too deep.
-        folder = Path(f"/tmp/leash-ray-{secrets.token_hex(4)}")
+        folder = Path(f"{_PRIVATE}{secrets.token_hex(4)}")
         (self.path / "ray").symlink_to(folder)
         folder.mkdir(mode=0o700)
         return folder
 
     @property
     def temporary(self) -> Path | None:
+        """None also where another user made the link, who could point it anywhere."""
         link = self.path / "ray"
-        return link.readlink() if link.is_symlink() else None
+        if not link.is_symlink() or link.lstat().st_uid != os.geteuid():
+            return None
+        return link.readlink()
 
     def remove_temporary(self) -> None:
         """Whatever a process that was killed could not remove itself. Its processes are gone."""

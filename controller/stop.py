@@ -5,6 +5,7 @@ The guard of a controller that died clears up behind it in the same way.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -30,12 +31,14 @@ def stop_run(run_dir: RunDir) -> None:
         return
     if record.is_alive:
         print(f"stopping {record.name} (controller {record.pid}) ...")
-        os.kill(record.pid, signal.SIGINT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(record.pid, signal.SIGINT)
         grace_s = _grace_s(run_dir)
         if not _has_ended(record.pid, grace_s):
             print(f"the controller did not end within {grace_s:g} s and is killed")
             with run_dir.ending():  # its guard would say that it failed
-                os.kill(record.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(record.pid, signal.SIGKILL)
                 _clear_up(run_dir, "stopped", None)
     clear_up(run_dir, "stopped", None)
     print(f"{record.name} is {run_dir.read_record().state}; nothing of it runs any more")
@@ -62,7 +65,7 @@ def _clear_up(run_dir: RunDir, state: str, error: str | None) -> None:
         run_dir.end(state, error)
         try:
             write_report(run_dir)
-        except (ValueError, OSError) as problem:
+        except Exception as problem:  # the run has ended all the same
             print(f"no summary of {run_dir.name}: {problem}")
 
 

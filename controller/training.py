@@ -187,7 +187,7 @@ class Training:
             async with asyncio.timeout(LAST_LOOK_S):
                 await self._recorder.drain_metrics(block_s=0)
                 await self._recorder.sample_once()
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, RuntimeError) as error:
             self._panel.say(f"the last figures are those before Redis was lost ({error!r})")
 
     # Who died, and of what -----------------------------------------------------------------------

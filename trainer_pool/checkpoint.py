@@ -53,7 +53,7 @@ class CheckpointStore:
     def begin(self, step: int) -> None:
         """Make an empty folder to write to; clears what an interrupted checkpoint left."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.folder.chmod(self.folder.stat().st_mode & 0o777 & ~_WRITABLE_BY_OTHERS)
+        self.folder.chmod(stat.S_IMODE(self.folder.stat().st_mode) & ~_WRITABLE_BY_OTHERS)
         for leftover in self.folder.glob(".writing-*"):
             shutil.rmtree(leftover)
         self.writing_folder(step).mkdir()
@@ -148,7 +148,7 @@ def _refuse_of_others(path: Path) -> None:
 def _close_to_others(folder: Path) -> None:
     """Takes the right to write from all others, which a lax umask may have given them."""
     for path in (folder, *folder.rglob("*")):
-        path.chmod(path.stat().st_mode & 0o777 & ~_WRITABLE_BY_OTHERS)
+        path.chmod(stat.S_IMODE(path.stat().st_mode) & ~_WRITABLE_BY_OTHERS)
 
 
 def _sync_tree(folder: Path) -> None:

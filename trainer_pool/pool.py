@@ -78,6 +78,8 @@ class TrainerActor:
             "TOKENIZERS_PARALLELISM": "false",
             "GLOO_SOCKET_IFNAME": interface_towards(host),
         }
+        if not self._spec.uses_gpu:
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides none from an actor without one
         if _is_loopback(host):
             environment["NCCL_SOCKET_IFNAME"] = "lo"  # which it would not use by itself
         return environment

@@ -335,6 +335,8 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
     environment = dict(os.environ)
     if not spec.uses_gpu:
         environment["OMP_NUM_THREADS"] = str(spec.num_threads)
+        # Ray hides no GPU from an actor that has none, and SGLang would take the first.
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     if not any(word.startswith("--dist-init-addr") for word in spec.config.extra_args):
         # All ranks of the server run on this machine, and so does their sender. gloo would listen
         # where the machine's name leads, and asks whoever connects for no key.

@@ -62,7 +62,7 @@ def remove_leftovers_of_dead_runs(root: Path) -> None:
         return
     living = _living_runs()
     for run_dir in lists:
-        if str(run_dir) not in living:
+        if os.path.realpath(run_dir) not in living:
             remove_leftovers(run_dir)
 
 
@@ -84,9 +84,10 @@ def _remove_listed(list_file: Path) -> None:
 
 
 def _living_runs() -> set[str]:
-    """Ids of the runs that have a process on this host."""
+    """Folders of the runs that have a process on this host."""
     runs = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            runs.add(process.environ().get(RUN_VARIABLE, ""))
+            if folder := process.environ().get(RUN_VARIABLE):
+                runs.add(os.path.realpath(folder))
     return runs
