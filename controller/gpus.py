@@ -86,7 +86,7 @@ def choose_devices(
             return _cpu_instead(config, f"the rank's {format_bytes(need or 0)}", gpu_bytes)
         why = f"{_of(num_gpus)}: too few for {config.trainer.ranks} ranks and the engines"
         return _own_gpus(config, 1, why)
-    if is_one_rank and num_gpus == engine_gpus == 1 and wanted is None:
+    if is_one_rank and num_gpus == engine_gpus == 1:
         return _one_gpu_for_both(config, model, gpu_bytes)
     raise ValueError(_too_few(config, num_gpus))
 

@@ -63,7 +63,8 @@ def test_an_unknown_option_is_refused(capfd: pytest.CaptureFixture[str]) -> None
 
 def test_supervised_examples_are_the_tasks_own_answers_with_an_end(tmp_path: Path) -> None:
     build_scratch_model(ScratchModelConfig(), tmp_path, seed=0)
-    config = load_config(["trainer.warm_start.num_steps=2", "trainer.warm_start.batch_size=3"])
+    settings = {"num_steps": 2, "batch_size": 3, "echo_fraction": 0}
+    config = load_config([f"trainer.warm_start.{name}={value}" for name, value in settings.items()])
     tokenizer = load_tokenizer(str(tmp_path), trust_remote_code=False)
     examples = supervised_examples(config, str(tmp_path))
     assert len(examples) == 6
