@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,7 +98,10 @@ def start_ray(first: Host, second: Host) -> None:
         host.check(every)
     first.check(with_cpus(head, 1))
     second.check(with_cpus(other, 4))
-    assert "0.0/5.0 CPU" in first.check(status)
+    deadline = time.monotonic() + 60  # the head hears of a new node a moment later
+    while "0.0/5.0 CPU" not in (seen := first.check(status)):
+        assert time.monotonic() < deadline, seen
+        time.sleep(1)
 
 
 def listeners(host: Host) -> list[tuple[str, int, str]]:
