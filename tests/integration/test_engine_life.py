@@ -234,8 +234,6 @@ async def test_an_engine_dies_stalls_and_is_given_up_while_versions_come(
     async with asyncio.timeout(15):  # SGLang by itself: half a minute
         why = await life.wait_given_up()
     assert why.startswith("died (exit code 1), after 3 restarts (rollout.engine.max_restarts=3)")
-    assert "sglang::detokenizer" in engine.log_tail()
-    assert "died (exit code -9)" in engine.log_tail().splitlines()[-1]
     assert await state.engine_versions() == {}
     told = await events(state)
     assert {e["who"] for e in told} == {"engine-0"}
