@@ -51,9 +51,8 @@ def check_inputs(config: Config) -> None:
             f"cluster.num_gpus={promised}: this machine has {num_gpus}; with more than that there "
             "is only a plan (make dry-run)"
         )
-    _check_here(config)
+    plan = _check_here(config)
     if config.cluster.ray_address is None:
-        plan = plan_here(config)
         check_shared_memory(plan.config, plan)
     _check_ports(config)
     task = check_task(config.task)
@@ -81,9 +80,9 @@ def check_plan(config: Config) -> list[str]:
     return comes_later
 
 
-def _check_here(config: Config) -> None:
-    """What costs nothing to know."""
-    plan_here(config)
+def _check_here(config: Config) -> Plan:
+    """What costs nothing to know, and the plan on this machine."""
+    plan = plan_here(config)
     cluster, needed = config.cluster, num_cpus_needed(config)
     if cluster.ray_address is None and cluster.num_cpus is not None and cluster.num_cpus < needed:
         raise ValueError(
@@ -108,6 +107,7 @@ def _check_here(config: Config) -> None:
                 "environment variable; set it before the run is launched"
             )
     _check_model(config)
+    return plan
 
 
 def _check_model(config: Config) -> None:
