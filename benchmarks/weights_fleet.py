@@ -51,10 +51,9 @@ from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.engines.version_pin import VersionPin
 from rollout_pool.engines.weight_follower import WeightFollower
 from weight_sync.manifest import Layout
-from weight_sync.receiver import ReceiverSpec
 from weight_sync.receiver_client import ReceiverClient
 from weight_sync.receiver_process import ReceiverProcess
-from weight_sync.types import TensorSpec
+from weight_sync.types import ReceiverSpec, TensorSpec
 
 _TMPFS = Path("/dev/shm")
 _KEY = "k3y-of-the-benchmark"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import cache
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
 PASSWORD_VARIABLE = "LEASH_REDIS_PASSWORD"
 MASK = "***"
@@ -23,8 +24,9 @@ def address(url: str) -> str:
 
 def has_password(url: str) -> bool:
     """Whether the URL brings its password along."""
-    password = urlsplit(url).password
-    return (password is not None and password != MASK) or "password=" in urlsplit(url).query
+    parts = urlsplit(url)
+    given = [parts.password, *parse_qs(parts.query).get("password", [])]
+    return any(password is not None and password != MASK for password in given)
 
 
 def with_password(url: str, password_file: str | None = None) -> str:
@@ -43,6 +45,7 @@ def with_password(url: str, password_file: str | None = None) -> str:
     password = of_environment if password_file is None else _password_of(Path(password_file))
     if password is None:
         return url
+    url = re.sub(r"([?&])password=\*{3}(&|$)", r"\1", url).rstrip("?&")
     scheme, _, rest = url.partition("://")
     user, at, place = rest.rpartition("@")
     return f"{scheme}://{user.partition(':')[0]}:{quote(password, safe='')}@{place if at else rest}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from asyncio import sleep
 from collections.abc import Awaitable, Callable, Sequence
@@ -61,6 +62,7 @@ class DamagedRunError(exceptions.ResponseError, RuntimeError):
 
 _EXPLAINED = (MemoryFullError, DiskFullError, NotAllowedError, DamagedRunError)
 _DAMAGED = ("WRONGTYPE", "DAMAGED")
+_CODE_WORD = re.compile(r"(?!ERR )[A-Z]{3,} ")
 _ACL_IN_SCRIPT = ("ACL failure in script", "The user executing the script can't")
 
 
@@ -261,7 +263,8 @@ def explained(error: exceptions.ResponseError, where: str) -> exceptions.Respons
             f"Redis at {where} does not allow the user in buffer.url a command ({text}): see "
             "deploy/redis/ for what each role needs"
         )
-    if text.startswith(_DAMAGED) or "@user_script" in text:
+    # A script's own fault has no code word in front, as those of the server have (NOREPLICAS, ...).
+    if text.startswith(_DAMAGED) or ("@user_script" in text and not _CODE_WORD.match(text)):
         return DamagedRunError(
             f"what the run keeps in Redis at {where} was changed by something else than Leash "
             f"({text}): launch the run anew under another run.name, and keep others from its keys "

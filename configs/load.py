@@ -128,8 +128,15 @@ def overrides_for(config: Config) -> list[str] | None:
     again.run = replace(config.run)
     if again != config:
         return None
-    with_urls = ("buffer.url=", "task.rewards=")
-    return [_without_password(o) if o.startswith(with_urls) else o for o in overrides]
+    return [_without_passwords(override) for override in overrides]
+
+
+def _without_passwords(override: str) -> str:
+    if override.startswith("buffer.url="):
+        return _without_password(override)
+    if override.startswith("task.rewards="):
+        return re.sub(r"\w+://[^\s'\",{}]+", lambda url: _without_password(url[0]), override)
+    return override
 
 
 def _leaves_in(settings: DictConfig) -> dict[str, Any]:

@@ -143,6 +143,7 @@ def _finish_launch(folder: str | None, was_asked: bool, exit_code: int) -> int:
         return exit_code if exit_code >= 0 else EXIT_FAILED
     from controller.stop import clear_up
 
+    os.umask(run_dir.umask)
     died = f"the controller died (exit code {exit_code})"
     print(f"leash: {died}; ending what it left", file=sys.stderr)
     clear_up(run_dir, "stopped" if was_asked else "failed", died)

@@ -22,6 +22,8 @@ from types import TracebackType
 
 Scalar = float | int | str
 EVAL_FAILED = "eval_failed"
+RESERVED_NAMES = frozenset({"t", "kind"})
+"""A line's own: no value may have these names."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -53,11 +55,8 @@ class MetricsLog:
         self._file = path.open("a", buffering=1)
 
     def append(self, kind: str, values: Mapping[str, Scalar], t: float | None = None) -> Record:
-        """Write one record (`t`: now) and return it as a reader will see it.
-
-        `t` and `kind` are the line's own: no value may have these names.
-        """
-        assert not {"t", "kind"} & values.keys(), (kind, sorted(values))
+        """Write one record (`t`: now) and return it as a reader will see it."""
+        assert not RESERVED_NAMES & values.keys(), (kind, sorted(values))
         known = {name: value for name, value in values.items() if _is_finite(value)}
         record = Record(t=time.time() if t is None else t, kind=kind, values=known)
         nulls = {name: None for name in values if name not in known}
@@ -81,8 +80,11 @@ class MetricsLog:
 
 
 def _is_finite(value: Scalar) -> bool:
-    # NaN is not JSON.
-    return isinstance(value, str) or math.isfinite(value)
+    # NaN is not JSON; an integer of 400 digits is, and is no float.
+    try:
+        return isinstance(value, str) or math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def read_metrics(path: Path, kind: str | None = None) -> list[Record]:

@@ -46,7 +46,8 @@ class MetricsServer:
             self._redis.stop()
             raise
         bound_host, bound_port = self._http.server_address[:2]
-        self.url = f"http://{bound_host!s}:{bound_port}/metrics"
+        name = f"[{bound_host!s}]" if ":" in str(bound_host) else str(bound_host)
+        self.url = f"http://{name}:{bound_port}/metrics"
 
     def _read(self) -> Picture:
         return self._redis.run(self._picture())

@@ -8,13 +8,18 @@ from collections.abc import Callable, Mapping
 
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import STREAM_START, RunState
-from controller.metrics import MetricsLog, Record, Scalar
+from controller.metrics import EVAL_FAILED, RESERVED_NAMES, MetricsLog, Record, Scalar
 from controller.panel import Panel
 from controller.view import RunView, buffer_values
 
 PICTURE_S = 0.5
 SAMPLE_S = 2.0
 SWEEP_S = 5.0
+
+
+_CONTROLLERS_KINDS = frozenset({"phase", "eval", EVAL_FAILED, "buffer"})
+_NUMBERS_OF_A_STEP = ("step", "version")
+_MAX_STEP = 2**53
 
 
 class Recorder:
@@ -53,6 +58,8 @@ class Recorder:
         """Take what has arrived, waiting up to `block_s` for the first record."""
         for entry in await self._state.read_metrics(self._last_id, block_s):
             self._last_id = entry.id
+            if not _is_of_a_process(entry.kind, entry.record):
+                continue
             record = self.record(entry.kind, entry.record)
             if entry.kind == "step":
                 self._on_step(record)
@@ -82,3 +89,14 @@ class Recorder:
         self._view.observe(now, stats, waits, counters)
         self._panel.show(self._view)
         return buffer_values(stats, waits, counters)
+
+
+def _is_of_a_process(kind: str, values: Mapping[str, Scalar]) -> bool:
+    """Whether one of our processes may have written it: every user of the run's Redis can append to
+    the stream, and what one of them garbled must not end the run, nor stay in its history."""
+    if kind in _CONTROLLERS_KINDS or RESERVED_NAMES & values.keys():
+        return False
+    if kind != "step":
+        return True
+    numbers = [values.get(name) for name in _NUMBERS_OF_A_STEP]
+    return all(isinstance(number, int) and 0 <= number <= _MAX_STEP for number in numbers)

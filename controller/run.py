@@ -157,8 +157,7 @@ class Run:
     def _start_up(self, cleanup: contextlib.ExitStack) -> Pools:
         cluster = self._start_servers(cleanup)
         self._prepare_model()
-        pools = self._place(cluster)
-        cleanup.callback(self._stop_pools, pools)
+        pools = self._place(cluster, cleanup)
         self._start_pools(pools)
         self._give_first_weights(pools)
         return pools
@@ -250,7 +249,7 @@ class Run:
     def _model_path(self) -> str:
         return self._config.model.path or str(self._dir.model)
 
-    def _place(self, cluster: RayCluster) -> Pools:
+    def _place(self, cluster: RayCluster, cleanup: contextlib.ExitStack) -> Pools:
         config = self._config
         num_gpus = int(cluster.num_gpus)
         if config.cluster.num_gpus is not None:
@@ -273,10 +272,12 @@ class Run:
                     [worker] * config.rollout.num_workers,
                 )
             )
-            return Pools(
+            pools = Pools(
                 trainer=TrainerPool.create(self._trainer_spec(plan), ranks),
                 rollout=RolloutPool.create(self._rollout_spec(plan), engines, workers),
             )
+            cleanup.callback(self._stop_pools, pools)  # the step may end with a stop
+        return pools
 
     def _trainer_spec(self, plan: Plan) -> TrainerSpec:
         config = self._config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -44,7 +44,12 @@ def print_status(run_dir: RunDir, console: Console | None = None) -> None:
     elif record.state == "running" and url is not None:
         view = _live_view(run_dir, record.started, url)
         console.print(render(view, hint="`make stop` ends the run"))
-        console.print(_hint(run_dir), style="dim", highlight=False, markup=False)
+        console.print(
+            f"From outside: {command_from_outside(run_dir)}",
+            style="dim",
+            highlight=False,
+            markup=False,
+        )
     else:
         console.print(f"{run_dir.name}: {record.state}", style="bold")
         _print_history(run_dir, console)
@@ -106,12 +111,15 @@ def _bottleneck(records: list[Record]) -> str | None:
     return bottleneck_sentence(shares, int(last.number("max_staleness")), "of the run", pace)
 
 
-def _hint(run_dir: RunDir) -> str:
+def command_from_outside(run_dir: RunDir) -> str:
+    """How a shell asks the run's Redis for its depth."""
     ready = Keys(run_dir.name)("ready")
     url = urlsplit(run_dir.read_redis_url() or "")
-    # Not in an argument, which `ps` shows to everybody.
-    password = f'REDISCLI_AUTH="$(sed -E "s,.*:(.*)@.*,\\1," {run_dir.path}/redis.url)"'
-    return (
-        f"From outside: {password} redis-cli --user {url.username or 'default'} -h {url.hostname} "
-        f"-p {url.port or 6379} ZCARD '{ready}'"
-    )
+    place = f"-s {url.path}" if url.scheme == "unix" else f"-h {url.hostname} -p {url.port or 6379}"
+    tls = " --tls" if url.scheme == "rediss" else ""
+    client = f"redis-cli --user {unquote(url.username or 'default')} {place}{tls}"
+    if url.password is not None:
+        # Not in an argument, which `ps` shows to everybody.
+        read = "import sys, urllib.parse as u; print(u.unquote(u.urlsplit(input()).password))"
+        client = f"REDISCLI_AUTH=\"$(python3 -c '{read}' < {run_dir.path}/redis.url)\" {client}"
+    return f"{client} ZCARD '{ready}'"

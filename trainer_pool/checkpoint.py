@@ -101,7 +101,7 @@ class CheckpointStore:
     def _point_latest_to(self, name: str) -> None:
         draft = self.folder / f".{_LATEST_FILE}"
         draft.write_text(name + "\n")
-        draft.chmod(0o600)
+        _close_to_others(draft)
         _sync(draft)
         draft.replace(self.folder / _LATEST_FILE)
         _sync(self.folder)

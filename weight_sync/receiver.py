@@ -11,11 +11,9 @@ One version at a time goes through
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -31,34 +29,7 @@ from weight_sync.receiver_client import CatchUpReport, ReceiveReport, ReceiverSt
 from weight_sync.relay import Relay
 from weight_sync.staging import Staging
 from weight_sync.store import Slot, StagedStore
-from weight_sync.types import GroupSpec, WeightSyncError
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class ReceiverSpec:
-    """Everything that a receiver is built from."""
-
-    name: str
-    host: str
-    """Address that its HTTP API listens on, and no other."""
-    folder: str
-    """Its stage folder, on tmpfs."""
-    num_slots: int
-    num_buffers: int
-    timeout_s: float
-    min_bandwidth: float
-    device: str = "cpu"
-    """Its GPU ("cuda:0") where weight groups are nccl."""
-    key: str = field(repr=False)
-    """What a request must carry; the same for all receivers of a run."""
-
-    def to_json(self) -> str:
-        """Without the key, which has its own way."""
-        return json.dumps({k: v for k, v in asdict(self).items() if k != "key"})
-
-    @classmethod
-    def from_json(cls, text: str, key: str) -> ReceiverSpec:
-        return cls(**json.loads(text), key=key)
+from weight_sync.types import GroupSpec, ReceiverSpec, WeightSyncError
 
 
 class Receiver:

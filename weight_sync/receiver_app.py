@@ -44,8 +44,8 @@ from weight_sync.errors import (
 from weight_sync.group import bucket_timeout_s
 from weight_sync.http_server import HttpLimits, ServerConfig, read_body
 from weight_sync.manifest import Layout, Manifest, Transfer
-from weight_sync.receiver import Receiver, ReceiverSpec
-from weight_sync.types import LONGEST_TIMEOUT_S, GroupSpec, WeightSyncError
+from weight_sync.receiver import Receiver
+from weight_sync.types import LONGEST_TIMEOUT_S, GroupSpec, ReceiverSpec, WeightSyncError
 
 _CHUNK_BYTES = 2**20
 _MAX_BODY_BYTES = 256 * 2**20

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weight_sync.receiver import ReceiverSpec
-from weight_sync.types import WeightSyncError
+from weight_sync.types import ReceiverSpec, WeightSyncError
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any, Protocol
 
@@ -126,3 +127,30 @@ class VersionBoard(Protocol):
     async def append_metrics(self, record: Record, kind: str) -> None: ...
 
     async def close(self) -> None: ...
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ReceiverSpec:
+    """Everything that a receiver is built from."""
+
+    name: str
+    host: str
+    """Address that its HTTP API listens on, and no other."""
+    folder: str
+    """Its stage folder, on tmpfs."""
+    num_slots: int
+    num_buffers: int
+    timeout_s: float
+    min_bandwidth: float
+    device: str = "cpu"
+    """Its GPU ("cuda:0") where weight groups are nccl."""
+    key: str = field(repr=False)
+    """What a request must carry; the same for all receivers of a run."""
+
+    def to_json(self) -> str:
+        """Without the key, which has its own way."""
+        return json.dumps({k: v for k, v in asdict(self).items() if k != "key"})
+
+    @classmethod
+    def from_json(cls, text: str, key: str) -> ReceiverSpec:
+        return cls(**json.loads(text), key=key)

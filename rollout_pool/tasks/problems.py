@@ -72,14 +72,17 @@ def load_files(config: TaskConfig, read: Read[P], form: str) -> tuple[list[P], l
     """
     assert config.path is not None
     problems = read_file(Path(config.path), "task.path", read, form)
+    return hold_out(config, problems, f"task.path={config.path}", read, form)
+
+
+def hold_out(
+    config: TaskConfig, problems: list[P], source: str, read: Read[P], form: str
+) -> tuple[list[P], list[P]]:
+    """Training and held-out problems: all and those of `task.eval_path`, or all but the last
+    `task.eval_size` and those. Raises ValueError if none is left, or for a bad line."""
     if config.eval_path is not None:
         held_out = read_file(Path(config.eval_path), "task.eval_path", read, form)
         return problems, held_out[: config.eval_size]
-    return hold_out(config, problems, f"task.path={config.path}")
-
-
-def hold_out(config: TaskConfig, problems: list[P], source: str) -> tuple[list[P], list[P]]:
-    """All but the last `task.eval_size` problems, and those. Raises ValueError if none is left."""
     if config.eval_size >= len(problems):
         raise ValueError(
             f"task.eval_size={config.eval_size}: {source} has only {len(problems)} "

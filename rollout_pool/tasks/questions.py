@@ -58,7 +58,7 @@ def _load(config: TaskConfig) -> tuple[list[Question], list[Question]]:
             "them in task.path"
         )
     questions = [read_question(one, f"{place}[{i}]") for i, one in enumerate(listed)]
-    return hold_out(config, questions, place)
+    return hold_out(config, questions, place, read_question, LINE_FORM)
 
 
 def read_question(record: dict[str, Any], place: str) -> Question:

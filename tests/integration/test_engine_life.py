@@ -25,11 +25,10 @@ from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.types import RolloutSpec
 from weight_sync.checksums import staged_checksums
 from weight_sync.manifest import Layout, Manifest, Transfer
-from weight_sync.receiver import ReceiverSpec
 from weight_sync.receiver_client import ReceiverClient
 from weight_sync.receiver_process import ReceiverProcess
 from weight_sync.store import StagedStore
-from weight_sync.types import TensorSpec
+from weight_sync.types import ReceiverSpec, TensorSpec
 
 pytestmark = pytest.mark.slow
 

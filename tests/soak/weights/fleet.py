@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from buffer.run_state import RunState
-from weight_sync.receiver import ReceiverSpec
 from weight_sync.receiver_client import ReceiverClient, StagedVersion
 from weight_sync.receiver_process import ReceiverProcess
-from weight_sync.types import WeightSyncError
+from weight_sync.types import ReceiverSpec, WeightSyncError
 from weights.model import Weights
 from weights.scene import Scene
 

@@ -91,6 +91,7 @@ def test_a_password_comes_from_the_environment_and_is_inherited_by_no_process() 
     for url, full in (
         ("redis://h:1/0", "redis://:p%40%2F%3Aw@h:1/0"),
         ("rediss://me@h/0?ssl_certfile=F", "rediss://me:p%40%2F%3Aw@h/0?ssl_certfile=F"),
+        ("redis://me@h:1?password=***", "redis://me:p%40%2F%3Aw@h:1"),
         ("redis://me:***@h:1", "redis://me:p%40%2F%3Aw@h:1"),
         ("unix:///run/redis.sock", "unix://:p%40%2F%3Aw@/run/redis.sock"),
         ("redis://me:own@h:1", "redis://me:own@h:1"),

@@ -64,6 +64,13 @@ def test_the_command_shows_no_password() -> None:
     assert command is not None and "secret" not in command and "redis://me:***@host" in command
 
 
+def test_the_command_shows_no_password_of_a_reward_and_the_rest_of_it_whole() -> None:
+    judge = "{kind: judge, url: 'http://me:secret@judge:1/v1', model: a@b}"
+    command = repeat_command(load_config([f"task.rewards={{task: {{weight: 1.0}}, j: {judge}}}"]))
+    assert command is not None and "secret" not in command
+    assert "http://me:***@judge:1/v1" in command and "a@b" in command
+
+
 def test_settings_that_no_command_says_have_none() -> None:
     config = load_config([])
     assert repeat_command(replace(config, experiment="gone")) is None

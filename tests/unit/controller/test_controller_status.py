@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from controller_samples import STATS, eval_record, step_record
@@ -19,7 +21,7 @@ from configs.load import load_config, to_yaml
 from configs.schema import BufferConfig
 from controller.metrics import MetricsLog, Record, read_metrics
 from controller.run_dir import RunDir
-from controller.status import print_status
+from controller.status import command_from_outside, print_status
 from controller.summary import summarize, write_summary
 from controller.view import buffer_values
 
@@ -84,6 +86,27 @@ def test_a_run_that_goes_on_is_shown_live(run_dir: RunDir, server: EmbeddedServe
     assert "1 of 48 groups" in text
     assert "REDISCLI_AUTH=" in text and "redis-cli -u" not in text
     assert server.url not in text, "the password stays in its file"
+
+
+@pytest.mark.parametrize(
+    ("url", "client"),
+    [
+        ("redis://h:1/0", "redis-cli --user default -h h -p 1 ZCARD"),
+        ("rediss://me:p%40w@h:1/0", "redis-cli --user me -h h -p 1 --tls ZCARD"),
+        ("unix://me:pw@/run/redis.sock", "redis-cli --user me -s /run/redis.sock ZCARD"),
+    ],
+)
+def test_the_command_from_outside_fits_the_server(run_dir: RunDir, url: str, client: str) -> None:
+    run_dir.write_redis_url(url)
+    command = command_from_outside(run_dir)
+    assert client in command
+    shown = subprocess.run(
+        ["sh", "-c", command.replace("redis-cli", "echo $REDISCLI_AUTH #")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.strip() == unquote(urlsplit(url).password or "")
 
 
 def test_a_run_whose_server_is_away_is_told(run_dir: RunDir) -> None:

@@ -40,10 +40,9 @@ from trainer_pool.checkpoint import CheckpointStore
 from trainer_pool.pool import TrainerPool
 from trainer_pool.scratch import build_scratch_model
 from trainer_pool.types import SupervisedExample, TrainerSpec, TrainReport, WarmStartReport
-from weight_sync.receiver import ReceiverSpec
 from weight_sync.receiver_client import ReceiverClient
 from weight_sync.receiver_process import ReceiverProcess
-from weight_sync.types import PublishReport
+from weight_sync.types import PublishReport, ReceiverSpec
 
 pytestmark = pytest.mark.slow
 

@@ -23,9 +23,9 @@ from buffer.codec import encode_group
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import ScratchModelConfig
 from trainer_pool.scratch import build_scratch_model
-from weight_sync.receiver import ReceiverSpec
 from weight_sync.receiver_client import ReceiverClient
 from weight_sync.receiver_process import ReceiverProcess
+from weight_sync.types import ReceiverSpec
 
 SCRIPT = Path(__file__).with_name("zero3_rank.py")
 NUM_STEPS = 4

@@ -20,10 +20,9 @@ from configs.choices import Backend
 from configs.schema import WeightSyncConfig
 from weight_sync.engine import CheckpointEngine
 from weight_sync.manifest import Layout
-from weight_sync.receiver import ReceiverSpec
 from weight_sync.receiver_client import ReceiverClient, ReceiverStatus
 from weight_sync.receiver_process import ReceiverProcess
-from weight_sync.types import PublishReport
+from weight_sync.types import PublishReport, ReceiverSpec
 
 KEY = "a-key"
 TIMEOUT_S = 30.0

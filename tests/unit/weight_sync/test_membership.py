@@ -22,11 +22,11 @@ from weight_sync.group import WeightGroup, open_store
 from weight_sync.limits import Limits
 from weight_sync.manifest import Layout
 from weight_sync.membership import Membership
-from weight_sync.receiver import Receiver, ReceiverSpec
+from weight_sync.receiver import Receiver
 from weight_sync.sender import Sender
 from weight_sync.sending_rank import SendingRank
 from weight_sync.snapshot import Shard, Snapshots
-from weight_sync.types import GroupSpec, WeightSyncError
+from weight_sync.types import GroupSpec, ReceiverSpec, WeightSyncError
 
 LIMIT = timedelta(seconds=20)
 LAYOUT = Layout.of([spec("a", 50, 30)], num_ranks=1)

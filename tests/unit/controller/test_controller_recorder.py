@@ -1,0 +1,59 @@
+"""The recorder at a real server: what others write into the metrics stream does not end the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from controller_samples import step_record
+from redis.asyncio import Redis
+from rich.console import Console
+
+from buffer.keys import Keys
+from buffer.replay_buffer import ReplayBuffer
+from buffer.run_state import RunState
+from controller.metrics import MetricsLog, Record, read_metrics
+from controller.panel import Panel
+from controller.recorder import Recorder
+from controller.view import RunView
+
+FOREIGN: list[tuple[str, Mapping[str, Any]]] = [
+    ("step", {}),
+    ("step", {"step": "three", "version": 2}),
+    ("step", {"step": 10**400, "version": 2}),
+    ("step", {"step": 3, "version": -1}),
+    ("step", {"step": 2.5, "version": 2}),
+    ("step", {"t": 0.0, **step_record(0, 1.0).values}),
+    ("publish", {"kind": "commit"}),
+    ("eval", {"accuracy": 1.0}),
+    ("buffer", {"tokens_generated": 7}),
+    ("phase", {"phase": "over"}),
+]
+
+
+async def test_what_no_process_of_ours_writes_is_left_out(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    state = await RunState.connect(redis_url, run_name)
+    buffer = await ReplayBuffer.connect(redis_url, run_name)
+    steps: list[Record] = []
+    view = RunView(run=run_name, num_steps=3, started=0.0)
+    redis = Redis.from_url(redis_url)
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        panel = Panel(enabled=False, console=Console(file=(tmp_path / "out").open("w")))
+        recorder = Recorder(buffer, state, log, panel, view, steps.append)
+        for kind, values in FOREIGN:
+            entry = {"kind": kind, "record": json.dumps(values)}
+            await redis.xadd(Keys(run_name)("metrics"), entry)
+        await state.append_metrics({"pause_s": 10**400, "engine": "engine-0"}, "commit")
+        await state.append_metrics(step_record(0, 1.0).values, "step")
+        await recorder.drain_metrics(block_s=1.0)
+    await redis.aclose()
+    await buffer.close()
+    await state.close()
+    assert view.step == 1 and len(steps) == 1
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record.kind for record in records] == ["commit", "step"]
+    assert "pause_s" not in records[0].values, "what is no float is null"
