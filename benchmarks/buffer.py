@@ -32,7 +32,7 @@ from benchmarks.raw_rate import raw_team  # noqa: E402
 from benchmarks.ray_rate import RayTeam  # noqa: E402
 from benchmarks.report import Report  # noqa: E402
 from benchmarks.team import IN_FLIGHT, Round, Team  # noqa: E402
-from buffer.server import EmbeddedServer  # noqa: E402
+from buffer.redis.server import EmbeddedServer  # noqa: E402
 from configs.schema import BufferConfig  # noqa: E402
 
 

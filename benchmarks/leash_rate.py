@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from benchmarks.groups import GroupMaker
 from benchmarks.team import IN_FLIGHT, Team, barrier
-from buffer.connection import connect
+from buffer.redis.connection import connect
 from buffer.replay_buffer import ReplayBuffer
 from configs.schema import BufferConfig
 

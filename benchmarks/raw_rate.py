@@ -11,8 +11,8 @@ from redis.asyncio import Redis
 
 from benchmarks.groups import GroupMaker
 from benchmarks.team import IN_FLIGHT, Team
-from buffer.codec import encode_group
-from buffer.connection import connect
+from buffer.redis.connection import connect
+from buffer.wire.codec import encode_group
 
 
 @dataclass(slots=True)

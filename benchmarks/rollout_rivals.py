@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 from benchmarks.rollout_work import Job, Tally, WorkSize, new_sample
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.samples import Interrupted, Sample
-from rollout_pool.sampling import Completer
+from rollout_pool.sampling.sample import Interrupted, Sample
+from rollout_pool.sampling.sampler import Completer
 
 Commit = Callable[[], Awaitable[None]]
 MAX_PUT_OFF = 2

@@ -21,20 +21,20 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.rollout_work import Job, Lengths, LimitedCompleter, Tally, WorkSize
-from buffer.lease import Lease
+from buffer.redis.server import EmbeddedServer
 from buffer.replay_buffer import ReplayBuffer
+from buffer.results import Lease
 from buffer.run_state import RunState
-from buffer.server import EmbeddedServer
 from configs.choices import OnStale, PauseMode, TaskKind
 from configs.rollout_schema import EngineConfig, RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
-from rollout_pool.assemble import WorkerParts
 from rollout_pool.engines.engine import EngineInfo, EngineSpec, SGLangEngine
-from rollout_pool.envs.chat import ChatFormat
-from rollout_pool.envs.player import Player
-from rollout_pool.sampling import Sampler
+from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.types import RolloutSpec
-from trainer_pool.scratch import byte_tokenizer
+from rollout_pool.worker.build import WorkerParts
+from rollout_pool.worker.player import Player
+from trainer_pool.model.scratch import byte_tokenizer
 
 KEY = "k3y-of-the-benchmark"
 ENGINE = "engine-0"

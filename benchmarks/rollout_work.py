@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.rollout_task import text_of
 from buffer.types import SamplingParams
-from rollout_pool.samples import Sample
-from rollout_pool.sampling import Completer
-from trainer_pool.scratch import byte_tokenizer
+from rollout_pool.sampling.sample import Sample
+from rollout_pool.sampling.sampler import Completer
+from trainer_pool.model.scratch import byte_tokenizer
 
 P99 = 2.326
 """Standard deviations of a normal distribution above its median."""

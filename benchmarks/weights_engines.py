@@ -28,7 +28,7 @@ from configs.rollout_schema import EngineConfig
 from rollout_pool.engines import process_tree
 from rollout_pool.engines.engine import EngineSpec, SGLangEngine
 from rollout_pool.engines.sglang_client import SGLangClient
-from rollout_pool.samples import Sample
+from rollout_pool.sampling.sample import Sample
 
 PROMPT_LENGTH = 16
 _STEADY_STEPS = 6

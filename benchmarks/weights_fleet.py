@@ -40,9 +40,9 @@ from benchmarks.weights_engines import (
 )
 from benchmarks.weights_model import SharedWeights, views_of
 from benchmarks.weights_trainer import Moved, Trainer, TrainerSpec
+from buffer.redis.server import EmbeddedServer
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
-from buffer.server import EmbeddedServer
 from configs.choices import CommitStrategy
 from configs.schema import BufferConfig, WeightSyncConfig
 from rollout_pool.engines.commit import Committer
@@ -50,9 +50,9 @@ from rollout_pool.engines.commit_strategies import make_strategy
 from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.engines.version_pin import VersionPin
 from rollout_pool.engines.weight_follower import WeightFollower
-from weight_sync.manifest import Layout
-from weight_sync.receiver_client import ReceiverClient
-from weight_sync.receiver_process import ReceiverProcess
+from weight_sync.layout import Layout
+from weight_sync.receiver.client import ReceiverClient
+from weight_sync.receiver.process import ReceiverProcess
 from weight_sync.types import ReceiverSpec, TensorSpec
 
 _TMPFS = Path("/dev/shm")

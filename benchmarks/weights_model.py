@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weight_sync.manifest import Layout
+from weight_sync.layout import Layout
 from weight_sync.types import TensorSpec
 
 _CHUNK = 1 << 24

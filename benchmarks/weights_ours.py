@@ -20,8 +20,8 @@ from benchmarks.weights_model import map_file
 from benchmarks.weights_wires import Stage, join_gloo
 from configs.schema import WeightSyncConfig
 from weight_sync.engine import CheckpointEngine
-from weight_sync.receiver_process import ReceiverProcess
-from weight_sync.snapshot import Shard
+from weight_sync.receiver.process import ReceiverProcess
+from weight_sync.sender.snapshot import Shard
 from weight_sync.types import ReceiverSpec, Record
 
 KEY = "k3y-of-the-benchmark"

@@ -19,7 +19,7 @@ from benchmarks.team import Round, Worker
 from benchmarks.weights_model import views_of
 from benchmarks.weights_wires import Stage, join_gloo, prepare
 from weight_sync.buckets import plan_buckets
-from weight_sync.manifest import Transfer
+from weight_sync.layout import Transfer
 
 _ROUND_S = 300.0
 

@@ -17,8 +17,8 @@ from benchmarks.weights_model import SharedWeights
 from buffer.run_state import RunState
 from configs.schema import BufferConfig, WeightSyncConfig
 from weight_sync.engine import CheckpointEngine
-from weight_sync.manifest import Layout
-from weight_sync.snapshot import Shard
+from weight_sync.layout import Layout
+from weight_sync.sender.snapshot import Shard
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _ANSWER_S = 180.0

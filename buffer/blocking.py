@@ -13,13 +13,19 @@ from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from buffer.events import GroupEvent
-from buffer.lease import Admission, Lease, PushResult, QuarantinedGroup, Reconciled
+from buffer.redis.wakeups import BufferClosedError
 from buffer.replay_buffer import ReplayBuffer
+from buffer.results import (
+    Admission,
+    BufferStats,
+    GroupEvent,
+    Lease,
+    PushResult,
+    QuarantinedGroup,
+    Reconciled,
+)
 from buffer.run_state import MetricsEntry, Record, RunState
-from buffer.stats import BufferStats
 from buffer.types import PromptRef, TrajectoryGroup
-from buffer.wakeups import BufferClosedError
 from configs.schema import BufferConfig
 
 T = TypeVar("T")

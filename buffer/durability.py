@@ -27,7 +27,7 @@ from typing import Any
 from redis import exceptions
 from redis.asyncio import Redis
 
-from buffer.wakeups import BufferClosedError
+from buffer.redis.wakeups import BufferClosedError
 
 Ticket = str
 """The server that was there before a push: its run_id."""

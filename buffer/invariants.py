@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from buffer.lua import Scripts
-from buffer.replies import readable, texts
-from buffer.stats import BufferStats
+from buffer.redis.replies import readable, texts
+from buffer.redis.scripts import Scripts
+from buffer.results import BufferStats
 
 _KEYS_AT_ONCE = 1000
 _GROUPS_AT_ONCE = 100

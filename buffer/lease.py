@@ -1,94 +1,188 @@
-"""What the verbs of the buffer hand out: credits, leases, and accounts of what they did."""
+"""Hands a trainer rank its share of a step's batch: form it or wait, fetch, check, mask."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
+from buffer.balance import split_by_tokens
+from buffer.errors import NotOwnerError
+from buffer.redis.wakeups import Deadline, WakeStreams
+from buffer.results import Lease
+from buffer.shard import Formed, NotFormed, Shard
+from buffer.shards import ShardSet
+from buffer.staleness import mask_over_age, renumber
 from buffer.types import TrajectoryGroup
+from buffer.wire.codec import decode_group
+
+Payload = bytes | memoryview
 
 
-class PushResult(Enum):
-    """What became of a pushed group."""
-
-    stored = "stored"
-    duplicate = "duplicate"
-    """It was pushed before: nothing changed. A retry of any push ends here."""
-    stale = "stale"
-    """Too old for every later step: counted as pushed and dropped, its prompt perhaps requeued."""
-    abandoned_lineage = "abandoned_lineage"
-    """Made by weights that a restore gave up: counted as pushed and dropped."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class QuarantinedPrompt:
-    """A prompt that is not run any more until somebody releases it."""
-
-    task: str
-    index: int
-    reason: str
-    """failed (its groups, too often), or worker_died (twice, while it ran)."""
-    times: int
-    """How often that happened."""
-    at: float
-    """Unix time since when it is there."""
-
-
-class Admission(NamedTuple):
-    """A credit to generate one group."""
-
-    group_id: str
-    """The group's id from now on; with several shards it also names the shard."""
-    version: int
-    """The trainer's version now."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Lease:
-    """What one rank holds of the batch of one step."""
+class LeaseRequest(NamedTuple):
+    """What the ranks ask for; the same at each of them."""
 
     step: int
     version: int
-    """Version of the weights that the step starts from."""
-    owner: str
-    """Token that fences the lease: without it consume and nack have no effect."""
-    group_ids: tuple[str, ...]
-    """The whole batch as it was formed, in the same order at every rank."""
-    groups: tuple[TrajectoryGroup, ...]
-    """This rank's share. Groups dropped since the batch was formed are missing."""
-    oldest: int | None
-    """Tokens sampled before this version are out of the loss; None unless on_stale=mask_tokens."""
-    deadline: float
-    """Unix time by the server's clock after which the groups may be given to somebody else."""
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(group.num_tokens for group in self.groups)
+    num_groups: int
+    num_shares: int
+    lease_ms: int
+    lineage: str
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Reconciled:
-    """What became of the groups when a trainer took over at a checkpoint."""
+class Unmet(NamedTuple):
+    """Why there is no batch yet, and what to wait for."""
 
-    acked: int
-    """In the checkpoint: done."""
-    requeued: int
-    """Were consumed or leased after it: ready again."""
-    dropped: int
-    """Made by weights that do not exist any more."""
-    quarantined: int
-    """Were leased too often to be tried again."""
+    seen: Mapping[str, str]
+    """Wake streams, with the entry to wait behind."""
+    ready: int
+    until_ms: int
+    """Milliseconds until it is worth to look again in any case; -1 for never."""
+    blocking: str = ""
+    """The running group that is waited for (on_stale=wait); its version follows."""
+    blocking_version: int = 0
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class QuarantinedGroup:
-    """A group that could not be trained and is kept for somebody to look at."""
+class BatchFormer(Protocol):
+    async def form(self, request: LeaseRequest) -> Formed | Unmet:
+        """The step's batch, formed now if there is none. Raises what `refusal` makes of a no."""
 
-    group_id: str
-    at: float
-    """Unix time at which it was put there."""
-    reason: str
-    attempts: int
-    """How often it was leased."""
-    num_tokens: int
+
+class OneShardFormer:
+    """Forms batches where all groups are in one shard: one script does it all."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    async def form(self, request: LeaseRequest) -> Formed | Unmet:
+        owner = new_owner()
+        while True:
+            reply = await self._shard.form(**request._asdict(), owner=owner)
+            if isinstance(reply, Formed):
+                return reply
+            if reply.word == "wait":
+                seen = {self._shard.keys.wake("batch"): reply.last_wake}
+                return Unmet(
+                    seen, reply.ready, reply.until_ms, reply.blocking, reply.blocking_version
+                )
+            if reply.word != "again":
+                raise refusal(request, reply)
+
+
+def new_owner() -> str:
+    """A token that nobody else has."""
+    return secrets.token_hex(8)
+
+
+def refusal(request: LeaseRequest, reply: NotFormed) -> Exception:
+    """The error for a lease that cannot be had by waiting."""
+    step = request.step
+    match reply.word:
+        case "done":
+            return ValueError(f"step={step}: its groups were consumed before; lease a later step")
+        case "conflict":
+            return ValueError(
+                f"step={step} was leased with version, num_groups, num_shares = {reply.version}, "
+                f"{reply.num_groups}, {reply.num_shares}; ranks must ask for the same"
+            )
+        case "not_owner":
+            return NotOwnerError(
+                f"step={step}: another trainer took this buffer over; end this one"
+            )
+        case word:
+            raise AssertionError(word)
+
+
+class Leasing:
+    """Leases, as one process asks for them."""
+
+    def __init__(self, shards: ShardSet, former: BatchFormer, wake: WakeStreams) -> None:
+        self._shards = shards
+        self._former = former
+        self._wake = wake
+
+    async def lease(self, request: LeaseRequest, share: int, timeout_s: float) -> Lease:
+        """See ReplayBuffer.lease."""
+        deadline = Deadline(timeout_s)
+        while True:
+            reply = await self._former.form(request)
+            if isinstance(reply, Formed):
+                return await self._receive(request, share, reply)
+            if not deadline.left_s:
+                raise TimeoutError(_shortage(request, reply, timeout_s))
+            # Nobody sends an event when a lease expires: wake up for it.
+            until_s = reply.until_ms / 1000 if reply.until_ms >= 0 else deadline.left_s
+            await self._wake.wait(reply.seen, min(deadline.left_s, until_s))
+
+    async def _receive(self, request: LeaseRequest, share: int, formed: Formed) -> Lease:
+        mine = split_by_tokens(formed.tokens, request.num_shares)[share]
+        wanted = [formed.ids[i] for i in mine if formed.ids[i] in formed.held]
+        payloads = await self._fetch(wanted)
+        groups = []
+        for group_id in wanted:
+            group = await self._open(group_id, payloads[group_id], formed)
+            if group is not None:
+                groups.append(group)
+        return Lease(
+            step=request.step,
+            version=request.version,
+            owner=formed.owner,
+            group_ids=formed.ids,
+            groups=tuple(groups),
+            oldest=formed.oldest,
+            deadline=formed.deadline_ms / 1000,
+        )
+
+    async def _fetch(self, group_ids: Sequence[str]) -> Mapping[str, Payload | None]:
+        async def fetch(shard: Shard, ids: list[str]) -> Iterable[tuple[str, Payload | None]]:
+            return zip(ids, await _payloads(shard, ids), strict=True)
+
+        return {
+            i: payload
+            for part in await self._shards.holding(group_ids, fetch)
+            for i, payload in part
+        }
+
+    async def _open(
+        self, group_id: str, payload: Payload | None, formed: Formed
+    ) -> TrajectoryGroup | None:
+        """The group as it is to be trained; None if it had to be put away."""
+        if payload is None:
+            # Deleted by hand; or dropped since by a sibling's validate: then this does nothing.
+            await self._put_away(group_id, formed.owner, "payload_missing")
+            return None
+        try:
+            group = decode_group(payload)
+            if group.group_id != group_id:
+                raise ValueError(f"holds group {group.group_id!r}")
+            if group_id in formed.renumbered:
+                group = renumber(group, formed.renumbered[group_id])
+        except ValueError:
+            await self._put_away(group_id, formed.owner, "undecodable")
+            return None
+        return group if formed.oldest is None else mask_over_age(group, formed.oldest)
+
+    async def _put_away(self, group_id: str, owner: str, reason: str) -> None:
+        await self._shards.of(group_id).quarantine(owner, reason, group_id)
+
+
+async def _payloads(shard: Shard, ids: Sequence[str]) -> list[Payload | None]:
+    try:
+        return await shard.payloads(ids)
+    except ValueError:  # the chunks of one do not fit together: it must not spoil the others
+        if len(ids) == 1:
+            return [b""]
+        return [payload for i in ids for payload in await _payloads(shard, [i])]
+
+
+def _shortage(request: LeaseRequest, unmet: Unmet, timeout_s: float) -> str:
+    text = (
+        f"step {request.step} waited {timeout_s:g} s for {request.num_groups} fresh groups from "
+        f"the rollout pool: {unmet.ready} are ready"
+    )
+    if unmet.blocking:
+        text += (
+            f"; buffer.on_stale=wait holds the step back for group {unmet.blocking}, which began "
+            f"at version {unmet.blocking_version} and would be too old afterwards"
+        )
+    return text

@@ -27,26 +27,32 @@ from collections.abc import Collection, Mapping
 from typing import cast
 from zlib import crc32
 
-from buffer.client import BufferConnectionError, BufferRedis
-from buffer.connection import connect
 from buffer.durability import PushKeeper
 from buffer.errors import BufferFullError, NotOwnerError
-from buffer.events import GroupEvent
-from buffer.keys import Keys, check_group_id
-from buffer.lease import Admission, Lease, PushResult, QuarantinedGroup, Reconciled
-from buffer.leasing import BatchFormer, LeaseRequest, Leasing, OneShardFormer
-from buffer.prompt_quarantine import PromptQuarantine
-from buffer.pushing import Pusher
-from buffer.replies import readable, setting_number
-from buffer.settings import initial_settings
+from buffer.lease import BatchFormer, LeaseRequest, Leasing, OneShardFormer
+from buffer.push import Pusher
+from buffer.quarantine import PromptQuarantine
+from buffer.reconcile import take_over
+from buffer.redis.client import BufferConnectionError, BufferRedis
+from buffer.redis.connection import connect
+from buffer.redis.keys import Keys, check_group_id
+from buffer.redis.replies import readable, setting_number
+from buffer.redis.settings import initial_settings
+from buffer.redis.wakeups import Deadline, WakeStreams
+from buffer.results import (
+    Admission,
+    BufferStats,
+    GroupEvent,
+    Lease,
+    PushResult,
+    QuarantinedGroup,
+    Reconciled,
+    sum_stats,
+)
 from buffer.shard import Admitted, Shard
-from buffer.shard_set import ShardSet
 from buffer.sharded_lease import ShardedFormer
-from buffer.sharding import id_in_shard, shard_of
-from buffer.stats import BufferStats, sum_stats
-from buffer.takeover import take_over
+from buffer.shards import ShardSet, id_in_shard, shard_of
 from buffer.types import PromptRef, TrajectoryGroup
-from buffer.wakeups import Deadline, WakeStreams
 from configs.schema import BufferConfig
 
 __all__ = ["BufferFullError", "BufferStats", "Lease", "NotOwnerError", "PushResult", "ReplayBuffer"]

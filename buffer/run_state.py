@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 from uuid import uuid4
 
-from buffer.client import BufferRedis
-from buffer.connection import connect
-from buffer.keys import Keys
-from buffer.lua import Scripts
-from buffer.replies import is_number, readable, setting_number
-from buffer.wakeups import Deadline, WakeStreams
+from buffer.redis.client import BufferRedis
+from buffer.redis.connection import connect
+from buffer.redis.keys import Keys
+from buffer.redis.replies import is_number, readable, setting_number
+from buffer.redis.scripts import Scripts
+from buffer.redis.wakeups import Deadline, WakeStreams
 from configs.schema import BufferConfig
 
 T = TypeVar("T")

@@ -10,18 +10,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
-from buffer.arena import Allocate
-from buffer.batching import Batcher, Message
-from buffer.blocks import Blocks
-from buffer.chunks import join_payload, num_chunks
-from buffer.client import BufferRedis, DamagedRunError
-from buffer.events import GroupEvent, parse_events
 from buffer.invariants import find_violations
-from buffer.keys import Keys
-from buffer.lease import QuarantinedPrompt
-from buffer.lua import Argument, Scripts
-from buffer.prompt_texts import quarantined_prompt, read_prompt, write_prompt
-from buffer.replies import (
+from buffer.redis.batching import Batcher, Message
+from buffer.redis.client import BufferRedis, DamagedRunError
+from buffer.redis.keys import Keys
+from buffer.redis.payloads import Allocate, Blocks
+from buffer.redis.replies import (
     AckReply,
     Admitted,
     Candidate,
@@ -51,8 +45,19 @@ from buffer.replies import (
     readable,
     texts,
 )
-from buffer.stats import BufferStats, parse_stats
+from buffer.redis.scripts import Argument, Scripts
+from buffer.results import (
+    BufferStats,
+    GroupEvent,
+    QuarantinedPrompt,
+    parse_events,
+    parse_stats,
+    quarantined_prompt,
+    read_prompt,
+    write_prompt,
+)
 from buffer.types import PromptRef
+from buffer.wire.chunks import join_payload, num_chunks
 
 __all__ = [
     "BOUND",

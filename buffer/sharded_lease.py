@@ -21,9 +21,9 @@ import asyncio
 import heapq
 from collections.abc import Mapping, Sequence
 
-from buffer.leasing import LeaseRequest, Unmet, new_owner, refusal
+from buffer.lease import LeaseRequest, Unmet, new_owner, refusal
 from buffer.shard import Candidate, Formed, Held, NotFormed, Peek, Shard, StepRecord, Taken
-from buffer.shard_set import ShardSet
+from buffer.shards import ShardSet
 
 FORMING_MS = 10_000
 """Time to form a batch in: some round trips. What a dead former took comes back after it."""

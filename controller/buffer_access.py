@@ -8,17 +8,12 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from buffer.address import MASK, PASSWORD_VARIABLE, has_password, with_password
-from buffer.address import address as server_address
-from buffer.connection import (
-    DamagedRunError,
-    DiskFullError,
-    MemoryFullError,
-    NotAllowedError,
-)
+from buffer.redis.address import MASK, PASSWORD_VARIABLE, has_password, with_password
+from buffer.redis.address import address as server_address
+from buffer.redis.connection import DamagedRunError, DiskFullError, MemoryFullError, NotAllowedError
+from buffer.redis.server import EmbeddedServer
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
-from buffer.server import EmbeddedServer
 from configs.load import read_config
 from configs.schema import BufferConfig
 from controller.run_dir import RunDir, RunDirError

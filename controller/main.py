@@ -36,7 +36,7 @@ EXIT_BAD_INPUT = 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    from controller.buffer_commands import add_buffer_verbs, add_run_verb
+    from controller.commands.parser import add_buffer_verbs, add_run_verb
 
     parser = argparse.ArgumentParser(prog="leash", description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -113,7 +113,7 @@ def _launch(
     arguments: argparse.Namespace, stop: StopRequest, tell_folder: Callable[[str], None]
 ) -> int:
     with stop.interrupting():  # nothing is started yet
-        from buffer.address import password_of_environment
+        from buffer.redis.address import password_of_environment
         from configs.load import load_config
         from controller.ray_environment import prepare_environment
 
@@ -141,7 +141,7 @@ def _finish_launch(folder: str | None, was_asked: bool, exit_code: int) -> int:
     run_dir = None if folder is None else RunDir(path=Path(folder))
     if run_dir is None or run_dir.read_record().state != "running":
         return exit_code if exit_code >= 0 else EXIT_FAILED
-    from controller.stop import clear_up
+    from controller.commands.stop import clear_up
 
     os.umask(run_dir.umask)
     died = f"the controller died (exit code {exit_code})"
@@ -154,7 +154,7 @@ def _dry_run(config: Config) -> int:
     from rich.console import Console
 
     from configs.load import to_yaml
-    from controller.preflight import check_plan, plan_here
+    from controller.start.preflight import check_plan, plan_here
 
     comes_later = check_plan(config)
     console = Console()
@@ -167,7 +167,7 @@ def _dry_run(config: Config) -> int:
 
 
 def _on_existing_run(arguments: argparse.Namespace) -> int:
-    from controller.buffer_commands import on_buffer
+    from controller.commands.parser import on_buffer
     from controller.run_dir import RunDir
 
     run_dir = RunDir.find(arguments.dir, arguments.run)
@@ -175,23 +175,23 @@ def _on_existing_run(arguments: argparse.Namespace) -> int:
         os.umask(run_dir.umask)
     match arguments.verb:
         case "status":
-            from controller.status import print_status
+            from controller.commands.status import print_status
 
             print_status(run_dir)
         case "stop":
-            from controller.stop import stop_run
+            from controller.commands.stop import stop_run
 
             stop_run(run_dir)
         case "report":
-            from controller.report import print_report
+            from controller.report.report import print_report
 
             print_report(run_dir)
         case "tune":
-            from controller.tune import set_max_staleness
+            from controller.commands.tune import set_max_staleness
 
             set_max_staleness(run_dir, arguments.max_staleness)
         case "timeline":
-            from controller.timeline import draw_timeline
+            from controller.report.timeline import draw_timeline
 
             print(draw_timeline(run_dir, arguments.version))
         case _:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import STREAM_START, RunState
-from controller.metrics import EVAL_FAILED, RESERVED_NAMES, MetricsLog, Record, Scalar
-from controller.panel import Panel
-from controller.view import RunView, buffer_values
+from controller.metrics.records import EVAL_FAILED, RESERVED_NAMES, MetricsLog, Record, Scalar
+from controller.report.panel import Panel
+from controller.report.state import RunView, buffer_values
 
 PICTURE_S = 0.5
 SAMPLE_S = 2.0

@@ -25,31 +25,31 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from buffer.address import with_password
-from buffer.server import EmbeddedServer
+from buffer.redis.address import with_password
+from buffer.redis.server import EmbeddedServer
 from configs.environment import LOG_DIR_VARIABLE, RUN_VARIABLE
 from configs.load import to_yaml
 from configs.schema import Config
-from controller import supervise
 from controller.buffer_access import BufferAddress, opened
-from controller.panel import Panel
-from controller.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, start_ray
-from controller.plan import Plan, make_plan
-from controller.preflight import check_inputs, gpu_memory
-from controller.prometheus import MetricsServer
+from controller.metrics.prometheus import MetricsServer
 from controller.ray_environment import LOOPBACK
-from controller.report import write_report
+from controller.report.panel import Panel
+from controller.report.report import write_report
+from controller.report.startup import StartStep
+from controller.report.summary import result_line
 from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
-from controller.startup import StartStep
-from controller.summary import result_line
+from controller.start.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, start_ray
+from controller.start.plan import Plan, make_plan
+from controller.start.preflight import check_inputs, gpu_memory
+from controller.start.warm_start import supervised_examples
 from controller.training import Pools, Training
-from controller.warm_start import supervised_examples
+from controller.watch import supervise
 from rollout_pool.engines.process_tree import shared_memory_files
 from rollout_pool.pool import RolloutPool, clear_other_hosts
 from rollout_pool.types import RolloutSpec
+from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.pool import TrainerPool
-from trainer_pool.scratch import build_scratch_model
 from trainer_pool.types import TrainerSpec
 
 

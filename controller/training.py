@@ -15,15 +15,15 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, open_buffer, open_state
-from controller.evaluation import evaluate, evaluate_mildly, should_hold
-from controller.metrics import EVAL_FAILED, MetricsLog, Record, Scalar
-from controller.panel import Panel
+from controller.metrics.records import EVAL_FAILED, MetricsLog, Record, Scalar
 from controller.recorder import Recorder
-from controller.remarks import eval_failed_words
+from controller.report.panel import Panel
+from controller.report.state import RunView
 from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
-from controller.supervise import RunFailed, cause_of, death, exit_of, failure, told
-from controller.view import RunView
+from controller.watch.evaluation import evaluate, evaluate_mildly, should_hold
+from controller.watch.remarks import eval_failed_words
+from controller.watch.supervise import RunFailed, cause_of, death, exit_of, failure, told
 from rollout_pool.pool import RolloutPool
 from trainer_pool.pool import TrainerPool
 

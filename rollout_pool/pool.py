@@ -29,7 +29,6 @@ from ray.util.scheduling_strategies import (
 
 from buffer.run_state import RunState
 from configs.environment import PROCESS_VARIABLE
-from rollout_pool.assemble import WorkerParts
 from rollout_pool.engines.engine import EngineInfo, EngineSpec, SGLangEngine
 from rollout_pool.engines.engine_life import EngineLife
 from rollout_pool.engines.leftovers import hosts_with_leftovers, list_path, remove_leftovers
@@ -37,6 +36,7 @@ from rollout_pool.engines.receiver_keeper import ReceiverKeeper
 from rollout_pool.rewards.ray_pool import RayScorer, ScorerActor
 from rollout_pool.rewards.remote_pool import RemoteScoring
 from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
+from rollout_pool.worker.build import WorkerParts
 
 SEED_STRIDE = 1_000_003
 """Between the sampling seeds of two engines, so that neighbouring runs share none either."""

@@ -8,8 +8,8 @@ from uuid import uuid4
 
 import pytest
 
+from buffer.redis.server import EmbeddedServer
 from buffer.replay_buffer import ReplayBuffer
-from buffer.server import EmbeddedServer
 from configs.schema import BufferConfig
 
 BufferFactory = Callable[..., Awaitable[ReplayBuffer]]

@@ -21,7 +21,7 @@ from trainer_pool.types import SupervisedExample, TrainerSpec, TrainReport, Warm
 from weight_sync.interfaces import interface_towards
 
 if TYPE_CHECKING:
-    from trainer_pool.worker import TrainerRank
+    from trainer_pool.rank import TrainerRank
     from weight_sync.types import PublishReport
 
 _MAX_CONCURRENCY = 4
@@ -54,8 +54,8 @@ class TrainerActor:
     def start(self, host: str, port: int) -> None:
         """Meet the other ranks at rank 0's `host` and `port`, and load the model."""
         os.environ.update(self._environment(host, port))
-        from trainer_pool.worker import TrainerRank
-        from trainer_pool.zero3 import RankAddress
+        from trainer_pool.model.zero3 import RankAddress
+        from trainer_pool.rank import TrainerRank
 
         address = RankAddress(
             rank=self._rank,

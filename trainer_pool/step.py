@@ -20,13 +20,13 @@ from torch import Tensor
 
 from buffer.types import SamplingParams, TrajectoryGroup
 from configs.schema import TrainerConfig
-from trainer_pool.advantages import grpo_advantages
+from trainer_pool.algorithms.advantages import grpo_advantages
+from trainer_pool.algorithms.losses import policy_loss
 from trainer_pool.collectives import Collectives
-from trainer_pool.logprobs import selected_logprobs
-from trainer_pool.losses import policy_loss
-from trainer_pool.packing import MicroBatch, Row, fill_up, pack
-from trainer_pool.step_stats import StepStats, StepTally, UpdateNorms
-from trainer_pool.zero3 import Zero3Engine
+from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
+from trainer_pool.metrics import StepStats, StepTally, UpdateNorms
+from trainer_pool.model.logprobs import selected_logprobs
+from trainer_pool.model.zero3 import Zero3Engine
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from configs.schema import TrainerConfig
+from trainer_pool.algorithms.losses import supervised_loss
 from trainer_pool.collectives import Collectives
-from trainer_pool.logprobs import selected_logprobs
-from trainer_pool.losses import supervised_loss
-from trainer_pool.packing import MicroBatch, Row, fill_up, pack, plan_micro_batches
+from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack, plan_micro_batches
+from trainer_pool.model.logprobs import selected_logprobs
+from trainer_pool.model.zero3 import Zero3Engine
 from trainer_pool.types import SupervisedExample, WarmStartReport
-from trainer_pool.zero3 import Zero3Engine
 
 
 def warm_start(

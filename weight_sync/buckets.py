@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from weight_sync.manifest import Layout, Transfer
+from weight_sync.layout import Layout, Transfer
 
 _DIRECT_SHARE = 4
 """A stretch of at least a quarter bucket travels by itself, straight into its place in the file."""

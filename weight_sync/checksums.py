@@ -9,7 +9,7 @@ from __future__ import annotations
 from isal.isal_zlib import crc32
 from torch import Tensor
 
-from weight_sync.manifest import Layout
+from weight_sync.layout import Layout
 
 
 def piece_checksums(layout: Layout, rank: int, stream: Tensor) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weight_sync.manifest import Layout
+from weight_sync.layout import Layout
 from weight_sync.types import ITEM_BYTES
 
 _BLOCK = 65536

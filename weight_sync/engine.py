@@ -25,21 +25,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from configs.schema import WeightSyncConfig
-from weight_sync.control import ControlError, ControlGroup
-from weight_sync.coordinator import Coordinator
-from weight_sync.courier import Courier
-from weight_sync.epochs import forget_epochs
-from weight_sync.fleet import Fleet
-from weight_sync.group import open_store, resolve_backend
+from weight_sync.coordinator.broadcast import Courier
+from weight_sync.coordinator.coordinator import Coordinator
+from weight_sync.coordinator.fleet import Fleet
+from weight_sync.coordinator.versions import Published
+from weight_sync.group import forget_epochs, open_store, resolve_backend
 from weight_sync.interfaces import own_address_towards
-from weight_sync.limits import Limits
-from weight_sync.manifest import Layout
-from weight_sync.published import Published
-from weight_sync.ranks import Ranks
-from weight_sync.sender import Sender
-from weight_sync.sending_rank import SendingRank
-from weight_sync.slots import Captured, Slots
-from weight_sync.snapshot import Shard, Snapshots
+from weight_sync.layout import Layout
+from weight_sync.sender.commands import ControlError, ControlGroup, Ranks
+from weight_sync.sender.rank import Sender, SendingRank
+from weight_sync.sender.snapshot import Shard, Snapshots
+from weight_sync.sender.snapshot_buffers import Captured, Slots
+from weight_sync.timeouts import Limits
 from weight_sync.types import GroupSpec, PublishReport, VersionBoard, WeightSyncError
 
 _NUM_SNAPSHOTS = 2

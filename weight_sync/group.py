@@ -1,4 +1,6 @@
-"""Process groups that live beside torch's default one, one for each membership epoch.
+"""What membership epochs leave behind in the store that their members met in.
+
+Process groups that live beside torch's default one, one for each membership epoch.
 
 A weight group is registered nowhere in torch.distributed: it belongs to its owner alone, and ends
 when the owner drops it. Its senders are ranks 0 to num_senders - 1, its receivers follow.
@@ -29,6 +31,18 @@ from torch.distributed.distributed_c10d import (
 from configs.choices import Backend as BackendChoice
 from weight_sync.interfaces import own_address_towards
 from weight_sync.types import GroupSpec, WeightSyncError
+
+
+def forget_epochs(store: TCPStore, name: str, before: int) -> None:
+    """Delete what the group `name` wrote in earlier epochs than `before`.
+
+    torch never does. Whoever still looks for such a key comes too late anyway.
+    """
+    for key in store.list_keys():
+        group, _, rest = key.partition("/")
+        epoch = rest.partition("/")[0]
+        if group == name and epoch.isdecimal() and int(epoch) < before:
+            store.delete_key(key)
 
 
 def resolve_backend(choice: BackendChoice, *, uses_gpu: bool) -> str:

@@ -36,7 +36,7 @@ from configs.schema import WeightSyncConfig
 from rollout_pool.engines.commit import Committer
 from rollout_pool.engines.commit_strategies import make_strategy
 from rollout_pool.engines.engine import SGLangEngine
-from weight_sync.manifest import Layout
+from weight_sync.layout import Layout
 
 SHAPES = {"0.5B": QWEN_HALF_B, "1.5B": QWEN_1_5B, "7B": QWEN_7B}
 _NUM_COMMITS = 6

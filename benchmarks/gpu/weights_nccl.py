@@ -37,10 +37,10 @@ from benchmarks.weights_ours import KEY, MemoryBoard
 from configs.choices import Backend
 from configs.schema import WeightSyncConfig
 from weight_sync.engine import CheckpointEngine
-from weight_sync.manifest import Layout
-from weight_sync.receiver_client import ReceiverClient
-from weight_sync.receiver_process import ReceiverProcess
-from weight_sync.snapshot import Shard
+from weight_sync.layout import Layout
+from weight_sync.receiver.client import ReceiverClient
+from weight_sync.receiver.process import ReceiverProcess
+from weight_sync.sender.snapshot import Shard
 from weight_sync.types import ReceiverSpec
 
 SHAPES = {"0.5B": QWEN_HALF_B, "1.5B": QWEN_1_5B, "7B": QWEN_7B}

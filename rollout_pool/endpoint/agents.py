@@ -21,8 +21,8 @@ import httpx
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.server import Endpoint
 from rollout_pool.endpoint.sessions import Outcome, Session
-from rollout_pool.envs.episode import Episode
-from rollout_pool.envs.runner import EpisodeAsk
+from rollout_pool.episodes.episode import Episode
+from rollout_pool.episodes.runner import EpisodeAsk
 from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.task import Prompt
 

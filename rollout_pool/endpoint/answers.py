@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rollout_pool.samples import Sample
+from rollout_pool.sampling.sample import Sample
 
 RETRY_GRACE_S = 20.0
 """The official clients wait 8 s at most before they ask again."""

@@ -16,7 +16,7 @@ from rollout_pool.endpoint.messages import calls_json, message_json, read_messag
 from rollout_pool.endpoint.results import about, logprob_entries, usage
 from rollout_pool.endpoint.room import check_characters, check_parts
 from rollout_pool.endpoint.sessions import Session
-from rollout_pool.envs.env import Message, ToolCall, ToolSpec
+from rollout_pool.episodes.env import Message, ToolCall, ToolSpec
 
 _FIELDS = (
     *SHARED,

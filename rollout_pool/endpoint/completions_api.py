@@ -14,7 +14,7 @@ from rollout_pool.endpoint.fields import Fields, shown
 from rollout_pool.endpoint.results import about, logprob_entries, usage
 from rollout_pool.endpoint.room import check_characters
 from rollout_pool.endpoint.sessions import Session
-from rollout_pool.envs.env import Message
+from rollout_pool.episodes.env import Message
 
 _FIELDS = (*SHARED, "prompt", "echo", "suffix", "best_of")
 DEFAULT_MAX_TOKENS = 16

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from configs.choices import ToolParser
-from rollout_pool.envs.tool_calls import OPEN, PYTHON_TAG
-from rollout_pool.tokenizer import Tokenizer
+from rollout_pool.episodes.tokenizer import Tokenizer
+from rollout_pool.episodes.tool_calls import OPEN, PYTHON_TAG
 
 _BROKEN = "\ufffd"
 _MARKERS = {ToolParser.hermes: OPEN, ToolParser.llama3_json: PYTHON_TAG}

@@ -16,8 +16,8 @@ from typing import Any
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.errors import ApiError
 from rollout_pool.endpoint.sessions import Session, SessionLost, Sessions
-from rollout_pool.envs.episode import Episode
-from rollout_pool.envs.runner import EpisodeAsk
+from rollout_pool.episodes.episode import Episode
+from rollout_pool.episodes.runner import EpisodeAsk
 from rollout_pool.tasks.task import Prompt
 
 MAX_WAITING = 1024

@@ -16,8 +16,8 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 
-from rollout_pool.envs.chat import ChatFormat
-from rollout_pool.envs.env import Message, ToolSpec
+from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.env import Message, ToolSpec
 
 
 class Conversations:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout_pool.endpoint.errors import refuse
 from rollout_pool.endpoint.fields import Fields, check_whole
-from rollout_pool.envs.env import Message, ToolCall, ToolSpec
+from rollout_pool.episodes.env import Message, ToolCall, ToolSpec
 
 _ROLES = {
     "system": "system",

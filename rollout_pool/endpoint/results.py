@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from rollout_pool.endpoint.answers import Answer
 from rollout_pool.endpoint.asked import Delivery
 from rollout_pool.endpoint.sessions import Session
-from rollout_pool.samples import Sample
-from rollout_pool.tokenizer import Tokenizer
+from rollout_pool.episodes.tokenizer import Tokenizer
+from rollout_pool.sampling.sample import Sample
 
 
 class Turn(Protocol):

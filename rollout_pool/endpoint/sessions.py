@@ -22,15 +22,14 @@ from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.answers import RETRY_GRACE_S, Answer
 from rollout_pool.endpoint.errors import ApiError
 from rollout_pool.endpoint.history import Conversations, Texts
-from rollout_pool.envs.branches import Branches
-from rollout_pool.envs.chat import ChatFormat
-from rollout_pool.envs.clock import EpisodeClock
-from rollout_pool.envs.env import Message
-from rollout_pool.envs.episode import Episode
-from rollout_pool.envs.runner import HEEDS_INTERRUPT_S, EpisodeAsk, EpisodeFailed
-from rollout_pool.samples import Interrupted, Sample, SampleFailed
-from rollout_pool.sampling import Completer
-from rollout_pool.tokenizer import Tokenizer
+from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.clock import EpisodeClock
+from rollout_pool.episodes.env import Message
+from rollout_pool.episodes.episode import Branches, Episode
+from rollout_pool.episodes.runner import HEEDS_INTERRUPT_S, EpisodeAsk, EpisodeFailed
+from rollout_pool.episodes.tokenizer import Tokenizer
+from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
+from rollout_pool.sampling.sampler import Completer
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from rollout_pool.endpoint.answers import Answer
 from rollout_pool.endpoint.errors import ApiError
 from rollout_pool.endpoint.results import Turn, about, usage
 from rollout_pool.endpoint.sessions import Session
-from rollout_pool.samples import Interrupted, SampleFailed
+from rollout_pool.sampling.sample import Interrupted, SampleFailed
 
 T = TypeVar("T")
 

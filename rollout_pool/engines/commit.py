@@ -19,7 +19,7 @@ from typing import Protocol
 
 from configs.choices import PauseMode
 from rollout_pool.engines.sglang_client import SGLangClient
-from rollout_pool.generation import EngineError
+from rollout_pool.sampling.engine_client import EngineError
 
 
 class TornEngine(EngineError):

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.engines.staged_file import Batch, StagedFile
-from rollout_pool.generation import EngineError
+from rollout_pool.sampling.engine_client import EngineError
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from rollout_pool.engines.commit import Strategy
 from rollout_pool.engines.commit_ipc import Ipc
 from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.engines.staged_file import Batch, StagedFile
-from rollout_pool.generation import EngineError
+from rollout_pool.sampling.engine_client import EngineError
 from weight_sync.types import GroupSpec
 
 if TYPE_CHECKING:

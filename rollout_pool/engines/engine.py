@@ -26,7 +26,7 @@ from rollout_pool.engines import process_tree
 from rollout_pool.engines.leftovers import write_list
 from rollout_pool.engines.server_arguments import server_arguments
 from rollout_pool.engines.sglang_client import SGLangClient
-from rollout_pool.generation import EngineError
+from rollout_pool.sampling.engine_client import EngineError
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from rollout_pool.engines.engine import EngineInfo, SGLangEngine
 from rollout_pool.engines.liveness import EnginePulse, wait_silent
 from rollout_pool.engines.version_pin import VersionPin
 from rollout_pool.engines.weight_follower import WeightFollower
-from rollout_pool.generation import EngineError
+from rollout_pool.sampling.engine_client import EngineError
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from rollout_pool.answer import Answer
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.engines.sglang_answers import (
     STREAM_INTERVAL,
@@ -24,8 +23,9 @@ from rollout_pool.engines.sglang_answers import (
     read_spans,
     read_version,
 )
-from rollout_pool.generation import BadLogprobs, EngineError, SampleRefused
-from rollout_pool.samples import Sample
+from rollout_pool.sampling.answer import Answer
+from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, SampleRefused
+from rollout_pool.sampling.sample import Sample
 
 MAX_SAMPLES = 32
 """In one call: the server's work for each part grows with the number of samples in its call."""

@@ -18,8 +18,8 @@ from rollout_pool.engines.leftovers import (
 )
 from rollout_pool.engines.liveness import wait_silent
 from rollout_pool.types import RolloutSpec
-from weight_sync.receiver_client import ReceiverClient
-from weight_sync.receiver_process import ReceiverProcess
+from weight_sync.receiver.client import ReceiverClient
+from weight_sync.receiver.process import ReceiverProcess
 from weight_sync.types import ReceiverSpec, WeightSyncError
 
 log = logging.getLogger(__name__)

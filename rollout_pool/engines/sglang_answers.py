@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from buffer.types import VersionSpan
-from rollout_pool.generation import ROUNDING, BadLogprobs, SampleRefused, check_logprobs
-from rollout_pool.samples import Sample
+from rollout_pool.sampling.engine_client import ROUNDING, BadLogprobs, SampleRefused, check_logprobs
+from rollout_pool.sampling.sample import Sample
 
 STREAM_INTERVAL = 64
 """Tokens between two parts of an answer. A killed engine costs each of its samples half of them on

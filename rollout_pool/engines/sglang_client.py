@@ -17,8 +17,8 @@ import httpx
 from configs.choices import PauseMode
 from rollout_pool.engines.generate_calls import CallRefused, GenerateCalls
 from rollout_pool.engines.sglang_answers import STREAM_INTERVAL, read_version
-from rollout_pool.generation import EngineError, EngineLoad
-from rollout_pool.samples import Sample
+from rollout_pool.sampling.engine_client import EngineError, EngineLoad
+from rollout_pool.sampling.sample import Sample
 from weight_sync.types import GroupSpec, TensorSpec
 
 CONNECT_TIMEOUT_S = 10.0

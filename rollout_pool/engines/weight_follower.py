@@ -22,8 +22,8 @@ from rollout_pool.cancelling import end_tasks
 from rollout_pool.engines.commit import CommitReport, Committer, TornEngine
 from rollout_pool.engines.liveness import Answers
 from rollout_pool.engines.version_pin import VersionPin
-from rollout_pool.generation import EngineError
-from weight_sync.receiver_client import ReceiverClient, StagedVersion
+from rollout_pool.sampling.engine_client import EngineError
+from weight_sync.receiver.client import ReceiverClient, StagedVersion
 from weight_sync.types import WeightSyncError
 
 log = logging.getLogger(__name__)

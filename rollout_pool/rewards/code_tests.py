@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout_pool.sandbox import (
+from rollout_pool.sandbox.run import (
     SandboxLimits,
     SandboxResult,
     cost_of_missing,

@@ -11,8 +11,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollout_pool.envs.env import Message, ToolCall
-from rollout_pool.envs.episode import Episode
+from rollout_pool.episodes.env import Message, ToolCall
+from rollout_pool.episodes.episode import Episode
 from rollout_pool.tasks.task import Prompt
 
 

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 30.0
 """A killed process that is still there after this long is stuck in the kernel."""
-DEFAULT_FACTORY = "rollout_pool.tasks.task:build_task"
+DEFAULT_FACTORY = "rollout_pool.tasks.registry:build_task"
 MAX_STARTS = 3
 """Times that a process may die while it starts."""
 MAX_ASKED = 2

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from configs.rollout_schema import RewardConfig
-from rollout_pool.envs.episode import Episode
+from rollout_pool.episodes.episode import Episode
 from rollout_pool.rewards.service import MAX_SCORE, RemoteFailure, RemoteService
 from rollout_pool.tasks.task import Prompt
 

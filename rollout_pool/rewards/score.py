@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from buffer.types import FloatArray
-from rollout_pool.envs.episode import Episode
+from rollout_pool.episodes.episode import Episode
 from rollout_pool.tasks.task import Prompt
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from buffer.types import FloatArray
 from configs.choices import RewardKind
 from configs.rollout_schema import RewardConfig, TaskConfig
-from rollout_pool.envs.episode import Episode
+from rollout_pool.episodes.episode import Episode
 from rollout_pool.rewards.judge import Judge
 from rollout_pool.rewards.part import ScoringPool, encode_request
 from rollout_pool.rewards.remote import HttpReward

@@ -19,7 +19,7 @@ import numpy as np
 
 from buffer.types import FloatArray
 from configs.rollout_schema import RewardConfig
-from rollout_pool.envs.episode import Branch
+from rollout_pool.episodes.episode import Branch
 from rollout_pool.rewards.service import RemoteFailure, RemoteService
 
 COLUMN = "teacher_logprobs"

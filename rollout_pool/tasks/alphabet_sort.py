@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.envs.env import Completion, Env, Message, Observation, Step, system_message
+from rollout_pool.episodes.env import Completion, Env, Message, Observation, Step, system_message
 from rollout_pool.tasks.names import FAMILY_NAMES, FIRST_NAMES
 from rollout_pool.tasks.task import Prompt
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.envs.env import Env
-from rollout_pool.envs.tools import Tool, ToolEnv
+from rollout_pool.episodes.env import Env
+from rollout_pool.episodes.tools import Tool, ToolEnv
 from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.task import Prompt, Task
 
@@ -66,10 +66,10 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
 def _load_tool(name: str) -> Tool:
     # Imported here: most runs have no tools.
     if name == PYTHON:
-        from rollout_pool.envs.python_tool import python_tool
+        from rollout_pool.episodes.python_tool import python_tool
 
         return python_tool()
-    from rollout_pool.envs.function_tool import function_tool
+    from rollout_pool.episodes.function_tool import function_tool
 
     if ":" not in name:
         raise ValueError(

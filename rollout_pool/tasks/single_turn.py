@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.envs.env import Env, Message, SingleTurn, system_message
+from rollout_pool.episodes.env import Env, Message, SingleTurn, system_message
 from rollout_pool.tasks.task import Prompt
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.envs.env import Env, Message
+from rollout_pool.episodes.env import Env, Message
 from rollout_pool.tasks.problems import ProblemTask
 from rollout_pool.tasks.task import Prompt
 from rollout_pool.tasks.verifiers_library import Environment, InstalledLibrary, Library

@@ -53,8 +53,8 @@ def main(runs: str) -> None:
     import ray
     from ray._private.utils import publish_error_to_driver
 
-    from controller import supervise
-    from controller.placement import start_ray
+    from controller.start.placement import start_ray
+    from controller.watch import supervise
 
     run_dir = RunDir.create(runs, "scene", "quickstart")
     os.umask(run_dir.umask)

@@ -14,7 +14,7 @@ from buffer.types import SamplingParams
 from configs.choices import PauseMode
 from configs.rollout_schema import EngineConfig
 from rollout_pool.engines.engine import EngineSpec
-from rollout_pool.samples import Sample
+from rollout_pool.sampling.sample import Sample
 
 EOS = 258
 PROMPT = [257, 5, 17, 99, 200, 33, 42]

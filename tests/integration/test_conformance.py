@@ -22,13 +22,13 @@ import pytest
 import redis as blocking_redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
-from buffer.connection import connect
 from buffer.errors import NotOwnerError
-from buffer.keys import Keys
-from buffer.lease import Lease, PushResult
+from buffer.redis.connection import connect
+from buffer.redis.keys import Keys
+from buffer.redis.server import EmbeddedServer, ServerStartError, find_binary
 from buffer.replay_buffer import ReplayBuffer
+from buffer.results import Lease, PushResult
 from buffer.run_state import RunState
-from buffer.server import EmbeddedServer, ServerStartError, find_binary
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from sglang_model import build_model, engine_spec, sample, served_tensors, worst_difference
 
-from buffer.connection import connect
+from buffer.redis.connection import connect
 from buffer.run_state import STREAM_START, RunState
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
@@ -24,10 +24,10 @@ from rollout_pool.engines.receiver_keeper import ReceiverKeeper
 from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.types import RolloutSpec
 from weight_sync.checksums import staged_checksums
-from weight_sync.manifest import Layout, Manifest, Transfer
-from weight_sync.receiver_client import ReceiverClient
-from weight_sync.receiver_process import ReceiverProcess
-from weight_sync.store import StagedStore
+from weight_sync.layout import Layout, Manifest, Transfer
+from weight_sync.receiver.client import ReceiverClient
+from weight_sync.receiver.process import ReceiverProcess
+from weight_sync.receiver.store import StagedStore
 from weight_sync.types import ReceiverSpec, TensorSpec
 
 pytestmark = pytest.mark.slow

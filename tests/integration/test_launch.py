@@ -20,8 +20,8 @@ import numpy as np
 import psutil
 import pytest
 
-from controller.metrics import read_metrics
-from rollout_pool.record import read_recorded
+from controller.metrics.records import read_metrics
+from rollout_pool.worker.record import read_recorded
 
 pytestmark = pytest.mark.slow
 
@@ -358,7 +358,7 @@ def test_an_engine_that_is_dead_for_good_ends_the_run_with_the_end_of_its_log(
     ("module", "event"),
     [
         ("rollout_pool.engines.sglang_server", "engine_restarted"),
-        ("weight_sync.receiver_app", "receiver_restarted"),
+        ("weight_sync.receiver.app", "receiver_restarted"),
     ],
 )
 def test_an_engine_or_a_receiver_that_dies_is_started_again_and_training_goes_on(

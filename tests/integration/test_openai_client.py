@@ -20,12 +20,12 @@ from rollout_pool.engines.commit import Committer
 from rollout_pool.engines.commit_strategies import make_strategy
 from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.engines.sglang_client import SGLangClient
-from rollout_pool.envs.chat import ChatFormat
-from rollout_pool.envs.runner import EpisodeAsk
-from rollout_pool.router import Router
-from rollout_pool.sampling import Sampler
+from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.runner import EpisodeAsk
+from rollout_pool.sampling.router import Router
+from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.tasks.task import Prompt
-from trainer_pool.scratch import byte_tokenizer
+from trainer_pool.model.scratch import byte_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

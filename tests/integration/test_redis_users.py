@@ -14,12 +14,12 @@ import pytest
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
-from buffer.connection import NotAllowedError, connect
-from buffer.dump import dump_buffer
-from buffer.lua import source
+from buffer.export import dump_buffer
+from buffer.redis.connection import NotAllowedError, connect
+from buffer.redis.scripts import source
+from buffer.redis.server import EmbeddedServer, find_binary
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
-from buffer.server import EmbeddedServer, find_binary
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig
 

@@ -34,7 +34,7 @@ from rollout_pool.engines.commit_strategies import make_strategy
 from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.engines.process_tree import family as family_of
 from rollout_pool.engines.process_tree import is_semaphore, shared_memory_files
-from rollout_pool.generation import EngineError, SampleRefused
+from rollout_pool.sampling.engine_client import EngineError, SampleRefused
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

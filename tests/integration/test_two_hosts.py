@@ -14,7 +14,7 @@ import pytest
 from hosts import ROOT, Host, missing, two_hosts
 from test_launch import finish, launch_command, result_of, wait_for_line
 
-from controller.metrics import read_metrics
+from controller.metrics.records import read_metrics
 
 pytestmark = [
     pytest.mark.slow,

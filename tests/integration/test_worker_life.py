@@ -14,7 +14,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from controller.metrics import read_metrics
+from controller.metrics.records import read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from buffer.server import EmbeddedServer
+from buffer.redis.server import EmbeddedServer
 from configs.schema import BufferConfig
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from buffer.blocking import BlockingReplayBuffer
-from buffer.stats import BufferStats
+from buffer.results import BufferStats
 from murder.cast import Producers, TrainerJob
 from murder.checkpoints import CheckpointChain
 from murder.evidence import collect, judge

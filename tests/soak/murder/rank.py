@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from buffer.blocking import BlockingReplayBuffer
-from buffer.lease import Lease
+from buffer.results import Lease
 from murder.checkpoints import Checkpoint, CheckpointChain
 from murder.meeting import Seat
 from murder.scenario import Scenario

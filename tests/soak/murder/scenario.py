@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from buffer.blocking import BlockingReplayBuffer
-from buffer.connection import BufferConnectionError
+from buffer.redis.connection import BufferConnectionError
 from buffer.replay_buffer import ReplayBuffer
 from configs.choices import OnStale
 from configs.schema import BufferConfig

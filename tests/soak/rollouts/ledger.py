@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
-from buffer.codec import decode_group
+from buffer.wire.codec import decode_group
 from rollouts.picture import Event, Picture
 
 

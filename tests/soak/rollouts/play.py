@@ -16,12 +16,12 @@ from typing import TypeVar
 import redis
 
 from buffer.blocking import BlockingReplayBuffer
-from buffer.client import BufferConnectionError
+from buffer.redis.client import BufferConnectionError
 from configs.load import read_config
 from controller.buffer_access import buffer_address
-from controller.metrics import Record, read_metrics
+from controller.metrics.records import Record, read_metrics
 from controller.run_dir import RunDir
-from rollout_pool.tasks.task import build_task
+from rollout_pool.tasks.registry import build_task
 from rollouts.ledger import Ledger
 from rollouts.picture import Camera, Picture
 from rollouts.victims import Kind, Member, members

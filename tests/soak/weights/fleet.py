@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from buffer.run_state import RunState
-from weight_sync.receiver_client import ReceiverClient, StagedVersion
-from weight_sync.receiver_process import ReceiverProcess
+from weight_sync.receiver.client import ReceiverClient, StagedVersion
+from weight_sync.receiver.process import ReceiverProcess
 from weight_sync.types import ReceiverSpec, WeightSyncError
 from weights.model import Weights
 from weights.scene import Scene

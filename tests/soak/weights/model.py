@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from weight_sync.manifest import Layout
-from weight_sync.snapshot import Shard
+from weight_sync.layout import Layout
+from weight_sync.sender.snapshot import Shard
 from weight_sync.types import TensorSpec
 
 BUCKET_BYTES = 1 << 16

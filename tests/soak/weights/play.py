@@ -13,7 +13,7 @@ from pathlib import Path
 from buffer.run_state import RunState
 from configs.schema import BufferConfig
 from weight_sync.buckets import plan_buckets
-from weight_sync.manifest import Transfer
+from weight_sync.layout import Transfer
 from weights.fleet import Fleet, Receiver
 from weights.model import RENEWED_EVERY
 from weights.scene import Scene

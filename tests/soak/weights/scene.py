@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema import WeightSyncConfig
-from weight_sync.manifest import Layout
+from weight_sync.layout import Layout
 from weight_sync.types import TensorSpec
 from weights.model import BUCKET_BYTES, ODD
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from buffer.run_state import RunState
 from configs.schema import BufferConfig
-from weight_sync import sender
 from weight_sync.engine import CheckpointEngine
 from weight_sync.group import WeightGroup
+from weight_sync.sender import rank as sender
 from weights.model import Weights
 from weights.scene import Scene
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.connection import connect
+from buffer.redis.connection import connect
 from buffer.replay_buffer import ReplayBuffer
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig

@@ -13,9 +13,9 @@ from zlib import crc32
 
 from buffer.admission import admission_limit, engine_lag
 from buffer.errors import BufferFullError, NotOwnerError
-from buffer.lease import PushResult, Reconciled
-from buffer.settings import quota
-from buffer.sharding import id_in_shard, shard_of
+from buffer.redis.settings import quota
+from buffer.results import PushResult, Reconciled
+from buffer.shards import id_in_shard, shard_of
 from buffer.staleness import next_attempt
 from buffer.types import PromptRef
 from configs.choices import OnFull, OnStale, Selector

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from redis.exceptions import ResponseError
 
-from buffer.arena import Allocate, Arena, fresh
-from buffer.batching import MAX_BYTES, MAX_MESSAGES, Batcher, Make, Message
-from buffer.client import BufferRedis
-from buffer.connection import connect
-from buffer.keys import Keys
-from buffer.lease import PushResult
+from buffer.redis.batching import MAX_BYTES, MAX_MESSAGES, Batcher, Make, Message
+from buffer.redis.client import BufferRedis
+from buffer.redis.connection import connect
+from buffer.redis.keys import Keys
+from buffer.redis.payloads import Allocate, Arena, fresh
+from buffer.redis.wakeups import BufferClosedError
 from buffer.replay_buffer import ReplayBuffer
-from buffer.wakeups import BufferClosedError
+from buffer.results import PushResult
 
 
 class Echo:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from buffer.codec import encode_group
-from buffer.connection import connect
 from buffer.errors import BufferFullError
-from buffer.lease import PushResult
-from buffer.wakeups import BufferClosedError
+from buffer.redis.connection import connect
+from buffer.redis.wakeups import BufferClosedError
+from buffer.results import PushResult
+from buffer.wire.codec import encode_group
 from configs.choices import OnFull
 
 STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "timeout_s": 0}

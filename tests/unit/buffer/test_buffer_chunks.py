@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.chunks import INDEX_BYTES, MAX_CHUNK_BYTES, join_payload, num_chunks, split_payload
+from buffer.wire.chunks import INDEX_BYTES, MAX_CHUNK_BYTES, join_payload, num_chunks, split_payload
 
 
 @given(st.binary(max_size=200).map(lambda data: b"LSHG" + data), st.integers(1, 300))

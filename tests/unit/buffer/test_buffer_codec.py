@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer.chunks import join_payload, split_payload
-from buffer.codec import FORMAT_VERSION, decode_group, encode_group
-from buffer.description import COLUMN_DTYPES
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
+from buffer.wire.chunks import join_payload, split_payload
+from buffer.wire.codec import FORMAT_VERSION, decode_group, encode_group
+from buffer.wire.header import COLUMN_DTYPES
 
 
 @st.composite

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import zstandard
 
-from buffer.codec import decode_group, encode_group
-from buffer.description import COLUMN_DTYPES
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
+from buffer.wire.codec import decode_group, encode_group
+from buffer.wire.header import COLUMN_DTYPES
 
 NUM_INPUTS = int(os.environ.get("LEASH_SOAK_FUZZ", "50000"))
 SEED = int(os.environ.get("LEASH_SOAK_SEED", "1"))

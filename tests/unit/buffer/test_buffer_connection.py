@@ -17,14 +17,9 @@ from urllib.parse import urlsplit
 import pytest
 from redis import Redis, exceptions
 
-from buffer.cluster import key_of
-from buffer.connection import (
-    BufferConnectionError,
-    DiskFullError,
-    MemoryFullError,
-    connect,
-)
-from buffer.server import EmbeddedServer, ServerStartError, find_binary
+from buffer.redis.cluster import key_of
+from buffer.redis.connection import BufferConnectionError, DiskFullError, MemoryFullError, connect
+from buffer.redis.server import EmbeddedServer, ServerStartError, find_binary
 from configs.schema import BufferConfig
 
 HOST = "127.0.0.1"

@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 from redis.asyncio import Redis
 
-from buffer.client import BufferRedis
-from buffer.connection import DamagedRunError, connect
-from buffer.dump import dump_buffer
-from buffer.keys import Keys
-from buffer.lua import _FOLDER
+from buffer.export import dump_buffer
+from buffer.redis.client import BufferRedis
+from buffer.redis.connection import DamagedRunError, connect
+from buffer.redis.keys import Keys
+from buffer.redis.scripts import _FOLDER
 from buffer.replay_buffer import BufferFullError, NotOwnerError, ReplayBuffer
 from buffer.run_state import RunState
 from buffer.types import PromptRef, TrajectoryGroup

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
-from buffer.codec import encode_group
-from buffer.connection import connect
-from buffer.dump import dump_buffer, load_buffer, read_dump, read_header
-from buffer.keys import Keys
-from buffer.lua import RunNotOpenError
+from buffer.export import dump_buffer, load_buffer, read_dump, read_header
+from buffer.redis.connection import connect
+from buffer.redis.keys import Keys
+from buffer.redis.scripts import RunNotOpenError
 from buffer.replay_buffer import ReplayBuffer
+from buffer.wire.codec import encode_group
 from configs.schema import BufferConfig
 
 

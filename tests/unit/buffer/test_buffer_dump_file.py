@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from buffer.dump_file import (
+from buffer.export import (
     DumpedGroup,
     DumpedShard,
     DumpHeader,

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import pytest
 from redis.asyncio import Redis
 
-from buffer.connection import connect
 from buffer.durability import PushKeeper
-from buffer.server import EmbeddedServer, ServerStartError
-from buffer.wakeups import BufferClosedError
+from buffer.redis.connection import connect
+from buffer.redis.server import EmbeddedServer, ServerStartError
+from buffer.redis.wakeups import BufferClosedError
 from configs.choices import AppendFsync
 from configs.schema import BufferConfig
 

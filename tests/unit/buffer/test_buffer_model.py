@@ -28,15 +28,15 @@ from hypothesis.stateful import (
 from plain_buffer import Batch, PlainBuffer
 from redis.asyncio import Redis
 
-from buffer.codec import encode_group
-from buffer.connection import connect
 from buffer.errors import BufferFullError, NotOwnerError
-from buffer.keys import Keys
-from buffer.lease import Lease
+from buffer.redis.connection import connect
+from buffer.redis.keys import Keys
+from buffer.redis.server import EmbeddedServer
 from buffer.replay_buffer import ReplayBuffer
+from buffer.results import Lease
 from buffer.run_state import RunState
-from buffer.server import EmbeddedServer
 from buffer.types import PromptRef
+from buffer.wire.codec import encode_group
 from configs.choices import OnFull, OnStale, Selector
 from configs.schema import BufferConfig
 

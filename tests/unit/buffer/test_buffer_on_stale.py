@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from buffer.lease import PushResult
+from buffer.results import PushResult
 from configs.choices import OnStale, Selector
 
 STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "timeout_s": 0}

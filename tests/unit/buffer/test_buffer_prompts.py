@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from buffer.admission import admission_limit
-from buffer.connection import connect
-from buffer.lease import PushResult
-from buffer.prompt_texts import read_prompt, write_prompt
+from buffer.redis.connection import connect
+from buffer.results import PushResult, read_prompt, write_prompt
 from buffer.run_state import RunState
 from buffer.types import PromptRef
 from configs.choices import OnStale

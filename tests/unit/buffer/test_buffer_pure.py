@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.admission import admission_limit, engine_lag
-from buffer.keys import Keys, check_group_id
-from buffer.settings import quota
-from buffer.sharding import id_in_shard, ids_by_shard, shard_of
-from buffer.shares import split_by_tokens
+from buffer.balance import split_by_tokens
+from buffer.redis.keys import Keys, check_group_id
+from buffer.redis.settings import quota
+from buffer.shards import id_in_shard, ids_by_shard, shard_of
 from buffer.staleness import (
     is_fresh,
     mask_over_age,

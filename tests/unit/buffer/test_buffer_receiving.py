@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from redis import exceptions
 
-from buffer.blocks import BLOCK_BYTES, BLOCKS_KEPT, Blocks
-from buffer.client import BufferRedis
-from buffer.connection import connect
-from buffer.receiving import _SCRATCH_BYTES
+from buffer.redis.client import BufferRedis
+from buffer.redis.connection import connect
+from buffer.redis.payloads import _SCRATCH_BYTES, BLOCK_BYTES, BLOCKS_KEPT, Blocks
 
 
 @pytest.fixture

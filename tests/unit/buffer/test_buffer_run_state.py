@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from buffer.blocking import BlockingReplayBuffer, BlockingRunState
-from buffer.connection import BufferConnectionError, connect
-from buffer.keys import Keys
-from buffer.lease import PushResult
-from buffer.lua import Scripts
+from buffer.redis.connection import BufferConnectionError, connect
+from buffer.redis.keys import Keys
+from buffer.redis.scripts import Scripts
+from buffer.redis.wakeups import BufferClosedError
+from buffer.results import PushResult
 from buffer.run_state import STREAM_START, RunState
-from buffer.wakeups import BufferClosedError
 from configs.schema import BufferConfig
 from weight_sync.types import VersionBoard
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from buffer.lease import PushResult
+from buffer.redis.server import EmbeddedServer
 from buffer.replay_buffer import ReplayBuffer
-from buffer.server import EmbeddedServer
+from buffer.results import PushResult
 from configs.schema import BufferConfig
 
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 from redis import Redis
 
-from buffer.server import EmbeddedServer, ServerStartError, find_binary
+from buffer.redis.server import EmbeddedServer, ServerStartError, find_binary
 from configs.choices import AppendFsync
 from configs.schema import BufferConfig
 
@@ -108,7 +108,7 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     program = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from buffer.server import EmbeddedServer\n"
+        "from buffer.redis.server import EmbeddedServer\n"
         "from configs.schema import BufferConfig\n"
         "folder = Path(sys.argv[1])\n"
         f"server = EmbeddedServer.start(folder, BufferConfig(), '{HOST}', folder / 'log')\n"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from buffer.connection import connect
-from buffer.keys import Keys
+from buffer.redis.connection import connect
+from buffer.redis.keys import Keys
 from buffer.run_state import RunState
 from buffer.shard import Locked, Shard
 from configs.choices import OnFull, Selector

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from buffer.errors import NotOwnerError
-from buffer.lease import PushResult, Reconciled
+from buffer.results import PushResult, Reconciled
 
 STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "timeout_s": 0}
 
@@ -124,8 +124,8 @@ async def test_a_version_that_was_published_is_never_used_again(
 async def test_a_trainer_that_died_while_it_published_is_resumed_above_that(
     buffer_factory: Any, redis_url: str, run_name: str
 ) -> None:
-    from buffer.connection import connect
-    from buffer.keys import Keys
+    from buffer.redis.connection import connect
+    from buffer.redis.keys import Keys
     from buffer.shard import Shard
 
     buffer = await buffer_factory(shards=3)

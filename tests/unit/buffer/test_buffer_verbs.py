@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from buffer.connection import connect
-from buffer.lease import Lease, PushResult
-from buffer.lua import RunNotOpenError
+from buffer.redis.connection import connect
+from buffer.redis.scripts import RunNotOpenError
 from buffer.replay_buffer import ReplayBuffer
+from buffer.results import Lease, PushResult
 from buffer.run_state import RunState
 from buffer.types import PromptRef
 from configs.choices import OnStale, Selector

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from buffer.connection import connect
+from buffer.redis.connection import connect
+from buffer.redis.wakeups import BufferClosedError
 from buffer.run_state import RunState
-from buffer.wakeups import BufferClosedError
 
 STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "version": 0}
 

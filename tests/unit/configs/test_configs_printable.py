@@ -34,7 +34,7 @@ def test_a_printable_stream_passes_lines_and_no_escape_on() -> None:
 
 def test_a_worker_writes_no_escape_to_its_log(tmp_path: Path) -> None:
     code = (
-        "import logging; from controller.supervise import enter_process as e; e();"
+        "import logging; from controller.watch.supervise import enter_process as e; e();"
         f"print({CLIPBOARD!r}); logging.warning('the model said %s', {CLIPBOARD!r})"
     )
     names = {PROCESS_VARIABLE: "rollout-0", LOG_DIR_VARIABLE: str(tmp_path)}

@@ -8,12 +8,12 @@ from math import inf
 
 import numpy as np
 
-from buffer.connection import connect
+from buffer.redis.connection import connect
 from buffer.replay_buffer import ReplayBuffer
-from buffer.stats import BufferStats
+from buffer.results import BufferStats
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig
-from controller.metrics import Record
+from controller.metrics.records import Record
 
 STATS = BufferStats(
     pushed=2260,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from controller.bottleneck import WaitShares, WaitWindow, bottleneck_sentence, wait_shares
-from controller.weights import WeightsPace
+from controller.metrics.weights import WeightsPace
+from controller.watch.bottleneck import WaitShares, WaitWindow, bottleneck_sentence, wait_shares
 
 
 def shares(

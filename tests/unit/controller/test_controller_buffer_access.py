@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 import pytest
 from controller_samples import fill
 
-from buffer.address import address, with_password
-from buffer.connection import connect
+from buffer.redis.address import address, with_password
+from buffer.redis.connection import connect
 from configs.load import load_config, to_yaml
 from controller.main import EXIT_BAD_INPUT, EXIT_FAILED, main
-from controller.plan import make_plan
 from controller.run_dir import RunDir
+from controller.start.plan import make_plan
 
 READS = (
     "+ping",
@@ -86,7 +86,7 @@ def in_a_process_of_its_own(code: str, **environment: str) -> str:
 
 
 def test_a_password_comes_from_the_environment_and_is_inherited_by_no_process() -> None:
-    show = "import os; from buffer.address import with_password as w; print({}, {})"
+    show = "import os; from buffer.redis.address import with_password as w; print({}, {})"
     left = "os.environ.get('LEASH_REDIS_PASSWORD')"
     for url, full in (
         ("redis://h:1/0", "redis://:p%40%2F%3Aw@h:1/0"),

@@ -15,9 +15,9 @@ import pytest
 from controller_samples import STATS, fill
 from rich.console import Console
 
-from buffer.server import EmbeddedServer
+from buffer.redis.server import EmbeddedServer
 from configs.schema import BufferConfig
-from controller.depth import depth_line, print_depth
+from controller.commands.depth import depth_line, print_depth
 from controller.main import EXIT_BAD_INPUT, EXIT_FAILED, main
 from controller.run_dir import RunDir
 

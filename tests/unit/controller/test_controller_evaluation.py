@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from configs.load import load_config
-from controller.evaluation import evaluate, evaluate_mildly, should_hold
-from controller.supervise import RunFailed
+from controller.watch.evaluation import evaluate, evaluate_mildly, should_hold
+from controller.watch.supervise import RunFailed
 from rollout_pool.types import EvalReport
 
 REPORT = EvalReport(

@@ -8,11 +8,11 @@ import pytest
 from controller_samples import STATS, step_record
 
 from configs.load import load_config
-from controller.learning import learning_alarms
-from controller.metrics import Record
-from controller.panel import step_line
-from controller.summary import summarize, write_summary
-from controller.view import RunView
+from controller.metrics.records import Record
+from controller.report.panel import step_line
+from controller.report.state import RunView
+from controller.report.summary import summarize, write_summary
+from controller.watch.learning import learning_alarms
 
 
 def history(num_steps: int = 40, **series: list[float]) -> list[Record]:

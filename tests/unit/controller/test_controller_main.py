@@ -8,9 +8,9 @@ import pytest
 from configs.load import load_config
 from configs.schema import ScratchModelConfig
 from controller.main import EXIT_BAD_INPUT, main
-from controller.warm_start import supervised_examples
-from rollout_pool.tokenizer import load_tokenizer
-from trainer_pool.scratch import build_scratch_model
+from controller.start.warm_start import supervised_examples
+from rollout_pool.episodes.tokenizer import load_tokenizer
+from trainer_pool.model.scratch import build_scratch_model
 
 BAD_LINE = '{"question": "a", "answer": "#### 1"}\n{"question": 3}\n'
 

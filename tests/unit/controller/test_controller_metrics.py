@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.metrics import MetricsLog, Record, read_metrics
+from controller.metrics.records import MetricsLog, Record, read_metrics
 
 
 def test_records_come_back_in_their_order(tmp_path: Path) -> None:

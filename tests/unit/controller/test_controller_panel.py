@@ -16,10 +16,10 @@ from controller_samples import (
 )
 from rich.console import Console
 
-from controller.metrics import Record
-from controller.panel import Panel, render, sparkline, step_line
-from controller.remarks import buffer_remarks
-from controller.view import RunView, buffer_values, waits_of
+from controller.metrics.records import Record
+from controller.report.panel import Panel, render, sparkline, step_line
+from controller.report.state import RunView, buffer_values, waits_of
+from controller.watch.remarks import buffer_remarks
 
 
 def trained_view(num_steps: int = 20) -> RunView:

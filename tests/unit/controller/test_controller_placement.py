@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from controller.placement import copy_files
+from controller.start.placement import copy_files
 
 
 def test_copy_of_logs_takes_plain_files_only(tmp_path: Path) -> None:

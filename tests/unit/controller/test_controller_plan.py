@@ -12,8 +12,8 @@ from configs.choices import Backend
 from configs.load import load_config
 from configs.schema import ModelConfig, ScratchModelConfig
 from controller.main import main
-from controller.model_size import model_size
-from controller.plan import Plan, make_plan, staleness_sentence
+from controller.start.model_size import model_size
+from controller.start.plan import Plan, make_plan, staleness_sentence
 
 GIB = 2**30
 

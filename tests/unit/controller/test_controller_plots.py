@@ -16,9 +16,9 @@ from controller_samples import (
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from controller.metrics import Record
-from controller.plots import MAX_AREA_SAMPLES, PLOTS, figures
-from controller.view import buffer_values
+from controller.metrics.records import Record
+from controller.report.plots import MAX_AREA_SAMPLES, PLOTS, figures
+from controller.report.state import buffer_values
 
 
 def buffer_record(t: float, ready: int, leased: int = 0) -> Record:

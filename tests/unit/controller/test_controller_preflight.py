@@ -9,8 +9,8 @@ import pytest
 
 from configs.load import load_config
 from configs.schema import ScratchModelConfig
-from controller.preflight import check_inputs, check_plan
-from trainer_pool.scratch import build_scratch_model, byte_tokenizer
+from controller.start.preflight import check_inputs, check_plan
+from trainer_pool.model.scratch import build_scratch_model, byte_tokenizer
 
 TOOLS = ("task.chat_template=true", "task.tools=[python]", "task.max_turns=2")
 

@@ -18,16 +18,16 @@ import pytest
 from controller_samples import event_record, fill, skipped_record, small_group, weights_records
 from prometheus_client.parser import text_string_to_metric_families
 
-from buffer.connection import connect
+from buffer.redis.connection import connect
+from buffer.redis.server import EmbeddedServer
 from buffer.replay_buffer import ReplayBuffer
+from buffer.results import BufferStats
 from buffer.run_state import RunState
-from buffer.server import EmbeddedServer
-from buffer.stats import BufferStats
 from configs.choices import OnStale
 from configs.schema import BufferConfig
 from controller.buffer_access import BufferAddress
 from controller.main import EXIT_BAD_INPUT
-from controller.prometheus import SCRAPE_TIMEOUT_S, MetricsServer
+from controller.metrics.prometheus import SCRAPE_TIMEOUT_S, MetricsServer
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

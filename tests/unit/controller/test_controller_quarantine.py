@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from controller_samples import small_group
 
-from buffer.connection import connect
+from buffer.redis.connection import connect
 from buffer.replay_buffer import ReplayBuffer
-from buffer.stats import BufferStats
+from buffer.results import BufferStats
 from buffer.types import PromptRef
 from configs.schema import BufferConfig
 from controller.main import EXIT_BAD_INPUT, main

@@ -11,13 +11,13 @@ from controller_samples import step_record
 from redis.asyncio import Redis
 from rich.console import Console
 
-from buffer.keys import Keys
+from buffer.redis.keys import Keys
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
-from controller.metrics import MetricsLog, Record, read_metrics
-from controller.panel import Panel
+from controller.metrics.records import MetricsLog, Record, read_metrics
 from controller.recorder import Recorder
-from controller.view import RunView
+from controller.report.panel import Panel
+from controller.report.state import RunView
 
 FOREIGN: list[tuple[str, Mapping[str, Any]]] = [
     ("step", {}),

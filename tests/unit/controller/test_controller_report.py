@@ -14,12 +14,12 @@ from controller_samples import STATS, eval_record, step_record, weights_records
 
 from configs.environment import RUN_VARIABLE
 from configs.load import load_config, to_yaml
+from controller.commands.stop import stop_run
 from controller.main import main
-from controller.metrics import MetricsLog, Record
-from controller.report import write_report
+from controller.metrics.records import MetricsLog, Record
+from controller.report.report import write_report
+from controller.report.state import BufferTotals, buffer_values, totals_of
 from controller.run_dir import RunDir
-from controller.stop import stop_run
-from controller.view import BufferTotals, buffer_values, totals_of
 from rollout_pool.engines.leftovers import list_path, write_list
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controller.rollout_counts import (
+from controller.metrics.counters import (
     counter_families,
     length_rows,
     panel_line,

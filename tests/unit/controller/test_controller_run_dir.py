@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from controller.commands.stop import stop_run
 from controller.run_dir import RunDir, RunDirError
-from controller.stop import stop_run
 from rollout_pool.engines.leftovers import list_path, write_list
 
 

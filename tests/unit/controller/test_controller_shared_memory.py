@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from configs.load import load_config
-from controller.plan import make_plan
-from controller.preflight import check_inputs, check_shared_memory
+from controller.start.plan import make_plan
+from controller.start.preflight import check_inputs, check_shared_memory
 
 HUGE = (
     "model.scratch.hidden_size=65536",

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.load import load_config, to_yaml
+from controller.commands.show import column_line, cut, headline, marked, tell_group, token_texts
 from controller.main import EXIT_BAD_INPUT, main
 from controller.run_dir import RunDir
-from controller.show import column_line, cut, headline, marked, tell_group, token_texts
-from rollout_pool.record import RolloutLog
-from trainer_pool.scratch import byte_tokenizer
+from rollout_pool.worker.record import RolloutLog
+from trainer_pool.model.scratch import byte_tokenizer
 
 WORDS = ["3 + 4 =", " 7", " and", " not", " 8", "<tool>", " so", " 7."]
 LOGPROBS = [0, log(0.5), log(0.4), log(0.009), log(0.05), 0, log(0.9), log(0.9)]

@@ -13,17 +13,17 @@ import pytest
 from controller_samples import STATS, eval_record, step_record
 from rich.console import Console
 
-from buffer.connection import connect
+from buffer.redis.connection import connect
+from buffer.redis.server import EmbeddedServer
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
-from buffer.server import EmbeddedServer
 from configs.load import load_config, to_yaml
 from configs.schema import BufferConfig
-from controller.metrics import MetricsLog, Record, read_metrics
+from controller.commands.status import command_from_outside, print_status
+from controller.metrics.records import MetricsLog, Record, read_metrics
+from controller.report.state import buffer_values
+from controller.report.summary import summarize, write_summary
 from controller.run_dir import RunDir
-from controller.status import command_from_outside, print_status
-from controller.summary import summarize, write_summary
-from controller.view import buffer_values
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from controller_samples import (
     weights_records,
 )
 
-from buffer.stats import BufferStats
+from buffer.results import BufferStats
 from configs.load import load_config
-from controller.metrics import Record
-from controller.plots import PLOTS, write_plots
-from controller.summary import RunResult, result_line, summarize, write_summary
-from controller.view import buffer_values
+from controller.metrics.records import Record
+from controller.report.plots import PLOTS, write_plots
+from controller.report.state import buffer_values
+from controller.report.summary import RunResult, result_line, summarize, write_summary
 
 REQUIRED = {
     "run",

@@ -10,7 +10,7 @@ import psutil
 from ray.exceptions import ActorDiedError, RayActorError
 
 from configs.environment import RUN_VARIABLE
-from controller.supervise import (
+from controller.watch.supervise import (
     death,
     end_processes,
     exit_of,

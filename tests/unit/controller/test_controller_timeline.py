@@ -10,9 +10,8 @@ import pytest
 from controller_samples import commit_record, skipped_record, step_record, weights_records
 
 from controller.main import EXIT_BAD_INPUT, main
-from controller.metrics import MetricsLog, Record
-from controller.run_dir import RunDir
-from controller.timeline import (
+from controller.metrics.records import MetricsLog, Record
+from controller.report.timeline import (
     GATE,
     LAST_TIMELINE,
     NEW,
@@ -24,6 +23,7 @@ from controller.timeline import (
     find_timeline,
     write_last_timeline,
 )
+from controller.run_dir import RunDir
 
 RECORDS = [
     *weights_records(4, 99.0),

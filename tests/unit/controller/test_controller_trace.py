@@ -8,13 +8,13 @@ import re
 import pytest
 from controller_samples import fill, small_group
 
-from buffer.connection import connect
-from buffer.events import GroupEvent
+from buffer.redis.connection import connect
 from buffer.replay_buffer import ReplayBuffer
+from buffer.results import GroupEvent
 from configs.schema import BufferConfig
+from controller.commands.trace import tell_life
 from controller.main import EXIT_BAD_INPUT, main
 from controller.run_dir import RunDir
-from controller.trace import tell_life
 
 
 def event(at: float, name: str, **detail: str) -> GroupEvent:

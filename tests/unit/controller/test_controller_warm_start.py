@@ -14,16 +14,17 @@ from configs.choices import RewardKind, TaskKind, ToolParser
 from configs.load import load_config
 from configs.rollout_schema import RewardConfig, TaskConfig
 from configs.schema import ScratchModelConfig
-from controller.preflight import check_task
-from controller.warm_start import imitate, supervised_examples
-from rollout_pool.envs.chat import ChatFormat
-from rollout_pool.envs.env import Message, ToolSpec
-from rollout_pool.envs.runner import EpisodeAsk, EpisodeRunner
-from rollout_pool.samples import Sample
+from controller.start.preflight import check_task
+from controller.start.warm_start import imitate, supervised_examples
+from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.env import Message, ToolSpec
+from rollout_pool.episodes.runner import EpisodeAsk, EpisodeRunner
+from rollout_pool.episodes.tokenizer import load_tokenizer
+from rollout_pool.sampling.sample import Sample
 from rollout_pool.tasks.environments import environment_factory
-from rollout_pool.tasks.task import TaskStream, build_task
-from rollout_pool.tokenizer import load_tokenizer
-from trainer_pool.scratch import build_scratch_model, byte_tokenizer
+from rollout_pool.tasks.registry import build_task
+from rollout_pool.tasks.task import TaskStream
+from trainer_pool.model.scratch import build_scratch_model, byte_tokenizer
 
 TEMPLATE = (
     "{% for t in tools or [] %}[{{ t['function']['name'] }}]{% endfor %}"
@@ -168,7 +169,7 @@ def task_config(tmp_path: Path, **changes: object) -> TaskConfig:
     path.write_text(
         "def bad_env(config, prompt): raise KeyError('nothing here')\n"
         "def env(config, prompt):\n"
-        "    from rollout_pool.envs.env import SingleTurn\n"
+        "    from rollout_pool.episodes.env import SingleTurn\n"
         "    return SingleTurn(prompt.text)\n"
         "def agent(session, prompt): return 0.0\n"
         "async def good_agent(session, prompt): return 0.0\n"

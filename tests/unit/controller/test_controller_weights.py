@@ -14,8 +14,8 @@ from controller_samples import (
     weights_records,
 )
 
-from controller.remarks import engine_remarks
-from controller.weights import WeightsView, behind_words, engines_behind, weights_result
+from controller.metrics.weights import WeightsView, behind_words, engines_behind, weights_result
+from controller.watch.remarks import engine_remarks
 
 
 def test_a_view_keeps_the_recent_times() -> None:

@@ -9,10 +9,11 @@ import pytest
 from configs.choices import TaskKind
 from configs.load import load_config
 from configs.rollout_schema import TaskConfig
-from rollout_pool.envs.env import Completion
+from rollout_pool.episodes.env import Completion
 from rollout_pool.tasks.alphabet_sort import share_in_place
 from rollout_pool.tasks.names import FAMILY_NAMES, FIRST_NAMES
-from rollout_pool.tasks.task import TaskStream, build_task
+from rollout_pool.tasks.registry import build_task
+from rollout_pool.tasks.task import TaskStream
 
 SHORT = {"num_turns": 3, "num_names_first": 2, "num_names_more": 1, "last_names": False}
 

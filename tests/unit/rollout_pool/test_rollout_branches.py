@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.types import VersionSpan
-from rollout_pool.envs.branches import Branches
+from rollout_pool.episodes.episode import Branches
 
 
 def span(version, start, end):

@@ -9,9 +9,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from configs.choices import ToolParser
-from rollout_pool.envs.chat import LONGEST_TEXT_KEPT, ChatFormat
-from rollout_pool.envs.env import Message, ToolCall, ToolSpec
-from trainer_pool.scratch import byte_tokenizer
+from rollout_pool.episodes.chat import LONGEST_TEXT_KEPT, ChatFormat
+from rollout_pool.episodes.env import Message, ToolCall, ToolSpec
+from trainer_pool.model.scratch import byte_tokenizer
 
 CHATML = r"""
 {%- if tools -%}

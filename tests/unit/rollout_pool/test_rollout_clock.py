@@ -9,13 +9,13 @@ import pytest
 from buffer.types import SamplingParams, VersionSpan
 from configs.choices import ToolParser
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from rollout_pool.envs.chat import ChatFormat
-from rollout_pool.envs.clock import EpisodeClock
-from rollout_pool.envs.env import SingleTurn
-from rollout_pool.envs.runner import EpisodeAsk, EpisodeFailed, EpisodeRunner
-from rollout_pool.router import Router
-from rollout_pool.sampling import Sampler
-from trainer_pool.scratch import byte_tokenizer
+from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.clock import EpisodeClock
+from rollout_pool.episodes.env import SingleTurn
+from rollout_pool.episodes.runner import EpisodeAsk, EpisodeFailed, EpisodeRunner
+from rollout_pool.sampling.router import Router
+from rollout_pool.sampling.sampler import Sampler
+from trainer_pool.model.scratch import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 

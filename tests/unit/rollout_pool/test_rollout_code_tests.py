@@ -9,14 +9,14 @@ import pytest
 
 from configs.choices import RewardKind, TaskKind
 from configs.rollout_schema import RewardConfig, TaskConfig
-from rollout_pool.envs.env import Message
-from rollout_pool.envs.episode import Episode
+from rollout_pool.episodes.env import Message
+from rollout_pool.episodes.episode import Episode
 from rollout_pool.rewards.code_tests import judge, program_of
 from rollout_pool.rewards.part import encode_request
 from rollout_pool.rewards.pool import RewardPool
-from rollout_pool.sandbox import SandboxLimits, run_python
+from rollout_pool.sandbox.run import SandboxLimits, run_python
 from rollout_pool.tasks.programs import ProgramTest
-from rollout_pool.tasks.task import build_task
+from rollout_pool.tasks.registry import build_task
 
 STATEMENT = "assert f(20) == 9407"
 STATEMENTS = ProgramTest(statements="assert f(20) == 9407\nassert f(1) == 5")

@@ -11,7 +11,7 @@ from configs.choices import CommitStrategy, PauseMode
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines.commit import Committer, TornEngine
 from rollout_pool.engines.commit_strategies import StagedDisk, make_strategy
-from rollout_pool.generation import EngineError
+from rollout_pool.sampling.engine_client import EngineError
 
 FOLDER = Path("/dev/shm/of-this-version")
 

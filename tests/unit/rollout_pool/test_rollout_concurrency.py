@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_pool.breaker import MAX_DELAY_S, Breaker, BreakerState
-from rollout_pool.concurrency import START, AdaptiveLimit, LoadSample
+from rollout_pool.sampling.concurrency import START, AdaptiveLimit, LoadSample
+from rollout_pool.sampling.engine_state import MAX_DELAY_S, Breaker, BreakerState
 
 
 def seen(**fields):

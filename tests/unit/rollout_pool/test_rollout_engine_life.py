@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from buffer.connection import connect
+from buffer.redis.connection import connect
 from buffer.run_state import STREAM_START, RunState
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines import engine_life

@@ -11,15 +11,15 @@ import pytest
 from buffer.types import SamplingParams, VersionSpan
 from configs.choices import OnLongPrompt, ToolParser
 from configs.rollout_schema import EvalConfig, RolloutConfig, TaskConfig
-from rollout_pool.envs.chat import ChatFormat
-from rollout_pool.envs.env import SingleTurn
-from rollout_pool.envs.player import EnvPlayer
-from rollout_pool.envs.runner import EpisodeRunner
-from rollout_pool.evaluate import EvaluationFailed, Evaluator, pass_at_k, sample_sizes
-from rollout_pool.prompts import PromptReader
+from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.env import SingleTurn
+from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.rewards.score import Score
-from rollout_pool.samples import Priority, SampleFailed
+from rollout_pool.sampling.sample import Priority, SampleFailed
 from rollout_pool.tasks.task import Prompt
+from rollout_pool.worker.evaluate import EvaluationFailed, Evaluator, pass_at_k, sample_sizes
+from rollout_pool.worker.player import EnvPlayer
+from rollout_pool.worker.prompts import PromptReader
 
 
 class Letters:

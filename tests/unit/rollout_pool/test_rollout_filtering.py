@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
-from rollout_pool.filtering import SAVED_UP, VarianceFilter, Verdict, has_zero_variance
+from rollout_pool.worker.finish import SAVED_UP, VarianceFilter, Verdict, has_zero_variance
 
 KEEP, OUT, ALL_EQUAL = Verdict.keep, Verdict.leave_out, Verdict.keep_all_equal
 

@@ -10,19 +10,19 @@ import pytest
 from buffer.types import PromptRef, SamplingParams, VersionSpan
 from configs.choices import ToolParser
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from rollout_pool.envs.chat import ChatFormat
-from rollout_pool.envs.env import Message, Observation, SingleTurn, Step
-from rollout_pool.envs.episode import Branch, Episode
-from rollout_pool.envs.player import EnvPlayer
-from rollout_pool.envs.runner import EpisodeRunner
-from rollout_pool.generate import Flight, GroupFailed, GroupGenerator, make_trajectories
-from rollout_pool.prompts import TokenizedPrompt
+from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.env import Message, Observation, SingleTurn, Step
+from rollout_pool.episodes.episode import Branch, Episode
+from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.rewards.score import Score
-from rollout_pool.router import Router
-from rollout_pool.samples import Interrupted, SampleFailed
-from rollout_pool.sampling import Sampler
+from rollout_pool.sampling.router import Router
+from rollout_pool.sampling.sample import Interrupted, SampleFailed
+from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.tasks.task import Prompt
-from trainer_pool.scratch import byte_tokenizer
+from rollout_pool.worker.generate import Flight, GroupFailed, GroupGenerator, make_trajectories
+from rollout_pool.worker.player import EnvPlayer
+from rollout_pool.worker.prompts import TokenizedPrompt
+from trainer_pool.model.scratch import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 EOS = TOKENIZER.eos_token_id

@@ -9,10 +9,11 @@ import pytest
 from configs.choices import TaskKind
 from configs.load import load_config
 from configs.rollout_schema import TaskConfig
-from rollout_pool.sandbox import run_python
+from rollout_pool.sandbox.run import run_python
 from rollout_pool.tasks.math_problems import is_equal, last_box
 from rollout_pool.tasks.programs import ProgramTest
-from rollout_pool.tasks.task import Prompt, TaskStream, build_task
+from rollout_pool.tasks.registry import build_task
+from rollout_pool.tasks.task import Prompt, TaskStream
 
 MATH_LINES = [
     {"problem": f"Half of ${2 * i}$?", "solution": rf"It is \boxed{{{i}}}."} for i in range(6)

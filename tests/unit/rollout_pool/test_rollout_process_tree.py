@@ -12,7 +12,7 @@ from configs.choices import PauseMode
 from configs.rollout_schema import EngineConfig
 from rollout_pool.engines.engine import EngineSpec, SGLangEngine, shared_memory_bytes
 from rollout_pool.engines.process_tree import is_semaphore, shared_memory_files
-from rollout_pool.generation import EngineError
+from rollout_pool.sampling.engine_client import EngineError
 
 
 def test_shared_memory_files_are_found_by_what_is_mapped_whatever_its_name():

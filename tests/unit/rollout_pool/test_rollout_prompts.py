@@ -6,9 +6,9 @@ import pytest
 
 from configs.choices import OnLongPrompt
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from rollout_pool.prompts import PromptReader
 from rollout_pool.tasks.task import Prompt
-from trainer_pool.scratch import byte_tokenizer
+from rollout_pool.worker.prompts import PromptReader
+from trainer_pool.model.scratch import byte_tokenizer
 
 TEMPLATE = """
 {%- for message in messages -%}{{ message.role[0] + '>' + message.content }}{%- endfor -%}

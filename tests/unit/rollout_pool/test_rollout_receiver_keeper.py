@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.connection import connect
+from buffer.redis.connection import connect
 from buffer.run_state import STREAM_START, RunState
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
@@ -17,8 +17,8 @@ from rollout_pool.engines import receiver_keeper
 from rollout_pool.engines.receiver_keeper import ReceiverKeeper
 from rollout_pool.pool import ReceiverActor
 from rollout_pool.types import RolloutSpec
-from weight_sync.receiver_client import ReceiverClient
-from weight_sync.store import StagedStore
+from weight_sync.receiver.client import ReceiverClient
+from weight_sync.receiver.store import StagedStore
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
-from rollout_pool.record import RolloutLog, read_recorded
+from rollout_pool.worker.record import RolloutLog, read_recorded
 
 
 def make_group(group_id: str, num_tokens: int = 6) -> TrajectoryGroup:

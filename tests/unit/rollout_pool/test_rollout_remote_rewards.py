@@ -20,8 +20,8 @@ from starlette.routing import Route
 
 from configs.choices import RewardKind
 from configs.rollout_schema import RewardConfig
-from rollout_pool.envs.env import Message
-from rollout_pool.envs.episode import Branch, Episode
+from rollout_pool.episodes.env import Message
+from rollout_pool.episodes.episode import Branch, Episode
 from rollout_pool.rewards.judge import Judge, parse_score
 from rollout_pool.rewards.remote import HttpReward
 from rollout_pool.rewards.service import RemoteFailure, RemoteService

@@ -12,12 +12,13 @@ import pytest
 
 from configs.choices import RewardKind, TaskKind
 from configs.rollout_schema import RewardConfig, TaskConfig
-from rollout_pool.envs.env import Message, ToolCall
-from rollout_pool.envs.episode import Episode
+from rollout_pool.episodes.env import Message, ToolCall
+from rollout_pool.episodes.episode import Episode
 from rollout_pool.rewards.part import decode_request, encode_request
 from rollout_pool.rewards.pool import RewardError, RewardPool
 from rollout_pool.rewards.process import decode_config, encode_config
-from rollout_pool.tasks.task import Prompt, build_task
+from rollout_pool.tasks.registry import build_task
+from rollout_pool.tasks.task import Prompt
 
 PROMPT = Prompt(index=4, is_held_out=False, text="4 + 4 =")
 

@@ -10,12 +10,11 @@ from contextlib import contextmanager
 import pytest
 
 from buffer.types import SamplingParams
-from rollout_pool.breaker import BreakerState
-from rollout_pool.engine_load import LoadPoller
-from rollout_pool.generation import EngineLoad
-from rollout_pool.router import Router
-from rollout_pool.samples import Interrupted, Priority, Sample
-from rollout_pool.sticky import StickySessions
+from rollout_pool.sampling.engine_client import EngineLoad
+from rollout_pool.sampling.engine_state import BreakerState, StickySessions
+from rollout_pool.sampling.router import Router
+from rollout_pool.sampling.sample import Interrupted, Priority, Sample
+from rollout_pool.sampling.watch import LoadPoller
 
 
 class NamedEngine:

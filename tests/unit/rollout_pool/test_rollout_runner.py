@@ -9,11 +9,11 @@ import pytest
 from buffer.types import SamplingParams, VersionSpan
 from configs.choices import OnLongPrompt, ToolParser
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from rollout_pool.envs.chat import ChatFormat
-from rollout_pool.envs.env import Message, Observation, SingleTurn, Step, ToolSpec
-from rollout_pool.envs.runner import EpisodeAsk, EpisodeFailed, EpisodeRunner
-from rollout_pool.samples import Interrupted, Priority, SampleFailed
-from trainer_pool.scratch import byte_tokenizer
+from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.env import Message, Observation, SingleTurn, Step, ToolSpec
+from rollout_pool.episodes.runner import EpisodeAsk, EpisodeFailed, EpisodeRunner
+from rollout_pool.sampling.sample import Interrupted, Priority, SampleFailed
+from trainer_pool.model.scratch import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 EOS = TOKENIZER.eos_token_id

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from buffer.types import SamplingParams
-from rollout_pool.router import Router
-from rollout_pool.samples import Interrupted, Sample, SampleFailed
-from rollout_pool.sampling import Sampler
+from rollout_pool.sampling.router import Router
+from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
+from rollout_pool.sampling.sampler import Sampler
 
 
 @pytest.fixture

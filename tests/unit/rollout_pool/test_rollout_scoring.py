@@ -12,8 +12,8 @@ import ray
 
 from configs.choices import RewardKind
 from configs.rollout_schema import RewardConfig, TaskConfig
-from rollout_pool.envs.env import Message
-from rollout_pool.envs.episode import Branch, Episode
+from rollout_pool.episodes.env import Message
+from rollout_pool.episodes.episode import Branch, Episode
 from rollout_pool.rewards.part import PartScore, decode_request, encode_request
 from rollout_pool.rewards.ray_pool import RayScorer, ScorerActor
 from rollout_pool.rewards.remote_pool import MAX_BATCH, Answers, RemoteScoring

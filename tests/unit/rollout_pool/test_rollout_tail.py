@@ -13,15 +13,23 @@ from buffer.types import PromptRef, SamplingParams
 from configs.choices import TailPolicy
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.envs.episode import Episode
-from rollout_pool.envs.player import Player
-from rollout_pool.envs.runner import EpisodeAsk
-from rollout_pool.generate import Flight
-from rollout_pool.prompts import TokenizedPrompt
-from rollout_pool.samples import Sample
-from rollout_pool.tail import MIN_RECENT, Lap, Pace, Postpone, Tail, WaitingRoom, build_tail
-from rollout_pool.tally import Tally, length_bucket
+from rollout_pool.episodes.episode import Episode
+from rollout_pool.episodes.runner import EpisodeAsk
+from rollout_pool.sampling.sample import Sample
 from rollout_pool.tasks.task import Prompt
+from rollout_pool.worker.counters import Tally, length_bucket
+from rollout_pool.worker.generate import Flight
+from rollout_pool.worker.player import Player
+from rollout_pool.worker.prompts import TokenizedPrompt
+from rollout_pool.worker.stragglers import (
+    MIN_RECENT,
+    Lap,
+    Pace,
+    Postpone,
+    Tail,
+    WaitingRoom,
+    build_tail,
+)
 
 
 class Counters:

@@ -10,15 +10,16 @@ import pytest
 
 from buffer.types import SamplingParams, VersionSpan
 from configs.load import load_config
-from controller.preflight import check_task
-from controller.warm_start import imitate
-from rollout_pool.envs.chat import ChatFormat
-from rollout_pool.envs.function_tool import function_tool
-from rollout_pool.envs.runner import EpisodeAsk, EpisodeRunner
+from controller.start.preflight import check_task
+from controller.start.warm_start import imitate
+from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.function_tool import function_tool
+from rollout_pool.episodes.runner import EpisodeAsk, EpisodeRunner
 from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.environments import environment_factory, load_tools
-from rollout_pool.tasks.task import TaskStream, build_task, demonstrations
-from trainer_pool.scratch import byte_tokenizer
+from rollout_pool.tasks.registry import build_task
+from rollout_pool.tasks.task import TaskStream, demonstrations
+from trainer_pool.model.scratch import byte_tokenizer
 
 PAGE = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

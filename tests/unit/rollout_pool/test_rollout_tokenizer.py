@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from rollout_pool.tokenizer import vocab_size
-from trainer_pool.scratch import byte_tokenizer
+from rollout_pool.episodes.tokenizer import vocab_size
+from trainer_pool.model.scratch import byte_tokenizer
 
 QWEN = {"model_type": "qwen3", "vocab_size": 1000}
 GEMMA = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "vocab_size": 2000}}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.choices import ToolParser
-from rollout_pool.envs.tool_calls import parse_tool_calls
+from rollout_pool.episodes.tool_calls import parse_tool_calls
 
 
 def hermes(text):

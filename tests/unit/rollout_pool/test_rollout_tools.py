@@ -10,12 +10,13 @@ import pytest
 
 from configs.choices import TaskKind
 from configs.rollout_schema import TaskConfig
-from rollout_pool.envs.env import Completion, Observation, SingleTurn, Step, ToolCall
-from rollout_pool.envs.function_tool import function_tool
-from rollout_pool.envs.python_tool import python_tool
-from rollout_pool.envs.tools import MAX_CALLS, ToolEnv, shorten
+from rollout_pool.episodes.env import Completion, Observation, SingleTurn, Step, ToolCall
+from rollout_pool.episodes.function_tool import function_tool
+from rollout_pool.episodes.python_tool import python_tool
+from rollout_pool.episodes.tools import MAX_CALLS, ToolEnv, shorten
 from rollout_pool.tasks.environments import environment_factory, load_tools
-from rollout_pool.tasks.task import Prompt, build_task
+from rollout_pool.tasks.registry import build_task
+from rollout_pool.tasks.task import Prompt
 
 
 def add(a: int, b: int = 1) -> int:
@@ -242,7 +243,7 @@ def tool_config(tmp_path, tools, **changes):
         "    'Twice x.'\n"
         "    return 2 * x\n"
         "def env(config, prompt):\n"
-        "    from rollout_pool.envs.env import SingleTurn\n"
+        "    from rollout_pool.episodes.env import SingleTurn\n"
         "    return SingleTurn(f'{config.name}: {prompt.text}')\n"
     )
     names = [name.replace("FILE", str(path)) for name in tools]

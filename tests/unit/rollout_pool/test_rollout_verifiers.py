@@ -13,7 +13,8 @@ import pytest
 
 from configs.choices import TaskKind
 from configs.rollout_schema import TaskConfig
-from rollout_pool.tasks.task import TaskStream, build_task
+from rollout_pool.tasks.registry import build_task
+from rollout_pool.tasks.task import TaskStream
 from rollout_pool.tasks.verifiers_task import VerifiersTask
 
 openai = pytest.importorskip("openai")

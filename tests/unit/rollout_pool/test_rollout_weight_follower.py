@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from buffer.connection import connect
+from buffer.redis.connection import connect
 from buffer.run_state import STREAM_START, RunState
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines import weight_follower

@@ -8,24 +8,24 @@ from typing import ClassVar
 
 import pytest
 
-from buffer.connection import connect
+from buffer.redis.connection import connect
 from buffer.run_state import RunState
 from buffer.types import PromptRef, SamplingParams, VersionSpan
 from configs.choices import OnLongPrompt, TailPolicy, ToolParser
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.envs.chat import ChatFormat
-from rollout_pool.envs.env import SingleTurn
-from rollout_pool.envs.player import EnvPlayer
-from rollout_pool.envs.runner import EpisodeFailed, EpisodeRunner
-from rollout_pool.generate import GroupFailed, GroupGenerator
-from rollout_pool.prompts import PromptReader
+from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.env import SingleTurn
+from rollout_pool.episodes.runner import EpisodeFailed, EpisodeRunner
 from rollout_pool.rewards.score import Score
-from rollout_pool.samples import Interrupted, SampleFailed
+from rollout_pool.sampling.sample import Interrupted, SampleFailed
 from rollout_pool.tasks.task import Prompt, TaskStream
 from rollout_pool.types import RolloutSpec
-from rollout_pool.worker import RolloutWorker
+from rollout_pool.worker.generate import GroupFailed, GroupGenerator
+from rollout_pool.worker.loop import RolloutWorker
+from rollout_pool.worker.player import EnvPlayer
+from rollout_pool.worker.prompts import PromptReader
 
 GROUPS_PER_STEP = 2
 TASK = TaskConfig()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer_pool.advantages import grpo_advantages
+from trainer_pool.algorithms.advantages import grpo_advantages
 
 
 def test_advantage_is_distance_from_mean_over_sample_deviation() -> None:

@@ -18,15 +18,15 @@ from transformers import (
 )
 
 from configs.load import load_config
-from controller.preflight import check_inputs
-from trainer_pool.checkpoint_names import (
+from controller.start.preflight import check_inputs
+from trainer_pool.model.checkpoint_names import (
     check_engines_agree,
     check_names,
     checkpoint_names,
     name_patterns,
     parameter_names,
 )
-from trainer_pool.scratch import byte_tokenizer
+from trainer_pool.model.scratch import byte_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,

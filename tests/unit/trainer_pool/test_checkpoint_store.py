@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer_pool.checkpoint import CheckpointStore, TrainState
+from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 
 
 def state(step: int) -> TrainState:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer_pool import logprobs as module
-from trainer_pool.logprobs import selected_logprobs
+from trainer_pool.model import logprobs as module
+from trainer_pool.model.logprobs import selected_logprobs
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_pool.packing import MicroBatch, Row, fill_up, pack, plan_micro_batches
+from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack, plan_micro_batches
 
 
 def make_row(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer_pool.losses import PolicyLoss, policy_loss, supervised_loss
+from trainer_pool.algorithms.losses import PolicyLoss, policy_loss, supervised_loss
 
 
 def loss_of(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from configs.schema import ScratchModelConfig
-from trainer_pool.scratch import VOCAB_SIZE, build_scratch_model, byte_tokenizer
+from trainer_pool.model.scratch import VOCAB_SIZE, build_scratch_model, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 

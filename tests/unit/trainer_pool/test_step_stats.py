@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+from trainer_pool.algorithms.losses import PolicyLoss
 from trainer_pool.collectives import Collectives
-from trainer_pool.losses import PolicyLoss
-from trainer_pool.packing import Row, pack
-from trainer_pool.step_stats import StepStats, StepTally, UpdateNorms
+from trainer_pool.data.packing import Row, pack
+from trainer_pool.metrics import StepStats, StepTally, UpdateNorms
 
 
 @pytest.fixture

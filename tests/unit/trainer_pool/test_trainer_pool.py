@@ -24,11 +24,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from buffer.blocking import BlockingReplayBuffer, BlockingRunState
+from buffer.redis.server import EmbeddedServer
+from buffer.redis.wakeups import BufferClosedError
+from buffer.results import BufferStats
 from buffer.run_state import STREAM_START, RunState
-from buffer.server import EmbeddedServer
-from buffer.stats import BufferStats
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
-from buffer.wakeups import BufferClosedError
 from configs.schema import (
     BufferConfig,
     ScratchModelConfig,
@@ -36,12 +36,12 @@ from configs.schema import (
     WarmStartConfig,
     WeightSyncConfig,
 )
-from trainer_pool.checkpoint import CheckpointStore
+from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.pool import TrainerPool
-from trainer_pool.scratch import build_scratch_model
+from trainer_pool.state.checkpoint import CheckpointStore
 from trainer_pool.types import SupervisedExample, TrainerSpec, TrainReport, WarmStartReport
-from weight_sync.receiver_client import ReceiverClient
-from weight_sync.receiver_process import ReceiverProcess
+from weight_sync.receiver.client import ReceiverClient
+from weight_sync.receiver.process import ReceiverProcess
 from weight_sync.types import PublishReport, ReceiverSpec
 
 pytestmark = pytest.mark.slow

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from buffer.codec import encode_group
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
+from buffer.wire.codec import encode_group
 from configs.schema import ScratchModelConfig
-from trainer_pool.scratch import build_scratch_model
-from weight_sync.receiver_client import ReceiverClient
-from weight_sync.receiver_process import ReceiverProcess
+from trainer_pool.model.scratch import build_scratch_model
+from weight_sync.receiver.client import ReceiverClient
+from weight_sync.receiver.process import ReceiverProcess
 from weight_sync.types import ReceiverSpec
 
 SCRIPT = Path(__file__).with_name("zero3_rank.py")

@@ -20,14 +20,14 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from buffer.codec import decode_group
+from buffer.wire.codec import decode_group
 from configs.choices import Backend
 from configs.schema import TrainerConfig, WarmStartConfig, WeightSyncConfig
 from trainer_pool.collectives import Collectives
+from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
 from trainer_pool.step import StepBatch, train_step
 from trainer_pool.types import SupervisedExample
 from trainer_pool.warm_start import warm_start
-from trainer_pool.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
 from weight_sync.engine import CheckpointEngine
 from weight_sync.types import Record
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weight_sync.manifest import Layout, Transfer
+from weight_sync.layout import Layout, Transfer
 from weight_sync.types import TensorSpec
 
 

@@ -19,9 +19,9 @@ from scene_model import BUCKET_BYTES, cast_weights, scene_layout, scene_shards
 from configs.choices import Backend
 from configs.schema import WeightSyncConfig
 from weight_sync.engine import CheckpointEngine
-from weight_sync.manifest import Layout
-from weight_sync.receiver_client import ReceiverClient, ReceiverStatus
-from weight_sync.receiver_process import ReceiverProcess
+from weight_sync.layout import Layout
+from weight_sync.receiver.client import ReceiverClient, ReceiverStatus
+from weight_sync.receiver.process import ReceiverProcess
 from weight_sync.types import PublishReport, ReceiverSpec
 
 KEY = "a-key"

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weight_sync.manifest import Layout
-from weight_sync.snapshot import Shard
+from weight_sync.layout import Layout
+from weight_sync.sender.snapshot import Shard
 from weight_sync.types import TensorSpec
 
 BUCKET_BYTES = 65536

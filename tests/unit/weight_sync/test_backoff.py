@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weight_sync.backoff import Backoff
+from weight_sync.coordinator.broadcast import Backoff
 
 
 class Somebody:

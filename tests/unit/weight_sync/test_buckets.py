@@ -9,7 +9,7 @@ from layouts import full_transfer, layouts, make_streams, random_bytes, spec
 from safetensors.torch import load_file
 
 from weight_sync.buckets import Bucket, plan_buckets
-from weight_sync.manifest import Layout
+from weight_sync.layout import Layout
 
 sizes = st.one_of(st.integers(1, 40), st.integers(41, 3000))
 

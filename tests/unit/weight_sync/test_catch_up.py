@@ -14,11 +14,11 @@ import uvicorn
 from staging import LAYOUT, Clock, content, full, manifest_of, stage
 from wire_fleet import KEY, receiver_spec
 
-from weight_sync import catch_up
-from weight_sync.catch_up import Peer
 from weight_sync.errors import StoreBusyError, UnknownVersion
-from weight_sync.receiver import Receiver
-from weight_sync.receiver_app import make_app
+from weight_sync.receiver import peer as catch_up
+from weight_sync.receiver.app import make_app
+from weight_sync.receiver.peer import Peer
+from weight_sync.receiver.receiver import Receiver
 from weight_sync.types import WeightSyncError
 
 TIMEOUT_S = 10.0

@@ -11,8 +11,8 @@ from scene import scene
 from configs.choices import Backend
 from configs.schema import WeightSyncConfig
 from weight_sync.engine import CheckpointEngine
-from weight_sync.manifest import Layout
-from weight_sync.snapshot import Shard
+from weight_sync.layout import Layout
+from weight_sync.sender.snapshot import Shard
 from weight_sync.types import TensorSpec, WeightSyncError
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from layouts import layouts, make_streams, random_bytes, spec
 
 from weight_sync.checksums import StreamChecksums, piece_checksums, staged_checksums
-from weight_sync.manifest import Layout
+from weight_sync.layout import Layout
 
 
 def test_a_checksum_is_the_crc32_of_a_piece() -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import control_rank
 import pytest
 
-from weight_sync.control import ControlError, ControlGroup
 from weight_sync.group import open_store
+from weight_sync.sender.commands import ControlError, ControlGroup
 
 NUM_RANKS = 3
 LIMIT_S = 30.0

@@ -9,7 +9,7 @@ from layouts import layouts, make_streams, random_bytes, spec
 from torch import Tensor
 
 from weight_sync import delta
-from weight_sync.manifest import Layout
+from weight_sync.layout import Layout
 
 BLOCK = 65536
 HEADER_BYTES = 16

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from weight_sync.epochs import forget_epochs
-from weight_sync.group import open_store
+from weight_sync.group import forget_epochs, open_store
 
 
 def test_only_earlier_epochs_of_the_group_are_forgotten() -> None:

@@ -11,9 +11,9 @@ from scene_board import MemoryBoard
 from scene_model import scene_layout
 
 from configs.schema import WeightSyncConfig
+from weight_sync.coordinator.fleet import Fleet
 from weight_sync.errors import ReceiverUnreachable
-from weight_sync.fleet import Fleet
-from weight_sync.limits import Limits
+from weight_sync.timeouts import Limits
 from weight_sync.types import WeightSyncError
 
 STATUS = (

@@ -16,13 +16,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from configs.choices import Backend
-from weight_sync.group import (
-    Message,
-    WeightGroup,
-    bucket_timeout_s,
-    open_store,
-    resolve_backend,
-)
+from weight_sync.group import Message, WeightGroup, bucket_timeout_s, open_store, resolve_backend
 from weight_sync.types import GroupSpec, WeightSyncError
 
 LIMIT = timedelta(seconds=20)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from layouts import as_sent, full_transfer, layouts, make_streams, random_bytes, spec
 from safetensors import safe_open
 
-from weight_sync.manifest import Layout, Manifest, Transfer, mismatches
+from weight_sync.layout import Layout, Manifest, Transfer, mismatches
 
 
 @settings(deadline=None)

@@ -19,13 +19,12 @@ from configs.schema import WeightSyncConfig
 from weight_sync import delta, group
 from weight_sync.errors import TransferFailed
 from weight_sync.group import WeightGroup, open_store
-from weight_sync.limits import Limits
-from weight_sync.manifest import Layout
-from weight_sync.membership import Membership
-from weight_sync.receiver import Receiver
-from weight_sync.sender import Sender
-from weight_sync.sending_rank import SendingRank
-from weight_sync.snapshot import Shard, Snapshots
+from weight_sync.group_thread import Membership
+from weight_sync.layout import Layout
+from weight_sync.receiver.receiver import Receiver
+from weight_sync.sender.rank import Sender, SendingRank
+from weight_sync.sender.snapshot import Shard, Snapshots
+from weight_sync.timeouts import Limits
 from weight_sync.types import GroupSpec, ReceiverSpec, WeightSyncError
 
 LIMIT = timedelta(seconds=20)

@@ -16,9 +16,9 @@ from wire_fleet import CALL_S, KEY, receiver_spec
 from wire_model import file_data, make_manifest, make_transfer, model_layout
 
 from weight_sync.errors import ReceiverUnreachable, StoreBusyError, TransferFailed, UnknownVersion
-from weight_sync.receiver_client import ReceiverClient
-from weight_sync.receiver_process import ReceiverProcess
-from weight_sync.store import StagedStore
+from weight_sync.receiver.client import ReceiverClient
+from weight_sync.receiver.process import ReceiverProcess
+from weight_sync.receiver.store import StagedStore
 from weight_sync.types import ReceiverSpec, WeightSyncError
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from weight_sync.slots import Captured, Slots
+from weight_sync.sender.snapshot_buffers import Captured, Slots
 from weight_sync.types import WeightSyncError
 
 

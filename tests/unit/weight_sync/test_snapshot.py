@@ -7,8 +7,8 @@ import pytest
 import torch
 from scene_model import cast_weights, scene_layout, scene_shards
 
-from weight_sync.manifest import Layout
-from weight_sync.snapshot import Shard, Snapshots, _allocate
+from weight_sync.layout import Layout
+from weight_sync.sender.snapshot import Shard, Snapshots, _allocate
 from weight_sync.types import TensorSpec, WeightSyncError
 
 
@@ -111,7 +111,7 @@ class CudaStandIn:
 
 def test_pinned_memory_is_given_back_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = CudaStandIn()
-    monkeypatch.setattr("weight_sync.snapshot._cudart", lambda: cuda)
+    monkeypatch.setattr("weight_sync.sender.snapshot._cudart", lambda: cuda)
     monkeypatch.setattr("torch.cuda.check_error", lambda error: None)
     buffer = _allocate(scene_layout(1, num_rows=3), 0, True)
     part, size = buffer.stream[5:], buffer.stream.numel()

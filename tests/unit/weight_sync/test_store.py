@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from staging import LAYOUT, OTHER_LAYOUT, Clock, content, delta, full, manifest_of, stage
 
 from weight_sync.errors import StoreBusyError, StoreFullError
-from weight_sync.manifest import Layout
-from weight_sync.store import StagedStore
+from weight_sync.layout import Layout
+from weight_sync.receiver.store import StagedStore
 from weight_sync.types import WeightSyncError
 
 

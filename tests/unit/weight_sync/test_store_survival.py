@@ -21,8 +21,8 @@ from staging import LAYOUT, Clock, content, delta, full, manifest_of, stage
 
 from weight_sync.checksums import staged_checksums
 from weight_sync.errors import StoreBusyError
-from weight_sync.manifest import Transfer
-from weight_sync.store import Slot, StagedStore
+from weight_sync.layout import Transfer
+from weight_sync.receiver.store import Slot, StagedStore
 from weight_sync.types import WeightSyncError
 
 

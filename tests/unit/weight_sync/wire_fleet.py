@@ -14,8 +14,8 @@ from typing import Any
 from wire_model import model_layout
 
 from weight_sync.group import open_store
-from weight_sync.receiver_client import ReceiverClient
-from weight_sync.receiver_process import ReceiverProcess
+from weight_sync.receiver.client import ReceiverClient
+from weight_sync.receiver.process import ReceiverProcess
 from weight_sync.types import GroupSpec, ReceiverSpec
 
 KEY = "the-key-of-this-run"

@@ -9,7 +9,7 @@ from torch import Tensor
 from weight_sync import delta
 from weight_sync.buckets import plan_buckets
 from weight_sync.checksums import staged_checksums
-from weight_sync.manifest import Layout, Manifest, Transfer
+from weight_sync.layout import Layout, Manifest, Transfer
 from weight_sync.types import TensorSpec
 
 BUCKET_BYTES = 16384

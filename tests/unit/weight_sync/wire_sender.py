@@ -20,7 +20,7 @@ from wire_model import make_transfer, model_layout, wire_stream
 
 from configs.schema import WeightSyncConfig
 from weight_sync.buckets import plan_buckets
-from weight_sync.sender import Sender
+from weight_sync.sender.rank import Sender
 from weight_sync.staging import Staging
 from weight_sync.types import GroupSpec, WeightSyncError
 

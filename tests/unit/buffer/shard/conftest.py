@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from buffer.connection import connect
-from buffer.keys import Keys
-from buffer.replies import Formed, NotFormed, PushRecord, PushReply
-from buffer.settings import initial_settings
+from buffer.redis.connection import connect
+from buffer.redis.keys import Keys
+from buffer.redis.replies import Formed, NotFormed, PushRecord, PushReply
+from buffer.redis.settings import initial_settings
 from buffer.shard import Shard
 from configs.schema import BufferConfig
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_buffer import Gap, parse_gaps, renumber_version
 
-from buffer.replies import Formed, ReconcileBegun
+from buffer.redis.replies import Formed, ReconcileBegun
 from buffer.types import PromptRef
 from configs.choices import OnStale, Selector
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from buffer.replies import Admitted, NoRoom, PushReply
+from buffer.redis.replies import Admitted, NoRoom, PushReply
 from buffer.shard import BOUND
 from buffer.types import PromptRef
 from configs.choices import OnFull, OnStale

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from buffer.replies import Candidate, Formed, Locked, NotFormed, StepRecord
+from buffer.redis.replies import Candidate, Formed, Locked, NotFormed, StepRecord
 from buffer.types import PromptRef
 from configs.choices import OnStale, Selector
 

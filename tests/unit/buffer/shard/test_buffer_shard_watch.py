@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from buffer.stats import sum_stats
+from buffer.results import sum_stats
 from configs.choices import OnFull, Selector
 
 

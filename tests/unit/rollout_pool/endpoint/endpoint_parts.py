@@ -16,10 +16,10 @@ from buffer.types import SamplingParams, VersionSpan
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from rollout_pool.endpoint.server import Endpoint
 from rollout_pool.endpoint.sessions import Serving
-from rollout_pool.envs.chat import ChatFormat
-from rollout_pool.envs.runner import EpisodeAsk
-from rollout_pool.samples import Interrupted
-from trainer_pool.scratch import byte_tokenizer
+from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.runner import EpisodeAsk
+from rollout_pool.sampling.sample import Interrupted
+from trainer_pool.model.scratch import byte_tokenizer
 
 MODEL = "policy"
 ADMIN_KEY = "the-admin-key"

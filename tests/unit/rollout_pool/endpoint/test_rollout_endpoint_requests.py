@@ -16,7 +16,7 @@ from endpoint_parts import ADMIN_KEY, END_TOKEN, MODEL, TOKENIZER, WEATHER, chec
 
 from buffer.types import SamplingParams
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from rollout_pool.samples import SampleFailed
+from rollout_pool.sampling.sample import SampleFailed
 from weight_sync.http_server import HttpLimits
 
 USER = {"role": "user", "content": "hello"}

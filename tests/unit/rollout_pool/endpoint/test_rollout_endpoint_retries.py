@@ -8,8 +8,8 @@ import openai
 import pytest
 from endpoint_parts import MODEL, check_branch, eventually, said_in
 
-from rollout_pool.envs.runner import EpisodeFailed
-from rollout_pool.samples import SampleFailed
+from rollout_pool.episodes.runner import EpisodeFailed
+from rollout_pool.sampling.sample import SampleFailed
 
 USER = {"role": "user", "content": "hello"}
 AGAIN = {"x-stainless-retry-count": "1"}

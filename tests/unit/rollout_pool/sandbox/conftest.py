@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout_pool.sandbox import SandboxLimits, SandboxResult, run_python
+from rollout_pool.sandbox.run import SandboxLimits, SandboxResult, run_python
 
 QUICK = SandboxLimits(cpu_time_s=1, wall_time_s=30.0)
 WITHOUT = [(), ("landlock",), ("namespaces",)]

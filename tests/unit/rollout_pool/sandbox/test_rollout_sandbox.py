@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout_pool.jail import seccomp
-from rollout_pool.sandbox import (
+from rollout_pool.sandbox import seccomp
+from rollout_pool.sandbox.run import (
     SandboxError,
     SandboxLimits,
     cost_of_missing,

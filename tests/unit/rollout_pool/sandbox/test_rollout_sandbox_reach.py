@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_pool.sandbox import run_python
+from rollout_pool.sandbox.run import run_python
 
 # Network ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,216 @@
+"""Connects to Redis and refuses a server on which groups could get lost."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+from redis import exceptions
+from redis.asyncio import Redis
+from redis.asyncio.connection import (
+    Connection,
+    ConnectionPool,
+    SSLConnection,
+    UnixDomainSocketConnection,
+    parse_url,
+)
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+
+from buffer.redis.address import PASSWORD_VARIABLE, address
+from buffer.redis.client import (
+    SOCKET_TIMEOUT_S,
+    TRY_FOR_S,
+    BufferConnectionError,
+    BufferRedis,
+    DamagedRunError,
+    DiskFullError,
+    MemoryFullError,
+    NotAllowedError,
+)
+from buffer.redis.cluster import ClusterRedis
+from buffer.redis.payloads import TcpConnection, TlsConnection, UnixConnection
+
+__all__ = [
+    "MAX_BLOCK_S",
+    "MIN_VERSION",
+    "BufferConnectionError",
+    "DamagedRunError",
+    "DiskFullError",
+    "MemoryFullError",
+    "NotAllowedError",
+    "address",
+    "connect",
+]
+
+MAX_BLOCK_S = 60.0
+"""Longest that one blocking command waits at the server: who waits sends one command a minute."""
+MIN_VERSION = (7, 0)
+
+_CONNECTIONS = {
+    Connection: TcpConnection,
+    SSLConnection: TlsConnection,
+    UnixDomainSocketConnection: UnixConnection,
+}
+_UNREACHABLE = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
+_OF_THE_POOL = ("connection_class", "max_connections")
+_CONNECT_TIMEOUT_S = 5.0
+_READ_BYTES = 1 << 20  # payloads are large; redis-py's default of 32 KiB halves the rate of GET
+
+# A host that vanished is noticed after 20 + 3 * 10 seconds, also by who is blocked in a wait.
+_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+
+
+async def connect(
+    url: str, *, tls_ca_file: str | None = None, try_for_s: float = TRY_FOR_S
+) -> BufferRedis:
+    """A client of the server at `url`, or of the whole cluster if that is a node of one.
+
+    Its commands are repeated for `try_for_s` while the server is away, so only idempotent ones may
+    be sent: a lost reply means that one is applied twice. `tls_ca_file` holds the certificates
+    that a rediss:// server is checked against; None takes the system's. A certificate of our own
+    is named in the URL: rediss://...?ssl_certfile=FILE&ssl_keyfile=FILE.
+
+    Raises BufferConnectionError if a server cannot be reached, refuses the password, is too old, or
+    may evict keys.
+    """
+    where = address(url)
+    options = _options(url, where, tls_ca_file)
+    if not await _check(options, where):
+        return BufferRedis.of(options, where, try_for_s)
+    return await _connect_cluster(options, where, try_for_s)
+
+
+async def _connect_cluster(options: dict[str, Any], where: str, try_for_s: float) -> ClusterRedis:
+    if options.pop("db", 0) != 0:
+        raise BufferConnectionError(
+            f"Redis at {where} is a cluster, which has database 0 only: end buffer.url with /0"
+        )
+    seed = (options.pop("host", "localhost"), options.pop("port", 6379))
+    cluster = ClusterRedis(seed, options, try_for_s)
+    try:
+        ranges = await cluster.resolve()
+        primaries = {slots.nodes[0] for slots in ranges}
+        if not ranges:
+            raise BufferConnectionError(
+                f"Redis at {where} is a cluster in which no node holds a slot: redis-cli "
+                "--cluster create"
+            )
+        for host, port in sorted({node for slots in ranges for node in slots.nodes}):
+            try:
+                await _check({**options, "host": host, "port": port}, f"{host}:{port}")
+            except BufferConnectionError as error:
+                is_down = isinstance(error.__cause__, _UNREACHABLE)
+                if is_down and (host, port) not in primaries:
+                    continue  # a replica may be down; it is no use now, and does no harm
+                raise
+    except BaseException:
+        await cluster.aclose()
+        raise
+    return cluster
+
+
+def _options(url: str, where: str, tls_ca_file: str | None) -> dict[str, Any]:
+    """Arguments for a connection pool."""
+    try:
+        options: dict[str, Any] = {
+            "protocol": 2,
+            "socket_timeout": SOCKET_TIMEOUT_S,
+            "socket_connect_timeout": _CONNECT_TIMEOUT_S,
+            "socket_read_size": _READ_BYTES,
+            "max_connections": 4096,  # one for every group that is being pushed at the moment
+            "retry": Retry(NoBackoff(), 0),  # the client repeats, and knows for how long
+            **parse_url(url),
+        }
+        options["connection_class"] = _CONNECTIONS[options.get("connection_class", Connection)]
+        options["connection_class"](  # unknown arguments would show up only later
+            **{name: value for name, value in options.items() if name not in _OF_THE_POOL}
+        )
+    except (ValueError, TypeError) as error:
+        raise BufferConnectionError(
+            f"buffer.url at {where} is no valid Redis URL: {error}"
+        ) from None
+    if "path" not in options:
+        options["socket_keepalive"] = True
+        options["socket_keepalive_options"] = {
+            getattr(socket, name): value  # macOS knows some of them only
+            for name, value in _KEEPALIVE.items()
+            if hasattr(socket, name)
+        }
+    if tls_ca_file is not None:
+        if options["connection_class"] is not TlsConnection:
+            raise BufferConnectionError(
+                f"buffer.tls_ca_file is set but buffer.url at {where} does not begin with "
+                "rediss://: correct one of them"
+            )
+        if not Path(tls_ca_file).is_file():
+            raise BufferConnectionError(
+                f"buffer.tls_ca_file={tls_ca_file}: there is no such file on this machine"
+            )
+        options["ssl_ca_certs"] = tls_ca_file
+    return options
+
+
+async def _check(options: dict[str, Any], where: str) -> bool:
+    """Whether the server is a node of a cluster. Raises BufferConnectionError if it will not do."""
+    patient = Retry(
+        ExponentialWithJitterBackoff(base=0.05, cap=1.0), 30, (exceptions.BusyLoadingError,)
+    )
+    probe = Redis.from_pool(
+        ConnectionPool(**{**options, "socket_timeout": _CONNECT_TIMEOUT_S, "retry": patient})
+    )
+    try:
+        await probe.execute_command("PING")  # type: ignore[no-untyped-call]
+        info = await probe.info("server", "memory", "cluster")
+    except (exceptions.AuthenticationError, exceptions.ResponseError) as error:
+        raise BufferConnectionError(_refusal(where, error)) from None
+    except (exceptions.RedisError, OSError) as error:
+        raise BufferConnectionError(_unreachable(where, error)) from error
+    finally:
+        await probe.aclose()
+    _check_version(where, str(info.get("redis_version", "")))
+    _check_policy(where, str(info.get("maxmemory_policy", "")))
+    return bool(info.get("cluster_enabled", 0))
+
+
+def _unreachable(where: str, error: Exception) -> str:
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return (
+            f"Redis at {where} shows a certificate that is not trusted ({error}): name its "
+            "authority in buffer.tls_ca_file"
+        )
+    return f"cannot reach Redis at {where} ({error}): start it, or correct buffer.url"
+
+
+def _refusal(where: str, error: exceptions.RedisError) -> str:
+    text = str(error).lower()
+    if "authentication required" in text:
+        return (
+            f"Redis at {where} wants a password: set {PASSWORD_VARIABLE} in the environment, or "
+            "name a file that holds it in buffer.password_file"
+        )
+    if isinstance(error, exceptions.AuthenticationError) or "without any password" in text:
+        return (
+            f"Redis at {where} refuses the user or password: correct the one in buffer.url, the "
+            f"other in {PASSWORD_VARIABLE} or buffer.password_file"
+        )
+    if isinstance(error, exceptions.NoPermissionError):
+        return f"Redis at {where}: the user in buffer.url may not run PING and INFO: allow them"
+    return f"Redis at {where} answered an error: {error}"
+
+
+def _check_version(where: str, version: str) -> None:
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if numbers < MIN_VERSION:
+        raise BufferConnectionError(
+            f"Redis at {where} has version {version or 'unknown'}: use 7.0 or later, or Valkey"
+        )
+
+
+def _check_policy(where: str, policy: str) -> None:
+    if policy != "noeviction":
+        raise BufferConnectionError(
+            f"Redis at {where} has maxmemory-policy={policy or 'unknown'}, which deletes groups "
+            "silently when memory is full: CONFIG SET maxmemory-policy noeviction"
+        )

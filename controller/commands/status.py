@@ -1,0 +1,125 @@
+"""`make status`: what a run does now and what holds it back, from any shell, also after its end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from urllib.parse import unquote, urlsplit
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from buffer.redis.keys import Keys
+from buffer.results import BufferStats
+from configs.load import read_config
+from configs.printable import printable
+from controller.buffer_access import BufferAddress, open_buffer, open_state
+from controller.metrics.records import Record, read_metrics
+from controller.metrics.weights import WeightsView
+from controller.report.panel import render
+from controller.report.state import RunView, waits_of
+from controller.report.summary import training_seconds
+from controller.run_dir import RunDir
+from controller.watch.bottleneck import Waits, bottleneck_sentence, wait_shares
+from controller.watch.learning import learning_alarms
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+def print_status(run_dir: RunDir, console: Console | None = None) -> None:
+    """The panel of a run that goes on, the summary of one that ended, and its bottleneck in words.
+
+    Raises ValueError where the folder is no run's, ConnectionError or TimeoutError where the run
+    goes on but its Redis does not answer.
+    """
+    console = console or Console()
+    record = run_dir.read_record()
+    url = run_dir.read_redis_url()
+    if record.state == "running" and not record.is_alive:
+        console.print(f"{run_dir.name}: its controller is gone. `make stop` ends what is left.")
+        _print_history(run_dir, console)
+    elif record.state == "running" and url is None:
+        console.print(f"{run_dir.name} is starting; its Redis is not up yet.")
+    elif record.state == "running" and url is not None:
+        view = _live_view(run_dir, record.started, url)
+        console.print(render(view, hint="`make stop` ends the run"))
+        console.print(
+            f"From outside: {command_from_outside(run_dir)}",
+            style="dim",
+            highlight=False,
+            markup=False,
+        )
+    else:
+        console.print(f"{run_dir.name}: {record.state}", style="bold")
+        _print_history(run_dir, console)
+
+
+def _live_view(run_dir: RunDir, started: float, url: str) -> RunView:
+    """What `metrics.jsonl` tells of the past and Redis of the present."""
+    config = read_config(run_dir.path / "config.yaml")
+    view = RunView(
+        run=run_dir.name,
+        num_steps=config.trainer.num_steps,
+        started=started,
+        num_workers=config.rollout.num_workers,
+    )
+    for record in read_metrics(run_dir.metrics):
+        view.apply(record)
+    address = BufferAddress(url=url, run=run_dir.name, settings=config.buffer)
+    stats, waits, counters = asyncio.run(asyncio.wait_for(_sample(address), CONNECT_TIMEOUT_S))
+    view.observe(time.time(), stats, waits, counters)
+    return view
+
+
+async def _sample(address: BufferAddress) -> tuple[BufferStats, Waits, Mapping[str, float]]:
+    buffer, state = await open_buffer(address), await open_state(address)
+    try:
+        return await buffer.stats(), await state.waits(), await state.counters()
+    finally:
+        await buffer.close()
+        await state.close()
+
+
+def _print_history(run_dir: RunDir, console: Console) -> None:
+    """Summary if there is one, and the bottleneck over the whole run."""
+    records = read_metrics(run_dir.metrics)
+    summary = run_dir.path / "summary.md"
+    if summary.exists():
+        console.print(Markdown(printable(summary.read_text()).partition("\n![")[0]))
+    elif records:
+        steps = [r for r in records if r.kind == "step"]
+        console.print(f"It made {len(steps)} steps; what each process said is in {run_dir.logs}/.")
+        for alarm in learning_alarms(steps):
+            console.print(alarm.sentence, style="bold red", highlight=False, markup=False)
+    if sentence := _bottleneck(records):
+        console.print(printable(sentence), style="italic", markup=False)
+
+
+def _bottleneck(records: list[Record]) -> str | None:
+    steps = [r for r in records if r.kind == "step"]
+    samples = [r for r in records if r.kind == "buffer"]
+    if not samples or len(steps) < 2:
+        return None
+    seconds, last = training_seconds(steps), samples[-1]
+    view = WeightsView()
+    for record in records:
+        view.apply(record)
+    # An engine that was late at the end tells nothing of the whole run.
+    pace = view.pace(seconds / len(steps), trainer_version=0, engine_versions={})
+    shares = wait_shares(waits_of(last), seconds)
+    return bottleneck_sentence(shares, int(last.number("max_staleness")), "of the run", pace)
+
+
+def command_from_outside(run_dir: RunDir) -> str:
+    """How a shell asks the run's Redis for its depth."""
+    ready = Keys(run_dir.name)("ready")
+    url = urlsplit(run_dir.read_redis_url() or "")
+    place = f"-s {url.path}" if url.scheme == "unix" else f"-h {url.hostname} -p {url.port or 6379}"
+    tls = " --tls" if url.scheme == "rediss" else ""
+    client = f"redis-cli --user {unquote(url.username or 'default')} {place}{tls}"
+    if url.password is not None:
+        # Not in an argument, which `ps` shows to everybody.
+        read = "import sys, urllib.parse as u; print(u.unquote(u.urlsplit(input()).password))"
+        client = f"REDISCLI_AUTH=\"$(python3 -c '{read}' < {run_dir.path}/redis.url)\" {client}"
+    return f"{client} ZCARD '{ready}'"

@@ -1,0 +1,108 @@
+"""`make stop`: ends a run from another shell, also one whose controller is gone or hangs.
+
+The guard of a controller that died clears up behind it in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+
+from configs.load import ConfigError, read_config
+from controller.report.report import write_report
+from controller.run_dir import RunDir, RunRecord
+from controller.watch.supervise import end_processes, run_processes
+from rollout_pool.engines.leftovers import remove_leftovers
+
+GRACE_S = 60.0
+"""For an end without any wait that `cluster.stop_timeout_s` limits."""
+NUM_TIMED_WAITS = 5
+"""Of an end: for the model, for each pool, for Redis, for what is left."""
+CLEAR_UP_S = 20.0
+
+
+def stop_run(run_dir: RunDir) -> None:
+    """Ask the controller to end the run; whatever is left after that is ended by process id."""
+    record = run_dir.read_record()
+    if not record.is_here:
+        _stop_on_this_host(run_dir, record)
+        return
+    if record.is_alive:
+        print(f"stopping {record.name} (controller {record.pid}) ...")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(record.pid, signal.SIGINT)
+        grace_s = _grace_s(run_dir)
+        if not _has_ended(record.pid, grace_s):
+            print(f"the controller did not end within {grace_s:g} s and is killed")
+            with run_dir.ending():  # its guard would say that it failed
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(record.pid, signal.SIGKILL)
+                _clear_up(run_dir, "stopped", None)
+    clear_up(run_dir, "stopped", None)
+    print(f"{record.name} is {run_dir.read_record().state}; nothing of it runs any more")
+    _tell_other_hosts(run_dir)
+
+
+def clear_up(run_dir: RunDir, state: str, error: str | None) -> None:
+    """End what a controller left that is gone; `state` and `error` are the run's end if it did not
+    come to say so itself."""
+    with run_dir.ending():
+        _clear_up(run_dir, state, error)
+
+
+def _clear_up(run_dir: RunDir, state: str, error: str | None) -> None:
+    left = run_processes(run_dir.run_id, run_dir.temporary)
+    if left:
+        print(f"ending {len(left)} processes that the controller left")
+        killed = end_processes(run_dir.run_id, CLEAR_UP_S, temporary=run_dir.temporary)
+        if killed:
+            print(f"had to kill: {', '.join(killed)}")
+    run_dir.remove_temporary()
+    if run_dir.read_record().state == "running":
+        run_dir.forget_redis_url()
+        run_dir.end(state, error)
+        try:
+            write_report(run_dir)
+        except Exception as problem:  # the run has ended all the same
+            print(f"no summary of {run_dir.name}: {problem}")
+
+
+def _stop_on_this_host(run_dir: RunDir, record: RunRecord) -> None:
+    """End what the run has here; its controller and its state belong to another machine."""
+    killed = end_processes(run_dir.run_id, CLEAR_UP_S)
+    if killed:
+        print(f"had to kill: {', '.join(killed)}")
+    remove_leftovers(run_dir.path)
+    print(
+        f"nothing of {record.name} is left on this host; its controller's host is {record.host}, "
+        f"where it is said to be {record.state}"
+    )
+    _tell_other_hosts(run_dir)
+
+
+def _tell_other_hosts(run_dir: RunDir) -> None:
+    for line in run_dir.left_elsewhere():
+        print(line)
+
+
+def _grace_s(run_dir: RunDir) -> float:
+    try:
+        config = read_config(run_dir.path / "config.yaml")
+    except ConfigError:  # it is only just being written
+        return GRACE_S
+    return GRACE_S + NUM_TIMED_WAITS * config.cluster.stop_timeout_s
+
+
+def _has_ended(pid: int, timeout_s: float) -> bool:
+    """Waits for it; the kernel tells also of a process that its parent has not reaped yet."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        ended, _, _ = select.select([descriptor], [], [], timeout_s)
+        return bool(ended)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,129 @@
+"""`make trace GROUP=...`: the life of one group, told from the buffer's audit stream.
+
+2025-11-21  w0-17 of night: consumed
+14:20:31.102              admitted (version 10)
+14:20:33.402     +2.3 s   pushed (version 10)
+14:20:40.010     +6.6 s   leased (step 12, owner 3fa9c1)
+14:20:41.310     +1.3 s   consumed (step 12)
+running 2.3 s, ready 6.6 s, leased 1.3 s, consumed 19 s until now
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from datetime import datetime
+
+from rich.console import Console
+
+from buffer.export import read_group
+from buffer.redis.connection import connect
+from buffer.redis.keys import check_group_id
+from buffer.results import GroupEvent
+from configs.printable import printable
+from controller.buffer_access import BufferAddress, answer, buffer_address, opened
+from controller.run_dir import RunDir, RunDirError
+from controller.units import format_duration
+
+STATE_AFTER = {
+    "admitted": "running",
+    "pushed": "ready",
+    "expired": "ready",
+    "nacked": "ready",
+    "requeued": "ready",
+    "reconciled": "ready",
+    "leased": "leased",
+    "consumed": "consumed",
+    "quarantined": "quarantined",
+    "acked": "acked",
+    "dropped": "dropped",
+    "abandoned": "abandoned",
+}
+"""Where an event leaves the group; one that is not named here leaves it where it was."""
+
+WORDS = {
+    "full": "its push found no room",
+    "expired": "its lease was not renewed",
+    "nacked": "given back",
+    "requeued": "ready again",
+    "rerun": "its prompt runs again",
+    "prompt_quarantined": "its prompt is put aside",
+    "reconciled": "ready again for a trainer that took over",
+    "acked": "a durable checkpoint contains it",
+}
+DETAILS = {"s": "step {}", "v": "version {}", "o": "owner {}", "r": "{}", "p": "prompt {}"}
+
+FINAL = frozenset({"acked", "dropped", "abandoned"})
+
+
+def print_trace(
+    run_dir: RunDir, group_id: str, url: str | None = None, console: Console | None = None
+) -> None:
+    """Every event that is kept of the group. Raises RunDirError if nothing is known of it."""
+    console = console or Console()
+    check_group_id(group_id)
+    with buffer_address(run_dir, url) as address:
+        events, state = asyncio.run(_look(address, group_id))
+    if not events and state is None:
+        raise RunDirError(f"{group_id}: {_why_no_events(address)}, and nothing else is known of it")
+    lines = tell_life(run_dir.name, group_id, events, time.time())
+    if not events:
+        lines = [f"{group_id} of {run_dir.name}: {state}", f"{_why_no_events(address)}."]
+    for line in lines:
+        console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+
+
+def _why_no_events(address: BufferAddress) -> str:
+    length = address.settings.audit_length
+    if length == 0:
+        return "buffer.audit_length=0 keeps no events of groups"
+    return (
+        f"no event of it is kept: there never was such a group at {address.run}, or its events are "
+        f"older than the last buffer.audit_length={length}"
+    )
+
+
+async def _look(address: BufferAddress, group_id: str) -> tuple[list[GroupEvent], str | None]:
+    """The group's events, and its state now if anything is known of it."""
+    settings = address.settings
+    async with opened(address) as buffer:
+        events = await answer(address, buffer.events(group_id))
+    redis = await connect(address.url, tls_ca_file=settings.tls_ca_file)
+    try:
+        group = read_group(redis, address.run, group_id, settings.shards)
+        return events, (await answer(address, group)).get("state")
+    finally:
+        await redis.aclose()
+
+
+def tell_life(run: str, group_id: str, events: Sequence[GroupEvent], now: float) -> list[str]:
+    """The events in lines, between the group's last state and its times by state (pure)."""
+    if not events:
+        return []
+    lines: list[str] = []
+    seconds: dict[str, float] = {}
+    state, before = "", events[0].at
+    for event in events:
+        since = max(0.0, event.at - before)
+        if state:
+            seconds[state] = seconds.get(state, 0.0) + since
+        gap = f"+{format_duration(since)}" if lines else ""
+        clock = datetime.fromtimestamp(event.at).strftime("%H:%M:%S.%f")[:-3]
+        lines.append(f"{clock} {gap:>10}   {sentence(event)}")
+        state, before = STATE_AFTER.get(event.event, state), event.at
+    is_over = state in FINAL
+    if state and not is_over:
+        seconds[state] = seconds.get(state, 0.0) + max(0.0, now - before)
+    times = ", ".join(f"{name} {format_duration(spent)}" for name, spent in seconds.items())
+    day = datetime.fromtimestamp(events[0].at).strftime("%Y-%m-%d")
+    head = f"{day}  {group_id} of {run}: {state or events[-1].event}"
+    return [head, *lines, *([times + ("" if is_over else " until now")] if times else [])]
+
+
+def sentence(event: GroupEvent) -> str:
+    """One event, and what is to be said of it in brackets (pure)."""
+    remarks = [WORDS[event.event]] if event.event in WORDS else []
+    for name, text in event.detail.items():
+        remarks.append(DETAILS.get(name, f"{name} {{}}").format(text))
+    return event.event + (f" ({', '.join(remarks)})" if remarks else "")

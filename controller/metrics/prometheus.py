@@ -1,0 +1,141 @@
+"""Serves the numbers of buffer and weights to Prometheus, read from Redis at each scrape.
+
+Prometheus asks without a password, so whoever reaches the port can read the numbers (and nothing
+else: no text of a trajectory is among them). Only this machine can, unless cluster.host says more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from socketserver import TCPServer, ThreadingMixIn
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from buffer.blocking import LoopThread
+from buffer.results import BufferStats
+from controller.buffer_access import BufferAddress, open_buffer, open_state
+from controller.metrics.buffer_families import metric_families, one
+from controller.metrics.counters import counter_families
+from controller.metrics.weight_families import WeightsPicture, WeightsReader, weight_families
+
+Picture = tuple[BufferStats, WeightsPicture, Mapping[str, float]]
+
+SCRAPE_TIMEOUT_S = 5.0
+"""Below Prometheus' own default of 10 s, so that it is told when Redis does not answer."""
+
+
+class MetricsServer:
+    """An HTTP server with threads of its own. Made by `start`; `close` it."""
+
+    def __init__(self, address: BufferAddress, host: str, port: int) -> None:
+        self._redis = LoopThread("prometheus")
+        try:
+            self._buffer = self._redis.run(open_buffer(address))
+            self._state = self._redis.run(open_state(address))
+            self._weights = WeightsReader(self._state)
+            registry = CollectorRegistry()
+            registry.register(RunCollector(address.run, self._read))
+            self._http, self._thread = _listen(host, port, registry)
+        except BaseException:
+            self._redis.stop()
+            raise
+        bound_host, bound_port = self._http.server_address[:2]
+        name = f"[{bound_host!s}]" if ":" in str(bound_host) else str(bound_host)
+        self.url = f"http://{name}:{bound_port}/metrics"
+
+    def _read(self) -> Picture:
+        return self._redis.run(self._picture())
+
+    async def _picture(self) -> Picture:
+        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+            return (
+                await self._buffer.stats(),
+                await self._weights.read(),
+                await self._state.counters(),
+            )
+
+    def close(self) -> None:
+        """Ends a scrape that is under way, too."""
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+        self._redis.run(self._buffer.close())
+        self._redis.run(self._state.close())
+        self._redis.stop()
+
+
+class _HttpServer(ThreadingMixIn, WSGIServer):
+    """A thread for each scrape, which does not outlive the process."""
+
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        # HTTPServer's own asks DNS what its address is called, for seconds where none answers.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.socket.getsockname()[:2]
+        self.setup_environ()
+
+
+class _SilentHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a scrape comes every few seconds."""
+
+
+def _listen(
+    host: str, port: int, registry: CollectorRegistry
+) -> tuple[WSGIServer, threading.Thread]:
+    class Server(_HttpServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    try:
+        server = Server((host, port), _SilentHandler)
+    except OSError as error:
+        raise ValueError(
+            f"run.prometheus_port={port}: cannot listen on {host}:{port} ({error.strerror}); "
+            "choose another port (0 takes a free one), or null for no metrics"
+        ) from None
+    server.set_app(make_wsgi_app(registry))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    return server, thread
+
+
+class RunCollector(Collector):
+    """What one registry asks at each scrape. `read` may raise what it likes: that is counted."""
+
+    def __init__(self, run: str, read: Callable[[], Picture]) -> None:
+        self._run = run
+        self._read = read
+        self._num_errors = 0
+        self._lock = threading.Lock()
+        """Guards `_num_errors`: each scrape has a thread of its own."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything; where Redis does not answer, only that it does not."""
+        try:
+            picture = self._read()
+        except Exception:  # a scrape is answered whatever happened, and the answer counts it
+            picture = None
+        with self._lock:
+            self._num_errors += picture is None
+            num_errors = self._num_errors
+        is_up = picture is not None
+        yield one(GaugeMetricFamily, "replay_up", "Whether Redis answered.", self._run, is_up)
+        yield one(
+            CounterMetricFamily,
+            "replay_scrape_errors",
+            "Scrapes that Redis did not answer.",
+            self._run,
+            num_errors,
+        )
+        if picture is not None:
+            stats, weights, counters = picture
+            yield from metric_families(self._run, stats)
+            yield from counter_families(self._run, counters)
+            yield from weight_families(self._run, weights)

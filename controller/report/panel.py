@@ -1,0 +1,347 @@
+"""What a person sees while a run goes on: a live panel on a terminal, a line a step elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.panel import Panel as Frame
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from buffer.results import BufferStats
+from configs.printable import printable
+from controller.metrics.counters import panel_line
+from controller.metrics.weights import median
+from controller.report.startup import StartStep, StartSteps
+from controller.report.state import RunView
+from controller.units import format_count, format_duration
+from controller.watch.bottleneck import MUCH, bottleneck_sentence
+from controller.watch.remarks import buffer_remarks, engine_remarks, eval_failed_words
+
+SPARKS = "▁▂▃▄▅▆▇█"
+WIDE_BAR, NARROW_BAR = 14, 8
+WIDE_PANEL, NARROW_PANEL = 88, 66
+"""Columns inside the frame: from the first there is room for wide bars, below the second for one
+section beside the other no more."""
+MAX_STALENESS_ROWS = 6
+
+
+class Panel:
+    """Draws one run from start to end: `step` while it starts, `show` while it trains.
+
+    With `enabled` and a terminal the panel is drawn in place; else each training step is a line.
+    """
+
+    def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._is_live = enabled and self._console.is_terminal
+        self._steps = StartSteps(self._console)
+        self._live: Live | None = None
+        self._printed_step = 0
+
+    def __enter__(self) -> Panel:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def step(self, name: str) -> AbstractContextManager[StartStep]:
+        """A named step: `with panel.step("Redis server") as step: ... step.say("port 6379")`.
+
+        The panel, if it is drawn, ends first: steps come before training and after it.
+        """
+        self.stop()
+        return self._steps.step(name)
+
+    def show(self, view: RunView) -> None:
+        """Draw the present state; call it as often as something changed."""
+        if self._is_live:
+            if self._live is None:
+                self._live = Live(
+                    console=self._console, auto_refresh=False, vertical_overflow="crop"
+                )
+                self._live.start()
+            self._live.update(render(view), refresh=True)
+        elif view.step > self._printed_step:
+            self._printed_step = view.step
+            self.say(step_line(view))
+
+    def say(self, text: str) -> None:
+        """A line that stays, above the panel."""
+        self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        """Leave the last picture on the screen and give the terminal back."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def step_line(view: RunView) -> str:
+    """One step in one plain line, for logs and pipes."""
+    parts = [f"step {view.step}/{view.num_steps}"]
+    if view.rewards:
+        parts.append(f"reward {view.rewards[-1]:.2f} (first {view.rewards[0]:.2f})")
+    if view.evals:
+        first, last = view.evals[0], view.evals[-1]
+        since = f"first {first.accuracy:.0%}, " if len(view.evals) > 1 else ""
+        parts.append(f"eval {last.accuracy:.0%} ({since}at version {last.version})")
+    if view.last_step is not None:
+        mean, largest = (view.last_step.number(f"staleness_{x}") for x in ("mean", "max"))
+        parts.append(f"staleness {mean:.1f} (max {largest:.0f})")
+    if view.stats is not None:
+        parts.append(f"ready {view.stats.ready}")
+    if view.tokens_per_s is not None:
+        parts.append(f"{format_count(view.tokens_per_s)} tokens/s")
+    if view.eta_s is not None:
+        parts.append(f"{format_duration(view.eta_s)} left")
+    parts += [alarm.words for alarm in view.alarms]
+    return " | ".join(parts)
+
+
+def render(view: RunView, hint: str = "Ctrl-C stops everything") -> RenderableType:
+    """The whole panel: what is learned and the buffer, then the pace and who waits on whom.
+
+    `hint` stands in the lower border: how the person who looks can end the run.
+    """
+    parts: list[RenderableType] = [_progress(view), "", _Sections(view), ""]
+    if view.stats is not None:
+        parts.append(_law(view.stats))
+        if counted := panel_line(view.counters, view.stats.tokens_dropped):
+            parts.append(Text.assemble(("Rollouts", "bold cyan"), f"  {counted}"))
+        remarks = buffer_remarks(view.stats)
+        remarks += engine_remarks(view.stats, view.weights.lost_engines)
+        parts += [Text(printable(remark), style="yellow") for remark in remarks]
+    parts += [Text(alarm.sentence, style="bold red") for alarm in view.alarms]
+    if view.eval_failure is not None:
+        parts.append(Text(printable(eval_failed_words(view.eval_failure)), style="yellow"))
+    parts.append(_bottleneck(view))
+    if view.log_lines:
+        parts.append("")
+        lines = map(printable, view.log_lines)
+        parts += [Text(x, style="dim", no_wrap=True, overflow="ellipsis") for x in lines]
+    return Frame(
+        Group(*parts),
+        title=Text.assemble((" leash  ", "bold"), (f"{view.run} ", "bold cyan")),
+        title_align="left",
+        subtitle=Text(f" {hint} ", style="dim"),
+        subtitle_align="right",
+        border_style="cyan",
+        padding=(0, 2),
+    )
+
+
+class _Sections:
+    """The four sections two by two, with shorter bars or one below the other where it is narrow."""
+
+    def __init__(self, view: RunView) -> None:
+        self._view = view
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        view = self._view
+        bar_width = WIDE_BAR if options.max_width >= WIDE_PANEL else NARROW_BAR
+        learning, buffer = _learning(view, bar_width), _buffer(view, bar_width)
+        pace, waiting = _pace(view), _waiting(view, bar_width)
+        body = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        body.add_column(ratio=1)
+        if options.max_width < NARROW_PANEL:
+            for section in (learning, buffer, pace, waiting):
+                body.add_row(section)
+        else:
+            body.add_column(ratio=1)
+            body.add_row(learning, buffer)
+            body.add_row("", "")
+            body.add_row(pace, waiting)
+        yield body
+
+
+def _progress(view: RunView) -> Table:
+    time_left = "" if view.eta_s is None else f", about {format_duration(view.eta_s)} left"
+    row = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    row.add_column(style="bold")
+    row.add_column(ratio=1)
+    row.add_column()
+    row.add_column(style="dim")
+    row.add_row(
+        view.phase,
+        ProgressBar(total=view.num_steps, completed=view.step, complete_style="cyan"),
+        f"step {view.step} of {view.num_steps}",
+        f"{format_duration(view.elapsed_s)}{time_left}",
+    )
+    return row
+
+
+def _section(title: str, rows: Sequence[tuple[str, RenderableType]]) -> Group:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", width=max(len(name) for name, _ in rows))
+    grid.add_column()
+    for name, value in rows:
+        grid.add_row(name, value)
+    return Group(Text(title, style="bold cyan"), grid)
+
+
+def _learning(view: RunView, bar_width: int) -> Group:
+    accuracies = [point.accuracy for point in view.evals]
+    rows: list[tuple[str, RenderableType]] = [
+        ("reward", _trend(view.rewards, "{:.2f}", bar_width)),
+        ("held-out", _trend(accuracies, "{:.0%}", bar_width)),
+    ]
+    if (last := view.last_step) is not None:
+        mean, largest = last.number("staleness_mean"), last.number("staleness_max")
+        loss, norm = last.number("loss"), last.number("grad_norm")
+        rows += [
+            ("staleness", f"{mean:.1f} mean, {largest:.0f} at most"),
+            ("answers", f"{last.number('response_length_mean'):.1f} tokens, mean"),
+            ("update", f"loss {loss:+.3f}, |grad| {norm:.2f}"),
+        ]
+    return _section("Learning", rows)
+
+
+def _buffer(view: RunView, bar_width: int) -> Group:
+    stats = view.stats
+    if stats is None:
+        return _section("Buffer", [("", Text("not there yet", style="dim"))])
+    limit = stats.limit()
+    rows: list[tuple[str, RenderableType]] = [
+        ("in use", _leash_bar(stats, limit, bar_width)),
+        ("", _leash_legend(stats)),
+    ]
+    # None is older, unless max_staleness was made smaller just now.
+    oldest = max(stats.max_staleness, *stats.by_staleness, 0)
+    for staleness in range(oldest + 1)[-MAX_STALENESS_ROWS:]:
+        count = stats.by_staleness.get(staleness, 0)
+        is_last = staleness >= stats.max_staleness > 0
+        style = "green" if staleness == 0 else "dark_orange" if is_last else "yellow"
+        rows.append(
+            (f"staleness {staleness}", _bar(count / limit, bar_width, style, f"{count} ready"))
+        )
+    return _section("Buffer", rows)
+
+
+def _leash_states(stats: BufferStats) -> tuple[tuple[int, str, str], ...]:
+    return (
+        (stats.leased, "leased", "magenta"),
+        (stats.ready, "ready", "green"),
+        (stats.running, "running", "blue"),
+    )
+
+
+def _leash_bar(stats: BufferStats, limit: int, width: int) -> Text:
+    """Leased, ready and running as parts of what admission allows."""
+    text, used = Text(), 0
+    for count, _, style in _leash_states(stats):
+        end = min(width, round(width * (used + count) / limit))
+        text.append("█" * (end - len(text)), style=style)
+        used += count
+    text.append("·" * (width - len(text)), style="dim")
+    return text.append(f" {used} of {limit} groups")
+
+
+def _leash_legend(stats: BufferStats) -> Text:
+    states = _leash_states(stats)
+    return Text("  ").join(Text(f"{count} {name}", style=style) for count, name, style in states)
+
+
+def _law(stats: BufferStats) -> Text:
+    """Where every group went that was ever pushed."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(stats.dropped.items()))
+    text = Text.assemble(
+        ("Groups", "bold cyan"),
+        f"  {stats.pushed:,} pushed = {stats.trained:,} trained + {stats.num_dropped:,} dropped",
+        f" ({reasons})" if reasons else "",
+        f" + {stats.ready} ready + {stats.leased} leased",
+    )
+    if stats.quarantined:
+        text.append(f" + {stats.quarantined} quarantined")
+    if not stats.is_conserved:
+        text.append("  which does NOT add up", style="bold red")
+    return text
+
+
+def _pace(view: RunView) -> Group:
+    rows: list[tuple[str, RenderableType]] = []
+    if (stats := view.stats) is not None:
+        rows.append(("trainer", f"version {stats.trainer_version}"))
+        rows.append(("engines", _engine_versions(stats)))
+    rate = view.tokens_per_s
+    rows.append(("generated", "-" if rate is None else f"{format_count(rate)} tokens/s"))
+    pace = view.seconds_per_step
+    rows.append(("a step", "-" if pace is None else format_duration(pace)))
+    if (convergence_s := median(view.weights.convergence_s)) is not None:
+        rows.append(("weights", f"{format_duration(convergence_s)} to every engine"))
+    if (pause_s := median(view.weights.pause_s)) is not None:
+        rows.append(("engine pause", f"{format_duration(pause_s)} a commit"))
+    return _section("Versions and pace", rows)
+
+
+def _engine_versions(stats: BufferStats) -> Text:
+    if not stats.engine_versions:
+        return Text("none serves", style="red") if stats.engines_gone else Text("-")
+    oldest, newest = min(stats.engine_versions.values()), max(stats.engine_versions.values())
+    text = Text(f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}")
+    if (lag := stats.trainer_version - oldest) > 0:
+        text.append(f" ({lag} behind)", style="yellow")
+    return text
+
+
+def _waiting(view: RunView, bar_width: int) -> Group:
+    shares = view.shares
+    return _section(
+        "Who waits on whom",
+        [
+            ("trainer on rollouts", _share_bar(shares.trainer_for_rollout, bar_width)),
+            ("trainer on weights", _share_bar(shares.trainer_for_weights, bar_width)),
+            ("rollouts on trainer", _share_bar(shares.rollout_for_trainer, bar_width)),
+        ],
+    )
+
+
+def _bottleneck(view: RunView) -> Text:
+    if view.stats is None or view.step < 2:
+        return Text("Measuring who waits on whom...", style="dim")
+    when = f"of the last {format_duration(view.waits.elapsed_s)}"
+    sentence = bottleneck_sentence(view.shares, view.stats.max_staleness, when, view.weights_pace)
+    return Text(sentence, style="italic")
+
+
+def _share_bar(share: float, width: int) -> Text:
+    style = "red" if share >= 0.5 else "yellow" if share >= MUCH else "green"
+    return _bar(share, width, style, f"{share:.0%}")
+
+
+def _bar(share: float, width: int, style: str, label: str) -> Text:
+    filled = min(width, round(width * share))
+    text = Text("█" * filled, style=style)
+    text.append("·" * (width - filled), style="dim")
+    return text.append(f" {label}", style="default")
+
+
+def _trend(values: Sequence[float], form: str, width: int) -> Text:
+    """The present value, its history as a sparkline, and where it began."""
+    if not values:
+        return Text("-")
+    text = Text.assemble((form.format(values[-1]), "bold"))
+    text.append(f" {sparkline(values, width)} ", style="green")
+    return text.append(f"from {form.format(values[0])}", style="dim")
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """At most `width` bars from 0 to the largest value; each the mean of its part of `values`."""
+    top = max([*values, 1e-9])
+    count = min(width, len(values))
+    bars = []
+    for i in range(count):
+        part = values[i * len(values) // count : (i + 1) * len(values) // count]
+        level = max(0.0, sum(part) / len(part)) / top
+        bars.append(SPARKS[min(len(SPARKS) - 1, int(level * len(SPARKS)))])
+    return "".join(bars)

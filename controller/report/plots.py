@@ -1,0 +1,437 @@
+"""The pictures of a run, drawn from its metrics: PNG files in the run's folder."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+from controller.metrics.records import Record
+from controller.watch.learning import has_no_gradient
+
+# Okabe and Ito's colours: told apart by colour-blind readers too.
+BLUE, ORANGE, GREEN, PINK, SKY, GREY = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#8C8C8C",
+)
+INK, FAINT = "#2B2B2B", "#D9D9D9"
+SIZE_INCHES, DPI = (8.0, 4.2), 144
+UPDATES_INCHES = (10.0, 6.4)
+TITLE_PAD, LEGEND_ROOM = 12, 16
+"""Points between picture and title, and what a legend of one line between them takes."""
+MAX_AREA_SAMPLES = 600
+"""More would be narrower than a pixel."""
+
+PLOTS = {
+    "learning_by_step.png": "Reward and held-out accuracy over training steps",
+    "learning_by_time.png": "Reward and held-out accuracy over time",
+    "updates.png": "What the updates did, step by step",
+    "staleness.png": "Staleness of the groups that were trained",
+    "buffer.png": "Groups in the buffer over time",
+    "time_shares.png": "What the trainer spent its time on, step by step",
+    "weights.png": "How long each version took to reach the engines",
+}
+
+TIME_PARTS = (
+    ("lease_wait_s", "waiting for rollouts", ORANGE),
+    ("step_s", "training", BLUE),
+    ("snapshot_s", "copying weights", SKY),
+    ("snapshot_wait_s", "waiting to copy weights", PINK),
+    ("checkpoint_s", "checkpoint", GREY),
+)
+"""The fields of a step record that add up to its time."""
+
+
+def write_plots(folder: Path, records: Sequence[Record]) -> list[Path]:
+    """Draw every plot that the records have data for; returns the files, each named in `PLOTS`."""
+    written = []
+    for name, figure in figures(records):
+        figure.savefig(folder / name)
+        written.append(folder / name)
+    return written
+
+
+def figures(records: Sequence[Record]) -> Iterator[tuple[str, Figure]]:
+    """Each plot that the records have data for, by its name in `PLOTS`."""
+    drawings: dict[str, Callable[[Axes, Sequence[Record]], bool]] = {
+        "learning_by_step.png": _learning_by_step,
+        "learning_by_time.png": _learning_by_time,
+        "staleness.png": _staleness,
+        "buffer.png": _buffer,
+        "time_shares.png": _time_shares,
+        "weights.png": _weights,
+    }
+    if any(r.kind == "step" for r in records):
+        yield "updates.png", _updates(records)
+    for name, draw in drawings.items():
+        figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        if not draw(axes, records):
+            continue
+        _dress(axes, PLOTS[name], TITLE_PAD + LEGEND_ROOM * name.startswith("learning"))
+        yield name, figure
+
+
+def _dress(axes: Axes, title: str, pad: float) -> None:
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=pad)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(colors=INK, length=0, labelsize=9)
+    axes.yaxis.grid(visible=True, color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
+
+
+def _learning_by_step(axes: Axes, records: Sequence[Record]) -> bool:
+    # Both belong to the weights that acted: a step's batch was sampled to train that version.
+    axes.set_xlabel("training steps made")
+    _count_axis(axes)
+    return _learning(
+        axes,
+        records,
+        lambda step: step.number("version"),
+        lambda e: (e.number("version_min"), e.number("version_max")),
+    )
+
+
+def _learning_by_time(axes: Axes, records: Sequence[Record]) -> bool:
+    start = _start(records)
+    axes.set_xlabel("minutes since training began")
+    return _learning(
+        axes,
+        records,
+        lambda step: (step.t - start) / 60,
+        lambda e: ((e.t - e.number("seconds") - start) / 60, (e.t - start) / 60),
+    )
+
+
+def _learning(
+    axes: Axes,
+    records: Sequence[Record],
+    place: Callable[[Record], float],
+    span: Callable[[Record], tuple[float, float]],
+) -> bool:
+    """A step stands at its `place`, an evaluation over its `span` with a point in the middle."""
+    steps = [r for r in records if r.kind == "step" and math.isfinite(r.number("reward_mean"))]
+    evals = [r for r in records if r.kind == "eval"]
+    if not steps:
+        return False
+    x = [place(r) for r in steps]
+    rewards = [r.number("reward_mean") for r in steps]
+    axes.plot(x, rewards, color=SKY, linewidth=0.8, alpha=0.6)
+    axes.plot(x, _smooth(rewards), color=BLUE, linewidth=2, label="reward of the batch (sampled)")
+    if evals:
+        accuracy = [r.number("accuracy") for r in evals]
+        first, last = zip(*map(span, evals), strict=True)
+        middle = [sum(span(r)) / 2 for r in evals]
+        axes.hlines(accuracy, first, last, color=ORANGE, linewidth=4, alpha=0.4)
+        axes.plot(
+            middle,
+            accuracy,
+            color=ORANGE,
+            linewidth=1.5,
+            marker="o",
+            markersize=5,
+            label="held-out accuracy",
+        )
+        ends = {0: "left", len(evals) - 1: "right"}
+        for i, side in ends.items():
+            _mark(axes, middle[i], accuracy[i], f"{accuracy[i]:.0%}", side)
+    _share_axis(axes, [*rewards, *(r.number("accuracy") for r in evals)])
+    _legend_above(axes)
+    return True
+
+
+def _mark(axes: Axes, x: float, y: float, text: str, side: str) -> None:
+    axes.annotate(
+        text,
+        (x, y),
+        xytext=(0, 9),
+        textcoords="offset points",
+        ha=side,
+        fontsize=10,
+        fontweight="bold",
+        color=ORANGE,
+    )
+
+
+def _share_axis(axes: Axes, values: Sequence[float]) -> None:
+    """From 0 to 1 where rewards are such; wherever they lie otherwise."""
+    if min(values) >= 0 and max(values) <= 1:
+        axes.set_ylim(0, 1.06)
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1.0])
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Centred mean over about a twentieth of the run; narrower at both ends, so nothing shifts.
+
+    NaN, which was not measured, is left out of the means.
+    """
+    half = max(1, len(values) // 40)
+    padded = np.pad(np.asarray(values, float), half + 1, constant_values=math.nan)
+    known = np.isfinite(padded)
+    totals, counts = np.cumsum(np.where(known, padded, 0.0)), np.cumsum(known)
+    width = 2 * half + 1
+    counts = counts[width:] - counts[:-width]
+    means = (totals[width:] - totals[:-width]) / np.where(counts, counts, math.nan)
+    return [float(mean) for mean in means[: len(values)]]
+
+
+# What the updates did ------------------------------------------------------------------------
+
+_UPDATES: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
+    ("loss", (("loss", "", BLUE),)),
+    ("gradient norm before clipping", (("grad_norm", "", BLUE),)),
+    ("entropy, nats a token", (("entropy", "", BLUE),)),
+    ("tokens of an answer, mean", (("response_length_mean", "", BLUE),)),
+    (
+        "share of the tokens",
+        (
+            ("clip_fraction", "clipped (PPO)", BLUE),
+            ("tis_clipped_fraction", "weight at its cap", ORANGE),
+        ),
+    ),
+    ("importance ratio, mean distance from 1", (("ratio_mean_abs_dev", "", BLUE),)),
+)
+"""The title of each small picture; the field, the label and the colour of each of its lines."""
+
+
+def _updates(records: Sequence[Record]) -> Figure:
+    steps = [r for r in records if r.kind == "step"]
+    figure = Figure(figsize=UPDATES_INCHES, dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    title = PLOTS["updates.png"]
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+    every: Any = figure.subplots(2, 3, sharex=True)
+    for axes, (title, lines) in zip(every.flat, _UPDATES, strict=True):
+        _draw_series(axes, steps, lines)
+        _dress(axes, "", 0)
+        # One height for all, whether a legend is below the title or not.
+        axes.set_title(title, loc="left", fontsize=10, color=INK, pad=LEGEND_ROOM)
+    _mark_empty_updates(every.flat[1], steps)
+    for axes in every[-1]:
+        axes.set_xlabel("training step")
+    return figure
+
+
+def _draw_series(
+    axes: Axes, steps: Sequence[Record], lines: Sequence[tuple[str, str, str]]
+) -> None:
+    x = [r.number("step") for r in steps]
+    for name, label, color in lines:
+        values = [r.number(name) for r in steps]
+        axes.plot(x, values, color=color, linewidth=0.8, alpha=0.35)
+        axes.plot(x, _smooth(values), color=color, linewidth=1.6, label=label)
+    _count_axis(axes)
+    if len(lines) > 1:
+        _legend_above(axes, fontsize=8)
+
+
+def _mark_empty_updates(axes: Axes, steps: Sequence[Record]) -> None:
+    empty = [r.number("step") for r in steps if has_no_gradient(r)]
+    if empty:
+        axes.plot(empty, [0.0] * len(empty), ".", color=ORANGE, markersize=4, label="no gradient")
+        _legend_above(axes, fontsize=8)
+
+
+def _staleness(axes: Axes, records: Sequence[Record]) -> bool:
+    counts: Counter[int] = Counter()
+    for record in records:
+        if record.kind == "step":
+            counts.update(record.histogram("staleness_counts"))
+    if not counts:
+        return False
+    limits = [r.number("max_staleness") for r in records if r.kind == "buffer"]
+    limit = int(max(limits, default=max(counts)))
+    total = sum(counts.values())
+    staleness = list(range(max(limit, *counts) + 1))
+    bars = axes.bar(
+        staleness,
+        [counts[s] for s in staleness],
+        color=[BLUE if s <= limit else ORANGE for s in staleness],
+        width=0.62,
+    )
+    shares = [f"{counts[s] / total:.0%}\n{counts[s]:,}" for s in staleness]
+    axes.bar_label(bars, labels=shares, fontsize=9, color=INK, padding=3)
+    axes.axvline(limit + 0.5, color=ORANGE, linestyle="--", linewidth=1.2)
+    axes.annotate(
+        f"max_staleness = {limit}",
+        (limit + 0.5, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(-6, -4),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        fontsize=9,
+        color=ORANGE,
+    )
+    axes.set_xticks(staleness)
+    axes.set_xlim(-0.6, staleness[-1] + 0.7)
+    axes.set_ylim(0, max(counts.values()) * 1.3)
+    axes.set_xlabel("policy versions between the oldest token of a group and the one trained")
+    axes.set_ylabel("groups")
+    return True
+
+
+def _buffer(axes: Axes, records: Sequence[Record]) -> bool:
+    samples = _peaks([r for r in records if r.kind == "buffer"])
+    if len(samples) < 2:
+        return False
+    start = _start(records)
+    minutes = [(r.t - start) / 60 for r in samples]
+    states = (("running", SKY), ("ready", GREEN), ("leased", BLUE))
+    depths = [[r.number(name) for r in samples] for name, _ in states]
+    # Stairs, and no mean: it is the peaks that the leash bounds.
+    axes.stackplot(
+        minutes,
+        *depths,
+        labels=[name for name, _ in states],
+        colors=[color for _, color in states],
+        linewidth=0,
+        step="post",
+    )
+    limits = [r.number("limit") for r in samples]
+    if all(map(math.isfinite, limits)):
+        label = "most that the leash allows"
+        style: dict[str, Any] = {"color": ORANGE, "linestyle": "--", "linewidth": 1.2}
+        axes.step(minutes, limits, where="post", label=label, **style)
+    axes.set_xlabel("minutes since training began")
+    axes.set_ylabel("groups")
+    axes.set_xlim(minutes[0], minutes[-1])
+    axes.set_ylim(bottom=0)
+    _legend_outside(axes)
+    return True
+
+
+def _peaks(samples: Sequence[Record]) -> list[Record]:
+    """At most `MAX_AREA_SAMPLES`: of neighbours the one with most groups."""
+
+    def held(sample: Record) -> float:
+        return sum(sample.number(name) for name in ("running", "ready", "leased"))
+
+    size = -(-len(samples) // MAX_AREA_SAMPLES) or 1
+    return [max(samples[i : i + size], key=held) for i in range(0, len(samples), size)]
+
+
+def _time_shares(axes: Axes, records: Sequence[Record]) -> bool:
+    steps = [r for r in records if r.kind == "step"]
+    if len(steps) < 2:
+        return False
+    parts: list[list[float]] = []
+    for name, _, _ in TIME_PARTS:
+        seconds = [r.number(name) for r in steps]
+        parts.append(_smooth([s if math.isfinite(s) else 0.0 for s in seconds]))
+    total = sum(map(sum, parts))
+    if total <= 0:
+        return False
+    axes.stackplot(
+        [r.number("step") for r in steps],
+        *parts,
+        labels=[
+            f"{label} ({sum(part) / total:.0%})"
+            for (_, label, _), part in zip(TIME_PARTS, parts, strict=True)
+        ],
+        colors=[color for _, _, color in TIME_PARTS],
+        linewidth=0,
+    )
+    axes.set_xlim(steps[0].number("step"), steps[-1].number("step"))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("training step")
+    _count_axis(axes)
+    axes.set_ylabel("seconds a step (running mean)")
+    _legend_outside(axes, "share of the training time")
+    return True
+
+
+def _weights(axes: Axes, records: Sequence[Record]) -> bool:
+    publishes = _finite([r for r in records if r.kind == "publish"], "convergence_s")
+    commits = _finite([r for r in records if r.kind == "commit"], "pause_s")
+    if not publishes or not commits:
+        return False
+    stalls = _finite([r for r in records if r.kind == "publish"], "snapshot_s")
+    for points, label, color, marker in (
+        (publishes, "until every engine serves it", BLUE, "o"),
+        (commits, "an engine stands still", ORANGE, "."),
+        (stalls, "the trainer stands still", GREEN, "."),
+    ):
+        axes.plot(*zip(*points, strict=True), marker, color=color, markersize=4, label=label)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(lambda seconds, _: _tick(seconds))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("policy version")
+    _count_axis(axes)
+    _legend_outside(axes)
+    return True
+
+
+def _finite(records: Sequence[Record], name: str) -> list[tuple[float, float]]:
+    """(version, value) of the records that have the value, above 0: the axis is logarithmic."""
+    return [
+        (r.number("version"), value)
+        for r in records
+        if math.isfinite(value := r.number(name)) and value > 0
+    ]
+
+
+def _tick(seconds: float) -> str:
+    return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1000:g} ms"
+
+
+def _count_axis(axes: Axes) -> None:
+    """Of steps or versions: there is no half of one."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def _legend_above(axes: Axes, fontsize: int = 9) -> None:
+    """In one line between title and picture, where no data can be."""
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 0.99),
+        ncols=3,
+        frameon=False,
+        fontsize=fontsize,
+        borderaxespad=0.2,
+        handlelength=1.4,
+        columnspacing=1.2,
+    )
+
+
+def _legend_outside(axes: Axes, title: str | None = None) -> None:
+    """Beside the picture, in the order of the stack."""
+    handles, labels = axes.get_legend_handles_labels()
+    legend: Any = axes.legend(
+        handles[::-1],
+        labels[::-1],
+        loc="center left",
+        bbox_to_anchor=(1.01, 0.5),
+        frameon=False,
+        fontsize=9,
+        title=title,
+        title_fontsize=9,
+        alignment="left",
+    )
+    legend.set_in_layout(True)
+
+
+def _start(records: Sequence[Record]) -> float:
+    """When the first batch was begun; the first record's time where there was none."""
+    steps = [r for r in records if r.kind == "step"]
+    if not steps:
+        return records[0].t if records else 0.0
+    spent = sum(s for n, _, _ in TIME_PARTS if math.isfinite(s := steps[0].number(n)))
+    return steps[0].t - spent

@@ -1,0 +1,261 @@
+"""`make timeline`: one version's way from the trainer to the engines, as a picture.
+
+    trainer      [snapshot]....................(trains on)
+    trainer           [encode][====== wire ======]
+    receivers                                [verify]
+    engine-0     ──── decodes v4 ────────────────── [gate][pause]──── decodes v5 ────
+    engine-1     ──── decodes v4 ───────────────────────────[gate][pause]── decodes v5
+
+Drawn from the absolute times that `publish` and `commit` records carry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from controller.metrics.records import Record, read_metrics
+from controller.report.plots import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PINK, SKY
+from controller.run_dir import RunDir
+from controller.units import format_bytes, format_duration
+
+SNAPSHOT, ENCODE, WIRE, VERIFY, GATE, PAUSE = (
+    "copy of the shards",
+    "finding what changed",
+    "bytes travel",
+    "checksums",
+    "waits for its turn",
+    "stands still",
+)
+TRAINING, OLD, NEW = "trains", "decodes the version before", "decodes this version"
+_COLORS = {
+    TRAINING: GREY,
+    SNAPSHOT: ORANGE,
+    ENCODE: PINK,
+    WIRE: BLUE,
+    VERIFY: SKY,
+    GATE: "#F0E442",
+    PAUSE: "#C0392B",
+    OLD: FAINT,
+    NEW: GREEN,
+}
+_THIN = {TRAINING, OLD, NEW, GATE}
+LAST_TIMELINE = "timeline.png"
+"""Of the last version that every engine took, drawn when a run ends."""
+_TRAINER, _PUBLISH, _RECEIVERS = "trainer", "checkpoint engine", "receivers"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Bar:
+    """A stretch of time of one row. Unix seconds."""
+
+    row: str
+    what: str
+    start: float
+    stop: float
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Timeline:
+    """One publish, ready to be drawn."""
+
+    version: int
+    title: str
+    start: float
+    """When its snapshot began."""
+    stop: float
+    rows: tuple[str, ...]
+    bars: tuple[Bar, ...]
+    first_tokens: tuple[tuple[str, float], ...]
+    """Engines and when they decoded their first token of the version, where that is known."""
+
+
+def draw_timeline(run_dir: RunDir, version: int | None = None) -> Path:
+    """Draws `version` (None: the newest that every engine took) into the run's folder.
+
+    Raises ValueError if the run recorded no such publish.
+    """
+    timeline = find_timeline(read_metrics(run_dir.metrics), version)
+    if timeline is None:
+        wanted = "that every engine took" if version is None else str(version)
+        raise ValueError(
+            f"{run_dir.metrics} has no publish of a version {wanted}: give VERSION=... of one "
+            "that it has, or wait for the first"
+        )
+    path = run_dir.path / f"timeline-v{timeline.version}.svg"
+    write_timeline(timeline, path)
+    return path
+
+
+def write_last_timeline(folder: Path, records: Sequence[Record]) -> None:
+    """Draws LAST_TIMELINE; nothing if no version reached every engine."""
+    if (timeline := find_timeline(records)) is not None:
+        write_timeline(timeline, folder / LAST_TIMELINE)
+
+
+def find_timeline(records: Sequence[Record], version: int | None = None) -> Timeline | None:
+    """The timeline of a version, of the newest that every engine took by default (pure)."""
+    committed = {r.number("version") for r in records if r.kind == "commit"}
+    publishes = [
+        r
+        for r in records
+        if r.kind == "publish" and math.isfinite(r.number("wire_at"))
+        if version is None or r.number("version") == version
+        if version is not None
+        # A version that all engines skipped has converged with the next one.
+        or (math.isfinite(r.number("converged_at")) and r.number("version") in committed)
+    ]
+    newest = max(publishes, key=lambda r: r.number("version"), default=None)
+    return None if newest is None else make_timeline(newest, records)
+
+
+def make_timeline(publish: Record, records: Sequence[Record]) -> Timeline:
+    """What `records` tell of the time in which one version travelled (pure)."""
+    version = int(publish.number("version"))
+    of_version = [r for r in records if r.kind == "commit" and r.number("version") == version]
+    # An engine that was started again takes the version a second time: the first one counts.
+    by_engine = {str(r.values["engine"]): r for r in reversed(of_version)}
+    commits = [by_engine[engine] for engine in sorted(by_engine)]
+    start = publish.number("snapshot_at")
+    ends = [bar.stop for bar in (*_publish_bars(publish), *_commit_bars(commits))]
+    stop = max(ends, default=start)
+    margin = 0.06 * max(stop - start, 1e-3)
+    window = (start - margin, stop + margin)
+    engines = [str(r.values["engine"]) for r in commits]
+    bars = (
+        *_clip(_training_bars(records), *window),
+        *_publish_bars(publish),
+        *_clip(_decoding_bars(commits, *window), *window),
+        *_commit_bars(commits),
+    )
+    tokens = [
+        (str(r.values["engine"]), at)
+        for r in commits
+        if math.isfinite(at := r.number("first_token_at"))
+    ]
+    return Timeline(
+        version=version,
+        title=_title(publish),
+        start=start,
+        stop=window[1],
+        rows=(_TRAINER, _PUBLISH, _RECEIVERS, *engines),
+        bars=bars,
+        first_tokens=tuple(tokens),
+    )
+
+
+def _title(publish: Record) -> str:
+    what = "what changed" if publish.values.get("mode") == "delta" else "everything"
+    parts = [f"Version {publish.number('version'):.0f}: {what}"]
+    if math.isfinite(wire := publish.number("wire_bytes")):
+        parts.append(format_bytes(wire))
+    if math.isfinite(converged := publish.number("convergence_s")):
+        parts.append(f"{format_duration(converged)} until every engine serves it")
+    return ", ".join(parts)
+
+
+def _publish_bars(publish: Record) -> Iterator[Bar]:
+    for row, what, name in (
+        (_TRAINER, SNAPSHOT, "snapshot"),
+        (_PUBLISH, ENCODE, "encode"),
+        (_PUBLISH, WIRE, "wire"),
+        (_RECEIVERS, VERIFY, "verify"),
+    ):
+        start, seconds = publish.number(f"{name}_at"), publish.number(f"{name}_s")
+        if math.isfinite(start) and math.isfinite(seconds):
+            yield Bar(row=row, what=what, start=start, stop=start + seconds)
+
+
+def _commit_bars(commits: Sequence[Record]) -> Iterator[Bar]:
+    for commit in commits:
+        engine = str(commit.values["engine"])
+        paused, resumed = commit.number("paused_at"), commit.number("resumed_at")
+        seen, gate_wait_s = commit.number("seen_at"), commit.number("gate_wait_s")
+        if math.isfinite(seen + gate_wait_s):
+            yield Bar(row=engine, what=GATE, start=seen, stop=seen + gate_wait_s)
+        if math.isfinite(paused + resumed):
+            yield Bar(row=engine, what=PAUSE, start=paused, stop=resumed)
+
+
+def _decoding_bars(commits: Sequence[Record], start: float, stop: float) -> Iterator[Bar]:
+    for commit in commits:
+        engine = str(commit.values["engine"])
+        yield Bar(row=engine, what=OLD, start=start, stop=commit.number("paused_at"))
+        yield Bar(row=engine, what=NEW, start=commit.number("resumed_at"), stop=stop)
+
+
+def _training_bars(records: Sequence[Record]) -> Iterator[Bar]:
+    """A step's record is written when its weights and its checkpoint are done with."""
+    for record in records:
+        if record.kind != "step":
+            continue
+        after = sum(
+            seconds
+            for name in ("snapshot_s", "snapshot_wait_s", "checkpoint_s")
+            if math.isfinite(seconds := record.number(name))
+        )
+        stop, seconds = record.t - after, record.number("step_s")
+        if math.isfinite(seconds):
+            yield Bar(row=_TRAINER, what=TRAINING, start=stop - seconds, stop=stop)
+
+
+def _clip(bars: Iterator[Bar], start: float, stop: float) -> Iterator[Bar]:
+    for bar in bars:
+        if bar.start < stop and bar.stop > start:
+            yield Bar(
+                row=bar.row, what=bar.what, start=max(bar.start, start), stop=min(bar.stop, stop)
+            )
+
+
+def write_timeline(timeline: Timeline, path: Path) -> None:
+    """The picture, in the format that the file's ending names (svg or png)."""
+    height = 1.6 + 0.42 * len(timeline.rows)
+    figure = Figure(figsize=(9.0, height), dpi=144, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_bars(axes, timeline)
+    _draw_frame(axes, timeline)
+    figure.savefig(path)
+
+
+def _draw_bars(axes: Axes, timeline: Timeline) -> None:
+    places = {row: -number for number, row in enumerate(timeline.rows)}
+    for bar in timeline.bars:
+        axes.barh(
+            places[bar.row],
+            max(bar.stop - bar.start, 0.002 * (timeline.stop - timeline.start)),
+            left=bar.start - timeline.start,
+            height=0.22 if bar.what in _THIN else 0.55,
+            color=_COLORS[bar.what],
+            zorder=2 if bar.what in _THIN else 3,
+        )
+    for engine, at in timeline.first_tokens:
+        axes.plot(at - timeline.start, places[engine], "v", color=INK, markersize=5, zorder=4)
+
+
+def _draw_frame(axes: Axes, timeline: Timeline) -> None:
+    axes.set_title(timeline.title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=10)
+    axes.set_yticks([-number for number in range(len(timeline.rows))], labels=timeline.rows)
+    axes.set_xlabel("seconds since the snapshot began")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.tick_params(colors=INK, length=0, labelsize=9)
+    axes.xaxis.grid(visible=True, color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    drawn = {bar.what for bar in timeline.bars}
+    axes.legend(
+        handles=[
+            Patch(color=color, label=what) for what, color in _COLORS.items() if what in drawn
+        ],
+        loc="center left",
+        bbox_to_anchor=(1.01, 0.5),
+        frameon=False,
+        fontsize=9,
+    )

@@ -1,0 +1,203 @@
+"""How the GPUs that there are go round: which process takes how much of one, and why (pure).
+
+    enough for every rank and engine       a GPU for each rank, tp_size for each engine
+    too few, trainer.num_ranks left open   one rank
+    one in all, one engine                 rank and engine take half of it each
+    too little memory on it, or none       everything on the CPU
+
+What a setting names is kept, and refused where it does not fit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from configs.choices import Backend
+from configs.joint_rules import check_weights_without_gpus
+from configs.schema import Config
+from controller.start.model_size import ModelSize
+from controller.units import format_bytes
+
+TRAINER_BYTES_PER_PARAM = 16
+"""Weights, gradients, two Adam moments: 4 x 4 bytes in float32; 2 + 2 + 12 under bfloat16."""
+GPU_CONTEXT_BYTES = 2**30
+"""CUDA context and kernels of one process."""
+MEM_FRACTION = 0.85
+"""rollout.engine.mem_fraction of an engine that has its GPUs for itself."""
+SHARED_MEM_FRACTION = 0.3
+"""The same beside a trainer rank, where the GPU's or the model's size is not known."""
+SHARED_PART = 0.5
+"""What rank and engine each take of a GPU that they share, in Ray's count."""
+MOST_FILLED = 0.8
+"""Of a GPU's memory by what is known beforehand: activations and KV cache need the rest."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Devices:
+    """What each process computes on."""
+
+    num_ranks: int
+    rank_gpus: float
+    """GPUs of one rank; 0: it runs on the CPU, as all of the run does."""
+    engine_gpus: float
+    """GPUs of one engine."""
+    mem_fraction: float | None
+    """rollout.engine.mem_fraction; None on the CPU."""
+    why: str
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a rank and an engine sit on one GPU."""
+        return 0 < self.rank_gpus < 1
+
+    @property
+    def gpu_share(self) -> float:
+        """Of each GPU that a process uses."""
+        return SHARED_PART if self.is_shared else 1.0
+
+
+def choose_devices(
+    config: Config, model: ModelSize, num_gpus: int | None, gpu_bytes: int | None
+) -> Devices:
+    """`num_gpus` None: nobody was asked, so what the run needs counts as there. `gpu_bytes`:
+    memory of one GPU, if it is known.
+
+    Raises ValueError if the settings ask for more than there is.
+    """
+    wanted = config.cluster.gpus_per_rank
+    if wanted == 0:
+        check_weights_without_gpus(config, "cluster.gpus_per_rank=0")
+        return _on_cpu(config, "cluster.gpus_per_rank=0")
+    if num_gpus is None:
+        if wanted is None:
+            return _on_cpu(config, "how many GPUs the cluster has is not known yet")
+        return _own_gpus(config, config.trainer.ranks, "as many GPUs as that needs")
+    if num_gpus == 0 and wanted is None:
+        check_weights_without_gpus(config, "there is no GPU")
+        return _on_cpu(config, "there is no GPU")
+    engine_gpus = config.rollout.num_engines * config.rollout.engine.tp_size
+    if config.trainer.ranks + engine_gpus <= num_gpus:
+        return _own_gpus(config, config.trainer.ranks, _of(num_gpus))
+    is_one_rank = config.trainer.num_ranks in (None, 1)
+    if is_one_rank and 1 + engine_gpus <= num_gpus:
+        need = _rank_bytes(model)
+        if _is_too_much(need, gpu_bytes):
+            return _cpu_instead(config, f"the rank's {format_bytes(need or 0)}", gpu_bytes)
+        why = f"{_of(num_gpus)}: too few for {config.trainer.ranks} ranks and the engines"
+        return _own_gpus(config, 1, why)
+    if is_one_rank and num_gpus == engine_gpus == 1:
+        return _one_gpu_for_both(config, model, gpu_bytes)
+    raise ValueError(_too_few(config, num_gpus))
+
+
+def _own_gpus(config: Config, num_ranks: int, why: str) -> Devices:
+    engine = config.rollout.engine
+    ranks = "1 trainer rank" if num_ranks == 1 else f"each of {num_ranks} trainer ranks"
+    return Devices(
+        num_ranks=num_ranks,
+        rank_gpus=1,
+        engine_gpus=engine.tp_size,
+        mem_fraction=MEM_FRACTION if engine.mem_fraction is None else engine.mem_fraction,
+        why=f"1 GPU for {ranks} and {engine.tp_size} for each engine, of {why}",
+    )
+
+
+def _on_cpu(config: Config, why: str) -> Devices:
+    return Devices(
+        num_ranks=config.trainer.ranks,
+        rank_gpus=0,
+        engine_gpus=0,
+        mem_fraction=config.rollout.engine.mem_fraction,
+        why=f"CPU: {why}",
+    )
+
+
+def _cpu_instead(config: Config, what: str, gpu_bytes: int | None) -> Devices:
+    why = f"{what} and what comes on top do not fit in a GPU of {format_bytes(gpu_bytes or 0)}"
+    if config.cluster.gpus_per_rank is not None:
+        raise ValueError(
+            f"cluster.gpus_per_rank={config.cluster.gpus_per_rank}: {why}; choose a smaller model, "
+            "add GPUs, or set cluster.gpus_per_rank=0 to run on the CPU"
+        )
+    check_weights_without_gpus(config, why)
+    return _on_cpu(config, why)
+
+
+def _one_gpu_for_both(config: Config, model: ModelSize, gpu_bytes: int | None) -> Devices:
+    """One rank and one engine on the only GPU.
+
+    Weights go over gloo: NCCL refuses two members on one GPU, and the receiver would sit on the
+    rank's.
+    """
+    if config.weight_sync.backend is Backend.nccl:
+        raise ValueError(
+            "weight_sync.backend='nccl': trainer and receiver share the only GPU, on which NCCL "
+            "refuses two members; choose auto or gloo"
+        )
+    rank, engine = _rank_bytes(model), _engine_bytes(model)
+    if rank is not None and engine is not None and _is_too_much(rank + engine, gpu_bytes):
+        both = f"the rank's {format_bytes(rank)}, the engine's {format_bytes(engine)}"
+        return _cpu_instead(config, both, gpu_bytes)
+    fraction = config.rollout.engine.mem_fraction
+    if fraction is None:
+        fraction = _shared_fraction(rank, engine, gpu_bytes)
+    elif rank is not None and gpu_bytes is not None and rank + fraction * gpu_bytes > gpu_bytes:
+        raise ValueError(
+            f"rollout.engine.mem_fraction={fraction:g}: leaves less than the {format_bytes(rank)} "
+            f"that the trainer rank on the same GPU of {format_bytes(gpu_bytes)} needs; lower it, "
+            "or leave it out"
+        )
+    return Devices(
+        num_ranks=1,
+        rank_gpus=SHARED_PART,
+        engine_gpus=SHARED_PART,
+        mem_fraction=fraction,
+        why=(
+            f"1 GPU in all: 1 trainer rank and the engine share it, the engine takes {fraction:.0%}"
+            " of its memory, weights go over gloo"
+        ),
+    )
+
+
+def _shared_fraction(rank: int | None, engine: int | None, gpu_bytes: int | None) -> float:
+    """The engine gets its weights and a third of what is left beside the rank's states."""
+    if rank is None or engine is None or gpu_bytes is None:
+        return SHARED_MEM_FRACTION
+    left = gpu_bytes - rank - engine
+    return math.floor(100 * (engine + left / 3) / gpu_bytes) / 100
+
+
+def _rank_bytes(model: ModelSize) -> int | None:
+    """Of the only rank, before activations."""
+    if model.num_params is None:
+        return None
+    return model.num_params * TRAINER_BYTES_PER_PARAM + GPU_CONTEXT_BYTES
+
+
+def _engine_bytes(model: ModelSize) -> int | None:
+    """In bfloat16, before its KV cache."""
+    return None if model.num_params is None else 2 * model.num_params + GPU_CONTEXT_BYTES
+
+
+def _is_too_much(num_bytes: int | None, gpu_bytes: int | None) -> bool:
+    return num_bytes is not None and gpu_bytes is not None and num_bytes > MOST_FILLED * gpu_bytes
+
+
+def _of(num_gpus: int) -> str:
+    return "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+
+
+def _too_few(config: Config, num_gpus: int) -> str:
+    ranks, engines = config.trainer.ranks, config.rollout.num_engines
+    tp_size = config.rollout.engine.tp_size
+    fix = (
+        "set cluster.gpus_per_rank=0 to run on the CPU, or add GPUs to the Ray cluster"
+        if num_gpus == 0
+        else "lower trainer.num_ranks or rollout.num_engines, or add GPUs to the Ray cluster"
+    )
+    return (
+        f"trainer.num_ranks={ranks} (1 GPU each) and rollout.num_engines={engines} "
+        f"(rollout.engine.tp_size={tp_size} each) need {ranks + engines * tp_size} GPUs, and Ray "
+        f"has {num_gpus}: {fix}"
+    )

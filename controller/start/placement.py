@@ -1,0 +1,222 @@
+"""Where the processes of a run live: starts or joins Ray and reserves room for each pool."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray._private import worker as ray_worker
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from configs.schema import Config
+from controller.ray_environment import AUTH_MODE, LOOPBACK, TOKEN, TOKEN_PATH
+from controller.signals import StopRequest
+from controller.watch.supervise import wait_for_one
+
+CPUS_PER_PROCESS = 1
+SESSIONS = "ray"
+"""Ray's temporary folder within the private one; short, as the paths of its sockets must be."""
+
+
+class PlacementError(RuntimeError):
+    """The cluster cannot hold the run; the message says what is asked for and what there is."""
+
+
+def num_cpus_needed(config: Config) -> int:
+    """One for each process that Ray places."""
+    num_processes = (
+        config.trainer.ranks
+        + config.rollout.num_engines
+        + config.rollout.num_workers
+        + config.rollout.reward_actors
+    )
+    return num_processes * CPUS_PER_PROCESS
+
+
+@dataclass(kw_only=True, slots=True)
+class RayCluster:
+    """The Ray that a run uses; `stop` leaves nothing of one that was started here."""
+
+    host: str
+    """Address on which the servers of this machine listen."""
+    num_cpus: float
+    num_gpus: float
+    private: Path | None
+    """Where a Ray that was started here keeps everything; None for a cluster that was there."""
+    groups: list[PlacementGroup] = field(default_factory=list)
+
+    def check_cpus(self, num_cpus: int) -> None:
+        """Raises PlacementError if the cluster has fewer in all, so that waiting would be vain."""
+        if num_cpus > self.num_cpus:
+            raise PlacementError(
+                f"the run asks for {num_cpus} CPUs, {CPUS_PER_PROCESS} a process, but Ray has "
+                f"{self.num_cpus:g}; add nodes, raise cluster.num_cpus, or lower "
+                "trainer.num_ranks, rollout.num_engines, rollout.num_workers or "
+                "rollout.reward_actors"
+            )
+
+    def reserve(
+        self, bundles: list[dict[str, float]], timeout_s: float, stop: StopRequest
+    ) -> PlacementGroup:
+        """A placement group of `bundles`, packed. Raises PlacementError if there is no room, and
+        Stopped."""
+        group = placement_group(bundles, strategy="PACK")
+        self.groups.append(group)
+        ready, _ = wait_for_one([group.ready()], timeout_s, stop)
+        if not ready:
+            raise PlacementError(
+                f"Ray found no room for {bundles} within {timeout_s:g} s; "
+                f"it has {ray.available_resources()} free. Is another run on this cluster?"
+            )
+        return group
+
+    def stop(self, logs_dir: Path) -> None:
+        for group in self.groups:
+            remove_placement_group(group)
+        self.groups.clear()
+        ray.shutdown()
+        if self.private is not None:
+            _keep_ray_logs(self.private / SESSIONS, logs_dir / "ray")
+            shutil.rmtree(self.private, ignore_errors=True)
+
+
+def start_ray(
+    config: Config,
+    process_env: Mapping[str, str],
+    setup_hook: str,
+    private: Path | None,
+    messages: Path,
+) -> RayCluster:
+    """Join the cluster at `cluster.ray_address`, or start Ray on this machine alone, which keeps
+    what it writes in `private`.
+
+    Every worker process gets `process_env` and runs `setup_hook` (a dotted name) first. What Ray
+    would print here goes to the file `messages`.
+    """
+    _divert_messages(messages)
+    runtime_env = {"env_vars": dict(process_env), "worker_process_setup_hook": setup_hook}
+    if private is None:
+        _join(config, runtime_env)
+        here = str(ray.util.get_node_ip_address())
+    else:
+        _start_local(config, runtime_env, private)
+        here = LOOPBACK
+    resources = ray.cluster_resources()
+    return RayCluster(
+        host=config.cluster.host or here,
+        num_cpus=resources.get("CPU", 0),
+        num_gpus=resources.get("GPU", 0),
+        private=private,
+    )
+
+
+def _divert_messages(log: Path) -> None:
+    """A lost node would print the last lines of Ray's own log, stack traces included.
+
+    No option of Ray leaves that out: its thread that listens for errors prints each as it comes.
+    """
+
+    def write(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+        with log.open("a") as file:
+            file.writelines(f"{line}\n" for line in data["lines"])
+
+    ray_worker.print_to_stdstream = write
+
+
+def _join(config: Config, runtime_env: Mapping[str, object]) -> None:
+    address = config.cluster.ray_address
+    try:
+        ray.init(
+            address=address,
+            runtime_env=dict(runtime_env),
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except ray.exceptions.AuthenticationError as error:
+        raise PlacementError(
+            f"the Ray cluster at cluster.ray_address={address!r} does not let this process in: "
+            f"export the token that it was started with ({TOKEN_PATH}), or {AUTH_MODE}=disabled "
+            "if it was started without one, so that everybody who reaches it can run code on it"
+        ) from error
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise PlacementError(
+            f"no Ray cluster answers at cluster.ray_address={address!r} ({error}); start one "
+            "with `ray start --head`, or leave the address out to run on this machine"
+        ) from error
+
+
+def _start_local(config: Config, runtime_env: Mapping[str, object], private: Path) -> None:
+    # Ray opens its own folders to everybody; `private` above them does not.
+    _use_own_token(private / "token")
+    # CPUs are only promises here: a small machine runs all processes of a small run.
+    num_cpus = config.cluster.num_cpus or max(os.cpu_count() or 1, num_cpus_needed(config))
+    # As torch sees them: its CPU build uses none, whatever the machine has.
+    num_gpus = config.cluster.num_gpus
+    if num_gpus is None:
+        num_gpus = torch.cuda.device_count()
+    try:
+        ray.init(
+            address="local",  # whatever RAY_ADDRESS says
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=256 * 2**20,
+            runtime_env=dict(runtime_env),
+            _temp_dir=str(private / SESSIONS),
+            _node_ip_address=config.cluster.host or LOOPBACK,
+        )
+    except Exception as error:  # a bare one if its node took longer than Ray allows, half a minute
+        ray.shutdown()  # of what had started by then
+        raise PlacementError(
+            f"Ray did not start on this machine: {error} Is the machine very busy, or short of "
+            f"memory or disk below {private.parent}? Launch again"
+        ) from error
+    except BaseException:
+        ray.shutdown()
+        raise
+
+
+def _use_own_token(path: Path) -> None:
+    """A new token for this Ray alone: none of the user's is needed, or written."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+    os.environ.pop(TOKEN, None)  # which would win over the file
+    os.environ[TOKEN_PATH] = str(path)
+
+
+def _keep_ray_logs(sessions: Path, destination: Path) -> None:
+    for session in sorted(sessions.glob("session_*")):
+        if not session.is_symlink() and (session / "logs").is_dir():
+            copy_files(session / "logs", destination)
+
+
+def copy_files(source: Path, destination: Path) -> None:
+    """Copies folders and plain files, and nothing else: no link is followed, no device is read."""
+    for folder, _, files in os.walk(source):
+        target = destination / Path(folder).relative_to(source)
+        target.mkdir(exist_ok=True)
+        for name in files:
+            _copy_plain(Path(folder) / name, target / name)
+
+
+def _copy_plain(source: Path, target: Path) -> None:
+    try:
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return  # a link, a socket, or gone meanwhile
+    with open(descriptor, "rb") as file:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            with target.open("wb") as copy:
+                shutil.copyfileobj(file, copy)

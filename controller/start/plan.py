@@ -1,0 +1,291 @@
+"""What a run will start and what that needs, known before anything is started (pure).
+
+`make dry-run` prints it; `run.py` starts by it, so that both speak of the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from buffer.admission import admission_limit
+from buffer.redis.address import address
+from configs.choices import Backend, Dtype
+from configs.schema import Config
+from controller.start.gpus import (
+    GPU_CONTEXT_BYTES,
+    TRAINER_BYTES_PER_PARAM,
+    Devices,
+    choose_devices,
+)
+from controller.start.model_size import ModelSize, model_size
+from controller.units import format_bytes
+
+CPU_KV_TOKENS = 65536
+"""KV cache of a CPU engine when rollout.engine.max_total_tokens is null."""
+RANK_PROCESS_BYTES = 550 * 2**20
+"""A CPU rank before its share of the model: torch, DeepSpeed and Ray, as measured."""
+ENGINE_PROCESS_BYTES = 2 * 2**30
+"""A CPU engine before weights and KV cache: SGLang's three processes, as measured."""
+WORKER_PROCESS_BYTES = 400 * 2**20
+"""A process of ours with Ray and numpy in it."""
+DEFAULT_STAGE_DIR = "/dev/shm"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PlannedProcess:
+    """One kind of process; all but `count` is said of each."""
+
+    what: str
+    count: int
+    num_gpus: float
+    num_threads: int | None
+    """Torch threads; None where torch computes nothing."""
+    memory: str
+    """An estimate in words: device memory on a GPU, host memory elsewhere."""
+    note: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Plan:
+    """Processes, devices and bounds of a run."""
+
+    config: Config = field(repr=False)
+    """The settings with what they left open filled in: the run goes by these."""
+    devices: Devices
+    threads_per_process: int
+    """Torch threads of a CPU process."""
+    serving_dtype: str
+    """In which the engines hold the weights, as torch spells it: what the trainer sends."""
+    redis: str
+    staleness_bound: str
+    weights: str
+    """How a version gets to the engines, and what that takes beside them."""
+    model: ModelSize
+    processes: tuple[PlannedProcess, ...]
+
+    @property
+    def num_gpus(self) -> float:
+        return sum(p.count * p.num_gpus for p in self.processes)
+
+    def render(self) -> RenderableType:
+        """A table of processes, then the sentences that a reader wants next to it."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("process", style="bold")
+        table.add_column("count", justify="right")
+        table.add_column("GPUs", justify="right")
+        table.add_column("threads", justify="right")
+        table.add_column("memory each")
+        table.add_column("", style="dim", ratio=1)
+        for p in self.processes:
+            gpus = f"{p.count * p.num_gpus:g}" if p.num_gpus else "-"
+            threads = str(p.num_threads or "-")
+            table.add_row(p.what, str(p.count), gpus, threads, p.memory, p.note)
+        facts = Table.grid(padding=(0, 2))
+        facts.add_column(style="bold")
+        facts.add_column()
+        facts.add_row("model", f"{self.model.label} ({self.model.source})")
+        facts.add_row("devices", self.devices.why)
+        facts.add_row("Redis", self.redis)
+        facts.add_row("leash", self.staleness_bound)
+        facts.add_row("weights", self.weights)
+        return Group(Text("What this run starts", style="bold cyan"), table, facts)
+
+
+def make_plan(
+    config: Config, num_gpus: int | None, num_cpus: int, gpu_bytes: int | None = None
+) -> Plan:
+    """The plan on a machine or cluster with `num_gpus` GPUs of `gpu_bytes` each and `num_cpus`
+    cores.
+
+    `num_gpus` None: nobody was asked (a dry run for a cluster), so what it needs counts as there.
+    Raises ValueError if the GPUs are fewer than the settings ask for.
+    """
+    model = model_size(config.model)
+    devices = choose_devices(config, model, num_gpus, gpu_bytes)
+    config = _filled_in(config, devices)
+    uses_gpu = devices.rank_gpus > 0
+    num_torch_processes = devices.num_ranks + config.rollout.num_engines
+    threads = config.cluster.threads_per_process or max(1, num_cpus // num_torch_processes)
+    trainer = PlannedProcess(
+        what="trainer rank",
+        count=devices.num_ranks,
+        num_gpus=devices.rank_gpus,
+        num_threads=None if uses_gpu else threads,
+        memory=_rank_memory(config, model, uses_gpu),
+        note=f"{config.trainer.groups_per_step} x {config.rollout.group_size} samples a step",
+    )
+    engine = PlannedProcess(
+        what="SGLang engine",
+        count=config.rollout.num_engines,
+        num_gpus=devices.engine_gpus,
+        num_threads=None if uses_gpu else threads,
+        memory=_engine_memory(config, model, uses_gpu),
+        note=_engine_note(config, uses_gpu),
+    )
+    return Plan(
+        config=config,
+        devices=devices,
+        threads_per_process=threads,
+        serving_dtype=serving_dtype(config, uses_gpu),
+        redis=_redis_sentence(config),
+        staleness_bound=staleness_sentence(config),
+        weights=_weights_sentence(config, model, uses_gpu),
+        model=model,
+        processes=(*_plain_processes(config), trainer, engine, _receiver(config, model, uses_gpu)),
+    )
+
+
+def staleness_sentence(config: Config) -> str:
+    """max_staleness as the bound that admission keeps, in words."""
+    staleness, groups = config.buffer.max_staleness, config.trainer.groups_per_step
+    factor = config.rollout.oversampling
+    limit = admission_limit(
+        max_staleness=staleness, lag=0, groups_per_step=groups, oversampling=factor
+    )
+    times = "" if factor == 1 else f" x {factor:g}"
+    bound = f"at most ({staleness} + 1) x {groups}{times} = {limit} groups"
+    if staleness == 0:
+        return f"{bound} running + ready + leased; each is trained by the weights that sampled it"
+    versions = "version" if staleness == 1 else "versions"
+    return (
+        f"{bound} running + ready + leased; no trained token lags by more than {staleness} "
+        f"policy {versions}"
+    )
+
+
+def serving_dtype(config: Config, uses_gpu: bool) -> str:
+    """rollout.engine.dtype, with `auto` resolved as the engines resolve it."""
+    dtype = config.rollout.engine.dtype
+    if dtype is Dtype.auto:
+        return "bfloat16" if uses_gpu else "float32"
+    return str(dtype.value)
+
+
+def _filled_in(config: Config, devices: Devices) -> Config:
+    sync, engine = config.weight_sync, config.rollout.engine
+    return replace(
+        config,
+        trainer=replace(config.trainer, num_ranks=devices.num_ranks),
+        rollout=replace(config.rollout, engine=replace(engine, mem_fraction=devices.mem_fraction)),
+        # NCCL refuses a receiver on the GPU of the rank that sends to it.
+        weight_sync=replace(sync, backend=Backend.gloo) if devices.is_shared else sync,
+    )
+
+
+def _plain_processes(config: Config) -> tuple[PlannedProcess, ...]:
+    """Those that never use a GPU."""
+    worker = PlannedProcess(
+        what="rollout worker",
+        count=config.rollout.num_workers,
+        num_gpus=0,
+        num_threads=None,
+        memory=format_bytes(WORKER_PROCESS_BYTES),
+        note="keeps groups in flight",
+    )
+    scorer = PlannedProcess(
+        what="reward actor",
+        count=config.rollout.reward_actors,
+        num_gpus=0,
+        num_threads=None,
+        memory=format_bytes(WORKER_PROCESS_BYTES),
+        note=f"{config.rollout.reward_processes} scoring processes each",
+    )
+    if config.buffer.url is not None:
+        return (worker, scorer)
+    redis = PlannedProcess(
+        what="Redis server",
+        count=1,
+        num_gpus=0,
+        num_threads=None,
+        memory=format_bytes(_buffer_bytes(config)),
+        note=f"replay buffer, fsync {config.buffer.appendfsync.name}",
+    )
+    return (redis, worker, scorer)
+
+
+def _receiver(config: Config, model: ModelSize, uses_gpu: bool) -> PlannedProcess:
+    """How many there are is known when the engines are placed: one a node that has any."""
+    memory = "unknown"
+    if model.num_params is not None:
+        staged = model.num_params * _item_bytes(config, uses_gpu) * config.weight_sync.num_staged
+        memory = format_bytes(staged + WORKER_PROCESS_BYTES)
+    return PlannedProcess(
+        what="weights receiver",
+        count=1,
+        num_gpus=0,
+        num_threads=None,
+        memory=memory,
+        note=f"one a node; stages in {config.weight_sync.stage_dir or DEFAULT_STAGE_DIR}",
+    )
+
+
+def _weights_sentence(config: Config, model: ModelSize, uses_gpu: bool) -> str:
+    sync, every = config.weight_sync, config.weight_sync.full_every
+    size = "all bytes"
+    if model.num_params is not None:
+        size = format_bytes(model.num_params * _item_bytes(config, uses_gpu))
+    what = f"{size} a version"
+    if every > 1:
+        what = f"{size} every {every} versions, between these what changed"
+    most = sync.max_concurrent_commits
+    who = "one engine stands" if most == 1 else f"at most {most} engines stand"
+    return f"{what}, as {serving_dtype(config, uses_gpu)}; {who} still at a time, for the commit"
+
+
+def _redis_sentence(config: Config) -> str:
+    if config.buffer.url is not None:
+        return f"yours (buffer.url), at {address(config.buffer.url)}"
+    here = "127.0.0.1" if config.cluster.ray_address is None else "the address that Ray knows"
+    host = config.cluster.host or here
+    return f"started for this run on {host}, with a password, data in its folder"
+
+
+def _buffer_bytes(config: Config) -> int:
+    """Groups that admission allows and those of the last steps, at some 8 bytes a token."""
+    num_groups = (config.buffer.max_staleness + 2) * config.trainer.groups_per_step
+    num_tokens = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    return 16 * 2**20 + num_groups * config.rollout.group_size * num_tokens * 8
+
+
+def _rank_memory(config: Config, model: ModelSize, uses_gpu: bool) -> str:
+    if model.num_params is None:
+        return "unknown"
+    share = model.num_params * TRAINER_BYTES_PER_PARAM // config.trainer.ranks
+    process = GPU_CONTEXT_BYTES if uses_gpu else RANK_PROCESS_BYTES
+    return f"from {format_bytes(share + process)}"  # activations come on top
+
+
+def _engine_memory(config: Config, model: ModelSize, uses_gpu: bool) -> str:
+    engine = config.rollout.engine
+    if uses_gpu and engine.max_total_tokens is None:
+        assert engine.mem_fraction is not None, "the plan has filled it in"
+        return f"{engine.mem_fraction:.0%} of the GPU"
+    if model.num_params is None:
+        return "unknown"
+    item_bytes = _item_bytes(config, uses_gpu)
+    num_gpus = engine.tp_size if uses_gpu else 1
+    process = GPU_CONTEXT_BYTES if uses_gpu else ENGINE_PROCESS_BYTES
+    weights = model.num_params * item_bytes // num_gpus
+    if model.kv_elements is None:
+        return f"{format_bytes(process + weights)} + KV cache"
+    kv_cache = _kv_tokens(config) * model.kv_elements * item_bytes // num_gpus
+    return format_bytes(process + weights + kv_cache)
+
+
+def _item_bytes(config: Config, uses_gpu: bool) -> int:
+    return 4 if serving_dtype(config, uses_gpu) == "float32" else 2
+
+
+def _engine_note(config: Config, uses_gpu: bool) -> str:
+    if uses_gpu and config.rollout.engine.max_total_tokens is None:
+        return "weights and KV cache"
+    return f"KV cache of {_kv_tokens(config):,} tokens"
+
+
+def _kv_tokens(config: Config) -> int:
+    return config.rollout.engine.max_total_tokens or CPU_KV_TOKENS

@@ -1,0 +1,278 @@
+"""Looks at what a run is given before anything is started, so that bad input costs seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from configs.choices import RewardKind, TaskKind
+from configs.rollout_schema import TaskConfig
+from configs.schema import Config
+from controller.ray_environment import LOOPBACK
+from controller.start.first_words import check_first_words
+from controller.start.placement import num_cpus_needed
+from controller.start.plan import DEFAULT_STAGE_DIR, Plan, make_plan
+from rollout_pool.engines.engine import shared_memory_bytes
+from rollout_pool.episodes.env import SingleTurn
+from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
+from rollout_pool.sandbox.run import SandboxError, cost_of_missing, protections
+from rollout_pool.tasks.dotted import load_callable
+from rollout_pool.tasks.environments import PYTHON, environment_factory
+from rollout_pool.tasks.programs import CodeTask
+from rollout_pool.tasks.registry import build_task
+from rollout_pool.tasks.task import Task
+from rollout_pool.worker.agents import find_agent
+from trainer_pool.model.checkpoint_names import check_names, parameter_names
+from trainer_pool.model.scratch import byte_tokenizer
+
+log = logging.getLogger(__name__)
+
+SURE_SHARE = 0.9
+"""Of an estimated size: a model is hardly smaller."""
+WEIGHTS = (".safetensors", ".bin")
+HUB_KINDS = (TaskKind.gsm8k, TaskKind.math)
+"""Kinds of task whose prompts come from the Hugging Face hub where task.path is not set."""
+
+
+def check_inputs(config: Config) -> None:
+    """Raises ValueError for whatever would end a launch from here later: a task, a model, an
+    address, a port or a number of GPUs that cannot be had."""
+    cluster = config.cluster
+    num_gpus, promised = torch.cuda.device_count(), cluster.num_gpus
+    if cluster.ray_address is None and promised is not None and promised > num_gpus:
+        raise ValueError(
+            f"cluster.num_gpus={promised}: this machine has {num_gpus}; with more than that there "
+            "is only a plan (make dry-run)"
+        )
+    plan = _check_here(config)
+    if config.cluster.ray_address is None:
+        check_shared_memory(plan.config, plan)
+    _check_ports(config)
+    task = check_task(config.task)
+    check_first_words(config, task, _tokenizer(config))
+
+
+def check_plan(config: Config) -> list[str]:
+    """The same for a dry run, which fetches nothing and may be made on another machine.
+
+    Returns what it did not look at, in words.
+    """
+    _check_here(config)
+    comes_later = []
+    model, task = config.model.path, None
+    if config.task.path is None and config.task.kind in HUB_KINDS:
+        comes_later.append(f"the data set {config.task.name}")
+    elif config.task.kind is TaskKind.verifiers:
+        comes_later.append(f"the environment {config.task.name}")
+    else:
+        task = check_task(config.task)
+    if model is not None and not model.startswith("/"):  # a folder that was named is absolute
+        comes_later.append(f"the model {model}")
+    elif task is not None:
+        check_first_words(config, task, _tokenizer(config))
+    return comes_later
+
+
+def _check_here(config: Config) -> Plan:
+    """What costs nothing to know, and the plan on this machine."""
+    plan = plan_here(config)
+    cluster, needed = config.cluster, num_cpus_needed(config)
+    if cluster.ray_address is None and cluster.num_cpus is not None and cluster.num_cpus < needed:
+        raise ValueError(
+            f"cluster.num_cpus={cluster.num_cpus}: the run asks for {needed} CPUs, one for each "
+            "process; raise it, leave it out, or lower trainer.num_ranks, rollout.num_engines, "
+            "rollout.num_workers or rollout.reward_actors"
+        )
+    try:
+        socket.getaddrinfo(cluster.host or LOOPBACK, 0)
+    except OSError as error:
+        raise ValueError(
+            f"cluster.host={cluster.host!r}: is neither an IP address nor a name that resolves "
+            f"here ({error.strerror})"
+        ) from error
+    ca_file = config.buffer.tls_ca_file
+    if ca_file is not None and not Path(ca_file).is_file():
+        raise ValueError(f"buffer.tls_ca_file={ca_file!r}: there is no such file")
+    for name, reward in config.task.rewards.items():
+        if reward.api_key_env is not None and not os.environ.get(reward.api_key_env):
+            raise ValueError(
+                f"task.rewards.{name}.api_key_env={reward.api_key_env!r}: there is no such "
+                "environment variable; set it before the run is launched"
+            )
+    _check_model(config)
+    return plan
+
+
+def _check_model(config: Config) -> None:
+    """What the model's own numbers forbid, where they are known."""
+    model, tp_size = config.model, config.rollout.engine.tp_size
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    num_heads: int | None = None
+    if model.scratch is not None:
+        num_heads = model.scratch.num_heads
+    elif model.path is not None and Path(model.path).is_dir():
+        folder = Path(model.path)
+        if not (folder / "config.json").is_file() or not any(
+            path.suffix in WEIGHTS for path in folder.iterdir()
+        ):
+            raise ValueError(
+                f"model.path={model.path!r}: neither a folder with a Hugging Face model "
+                "(config.json and weights) nor the name of one"
+            )
+        fields = json.loads((folder / "config.json").read_text())
+        num_heads, most = fields.get("num_attention_heads"), fields.get("max_position_embeddings")
+        if most is not None and longest > most:
+            raise ValueError(
+                f"rollout.max_prompt_tokens + rollout.max_response_tokens={longest}: the model "
+                f"takes {most} tokens (max_position_embeddings in its config.json); lower them"
+            )
+        # Of a model that is yet to come from a hub the trainer compares the names.
+        trust = model.trust_remote_code
+        check_names(model.path, parameter_names(model.path, trust_remote_code=trust))
+    if num_heads is not None and num_heads % tp_size:
+        raise ValueError(
+            f"rollout.engine.tp_size={tp_size}: must divide the model's {num_heads} attention heads"
+        )
+
+
+def _check_ports(config: Config) -> None:
+    """Whether this machine's servers can listen where they are told to."""
+    host = config.cluster.host or (LOOPBACK if config.cluster.ray_address is None else None)
+    if host is None:
+        return  # the cluster tells it
+    if not _is_free(host, 0):
+        raise ValueError(f"cluster.host={host!r}: no interface of this machine has that address")
+    wanted = {"run.prometheus_port": (config.run.prometheus_port, 1)}
+    if config.cluster.ray_address is None:  # elsewhere workers are placed on any machine
+        wanted["rollout.openai.port"] = (config.rollout.openai.port, config.rollout.num_workers)
+    for name, (first, count) in wanted.items():
+        for port in range(first or 0, (first or 0) + count):
+            if first and not _is_free(host, port):
+                raise ValueError(
+                    f"{name}={first}: cannot listen on {host}:{port}, another process has that "
+                    "port; choose another one"
+                )
+
+
+def _is_free(host: str, port: int) -> bool:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError:
+            return False
+    return True
+
+
+def _tokenizer(config: Config) -> Tokenizer:
+    if config.model.path is not None:
+        return load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    return cast(Tokenizer, byte_tokenizer())
+
+
+def plan_here(config: Config) -> Plan:
+    """The plan on this machine, or on `cluster.num_gpus` GPUs; those of a cluster that was not
+    asked count as there. Raises ValueError as `make_plan` does."""
+    num_gpus = config.cluster.num_gpus
+    if num_gpus is None and config.cluster.ray_address is None:
+        num_gpus = torch.cuda.device_count()
+    return make_plan(config, num_gpus, os.cpu_count() or 1, gpu_memory(config))
+
+
+def gpu_memory(config: Config) -> int | None:
+    """Of this machine's first GPU; None where that says nothing about the run's GPUs."""
+    if config.cluster.ray_address is not None or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def check_shared_memory(config: Config, plan: Plan) -> None:
+    """Raises ValueError if this machine's shared memory cannot take what a run keeps there."""
+    staged = Path(config.weight_sync.stage_dir or DEFAULT_STAGE_DIR)
+    folder = next(path for path in (staged, *staged.parents) if path.exists())
+    slots = config.weight_sync.num_staged
+    size = (plan.model.num_params or 0) * getattr(torch, plan.serving_dtype).itemsize
+    # Sizes that a model's name tells are rounded.
+    needed = int(SURE_SHARE * slots * size)
+    what = f"{slots} slots of about {size} bytes"
+    if str(folder) == DEFAULT_STAGE_DIR:
+        needed += config.rollout.num_engines * shared_memory_bytes(config.rollout.engine.tp_size)
+        what += " and what SGLang keeps there"
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ValueError(
+            f"weight_sync.stage_dir: no room in {folder} for {what} ({needed} bytes together), "
+            f"{free} bytes are free; remove what lies there, make it larger (in a container: "
+            "--shm-size), or choose a larger file system"
+        )
+
+
+def check_task(config: TaskConfig) -> Task:
+    """The task, which is built for it.
+
+    Raises ValueError for one that cannot be built, an environment of its first prompt that cannot
+    be made, an agent, a tool or a reward function that does not exist, and rewards that such a task
+    cannot give.
+    """
+    task = build_task(config)
+    if find_agent(config, task) is None:
+        make_environment = environment_factory(config, task)
+        try:
+            make_environment(task.example(0))
+        except Exception as error:
+            name = f"task.env={config.env!r}" if config.env else f"task.kind={config.kind.name}"
+            raise ValueError(
+                f"{name}: made no environment of prompt 0: {type(error).__name__}: {error}"
+            ) from error
+        _check_env_rewards(config, task)
+    for name, reward in config.rewards.items():
+        if reward.function is not None:
+            load_callable(reward.function, f"task.rewards.{name}.function")
+        if reward.kind is RewardKind.code_tests and not isinstance(task, CodeTask):
+            raise ValueError(
+                f"task.rewards.{name}.kind=code_tests: the prompts of task.kind={config.kind.name} "
+                "have no tests; those of task.kind=code have, or score by task.rewards."
+                f"{name}.kind=task"
+            )
+    _check_sandbox(config)
+    return task
+
+
+def _check_env_rewards(config: TaskConfig, task: Task) -> None:
+    """Of an environment that asks once and wants one answer it is known."""
+    if config.env is not None or type(task.environment(task.example(0))) is not SingleTurn:
+        return
+    for name, reward in config.rewards.items():
+        if reward.kind is RewardKind.env:
+            raise ValueError(
+                f"task.rewards.{name}.kind=env: the environment of task.kind={config.kind.name} "
+                f"gives no reward; set task.rewards.{name}.kind=task, or name an environment in "
+                "task.env"
+            )
+
+
+def _check_sandbox(config: TaskConfig) -> None:
+    tested = [
+        f"task.rewards.{name}.kind={reward.kind.name}"
+        for name, reward in config.rewards.items()
+        if reward.kind is RewardKind.code_tests
+    ]
+    if PYTHON in config.tools:
+        tested.append(f"task.tools={PYTHON}")
+    if not tested:
+        return
+    try:
+        layers = asyncio.run(protections())
+    except SandboxError as error:
+        raise ValueError(f"{tested[0]}: {error}") from error
+    if (cost := cost_of_missing(layers)) is not None:
+        log.warning("%s: %s", tested[0], cost)

@@ -1,0 +1,80 @@
+"""Turns a task's own demonstrations into token ids for the trainer's warm start."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from configs.schema import Config
+from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.env import Message, ToolSpec
+from rollout_pool.episodes.tokenizer import load_tokenizer
+from rollout_pool.tasks.environments import load_tools
+from rollout_pool.tasks.registry import build_task
+from rollout_pool.tasks.task import demonstrations
+from trainer_pool.types import SupervisedExample
+
+
+def supervised_examples(config: Config, model_path: str) -> list[SupervisedExample]:
+    """As many examples as the warm start will see. Raises ValueError for a bad task or model."""
+    chat = ChatFormat(
+        load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code),
+        chat_template=config.task.chat_template,
+        tool_parser=config.task.tool_parser,
+    )
+    tools = [tool.spec for tool in load_tools(config.task.tools)]
+    warm_start = config.trainer.warm_start
+    conversations = demonstrations(
+        build_task(config.task), warm_start.num_steps * warm_start.batch_size
+    )
+    draw = random.Random(config.run.seed)
+    conversations = [
+        echo(messages) if draw.random() < warm_start.echo_fraction else messages
+        for messages in conversations
+    ]
+    return [imitate(chat, messages, tools) for messages in conversations]
+
+
+def echo(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The conversation with its last answer replaced by what that answered."""
+    if len(messages) < 2:
+        return messages  # which `imitate` refuses
+    *before, last = messages
+    return (*before, dataclasses.replace(last, content=before[-1].content, tool_calls=()))
+
+
+def imitate(
+    chat: ChatFormat, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
+) -> SupervisedExample:
+    """A conversation as an episode of it would look, all words of the assistant to be learnt.
+
+    Example: "ab =" "ba" "+ c =" "cba" gives, with e for the token that ends an answer,
+
+        tokens      a b   = b a e +   c   = c b a e
+        loss_mask   0 0 0 0 1 1 1 0 0 0 0 0 1 1 1 1
+
+    Raises ValueError if it does not begin with somebody else and end with the assistant.
+    """
+    if not messages or messages[0].role == "assistant" or messages[-1].role != "assistant":
+        raise ValueError(
+            "task.factory: a demonstration must begin with the system's or the user's words and "
+            f"end with the assistant's; this one goes {', '.join(m.role for m in messages)}"
+        )
+    tokens: list[int] = []
+    loss_mask: list[int] = []
+    heard: list[Message] = []
+    for message in messages:
+        if message.role != "assistant":
+            heard.append(message)
+            continue
+        tokens = chat.follow(tokens, heard) if tokens else chat.first(heard, tools)
+        answer = chat.answer(message)
+        loss_mask += [0] * (len(tokens) - len(loss_mask)) + [1] * len(answer)
+        tokens = [*tokens, *answer]
+        heard = []
+    return SupervisedExample(
+        tokens=np.array(tokens, np.int32), loss_mask=np.array(loss_mask, np.uint8)
+    )

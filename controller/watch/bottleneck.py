@@ -1,0 +1,148 @@
+"""Who waits on whom, turned into one sentence with the next thing to try (pure).
+
+Pools record their waits as (waiter, waited on) -> seconds, all processes of a pool together:
+
+    ("trainer", "rollout")       a lease found too few fresh groups
+    ("trainer", "weight_sync")   weights were copied, or waited for a free snapshot buffer
+    ("rollout", "trainer")       admission gave no credit: the leash was fully used
+    ("rollout", "rewards")       episodes had ended and no scoring process was free for them
+
+Admission follows the slowest engine, so weights that arrive late show as rollouts that wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from controller.metrics.weights import WeightsPace, behind_words
+from controller.units import format_duration
+
+Waits = Mapping[tuple[str, str], float]
+
+MUCH = 0.25
+"""Part of the time from which a wait is worth a remedy."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WaitShares:
+    """Parts of the time, each between 0 and 1."""
+
+    trainer_for_rollout: float
+    trainer_for_weights: float
+    rollout_for_trainer: float
+    rollout_for_rewards: float = 0.0
+
+
+def wait_shares(waits: Waits, elapsed_s: float, num_workers: int = 1) -> WaitShares:
+    """`waits` during `elapsed_s`; rollout's are the sum over `num_workers` workers."""
+
+    def share(waiter: str, waited_on: str, num_processes: int) -> float:
+        seconds = waits.get((waiter, waited_on), 0.0)
+        return min(1.0, seconds / (elapsed_s * num_processes)) if elapsed_s > 0 else 0.0
+
+    return WaitShares(
+        trainer_for_rollout=share("trainer", "rollout", 1),
+        trainer_for_weights=share("trainer", "weight_sync", 1),
+        rollout_for_trainer=share("rollout", "trainer", num_workers),
+        rollout_for_rewards=share("rollout", "rewards", num_workers),
+    )
+
+
+def bottleneck_sentence(
+    shares: WaitShares,
+    max_staleness: int,
+    when: str = "so far",
+    weights: WeightsPace = WeightsPace(),  # noqa: B008 (it is frozen)
+) -> str:
+    """The largest wait in words, and what to change; `when`, as in "of the last 2 minutes"."""
+    trainer, rollout = shares.trainer_for_rollout, shares.rollout_for_trainer
+    if rollout >= MUCH and rollout > trainer and (late := _late_weights(weights)):
+        return f"Weights are the bottleneck: rollouts waited {rollout:.0%} {when} for room. {late}"
+    # Where rollouts wait for the trainer, quicker rewards would change nothing.
+    if shares.rollout_for_rewards >= MUCH and rollout < max(MUCH, trainer):
+        return (
+            f"The reward pool is too small: episodes waited {shares.rollout_for_rewards:.0%} "
+            f"{when} for a scoring process. Raise rollout.reward_processes or "
+            "rollout.reward_actors."
+        )
+    if max_staleness == 0 and trainer >= MUCH:
+        return (
+            f"Trainer and rollouts take turns, as max_staleness=0 asks: the trainer waited "
+            f"{trainer:.0%} {when}. buffer.max_staleness=1 lets them overlap."
+        )
+    if shares.trainer_for_weights >= max(MUCH, trainer):
+        return (
+            f"The trainer spent {shares.trainer_for_weights:.0%} {when} on handing over weights"
+            f"{_slower_words(weights)}: train more a step (trainer.groups_per_step), or send "
+            "less (weight_sync.full_every)."
+        )
+    if trainer >= MUCH and trainer >= rollout:
+        return (
+            f"Rollouts are the bottleneck: the trainer waited {trainer:.0%} {when} for them. Add "
+            "engines (rollout.num_engines), or give the trainer fewer ranks."
+        )
+    if rollout >= MUCH:
+        return (
+            f"The trainer is the bottleneck: rollouts waited {rollout:.0%} {when} for room within "
+            "the leash. Add ranks (trainer.num_ranks); more engines would not help."
+        )
+    return (
+        f"Well balanced: the trainer waited {trainer:.0%} {when} for rollouts, and rollouts "
+        f"{rollout:.0%} for the trainer."
+    )
+
+
+def _late_weights(weights: WeightsPace) -> str:
+    """How the weights hold up admission, and what to change; "" if they do not."""
+    if weights.behind:
+        return (
+            f"Admission follows the slowest engine, and {behind_words(weights.behind)}"
+            f"{_slower_words(weights)}: look at its log, send less (weight_sync.full_every), or "
+            "let more engines commit at once (weight_sync.max_concurrent_commits)."
+        )
+    if weights.is_slower_than_steps:
+        return (
+            f"Admission follows the slowest engine{_slower_words(weights)}: send less "
+            "(weight_sync.full_every), or train more a step (trainer.groups_per_step)."
+        )
+    return ""
+
+
+def _slower_words(weights: WeightsPace) -> str:
+    if not weights.is_slower_than_steps:
+        return ""
+    assert weights.convergence_s is not None and weights.seconds_per_step is not None
+    return (
+        "; weights travel slower than steps (convergence "
+        f"{format_duration(weights.convergence_s)}, step "
+        f"{format_duration(weights.seconds_per_step)})"
+    )
+
+
+class WaitWindow:
+    """Waits of the recent past, from totals that only grow."""
+
+    def __init__(self, horizon_s: float = 120.0) -> None:
+        self._horizon_s = horizon_s
+        self._samples: deque[tuple[float, dict[tuple[str, str], float]]] = deque()
+
+    def add(self, t: float, totals: Waits) -> None:
+        """The totals at time `t` (seconds, any clock that only grows)."""
+        self._samples.append((t, dict(totals)))
+        # The oldest sample stays just outside the horizon, so that the window is never shorter.
+        while len(self._samples) > 2 and self._samples[1][0] <= t - self._horizon_s:
+            self._samples.popleft()
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._samples[-1][0] - self._samples[0][0] if self._samples else 0.0
+
+    def shares(self, num_workers: int = 1) -> WaitShares:
+        """Parts of the window's time; all 0 before the second sample."""
+        if not self._samples:
+            return wait_shares({}, 0.0)
+        before, now = self._samples[0][1], self._samples[-1][1]
+        recent = {pair: seconds - before.get(pair, 0.0) for pair, seconds in now.items()}
+        return wait_shares(recent, self.elapsed_s, num_workers)

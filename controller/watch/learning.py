@@ -1,0 +1,145 @@
+"""Whether a run still learns: what its step records say when it does not (pure)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from controller.metrics.records import Record
+
+WINDOW = 10
+"""Steps over which reward and length are averaged."""
+MIN_STEPS_WITHOUT_VARIANCE = 3
+COLLAPSED = 0.25
+"""What is left of the best reward, measured from the lowest one (0 where none is negative)."""
+MUCH_LONGER = 2.0
+MANY_TRUNCATED = 0.5
+LARGE_LOGPROB_DIFF = 0.25
+"""Nats, on average: importance ratios are then wrong by a quarter."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Alarm:
+    """Something that keeps a run from learning."""
+
+    words: str
+    """Short enough for the line of a step."""
+    advice: str
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.words[0].upper()}{self.words[1:]}: {self.advice}."
+
+
+def learning_alarms(steps: Sequence[Record]) -> list[Alarm]:
+    """What holds after the last of `steps`; empty as long as all is well."""
+    alarms = (_gradient(steps), _variance(steps), _reward(steps), _length(steps), _engines(steps))
+    return [alarm for alarm in alarms if alarm is not None]
+
+
+def has_no_gradient(step: Record) -> bool:
+    """Every update of the step was left out because its gradient was zero."""
+    return step.number("num_empty_updates") == step.number("num_updates")
+
+
+def _gradient(steps: Sequence[Record]) -> Alarm | None:
+    if steps and steps[-1].number("num_skipped_updates") > 0:
+        number = _trailing(steps, lambda step: step.number("num_skipped_updates") > 0)
+        return Alarm(
+            words=f"a gradient was not finite ({_steps(number)})",
+            advice="such updates are left out; lower trainer.learning_rate or "
+            "trainer.max_grad_norm, and look at num_bounded_tokens",
+        )
+    number = _trailing(steps, has_no_gradient)
+    if not number:
+        return None
+    return Alarm(
+        words=f"no gradient, weights unchanged ({_steps(number)})",
+        advice="a step whose gradient is zero changes nothing",
+    )
+
+
+def _variance(steps: Sequence[Record]) -> Alarm | None:
+    number = _trailing(steps, lambda step: step.number("zero_variance_fraction") >= 1)
+    if number < MIN_STEPS_WITHOUT_VARIANCE:
+        return None
+    reward = steps[-1].number("reward_mean")
+    return Alarm(
+        words=f"all groups lack variance ({_steps(number)})",
+        advice="where the rewards of a group are equal there is nothing to learn; the mean reward "
+        f"is {reward:.2f}: the prompts are too hard, too easy, or wrongly scored (`make show` "
+        "shows answers with their rewards)",
+    )
+
+
+def _reward(steps: Sequence[Record]) -> Alarm | None:
+    rewards = _series(steps, "reward_mean")
+    means = _running_means(rewards)
+    if len(rewards) < 2 * WINDOW:
+        return None
+    best, recent, floor = max(means[:-WINDOW]), means[-1], min(0.0, *rewards)
+    if recent - floor >= COLLAPSED * (best - floor):
+        return None
+    return Alarm(
+        words=f"reward collapsed from {best:.2f} to {recent:.2f}",
+        advice="go back to an earlier checkpoint with a lower trainer.learning_rate or a smaller "
+        "buffer.max_staleness, and look at entropy, ratios and lengths before the fall",
+    )
+
+
+def _length(steps: Sequence[Record]) -> Alarm | None:
+    if len(steps) < 2 * WINDOW:
+        return None
+    lengths, cut = _ends(steps, "response_length_mean"), _ends(steps, "truncated_fraction")
+    rewards = _ends(steps, "reward_mean")
+    if cut[1] >= MANY_TRUNCATED and cut[1] >= 2 * cut[0]:
+        return Alarm(
+            words=f"{cut[1]:.0%} of the answers are cut at their limit ({cut[0]:.0%} at first)",
+            advice="reward short answers, or raise rollout.max_response_tokens",
+        )
+    if lengths[1] > MUCH_LONGER * lengths[0] and rewards[1] <= rewards[0]:
+        return Alarm(
+            words=f"answers grew from {lengths[0]:.0f} to {lengths[1]:.0f} tokens without reward",
+            advice="lengths run away; reward short answers, or lower rollout.max_response_tokens",
+        )
+    return None
+
+
+def _engines(steps: Sequence[Record]) -> Alarm | None:
+    recent = _series(steps[-WINDOW:], "logprob_diff_mean")
+    if not recent or (mean := sum(recent) / len(recent)) <= LARGE_LOGPROB_DIFF:
+        return None
+    return Alarm(
+        words=f"engines and trainer disagree by {mean:.2f} nats a token",
+        advice="the engines do not serve the weights that are trained, or compute them otherwise; "
+        "compare model, dtype and chat template of both",
+    )
+
+
+def _trailing(steps: Sequence[Record], holds: Callable[[Record], bool]) -> int:
+    """How many steps, counted from the last one, it has held without a break."""
+    return sum(1 for _ in takewhile(holds, reversed(steps)))
+
+
+def _series(steps: Sequence[Record], name: str) -> list[float]:
+    return [x for step in steps if math.isfinite(x := step.number(name))]
+
+
+def _ends(steps: Sequence[Record], name: str) -> tuple[float, float]:
+    """The mean of the first steps and of the last; NaN where it was not measured."""
+    means = _running_means(_series(steps, name))
+    return (means[0], means[-1]) if means else (math.nan, math.nan)
+
+
+def _running_means(values: Sequence[float]) -> list[float]:
+    """Over each `WINDOW` neighbours; empty if there are fewer."""
+    totals = [0.0]
+    for value in values:
+        totals.append(totals[-1] + value)
+    return [(b - a) / WINDOW for a, b in zip(totals, totals[WINDOW:], strict=False)]
+
+
+def _steps(number: int) -> str:
+    return "1 step" if number == 1 else f"{number} steps"

@@ -1,0 +1,337 @@
+"""Plays one episode: the environment and the model take turns until one of them is done.
+
+    reset ──► first prompt ──► sample ──► parse ──► step ──► follow ──┐
+                                 ▲   interrupted: wait, go on         │
+                                 └──────────── no, another turn ◄─────┘
+                                               yes ──► done, max_turns, length, timeouts, env_error
+
+What the environment does costs its own episode and nothing else. What was sampled before stays and
+is scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from buffer.types import SamplingParams
+from configs.choices import OnLongPrompt
+from configs.rollout_schema import RolloutConfig, TaskConfig
+from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.clock import EpisodeClock
+from rollout_pool.episodes.env import Completion, Env, Message, Observation, Step, ToolSpec
+from rollout_pool.episodes.episode import Branches, Episode
+from rollout_pool.sampling.sample import Interrupted, Priority, Sample
+from rollout_pool.sampling.sampler import Completer
+
+log = logging.getLogger(__name__)
+
+HEEDS_INTERRUPT_S = 10.0
+"""So soon a sample has stopped that was interrupted when its episode's time was over; a later one
+is cancelled, and what it had is lost."""
+
+
+class EpisodeFailed(RuntimeError):
+    """An episode of which there is nothing: no token was sampled. The message says why."""
+
+
+def _note_nothing(sample: Sample) -> None:
+    return
+
+
+async def go_on(sample: Sample) -> None:
+    """An interrupted sample is completed at once."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EpisodeAsk:
+    """How an episode is to be sampled, and who wants to know."""
+
+    session: str
+    """Unique in the run; ids of its samples are made from it."""
+    sampling: SamplingParams
+    rank: int = 0
+    priority: Priority = Priority.rollout
+    min_version: int = 0
+    engine: str | None = None
+    on_sample: Callable[[Sample], None] = _note_nothing
+    """Called for each sample before it is asked for."""
+    on_end: Callable[[Sample], None] = _note_nothing
+    """Called for a sample once nobody asks for it any more and its numbers are final. One that
+    fails or is cancelled need not come here."""
+    may_go_on: Callable[[Sample], Awaitable[None]] = go_on
+    """Awaited before an interrupted sample is completed. The episode's clock stands still, as it
+    does while a sample waits for a place at an engine."""
+
+
+class EpisodeRunner:
+    """Settings: task.max_turns, max_turn_tokens, turn_timeout_s and episode_timeout_s;
+    rollout.max_prompt_tokens, max_response_tokens and on_long_prompt."""
+
+    def __init__(
+        self,
+        completer: Completer,
+        chat: ChatFormat,
+        task: TaskConfig,
+        rollout: RolloutConfig,
+        *,
+        heeds_interrupt_s: float = HEEDS_INTERRUPT_S,
+    ) -> None:
+        self._completer = completer
+        self._chat = chat
+        self._task = task
+        self._rollout = rollout
+        self._heeds_interrupt_s = heeds_interrupt_s
+
+    async def run(self, env: Env, ask: EpisodeAsk) -> Episode:
+        """The finished episode; `env` is closed, whatever happens.
+
+        Raises SampleFailed if a sample could not be had, TimeoutError if no engine could be asked,
+        EpisodeFailed if it ended before a token was sampled, and ValueError if its first prompt is
+        longer than `max_prompt_tokens` and that is to be refused.
+        """
+        play = _Play(env=env, ask=ask, clock=EpisodeClock(self._task.episode_timeout_s))
+        try:
+            play.end = await self._take_turns(play)
+        except _Over as over:
+            play.end, play.error = over.end, over.error
+        finally:
+            await self._close(env)
+        return play.episode()
+
+    async def _take_turns(self, play: _Play) -> str:
+        """Why the episode ended."""
+        async with self._bounded(play, "reset"):
+            observation: Observation | None = await play.env.reset()
+        while observation is not None:
+            turn = self._next_turn(play, observation)
+            if len(turn.prompt) >= play.limit:
+                return "length"
+            completion = await self._answer(play, turn)
+            async with self._bounded(play, "step"):
+                step = await play.env.step(completion)
+                play.note_step(step)
+            observation = step.observation
+            if observation is not None and play.num_turns >= self._task.max_turns:
+                return "max_turns"
+        return "done"
+
+    # What the model goes on from ------------------------------------------------------------------
+
+    def _next_turn(self, play: _Play, observation: Observation) -> _Turn:
+        if not play.num_turns:
+            turn = self._first_turn(play, observation)
+            self._check_length(play, len(turn.prompt))
+            play.tools = observation.tools
+            play.limit = len(turn.prompt) + self._rollout.max_response_tokens
+            return turn
+        try:
+            if observation.replaces_history:
+                return self._first_turn(play, observation)
+            prompt = self._chat.follow(play.tokens, observation.messages)
+        except Exception as error:  # words that the chat template or the tokenizer cannot take
+            raise _Over("env_error", f"observation: {error}") from error
+        return _Turn(prompt=prompt, messages=[*play.messages, *observation.messages])
+
+    def _first_turn(self, play: _Play, observation: Observation) -> _Turn:
+        """The turn that opens a branch."""
+        messages = list(observation.messages)
+        tools = observation.tools or play.tools
+        return _Turn(prompt=self._chat.first(messages, tools), messages=messages)
+
+    def _check_length(self, play: _Play, length: int) -> None:
+        most = self._rollout.max_prompt_tokens
+        if 0 < length <= most:
+            return
+        if length > most and self._rollout.on_long_prompt is OnLongPrompt.refuse:
+            raise ValueError(
+                f"rollout.max_prompt_tokens={most}: the first prompt of episode {play.ask.session} "
+                f"has {length} tokens; raise the limit, or set rollout.on_long_prompt=skip"
+            )
+        what = f"{length} tokens, max_prompt_tokens is {most}" if length else "no token"
+        raise EpisodeFailed(f"{play.ask.session}: its first prompt has {what}")
+
+    # The model's part -----------------------------------------------------------------------------
+
+    async def _answer(self, play: _Play, turn: _Turn) -> Completion:
+        """The model's next answer, which is then part of the episode."""
+        ask, num_left = play.ask, play.limit - len(turn.prompt)
+        sample = Sample(
+            sample_id=f"{ask.session}.{play.num_turns}",
+            prompt=turn.prompt,
+            sampling=ask.sampling,
+            max_new_tokens=min(num_left, self._task.max_turn_tokens or num_left),
+            session=ask.session,
+            priority=ask.priority,
+            rank=ask.rank,
+            min_version=ask.min_version,
+            engine=ask.engine,
+            on_wait=play.clock.note_wait,
+        )
+        ask.on_sample(sample)
+        try:
+            has_ended = await self._complete(play, sample)
+        finally:
+            ask.on_end(sample)
+        if not has_ended and not sample.output_ids:
+            raise _Over("episode_timeout")
+        assert sample.finish_reason is not None
+        completion = self._chat.parse(sample.output_ids, sample.finish_reason)
+        play.note_answer(turn, sample, completion)
+        if not has_ended:
+            raise _Over("episode_timeout")
+        return completion
+
+    async def _complete(self, play: _Play, sample: Sample) -> bool:
+        """Whether the sample came to its end in the episode's time; if not, it holds what it has,
+        and nobody asks for the rest.
+
+        At the end of the time the sample is interrupted, not cancelled: that is how its tokens and
+        their versions are known for sure.
+        """
+        while True:
+            try:
+                async with self._alarm(play, sample):
+                    await self._completer.complete(sample)
+                return True
+            except Interrupted:
+                if play.is_late:
+                    sample.finish_reason = "length"
+                    return False
+            with play.clock.standing_still():
+                await play.ask.may_go_on(sample)
+
+    @asynccontextmanager
+    async def _alarm(self, play: _Play, sample: Sample) -> AsyncIterator[None]:
+        """Interrupts `sample` when the episode's time is over."""
+
+        loop = asyncio.get_running_loop()
+        heeds = asyncio.timeout(None)
+
+        def ring() -> None:
+            play.is_late = True
+            heeds.reschedule(loop.time() + self._heeds_interrupt_s)
+            self._completer.interrupt(sample)
+
+        try:
+            async with heeds:
+                with play.clock.alarm(ring):
+                    yield
+        except TimeoutError:
+            if not heeds.expired():
+                raise
+            sample.finish_reason = "length"
+            raise _Over("episode_timeout") from None
+
+    # The environment's part -----------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _bounded(self, play: _Play, what: str) -> AsyncIterator[None]:
+        """What the environment does in here ends the episode if it raises or takes too long."""
+        turn_s, left_s = self._task.turn_timeout_s, play.clock.left_s
+        try:
+            async with asyncio.timeout(min(turn_s, left_s)) as scope:
+                yield
+        except Exception as error:
+            if scope.expired():
+                raise _Over("turn_timeout" if turn_s < left_s else "episode_timeout") from None
+            log.info("%s: the environment failed", play.ask.session, exc_info=True)
+            raise _Over("env_error", f"{what}: {type(error).__name__}: {error}") from error
+
+    async def _close(self, env: Env) -> None:
+        try:
+            async with asyncio.timeout(self._task.turn_timeout_s):
+                await env.close()
+        except Exception:  # the episode is over: it can spoil nothing any more
+            log.warning("an environment did not close", exc_info=True)
+
+
+class _Over(Exception):
+    """The episode ends here."""
+
+    def __init__(self, end: str, error: str | None = None) -> None:
+        super().__init__(end)
+        self.end = end
+        self.error = error
+
+
+@dataclass(kw_only=True, slots=True)
+class _Turn:
+    """What the model is to answer."""
+
+    prompt: list[int]
+    """Everything before the answer, as tokens."""
+    messages: list[Message]
+    """The same as a conversation."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Play:
+    """An episode under way."""
+
+    env: Env
+    ask: EpisodeAsk
+    clock: EpisodeClock
+    is_late: bool = False
+    """The clock has run out under a sample."""
+    limit: int = 0
+    """No branch becomes longer: the first prompt and all that may follow it."""
+    tools: tuple[ToolSpec, ...] = ()
+    branches: Branches = field(default_factory=Branches)
+    tokens: list[int] = field(default_factory=list)
+    """All that the model has seen and written in the current branch."""
+    messages: list[Message] = field(default_factory=list)
+    num_turns: int = 0
+    env_reward: float | None = None
+    env_parts: dict[str, float] = field(default_factory=dict)
+    end: str = ""
+    error: str | None = None
+
+    def note_answer(self, turn: _Turn, sample: Sample, completion: Completion) -> None:
+        self.branches.add_turn(
+            sample.prompt,
+            sample.output_ids,
+            sample.logprobs,
+            sample.version_spans,
+            completion.finish_reason,
+        )
+        self.tokens = [*sample.prompt, *sample.output_ids]
+        answer = Message(
+            role="assistant", content=completion.content, tool_calls=completion.tool_calls
+        )
+        self.messages = [*turn.messages, answer]
+        self.num_turns += 1
+
+    def note_step(self, step: Step) -> None:
+        """Raises what a step of the user's deserves that is none."""
+        info = {str(name): _finite(value, name) for name, value in step.info.items()}
+        if step.reward is not None:
+            reward = _finite(step.reward, "reward")
+            self.env_reward = _finite((self.env_reward or 0.0) + reward, "reward")
+        self.env_parts.update(info)
+
+    def episode(self) -> Episode:
+        branches = self.branches.finish()
+        if not branches:
+            why = f"{self.end}: {self.error}" if self.error else self.end
+            raise EpisodeFailed(f"{self.ask.session}: it ended before a token was sampled: {why}")
+        return Episode(
+            branches=branches,
+            messages=tuple(self.messages),
+            end=self.end,
+            num_turns=self.num_turns,
+            env_reward=self.env_reward,
+            env_parts=self.env_parts,
+            error=self.error,
+        )
+
+
+def _finite(value: float, name: str) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the environment's {name} is {number}, which nothing can be learned from")
+    return number

@@ -1,0 +1,195 @@
+"""Finds the tool calls in what a model wrote. Pure; no text makes it raise.
+
+    hermes        I look it up. <tool_call>{"name": "find", "arguments": {"q": "x"}}</tool_call>
+    llama3_json   <|python_tag|>{"name": "find", "parameters": {"q": "x"}}; {"name": ...}
+
+What a model writes is untrusted and often half right. What is clear is taken (arguments given as a
+text that holds JSON, line breaks inside strings, further keys); what is not becomes the reason in
+`bad_call`, which an environment may show to the model. Thoughts, up to the last `</think>`, hold no
+calls.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from configs.choices import ToolParser
+from rollout_pool.episodes.env import ToolCall
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+_LLAMA_START = re.compile(r'\s*\{(?=.*"name").*"(parameters|arguments)"', re.DOTALL)
+THINK, END_OF_THINK = "<think>", "</think>"
+SHOWN = 80
+"""Characters of a broken call that are quoted."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ParsedAnswer:
+    """One answer, taken apart."""
+
+    content: str
+    """What stands around the calls; the text as it was if there is none."""
+    calls: tuple[ToolCall, ...] = ()
+    """In the order in which they were written; `call_id` is the place among them."""
+    bad_call: str | None = None
+    """Why the first thing that should have been a call is none."""
+
+
+def parse_tool_calls(parser: ToolParser, text: str) -> ParsedAnswer:
+    """The calls that `text` holds in the form that `parser` names."""
+    thoughts, said = _split_thoughts(text)
+    content, calls, bad_call = PARSERS[parser](said)
+    if not calls and bad_call is None:
+        return ParsedAnswer(content=text)
+    return ParsedAnswer(
+        content=(thoughts + content).strip(),
+        calls=tuple(
+            ToolCall(call_id=str(place), name=name, arguments=arguments)
+            for place, (name, arguments) in enumerate(calls)
+        ),
+        bad_call=bad_call,
+    )
+
+
+_Call = tuple[str, dict[str, Any]]
+_Parsed = tuple[str, list[_Call], str | None]
+"""Content, calls, why one is none."""
+
+
+class _BadCall(ValueError):
+    """The message says why, in words for the model."""
+
+
+def _split_thoughts(text: str) -> tuple[str, str]:
+    """What is thought, and what is said."""
+    end = text.rfind(END_OF_THINK)
+    if end >= 0:
+        end += len(END_OF_THINK)
+        return text[:end], text[end:]
+    return (text, "") if text.lstrip().startswith(THINK) else ("", text)
+
+
+# Hermes -------------------------------------------------------------------------------------------
+
+
+def _parse_hermes(text: str) -> _Parsed:
+    before, *rests = text.split(OPEN, 1)
+    content, calls, bad_call = [before], [], None
+    while rests:
+        # From here on `text` is what follows an opening tag. A string of the JSON may hold a
+        # closing tag, so the value is read first and the tag is looked for behind it.
+        [text] = rests
+        try:
+            value, end = _read_json(text)
+            calls.append(_as_call(value))
+            rest = text[end:].lstrip()
+            if rest.strip() and not rest.startswith((CLOSE, OPEN)):
+                bad_call = bad_call or f"there is text between a call and its {CLOSE}"
+                rest = _after_close(rest)
+        except _BadCall as error:
+            bad_call = bad_call or str(error)
+            rest = _after_close(text)
+        between, *rests = rest.removeprefix(CLOSE).split(OPEN, 1)
+        content.append(between)
+    return "".join(content), calls, bad_call
+
+
+def _after_close(text: str) -> str:
+    """From the next tag on; nothing if there is none."""
+    places = [place for tag in (CLOSE, OPEN) if (place := text.find(tag)) >= 0]
+    return text[min(places) :] if places else ""
+
+
+# Llama 3 ------------------------------------------------------------------------------------------
+
+
+def _parse_llama3(text: str) -> _Parsed:
+    before, tag, rest = text.partition(PYTHON_TAG)
+    if not tag or before.lstrip().startswith("{"):
+        # Without the tag an answer is calls only if it begins like one: other JSON is an answer.
+        if not _LLAMA_START.match(text):
+            return text, [], None
+        before, tag, rest = "", "", text
+    calls: list[_Call] = []
+    while True:
+        try:
+            value, end = _read_json(rest)
+            calls.append(_as_call(value))
+        except _BadCall as error:
+            return (before if calls or tag else text), calls, str(error)
+        rest = rest[end:].lstrip()
+        if not rest.startswith((";", ",")):
+            return before + rest, calls, None
+        rest = rest[1:].lstrip().removeprefix(PYTHON_TAG)
+        if not rest.strip():
+            return before, calls, None
+
+
+PARSERS: dict[ToolParser, Callable[[str], _Parsed]] = {
+    ToolParser.hermes: _parse_hermes,
+    ToolParser.llama3_json: _parse_llama3,
+}
+
+
+# One call -----------------------------------------------------------------------------------------
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant)
+"""Takes line breaks inside strings, which models write into code; refuses NaN and infinities."""
+
+
+def _read_json(text: str) -> tuple[Any, int]:
+    """The JSON value at the start of `text`, and where it ends."""
+    start = len(text) - len(text.lstrip())
+    try:
+        return _DECODER.raw_decode(text, start)
+    except RecursionError:
+        raise _BadCall("the call is nested too deeply") from None
+    except ValueError as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        written = text.partition(CLOSE)[0].strip()
+        raise _BadCall(f"not valid JSON ({reason}): {written[:SHOWN]!r}") from None
+
+
+def _as_call(value: Any) -> _Call:
+    """Keys besides the name and the arguments are of no account."""
+    if not isinstance(value, dict):
+        raise _BadCall(f"a call must be a JSON object, not {_shown(value)}")
+    name = value.get("name")
+    if not isinstance(name, str) or not name.strip():
+        raise _BadCall(f'a call must have a "name", a text: {_shown(value)}')
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str) and arguments.strip():
+        arguments, _ = _read_json(arguments)
+    if arguments is None or arguments == "":
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise _BadCall(f'the arguments of "{name}" must be a JSON object: {_shown(arguments)}')
+    _check_text({"name": name, "arguments": arguments})
+    return name.strip(), arguments
+
+
+def _check_text(call: Any) -> None:
+    """JSON can spell halves of characters, which nothing can write out again."""
+    try:
+        json.dumps(call, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise _BadCall("the call holds half a character (a lone surrogate)") from None
+    except RecursionError:
+        raise _BadCall("the call is nested too deeply") from None
+
+
+def _shown(value: Any) -> str:
+    try:
+        return json.dumps(value)[:SHOWN]
+    except RecursionError:
+        return "a value nested too deeply"

@@ -1,0 +1,137 @@
+"""Tools that the model may call, and the environment that answers its calls.
+
+    reset ──► question and tools ──► answer with calls ──► all run at once ──► their results ──┐
+                                        ▲                                                      │
+                                        └──────────────────────────────────────────────────────┘
+              answer without a call ──► the inner environment's own step
+
+Whatever goes wrong with a call is told to the model, which may do better; nothing ends the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_pool.episodes.env import (
+    Completion,
+    Env,
+    Message,
+    Observation,
+    Step,
+    ToolCall,
+    ToolSpec,
+)
+
+MAX_RESULT_CHARS = 8192
+"""A longer result is cut in the middle."""
+MAX_CALLS = 16
+"""In one answer; further ones are not run."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Tool:
+    """What the model is told, and what is run."""
+
+    spec: ToolSpec
+    run: Callable[[Mapping[str, Any]], Awaitable[str]]
+    """Gets the arguments, gives the text of the result. What it raises is told to the model."""
+
+
+class ToolEnv:
+    """Any environment, with tools: it sees the answers in which nothing is called.
+
+    Counts are given as parts of the reward: tool_calls, tool_errors.
+    """
+
+    def __init__(self, inner: Env, tools: Sequence[Tool], *, call_timeout_s: float) -> None:
+        self._inner = inner
+        self._tools = {tool.spec.name: tool for tool in tools}
+        self._call_timeout_s = call_timeout_s
+        self._num_calls = 0
+        self._num_errors = 0
+
+    async def reset(self) -> Observation:
+        first = await self._inner.reset()
+        specs = tuple(tool.spec for tool in self._tools.values())
+        return dataclasses.replace(first, tools=(*first.tools, *specs))
+
+    async def step(self, completion: Completion) -> Step:
+        if not completion.tool_calls and completion.bad_call is None:
+            return self._with_counts(await self._inner.step(completion))
+        results = list(await asyncio.gather(*self._started(completion.tool_calls)))
+        if completion.bad_call is not None:
+            self._num_errors += 1
+            results.append(_bad_call_message(completion.bad_call))
+        return self._with_counts(Step(observation=Observation(messages=tuple(results))))
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def _started(self, calls: Sequence[ToolCall]) -> list[Awaitable[Message]]:
+        self._num_calls += len(calls)
+        return [self._answer(call, is_run=place < MAX_CALLS) for place, call in enumerate(calls)]
+
+    async def _answer(self, call: ToolCall, *, is_run: bool) -> Message:
+        try:
+            if not is_run:
+                raise ToolError(f"only the first {MAX_CALLS} calls of an answer are run")
+            text = await self._result(call)
+        except Exception as error:  # a tool may raise anything; the model is told
+            self._num_errors += 1
+            text = f"error: {_in_words(error)}"
+        return Message(
+            role="tool", content=shorten(text), tool_call_id=call.call_id, name=call.name
+        )
+
+    async def _result(self, call: ToolCall) -> str:
+        if call.name not in self._tools:
+            raise ToolError(
+                f"there is no tool named {call.name!r}; there is {', '.join(self._tools)}"
+            )
+        try:
+            async with asyncio.timeout(self._call_timeout_s) as limit:
+                return await self._tools[call.name].run(call.arguments)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise ToolError(f"no result within {self._call_timeout_s:g} s") from error
+
+    def _with_counts(self, step: Step) -> Step:
+        counts = {"tool_calls": float(self._num_calls), "tool_errors": float(self._num_errors)}
+        return dataclasses.replace(step, info={**step.info, **counts})
+
+
+class ToolError(Exception):
+    """Told to the model in these words alone."""
+
+
+def _bad_call_message(why: str) -> Message:
+    return Message(
+        role="tool",
+        content=f"error: what looks like a tool call is none: {why}. Write it again, as a JSON "
+        'object with the tool\'s name and its arguments.',
+    )  # fmt: skip
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, ToolError) else f"{type(error).__name__}: {error}"
+
+
+def as_text(result: object) -> str:
+    """A tool's result as the model reads it: texts as they are, anything else as JSON."""
+    if isinstance(result, str):
+        return result
+    return json.dumps(result, ensure_ascii=False, default=str)
+
+
+def shorten(text: str, limit: int = MAX_RESULT_CHARS) -> str:
+    """At most about `limit` characters, from both ends."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"

@@ -1,0 +1,102 @@
+"""What is asked of an inference engine and what it tells, whichever engine it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from buffer.types import VersionSpan
+from rollout_pool.sampling.sample import Sample
+
+ROUNDING = 1e-3
+"""A certain token's log-probability may come out this much above 0."""
+
+
+class EngineError(RuntimeError):
+    """An engine did not do what it was asked; the message names the engine."""
+
+
+class SampleRefused(EngineError):
+    """One sample was turned down or written unusably, by an engine that is well otherwise."""
+
+
+class BadLogprobs(ValueError):
+    """A sample's log-probabilities are missing, not finite or above 0: it can't be trained on."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EngineLoad:
+    """What an engine says of itself, all of its clients' requests together."""
+
+    num_running: int
+    num_queued: int
+    num_tokens: int
+    """Held in the KV cache, and queued to be computed into it."""
+    capacity: int
+    """Tokens that the KV cache can hold."""
+    kv_usage: float
+    """Share of the KV cache that running requests hold, in [0, 1]."""
+
+
+class EngineClient(Protocol):
+    """An inference engine as the rollout worker sees it."""
+
+    @property
+    def name(self) -> str: ...
+
+    def note_version(self, version: int) -> None:
+        """The engine serves `version` now."""
+        ...
+
+    async def generate(
+        self, sample: Sample, request_id: str, on_arrival: Callable[[], None] | None = None
+    ) -> None:
+        """Adds what the engine writes to `sample`, from where it stands, until it has ended.
+
+        Tokens are added as they arrive, with their log-probabilities and versions; `on_arrival` is
+        called after each time. `request_id` must be unique among all that the engine ever gets, and
+        none may begin with another. Returns without a finish_reason only after `stop`. Raises
+        EngineError or BadLogprobs; what has arrived before stays in the sample and is good. When
+        cancelled, the engine is told to stop.
+        """
+        ...
+
+    def stop(self, request_id: str) -> None:
+        """Let `generate` return soon, with all that the engine has written and exact versions."""
+        ...
+
+
+class LoadSource(Protocol):
+    """An engine that can be asked how busy it is."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often requests of this client lost their KV cache for want of room, so far."""
+        ...
+
+    async def load(self) -> EngineLoad | None:
+        """None if it lives but cannot tell. Raises EngineError if it does not answer."""
+        ...
+
+
+def check_logprobs(logprobs: Sequence[object]) -> list[float]:
+    """The log-probabilities as floats. Raises BadLogprobs for any that none can be."""
+    for place, value in enumerate(logprobs):
+        if not isinstance(value, float | int) or not math.isfinite(value) or value > ROUNDING:
+            raise BadLogprobs(f"log-probability of token {place} is {value!r}")
+    return [float(value) for value in logprobs]  # type: ignore[arg-type]
+
+
+def merge_spans(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
+    """Neighbours of the same version become one."""
+    merged: list[VersionSpan] = []
+    for span in spans:
+        if merged and merged[-1].version == span.version and merged[-1].end == span.start:
+            span = VersionSpan(version=span.version, start=merged.pop().start, end=span.end)
+        merged.append(span)
+    return merged

@@ -1,0 +1,277 @@
+"""Keeps requests away from an engine that fails; pure, its clock is handed in.
+
+closed ──3 failures in a row──► open ──delay over──► half open ──first tokens──► closed
+                                 ▲                     │ one request on trial
+                                 └─────it fails────────┘ twice the delay, up to 30 s
+
+Remembers which engine holds the prefix of a session.
+
+One engine as the router sees it: who may go there, how many are there, and how well it does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+
+from rollout_pool.sampling.concurrency import AdaptiveLimit, LoadSample
+from rollout_pool.sampling.engine_client import EngineClient, EngineLoad
+from rollout_pool.sampling.sample import Priority
+
+THRESHOLD = 3
+FIRST_DELAY_S = 0.5
+MAX_DELAY_S = 30.0
+
+
+class BreakerState(Enum):
+    closed = "closed"
+    open = "open"
+    half_open = "half_open"
+
+
+class Breaker:
+    """Of one engine. All times are of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._state = BreakerState.closed
+        self._num_failures = 0
+        self._num_delays = 0
+        self._last_failure = self._last_success = float("-inf")
+        self._is_on_trial = False
+        self.retry_at = float("-inf")
+        """When an engine that has failed is worth another try."""
+
+    @property
+    def state(self) -> BreakerState:
+        return self._state
+
+    def admits(self, now: float) -> bool:
+        """Whether a request may go there now."""
+        if self._state is BreakerState.closed:
+            return True
+        return now >= self.retry_at and not self._is_on_trial
+
+    def is_mended(self, failed_at: float, now: float) -> bool:
+        """Whether one that failed there at `failed_at` may hope that it is better now."""
+        return self._last_success > failed_at or now >= self.retry_at
+
+    def begin(self) -> bool:
+        """A request goes there, as `admits` allowed. Returns whether it is on trial."""
+        if self._state is BreakerState.closed:
+            return False
+        self._state = BreakerState.half_open
+        self._is_on_trial = True
+        return True
+
+    def succeed(self, now: float) -> None:
+        """A request got tokens."""
+        self._state = BreakerState.closed
+        self._num_failures = self._num_delays = 0
+        self._last_success = now
+        self._is_on_trial = False
+
+    def fail(self, begun: float, now: float) -> None:
+        """A request that began at `begun` failed.
+
+        All that were under way when the engine fell fail together: that is one delay, not many.
+        """
+        is_new = begun >= self._last_failure
+        self._last_failure = now
+        if not is_new and self._state is not BreakerState.closed:
+            return
+        self._num_failures += 1
+        if is_new:
+            delay = min(MAX_DELAY_S, FIRST_DELAY_S * 2.0**self._num_delays)
+            self._num_delays = min(self._num_delays + 1, 16)
+            self.retry_at = now + delay
+        if self._num_failures >= THRESHOLD or self._state is not BreakerState.closed:
+            self._state = BreakerState.open
+        self._is_on_trial = False
+
+    def withdraw(self) -> None:
+        """The request on trial ended; if it told nothing of the engine, another may try."""
+        self._is_on_trial = False
+
+    def expect(self, now: float) -> None:
+        """The engine is said to be back: no delay any more, but one request on trial first."""
+        self.retry_at = now
+        self._num_delays = 0
+
+
+MAX_SESSIONS = 65_536
+"""Of which the least recently used are forgotten first; that costs a prefill, nothing else."""
+
+
+class StickySessions:
+    """The home of each session, by engine name."""
+
+    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
+        self._max_sessions = max_sessions
+        self._homes: OrderedDict[str, str] = OrderedDict()
+
+    def home(self, session: str) -> str | None:
+        return self._homes.get(session)
+
+    def settle(self, session: str, engine: str) -> None:
+        self._homes[session] = engine
+        self._homes.move_to_end(session)
+        if len(self._homes) > self._max_sessions:
+            self._homes.popitem(last=False)
+
+    def lose(self, engine: str) -> None:
+        """The engine holds nothing any more."""
+        for session in [s for s, home in self._homes.items() if home == engine]:
+            del self._homes[session]
+
+
+EVALUATION_SHARE = 1 / 8
+"""Of an engine's limit: places that evaluation samples have beside the rollouts'."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RoomReport:
+    """How an engine is used by this process, as errors tell it."""
+
+    serves: int | None
+    """The version that it serves; None while it serves nothing."""
+    may_roll_out: bool
+    """Whether its tokens are new enough to be trained on."""
+    limit: int
+    """Samples that may be in flight at once."""
+    num_in_flight: int
+    num_waiting: int
+    """Samples that would go there if there were room; they may be waiting for others too."""
+    breaker: BreakerState
+    kv_usage: float | None
+    """None while the engine has told no load."""
+    num_queued: int | None
+    """By the engine itself, of all its clients."""
+
+
+class EngineRoom:
+    """Places, load and health of one engine."""
+
+    def __init__(self, client: EngineClient, max_running_requests: int, num_workers: int) -> None:
+        self.client = client
+        self.breaker = Breaker()
+        self.serves: int | None = None
+        self.may_roll_out = False
+        self.last_progress = float("-inf")
+        """When a sample got room or tokens here."""
+        self._limit = AdaptiveLimit(math.ceil(max_running_requests / num_workers))
+        self._has_others = num_workers > 1
+        self._num_in_flight = dict.fromkeys(Priority, 0)
+        self._tokens = 0
+        self._others_tokens = 0.0
+        self._load: EngineLoad | None = None
+        self._is_silent = False
+
+    @property
+    def name(self) -> str:
+        return self.client.name
+
+    @property
+    def tokens(self) -> float:
+        """Expected of all that is here, by other workers too."""
+        return self._tokens + self._others_tokens
+
+    @property
+    def own_tokens(self) -> int:
+        return self._tokens
+
+    @property
+    def num_in_flight(self) -> int:
+        return sum(self._num_in_flight.values())
+
+    def has_place(self, priority: Priority) -> bool:
+        """Evaluation samples have places beside the limit: an evaluation neither waits until the
+        rollouts leave room nor takes any from them."""
+        beside = max(1, int(EVALUATION_SHARE * self._limit.value))
+        num_evaluations = self._num_in_flight[Priority.evaluation]
+        if priority is Priority.evaluation and num_evaluations < beside:
+            return True
+        return self.num_in_flight - min(beside, num_evaluations) < self._limit.value
+
+    def may_serve(self, min_version: int, *, is_pinned: bool) -> bool:
+        """Whether it serves what such a sample needs, whatever its health.
+
+        One that is asked for by name need not serve what can be trained on, nor be known to serve
+        at all: somebody holds it at a version of their own.
+        """
+        if self.serves is None:
+            return is_pinned
+        return self.serves >= min_version and (self.may_roll_out or is_pinned)
+
+    def is_healthy(self, now: float) -> bool:
+        """An engine that has failed and does not even tell its load is not worth a sample."""
+        if self._is_silent and self.breaker.state is not BreakerState.closed:
+            return False
+        return self.breaker.admits(now)
+
+    def take(self, priority: Priority, tokens: int, now: float) -> bool:
+        """Whether the sample is on trial: what becomes of it decides about the engine."""
+        self._num_in_flight[priority] += 1
+        self._tokens += tokens
+        self.last_progress = now
+        return self.breaker.begin()
+
+    def give_back(self, priority: Priority, tokens: int) -> None:
+        self._num_in_flight[priority] -= 1
+        self._tokens -= tokens
+
+    def follow(self, serves: int | None, *, may_roll_out: bool, now: float) -> None:
+        if self.serves is None and serves is not None:
+            self.breaker.expect(now)
+            self._is_silent = False
+        if serves is None:
+            self._limit.restart()
+        else:
+            self.client.note_version(serves)
+        self.serves = serves
+        self.may_roll_out = may_roll_out
+
+    def note_load(self, load: EngineLoad | None, num_preempted: int) -> None:
+        """`load` is None if the engine lives but cannot tell."""
+        self._is_silent = False
+        self._load = load
+        if load is None or not load.capacity:
+            return
+        self._others_tokens = self._estimate_others(load) if self._has_others else 0.0
+        self._limit.update(
+            LoadSample(
+                num_in_flight=self.num_in_flight,
+                num_running=load.num_running,
+                num_queued=load.num_queued,
+                kv_usage=load.kv_usage,
+                expected_usage=self.tokens / load.capacity,
+                num_preempted=num_preempted,
+            )
+        )
+
+    def note_silence(self) -> None:
+        """It did not tell its load."""
+        self._is_silent = True
+        self._load = None
+
+    def _estimate_others(self, load: EngineLoad) -> float:
+        """Requests that are not ours are taken to be like ours, or as the engine's average."""
+        number = load.num_running + load.num_queued
+        own = self.num_in_flight
+        if number <= own:
+            return 0.0
+        each = self._tokens / own if own else load.num_tokens / number
+        return (number - own) * each
+
+    def report(self, num_waiting: int) -> RoomReport:
+        return RoomReport(
+            serves=self.serves,
+            may_roll_out=self.may_roll_out,
+            limit=self._limit.value,
+            num_in_flight=self.num_in_flight,
+            num_waiting=num_waiting,
+            breaker=self.breaker.state,
+            kv_usage=None if self._load is None else self._load.kv_usage,
+            num_queued=None if self._load is None else self._load.num_queued,
+        )

@@ -1,0 +1,302 @@
+"""Chooses the engine for a sample: the least loaded of those that may have it and have room.
+
+    assign() ──► waiting line, by priority and rank ──► place at an engine ──► release()
+                     ▲   served whenever a place, an engine, a version
+                     └── or a better limit comes
+
+An engine may have samples while it serves a version whose tokens can still be trained. One that is
+starting, lost, too far behind or failing has none: its samples wait for it or go elsewhere. The
+turns of a session go where their prefix is, unless that engine is overloaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import time
+from collections.abc import Mapping, Sequence
+
+from buffer.staleness import is_fresh
+from rollout_pool.sampling.engine_client import EngineClient, EngineLoad
+from rollout_pool.sampling.engine_state import EngineRoom, RoomReport, StickySessions
+from rollout_pool.sampling.queue import Hope, Needs, QueueKey, Waiter, WaitingLine
+from rollout_pool.sampling.sample import Interrupted, Priority, Sample
+
+OVERLOAD_FACTOR = 1.5
+OVERLOAD_SAMPLES = 8
+"""A session leaves its engine when that has more than the factor times the load of the least
+loaded one, and so many samples of its own size more."""
+LENGTHS_KEPT = 0.98
+"""Of the mean length, at each sample that ends: it follows the policy in some hundred samples."""
+
+
+class Place:
+    """Room for one sample at one engine, until `release`."""
+
+    def __init__(self, router: Router, room: EngineRoom, waiter: Waiter, begun: float) -> None:
+        self._router = router
+        self._room = room
+        self._is_trial = room.take(waiter.sample.priority, waiter.tokens, begun)
+        self._priority = waiter.sample.priority
+        self._tokens = waiter.tokens
+        self.begun = begun
+        self._is_released = False
+
+    @property
+    def engine(self) -> EngineClient:
+        return self._room.client
+
+    def progress(self) -> None:
+        """Tokens have come."""
+        now = time.monotonic()
+        self._room.last_progress = now
+        self._room.breaker.succeed(now)
+
+    def fail(self) -> float:
+        """The engine did not do what it was asked. Returns the time, for `assign`'s `failed`."""
+        now = time.monotonic()
+        self._room.breaker.fail(self.begun, now)
+        return now
+
+    def release(self) -> None:
+        if not self._is_released:
+            self._is_released = True
+            self._room.give_back(self._priority, self._tokens)
+            if self._is_trial:
+                self._room.breaker.withdraw()
+            self._router.serve()
+
+
+class Router:
+    """Knows the load of each engine, and which of them may have more. For one event loop."""
+
+    def __init__(
+        self,
+        engines: Sequence[EngineClient],
+        wait_timeout_s: float,
+        *,
+        max_running_requests: int = 128,
+        num_workers: int = 1,
+    ) -> None:
+        """`wait_timeout_s`: longest that a sample waits while nothing at all progresses
+        (buffer.wait_timeout_s). The engines' places are shared with the other workers."""
+        assert engines
+        self._rooms = {
+            engine.name: EngineRoom(engine, max_running_requests, num_workers) for engine in engines
+        }
+        self._wait_timeout_s = wait_timeout_s
+        self._line = WaitingLine()
+        self._hope = Hope(wait_timeout_s, last_progress=self._last_progress, give_up=self._give_up)
+        self._sessions = StickySessions()
+        self._mean_length: float | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._situation = "nothing is known of them yet"
+
+    # What is told to it ---------------------------------------------------------------------------
+
+    def follow(self, versions: Mapping[str, int], trainer: int, max_staleness: int) -> None:
+        """What each engine serves now (those that serve nothing are missing), and the trainer's."""
+        now = time.monotonic()
+        self._hope.look()
+        for room in self._rooms.values():
+            serves = versions.get(room.name)
+            if serves is None and room.serves is not None:
+                self._sessions.lose(room.name)
+            is_allowed = serves is not None and is_fresh(trainer, serves, max_staleness)
+            room.follow(serves, may_roll_out=is_allowed, now=now)
+        self._situation = (
+            f"they serve {dict(versions) or 'nothing'}, the trainer is at version {trainer} "
+            f"and max_staleness is {max_staleness}"
+        )
+        self.serve()
+
+    def note_load(self, engine: str, load: EngineLoad | None, num_preempted: int) -> None:
+        """What an engine says of itself; None if it lives but cannot tell."""
+        self._rooms[engine].note_load(load, num_preempted)
+        self.serve()
+
+    def note_silence(self, engine: str) -> None:
+        """An engine did not answer when it was asked for its load."""
+        self._rooms[engine].note_silence()
+
+    def note_end(self, sample: Sample) -> None:
+        """A sample has ended; how long it became tells how long others may become."""
+        length = len(sample.output_ids)
+        known = length if self._mean_length is None else self._mean_length
+        self._mean_length = LENGTHS_KEPT * known + (1 - LENGTHS_KEPT) * length
+
+    # What is asked of it --------------------------------------------------------------------------
+
+    @property
+    def tokens_in_flight(self) -> dict[str, int]:
+        """By engine: expected of the samples of this process."""
+        return {name: room.own_tokens for name, room in self._rooms.items()}
+
+    def loads(self) -> dict[str, RoomReport]:
+        """By engine, as errors tell it."""
+        sizes = list(self._line.sizes())
+        return {
+            name: room.report(sum(size for needs, size in sizes if _may_serve(room, needs)))
+            for name, room in self._rooms.items()
+        }
+
+    async def assign(self, sample: Sample, failed: Mapping[str, float] | None = None) -> Place:
+        """A place for the sample, which its owner must release.
+
+        Engines named in `failed` (with the time) are taken only if there is no other, and not
+        before they may have mended. Waits for room behind those of higher priority or lower rank.
+        Raises TimeoutError naming the engines when nothing has progressed for so long, Interrupted
+        after `withdraw`, and ValueError for an engine that does not exist.
+        """
+        if sample.engine is not None and sample.engine not in self._rooms:
+            raise ValueError(f"there is no {sample.engine} among {', '.join(self._rooms)}")
+        waiter = Waiter(
+            sample=sample,
+            tokens=self._expected_tokens(sample),
+            failed={} if failed is None else failed,
+            joined_at=time.monotonic(),
+            granted=asyncio.get_running_loop().create_future(),
+        )
+        self._line.join(waiter)
+        self._hope.join(waiter)
+        self.serve()
+        try:
+            return await waiter.granted
+        except BaseException:
+            granted = waiter.granted
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                granted.result().release()  # it came at the same moment
+            raise
+        finally:
+            self._leave(waiter)
+
+    def withdraw(self, sample: Sample) -> None:
+        """The sample waits no more; `assign` raises Interrupted. Nothing happens if it did not."""
+        if (waiter := self._line.find(sample)) is not None:
+            self._leave(waiter)
+            if not waiter.granted.done():
+                waiter.granted.set_exception(Interrupted(sample.sample_id))
+
+    def _expected_tokens(self, sample: Sample) -> int:
+        """That the sample will hold. What has lived long lives longer: the expected rest of a
+        length with a long tail does not shrink, so the mean is taken wherever it stands."""
+        mean = sample.num_left / 2 if self._mean_length is None else self._mean_length
+        return len(sample.prompt) + len(sample.output_ids) + min(sample.num_left, round(mean))
+
+    # Waiting --------------------------------------------------------------------------------------
+
+    def _leave(self, waiter: Waiter) -> None:
+        self._line.leave(waiter)
+        self._hope.leave(waiter)
+
+    def _last_progress(self, needs: Needs) -> float:
+        """When an engine that may serve it last did anything for anyone."""
+        rooms = self._rooms.values()
+        return max(
+            (room.last_progress for room in rooms if _may_serve(room, needs)),
+            default=float("-inf"),
+        )
+
+    def _give_up(self, waiter: Waiter) -> None:
+        self._line.leave(waiter)
+        if not waiter.granted.done():
+            waiter.granted.set_exception(TimeoutError(self._explain(waiter)))
+
+    def _explain(self, waiter: Waiter) -> str:
+        version = waiter.sample.min_version
+        what = f" for version {version} or later" if version else ""
+        busy = "; ".join(
+            f"{name}: {report.num_in_flight} of {report.limit} places taken, "
+            f"breaker {report.breaker.value}"
+            for name, report in self.loads().items()
+        )
+        who = waiter.sample.engine or f"none of {', '.join(self._rooms)}"
+        is_not = "could not" if waiter.sample.engine else "could"
+        return (
+            f"{who} {is_not} be given a request{what} for "
+            f"buffer.wait_timeout_s={self._wait_timeout_s:g}: {self._situation} ({busy})"
+        )
+
+    # Serving --------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Give room to all who can have it."""
+        if not len(self._line):
+            return
+        now = time.monotonic()
+        for priority in Priority:
+            self._serve_queues(priority, now)
+        self._set_alarm(now)
+
+    def _serve_queues(self, priority: Priority, now: float) -> None:
+        """By the order of their first waiters; a queue that finds no place is left alone."""
+        queues = self._line.queues(priority)
+        firsts = [(queue[0].order, key) for key, queue in queues.items()]
+        heapq.heapify(firsts)
+        while firsts:
+            _, key = firsts[0]
+            queue = queues[key]
+            if (found := self._find_place(key, queue, priority, now)) is None:
+                heapq.heappop(firsts)
+                continue
+            self._grant(*found, now)
+            if queue:
+                heapq.heapreplace(firsts, (queue[0].order, key))
+            else:
+                heapq.heappop(firsts)
+
+    def _find_place(
+        self, key: QueueKey, queue: list[Waiter], priority: Priority, now: float
+    ) -> tuple[Waiter, EngineRoom] | None:
+        """The first of a queue that can be served, and where."""
+        healthy = [
+            room
+            for room in self._rooms.values()
+            if _may_serve(room, key.needs) and room.is_healthy(now)
+        ]
+        if others := [room for room in healthy if room.name not in key.failed]:
+            free = [room for room in others if room.has_place(priority)]
+            return (queue[0], self._choose(queue[0], free)) if free else None
+        failed = [room for room in healthy if room.has_place(priority)]
+        # An engine that is healthy and has not mended has failed a time or two: few wait for it.
+        for waiter in queue if failed else ():
+            if free := [r for r in failed if r.breaker.is_mended(waiter.failed[r.name], now)]:
+                return waiter, self._choose(waiter, free)
+        return None
+
+    def _choose(self, waiter: Waiter, free: list[EngineRoom]) -> EngineRoom:
+        least = min(free, key=lambda room: room.tokens)
+        home = self._rooms.get(self._sessions.home(waiter.sample.session) or "")
+        if home in free:
+            assert home is not None
+            most = OVERLOAD_FACTOR * least.tokens + OVERLOAD_SAMPLES * waiter.tokens
+            if home.tokens <= most:
+                return home
+        return least
+
+    def _grant(self, waiter: Waiter, room: EngineRoom, now: float) -> None:
+        sample = waiter.sample
+        self._leave(waiter)
+        if waiter.granted.done():
+            return  # its task was cancelled a moment ago
+        if sample.session:
+            self._sessions.settle(sample.session, room.name)
+        waiter.granted.set_result(Place(self, room, waiter, now))
+
+    def _set_alarm(self, now: float) -> None:
+        """Who waits for an engine to mend is to be served then, though nothing else happens."""
+        times = [room.breaker.retry_at for room in self._rooms.values()]
+        at = min((time for time in times if time > now), default=None) if len(self._line) else None
+        if self._alarm is not None:
+            if self._alarm.when() == at:
+                return
+            self._alarm.cancel()
+            self._alarm = None
+        if at is not None:
+            self._alarm = asyncio.get_running_loop().call_at(at, self.serve)
+
+
+def _may_serve(room: EngineRoom, needs: Needs) -> bool:
+    return needs.engine in (None, room.name) and room.may_serve(
+        needs.min_version, is_pinned=needs.engine is not None
+    )

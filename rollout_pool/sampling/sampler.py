@@ -1,0 +1,150 @@
+"""Completes samples, whatever becomes of the engines on the way.
+
+complete(sample): place ──► engine ──► ended
+                    ▲          │ engine lost, sample refused: its tokens stay, the rest is
+                    └──────────┘ asked for elsewhere, `max_retries` times
+                               │ interrupt(): the same, when its owner asks again
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, SampleRefused
+from rollout_pool.sampling.router import Place, Router
+from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
+
+
+class Completer(Protocol):
+    """Whoever can complete samples."""
+
+    async def complete(self, sample: Sample) -> None:
+        """Goes on from where the sample stands until it has ended.
+
+        Raises SampleFailed, Interrupted if `interrupt` was called meanwhile, and TimeoutError if no
+        engine could be asked; what the sample has stays in it. When cancelled, the engine is told
+        to stop.
+        """
+        ...
+
+    def interrupt(self, sample: Sample) -> None:
+        """Lets `complete` raise Interrupted soon, with all tokens so far and their versions in the
+        sample; nothing happens if it is not under way, or ends by itself before."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True)
+class _Run:
+    """One call of `complete`."""
+
+    failed: dict[str, float] = field(default_factory=dict)
+    """Engines that failed it, with the time."""
+    num_failures: int = 0
+    last_error: Exception | None = None
+    is_interrupted: bool = False
+    asked: tuple[Place, str] | None = None
+    """The request that is under way."""
+
+
+class Sampler:
+    """Completes samples at the engines of one router, any number at once.
+
+    Setting: rollout.max_request_retries.
+    """
+
+    def __init__(self, router: Router, max_retries: int) -> None:
+        self._router = router
+        self._max_retries = max_retries
+        self._runs: dict[Sample, _Run] = {}
+
+    async def complete(self, sample: Sample) -> None:
+        """See Completer."""
+        assert sample not in self._runs, f"{sample.sample_id} is under way"
+        run = self._runs[sample] = _Run()
+        try:
+            while not self._has_ended(sample):
+                await self._attempt(sample, run)
+        finally:
+            del self._runs[sample]
+
+    def interrupt(self, sample: Sample) -> None:
+        """See Completer."""
+        run = self._runs.get(sample)
+        if run is None:
+            return
+        run.is_interrupted = True
+        if run.asked is None:
+            self._router.withdraw(sample)
+        else:
+            place, request_id = run.asked
+            place.engine.stop(request_id)
+
+    def _has_ended(self, sample: Sample) -> bool:
+        if sample.finish_reason is None and sample.num_left <= 0:
+            # The engine died between its last token and the end.
+            sample.finish_reason = "length"
+            self._router.note_end(sample)
+            self._tell(sample)
+        return sample.finish_reason is not None
+
+    async def _attempt(self, sample: Sample, run: _Run) -> None:
+        """One request. Raises if the sample can't be asked for again."""
+        place = await self._wait_for_place(sample, run)
+        try:
+            if not run.is_interrupted:
+                await self._ask(sample, run, place)
+        finally:
+            place.release()
+        if sample.finish_reason is not None:
+            self._router.note_end(sample)
+        elif run.is_interrupted:
+            raise Interrupted(sample.sample_id)
+        elif run.num_failures > self._max_retries:
+            raise SampleFailed(
+                f"{sample.sample_id} failed {run.num_failures} times "
+                f"(rollout.max_request_retries={self._max_retries}); the last: {run.last_error}"
+            )
+
+    async def _wait_for_place(self, sample: Sample, run: _Run) -> Place:
+        if sample.on_wait is None:
+            return await self._router.assign(sample, run.failed)
+        sample.on_wait(True)
+        try:
+            return await self._router.assign(sample, run.failed)
+        finally:
+            sample.on_wait(False)
+
+    async def _ask(self, sample: Sample, run: _Run, place: Place) -> None:
+        sample.num_attempts += 1
+        # SGLang aborts all requests whose ids begin with the one that it is given: the mark at the
+        # end keeps sample 1 from ending sample 10.
+        request_id = f"{sample.sample_id}.{sample.num_attempts}!"
+
+        def on_arrival() -> None:
+            place.progress()
+            self._tell(sample)
+
+        run.asked = (place, request_id)
+        try:
+            await place.engine.generate(sample, request_id, on_arrival)
+        except SampleRefused as error:
+            self._note_failure(sample, run, place, error)
+        except BadLogprobs as error:
+            sample.num_refused += 1
+            self._note_failure(sample, run, place, error)
+        except EngineError as error:
+            run.failed[place.engine.name] = place.fail()
+            self._note_failure(sample, run, place, error)
+        finally:
+            run.asked = None
+
+    def _note_failure(self, sample: Sample, run: _Run, place: Place, error: Exception) -> None:
+        run.failed.setdefault(place.engine.name, place.begun)
+        run.last_error = error
+        run.num_failures += 1
+        sample.num_failures += 1
+
+    def _tell(self, sample: Sample) -> None:
+        if sample.on_tokens is not None:
+            sample.on_tokens(sample)

@@ -1,0 +1,147 @@
+"""Runs a program's code in this process as Python itself would, and notes what it ran into."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import sys
+
+from rollout_pool.sandbox import statements
+
+TYPE_CHECKING = False  # so that modules are not imported just to be named
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+NAME = "program.py"
+"""What the program's code is called in its tracebacks."""
+_NETWORK_EVENTS = (
+    "socket.connect",
+    "socket.bind",
+    "socket.sendto",
+    "socket.getaddrinfo",
+    "socket.gethostbyname",
+    "socket.gethostbyaddr",
+    "socket.getnameinfo",
+)
+_PROCESS_EVENTS = (
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.system",
+    "os.exec",
+    "os.kill",
+    "subprocess.Popen",
+)
+_AF_UNIX = 1
+_FILE_ERRORS = (errno.EFBIG, errno.ENOSPC, errno.EMFILE, errno.EROFS, errno.EDQUOT)
+
+
+class Notes:
+    """What the parent is told, a kind and a value a line. Meant for logs: a program could forge all
+    but the first, which was written before it ran."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.tried: list[str] = []
+        """What was not allowed and tried, the latest last; each once."""
+
+    def write(self, kind: str, value: str) -> None:
+        os.write(self._descriptor, f"{kind} {value}\n".encode())
+
+    def note_try(self, what: str) -> None:
+        if what not in self.tried:
+            self.tried.append(what)
+            self.write("tried", what)
+
+
+def run(code: str, notes: Notes, channel: statements.Channel | None = None) -> None:
+    """Run it as `__main__`; then answer what its tests ask through `channel`. Raises SystemExit as
+    the program would end."""
+
+    def note(error: BaseException) -> None:
+        if (reason := _reason(error, notes.tried)) is not None:
+            notes.write("reason", reason)
+        _print(error, {NAME: code})
+
+    module = type(sys)("__main__")
+    _clear_up(module)
+    server = channel and statements.Server(channel, module.__dict__, note)
+    sys.addaudithook(_listener(notes))
+    try:
+        exec(compile(code, NAME, "exec"), module.__dict__)  # what the sandbox is there for
+        if server:
+            server.serve()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        note(error)
+        raise SystemExit(1) from None
+
+
+def run_tests(text: str, channel: statements.Channel) -> None:
+    """Run the statements that test the program at the other end of `channel`. Raises SystemExit if
+    they did not hold."""
+    module = type(sys)("__main__")
+    _clear_up(module)
+    try:
+        statements.run_statements(text, module.__dict__, statements.Asker(channel))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _print(error, {statements.NAME: text})
+        raise SystemExit(1) from None
+
+
+def _clear_up(module: ModuleType) -> None:
+    """Leave the program an interpreter as if it had been started with it."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "rollout_pool"]:
+        del sys.modules[name]
+    del sys.path[0]
+    sys.argv = [NAME]
+    sys.modules["__main__"] = module
+    module.__dict__["__builtins__"] = builtins
+    for name in ("exit", "quit"):  # which the site module adds elsewhere
+        setattr(builtins, name, sys.exit)
+
+
+def _listener(notes: Notes) -> Callable[[str, tuple[object, ...]], None]:
+    def listen(event: str, arguments: tuple[object, ...]) -> None:
+        if event in _NETWORK_EVENTS or (
+            event == "socket.__new__" and arguments[1] not in (_AF_UNIX, -1)
+        ):
+            notes.note_try("network")
+        elif event in _PROCESS_EVENTS:
+            notes.note_try("processes")
+
+    return listen
+
+
+def _reason(error: BaseException, tried: list[str]) -> str | None:
+    """Which limit an error comes from, as far as one can tell."""
+    if isinstance(error, MemoryError):
+        return "memory"
+    if isinstance(error, RuntimeError) and "start new thread" in str(error):
+        return "processes"
+    if not isinstance(error, OSError):
+        return None
+    if error.errno in _FILE_ERRORS:
+        return "files"
+    if tried:
+        return tried[-1]
+    return "files" if error.filename is not None else None
+
+
+def _print(error: BaseException, texts: dict[str, str]) -> None:
+    # Imported here: a program that ends well has no use for them.
+    import linecache
+    import traceback
+
+    for name, text in texts.items():
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    trace = error.__traceback__
+    while trace and trace.tb_frame.f_code.co_filename not in texts:  # ours
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace)
+    sys.stderr.flush()  # its tests' process may have more to say behind it

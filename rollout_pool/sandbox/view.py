@@ -1,0 +1,126 @@
+"""What a sandboxed program can see of the machine's files: Python, shared libraries, its own /tmp.
+
+Two layers tell the kernel so, each for itself: a root of its own, put together from read-only
+mounts, and Landlock's rules.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+
+from rollout_pool.sandbox import kernel
+
+SCRATCH = "/tmp"
+"""The program's own folder: in memory, limited in size, gone with the program."""
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+SINKS = ("/dev/null",)
+"""Devices that may be written to."""
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
+_SINGLE_FILES = ("/etc/ld.so.cache", "/etc/localtime")
+_NOT_PYTHON_ITSELF = ("site-packages", "dist-packages")
+"""What was installed beside Python may be the very project that runs here."""
+_MOUNT_FLAGS = {
+    os.ST_RDONLY: kernel.MS_RDONLY,
+    os.ST_NOSUID: kernel.MS_NOSUID,
+    os.ST_NODEV: kernel.MS_NODEV,
+    os.ST_NOEXEC: kernel.MS_NOEXEC,
+    os.ST_NOATIME: kernel.MS_NOATIME,
+    os.ST_NODIRATIME: kernel.MS_NODIRATIME,
+    os.ST_RELATIME: kernel.MS_RELATIME,
+}
+
+
+def python_folders() -> list[str]:
+    """The standard library, which may lie in two places."""
+    # sysconfig knows it too, but takes longer to import than all of this takes to run.
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    places = [os.path.dirname(os.__file__), f"{sys.exec_prefix}/{sys.platlibdir}/{version}"]
+    return list(dict.fromkeys(os.path.realpath(place) for place in places if os.path.isdir(place)))
+
+
+def python_libraries() -> list[str]:
+    """Shared libraries that came with this Python."""
+    found = []
+    for folder in python_folders():
+        if (beside := os.path.dirname(folder)) not in _LIBRARIES:
+            found += [f"{beside}/{name}" for name in os.listdir(beside) if ".so" in name]
+    return found
+
+
+def readable() -> list[str]:
+    """What may be read, with all below it."""
+    paths = [*_LIBRARIES, *_SINGLE_FILES, *DEVICES, *python_libraries()]
+    for folder in python_folders():
+        paths += [
+            f"{folder}/{name}" for name in os.listdir(folder) if name not in _NOT_PYTHON_ITSELF
+        ]
+    return paths
+
+
+def is_readable_by_all(through: bool) -> bool:
+    """Whether a user of no rights can read the library; `through`: and get to its folder."""
+    for folder in python_folders():
+        if not os.stat(folder).st_mode & stat.S_IXOTH:
+            return False
+        if not os.stat(f"{folder}/os.py").st_mode & stat.S_IROTH:
+            return False
+        while through and folder != "/":
+            folder = os.path.dirname(folder)
+            if not os.stat(folder).st_mode & stat.S_IXOTH:
+                return False
+    return True
+
+
+def enter(scratch_bytes: int) -> None:
+    """Make the files above the whole world, in a mount namespace of our own. Raises OSError."""
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    root = SCRATCH  # any folder will do to mount upon; nothing of it is seen afterwards
+    kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID, "size=4m,nr_inodes=4k,mode=0755")
+    for path in (*_LIBRARIES, *_SINGLE_FILES, *DEVICES, *python_folders(), *python_libraries()):
+        _show(root, path)
+    for folder in python_folders():
+        for name in _NOT_PYTHON_ITSELF:
+            if os.path.isdir(f"{root}{folder}/{name}"):
+                _mount_empty(f"{root}{folder}/{name}", 4096)
+    _make_read_only(root)
+    os.makedirs(f"{root}{SCRATCH}", exist_ok=True)
+    _mount_empty(f"{root}{SCRATCH}", scratch_bytes)
+    kernel.mount("none", root, None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY)
+    kernel.make_root(root)
+    os.chdir(SCRATCH)
+
+
+def _mount_empty(path: str, size: int) -> None:
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("tmpfs", path, "tmpfs", flags, f"size={size},nr_inodes=4k,mode=1777")
+
+
+def _show(root: str, path: str) -> None:
+    """`path` as it is, at the same place under `root`; a link stays a link."""
+    place = root + path
+    if not os.path.lexists(path) or os.path.lexists(place):
+        return
+    os.makedirs(os.path.dirname(place), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), place)
+        return
+    if os.path.isdir(path):
+        os.makedirs(place)
+    else:
+        os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o444))
+    kernel.mount(path, place, None, kernel.MS_BIND | kernel.MS_REC)
+
+
+def _make_read_only(root: str) -> None:
+    """Every mount below `root`, also those that came along inside of another."""
+    with open("/proc/self/mountinfo", encoding="utf-8") as mounts:
+        points = [line.split()[4].encode().decode("unicode_escape") for line in mounts]
+    for point in points:
+        if point.startswith(f"{root}/"):
+            # Flags that the mount has must be said again: it may not lose them.
+            has = os.statvfs(point).f_flag
+            flags = sum(mine for theirs, mine in _MOUNT_FLAGS.items() if has & theirs)
+            flags |= kernel.MS_RDONLY | kernel.MS_NOSUID
+            kernel.mount("none", point, None, kernel.MS_REMOUNT | kernel.MS_BIND | flags)

@@ -1,0 +1,216 @@
+"""Answers to the held-out prompts, while generation goes on at the same engines.
+
+With an engine held at the version, all of them are by that version alone; without, by it or later
+ones, and the report says by which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from buffer.types import SamplingParams
+from configs.rollout_schema import RolloutConfig
+from rollout_pool.cancelling import end_tasks
+from rollout_pool.episodes.episode import Episode
+from rollout_pool.episodes.runner import EpisodeAsk, EpisodeFailed
+from rollout_pool.rewards.score import Scorer
+from rollout_pool.sampling.sample import Priority, SampleFailed
+from rollout_pool.tasks.task import Prompt, Task
+from rollout_pool.types import EvalReport
+from rollout_pool.worker.player import Player
+from rollout_pool.worker.prompts import PromptReader
+
+log = logging.getLogger(__name__)
+
+EPISODES_AT_ONCE = 128
+"""Keeps the engines' queues short for the groups that the trainer waits for."""
+ROUNDING = 1e-6
+"""Of a sum of weighted parts: so little less than rollout.eval.full_score is still right."""
+MAX_FAILED = 0.05
+"""So large a share of the prompts without an answer is an error: the numbers would mislead. One
+of several prompts is never too many."""
+
+
+class EvaluationFailed(RuntimeError):
+    """Too many of the held-out prompts got no answer, or none could be scored."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Answer:
+    score: float
+    versions: frozenset[int]
+    """That wrote a token of it."""
+    unscored: str | None
+    """Why it is not known what it is worth."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Place:
+    """Where the samples of one evaluation go; turned to any engine when the held one fails."""
+
+    engine: str | None
+
+
+class Evaluator:
+    """Asks every held-out prompt rollout.eval.num_samples times."""
+
+    def __init__(
+        self,
+        *,
+        player: Player,
+        scorer: Scorer,
+        task: Task,
+        reader: PromptReader,
+        config: RolloutConfig,
+    ) -> None:
+        self._player = player
+        self._scorer = scorer
+        self._num_samples = config.eval.num_samples
+        self._full_score = config.eval.full_score - ROUNDING * max(1, abs(config.eval.full_score))
+        self._sampling = SamplingParams(
+            temperature=config.eval.temperature, top_p=config.eval.top_p, top_k=config.eval.top_k
+        )
+        self._prompts = [p for p in task.eval_prompts() if reader.read(p) is not None]
+        if not self._prompts:
+            raise ValueError(
+                "rollout.max_prompt_tokens: every held-out prompt is longer and was skipped; "
+                "raise the limit"
+            )
+
+    async def run(self, version: int, engine: str | None = None) -> EvalReport:
+        """`version`: the oldest policy version that may have written a token; waits for it.
+
+        `engine` is held at that version and asked alone, unless it fails: then the rest is asked
+        of any. Raises EvaluationFailed, and RuntimeError if an older version was still served.
+        """
+        started = time.perf_counter()
+        place, turn = _Place(engine=engine), asyncio.Semaphore(EPISODES_AT_ONCE)
+        name = f"eval-{uuid.uuid4().hex[:12]}"
+        asked = [
+            asyncio.create_task(self._answer(prompt, f"{name}.{number}.{i}", version, place, turn))
+            for number, prompt in enumerate(self._prompts)
+            for i in range(self._num_samples)
+        ]
+        try:
+            answers = await asyncio.gather(*asked)
+        finally:
+            await end_tasks(asked)
+        by_prompt = [
+            answers[i : i + self._num_samples] for i in range(0, len(answers), self._num_samples)
+        ]
+        complete = [[a for a in some if a is not None] for some in by_prompt if None not in some]
+        num_failed = len(self._prompts) - len(complete)
+        if num_failed >= max(2, MAX_FAILED * len(self._prompts)) or not complete:
+            raise EvaluationFailed(
+                f"{num_failed} of {len(self._prompts)} held-out prompts got no answer, which is "
+                f"{MAX_FAILED:.0%} or more: the log of the worker says why"
+            )
+        why = [answer.unscored for some in complete for answer in some]
+        if None not in why:
+            raise EvaluationFailed(f"no answer could be scored; the first: {why[0]}")
+        return self._report(complete, num_failed, started)
+
+    def _report(
+        self, answers: Sequence[Sequence[_Answer]], num_failed: int, started: float
+    ) -> EvalReport:
+        scored = [[a for a in of_prompt if a.unscored is None] for of_prompt in answers]
+        every = [answer for of_prompt in scored for answer in of_prompt]
+        versions = {version for answer in every for version in answer.versions}
+        is_right = [[a.score >= self._full_score for a in of_prompt] for of_prompt in scored]
+        # Of a prompt whose answers could not all be scored the others say as much of it.
+        by_size = {
+            k: enough
+            for k in sample_sizes(self._num_samples)
+            if (enough := [some for some in is_right if len(some) >= k])
+        }
+        return EvalReport(
+            version_min=min(versions),
+            version_max=max(versions),
+            accuracy=sum(map(sum, is_right)) / len(every),
+            score_mean=sum(answer.score for answer in every) / len(every),
+            num_prompts=len(answers),
+            seconds=time.perf_counter() - started,
+            num_samples=self._num_samples,
+            num_failed=num_failed,
+            num_unscored=sum(map(len, answers)) - len(every),
+            mean_at_k={k: _mean([sum(some[:k]) / k for some in e]) for k, e in by_size.items()},
+            pass_at_k={
+                k: _mean([pass_at_k(len(some), sum(some), k) for some in e])
+                for k, e in by_size.items()
+            },
+        )
+
+    async def _answer(
+        self, prompt: Prompt, session: str, version: int, place: _Place, turn: asyncio.Semaphore
+    ) -> _Answer | None:
+        """None if it could not be had."""
+        async with turn:
+            try:
+                episode = await self._play(prompt, session, version, place)
+            except (SampleFailed, EpisodeFailed, TimeoutError) as error:
+                log.warning("held-out prompt %d got no answer: %s", prompt.index, error)
+                return None
+        score = await self._scorer.score(prompt, episode)
+        unscored = score.reasons if score.is_unscored else None
+        if unscored is not None:
+            log.warning("an answer to held-out prompt %d is unscored: %s", prompt.index, unscored)
+        return _Answer(score=score.reward, versions=_versions(episode), unscored=unscored)
+
+    async def _play(self, prompt: Prompt, session: str, version: int, place: _Place) -> Episode:
+        if (engine := place.engine) is not None:
+            try:
+                episode = await self._episode(prompt, session, version, engine)
+                if min(_versions(episode)) >= version:
+                    return episode
+                error: Exception | str = "it serves an older version"  # it was started again
+            except (SampleFailed, TimeoutError) as failure:
+                error = failure
+            if place.engine is not None:
+                log.warning("the evaluation of %d goes on without %s: %s", version, engine, error)
+            place.engine = None
+            session += ".again"
+        episode = await self._episode(prompt, session, version, None)
+        if (oldest := min(_versions(episode))) < version:
+            raise RuntimeError(f"version {oldest} was served in an evaluation of version {version}")
+        return episode
+
+    async def _episode(
+        self, prompt: Prompt, session: str, version: int, engine: str | None
+    ) -> Episode:
+        ask = EpisodeAsk(
+            session=session,
+            sampling=self._sampling,
+            priority=Priority.evaluation,
+            min_version=version,
+            engine=engine,
+        )
+        return await self._player.run(prompt, ask)
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Probability that one of k samples is right, from n samples of which c are.
+
+    1 - C(n - c, k) / C(n, k), without bias (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    """
+    assert 0 <= num_right <= num_samples and 1 <= k <= num_samples
+    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def sample_sizes(num_samples: int) -> list[int]:
+    """1, 2, 4, ... and `num_samples` itself."""
+    return sorted({*(2**i for i in range(num_samples.bit_length())), num_samples})
+
+
+def _versions(episode: Episode) -> frozenset[int]:
+    """Each branch has a token that the model wrote."""
+    return frozenset(span.version for branch in episode.branches for span in branch.version_spans)
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)

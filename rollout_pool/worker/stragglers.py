@@ -1,0 +1,329 @@
+"""What happens to groups that take much longer than the others.
+
+continue_across_versions   nothing
+interrupt_and_resume       publish ──► all samples stop, keep their tokens and wait
+                           the engines serve the new version, or RESUME_AFTER_S are over
+                           ──► all go on, the stalest first
+postpone                   a full batch is ready ──► groups far slower than the median stop and wait
+                           the batch is taken, or they alone are left, or they waited as long as the
+                           median group takes ──► they go on behind those that were begun meanwhile
+
+A group is stopped so at most `max_postponements` times; after the last time it goes first, to its
+end. No wait here is longer than its bound, so nobody starves. Groups that are played from outside
+are neither postponed nor part of the median: how long they take is not the model's doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from configs.choices import TailPolicy
+from configs.rollout_schema import RolloutConfig
+from rollout_pool.sampling.sample import Sample
+from rollout_pool.worker.counters import Tally
+from rollout_pool.worker.generate import Flight
+
+PUBLISH_TIMEOUT_S = 60.0
+RESUME_AFTER_S = 30.0
+"""Longest that interrupted samples wait for the engines to serve the version that was published."""
+SLOW_FACTOR = 2.0
+"""A group that runs so many times as long as the median of the last ones is slow."""
+RECENT = 64
+MIN_RECENT = 4
+"""With fewer groups that ended nobody knows what is slow."""
+LOOK_EVERY_S = 0.5
+"""At least so long between two looks at the buffer; a postponed group waits at least once."""
+
+
+class Interrupter(Protocol):
+    """What is used of a Completer."""
+
+    def interrupt(self, sample: Sample) -> None: ...
+
+
+class Versions(Protocol):
+    """What is used of RunState."""
+
+    async def trainer_version(self) -> int: ...
+    async def wait_version_above(self, version: int, timeout_s: float) -> int: ...
+    async def wait_engines_at(self, version: int, timeout_s: float) -> dict[str, int]: ...
+
+
+class WaitingRoom:
+    """Interrupted samples, let go together and in the order of their ranks."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self._waiting: list[tuple[Sample, asyncio.Future[None]]] = []
+
+    async def pass_through(self, sample: Sample, at_most_s: float) -> None:
+        """Returns when the room is open, at the latest after `at_most_s`."""
+        if self.is_open:
+            return
+        place = (sample, asyncio.get_running_loop().create_future())
+        self._waiting.append(place)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(at_most_s):
+                    await place[1]
+        finally:
+            self._waiting.remove(place)
+
+    @property
+    def samples(self) -> set[Sample]:
+        """Those that wait."""
+        return {sample for sample, _ in self._waiting}
+
+    def close(self) -> None:
+        self.is_open = False
+
+    def open(self) -> None:
+        self.is_open = True
+        # Those that wake first ask first.
+        for _, place in sorted(self._waiting, key=lambda waiting: waiting[0].rank):
+            if not place.done():
+                place.set_result(None)
+
+
+class Tail(Protocol):
+    """Knows the groups of one worker, from `begin` until `end`."""
+
+    def begin(self, flight: Flight) -> None:
+        """Before the group's first sample."""
+        ...
+
+    def end(self, flight: Flight, *, is_done: bool) -> None:
+        """`is_done`: the group came to its end."""
+        ...
+
+    async def run(self) -> None:
+        """Does what is to be done to them. Never returns."""
+        ...
+
+
+class ContinueAcrossVersions:
+    def begin(self, flight: Flight) -> None:
+        return
+
+    def end(self, flight: Flight, *, is_done: bool) -> None:
+        return
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+class InterruptAndResume:
+    def __init__(self, interrupter: Interrupter, versions: Versions, tally: Tally) -> None:
+        self._interrupter = interrupter
+        self._versions = versions
+        self._tally = tally
+        self._flights: set[Flight] = set()
+        self._room = WaitingRoom()
+
+    def begin(self, flight: Flight) -> None:
+        flight.may_go_on = self._may_go_on
+        self._flights.add(flight)
+
+    def end(self, flight: Flight, *, is_done: bool) -> None:
+        self._flights.discard(flight)
+
+    async def run(self) -> None:
+        version = await self._versions.trainer_version()
+        while True:
+            try:
+                version = await self._versions.wait_version_above(version, PUBLISH_TIMEOUT_S)
+            except TimeoutError:
+                continue  # a long step; the trainer's own waits notice a dead one
+            self._room.close()
+            try:
+                for flight in self._flights:
+                    interrupt(flight, self._interrupter, self._tally)
+                with contextlib.suppress(TimeoutError):
+                    await self._versions.wait_engines_at(version, RESUME_AFTER_S)
+            finally:
+                self._room.open()
+
+    async def _may_go_on(self, sample: Sample) -> None:
+        await self._room.pass_through(sample, 2 * RESUME_AFTER_S)
+        self._tally.add("samples_resumed")
+
+
+@dataclass(kw_only=True, slots=True)
+class Lap:
+    """How a group is doing."""
+
+    since: float
+    """When it began, or went on after it was postponed."""
+    num_postponed: int = 0
+    is_waiting: bool = False
+    room: WaitingRoom = field(default_factory=WaitingRoom)
+    stopped: set[Sample] = field(default_factory=set)
+    """For the wait that it is in."""
+
+
+class Pace:
+    """How long groups take, and which take too long (pure)."""
+
+    def __init__(self, max_postponements: int) -> None:
+        self._max_postponements = max_postponements
+        self._recent: deque[float] = deque(maxlen=RECENT)
+
+    def note(self, seconds: float) -> None:
+        """A group came to its end after so long."""
+        self._recent.append(seconds)
+
+    @property
+    def median_s(self) -> float | None:
+        return statistics.median(self._recent) if len(self._recent) >= MIN_RECENT else None
+
+    def is_slow(self, lap: Lap, now: float) -> bool:
+        """Whether the group may be postponed now."""
+        median_s = self.median_s
+        return (
+            median_s is not None
+            and not lap.is_waiting
+            and lap.num_postponed < self._max_postponements
+            and now - lap.since > SLOW_FACTOR * median_s
+        )
+
+    def has_waited(self, lap: Lap, now: float) -> bool:
+        """Whether a postponed group has waited as long as the median group takes."""
+        return now - lap.since > (self.median_s or 0.0)
+
+    def is_last_time(self, lap: Lap) -> bool:
+        """Whether the group will not be postponed again."""
+        return lap.num_postponed >= self._max_postponements
+
+
+class Postpone:
+    def __init__(
+        self,
+        interrupter: Interrupter,
+        tally: Tally,
+        *,
+        is_batch_ready: Callable[[], Awaitable[bool]],
+        next_rank: Callable[[], int],
+        max_postponements: int,
+    ) -> None:
+        """`next_rank`: of the group that will be begun next."""
+        self._interrupter = interrupter
+        self._tally = tally
+        self._is_batch_ready = is_batch_ready
+        self._next_rank = next_rank
+        self._pace = Pace(max_postponements)
+        self._laps: dict[Flight, Lap] = {}
+
+    def begin(self, flight: Flight) -> None:
+        if flight.player is not None:
+            return
+        lap = self._laps[flight] = Lap(since=time.monotonic())
+        flight.may_go_on = partial(self._may_go_on, lap.room)
+
+    def end(self, flight: Flight, *, is_done: bool) -> None:
+        if self._laps.pop(flight, None) is not None and is_done:
+            self._pace.note(time.monotonic() - flight.started)
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)  # it is time itself that makes a group slow
+            if self._waiting() or self._slow():
+                is_ready = await self._is_batch_ready()
+                self._let_go(is_ready)
+                slow = self._slow()
+                if is_ready and len(slow) + len(self._waiting()) < len(self._laps):
+                    for flight in slow:
+                        self._put_off(flight)
+                # Environments that were at work when their group was put off may since have asked
+                # for another turn.
+                for flight in self._waiting():
+                    self._stop(flight)
+
+    def _waiting(self) -> list[Flight]:
+        return [flight for flight, lap in self._laps.items() if lap.is_waiting]
+
+    def _slow(self) -> list[Flight]:
+        """Those of whom nothing is being sampled have nothing that could make way."""
+        now = time.monotonic()
+        return [
+            flight
+            for flight, lap in self._laps.items()
+            if flight.num_running and self._pace.is_slow(lap, now)
+        ]
+
+    def _put_off(self, flight: Flight) -> None:
+        lap = self._laps[flight]
+        lap.num_postponed += 1
+        lap.is_waiting, lap.since = True, time.monotonic()
+        flight.rank = 0 if self._pace.is_last_time(lap) else self._next_rank()
+        for sample in flight.samples:
+            sample.rank = flight.rank
+        lap.room.close()
+        lap.stopped.clear()
+        self._tally.add("groups_postponed")
+
+    def _stop(self, flight: Flight) -> None:
+        """Stops what a postponed group has under way."""
+        lap = self._laps[flight]
+        running = {sample for sample in flight.samples if sample.finish_reason is None}
+        for sample in running - lap.room.samples:
+            self._interrupter.interrupt(sample)
+        self._tally.add("samples_interrupted", len(running - lap.stopped))
+        lap.stopped |= running
+
+    def _let_go(self, is_batch_ready: bool) -> None:
+        waiting, now = self._waiting(), time.monotonic()
+        are_alone = len(waiting) == len(self._laps)
+        for flight in sorted(waiting, key=lambda flight: flight.rank):
+            lap = self._laps[flight]
+            if not is_batch_ready or are_alone or self._pace.has_waited(lap, now):
+                lap.is_waiting, lap.since = False, now
+                lap.room.open()
+
+    async def _may_go_on(self, room: WaitingRoom, sample: Sample) -> None:
+        await room.pass_through(sample, (self._pace.median_s or 0.0) + RESUME_AFTER_S)
+        self._tally.add("samples_resumed")
+
+
+def interrupt(flight: Flight, interrupter: Interrupter, tally: Tally) -> None:
+    """Stops all that the group has under way; its tokens stay."""
+    running = [sample for sample in flight.samples if sample.finish_reason is None]
+    for sample in running:
+        interrupter.interrupt(sample)
+    tally.add("samples_interrupted", len(running))
+
+
+def build_tail(
+    config: RolloutConfig,
+    *,
+    interrupter: Interrupter,
+    versions: Versions,
+    tally: Tally,
+    is_batch_ready: Callable[[], Awaitable[bool]],
+    next_rank: Callable[[], int],
+) -> Tail:
+    """The policy of rollout.tail.
+
+    `is_batch_ready`: whether the trainer could take a whole batch now. `next_rank`: of the group
+    that will be begun next.
+    """
+    match config.tail:
+        case TailPolicy.continue_across_versions:
+            return ContinueAcrossVersions()
+        case TailPolicy.interrupt_and_resume:
+            return InterruptAndResume(interrupter, versions, tally)
+        case TailPolicy.postpone:
+            return Postpone(
+                interrupter,
+                tally,
+                is_batch_ready=is_batch_ready,
+                next_rank=next_rank,
+                max_postponements=config.max_postponements,
+            )

@@ -1,0 +1,272 @@
+"""The account of a training step: gathered token by token on each rank, summed over all of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from buffer.types import TrajectoryGroup
+from trainer_pool.algorithms.losses import PolicyLoss, bounded
+from trainer_pool.collectives import Collectives
+from trainer_pool.data.packing import MicroBatch
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StepStats:
+    """What one step did, over all ranks. Means are over trained tokens unless it says otherwise.
+
+    NaN is what there was nothing to measure of.
+    """
+
+    num_groups: int
+    num_tokens: int
+    """Trained tokens."""
+    num_updates: int
+    num_skipped_updates: int
+    """Updates left out because a gradient was not finite."""
+    num_empty_updates: int
+    """Updates left out because the gradient was zero: weights and optimizer stayed as they were."""
+    loss: float
+    """Mean over the updates, as `grad_norm` (before clipping, over those with a finite one)."""
+    grad_norm: float
+    lr: float
+    reward_mean: float
+    """Over episodes, as `reward_std`."""
+    reward_std: float
+    reward_parts: dict[str, float]
+    """Mean of each part over the episodes that have it."""
+    zero_variance_fraction: float
+    """Share of the groups whose rewards are all equal: nothing was learnt from them."""
+    response_length_mean: float
+    """Tokens that the policy wrote, over trajectories."""
+    truncated_fraction: float
+    """Share of the trajectories that ended because there was no room for more tokens."""
+    staleness_mean: float
+    """Over groups, each by its oldest trained token, as `staleness_max` and `staleness_counts`."""
+    staleness_max: int
+    staleness_counts: dict[int, int]
+    ratio_mean: float
+    """Importance ratio proximal / rollout, not truncated: 1 where a run is on-policy."""
+    ratio_mean_abs_dev: float
+    """Mean of |ratio - 1|."""
+    ratio_max_abs_dev: float
+    tis_clipped_fraction: float
+    clip_fraction: float
+    num_bounded_tokens: int
+    """With a ratio whose logarithm was beyond `losses.MAX_LOG_RATIO`: it counts with the bound."""
+    entropy: float
+    """Nats, of the policy being trained."""
+    logprob_diff_mean: float
+    """|trainer - rollout| in trajectories sampled wholly by the trained version."""
+    logprob_diff_max: float
+    logprob_diff_tokens: int
+
+    def record(self) -> dict[str, float | int | str]:
+        """Flat, for a metrics log: the counts by staleness become a JSON object in a string, the
+        parts of the reward numbers named reward/<part>."""
+        flat: dict[str, float | int | str] = {
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if item.name not in ("staleness_counts", "reward_parts")
+        }
+        parts = {f"reward/{name}": mean for name, mean in self.reward_parts.items()}
+        return {**flat, **parts, "staleness_counts": json.dumps(self.staleness_counts)}
+
+
+@dataclass(kw_only=True, slots=True)
+class UpdateNorms:
+    """Gradient norm of each update of a step; None where it was skipped. The same on every rank."""
+
+    norms: list[float | None] = field(default_factory=list)
+
+    @property
+    def mean(self) -> float:
+        applied = [norm for norm in self.norms if norm is not None]
+        return _share(sum(applied), len(applied))
+
+
+_SUMS = (
+    "loss",
+    "tokens",
+    "clipped",
+    "truncated",
+    "bounded",
+    "entropy",
+    "ratio",
+    "ratio_dev",
+    "diff",
+    "diff_tokens",
+)
+_MAXIMA = ("ratio_dev_max", "diff_max")
+_GROUP_COLUMNS = (
+    "is_present",
+    "staleness",
+    "episodes",
+    "reward",
+    "reward_squared",
+    "has_zero_variance",
+    "trajectories",
+    "response_length",
+    "truncated",
+)
+
+
+class StepTally:
+    """Adds up one rank's part of a step; only `total` talks to the other ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        # On the device until the end of the step, so that no micro-batch waits for a number.
+        self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+        self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(
+        self, batch: MicroBatch, result: PolicyLoss, proximal_BP: Tensor, entropy_BP: Tensor
+    ) -> None:
+        """Count the tokens of one micro-batch; `proximal_BP` is the policy the step began with."""
+        is_real_BP = batch.mask_BP != 0
+        gap_BP = (proximal_BP - batch.rollout_logprobs_BP).masked_fill(~is_real_BP, 0.0)
+        ratio_BP = bounded(gap_BP).exp()
+        deviation_BP = (ratio_BP - 1).abs()
+        gap_BP = gap_BP.abs() * batch.is_current_B1
+        per_sum = (
+            result.loss,
+            is_real_BP,
+            result.is_clipped_BT,
+            result.is_truncated_BT,
+            result.is_bounded_BT,
+            entropy_BP * is_real_BP,
+            ratio_BP * is_real_BP,
+            deviation_BP,
+            gap_BP,
+            is_real_BP & batch.is_current_B1,
+        )
+        self._sums += torch.stack([value.sum().double() for value in per_sum])
+        maxima = torch.stack([deviation_BP.max().double(), gap_BP.max().double()])
+        self._maxima = torch.maximum(self._maxima, maxima)
+
+    def total(
+        self,
+        ranks: Collectives,
+        *,
+        groups: Sequence[TrajectoryGroup],
+        group_ids: Sequence[str],
+        version: int,
+        norms: UpdateNorms,
+        learning_rate: float,
+    ) -> StepStats:
+        """Stats of the whole batch, equal on every rank; `groups` is this rank's share of it."""
+        table = _group_table(groups, group_ids, version)
+        mine = torch.cat([self._sums.cpu(), self._maxima.cpu(), table.view(-1)])
+        every = ranks.gather(mine)
+        sums, maxima, tables = torch.split(every, [len(_SUMS), len(_MAXIMA), table.numel()], dim=1)
+        return _stats(
+            sums=dict(zip(_SUMS, sums.sum(0).tolist(), strict=True)),
+            maxima=dict(zip(_MAXIMA, maxima.amax(0).tolist(), strict=True)),
+            table=tables.sum(0).view(table.shape),
+            reward_parts=_mean_reward_parts(ranks, groups),
+            norms=norms,
+            learning_rate=learning_rate,
+        )
+
+
+def _group_table(
+    groups: Sequence[TrajectoryGroup], group_ids: Sequence[str], version: int
+) -> Tensor:
+    """[groups of the whole batch, columns]: rows of other ranks' groups are 0, so tables add up."""
+    place = {group_id: i for i, group_id in enumerate(group_ids)}
+    table = torch.zeros(len(group_ids), len(_GROUP_COLUMNS), dtype=torch.float64)
+    for group in groups:
+        rewards = torch.tensor([*group.rewards_by_episode.values()], dtype=torch.float64)
+        # Not all that follows the prompt: an environment's words and a tool's output are in it too.
+        lengths = [sum(s.end - s.start for s in t.version_spans) for t in group.trajectories]
+        table[place[group.group_id]] = torch.tensor(
+            [
+                1.0,
+                version - group.min_version,
+                len(rewards),
+                rewards.sum(),
+                rewards.square().sum(),
+                bool((rewards == rewards[0]).all()),
+                len(lengths),
+                sum(lengths),
+                sum(t.finish_reason == "length" for t in group.trajectories),
+            ],
+            dtype=torch.float64,
+        )
+    return table
+
+
+def _mean_reward_parts(ranks: Collectives, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """By name; the ranks tell each other which parts their own groups have, in two collectives."""
+    sums: dict[str, list[float]] = {}
+    for group in groups:
+        for parts in {t.episode: t.reward_parts for t in group.trajectories}.values():
+            for name, value in parts.items():
+                total = sums.setdefault(name, [0.0, 0.0])
+                total[0] += value
+                total[1] += 1
+    every: dict[str, list[float]] = {}
+    for theirs in ranks.gather_texts(json.dumps(sums)):
+        for name, (value, number) in json.loads(theirs).items():
+            total = every.setdefault(name, [0.0, 0.0])
+            total[0] += value
+            total[1] += number
+    return {name: value / number for name, (value, number) in sorted(every.items())}
+
+
+def _stats(
+    *,
+    sums: dict[str, float],
+    maxima: dict[str, float],
+    table: Tensor,
+    reward_parts: dict[str, float],
+    norms: UpdateNorms,
+    learning_rate: float,
+) -> StepStats:
+    present = table[table[:, 0] > 0]
+    columns = dict(zip(_GROUP_COLUMNS, present.sum(0).tolist(), strict=True))
+    staleness = [int(value) for value in present[:, 1].tolist()]
+    num_groups, num_episodes = len(present), columns["episodes"]
+    num_tokens, num_compared = sums["tokens"], sums["diff_tokens"]
+    reward_mean = _share(columns["reward"], num_episodes)
+    variance = _share(columns["reward_squared"], num_episodes) - reward_mean**2
+    return StepStats(
+        num_groups=len(present),
+        num_tokens=int(sums["tokens"]),
+        num_updates=len(norms.norms),
+        num_skipped_updates=norms.norms.count(None),
+        num_empty_updates=norms.norms.count(0.0),
+        loss=_share(sums["loss"], len(norms.norms)),
+        grad_norm=norms.mean,
+        lr=learning_rate,
+        reward_mean=reward_mean,
+        reward_std=max(variance, 0.0) ** 0.5,
+        reward_parts=reward_parts,
+        zero_variance_fraction=_share(columns["has_zero_variance"], num_groups),
+        response_length_mean=_share(columns["response_length"], columns["trajectories"]),
+        truncated_fraction=_share(columns["truncated"], columns["trajectories"]),
+        staleness_mean=_share(sum(staleness), num_groups),
+        staleness_max=max(staleness, default=0),
+        staleness_counts=dict(sorted(Counter(staleness).items())),
+        ratio_mean=_share(sums["ratio"], num_tokens),
+        ratio_mean_abs_dev=_share(sums["ratio_dev"], num_tokens),
+        ratio_max_abs_dev=maxima["ratio_dev_max"] if num_tokens else math.nan,
+        tis_clipped_fraction=_share(sums["truncated"], num_tokens),
+        clip_fraction=_share(sums["clipped"], num_tokens),
+        num_bounded_tokens=int(sums["bounded"]),
+        entropy=_share(sums["entropy"], num_tokens),
+        logprob_diff_mean=_share(sums["diff"], num_compared),
+        logprob_diff_max=maxima["diff_max"] if num_compared else math.nan,
+        logprob_diff_tokens=int(sums["diff_tokens"]),
+    )
+
+
+def _share(total: float, number: float) -> float:
+    return total / number if number else math.nan

@@ -1,0 +1,328 @@
+"""DeepSpeed ZeRO-3 around a Hugging Face causal language model; the only import of deepspeed.
+
+Sharded are parameters, gradients and Adam's moments. Every public method that does not say
+otherwise is a collective: all ranks call it, in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations import HfDeepSpeedConfig
+
+from configs.choices import Backend, Dtype
+from configs.schema import TrainerConfig
+from trainer_pool.collectives import Collectives
+from trainer_pool.model.checkpoint_names import check_names
+from trainer_pool.state.checkpoint import refuse_foreign
+from weight_sync.layout import Layout
+from weight_sync.sender.snapshot import Shard
+from weight_sync.types import TensorSpec
+
+ADAM_EPSILON = 1e-8
+_CHECKPOINT_TAG = "zero3"
+_GATHER_ELEMENTS = 50_000_000
+"""Parameters that are whole on every rank at once while an export walks the model."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RankAddress:
+    """Where this process stands among the trainer's ranks, and where rank 0 listens."""
+
+    rank: int
+    num_ranks: int
+    host: str
+    port: int
+    uses_gpu: bool
+
+    @property
+    def device(self) -> torch.device:
+        # Ray shows each rank its own GPU only, so it is always device 0.
+        return torch.device("cuda", 0) if self.uses_gpu else torch.device("cpu")
+
+
+def join_ranks(
+    address: RankAddress, backend: Backend, timeout_s: float, listener: socket | None
+) -> Collectives:
+    """Meet the other ranks in torch's default process group; returns when all are there.
+
+    Rank 0 brings the socket that listens at `address`: torch by itself would listen everywhere.
+    """
+    if not address.uses_gpu:
+        # Else deepspeed starts numactl in every step to count what it could read here.
+        os.environ.setdefault("LOCAL_SIZE", "1")
+    # On a CPU deepspeed would compile a shared-memory transport here, which takes minutes.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    name = backend.value if backend is not Backend.auto else "nccl" if address.uses_gpu else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    store = TCPStore(
+        address.host,
+        address.port,
+        None,
+        is_master=listener is not None,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+    dist.init_process_group(
+        name, store=store, rank=address.rank, world_size=address.num_ranks, timeout=timeout
+    )
+    # deepspeed takes up the group that is there.
+    deepspeed.init_distributed(dist_backend=name, auto_mpi_discovery=False, verbose=False)
+    device = address.device if name == "nccl" else torch.device("cpu")
+    return Collectives(rank=address.rank, num_ranks=address.num_ranks, device=device)
+
+
+def leave_ranks() -> None:
+    """Close the default process group; sockets of a dead peer do not hold it up."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Zero3Engine:
+    """A policy whose weights are spread over the ranks, with its optimizer."""
+
+    def __init__(
+        self,
+        model_path: str,
+        config: TrainerConfig,
+        address: RankAddress,
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
+        _quieten()
+        self.device = address.device
+        self.num_ranks = address.num_ranks
+        self._model_path = model_path
+        self._trust_remote_code = trust_remote_code
+        dtype = _resolve_dtype(config.dtype, uses_gpu=address.uses_gpu)
+        settings = _settings(config, dtype, uses_gpu=address.uses_gpu)
+        # While this object lives, from_pretrained shards each weight as it is read, so that no rank
+        # ever holds the whole model.
+        self._hf_settings = HfDeepSpeedConfig(settings)
+        model = _load(model_path, dtype, trust_remote_code=trust_remote_code)
+        check_names(model_path, (name for name, _ in model.named_parameters()))
+        # Whole decoder layers are gathered and reduced at once: fewer collectives, and a fraction
+        # of the hooks that deepspeed runs in Python.
+        deepspeed.utils.set_z3_leaf_modules(
+            model, list(model._no_split_modules or ()), raise_if_not_found=False
+        )
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        # A torch optimizer: one named in `settings` would be compiled first.
+        adam = torch.optim.AdamW(
+            model.parameters(),
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=ADAM_EPSILON,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._engine: Any
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=adam, config=settings, dist_init_required=False
+        )
+        adam.register_step_pre_hook(self._leave_out_empty_update)
+        self._engine.train()
+
+    def logits(self, tokens_BT: Tensor, num_last: int) -> Tensor:
+        """[B, num_last, V] next-token logits of the last `num_last` positions.
+
+        Rows are padded on the right. Attention is causal, so no real token sees a pad, and neither
+        a mask nor position ids are needed; without them sdpa takes its fast causal path.
+        """
+        output = self._engine(input_ids=tokens_BT, use_cache=False, logits_to_keep=num_last)
+        logits: Tensor = output.logits
+        return logits
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss`; the sum over all calls and ranks is what `step` applies."""
+        # deepspeed averages over the ranks, the losses here are shares of one global sum.
+        self._engine.backward(loss * self.num_ranks)
+
+    def step(self, learning_rate: float) -> float | None:
+        """Clip, update and forget the gradients; returns their global norm before the clipping.
+
+        None: a gradient was not finite. 0: there was none. Then every rank left weights and
+        optimizer as they were.
+        """
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+        if not self._engine.was_step_applied():
+            return None
+        return float(self._engine.get_global_grad_norm())
+
+    def _leave_out_empty_update(self, adam: torch.optim.Optimizer, *_: object) -> None:
+        # Without a gradient Adam would still move the weights, by its momentum and by the decay.
+        # torch leaves out a parameter that has none; deepspeed gives it zeros. The norm is that of
+        # all ranks, so they agree.
+        if self._engine.optimizer._global_grad_norm == 0:
+            for group in adam.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    def reset_optimizer(self) -> None:
+        """Forget Adam's moments, as at the start of a run; the weights stay. No collective."""
+        for state in self._engine.optimizer.optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+
+    def layout(self, serving_dtype: str) -> Layout:
+        """Every parameter by its Hugging Face name, as engines serve it. No collective.
+
+        A tied output head is not listed by itself. Raises RuntimeError if deepspeed has cut a
+        parameter in another way than the layout says.
+        """
+        parameters = list(self._engine.module.named_parameters())
+        specs = [
+            TensorSpec(name=name, dtype=serving_dtype, shape=tuple(parameter.ds_shape))
+            for name, parameter in parameters
+        ]
+        layout = Layout.of(specs, self.num_ranks)
+        for name, parameter in parameters:
+            share = -(-parameter.ds_numel // self.num_ranks)
+            if parameter.ds_tensor.numel() != share:
+                raise RuntimeError(
+                    f"deepspeed gave this rank {parameter.ds_tensor.numel()} elements of {name}, "
+                    f"not a share of {share}: weights can only be sent from shares of that size"
+                )
+        return layout
+
+    def shards(self) -> Iterator[Shard]:
+        """What this rank owns of each parameter: views of the live weights. No collective."""
+        rank = dist.get_rank()
+        for name, parameter in self._engine.module.named_parameters():
+            share = parameter.ds_tensor.numel()
+            # The last ranks' slices are padded, or are nothing else.
+            num_own = max(0, min(share, parameter.ds_numel - rank * share))
+            yield Shard(name=name, tensor=parameter.ds_tensor.data.flatten()[:num_own])
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, whole, by its Hugging Face name; on all ranks and in the same order.
+
+        A tensor is only valid until the iterator moves on: copy what you keep. Each rank must walk
+        to the end, else the others wait for it.
+        """
+        for bucket in self._gather_buckets():
+            with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
+                for name, parameter in bucket:
+                    yield name, parameter.data
+
+    def _gather_buckets(self) -> Iterator[list[tuple[str, Any]]]:
+        bucket: list[tuple[str, Any]] = []
+        num_elements = 0
+        for name, parameter in self._engine.module.named_parameters():
+            if bucket and num_elements + parameter.ds_numel > _GATHER_ELEMENTS:
+                yield bucket
+                bucket, num_elements = [], 0
+            bucket.append((name, parameter))
+            num_elements += parameter.ds_numel
+        yield bucket
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's shards of weights and optimizer below `folder`."""
+        self._engine.save_checkpoint(str(folder), tag=_CHECKPOINT_TAG)
+
+    def load(self, folder: Path) -> None:
+        """Take up weights and optimizer from `save`; the number of ranks must be the same.
+
+        Raises ValueError if `folder` was written by another number of ranks, is none of ours, or
+        may have been written by anybody but this user: DeepSpeed unpickles it.
+        """
+        refuse_foreign(folder)
+        num_shards = len(list((folder / _CHECKPOINT_TAG).glob("*optim_states.pt")))
+        if num_shards != self.num_ranks:
+            raise ValueError(
+                f"trainer.num_ranks={self.num_ranks}: the checkpoint {folder} holds the shards of "
+                f"{num_shards} ranks; use that many"
+            )
+        self._engine.load_checkpoint(str(folder), tag=_CHECKPOINT_TAG)
+
+    def export(self, folder: Path) -> None:
+        """Write the whole model and its tokenizer for `from_pretrained`; rank 0 does the work."""
+        is_writer = dist.get_rank() == 0
+        weights = {
+            name: tensor.to("cpu", copy=True) for name, tensor in self.named_tensors() if is_writer
+        }
+        if is_writer:
+            self._engine.module.save_pretrained(folder, state_dict=weights)
+            tokenizer = AutoTokenizer.from_pretrained(
+                self._model_path, trust_remote_code=self._trust_remote_code
+            )
+            tokenizer.save_pretrained(folder)
+
+    def close(self) -> None:
+        """Remove deepspeed's hooks from the model and free its buffers. No collective."""
+        self._engine.destroy()
+
+
+def _load(model_path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
+    """A torch module; transformers annotates what it returns too loosely to be of use."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            model_path,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
+        )
+    except OSError as error:
+        raise ValueError(
+            f"model.path={model_path!r}: neither a folder with a Hugging Face model nor the name "
+            f"of one that can be reached; correct model.path ({error})"
+        ) from error
+
+
+def _quieten() -> None:
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    # deepspeed 0.19 calls collectives by the names that torch 2.13 deprecates, many times a step.
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
+    transformers.utils.logging.disable_progress_bar()
+
+
+def _resolve_dtype(dtype: Dtype, *, uses_gpu: bool) -> torch.dtype:
+    if dtype is Dtype.auto:
+        return torch.bfloat16 if uses_gpu else torch.float32
+    return torch.bfloat16 if dtype is Dtype.bfloat16 else torch.float32
+
+
+def _settings(config: TrainerConfig, dtype: torch.dtype, *, uses_gpu: bool) -> dict[str, object]:
+    """DeepSpeed's own configuration; buffers of a CPU run are small, as its models are."""
+    bucket_elements = 200_000_000 if uses_gpu else 5_000_000
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        # step() is the boundary, however many backwards came before it.
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": config.max_grad_norm,
+        "bf16": {"enabled": dtype is torch.bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": 2**31,
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": uses_gpu,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": bucket_elements,
+            "stage3_prefetch_bucket_size": bucket_elements,
+            # Small weights that stay whole would cost a collective each after every update.
+            "stage3_param_persistence_threshold": 0,
+        },
+    }

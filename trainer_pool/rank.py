@@ -1,0 +1,330 @@
+"""One rank of the trainer: the loop from leased groups to published weights.
+
+    rollout pool ─► [ready] ─ lease ─► validate ─► train_step ─┬► publish_version, consume
+                       ▲                                       ├► copy of the shards ─► engines
+                       └── stale: dropped or run again         └► checkpoint ─► ack
+
+Every rank runs this loop. Rank 0 alone speaks for all of them: it decides which groups may still be
+trained, and writes down what happened. Weights leave each rank beside the loop, which waits for the
+copy alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from socket import socket
+from uuid import uuid4
+
+import torch
+
+from buffer.blocking import BlockingReplayBuffer, BlockingRunState
+from buffer.results import Lease
+from buffer.run_state import RunState
+from trainer_pool.collectives import Collectives
+from trainer_pool.metrics import StepStats
+from trainer_pool.model.checkpoint_names import check_engines_agree
+from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
+from trainer_pool.state.checkpoint import CheckpointStore, TrainState
+from trainer_pool.step import StepBatch, train_step
+from trainer_pool.types import SupervisedExample, TrainerSpec, TrainReport, WarmStartReport
+from trainer_pool.warm_start import warm_start
+from weight_sync.engine import CheckpointEngine
+from weight_sync.types import PublishReport, VersionBoard
+
+
+class TrainerRank:
+    """The policy's shards on this rank, and the ways to the buffer and to the engines.
+
+    Public methods are collectives, to be called on all ranks, but for `stop` and `close`.
+    """
+
+    def __init__(self, spec: TrainerSpec, address: RankAddress, listener: socket | None) -> None:
+        """Meets the other ranks and loads the model; rank 0 brings the rendezvous' `listener`."""
+        torch.manual_seed(spec.seed)
+        config = spec.config
+        self._spec = spec
+        self._host = address.host
+        self._ranks: Collectives = join_ranks(address, config.backend, config.timeout_s, listener)
+        self._engine = Zero3Engine(
+            spec.model_path, config, address, trust_remote_code=spec.trust_remote_code
+        )
+        self._buffer = BlockingReplayBuffer(spec.redis_url, spec.run, spec.buffer)
+        self._run_state = BlockingRunState(spec.redis_url, spec.run, spec.buffer)
+        self._weights: CheckpointEngine | None = None
+        self._checkpoints = CheckpointStore(Path(spec.run_dir) / "checkpoints")
+        self._export_dir = Path(spec.run_dir) / "final_model"
+        self._stop_requested = threading.Event()
+        self._is_training = False
+        self._has_compared = False
+        """Engines were seen to serve the weights that are trained."""
+        self._lineage = uuid4().hex
+        self._step = 0
+        self._version = 0
+        self._saved_step = 0
+        self._unsaved_group_ids: list[str] = []
+
+    @property
+    def _is_lead(self) -> bool:
+        return self._ranks.rank == 0
+
+    def warm_start(self, examples: Sequence[SupervisedExample]) -> WarmStartReport:
+        """Supervised learning before RL; see `trainer_pool.warm_start`."""
+        return warm_start(self._engine, self._ranks, examples, self._spec.config)
+
+    def connect(self) -> None:
+        """Make the checkpoint engine. Receivers may come at any time, before it or later."""
+        spec = self._spec
+
+        async def open_board() -> VersionBoard:
+            return await RunState.connect(spec.redis_url, spec.run, spec.buffer)
+
+        self._weights = CheckpointEngine(
+            self._engine.layout(spec.serving_dtype),
+            spec.weight_sync,
+            rank=self._ranks.rank,
+            run=spec.run,
+            host=self._host,
+            key=spec.weights_key,
+            uses_gpu=spec.uses_gpu,
+            open_board=open_board,
+            control_timeout_s=spec.config.timeout_s,
+        )
+
+    def publish_initial(self) -> PublishReport:
+        """Give the engines version 0, the weights that RL starts from, and wait for them.
+
+        Raises WeightSyncError that names who did not take it within `trainer.timeout_s`.
+        """
+        if self._is_lead:
+            # From here on the buffer refuses whoever trained this run before.
+            self._buffer.reconcile(
+                self._lineage, step=self._step, version=self._version, resume_version=self._version
+            )
+            self._buffer.publish_version(self._version)
+        report = self._publish_weights()
+        self._sending.wait_committed(self._version, self._spec.config.timeout_s)
+        return report
+
+    @property
+    def _sending(self) -> CheckpointEngine:
+        assert self._weights is not None, "connect() comes first"
+        return self._weights
+
+    def stop(self) -> None:
+        """End `train` after the step it is in, with a checkpoint; from any thread."""
+        self._stop_requested.set()
+
+    def train(self) -> TrainReport:
+        """Run all steps, until engines serve the last version.
+
+        Raises TimeoutError if the rollout pool brings no batch in time, and WeightSyncError if
+        versions do not reach the engines.
+        """
+        self._is_training = True
+        try:
+            return self._train()
+        finally:
+            self._is_training = False
+
+    def _train(self) -> TrainReport:
+        start = time.perf_counter()
+        while self._step < self._spec.config.num_steps and not self._should_stop():
+            self._run_step()
+        if self._saved_step < self._step:
+            self._checkpoint()
+        self._engine.export(self._export_dir)
+        # What follows, such as the last evaluation, is about the weights that training ended with.
+        self._sending.drain(self._version, self._spec.config.timeout_s)
+        return TrainReport(
+            num_steps=self._step,
+            version=self._version,
+            was_stopped=self._step < self._spec.config.num_steps,
+            export_dir=str(self._export_dir),
+            seconds=time.perf_counter() - start,
+        )
+
+    def _should_stop(self) -> bool:
+        # Rank 0's flag counts: the ranks must leave the loop after the same step.
+        return self._ranks.broadcast_flags([self._stop_requested.is_set()])[0]
+
+    def _run_step(self) -> None:
+        clock, times = _Clock(), _StepTimes()
+        lease, kept_ids = self._lease()
+        times.lease_wait_s = clock.lap()
+        with self._buffer.renewing(lease):  # a step may take longer than the lease
+            stats = self._update(lease, kept_ids)
+        self._compare_engines(stats)
+        self._step += 1
+        self._version += 1
+        if self._is_lead:
+            self._hand_over(lease, kept_ids)
+        times.step_s = clock.lap()
+        report = self._publish_weights()
+        clock.lap()
+        is_due = self._step % self._spec.config.checkpoint_every == 0
+        if is_due or self._step == self._spec.config.num_steps:
+            self._checkpoint()
+        times.checkpoint_s = clock.lap()
+        if self._is_lead:
+            self._record(stats, report, times)
+
+    def _lease(self) -> tuple[Lease, tuple[str, ...]]:
+        """This rank's share of the next batch, and which groups of the batch may be trained.
+
+        Leased again if nothing is left of the batch, or if the ranks do not hold the same one (it
+        expired between their calls).
+        """
+        while True:
+            lease = self._buffer.lease(
+                step=self._step + 1,
+                version=self._version,
+                num_groups=self._spec.config.groups_per_step,
+                share=self._ranks.rank,
+                num_shares=self._ranks.num_ranks,
+                timeout_s=self._spec.buffer.wait_timeout_s,
+            )
+            if not self._ranks.all_equal(_fingerprint(lease.owner)):
+                continue
+            kept_ids = self._still_trainable(lease)
+            if kept_ids:
+                return lease, kept_ids
+
+    def _still_trainable(self, lease: Lease) -> tuple[str, ...]:
+        kept = self._buffer.validate(lease, self._version) if self._is_lead else frozenset()
+        flags = self._ranks.broadcast_flags([group_id in kept for group_id in lease.group_ids])
+        return tuple(
+            group_id for group_id, is_kept in zip(lease.group_ids, flags, strict=True) if is_kept
+        )
+
+    def _update(self, lease: Lease, kept_ids: tuple[str, ...]) -> StepStats:
+        config = self._spec.config
+        kept = set(kept_ids)
+        batch = StepBatch(
+            version=self._version,
+            group_ids=kept_ids,
+            groups=tuple(group for group in lease.groups if group.group_id in kept),
+        )
+        stats = train_step(
+            self._engine,
+            self._ranks,
+            batch,
+            config,
+            learning_rate=learning_rate(self._step, config.learning_rate, config.lr_warmup_steps),
+            before_update=self._sending.guard,
+        )
+        # A group that no rank held must not be counted as trained.
+        assert stats.num_groups == len(kept_ids), (stats.num_groups, kept_ids)
+        return stats
+
+    def _compare_engines(self, stats: StepStats) -> None:
+        """Once, by the first tokens that engines sampled with the version being trained."""
+        if not self._has_compared and stats.logprob_diff_tokens:
+            layout = self._engine.layout(self._spec.serving_dtype)
+            check_engines_agree(
+                stats.logprob_diff_mean,
+                stats.logprob_diff_tokens,
+                [tensor.name for tensor in layout.tensors],
+            )
+            self._has_compared = True
+
+    def _hand_over(self, lease: Lease, kept_ids: tuple[str, ...]) -> None:
+        """Make the new version known, then free the credits of the groups it was made from."""
+        self._buffer.publish_version(self._version)
+        num_consumed = self._buffer.consume(lease, kept_ids)
+        if num_consumed < len(kept_ids):
+            raise RuntimeError(
+                f"step {self._step} lost its lease: Redis could not be reached for "
+                f"buffer.lease_timeout_s={self._spec.buffer.lease_timeout_s:g}, and "
+                f"{len(kept_ids) - num_consumed} of its groups went back to the buffer, where they "
+                "would be trained again; start again from the last checkpoint"
+            )
+        self._unsaved_group_ids += kept_ids
+
+    def _publish_weights(self) -> PublishReport:
+        """Copy this rank's shards; they travel while training goes on."""
+        return self._sending.publish(self._version, self._engine.shards())
+
+    def _checkpoint(self) -> None:
+        """Save all shards; once they are durable, the buffer may forget the groups in them."""
+        if self._is_lead:
+            self._checkpoints.begin(self._step)
+        self._ranks.barrier()
+        self._engine.save(self._checkpoints.writing_folder(self._step))
+        self._ranks.barrier()
+        if self._is_lead:
+            self._checkpoints.commit(
+                TrainState(
+                    step=self._step,
+                    version=self._version,
+                    lineage=self._lineage,
+                    consumed_group_ids=tuple(self._unsaved_group_ids),
+                )
+            )
+            self._buffer.ack(self._step, self._lineage)
+            self._unsaved_group_ids.clear()
+        self._saved_step = self._step
+
+    def _record(self, stats: StepStats, report: PublishReport, times: _StepTimes) -> None:
+        self._run_state.add_wait("trainer", "rollout", times.lease_wait_s)
+        self._run_state.add_wait("trainer", "weight_sync", report.wait_s + report.snapshot_s)
+        record: dict[str, float | int | str] = {
+            "step": self._step,
+            "version": self._version - 1,  # the one that was trained
+            **stats.record(),
+            "lease_wait_s": times.lease_wait_s,
+            "step_s": times.step_s,
+            "snapshot_s": report.snapshot_s,
+            "snapshot_wait_s": report.wait_s,
+            "checkpoint_s": times.checkpoint_s,
+        }
+        self._run_state.append_metrics(record, kind="step")
+
+    def close(self) -> None:
+        """End every wait in the buffer and leave all groups; the rank is of no use afterwards."""
+        self.stop()
+        self._buffer.close()
+        self._run_state.close()
+        if self._is_training:
+            # A step may be in a collective, whose groups must not be pulled from under it: it ends
+            # with the process.
+            return
+        if self._weights is not None:
+            self._weights.close()
+        self._engine.close()
+        leave_ranks()
+
+
+def learning_rate(step: int, peak: float, num_warmup_steps: int) -> float:
+    """Of step 0, 1, ...: rises in a straight line to `peak`, reached at step `num_warmup_steps`."""
+    return peak * min(1.0, (step + 1) / (num_warmup_steps + 1))
+
+
+def _fingerprint(text: str) -> int:
+    """48 bits of a hash: exact in the float64 that the ranks exchange."""
+    return int.from_bytes(sha256(text.encode()).digest()[:6], "big")
+
+
+@dataclass(kw_only=True, slots=True)
+class _StepTimes:
+    """Where the seconds of one step went, on this rank."""
+
+    lease_wait_s: float = 0.0
+    step_s: float = 0.0
+    checkpoint_s: float = 0.0
+
+
+class _Clock:
+    """Seconds between one call of `lap` and the next."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        return seconds

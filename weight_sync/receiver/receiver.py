@@ -1,0 +1,251 @@
+"""The receiver of one node: takes versions off the wire into its store, for the engines beside it.
+
+One version at a time goes through
+
+    begin ──► receive ──► finish ──► release        whole and verified from finish on,
+                ▲  │                                 visible to engines from release on
+         join ──┘  ▼ a member is lost: what has come stays, and
+             (next epoch)  the next epoch goes on from there
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from weight_sync.errors import ChecksumMismatch, TransferFailed, UnknownVersion
+from weight_sync.group import WeightGroup, bucket_timeout_s
+from weight_sync.group_thread import Membership
+from weight_sync.layout import Layout, Manifest, Transfer
+from weight_sync.receiver.arrival import Arrival
+from weight_sync.receiver.client import CatchUpReport, ReceiveReport, ReceiverStatus, StagedVersion
+from weight_sync.receiver.peer import Peer
+from weight_sync.receiver.relay import Relay
+from weight_sync.receiver.store import Slot, StagedStore
+from weight_sync.staging import Staging
+from weight_sync.types import GroupSpec, ReceiverSpec, WeightSyncError
+
+
+class Receiver:
+    """Thread-safe: what changes a version runs one after the other, what only reads at any time."""
+
+    def __init__(self, spec: ReceiverSpec, pid: int) -> None:
+        self.spec = spec
+        self._pid = pid
+        self._store = StagedStore(Path(spec.folder), spec.num_slots)
+        self._staging = Staging(spec.num_buffers + 1, torch.device(spec.device))
+        self._membership = Membership("weights-receiver")
+        self._arrival: Arrival | None = None
+        self._turn = threading.Lock()  # guards _membership, _arrival and the steps of a version
+        self._doing = "nothing"
+
+    def status(self) -> ReceiverStatus:
+        spec, arrival, layout = self._membership.spec, self._arrival, self._store.layout
+        return ReceiverStatus(
+            name=self.spec.name,
+            pid=self._pid,
+            newest=self._store.newest,
+            complete=tuple(self._store.complete_versions),
+            receiving=arrival.transfer.version if arrival else None,
+            received=arrival.received if arrival else 0,
+            epoch=spec.epoch if spec else None,
+            layout_digest=layout.digest if layout else None,
+        )
+
+    def set_layout(self, layout: Layout) -> str:
+        """Returns its digest. Raises StoreFullError."""
+        with self._one_at_a_time("taking a layout"):
+            known = self._store.layout
+            if known is None or known.digest != layout.digest:
+                self._arrival = None
+            self._store.set_layout(layout)
+        return layout.digest
+
+    def begin(self, transfer: Transfer) -> int:
+        """Returns how many buckets of it are here; all of them if the version is whole."""
+        with self._one_at_a_time(f"beginning version {transfer.version}"):
+            layout = self._checked_layout(transfer.layout_digest)
+            if self._arrival is None or self._arrival.transfer != transfer:
+                self._arrival = None
+                is_whole = transfer.version in self._store.complete_versions
+                slot = None if is_whole else self._store.begin(transfer)
+                self._arrival = Arrival(layout, transfer, slot)
+            return self._arrival.received
+
+    def join(self, spec: GroupSpec, rank: int) -> None:
+        """Blocks until the epoch's group has formed, twice its timeout at most."""
+        with self._one_at_a_time(f"joining epoch {spec.epoch}"):
+            place = rank - spec.num_senders
+            if not (0 <= place < len(spec.receivers) and spec.receivers[place] == self.spec.name):
+                raise ValueError(f"rank {rank} is not {self.spec.name} in {spec}")
+            self._membership.join(spec, partial(self._meet, spec, rank))
+
+    def _meet(self, spec: GroupSpec, rank: int) -> WeightGroup:
+        with self._staging.side_stream():
+            return WeightGroup.join(spec, rank, device=torch.device(self.spec.device))
+
+    def receive(self, epoch: int, version: int, first: int) -> ReceiveReport:
+        """Raises TransferFailed; the group is left then."""
+        with self._one_at_a_time(f"receiving version {version}"):
+            arrival = self._arriving(version)
+            spec = self._membership.spec
+            if spec is None or spec.epoch != epoch:
+                raise TransferFailed(
+                    f"{self.spec.name} is not a member of epoch {epoch}", arrival.received
+                )
+            if not 0 <= first <= arrival.received:
+                raise ValueError(
+                    f"buckets from {first} on would leave a gap: {arrival.received} are here"
+                )
+            start = time.perf_counter()
+            num_bytes = sum(bucket.num_bytes for bucket in arrival.buckets[first:])
+            # The senders break off before this; it is for what blocks beneath every timeout.
+            limit_s = self.spec.timeout_s + bucket_timeout_s(
+                num_bytes, self.spec.timeout_s, self.spec.min_bandwidth
+            )
+            try:
+                self._membership.walk(lambda group: self._relay(group, arrival, first), limit_s)
+            except WeightSyncError as error:
+                raise TransferFailed(str(error), arrival.received) from None
+            seconds = time.perf_counter() - start
+            return ReceiveReport(received=arrival.received, seconds=seconds)
+
+    def _relay(self, group: WeightGroup, arrival: Arrival, first: int) -> None:
+        in_flight = arrival.max_bucket_bytes * self.spec.num_buffers * group.spec.world_size
+        limit_s = bucket_timeout_s(in_flight, self.spec.timeout_s, self.spec.min_bandwidth)
+        relay = Relay(
+            group,
+            self._staging,
+            arrival,
+            num_buffers=self.spec.num_buffers,
+            limit_s=limit_s,
+        )
+        relay.run(arrival.buckets[first:])
+
+    def finish(self, manifest: Manifest) -> float:
+        """Returns the seconds it took. Raises ChecksumMismatch: the version is discarded."""
+        version, start = manifest.version, time.perf_counter()
+        with self._one_at_a_time(f"verifying version {version}"):
+            self._checked_layout(manifest.layout.digest)
+            if version in self._store.complete_versions:
+                if self._store.get(version).manifest != manifest:
+                    raise ChecksumMismatch(f"version {version} is whole here, but another one", ())
+                self._arrival = None
+                return time.perf_counter() - start
+            arrival = self._arriving(version)
+            self._arrival = None
+            try:
+                arrival.finish(manifest)
+            except BaseException:
+                self._store.discard(version)
+                raise
+        return time.perf_counter() - start
+
+    def release(self, version: int) -> None:
+        """Raises UnknownVersion if it is not whole."""
+        self.whole(version)
+        self._store.release(version)
+
+    def catch_up(self, version: int, peers: Sequence[str], layout: Layout) -> CatchUpReport:
+        """Copies, verifies and releases `version`. Raises TransferFailed if no peer has it."""
+        start, source = time.perf_counter(), None
+        self.set_layout(layout)
+        with self._one_at_a_time(f"catching up with version {version}"):
+            if version not in self._store.complete_versions:
+                self._arrival = None
+                source = self._copy_from_a_peer(version, peers, layout)
+            self._store.release(version)
+        return CatchUpReport(peer=source, seconds=time.perf_counter() - start)
+
+    def _copy_from_a_peer(self, version: int, peers: Sequence[str], layout: Layout) -> str:
+        streams = tuple(layout.stream_bytes(rank) for rank in range(layout.num_ranks))
+        slot = self._store.begin(
+            Transfer(
+                version=version,
+                base_version=None,
+                layout_digest=layout.digest,
+                wire_bytes=streams,
+                bucket_bytes=max(streams),
+            )
+        )
+        failures = []
+        for url in peers:
+            peer = self._peer(url)
+            try:
+                slot.complete(peer.copy(version, layout, slot.data))
+                return url
+            except WeightSyncError as error:
+                failures.append(str(error))
+            finally:
+                peer.close()
+        self._store.discard(version)
+        raise TransferFailed(
+            f"no peer gave version {version}: {'; '.join(failures) or 'none was named'}", 0
+        )
+
+    def _peer(self, url: str) -> Peer:
+        return Peer(
+            url,
+            self.spec.key,
+            f"receiver {self.spec.name}",
+            timeout_s=self.spec.timeout_s,
+            min_bandwidth=self.spec.min_bandwidth,
+        )
+
+    def newest(self) -> StagedVersion | None:
+        """The newest released version."""
+        while (version := self._store.newest) is not None:
+            with contextlib.suppress(UnknownVersion):  # a newer one has just taken its place
+                return StagedVersion(version=version, path=str(self.whole(version).path))
+        return None
+
+    def whole(self, version: int) -> Slot:
+        """Raises UnknownVersion."""
+        try:
+            return self._store.get(version)
+        except WeightSyncError as error:
+            raise UnknownVersion(str(error)) from error
+
+    def hold(self, version: int, who: str, ttl_s: float) -> None:
+        """Raises UnknownVersion."""
+        self.whole(version)
+        self._store.hold(version, who, ttl_s)
+
+    def let_go(self, version: int, who: str) -> None:
+        self._store.let_go(version, who)
+
+    def close(self, should_remove: bool) -> None:
+        """Leave the group and the store; with `should_remove` no staged version stays."""
+        self._membership.leave()
+        self._store.close(remove=should_remove)
+
+    @contextlib.contextmanager
+    def _one_at_a_time(self, doing: str) -> Iterator[None]:
+        if not self._turn.acquire(timeout=self.spec.timeout_s):
+            raise WeightSyncError(
+                f"{self.spec.name} was busy {self._doing} for {self.spec.timeout_s:g} s and could "
+                f"not start {doing}"
+            )
+        try:
+            self._doing = doing
+            yield
+        finally:
+            self._turn.release()
+
+    def _checked_layout(self, digest: str) -> Layout:
+        layout = self._store.layout
+        if layout is None or layout.digest != digest:
+            raise WeightSyncError(f"{self.spec.name} has not been given this model's layout")
+        return layout
+
+    def _arriving(self, version: int) -> Arrival:
+        arrival = self._arrival
+        if arrival is None or arrival.transfer.version != version:
+            raise UnknownVersion(f"{self.spec.name} has not begun version {version}")
+        return arrival

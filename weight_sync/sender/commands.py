@@ -1,0 +1,236 @@
+"""How rank 0 of the trainer tells the other ranks what to do, beside training's own collectives.
+
+    rank 0   call({"do": "send", ...}) ──┬──► rank 1  serve: handle ──► {...} ──┐
+                                         └──► rank 2  serve: handle ──► {...} ──┴──► [{...}, {...}]
+
+A gloo group of its own, point to point; messages are JSON, each as its length and its bytes. Any
+failure of it is final: a rank that is dead or does not answer cannot train either.
+
+All ranks of the trainer as the coordinator on rank 0 sees them: one command, every answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
+
+from weight_sync.group_thread import Lane
+from weight_sync.types import WeightSyncError
+
+Message = dict[str, Any]
+"""JSON."""
+
+_MAX_MESSAGE_BYTES = 2**30
+
+
+class ControlError(WeightSyncError):
+    """A rank of the trainer is gone, or did not answer in time; names it."""
+
+
+class ControlGroup:
+    """One rank's end. Not thread-safe: each thread that talks to the other ranks has its own."""
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        *,
+        rank: int,
+        num_ranks: int,
+        address: str,
+        timeout_s: float,
+    ) -> None:
+        """Meets the other ranks in `store`, whose keys under `name` no one else may use.
+
+        `address`: this machine's own, to be reached at. `timeout_s` bounds the meeting and the
+        silence of a rank. Raises ControlError.
+        """
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        self._group: ProcessGroup | None = None
+        try:
+            self._group = _meet(PrefixStore(name, store), rank, num_ranks, address, timeout_s)
+        except RuntimeError as error:
+            raise ControlError(
+                f"the {num_ranks} trainer ranks did not meet within {timeout_s:g} s: {error}"
+            ) from error
+
+    # Rank 0 --------------------------------------------------------------------------------------
+
+    def tell(self, message: Message) -> None:
+        """Every other rank gets `message` from its `hear`."""
+        payload = _encode(message)
+        for peer in range(1, self._num_ranks):
+            self._send(peer, payload, self._timeout_s)
+
+    def call(self, message: Message, timeout_s: float) -> list[Message]:
+        """What the other ranks' `serve` handlers return, in the order of the ranks."""
+        self.tell(message)
+        deadline = time.monotonic() + timeout_s
+        return [
+            self._receive(peer, max(0.001, deadline - time.monotonic()))
+            for peer in range(1, self._num_ranks)
+        ]
+
+    # The others ----------------------------------------------------------------------------------
+
+    def hear(self) -> Message:
+        """The next message of rank 0."""
+        return self._receive(0, self._timeout_s)
+
+    def serve(self, handle: Callable[[Message], Message | None]) -> None:
+        """Answers rank 0's calls until `handle` returns None, which stays unanswered.
+
+        Rank 0 must call something every so often, at least to say that it is there.
+        """
+        while (reply := handle(self.hear())) is not None:
+            self._send(0, _encode(reply), self._timeout_s)
+
+    # Both ----------------------------------------------------------------------------------------
+
+    def _send(self, peer: int, payload: Tensor, timeout_s: float) -> None:
+        group = self._open
+        length = torch.tensor([payload.numel()], dtype=torch.int64)
+        try:
+            # Both before the first wait: a message costs one round trip.
+            works = [group.send([part], peer, 0) for part in (length, payload)]
+            for work in works:
+                work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise self._failure("sending to", peer, timeout_s) from error
+
+    def _receive(self, peer: int, timeout_s: float) -> Message:
+        group = self._open
+        limit = timedelta(seconds=timeout_s)
+        length = torch.empty(1, dtype=torch.int64)
+        try:
+            group.recv([length], peer, 0).wait(limit)
+            num_bytes = int(length)
+            if not 0 < num_bytes <= _MAX_MESSAGE_BYTES:
+                raise ControlError(f"trainer rank {peer} announced a message of {num_bytes} bytes")
+            payload = torch.empty(num_bytes, dtype=torch.uint8)
+            group.recv([payload], peer, 0).wait(limit)
+        except ControlError:
+            raise
+        except RuntimeError as error:
+            raise self._failure("hearing from", peer, timeout_s) from error
+        message: Message = json.loads(payload.numpy().tobytes())
+        return message
+
+    @property
+    def _open(self) -> ProcessGroup:
+        if self._group is None:
+            raise ControlError("the control group of the trainer ranks was closed")
+        return self._group
+
+    def _failure(self, doing: str, peer: int, timeout_s: float) -> ControlError:
+        return ControlError(
+            f"trainer rank {self._rank}, {doing} rank {peer}: it is gone, or was silent for "
+            f"{timeout_s:g} s"
+        )
+
+    def close(self) -> None:
+        """The other ranks' waits end with an error. Not while this one waits itself."""
+        self._group = None  # gloo closes its sockets when nothing refers to it any more
+
+
+def _encode(message: Message) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+
+
+def _meet(store: Store, rank: int, num_ranks: int, address: str, timeout_s: float) -> ProcessGroup:
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    backend = dist.ProcessGroupGloo(store, rank, num_ranks, options)
+    # Registered nowhere: it belongs to its owner alone, and mixes with no other group.
+    group = ProcessGroup(store, rank, num_ranks)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+_ANSWER_S = 5.0
+"""For an answer's way back, beyond what the command itself may take."""
+
+
+class RankError(WeightSyncError):
+    """A rank could not carry out a command, and said why."""
+
+
+class Ranks:
+    """Used in one event loop. Commands run one after the other, each on all ranks at once."""
+
+    def __init__(
+        self,
+        handle: Callable[[Message], Message | None],
+        control: ControlGroup | None,
+        control_s: float,
+    ) -> None:
+        """`handle` carries out rank 0's own part; `control` leads to the others, if there are any.
+
+        `control_s`: longest that an idle rank may take to answer.
+        """
+        self._handle = handle
+        self._control = control
+        self._control_s = control_s
+        self._mine = Lane("weights-sender")
+        self._theirs = Lane("weights-control")
+        self._is_free = asyncio.Lock()
+
+    async def command(self, message: Message, timeout_s: float) -> list[Message]:
+        """The result of each rank, in their order.
+
+        Raises RankError naming the ranks that failed, and ControlError, which is final, if one did
+        not answer.
+        """
+        async with self._is_free:
+            mine = self._mine.submit(partial(self._handle, message))
+            theirs = self._theirs.submit(partial(self._call, message, timeout_s + _ANSWER_S))
+            try:
+                async with asyncio.timeout(timeout_s + _ANSWER_S + self._control_s):
+                    others = await asyncio.wrap_future(theirs)
+                    reply = await asyncio.wrap_future(mine)
+            except TimeoutError as error:
+                raise ControlError(
+                    f"trainer rank 0 did not {message['do']} within {timeout_s:g} s"
+                ) from error
+        replies = [reply or {"result": {}}, *others]
+        if errors := [str(reply["error"]) for reply in replies if "error" in reply]:
+            raise RankError("; ".join(errors))
+        return [reply["result"] for reply in replies]
+
+    def _call(self, message: Message, timeout_s: float) -> list[Message]:
+        return [] if self._control is None else self._control.call(message, timeout_s)
+
+    async def keep_alive(self, every_s: float) -> None:
+        """Never returns: tells the other ranks, while they are idle, that this one is there."""
+        while True:
+            await asyncio.sleep(every_s)
+            if not self._is_free.locked():
+                await self.command({"do": "noop"}, self._control_s)
+
+    async def close(self, timeout_s: float) -> None:
+        """The other ranks stop serving, at the latest when this one's group is gone."""
+        try:
+            async with asyncio.timeout(timeout_s), self._is_free:
+                mine = self._mine.submit(partial(self._handle, {"do": "close"}))
+                if self._control is not None:
+                    tell = partial(self._control.tell, {"do": "close"})
+                    await asyncio.wrap_future(self._theirs.submit(tell))
+                await asyncio.wrap_future(mine)
+        except (TimeoutError, WeightSyncError):
+            pass  # a rank or a receiver is gone or stuck, which can hold up nothing any more
+        self._mine.close(0)
+        self._theirs.close(0)

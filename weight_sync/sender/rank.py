@@ -1,0 +1,216 @@
+"""One trainer rank's end of the wire: sends its share of the buckets to the first receiver.
+
+What every trainer rank does for a publish, in a thread beside training, as rank 0 commands.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from configs.schema import WeightSyncConfig
+from weight_sync import delta
+from weight_sync.buckets import Bucket, plan_buckets
+from weight_sync.checksums import piece_checksums
+from weight_sync.group import WeightGroup, bucket_timeout_s
+from weight_sync.group_thread import Membership
+from weight_sync.layout import Transfer
+from weight_sync.sender.commands import Message
+from weight_sync.sender.snapshot import Snapshots
+from weight_sync.staging import Staging
+from weight_sync.timeouts import Limits
+from weight_sync.types import GroupSpec, WeightSyncError
+
+
+class Sender:
+    """Used by one thread at a time. A failure spends the group: `join` the next epoch's then."""
+
+    def __init__(self, rank: int, config: WeightSyncConfig, device: torch.device) -> None:
+        """`device`: this rank's GPU where the groups are nccl, else the CPU."""
+        self._rank = rank
+        self._config = config
+        self._device = device
+        self._staging = Staging(config.num_buffers, device)
+        self._membership = Membership(f"weights-sender-{rank}")
+
+    def join(self, spec: GroupSpec) -> None:
+        """Blocks until every member has come, twice `spec.timeout_s` at most.
+
+        Raises WeightSyncError naming who did not come.
+        """
+        self._membership.join(spec, partial(self._meet, spec))
+
+    def _meet(self, spec: GroupSpec) -> WeightGroup:
+        with self._staging.side_stream():
+            return WeightGroup.join(spec, self._rank, device=self._device)
+
+    def send(
+        self,
+        buckets: Sequence[Bucket],
+        stream: Tensor,
+        first: int,
+        total_s: float = math.inf,
+    ) -> None:
+        """Send this rank's buckets of the plan from bucket `first` on.
+
+        `stream`: uint8, the rank's bytes on the wire. `total_s` bounds the whole of it: a member
+        that is a little slow at every bucket must not add up to hours. Raises WeightSyncError
+        naming the bucket, the peer and the epoch; the group is closed then, which the other
+        members notice.
+        """
+        spec = self._membership.spec
+        if spec is None:
+            raise WeightSyncError(f"sender {self._rank} is a member of no weight group")
+        mine = [b for b in buckets if b.rank == self._rank and b.index >= first]
+        if mine and mine[-1].stop > stream.numel():
+            raise ValueError(
+                f"stream of sender {self._rank} has {stream.numel()} bytes, its buckets end at "
+                f"{mine[-1].stop}"
+            )
+        limit_s = bucket_timeout_s(
+            max((b.num_bytes for b in mine), default=0)
+            * self._config.num_buffers
+            * spec.world_size,
+            self._config.timeout_s,
+            self._config.min_bandwidth,
+        )
+        deadline = time.monotonic() + total_s
+        self._membership.walk(
+            lambda group: self._send(group, mine, stream, limit_s, deadline),
+            total_s + self._config.timeout_s / 2,
+        )
+
+    def _send(
+        self,
+        group: WeightGroup,
+        buckets: Sequence[Bucket],
+        stream: Tensor,
+        limit_s: float,
+        deadline: float,
+    ) -> None:
+        first_receiver = group.spec.num_senders
+        in_flight: deque[tuple[Bucket, Work]] = deque()
+        with self._staging.side_stream():
+            for turn, bucket in enumerate(buckets):
+                if len(in_flight) == self._config.num_buffers:
+                    self._wait(
+                        group, *in_flight.popleft(), min(limit_s, deadline - time.monotonic())
+                    )
+                wire = self._staging.upload(turn, stream[bucket.start : bucket.stop])
+                in_flight.append((bucket, group.send(wire, first_receiver, bucket.index)))
+            while in_flight:
+                self._wait(group, *in_flight.popleft(), min(limit_s, deadline - time.monotonic()))
+
+    def _wait(self, group: WeightGroup, bucket: Bucket, work: Work, limit_s: float) -> None:
+        with group.naming(f"sending bucket {bucket.index}", group.spec.num_senders):
+            work.wait(timedelta(seconds=max(0.001, limit_s)))
+
+    def leave(self) -> None:
+        """Leave the group, if in one."""
+        self._membership.leave()
+
+
+log = logging.getLogger(__name__)
+
+
+class SendingRank:
+    """Answers commands: {"result": ...}, or {"error": text} when this one could not be done.
+
+    encode     begin the checksums of a captured version; find what changed since another one
+    join       the weight group of an epoch
+    send       this rank's buckets to its first receiver, while the checksums are made
+    checksums  of the version that was encoded last
+    noop       says that rank 0 lives
+    close      leave the group: the end
+    """
+
+    def __init__(self, limits: Limits, rank: int, snapshots: Snapshots, sender: Sender) -> None:
+        self._limits = limits
+        self._layout = limits.layout
+        self._rank = rank
+        self._snapshots = snapshots
+        self._sender = sender
+        self._delta: tuple[int, Tensor] | None = None
+        """Version and payload of the last encoding."""
+        self._summing = ThreadPoolExecutor(1, thread_name_prefix="weights-checksums")
+        self._checksums: tuple[int, Future[tuple[int, ...]]] | None = None
+        """Those of that version, when they are made."""
+
+    def handle(self, command: Message) -> Message | None:
+        """None for close."""
+        try:
+            match command["do"]:
+                case "encode":
+                    return {"result": self._encode(command)}
+                case "join":
+                    self._sender.join(GroupSpec.from_json(command["group"]))
+                case "send":
+                    return {"result": self._send(command)}
+                case "checksums":
+                    return {"result": {"checksums": self._made_checksums(command["version"])}}
+                case "close":
+                    self._sender.leave()
+                    self._summing.shutdown(wait=False)
+                    return None
+            return {"result": {}}
+        except Exception as error:
+            # Told to rank 0, which decides; the other ranks may have succeeded.
+            is_ours = isinstance(error, WeightSyncError)
+            if not is_ours:
+                log.exception("trainer rank %d could not %s", self._rank, command["do"])
+            return {"error": f"trainer rank {self._rank}: {error if is_ours else repr(error)}"}
+
+    def _encode(self, command: Message) -> Message:
+        """With a base: its delta, unless too much has changed."""
+        version = int(command["version"])
+        stream = self._stream(command["slot"], version)
+        copy_s = self._snapshots.copy_s(command["slot"])
+        start = time.perf_counter()
+        summing = self._summing.submit(piece_checksums, self._layout, self._rank, stream)
+        self._checksums = version, summing
+        result: Message = {"num_bytes": None, "num_changed": 0}
+        self._delta = None  # frees the last one before the next is made
+        if command["base_slot"] is not None:
+            base = self._stream(command["base_slot"], int(command["base_version"]))
+            found = self._changes(base, stream, command["max_density"])
+            if found is not None:
+                self._delta = version, found.payload
+                result["num_bytes"] = found.payload.numel()
+                result["num_changed"] = found.num_changed
+        return result | {"encode_s": time.perf_counter() - start, "copy_s": copy_s}
+
+    def _made_checksums(self, version: int) -> tuple[int, ...]:
+        assert self._checksums is not None and self._checksums[0] == version, "encode comes first"
+        return self._checksums[1].result()
+
+    def _changes(self, base: Tensor, stream: Tensor, max_density: float) -> delta.Delta | None:
+        try:
+            return delta.encode(self._layout, self._rank, base, stream, max_density)
+        except MemoryError as error:  # the version itself needs no more memory
+            log.warning("trainer rank %d sends its weights in full: %s", self._rank, error)
+            return None
+
+    def _send(self, command: Message) -> Message:
+        transfer = Transfer.from_json(command["transfer"])
+        if transfer.base_version is None:
+            stream = self._stream(command["slot"], transfer.version)
+        else:
+            assert self._delta is not None and self._delta[0] == transfer.version
+            stream = self._delta[1]
+        start = time.perf_counter()
+        buckets = plan_buckets(self._layout, transfer)
+        self._sender.send(buckets, stream, int(command["first"]), float(command["total_s"]))
+        return {"seconds": time.perf_counter() - start}
+
+    def _stream(self, slot: int, version: int) -> Tensor:
+        return self._snapshots.stream(slot, version, self._limits.control_s)
