@@ -14,8 +14,7 @@ import math
 from dataclasses import dataclass
 
 from configs.choices import Backend
-from configs.joint_rules import check_weights_without_gpus
-from configs.schema import Config
+from configs.schema import Config, check_weights_without_gpus
 from controller.start.model_size import ModelSize
 from controller.units import format_bytes
 

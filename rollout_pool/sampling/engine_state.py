@@ -12,7 +12,9 @@ One engine as the router sees it: who may go there, how many are there, and how 
 from __future__ import annotations
 
 import math
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -275,3 +277,47 @@ class EngineRoom:
             kv_usage=None if self._load is None else self._load.kv_usage,
             num_queued=None if self._load is None else self._load.num_queued,
         )
+
+
+class Place:
+    """Room for one sample at one engine, until `release`."""
+
+    def __init__(
+        self,
+        room: EngineRoom,
+        priority: Priority,
+        tokens: int,
+        begun: float,
+        on_release: Callable[[], None],
+    ) -> None:
+        self._room = room
+        self._is_trial = room.take(priority, tokens, begun)
+        self._priority = priority
+        self._tokens = tokens
+        self._on_release = on_release
+        self.begun = begun
+        self._is_released = False
+
+    @property
+    def engine(self) -> EngineClient:
+        return self._room.client
+
+    def progress(self) -> None:
+        """Tokens have come."""
+        now = time.monotonic()
+        self._room.last_progress = now
+        self._room.breaker.succeed(now)
+
+    def fail(self) -> float:
+        """The engine did not do what it was asked. Returns the time, for `assign`'s `failed`."""
+        now = time.monotonic()
+        self._room.breaker.fail(self.begun, now)
+        return now
+
+    def release(self) -> None:
+        if not self._is_released:
+            self._is_released = True
+            self._room.give_back(self._priority, self._tokens)
+            if self._is_trial:
+                self._room.breaker.withdraw()
+            self._on_release()

@@ -17,12 +17,10 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from rollout_pool.sampling.engine_state import Place
 from rollout_pool.sampling.sample import Priority, Sample
-
-if TYPE_CHECKING:
-    from rollout_pool.sampling.router import Place
 
 _arrivals = count()
 

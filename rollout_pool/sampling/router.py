@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from buffer.staleness import is_fresh
 from rollout_pool.sampling.engine_client import EngineClient, EngineLoad
-from rollout_pool.sampling.engine_state import EngineRoom, RoomReport, StickySessions
+from rollout_pool.sampling.engine_state import EngineRoom, Place, RoomReport, StickySessions
 from rollout_pool.sampling.queue import Hope, Needs, QueueKey, Waiter, WaitingLine
 from rollout_pool.sampling.sample import Interrupted, Priority, Sample
 
@@ -28,43 +28,6 @@ OVERLOAD_SAMPLES = 8
 loaded one, and so many samples of its own size more."""
 LENGTHS_KEPT = 0.98
 """Of the mean length, at each sample that ends: it follows the policy in some hundred samples."""
-
-
-class Place:
-    """Room for one sample at one engine, until `release`."""
-
-    def __init__(self, router: Router, room: EngineRoom, waiter: Waiter, begun: float) -> None:
-        self._router = router
-        self._room = room
-        self._is_trial = room.take(waiter.sample.priority, waiter.tokens, begun)
-        self._priority = waiter.sample.priority
-        self._tokens = waiter.tokens
-        self.begun = begun
-        self._is_released = False
-
-    @property
-    def engine(self) -> EngineClient:
-        return self._room.client
-
-    def progress(self) -> None:
-        """Tokens have come."""
-        now = time.monotonic()
-        self._room.last_progress = now
-        self._room.breaker.succeed(now)
-
-    def fail(self) -> float:
-        """The engine did not do what it was asked. Returns the time, for `assign`'s `failed`."""
-        now = time.monotonic()
-        self._room.breaker.fail(self.begun, now)
-        return now
-
-    def release(self) -> None:
-        if not self._is_released:
-            self._is_released = True
-            self._room.give_back(self._priority, self._tokens)
-            if self._is_trial:
-                self._room.breaker.withdraw()
-            self._router.serve()
 
 
 class Router:
@@ -281,7 +244,9 @@ class Router:
             return  # its task was cancelled a moment ago
         if sample.session:
             self._sessions.settle(sample.session, room.name)
-        waiter.granted.set_result(Place(self, room, waiter, now))
+        sample = waiter.sample
+        place = Place(room, sample.priority, waiter.tokens, now, self.serve)
+        waiter.granted.set_result(place)
 
     def _set_alarm(self, now: float) -> None:
         """Who waits for an engine to mend is to be served then, though nothing else happens."""

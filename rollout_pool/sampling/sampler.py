@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, SampleRefused
-from rollout_pool.sampling.router import Place, Router
+from rollout_pool.sampling.engine_state import Place
+from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
 
 
