@@ -81,7 +81,7 @@ def test_a_run_that_goes_on_is_shown_live(run_dir: RunDir, server: EmbeddedServe
     asyncio.run(_begin_run(server.url, run_dir.name))
     run_dir.write_redis_url(server.url)
     text = status_of(run_dir)
-    assert "step 10 of 100" in text
+    assert "step 10 of 60" in text
     assert "1 running" in text
     assert "1 of 48 groups" in text
     assert "REDISCLI_AUTH=" in text and "redis-cli -u" not in text
