@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from buffer.redis.keys import Keys
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
+from configs.schema import BufferConfig
 from controller.metrics.records import MetricsLog, Record, read_metrics
 from controller.recorder import Recorder
 from controller.report.panel import Panel
@@ -36,13 +38,14 @@ FOREIGN: list[tuple[str, Mapping[str, Any]]] = [
 async def test_what_no_process_of_ours_writes_is_left_out(
     redis_url: str, run_name: str, tmp_path: Path
 ) -> None:
-    state = await RunState.connect(redis_url, run_name)
-    buffer = await ReplayBuffer.connect(redis_url, run_name)
+    state = await RunState.connect(redis_url, run_name, BufferConfig())
+    buffer = await ReplayBuffer.connect(redis_url, run_name, BufferConfig())
+    await buffer.open(BufferConfig(), groups_per_step=4)
     steps: list[Record] = []
     view = RunView(run=run_name, num_steps=3, started=0.0)
     redis = Redis.from_url(redis_url)
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
-        panel = Panel(enabled=False, console=Console(file=(tmp_path / "out").open("w")))
+        panel = Panel(enabled=False, console=Console(file=StringIO()))
         recorder = Recorder(buffer, state, log, panel, view, steps.append)
         for kind, values in FOREIGN:
             entry = {"kind": kind, "record": json.dumps(values)}

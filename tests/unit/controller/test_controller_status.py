@@ -101,7 +101,7 @@ def test_the_command_from_outside_fits_the_server(run_dir: RunDir, url: str, cli
     command = command_from_outside(run_dir)
     assert client in command
     shown = subprocess.run(
-        ["sh", "-c", command.replace("redis-cli", "echo $REDISCLI_AUTH #")],
+        ["sh", "-c", command.replace("redis-cli", "printenv REDISCLI_AUTH; true")],
         capture_output=True,
         text=True,
         check=True,

@@ -164,6 +164,21 @@ def test_held_out_problems_can_come_from_a_file_of_their_own(tmp_path):
     assert texts == {"What is 2 + 1?", "What is 3 + 1?", "What is 4 + 1?"}
 
 
+def test_listed_questions_can_have_held_out_ones_in_a_file(tmp_path):
+    listed = [{"question": f"{i} + {i} =", "answer": str(2 * i)} for i in range(3)]
+    task = build_task(
+        TaskConfig(
+            kind=TaskKind.questions,
+            params={"questions": listed},
+            eval_path=problems(tmp_path / "test.jsonl", 2),
+            eval_size=5,
+        )
+    )
+    assert [prompt.text for prompt in task.eval_prompts()] == ["What is 0 + 1?", "What is 1 + 1?"]
+    texts = {prompt.text for prompt in itertools.islice(TaskStream(task, 0, 1), 6)}
+    assert texts == {one["question"] for one in listed}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
