@@ -71,7 +71,7 @@ TRAINER_SCRIPTS = [
     "stats",
 ]
 ALL_SCRIPTS = sorted(
-    {path.stem for path in (Path(__file__).parents[2] / "buffer" / "scripts").glob("*.lua")}
+    {path.stem for path in (Path(__file__).parents[2] / "buffer" / "lua").rglob("*.lua")}
     - {"common", "groups", "lineage", "batches"}  # preludes
 )
 # What the clients send themselves, besides scripts.

@@ -69,7 +69,7 @@ ROWS = {
     "gcs_server": "Ray's head (GCS)",
     "ray/dashboard/dashboard.py": "Ray's dashboard",
     "valkey-server|redis-server": "Redis",
-    "sglang|receiver_app": "engines (HTTP), receivers of weights (HTTP)",
+    r"sglang|receiver\.app": "engines (HTTP), receivers of weights (HTTP)",
     "ray::TrainerActor": "process groups: gloo, NCCL",
     r"raylet|ray(::|-dashboard|/|\.util)|controller\.main": "Ray's node managers",
 }
