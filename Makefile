@@ -19,7 +19,7 @@ RUN_FLAG := $(if $(RUN),--run $(RUN)) $(if $(DIR),--dir $(DIR))
 BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install launch dry-run status stop report tune timeline depth trace show quarantine buffer-dump buffer-load \
+.PHONY: help install lock check-lock launch dry-run status stop report tune timeline depth trace show quarantine buffer-dump buffer-load \
 	test test-fast soak bench bench-weights bench-rollout lint format typecheck docs clean
 
 help: ## this list
@@ -27,6 +27,12 @@ help: ## this list
 
 install: ## make .venv (nothing is done when it is up to date)
 	@deploy/install.sh
+
+lock: install ## write the lock files after a change of pyproject.toml (ARGS=--upgrade: newer versions too)
+	@deploy/lock.sh $(ARGS)
+
+check-lock: install ## the lock files fit pyproject.toml
+	@deploy/lock.sh --check
 
 launch: install ## train: make launch [EXPERIMENT=...] [ARGS="buffer.max_staleness=4 ..."] [RAY_ADDRESS=auto]
 	@$(LEASH) launch $(EXPERIMENT_FLAG) $(OVERRIDES)

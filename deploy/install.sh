@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv ready for this machine: the CPU build of everything where there is no GPU, the ordinary
-# CUDA builds where there is one. Runs again only when pyproject.toml or this file has changed.
+# CUDA builds where there is one, in the versions and with the hashes of deploy/requirements-{cpu,gpu}.lock.
+# uv installs them; where it cannot be had or fails, pip does. Runs again only when one of the files it
+# reads has changed.
 #   deploy/install.sh [cpu|gpu]      (without an argument it looks for a GPU)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,11 +26,12 @@ if [ -z "$python" ]; then
 fi
 
 stamp=.venv/.leash-installed
-wanted="$kind $(cat pyproject.toml deploy/install.sh | sha256sum | cut -d' ' -f1)"
+lock=deploy/requirements-$kind.lock
+wanted="$kind $(cat pyproject.toml deploy/install.sh deploy/uv.sh "$lock" | sha256sum | cut -d' ' -f1)"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
 
-log=$(mktemp -t leash-install.XXXXXX.log)
-step_number=0
+work=$(mktemp -d -t leash-install.XXXXXX)
+log=$work/log
 step() { # title, command ...: runs it quietly, says how long it took, shows the log when it fails
     local title=$1 begin=$SECONDS
     shift
@@ -42,29 +45,36 @@ step() { # title, command ...: runs it quietly, says how long it took, shows the
     fi
     printf '%4d s\n' $((SECONDS - begin))
 }
-pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 
+locked() { # package: its lines of the lock, as a file of requirements
+    awk -v start="$1==" 'index($0, start) == 1 { on = 1 } on { print } on && !/\\$/ { exit }' "$lock" >"$work/$1"
+    echo "$work/$1"
+}
+by_pip() { .venv/bin/python -m pip --disable-pip-version-check install --no-deps "$@"; }
+by_uv() { deploy/uv.sh pip install --no-deps --build-constraints "$lock" "$@"; }
 cpu_torch() {
-    # "+cpu" never matches a CUDA build. pip finds it where an index or folder with PyTorch's CPU builds
-    # is configured; elsewhere uv knows the official place of those builds.
-    pip install "torch==2.13.0+cpu" && return
-    pip install "uv>=0.8" && .venv/bin/uv pip install --python .venv/bin/python --torch-backend cpu "torch==2.13.0"
+    # "+cpu" never matches a CUDA build. It comes from a configured index or folder that has PyTorch's CPU
+    # builds, or else from where PyTorch keeps them.
+    "$1" --require-hashes -r "$(locked torch)" ||
+        "$1" --require-hashes -r "$(locked torch)" --find-links https://download.pytorch.org/whl/cpu/torch/
 }
-cpu_sglang() {
-    # SGLang's own requirements are CUDA packages; the ones that a CPU server imports are in our extra "cpu".
-    pip install --no-deps "sglang==0.5.20" "triton==3.9.0" "xgrammar==0.2.1" "apache-tvm-ffi==0.1.11"
+packages() { # by_uv or by_pip
+    if [ "$kind" = cpu ]; then step "torch (CPU build)" cpu_torch "$1" || return; fi
+    step "the other packages of $lock" "$1" --require-hashes -r "$lock" || return
+    step "leash itself" "$1" --no-build-isolation -e .
 }
 
-echo "install: $kind build into .venv with $("$python" --version) (some minutes, once)"
-num_steps=$([ "$kind" = cpu ] && echo 4 || echo 2)
+echo "install: $kind build into .venv with $("$python" --version) (a minute or some, once)"
+step_number=0
+num_steps=$([ "$kind" = cpu ] && echo 5 || echo 4)
+# Installers take PyTorch's CPU and CUDA builds for the same version, so the one does not replace the other.
+clear=$([ ! -f "$stamp" ] || grep -q "^$kind " "$stamp" || echo --clear)
 rm -f "$stamp"
-step "virtual environment" "$python" -m venv .venv
-if [ "$kind" = cpu ]; then
-    step "torch (CPU build)" cpu_torch
-    step "sglang (without its CUDA packages)" cpu_sglang
-    step "everything else" pip install -e ".[cpu,server,dev]"
-else
-    step "torch, sglang (CUDA builds), everything else" pip install -e ".[gpu,server,dev]"
+step "virtual environment" "$python" -m venv $clear .venv
+if ! { step "uv" by_pip --require-hashes -r "$(locked uv)" && packages by_uv; }; then
+    echo "install: uv did not do it; now pip, which installs the same versions and takes some minutes longer"
+    num_steps=$((num_steps - 2)) step_number=0
+    packages by_pip
 fi
 echo "$wanted" >"$stamp"
-rm -f "$log"
+rm -rf "$work"

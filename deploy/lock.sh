@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Writes deploy/requirements-{cpu,gpu}.lock: one version of every package for Linux on Python 3.11 and 3.12,
+# with the hashes of its files. Versions that are there already stay; `--upgrade` looks for newer ones.
+#   deploy/lock.sh [--check | --upgrade]      (--check: writes nothing, fails when a lock would change)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+mode=${1:-}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+# What a machine without a GPU gets beside the extra "cpu": PyTorch's CPU build, and SGLang with the packages
+# that a CPU server imports of those whose own requirements are CUDA packages. So none has requirements here.
+cpu=("torch==2.13.0+cpu" "sglang==0.5.20" "triton==3.9.0" "xgrammar==0.2.1" "apache-tvm-ffi==0.1.11")
+for package in "${cpu[@]:1}"; do
+    printf '[[dependency-metadata]]\nname = "%s"\nversion = "%s"\nrequires-dist = []\n' \
+        "${package%%==*}" "${package##*==}" >>"$work/cpu.toml"
+done
+printf '%s\n' "${cpu[@]}" >"$work/cpu.in"
+: >"$work/gpu.in"
+: >"$work/gpu.toml"
+
+compile() { # cpu|gpu, then options of uv
+    # The main index alone: further ones may lack the files of other platforms, or hold a CPU build for "gpu".
+    [ "$1" = cpu ] || local -x UV_FIND_LINKS=""
+    UV_INDEX="" deploy/uv.sh pip compile pyproject.toml "$work/$1.in" --extra "$1" --extra server --extra dev \
+        --config-file "$work/$1.toml" --universal --python-version 3.11 --fork-strategy fewest \
+        --generate-hashes --no-annotate --custom-compile-command "make lock" \
+        --output-file "$work/$1.lock" --quiet $([ "$mode" = --upgrade ] && echo --upgrade) "${@:2}"
+}
+
+for kind in cpu gpu; do
+    lock=deploy/requirements-$kind.lock
+    if [ -f "$lock" ]; then cp "$lock" "$work/$kind.lock"; fi
+    compile "$kind" 2>"$work/errors" ||
+        { [ "$kind" = cpu ] && compile cpu --find-links https://download.pytorch.org/whl/cpu/torch/; } ||
+        { cat "$work/errors" >&2 && exit 1; }
+    if [ "$mode" != --check ]; then
+        cp "$work/$kind.lock" "$lock"
+    elif ! diff -u "$lock" "$work/$kind.lock"; then
+        echo "lock: $lock does not fit pyproject.toml and deploy/lock.sh any more; run 'make lock'" >&2
+        exit 1
+    fi
+done
