@@ -13,7 +13,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,25 +24,15 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from buffer.redis.connection import MIN_VERSION
-from configs.printable import printable
 from configs.schema import BufferConfig
+from processes.child import Child
+from processes.logs import last_lines
 
 _NAMES = ("redis-server", "valkey-server")
 _PORT_ATTEMPTS = 5
 _FIRST_PORT = 15_000
 _CLIENT_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _PING_EVERY_S = 0.02
-_LOG_TAIL_LINES = 8
-
-# Runs in the child before the server. PDEATHSIG is set here and not in a preexec_fn, for the parent
-# has threads; the parent may have died before it was set, which getppid() tells.
-_DIE_WITH_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 _CONFIG = """\
 bind {host}
@@ -109,8 +98,7 @@ class EmbeddedServer:
         self._host, self._port, self._password = host, port, password
         self._command, self._folder, self._log_path = command, folder, log_path
         self._start_timeout_s = start_timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ended = threading.Event()
+        self._child: Child | None = None
 
     @classmethod
     def start(
@@ -197,55 +185,28 @@ class EmbeddedServer:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+        return self._running.pid
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Waits until the server has ended; its exit code, or None if it still runs then."""
-        self._ended.wait(timeout_s)
-        return None if self._process is None else self._process.returncode
+        return self._running.wait(timeout_s)
 
-    def stop(self, timeout_s: float) -> int:
+    def stop(self, timeout_s: float) -> int | None:
         """Ends the server, which writes its data first; by force after `timeout_s`. Exit code."""
-        assert self._process is not None
-        if not self._ended.is_set():
-            self._process.terminate()
-            if not self._ended.wait(timeout_s):
-                self._process.kill()
-                self._ended.wait()
-        return self._process.returncode
+        return self._running.stop(timeout_s)
+
+    @property
+    def _running(self) -> Child:
+        assert self._child is not None
+        return self._child
 
     def _spawn(self, lock: int) -> None:
-        launcher = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
-        spawned, ended = threading.Event(), threading.Event()
-        errors: list[OSError] = []
-
-        def spawn_and_wait() -> None:
-            try:
-                with open(self._log_path, "ab") as log:  # for what it says before it opens its own
-                    self._process = subprocess.Popen(
-                        launcher + self._command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        env={**os.environ, **_ENVIRONMENT},
-                        pass_fds=(lock,),
-                        start_new_session=True,  # Ctrl-C is for us: it has to outlive its clients
-                    )
-            except OSError as error:
-                errors.append(error)
-                return
-            finally:
-                spawned.set()
-            self._process.wait()
-            ended.set()
-
-        self._ended = ended
-        # The kernel sends PDEATHSIG when the thread that forked ends, so this one stays.
-        threading.Thread(target=spawn_and_wait, name="redis-server", daemon=True).start()
-        spawned.wait()
-        if errors:
-            raise ServerStartError(f"cannot run {self._command[0]}: {errors[0]}") from errors[0]
+        try:
+            self._child = Child(
+                self._command, self._log_path, environment=_ENVIRONMENT, pass_fds=(lock,)
+            )
+        except OSError as error:
+            raise ServerStartError(f"cannot run {self._command[0]}: {error}") from error
 
     def _wait_until_ready(self) -> None:
         client = redis.Redis(
@@ -257,13 +218,13 @@ class EmbeddedServer:
         )
         deadline = time.monotonic() + self._start_timeout_s
         try:
-            # The process's end is an event; readiness has to be asked for, as no server tells.
-            while not self._ended.wait(_PING_EVERY_S):
+            # The process's end is an event; readiness has to be asked for.
+            while (exit_code := self.wait(_PING_EVERY_S)) is None:
                 if time.monotonic() > deadline:
                     raise ServerStartError(
                         f"{self._command[0]} did not answer on {self._host}:{self._port} within "
                         f"buffer.start_timeout_s={self._start_timeout_s:g}; its log ends:\n"
-                        f"{_tail(self._log_path)}"
+                        f"{last_lines(self._log_path)}"
                     )
                 try:
                     client.ping()
@@ -272,10 +233,10 @@ class EmbeddedServer:
                     continue
         finally:
             client.close()
-        tail = _tail(self._log_path)
+        tail = last_lines(self._log_path)
         kind = _PortTakenError if "Address already in use" in tail else ServerStartError
         raise kind(
-            f"{self._command[0]} ended with code {self.wait()} at {self._host}:{self._port}; "
+            f"{self._command[0]} ended with code {exit_code} at {self._host}:{self._port}; "
             f"its log ends:\n{tail}"
         )
 
@@ -363,10 +324,3 @@ def _write_private(path: Path, text: str) -> None:
 
 def _quoted(path: Path) -> str:
     return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _tail(log_path: Path) -> str:
-    if not log_path.exists():
-        return "(no log)"
-    lines = log_path.read_text(errors="replace").splitlines()
-    return printable("\n".join(lines[-_LOG_TAIL_LINES:])) or "(empty log)"

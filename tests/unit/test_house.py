@@ -15,11 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 MAY_IMPORT = {
     "configs": set(),
-    "buffer": {"configs"},
-    "weight_sync": {"configs"},
-    "trainer_pool": {"configs", "buffer", "weight_sync"},
-    "rollout_pool": {"configs", "buffer", "weight_sync"},
-    "controller": {"configs", "buffer", "weight_sync", "trainer_pool", "rollout_pool"},
+    "processes": {"configs"},
+    "buffer": {"configs", "processes"},
+    "weight_sync": {"configs", "processes"},
+    "trainer_pool": {"configs", "processes", "buffer", "weight_sync"},
+    "rollout_pool": {"configs", "processes", "buffer", "weight_sync"},
+    "controller": {"configs", "processes", "buffer", "weight_sync", "trainer_pool", "rollout_pool"},
 }
 """Which of our packages each of them may import, besides itself."""
 

@@ -1,0 +1,144 @@
+"""A child process: bound to this one from its start, watched, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from processes import die_with_parent
+
+_KILLED_S = 30.0
+"""A killed process that is still there after this long is stuck in the kernel."""
+
+
+class Child:
+    """A process that ends with this one, however this one ends.
+
+    A program of ours lives as long as its standard input is open:
+
+        child = Child([sys.executable, "-m", "some.program"], log, secret=key, speaks=True)
+        greeting = await child.first_line()
+        exit_code = await child.exit()      # or child.wait(timeout_s) where there is no event loop
+        child.stop(timeout_s=10.0)          # ends its input; SIGKILL if that does not help
+
+    `secret` is the first line that it reads: arguments and variables can be read by others on the
+    machine. `secret=None` is for a program that does not read its input: the kernel sends it
+    SIGTERM when this process ends, and so does `stop`.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        *,
+        secret: str | None = None,
+        speaks: bool = False,
+        environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """Its output goes to `log`; with `speaks`, its standard output is closed after one line.
+
+        `environment` is added to that of this process. Raises OSError if it cannot be run.
+        """
+        self._first_line, self._exited = Future[bytes](), Future[int]()
+        for future in (self._first_line, self._exited):
+            future.set_running_or_notify_cancel()  # else a waiter that is cancelled would cancel it
+        if secret is None:
+            launcher = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())]
+            command = [*launcher, *command]
+
+        started = Future[subprocess.Popen[bytes]]()
+
+        def live() -> None:
+            try:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                with log.open("ab") as log_file:
+                    process = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL if secret is None else subprocess.PIPE,
+                        stdout=subprocess.PIPE if speaks else log_file,
+                        stderr=log_file,
+                        bufsize=0,
+                        env={**os.environ, **(environment or {})},
+                        pass_fds=pass_fds,
+                        start_new_session=True,  # Ctrl-C in the shell is for the controller
+                    )
+            except Exception as error:
+                started.set_exception(error)
+                return
+            started.set_result(process)
+            self._watch(process)
+
+        # The kernel sends its signal when the thread that forked ends, so this thread stays.
+        threading.Thread(target=live, name=f"child {command[0]}", daemon=True).start()
+        self._process = started.result()
+        if secret is not None:
+            self._write(secret.encode() + b"\n")
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        if process.stdout is not None:
+            with process.stdout:
+                self._first_line.set_result(process.stdout.readline())
+        self._exited.set_result(process.wait())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def first_line(self) -> bytes:
+        """Empty if it ended before it said anything."""
+        return await asyncio.wrap_future(self._first_line)
+
+    async def exit(self) -> int:
+        """Its exit code, when it has ended."""
+        return await asyncio.wrap_future(self._exited)
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Its exit code, or None if it has not ended within `timeout_s`."""
+        try:
+            return self._exited.result(timeout_s)
+        except TimeoutError:
+            return None
+
+    def stop(
+        self, timeout_s: float, last_words: bytes = b"", *, whole_group: bool = True
+    ) -> int | None:
+        """Ask it to end, and kill it after `timeout_s`. Its exit code; None if it cannot be killed.
+
+        `last_words` are written to its input before that is closed. Its process group is killed
+        with it unless `whole_group` is false: then somebody else ends what it started.
+        """
+        self._ask_to_end(last_words)
+        if (exit_code := self.wait(timeout_s)) is not None:
+            return exit_code
+        if whole_group:
+            kill_group(self.pid)
+        else:
+            self._process.kill()
+        return self.wait(_KILLED_S)
+
+    def _ask_to_end(self, last_words: bytes) -> None:
+        if (stdin := self._process.stdin) is None:
+            self._process.terminate()  # nothing if it has ended
+        elif not stdin.closed:
+            self._write(last_words)
+            stdin.close()
+
+    def _write(self, words: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is dead already
+            self._process.stdin.write(words)
+
+
+def kill_group(group: int) -> None:
+    """SIGKILL for every process that is left of a group; nothing if there is none."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
