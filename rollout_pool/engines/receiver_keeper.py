@@ -137,7 +137,7 @@ class ReceiverKeeper:
         finally:
             await end_tasks({dying, stalling})
         if not dying.cancelled():
-            return f"died (exit code {dying.result().exit_code})"
+            return f"died (exit code {dying.result()})"
         # It keeps what it staged, and its folder from the next one.
         await self._process.stop(KILL_AFTER_S, should_remove=False)
         return f"did not answer for {stalling.result():.0f} s"
