@@ -35,12 +35,14 @@ async def find_violations(
     sizes = _Sizes()
     for start in range(0, len(group_ids), _GROUPS_AT_ONCE):
         part = group_ids[start : start + _GROUPS_AT_ONCE]
-        wrong, *numbers = await scripts.run("check", *part)
+        wrong, *numbers = await scripts.run("inspect/check_groups", *part)
         sizes = _Sizes(*(a + int(b) for a, b in zip(sizes, numbers, strict=True)))
         for group_id, text in zip(wrong[::2], wrong[1::2], strict=True):
             violations.append(f"group {readable(group_id)}: {readable(text)}")
     for start in range(0, len(steps), _GROUPS_AT_ONCE):
-        for step in await scripts.run("check_batches", *steps[start : start + _GROUPS_AT_ONCE]):
+        for step in await scripts.run(
+            "inspect/check_batches", *steps[start : start + _GROUPS_AT_ONCE]
+        ):
             violations.append(f"lease:{readable(step)} and the set batches do not agree")
     if await _is_quiet(before, stats):
         violations += _wrong_sums(before, sizes)
@@ -65,7 +67,7 @@ async def _names(scripts: Scripts) -> tuple[list[str], list[str]]:
     ):
         cursor = "0"
         while True:
-            reply = await scripts.run("scan", source, cursor, _KEYS_AT_ONCE)
+            reply = await scripts.run("inspect/scan_names", source, cursor, _KEYS_AT_ONCE)
             cursor = reply[0].decode()
             groups |= dict.fromkeys(texts(reply[1]))
             steps |= dict.fromkeys(texts(reply[2]))

@@ -170,11 +170,11 @@ class BufferStats:
 
 
 AGE_BOUNDS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, inf)
-"""Of the histogram of ages; consume.lua has the same."""
+"""Of the histogram of ages; consume_groups.lua has the same."""
 
 
 def parse_stats(reply: list[Any]) -> BufferStats:
-    """Reads the reply of stats.lua. Raises DamagedRunError for a setting that cannot be read.
+    """Reads the reply of read_stats.lua. Raises DamagedRunError for a setting that cannot be read.
 
     A counter and an engine's version that are no numbers are left out: the law tells of the one,
     admission counts on the other no more.

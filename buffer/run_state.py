@@ -65,10 +65,10 @@ class RunState:
 
     async def register_receiver(self, name: str, url: str) -> None:
         """Notes where a receiver is reached; at a new URL it counts as one that staged nothing."""
-        await self._scripts.run("register_receiver", name, url)
+        await self._scripts.run("run_state/register_receiver", name, url)
 
     async def forget_receiver(self, name: str) -> None:
-        await self._scripts.run("forget_receiver", name)
+        await self._scripts.run("run_state/forget_receiver", name)
 
     async def receivers(self) -> dict[str, str]:
         """URL of each registered receiver, by name."""
@@ -76,7 +76,7 @@ class RunState:
 
     async def record_staged(self, receiver: str, version: int) -> None:
         """Notes that a receiver holds a whole version; nothing if it was forgotten meanwhile."""
-        await self._scripts.run("record_staged", receiver, version)
+        await self._scripts.run("run_state/record_staged", receiver, version)
 
     async def staged_versions(self) -> dict[str, int]:
         """What each receiver staged last; one that staged nothing yet is not among them."""
@@ -84,7 +84,7 @@ class RunState:
 
     async def publish_weights(self, version: int) -> None:
         """From here on engines may take `version`; one below the newest changes nothing."""
-        await self._scripts.run("publish_weights", version)
+        await self._scripts.run("run_state/publish_weights", version)
 
     async def published_weights(self) -> int | None:
         """The newest version of `publish_weights`; None before the first."""
@@ -99,14 +99,14 @@ class RunState:
             pairs = [part for pair in served_versions.items() for part in pair]
             # The home shard last: once `engine_versions` says so, it holds everywhere.
             for scripts in (*self._others, self._scripts):
-                await scripts.run("commit", *pairs)
+                await scripts.run("run_state/record_commits", *pairs)
 
     async def record_commit(self, engine: str, version: int, record: Record) -> None:
         """Notes which version an engine serves now, and how it took it (for `commits`)."""
         text = json.dumps({**record, "at": time.time()})
         for scripts in self._others:
-            await scripts.run("commit", engine, version)
-        await self._scripts.run("commit_record", engine, version, text)
+            await scripts.run("run_state/record_commits", engine, version)
+        await self._scripts.run("run_state/record_commit", engine, version, text)
 
     async def commits(self) -> dict[str, dict[str, float | int | str]]:
         """The last record of each engine's `record_commit`, with its Unix time ("at")."""
@@ -118,7 +118,7 @@ class RunState:
         When the last one is gone, admission gives no credit until one serves again.
         """
         for scripts in (*self._others, self._scripts):
-            await scripts.run("forget_engine", engine)
+            await scripts.run("run_state/forget_engine", engine)
 
     async def engine_versions(self) -> dict[str, int]:
         """What each live engine serves; an engine that is starting or lost is not among them."""
@@ -164,7 +164,7 @@ class RunState:
         """
         deadline, ttl_ms = Deadline(timeout_s), max(1, int(1000 * ttl_s))
         while True:
-            reply = await self._scripts.run("enter_commit", engine, limit, ttl_ms)
+            reply = await self._scripts.run("run_state/enter_commit", engine, limit, ttl_ms)
             if reply[0] == b"entered":
                 return True
             if not deadline.left_s:
@@ -176,7 +176,7 @@ class RunState:
 
     async def leave_commit(self, engine: str) -> None:
         """Gives the place of `enter_commit` to the next; nothing if it is over already."""
-        await self._scripts.run("leave_commit", engine)
+        await self._scripts.run("run_state/leave_commit", engine)
 
     # The trainer's version -------------------------------------------------------------------
 
@@ -218,13 +218,17 @@ class RunState:
         return _readable(await self._hash("counters"), _read_float)
 
     async def _add(self, hash_name: str, field: str, amount: float) -> None:
-        await self._scripts.run("add", uuid4().hex, hash_name, field, repr(float(amount)))
+        await self._scripts.run(
+            "run_state/add_number", uuid4().hex, hash_name, field, repr(float(amount))
+        )
 
     # Metrics ---------------------------------------------------------------------------------
 
     async def append_metrics(self, record: Record, kind: str) -> None:
         """Appends a record to the stream, of which about the last METRICS_LENGTH entries stay."""
-        await self._scripts.run("append", uuid4().hex, kind, json.dumps(record), METRICS_LENGTH)
+        await self._scripts.run(
+            "run_state/append_metrics", uuid4().hex, kind, json.dumps(record), METRICS_LENGTH
+        )
 
     async def read_metrics(self, after_id: str, block_s: float) -> list[MetricsEntry]:
         """Entries after one (STREAM_START for all), waiting up to `block_s` for the first.

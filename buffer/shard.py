@@ -103,7 +103,7 @@ class Shard:
         """`redis` stays the caller's."""
         self._redis = redis
         self._scripts = Scripts(redis, keys)
-        self._pushes = Batcher(partial(self._scripts.exchange, "push", (BOUND,)))
+        self._pushes = Batcher(partial(self._scripts.exchange, "rollout/push_groups", (BOUND,)))
         self._blocks = Blocks()
         self.keys = keys
 
@@ -126,14 +126,14 @@ class Shard:
 
     async def admit(self, group_id: str, credit_ms: int) -> Admitted | NoRoom:
         """Takes a credit for the group; a second call for it renews the credit."""
-        reply = await self._scripts.run("admit", group_id, credit_ms)
+        reply = await self._scripts.run("rollout/admit_group", group_id, credit_ms)
         if reply[0] == b"admitted":
             return Admitted(int(reply[1]))
         return NoRoom(reply[1].decode(), int(reply[2]), int(reply[3]))
 
     async def renew_credits(self, ids: Sequence[str], credit_ms: int) -> int:
         """How many of the groups are running; their credits last longer now."""
-        return await self._sum("renew_credits", (credit_ms,), ids)
+        return await self._sum("rollout/renew_credits", (credit_ms,), ids)
 
     async def abandon(
         self,
@@ -148,11 +148,15 @@ class Shard:
         """
         prompt, is_for_age = requeue or rerun, int(requeue is not None)
         text = "" if prompt is None else write_prompt(prompt)
-        return bool(await self._scripts.run("abandon", group_id, reason, text, is_for_age))
+        return bool(
+            await self._scripts.run("rollout/abandon_group", group_id, reason, text, is_for_age)
+        )
 
     async def begin(self, group_id: str, prompt: PromptRef, worker: int, position: int) -> bool:
         """Notes a running group's prompt and its worker's position; False if it is not running."""
-        reply = await self._scripts.run("begin", group_id, write_prompt(prompt), worker, position)
+        reply = await self._scripts.run(
+            "rollout/begin_group", group_id, write_prompt(prompt), worker, position
+        )
         return bool(reply)
 
     async def fail(self, group_id: str, prompt: PromptRef, max_failures: int) -> int:
@@ -160,14 +164,16 @@ class Shard:
 
         How often the prompt failed, negative if it went to quarantine, 0 if nothing was running.
         """
-        reply = await self._scripts.run("fail", group_id, write_prompt(prompt), max_failures)
+        reply = await self._scripts.run(
+            "rollout/fail_group", group_id, write_prompt(prompt), max_failures
+        )
         return int(reply)
 
     async def reclaim(self, prefix: str, bound: int = _MAX_IDS) -> int:
         """Ends the running groups whose ids begin so; their prompts run again. How many."""
         cursor, total = "0", 0
         while True:
-            reply = await self._scripts.run("reclaim", prefix, cursor, bound)
+            reply = await self._scripts.run("rollout/reclaim_worker", prefix, cursor, bound)
             cursor, total = reply[0].decode(), total + int(reply[1])
             if cursor == "0":
                 return total
@@ -191,7 +197,9 @@ class Shard:
 
     async def has_space(self, num_bytes: int) -> Space:
         """Whether a push of so many bytes would find room now."""
-        has_room, last_wake, groups, in_use = await self._scripts.run("space", num_bytes)
+        has_room, last_wake, groups, in_use = await self._scripts.run(
+            "rollout/check_room", num_bytes
+        )
         return Space(bool(has_room), last_wake.decode(), int(groups), int(in_use))
 
     async def take_retry(self, token: str, group_id: str = "") -> PromptRef | None:
@@ -199,7 +207,7 @@ class Shard:
 
         With a running group it is noted as that group's, and the group is the token.
         """
-        reply = await self._scripts.run("take_retry", token, group_id)
+        reply = await self._scripts.run("rollout/take_retry", token, group_id)
         return None if reply is None else read_prompt(readable(reply))
 
     # Trainer side: a batch in one shard ------------------------------------------------------
@@ -219,7 +227,15 @@ class Shard:
         """The step's batch, formed with this owner if there is none yet."""
         return parse_formed(
             await self._scripts.run(
-                "form", step, version, num_groups, num_shares, lease_ms, owner, lineage, bound
+                "trainer/form_batch",
+                step,
+                version,
+                num_groups,
+                num_shares,
+                lease_ms,
+                owner,
+                lineage,
+                bound,
             )
         )
 
@@ -233,25 +249,29 @@ class Shard:
         `void_owner`: the caller saw that nothing of this owner's batch is held any more.
         """
         return parse_locked(
-            await self._scripts.run("lock_step", step, token, lock_ms, lineage, void_owner)
+            await self._scripts.run("shards/lock_step", step, token, lock_ms, lineage, void_owner)
         )
 
     async def unlock(self, token: str) -> bool:
         """Gives the lock back without a batch; False if it was not held."""
-        return bool(await self._scripts.run("unlock", token))
+        return bool(await self._scripts.run("shards/unlock_step", token))
 
     async def peek(self, version: int, limit: int, bound: int = BOUND, wanted: int = 0) -> Peek:
         """What this shard would give to a batch at `version`, at most `limit` groups.
 
         With `wanted` a push wakes wake:batch once so many are ready here.
         """
-        return parse_peek(await self._scripts.run("peek", version, limit, bound, wanted))
+        return parse_peek(
+            await self._scripts.run("shards/peek_groups", version, limit, bound, wanted)
+        )
 
     async def take(
         self, version: int, ids: Sequence[str], owner: str, lease_ms: int, step: int
     ) -> Taken:
         """Leases those of the groups that are ready and fresh. One call, however many they are."""
-        return parse_taken(await self._scripts.run("take", version, owner, lease_ms, step, *ids))
+        return parse_taken(
+            await self._scripts.run("shards/take_groups", version, owner, lease_ms, step, *ids)
+        )
 
     async def record(
         self,
@@ -273,13 +293,13 @@ class Shard:
         batch = (" ".join(ids), " ".join(map(str, tokens)), "" if oldest is None else oldest)
         return bool(
             await self._scripts.run(
-                "record", step, version, num_groups, num_shares, owner, *batch, token
+                "shards/record_batch", step, version, num_groups, num_shares, owner, *batch, token
             )
         )
 
     async def held(self, owner: str, ids: Sequence[str]) -> Held:
         """What an owner still has of these groups."""
-        return parse_held(await self._scripts.run("held", owner, *ids))
+        return parse_held(await self._scripts.run("shards/list_held", owner, *ids))
 
     # Trainer side: a batch in hand -----------------------------------------------------------
 
@@ -294,12 +314,12 @@ class Shard:
         kept: list[str] = []
         for part in _parts(ids):
             arguments = (version, owner, lease_ms, masked_below, *part)
-            kept += texts(await self._scripts.run("validate", *arguments))
+            kept += texts(await self._scripts.run("trainer/validate_lease", *arguments))
         return kept
 
     async def renew(self, owner: str, lease_ms: int, ids: Sequence[str]) -> int:
         """Extends the deadline of the groups that the owner still holds; how many they are."""
-        return await self._sum("renew", (owner, lease_ms), ids)
+        return await self._sum("trainer/renew_lease", (owner, lease_ms), ids)
 
     async def consume(
         self, *, owner: str, step: int, version: int, oldest: int | None, ids: Sequence[str]
@@ -311,25 +331,25 @@ class Shard:
         masked_below = "" if oldest is None else oldest
         arguments = (owner, step, version, masked_below)
         if not ids:
-            return int(await self._scripts.run("consume", *arguments))
-        return await self._sum("consume", arguments, ids)
+            return int(await self._scripts.run("trainer/consume_groups", *arguments))
+        return await self._sum("trainer/consume_groups", arguments, ids)
 
     async def ack(self, upto_step: int, lineage: str = "", bound: int = BOUND) -> AckReply:
         """Forgets consumed groups of steps up to this one. `lineage`: only if it is the owner."""
-        reply = await self._scripts.run("ack", upto_step, lineage, bound)
+        reply = await self._scripts.run("trainer/ack_steps", upto_step, lineage, bound)
         if reply[0] == b"not_owner":
             return AckReply(0, is_owner=False, is_more=False)
         return AckReply(int(reply[0]), is_owner=True, is_more=bool(reply[1]))
 
     async def nack(self, owner: str, reason: str, ids: Sequence[str]) -> int:
         """Gives back what the owner still holds; how many went back."""
-        return await self._sum("nack", (owner, reason), ids)
+        return await self._sum("trainer/return_groups", (owner, reason), ids)
 
     # Quarantine ------------------------------------------------------------------------------
 
     async def quarantine(self, owner: str, reason: str, group_id: str) -> bool:
         """Puts a group that the owner cannot use aside; True if it is in quarantine now."""
-        return bool(await self._scripts.run("quarantine", owner, reason, group_id))
+        return bool(await self._scripts.run("trainer/quarantine_group", owner, reason, group_id))
 
     async def quarantined(self) -> list[QuarantinedRecord]:
         """The groups in quarantine, the longest there first."""
@@ -359,7 +379,7 @@ class Shard:
 
         Raises ValueError if too little is left of it for that.
         """
-        reply = await self._scripts.run("release", group_id)
+        reply = await self._scripts.run("inspect/release_group", group_id)
         if reply == -1:
             raise ValueError(
                 f"group {group_id}: what Redis held of it was deleted or overwritten, so that it "
@@ -369,7 +389,7 @@ class Shard:
 
     async def discard(self, group_id: str) -> bool:
         """quarantined -> dropped; False if it was not there."""
-        return bool(await self._scripts.run("discard", group_id))
+        return bool(await self._scripts.run("inspect/discard_group", group_id))
 
     async def quarantined_prompts(self) -> list[QuarantinedPrompt]:
         """The prompts in quarantine, in no order."""
@@ -384,13 +404,13 @@ class Shard:
 
     async def release_prompt(self, task: str, index: int, *, run_again: bool) -> bool:
         """A prompt leaves the quarantine; False if it was not there."""
-        return bool(await self._scripts.run("release_prompt", task, index, int(run_again)))
+        return bool(await self._scripts.run("inspect/release_prompt", task, index, int(run_again)))
 
     # Versions and lineage --------------------------------------------------------------------
 
     async def publish(self, version: int, lineage: str = "") -> PublishReply:
         """Makes `version` the trainer's."""
-        reply = await self._scripts.run("publish", version, lineage)
+        reply = await self._scripts.run("trainer/publish_version", version, lineage)
         return PublishReply(reply[0].decode(), int(reply[1]) if len(reply) > 1 else version)
 
     async def reconcile_begin(
@@ -400,19 +420,21 @@ class Shard:
 
         Until `reconcile` has nothing more to do no batch is formed.
         """
-        reply = await self._scripts.run("reconcile_begin", lineage, step, version, resume_version)
+        reply = await self._scripts.run(
+            "trainer/begin_reconcile", lineage, step, version, resume_version
+        )
         return ReconcileBegun(reply[0].decode(), *map(int, reply[1:]))
 
     async def reconcile_acked(self, lineage: str, ids: Sequence[str]) -> bool:
         """Acknowledges groups that the checkpoint contains; False if `lineage` is not the owner."""
         for part in _parts(ids):
-            if not await self._scripts.run("reconcile_acked", lineage, *part):
+            if not await self._scripts.run("trainer/ack_reconciled", lineage, *part):
                 return False
         return True
 
     async def reconcile(self, lineage: str, bound: int = BOUND) -> ReconcileReply:
         """One part of sorting what was in hand; call it until there is no more."""
-        reply = await self._scripts.run("reconcile", lineage, bound)
+        reply = await self._scripts.run("trainer/reconcile_groups", lineage, bound)
         if reply[0] == b"not_owner":
             return ReconcileReply(is_owner=False, is_more=False)
         is_more, acked, requeued, dropped, quarantined = reply
@@ -422,15 +444,17 @@ class Shard:
 
     async def sweep(self, bound: int = BOUND) -> Swept:
         """Ends expired credits and leases and drops stale ready groups."""
-        expired, dropped, credits = map(int, await self._scripts.run("sweep", bound))
+        expired, dropped, credits = map(
+            int, await self._scripts.run("run_state/sweep_groups", bound)
+        )
         return Swept(expired, dropped, credits, max(expired, dropped, credits) == bound)
 
     async def tune(self, max_staleness: int) -> None:
-        await self._scripts.run("tune", max_staleness)
+        await self._scripts.run("run_state/set_max_staleness", max_staleness)
 
     async def stats(self) -> BufferStats:
         """The shard's numbers, all of one moment."""
-        return parse_stats(await self._scripts.run("stats"))
+        return parse_stats(await self._scripts.run("inspect/read_stats"))
 
     async def check(self) -> list[str]:
         """What is not as it must be, in words; safe while the run goes on."""
@@ -441,7 +465,9 @@ class Shard:
         found: list[GroupEvent] = []
         position = "-"
         while position:
-            reply = await self._scripts.run("events", group_id, position, _EVENTS_AT_ONCE)
+            reply = await self._scripts.run(
+                "inspect/read_events", group_id, position, _EVENTS_AT_ONCE
+            )
             found += parse_events(reply[1])
             position = reply[0].decode()
         return found

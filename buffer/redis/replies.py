@@ -42,7 +42,7 @@ class PushRecord:
 
     @property
     def arguments(self) -> tuple[str | int, ...]:
-        """As push.lua lists them."""
+        """As push_groups.lua lists them."""
         versions = (self.min_version, self.max_version, self.versions)
         sizes = (self.tokens, self.trainable, self.bytes)
         return (self.group_id, *versions, *sizes, self.task, self.index, self.attempt)

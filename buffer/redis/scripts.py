@@ -22,9 +22,8 @@ from buffer.redis.keys import Keys
 Argument = str | int | bytes
 
 _FOLDER = Path(__file__).parent.parent / "lua"
-_LIBRARY = ("common", "groups", "lineage", "batches")
 _LOOK_AGAIN_S = 0.2
-_WORD = re.compile(r"[A-Za-z_]\w*")
+_INCLUDE = re.compile(r"^-- @include (lib/\w+)$", re.MULTILINE)
 
 
 class RunNotOpenError(RuntimeError):
@@ -33,20 +32,30 @@ class RunNotOpenError(RuntimeError):
 
 @cache
 def source(name: str) -> str:
-    """Text of a script as the server gets it.
+    """Text of a script, such as `trainer/form_batch`, as the server gets it."""
+    return assemble(_FOLDER / f"{name}.lua")
+
+
+def assemble(script: Path) -> str:
+    """The script behind the files of lib/ that it includes, each once.
 
     Its own text becomes the body of a function, so that what it gathered is written at whichever
-    point it returns. Before it comes what it needs of the library, and no more: the server makes
-    every function of a script anew at every call.
+    point it returns.
     """
-    end = f"local function main()\n{_text(name)}end\nlocal reply = main()\nsettle()\nreturn reply\n"
-    needed, parts = set(_WORD.findall(end)), [end]
-    for statement in reversed(_library()):
-        names = _names(statement)
-        if not names or not needed.isdisjoint(names):
-            needed.update(_WORD.findall(statement))
-            parts.append(statement)
-    return "".join(reversed(parts))
+    text = script.read_text()
+    library: dict[str, str] = {}
+    for name in ("lib/base", *_INCLUDE.findall(text)):
+        _include(name, library)
+    main = f"local function main()\n{text}end\nlocal reply = main()\nsettle()\nreturn reply\n"
+    return "".join((*library.values(), main))
+
+
+def _include(name: str, library: dict[str, str]) -> None:
+    if name not in library:
+        text = (_FOLDER / f"{name}.lua").read_text()
+        for needed in _INCLUDE.findall(text):
+            _include(needed, library)
+        library[name] = text
 
 
 @cache
@@ -56,27 +65,10 @@ def digest(name: str) -> str:
 
 
 @cache
-def _library() -> tuple[str, ...]:
-    """The statements of the library in their order; each begins at the start of a line."""
-    statements: list[str] = []
-    for line in "".join(map(_text, _LIBRARY)).splitlines(keepends=True):
-        if line.startswith(("local ", "if ")):
-            statements.append(line)
-        elif not line.startswith("--") and line.strip():
-            statements[-1] += line
-    return tuple(statements)
-
-
-def _names(statement: str) -> list[str]:
-    """What a statement defines; nothing if it only does something."""
-    if not statement.startswith("local "):
-        return []
-    defined = statement.removeprefix("local ").removeprefix("function ")
-    return _WORD.findall(re.split(r"[=(]", defined, maxsplit=1)[0])
-
-
-def _text(name: str) -> str:
-    return (_FOLDER / f"{name}.lua").read_text()
+def script_names() -> tuple[str, ...]:
+    """All scripts, by folder and name."""
+    paths = (path.relative_to(_FOLDER).with_suffix("") for path in _FOLDER.glob("*/*.lua"))
+    return tuple(sorted(path.as_posix() for path in paths if path.parts[0] != "lib"))
 
 
 class Scripts:
@@ -101,7 +93,7 @@ class Scripts:
 
     async def load(self) -> None:
         """Makes the server know all scripts, so that users can run them who may load none."""
-        for name in _names_of_scripts():
+        for name in script_names():
             await self._redis.script_load(source(name))
 
     async def _have_loaded(self, name: str, deadline: float, error: NoScriptError) -> None:
@@ -175,11 +167,6 @@ class Scripts:
                 "first, or check the run's name and the URL"
             )
         return error
-
-
-@cache
-def _names_of_scripts() -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in _FOLDER.glob("*.lua") if path.stem not in _LIBRARY))
 
 
 def _error(replies: Iterable[Any]) -> Exception | None:

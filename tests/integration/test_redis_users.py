@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from buffer.export import dump_buffer
 from buffer.redis.connection import NotAllowedError, connect
-from buffer.redis.scripts import source
+from buffer.redis.scripts import script_names, source
 from buffer.redis.server import EmbeddedServer, find_binary
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
@@ -27,53 +27,49 @@ HOST, RUN = "127.0.0.1", "acl"
 FOLDER = Path(__file__).parents[2] / "deploy" / "redis"
 CONNECT = ["ping", "info", "client|setinfo", "cluster|slots", "evalsha"]
 ROLLOUT_SCRIPTS = [
-    "admit",
-    "renew_credits",
-    "begin",
-    "fail",
-    "reclaim",
-    "abandon",
-    "push",
-    "space",
-    "take_retry",
-    "add",
-    "append",
-    "register_receiver",
-    "forget_receiver",
-    "enter_commit",
-    "leave_commit",
-    "commit",
-    "commit_record",
-    "forget_engine",
+    "rollout/admit_group",
+    "rollout/renew_credits",
+    "rollout/begin_group",
+    "rollout/fail_group",
+    "rollout/reclaim_worker",
+    "rollout/abandon_group",
+    "rollout/push_groups",
+    "rollout/check_room",
+    "rollout/take_retry",
+    "run_state/add_number",
+    "run_state/append_metrics",
+    "run_state/register_receiver",
+    "run_state/forget_receiver",
+    "run_state/enter_commit",
+    "run_state/leave_commit",
+    "run_state/record_commits",
+    "run_state/record_commit",
+    "run_state/forget_engine",
 ]
 TRAINER_SCRIPTS = [
-    "form",
-    "lock_step",
-    "unlock",
-    "peek",
-    "take",
-    "record",
-    "held",
-    "validate",
-    "renew",
-    "consume",
-    "ack",
-    "nack",
-    "quarantine",
-    "publish",
-    "reconcile_begin",
-    "reconcile_acked",
-    "reconcile",
-    "record_staged",
-    "publish_weights",
-    "add",
-    "append",
-    "stats",
+    "trainer/form_batch",
+    "shards/lock_step",
+    "shards/unlock_step",
+    "shards/peek_groups",
+    "shards/take_groups",
+    "shards/record_batch",
+    "shards/list_held",
+    "trainer/validate_lease",
+    "trainer/renew_lease",
+    "trainer/consume_groups",
+    "trainer/ack_steps",
+    "trainer/return_groups",
+    "trainer/quarantine_group",
+    "trainer/publish_version",
+    "trainer/begin_reconcile",
+    "trainer/ack_reconciled",
+    "trainer/reconcile_groups",
+    "run_state/record_staged",
+    "run_state/publish_weights",
+    "run_state/add_number",
+    "run_state/append_metrics",
+    "inspect/read_stats",
 ]
-ALL_SCRIPTS = sorted(
-    {path.stem for path in (Path(__file__).parents[2] / "buffer" / "lua").rglob("*.lua")}
-    - {"common", "groups", "lineage", "batches"}  # preludes
-)
 # What the clients send themselves, besides scripts.
 LOADS = {"controller": ["script|load"]}
 SENT = {
@@ -99,7 +95,7 @@ SENT = {
 SCRIPTS = {
     "rollout": ROLLOUT_SCRIPTS,
     "trainer": TRAINER_SCRIPTS,
-    "controller": ALL_SCRIPTS,
+    "controller": script_names(),
 }
 
 

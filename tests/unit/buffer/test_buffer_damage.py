@@ -327,6 +327,6 @@ async def _expect_explained(
 
 
 def test_scripts_hold_no_loop_that_counts_without_a_bound() -> None:
-    for path in _FOLDER.glob("*.lua"):
+    for path in _FOLDER.rglob("*.lua"):
         code = [line.partition("--")[0] for line in path.read_text().splitlines()]
         assert not any(line.split()[:1] in (["while"], ["repeat"]) for line in code), path

@@ -221,8 +221,8 @@ async def test_an_addition_that_is_sent_again_counts_once(
     redis = await connect(redis_url)
     scripts = Scripts(redis, Keys(run_name))
     for _ in range(3):
-        await scripts.run("add", "one-token", "counters", "n", "5")
-        await scripts.run("append", "another-token", "step", '{"n": 1}', 10)
+        await scripts.run("run_state/add_number", "one-token", "counters", "n", "5")
+        await scripts.run("run_state/append_metrics", "another-token", "step", '{"n": 1}', 10)
     assert await state.counters() == {"n": 5}
     assert len(await state.read_metrics(STREAM_START, 0)) == 1
     await redis.aclose()

@@ -109,7 +109,7 @@ async def test_a_chunk_that_is_missing_is_asked_for_again(open_shard: Any) -> No
     shard.should_check = False
     arguments = ("g", 0, 0, "0:4", 10, 4, 100, "sums", 0, 0, 2, 0)
     message = shard._scripts.after_sets([(first, b"i")], 60_000, *arguments)
-    assert await shard._scripts.exchange("push", [128], [message]) == [[b"missing"]]
+    assert await shard._scripts.exchange("rollout/push_groups", [128], [message]) == [[b"missing"]]
     assert await shard.redis.pttl(first) > 0
 
 

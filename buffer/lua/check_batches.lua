@@ -1,8 +1,0 @@
--- Whether every record of a step's batch is listed in `batches`, and the other way round.
--- ARGV: steps...   Reply: the steps of which only one is true.
-local wrong = {}
-for _, step in ipairs(ARGV) do
-  local is_listed = redis.call('ZSCORE', BATCHES, step) and true or false
-  if (redis.call('EXISTS', lease_key(step)) == 1) ~= is_listed then wrong[#wrong + 1] = step end
-end
-return wrong

@@ -1,7 +1,0 @@
--- Engines began to serve versions: they catch up with the trainer, which may make room.
--- ARGV: engine, version, engine, version...   Reply: number of engines.
-redis.call('HSET', ENGINES, unpack(ARGV))
-redis.call('HDEL', SETTINGS, 'engines_gone')
-wake('room')
-wake('engines')
-return #ARGV / 2

@@ -1,0 +1,24 @@
+-- quarantined -> ready, as if it had never been leased.
+-- ARGV: group id.   Reply: 1 if it left the quarantine, 0 if it was not there, -1 if its hash is damaged.
+-- @include lib/drop
+-- @include lib/group
+-- @include lib/lineage
+-- @include lib/quarantined
+-- @include lib/return
+local id = ARGV[1]
+if redis.call('ZREM', QUARANTINED, id) == 0 then return 0 end
+local num_bytes = finite(fields_of(id, 'bytes')[1], 0)
+count('bytes_quarantined', -num_bytes)
+local gaps, num_gaps = read_gaps()
+local change = update_numbers(id, gaps, num_gaps)
+if change == 'gone' then
+  drop({id}, 'lineage')
+  return 1
+elseif change == 'damaged' then
+  set_aside(id)
+  return -1
+end
+redis.call('HDEL', group_key(id), 'leases', 'why')
+if not to_ready(id, 'requeued', 'r', 'released') then return -1 end
+wake('room') -- with on_full=drop_stalest it may be thrown out again
+return 1

@@ -1,0 +1,28 @@
+-- One part of the names that anything is kept under, for check_groups.
+-- ARGV: 'keys' or a set, cursor, about how many to look at.   Reply: {cursor, {group ids}, {steps}}
+-- @include lib/group
+-- @include lib/running
+local groups, steps, reply = {}, {}, nil
+if ARGV[1] == 'keys' then
+  reply = redis.call('SCAN', ARGV[2], 'MATCH', key('*'), 'COUNT', bound_of(ARGV[3]))
+  local start = #key('') + 1
+  for _, name in ipairs(reply[2]) do
+    local kind, rest = string.match(string.sub(name, start), '^(%a+):(.+)$')
+    if kind == 'group' then groups[#groups + 1] = rest
+    elseif kind == 'lease' then steps[#steps + 1] = rest
+    elseif kind == 'payload' then
+      -- 'payload:<id>:<chunk>' belongs to <id>, unless that is itself the id of a group.
+      local whole_id = redis.call('EXISTS', group_key(rest)) == 0 and string.match(rest, '^(.+):%d+$')
+      if whole_id and redis.pcall('HEXISTS', group_key(whole_id), 'chunks') == 1 then rest = whole_id end
+      groups[#groups + 1] = rest
+    end
+  end
+elseif ARGV[1] == 'prompts' then
+  reply = redis.call('HSCAN', PROMPTS, ARGV[2], 'COUNT', bound_of(ARGV[3]))
+  for i = 1, #reply[2], 2 do groups[#groups + 1] = reply[2][i] end
+else
+  reply = redis.call('ZSCAN', key(ARGV[1]), ARGV[2], 'COUNT', bound_of(ARGV[3]))
+  local found = ARGV[1] == 'batches' and steps or groups
+  for i = 1, #reply[2], 2 do found[#found + 1] = reply[2][i] end
+end
+return {reply[1], groups, steps}

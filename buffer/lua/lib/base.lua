@@ -1,0 +1,112 @@
+-- What every script has: the run's settings, numbers, and what a call gathers and writes once.
+--
+-- A script names the files of lib/ that it uses in lines of their own, `-- @include lib/...`, and so
+-- does each file of lib/. scripts.py puts them before the script, each once, base.lua first. The
+-- script itself becomes the body of main(), and settle() follows it at whichever point it returns.
+-- The server makes every function anew at every call, so a file of lib/ holds little.
+--
+-- Convention:
+--   KEYS[1]  the shard's prefix, '{leash:RUN}'. All keys are made from it: one hash tag, one slot.
+--   ARGV     as the head of each script lists them; payload blobs never pass through here.
+--   Reply    an array whose first item is a word ('stored', 'wait', ...), or one integer.
+--   A script is one atomic step, does a bounded amount of work, and may be sent again at any time.
+--
+-- A group's own HASH is 'group:<id>'. Its field `state` is one of
+--   ready | leased | consumed | quarantined | acked | dropped:<reason> | abandoned
+-- and agrees at every moment with the one set that holds the group. The last three are tombstones:
+-- nothing but the state, kept for a while so that a late retry of a push is known as a duplicate.
+-- (An abandoned group has one only if its prompt runs again while a push may still be on its way.)
+
+local PREFIX = KEYS[1] .. ':'
+local function key(name) return PREFIX .. name end
+
+local SETTINGS = PREFIX .. 'settings'
+local STATS = PREFIX .. 'stats'
+local READY = PREFIX .. 'ready'
+
+local SEQ_RANGE = 4294967296 -- 2^32: `ready` is scored gate version * 2^32 + sequence number
+local MAX_ITEMS = 1000 -- of one command: Lua's stack does not take any number
+local MAX_BATCH = 65536 -- groups of one call, whatever it is asked for
+local LARGEST = 9007199254740992 -- 2^53: up to here Lua counts exactly
+
+-- A number that the server holds; `otherwise` if it is none. Any process that may write to the run's
+-- keys may write anything there: 'inf' and 1e300 end no loop that counts up to them.
+local function finite(text, otherwise)
+  local number = tonumber(text or nil)
+  if number and number >= -LARGEST and number <= LARGEST then return number end
+  return otherwise
+end
+
+local function whole(number) return string.format('%.0f', number) end
+
+-- How much work a call may do, of what it asks for.
+local function bound_of(text) return math.max(1, math.min(math.floor(finite(text, 1)), MAX_ITEMS)) end
+
+-- Ends the call: without this the run cannot go on as it should.
+local function damaged(what) error({err = 'DAMAGED ' .. what .. ' cannot be read'}) end
+
+local held_settings = redis.call('HMGET', SETTINGS, 'trainer_version', 'max_staleness', 'on_stale',
+  'selector', 'wanted', 'lineage', 'reconciling', 'audit_length')
+if not held_settings[1] then return redis.error_reply('NOTOPEN no settings at ' .. SETTINGS) end
+local on_stale, selector, wanted = held_settings[3], held_settings[4], finite(held_settings[5], 0)
+local lineage = held_settings[6]
+local is_reconciling = held_settings[7] == '1' -- ready groups may bear numbers of before the rollback
+if #ARGV > 2 * MAX_BATCH then return redis.error_reply('ERR too many arguments') end
+
+local settings_read = {}
+local function setting(name)
+  local value = settings_read[name] or finite(redis.call('HGET', SETTINGS, name))
+  settings_read[name] = value
+  return value or damaged('settings.' .. name)
+end
+
+local now
+local function now_ms()
+  if not now then
+    local time = redis.call('TIME')
+    now = time[1] * 1000 + math.floor(time[2] / 1000)
+  end
+  return now
+end
+
+-- A command with any number of items.
+local function call_many(command, name, items)
+  for first = 1, #items, MAX_ITEMS do
+    redis.call(command, name, unpack(items, first, math.min(first + MAX_ITEMS - 1, #items)))
+  end
+end
+
+-- Counters and wake-ups of one call are gathered and written once, by settle().
+local counts, wakes, is_batch_due = {}, {}, false
+
+local function count(name, amount)
+  if amount ~= 0 then counts[name] = (counts[name] or 0) + amount end
+end
+
+-- Wake streams keep their last entry only: a waiter remembers the id that it saw together with the
+-- condition that failed, and blocks in XREAD until there is a later one. So no wake-up is ever lost,
+-- and none is stolen by a waiter that dies.
+local function wake(name) wakes[name] = true end
+
+-- A lease that found too few groups leaves its number in `wanted`; fewer ready groups wake no lease.
+local function wake_batch() is_batch_due = true end
+
+local function last_wake(name)
+  local newest = redis.call('XREVRANGE', key('wake:' .. name), '+', '-', 'COUNT', '1')
+  return newest[1] and newest[1][1] or '0-0'
+end
+
+local function settle()
+  local names, values = {}, {}
+  for name in pairs(counts) do names[#names + 1] = name end
+  if #names > 0 then
+    local before = redis.call('HMGET', STATS, unpack(names))
+    for i, name in ipairs(names) do
+      local total = finite(before[i], 0) + counts[name]
+      values[2 * i - 1], values[2 * i] = name, whole(finite(total, 0))
+    end
+    redis.call('HSET', STATS, unpack(values))
+  end
+  if is_batch_due and wanted ~= 0 and redis.call('ZCARD', READY) >= wanted then wake('batch') end
+  for name in pairs(wakes) do redis.call('XADD', key('wake:' .. name), 'MAXLEN', '1', '*', 'w', '1') end
+end

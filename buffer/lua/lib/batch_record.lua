@@ -1,0 +1,42 @@
+-- The record of a step's batch.
+
+local BATCHES = PREFIX .. 'batches'
+local function lease_key(step) return PREFIX .. 'lease:' .. step end
+
+local function forget_batch(step)
+  redis.call('UNLINK', lease_key(step))
+  redis.call('ZREM', BATCHES, step)
+end
+
+local function write_batch(step, owner, version, num_groups, num_shares, ids, tokens, oldest)
+  redis.call('HSET', lease_key(step), 'owner', owner, 'version', version, 'groups', num_groups,
+    'shares', num_shares, 'ids', ids, 'tokens', tokens, 'oldest', oldest)
+  redis.call('ZADD', BATCHES, step, step)
+end
+
+local function words(text)
+  local found = {}
+  for word in string.gmatch(text, '%S+') do
+    found[#found + 1] = word
+    if #found == MAX_BATCH then break end
+  end
+  return found
+end
+
+-- The record of a step's batch; none if there is none that can be read. Then what it had leased comes
+-- back by itself, and a new one is formed.
+local function read_batch(step)
+  local batch = redis.call('HMGET', lease_key(step), 'owner', 'version', 'groups', 'shares', 'ids',
+    'tokens', 'oldest', 'done')
+  if not batch[1] then return nil end
+  local ids, tokens = words(batch[5] or ''), words(batch[6] or '')
+  local is_whole = #ids == #tokens and finite(batch[2]) and finite(batch[3]) and finite(batch[4])
+    and (batch[7] == '' or finite(batch[7]))
+  for _, number in ipairs(tokens) do is_whole = is_whole and finite(number) end
+  if not is_whole then
+    if batch[8] then damaged('lease:' .. step) end -- it was trained: never again
+    forget_batch(step)
+    return nil
+  end
+  return batch, ids, tokens
+end

@@ -1,0 +1,68 @@
+-- Which ready groups a batch gets, and how long it may have to wait for more.
+-- @include lib/drop
+-- @include lib/group
+-- @include lib/leash
+-- @include lib/ready
+-- @include lib/running
+
+-- Whether an id can be one that was pushed: UTF-8 without white space and colons. (Near enough: the
+-- patterns let some code points pass that do not exist.)
+local function is_id(id)
+  if string.find(id, '[%s%c:]') then return false end
+  if not string.find(id, '[\128-\255]') then return true end
+  local rest = string.gsub(id, '[\194-\223][\128-\191]', '')
+  rest = string.gsub(rest, '[\224-\239][\128-\191][\128-\191]', '')
+  rest = string.gsub(rest, '[\240-\244][\128-\191][\128-\191][\128-\191]', '')
+  return not string.find(rest, '[\128-\255]')
+end
+
+-- on_stale=wait: the oldest running group that would be too old after a step at `version`.
+local function blocking_group(version)
+  if on_stale ~= 'wait' then return '', 0 end
+  local oldest = redis.call('ZRANGE', RUNNING, '-inf', whole(oldest_fresh(version)), 'BYSCORE',
+    'LIMIT', '0', '1', 'WITHSCORES')
+  return oldest[1] or '', finite(oldest[2], 0)
+end
+
+-- At most `limit` ready groups as the selector orders them, as id, key, id, key... (smaller first).
+-- With on_stale=wait those that this is the last chance of come first, whatever the selector.
+-- What has a name that no push could give it is dropped, and the second result tells whether any was.
+local function choose(version, limit)
+  limit = math.min(finite(limit, 0), MAX_BATCH)
+  local chosen, seen, was_damaged = {}, {}, false
+  local function add(found, offset, sign)
+    for i = 1, #found, 2 do
+      if not is_id(found[i]) then
+        was_damaged = true
+        leave_ready({found[i]})
+        drop({found[i]}, 'damaged')
+      elseif not seen[found[i]] and #chosen < 2 * limit then
+        seen[found[i]] = true
+        chosen[#chosen + 1] = found[i]
+        chosen[#chosen + 1] = whole(sign * found[i + 1] + offset)
+      end
+    end
+  end
+  if on_stale == 'wait' and selector ~= 'stalest' then
+    local brink = '(' .. whole((oldest_fresh(version) + 1) * SEQ_RANGE)
+    add(redis.call('ZRANGE', READY, '-inf', brink, 'BYSCORE', 'LIMIT', '0', limit, 'WITHSCORES'),
+      -2 ^ 53, 1)
+  end
+  local last = limit - 1
+  if selector == 'fifo' then add(redis.call('ZRANGE', ARRIVALS, '0', last, 'WITHSCORES'), 0, 1) end
+  if selector == 'freshest' then
+    add(redis.call('ZRANGE', READY, '0', last, 'REV', 'WITHSCORES'), 0, -1)
+  elseif #chosen < 2 * limit then -- of fifo what `arrivals` lacks
+    add(redis.call('ZRANGE', READY, '0', last, 'WITHSCORES'), 0, 1)
+  end
+  return chosen, was_damaged
+end
+
+-- Milliseconds until the next lease of this shard expires, -1 if there is none. In the middle of a
+-- takeover none does: its end wakes those who wait.
+local function until_expiry()
+  if is_reconciling then return -1 end
+  local first = redis.call('ZRANGE', LEASED, '0', '0', 'WITHSCORES')
+  local deadline = finite(first[2])
+  return deadline and math.max(1, deadline - now_ms() + 1) or -1
+end

@@ -1,0 +1,20 @@
+-- A group's own hash, and the fence.
+
+local LEASED = PREFIX .. 'leased'
+local function group_key(id) return PREFIX .. 'group:' .. id end
+
+-- These fields of a group's hash. Of one that was overwritten with something else nothing is left.
+local function fields_of(id, ...)
+  local fields = redis.pcall('HMGET', group_key(id), ...)
+  if not fields.err then return fields end
+  if string.sub(fields.err, 1, 9) ~= 'WRONGTYPE' then error(fields) end
+  redis.call('UNLINK', group_key(id))
+  return {}
+end
+
+-- The fence: the group is leased, and by this owner. After a rollback all owners are of the past.
+local function is_held(id, owner)
+  if is_reconciling then return false end
+  local held = fields_of(id, 'state', 'owner')
+  return held[1] == 'leased' and held[2] == owner
+end

@@ -1,0 +1,13 @@
+-- @include lib/audit
+
+local FAILURES = PREFIX .. 'failures'
+local POISONOUS = PREFIX .. 'quarantined_prompts'
+
+-- A prompt that ends each worker that runs it is put aside until an operator looks at it; `id` is its
+-- last group.
+local function quarantine_prompt(id, prompt, reason, times)
+  redis.call('HSET', POISONOUS, prompt.index .. ' ' .. prompt.task,
+    whole(now_ms()) .. ' ' .. whole(times) .. ' ' .. reason)
+  count('prompts_quarantined:' .. reason, 1)
+  audit({id}, 'prompt_quarantined', 'r', reason)
+end

@@ -1,0 +1,54 @@
+-- ready -> leased
+-- @include lib/audit
+-- @include lib/group
+-- @include lib/leash
+-- @include lib/quarantined
+-- @include lib/ready
+
+local sets_of_groups = {ready = READY, leased = LEASED, consumed = key('consumed'),
+  quarantined = QUARANTINED}
+
+-- What `take` needs of groups that are in `ready`; those of whose hash it cannot be had leave it here.
+-- Returns the ids that are whole, and their fields by id.
+local function whole_groups(ids)
+  local found, fields = {}, {}
+  for _, id in ipairs(ids) do
+    local group = fields_of(id, 'tokens', 'leases', 'moved', 'versions', 'state', 'min_version', 'bytes',
+      'trainable', 'seq')
+    if group[5] == 'ready' and finite(group[1]) and finite(group[6]) and finite(group[7])
+        and finite(group[8]) and finite(group[9]) then
+      found[#found + 1], fields[id] = id, group
+    else
+      leave_ready({id})
+      -- One that another set holds just had no place in `ready`.
+      local set = group[5] and sets_of_groups[group[5]]
+      if not (set and redis.call('ZSCORE', set, id)) then set_aside(id) end
+    end
+  end
+  return found, fields
+end
+
+-- ready -> leased, of whole groups. Returns the tokens of each, and {id, versions...} of those that
+-- were renumbered.
+local function take(ids, fields, owner, deadline, step)
+  local tokens, moved, deadlines = {}, {}, {}
+  leave_ready(ids)
+  for i, id in ipairs(ids) do
+    local group = fields[id]
+    redis.call('HSET', group_key(id), 'state', 'leased', 'owner', owner, 'leases', finite(group[2], 0) + 1)
+    tokens[i] = whole(finite(group[1]))
+    if group[3] then
+      moved[#moved + 1] = id
+      moved[#moved + 1] = group[4] or ''
+    end
+    deadlines[2 * i - 1], deadlines[2 * i] = deadline, id
+  end
+  call_many('ZADD', LEASED, deadlines)
+  audit(ids, 'leased', 's', step, 'o', owner)
+  return tokens, moved
+end
+
+-- The tokens older than this are masked by the trainer; '' in the modes that mask none.
+local function mask_below(version)
+  return on_stale == 'mask_tokens' and whole(oldest_fresh(version)) or ''
+end

@@ -1,0 +1,12 @@
+-- An engine serves nothing any more. Admission follows the slowest of the others, which may make room;
+-- after the last one it gives no credit until an engine serves again.
+-- ARGV: engine.   Reply: 1 if it served a version, 0 if not.
+local was_known = redis.call('HDEL', key('engine_versions'), ARGV[1])
+redis.call('HDEL', key('commits'), ARGV[1])
+if redis.call('ZREM', key('commit_gate'), ARGV[1]) == 1 then wake('gate') end
+if was_known == 1 then
+  if redis.call('EXISTS', key('engine_versions')) == 0 then redis.call('HSET', SETTINGS, 'engines_gone', '1') end
+  wake('room')
+  wake('engines')
+end
+return was_known

@@ -1,0 +1,5 @@
+-- An engine has done its commit, or given it up: another one may have its place.
+-- ARGV: engine.   Reply: 1 if it held a place, 0 if not.
+local was_inside = redis.call('ZREM', key('commit_gate'), ARGV[1])
+if was_inside == 1 then wake('gate') end
+return was_inside

@@ -1,0 +1,25 @@
+-- At the home shard, for a batch that lies in several: what is known of a step, else the lock to form it.
+-- ARGV: step, token, ms that the lock lasts, lineage ('' for any), owner of a void record ('' for none).
+-- Reply: {'batch', owner, version, groups, shares, {ids}, {tokens}, mask below, 1 if done}
+--      | {'locked'} | {'busy', last id of wake:forming, ms until the lock expires} | {'done'}
+--      | {'wait', last id of wake:batch, -1} (a takeover is under way) | {'not_owner'}
+-- @include lib/batch_record
+local step, token, lock = ARGV[1], ARGV[2], key('forming')
+if ARGV[4] ~= '' and ARGV[4] ~= lineage then return {'not_owner'} end
+if is_reconciling then return {'wait', last_wake('batch'), -1} end
+
+local batch, ids, tokens = read_batch(step)
+if batch and not batch[8] and ARGV[5] == batch[1] then
+  forget_batch(step)
+  batch = nil
+end
+if batch then
+  return {'batch', batch[1], batch[2], batch[3], batch[4], ids, tokens, batch[7], batch[8] and 1 or 0}
+end
+if tonumber(step) <= setting('acked_step') then return {'done'} end
+if not redis.call('SET', lock, token, 'NX', 'PX', ARGV[3]) and redis.call('GET', lock) ~= token then
+  if redis.call('PTTL', lock) < 0 then redis.call('PEXPIRE', lock, ARGV[3]) end -- none of ours is for ever
+  return {'busy', last_wake('forming'), redis.call('PTTL', lock)}
+end
+redis.call('PEXPIRE', lock, ARGV[3])
+return {'locked'}

@@ -1,0 +1,32 @@
+-- The restored checkpoint contains these groups: they are acknowledged, wherever they are by now.
+-- ARGV: lineage, group ids...   Reply: 1 | 0 if another lineage took over.
+-- @include lib/audit
+-- @include lib/group
+-- @include lib/ready
+-- @include lib/tombstones
+if ARGV[1] ~= lineage then return 0 end
+local total = 0
+for i = 2, #ARGV do
+  local id = ARGV[i]
+  local state = fields_of(id, 'state')[1]
+  if not state then
+    -- The server lost it, and its producer may push it again: it must not be trained twice.
+    leave_tombstones({id}, 'acked')
+  elseif not is_tombstone(state) then
+    if state == 'ready' then leave_ready({id})
+    elseif state == 'leased' or state == 'consumed' or state == 'quarantined' then
+      redis.call('ZREM', key(state), id)
+    end
+    local num_bytes = to_tombstones({id}, 'acked')
+    if state == 'consumed' or state == 'quarantined' then count('bytes_' .. state, -num_bytes) end
+    count('acked', 1)
+    audit({id}, 'acked', 'r', 'reconciled')
+    total = total + 1
+  end
+end
+if total > 0 then
+  local before = finite(redis.call('HGET', key('reconcile'), 'acked'), 0)
+  redis.call('HSET', key('reconcile'), 'acked', whole(before + total))
+  wake('room')
+end
+return 1

@@ -1,0 +1,40 @@
+-- A checkpoint is durable: consumed -> acked, for steps up to the one given; payloads go.
+-- ARGV: step, lineage ('' for any), bound of work.
+-- Reply: {how many were acknowledged, 1 if there may be more} | {'not_owner'}
+-- @include lib/audit
+-- @include lib/batch_record
+-- @include lib/tombstones
+if ARGV[2] ~= '' and ARGV[2] ~= lineage then return {'not_owner'} end
+local bound, acked_step = bound_of(ARGV[3]), setting('acked_step')
+local due = redis.call('ZRANGE', key('consumed'), '-inf', ARGV[1], 'BYSCORE', 'LIMIT', '0', bound, 'WITHSCORES')
+local ids, by_step, newest = {}, {}, acked_step
+for i = 1, #due, 2 do
+  local id, step = due[i], due[i + 1]
+  ids[#ids + 1] = id
+  by_step[step] = by_step[step] or {}
+  table.insert(by_step[step], id)
+  newest = math.max(newest, finite(step, newest))
+end
+if #ids > 0 then
+  local num_bytes = to_tombstones(ids, 'acked')
+  call_many('ZREM', key('consumed'), ids)
+  count('bytes_consumed', -num_bytes)
+  count('acked', #ids)
+  for step, acked in pairs(by_step) do audit(acked, 'acked', 's', step) end
+end
+-- Records of these steps are of no more use: `acked_step` answers a rank that comes late.
+local steps = redis.call('ZRANGE', BATCHES, '-inf', ARGV[1], 'BYSCORE', 'LIMIT', '0', bound)
+for _, step in ipairs(steps) do
+  if finite(step, newest) > newest and redis.call('HEXISTS', lease_key(step), 'done') == 1 then
+    newest = finite(step)
+  end
+end
+local num_forgotten = 0
+for _, step in ipairs(steps) do
+  if finite(step, newest) <= newest then
+    forget_batch(step)
+    num_forgotten = num_forgotten + 1
+  end
+end
+if newest > acked_step then redis.call('HSET', SETTINGS, 'acked_step', whole(newest)) end
+return {#ids, (#ids == bound or num_forgotten == bound) and 1 or 0}

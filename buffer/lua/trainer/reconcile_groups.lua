@@ -1,0 +1,88 @@
+-- Sorts what is in hand after begin_reconcile: one bounded part a call, until nothing is left.
+-- ARGV: lineage, bound of work.
+-- Reply: {'not_owner'} | {1 if there is more, acked, requeued, dropped, quarantined} (totals so far)
+-- @include lib/audit
+-- @include lib/batch_record
+-- @include lib/drop
+-- @include lib/group
+-- @include lib/lineage
+-- @include lib/quarantined
+-- @include lib/ready
+-- @include lib/return
+-- @include lib/tombstones
+local progress, bound = key('reconcile'), bound_of(ARGV[2])
+if ARGV[1] ~= lineage then return {'not_owner'} end
+
+local function reply(is_more)
+  local totals = redis.call('HMGET', progress, 'acked', 'requeued', 'dropped', 'quarantined')
+  return {is_more, finite(totals[1], 0), finite(totals[2], 0), finite(totals[3], 0), finite(totals[4], 0)}
+end
+local function tally(name, amount)
+  if amount > 0 then
+    local before = finite(redis.call('HGET', progress, name), 0)
+    redis.call('HSET', progress, name, whole(before + amount))
+  end
+end
+if not is_reconciling then return reply(0) end
+local step = finite(redis.call('HGET', progress, 'step')) or damaged('reconcile.step')
+
+-- 1. Consumed: in the checkpoint, or to be trained again.
+local consumed = redis.call('ZRANGE', key('consumed'), '0', bound - 1, 'WITHSCORES')
+for i = 1, #consumed, 2 do
+  local id = consumed[i]
+  redis.call('ZREM', key('consumed'), id)
+  if tonumber(consumed[i + 1]) <= step then
+    count('bytes_consumed', -(to_tombstones({id}, 'acked')))
+    count('acked', 1)
+    tally('acked', 1)
+    audit({id}, 'acked', 's', consumed[i + 1])
+  else
+    count('bytes_consumed', -finite(fields_of(id, 'bytes')[1], 0))
+    tally(to_ready(id, 'reconciled') and 'requeued' or 'quarantined', 1)
+  end
+end
+if #consumed > 0 then return reply(1) end
+
+-- 2. Leased: their owners are of the old lineage.
+local leased = redis.call('ZRANGE', LEASED, '0', bound - 1)
+for _, id in ipairs(leased) do
+  tally(return_leased(id, 'reconciled') and 'requeued' or 'quarantined', 1)
+end
+if #leased > 0 then return reply(1) end
+
+-- 3. Batches: those after the checkpoint will be formed anew, those before it are never asked for.
+local batches = redis.call('ZRANGE', BATCHES, '0', bound - 1)
+for _, batch in ipairs(batches) do forget_batch(batch) end
+if #batches > 0 then return reply(1) end
+
+-- 4. Ready: numbered anew, from the newest down. A number only grows, so that none is met twice, and
+-- what is pushed meanwhile has the new numbers already.
+local gaps, num_gaps = read_gaps()
+local below = redis.call('HGET', progress, 'below')
+local ready = redis.call('ZRANGE', READY, below, '-inf', 'BYSCORE', 'REV', 'LIMIT', '0', bound, 'WITHSCORES')
+for i = 1, #ready, 2 do
+  local id = ready[i]
+  local change, min_version, max_version = update_numbers(id, gaps, num_gaps)
+  if change == 'gone' then
+    leave_ready({id})
+    drop({id}, 'lineage')
+    tally('dropped', 1)
+  elseif change == 'damaged' then
+    leave_ready({id})
+    set_aside(id)
+    tally('quarantined', 1)
+  elseif change == 'moved' then
+    local seq = finite(ready[i + 1], 0) % SEQ_RANGE
+    redis.call('ZADD', READY, whole(gate_of(min_version, max_version) * SEQ_RANGE + seq), id)
+  end
+  below = '(' .. ready[i + 1]
+end
+if #ready > 0 then
+  redis.call('HSET', progress, 'below', below)
+  return reply(1)
+end
+
+redis.call('HDEL', SETTINGS, 'reconciling')
+wake('room')
+wake('batch')
+return reply(0)

@@ -1,0 +1,48 @@
+"""The scripts of buffer/lua: each includes the library files that it uses, and no other."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from buffer.redis.scripts import _FOLDER, script_names, source
+
+LIBRARY = sorted(path.stem for path in (_FOLDER / "lib").glob("*.lua"))
+WORD = re.compile(r"[A-Za-z_]\w*")
+DEFINITION = re.compile(r"^local (?:function )?([\w, ]+)", re.MULTILINE)
+
+
+def code(name: str) -> str:
+    """A file without its comments and strings."""
+    text = (_FOLDER / f"{name}.lua").read_text()
+    return re.sub(r"'[^']*'", "''", re.sub(r"--.*", "", text))
+
+
+HOMES = {
+    name: library
+    for library in LIBRARY
+    for defined in DEFINITION.findall(code(f"lib/{library}"))
+    for name in WORD.findall(defined)
+}
+"""The file of lib/ that defines each name."""
+
+
+@pytest.mark.parametrize("name", [*script_names(), *(f"lib/{name}" for name in LIBRARY)])
+def test_scripts_include_the_library_that_they_use_and_no_other(name: str) -> None:
+    used = {HOMES[word] for word in WORD.findall(code(name)) if word in HOMES}
+    included = re.findall(r"^-- @include lib/(\w+)$", (_FOLDER / f"{name}.lua").read_text(), re.M)
+    assert included == sorted(used - {"base", name.removeprefix("lib/")})
+
+
+def test_source_holds_each_library_file_once_before_its_use() -> None:
+    text = source("trainer/form_batch")
+    for name in ("audit", "fields_of", "leave_ready", "drop", "take", "read_batch"):
+        assert text.count(f"local function {name}(") == 1
+    assert text.index("local function fields_of(") < text.index("local function to_tombstones(")
+    assert text.index("local function to_tombstones(") < text.index("local function drop(")
+
+
+def test_every_library_file_is_included_by_a_script() -> None:
+    shipped = "\n".join(source(name) for name in script_names())
+    assert [name for name in LIBRARY if f"-- @include lib/{name}\n" not in shipped] == ["base"]
