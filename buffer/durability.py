@@ -94,10 +94,6 @@ class PushKeeper:
     def num_kept(self) -> int:
         return len(self._kept)
 
-    @property
-    def bytes_kept(self) -> int:
-        return self._bytes
-
     async def room(self, num_bytes: int, timeout_s: float) -> Ticket:
         """Waits until that much may be kept; something larger than all room is kept alone.
 

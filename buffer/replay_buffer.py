@@ -462,13 +462,6 @@ class ReplayBuffer:
         """Number of ready groups by how far they lag behind the trainer's version."""
         return (await self.stats()).by_staleness
 
-    async def check_invariants(self) -> list[str]:
-        """What does not hold, in words; nothing if all is well. Looks at every group: not cheap."""
-        lists = await self._shards.each(Shard.check)
-        if len(lists) == 1:
-            return list(lists[0])
-        return [f"shard {k}: {text}" for k, texts in enumerate(lists) for text in texts]
-
     async def events(self, group_id: str) -> list[GroupEvent]:
         """What happened to a group, as far as the audit stream still tells; oldest first."""
         return await self._shards.of(group_id).events(group_id)

@@ -1,4 +1,4 @@
-"""What a run keeps in Redis besides its groups: weights, waits, metrics, positions, heartbeats."""
+"""What a run keeps in Redis besides its groups: weights, waits, metrics, positions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from configs.schema import BufferConfig
 T = TypeVar("T")
 
 Record = Mapping[str, float | int | str]
-"""Flat JSON: what one metrics entry or heartbeat says."""
+"""Flat JSON: what one metrics entry says."""
 
 METRICS_LENGTH = 10_000
 STREAM_START = "0-0"
@@ -40,7 +40,7 @@ class RunState:
     """One run's shared notes as one process sees them. Made in, and used from, one event loop.
 
     Additions carry a token of their own, so that a retry after a lost reply does not count twice.
-    All but `heartbeat`, `phase` and the readers need a run that `ReplayBuffer.open` has opened.
+    All but `phase` and the readers need a run that `ReplayBuffer.open` has opened.
     """
 
     def __init__(self, redis: BufferRedis, run: str, *, shards: int = 1) -> None:
@@ -249,7 +249,7 @@ class RunState:
                 return []
             await self._wake.wait({stream: after_id}, deadline.left_s)
 
-    # Positions, heartbeats, phase ------------------------------------------------------------
+    # Positions, phase ------------------------------------------------------------------------
 
     async def task_positions(self) -> dict[int, int]:
         """Where in its task stream each rollout worker is, as `ReplayBuffer.begin` noted it."""
@@ -260,14 +260,6 @@ class RunState:
                 if is_number(worker) and is_number(position):
                     positions[int(worker)] = max(positions.get(int(worker), 0), int(position))
         return positions
-
-    async def heartbeat(self, process: str, fields: Record) -> None:
-        """Notes that a process lives, with the Unix time ("at") and what it wants to say."""
-        beat = json.dumps({**fields, "at": time.time()})
-        await self._redis.hset(self._keys("heartbeats"), process, beat)
-
-    async def heartbeats(self) -> dict[str, dict[str, float | int | str]]:
-        return _readable(await self._hash("heartbeats"), _read_record)
 
     async def set_phase(self, phase: str) -> None:
         await self._redis.set(self._keys("phase"), phase)

@@ -10,7 +10,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
-from buffer.invariants import find_violations
 from buffer.redis.batching import Batcher, Message
 from buffer.redis.client import BufferRedis, DamagedRunError
 from buffer.redis.keys import Keys
@@ -455,10 +454,6 @@ class Shard:
     async def stats(self) -> BufferStats:
         """The shard's numbers, all of one moment."""
         return parse_stats(await self._scripts.run("inspect/read_stats"))
-
-    async def check(self) -> list[str]:
-        """What is not as it must be, in words; safe while the run goes on."""
-        return await find_violations(self._scripts, self.stats)
 
     async def events(self, group_id: str) -> list[GroupEvent]:
         """What one group lived through, as far back as the audit stream goes."""

@@ -10,19 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from buffer.types import PromptRef, Trajectory, TrajectoryGroup
+from buffer.types import Trajectory, TrajectoryGroup
 
 
 def is_fresh(version: int, min_version: int, max_staleness: int) -> bool:
     """Whether a group may be trained; also, with the trainer's version now, whether it ever may."""
     return version - min_version <= max_staleness
-
-
-def next_attempt(prompt: PromptRef, max_retries: int) -> PromptRef | None:
-    """The prompt to run again after its group went stale; None if it has used up its retries."""
-    if prompt.attempt >= max_retries:
-        return None
-    return replace(prompt, attempt=prompt.attempt + 1)
 
 
 def mask_over_age(group: TrajectoryGroup, oldest: int) -> TrajectoryGroup:

@@ -22,7 +22,8 @@ from uuid import uuid4
 
 import torch
 
-from buffer.blocking import BlockingReplayBuffer, BlockingRunState
+from buffer.loop_thread import LoopThread
+from buffer.replay_buffer import ReplayBuffer
 from buffer.results import Lease
 from buffer.run_state import RunState
 from trainer_pool.collectives import Collectives
@@ -53,8 +54,9 @@ class TrainerRank:
         self._engine = Zero3Engine(
             spec.model_path, config, address, trust_remote_code=spec.trust_remote_code
         )
-        self._buffer = BlockingReplayBuffer(spec.redis_url, spec.run, spec.buffer)
-        self._run_state = BlockingRunState(spec.redis_url, spec.run, spec.buffer)
+        self._loop = LoopThread("redis")
+        self._buffer = self._loop.run(ReplayBuffer.connect(spec.redis_url, spec.run, spec.buffer))
+        self._run_state = self._loop.run(RunState.connect(spec.redis_url, spec.run, spec.buffer))
         self._weights: CheckpointEngine | None = None
         self._checkpoints = CheckpointStore(Path(spec.run_dir) / "checkpoints")
         self._export_dir = Path(spec.run_dir) / "final_model"
@@ -102,10 +104,15 @@ class TrainerRank:
         """
         if self._is_lead:
             # From here on the buffer refuses whoever trained this run before.
-            self._buffer.reconcile(
-                self._lineage, step=self._step, version=self._version, resume_version=self._version
+            self._loop.run(
+                self._buffer.reconcile(
+                    self._lineage,
+                    step=self._step,
+                    version=self._version,
+                    resume_version=self._version,
+                )
             )
-            self._buffer.publish_version(self._version)
+            self._loop.run(self._buffer.publish_version(self._version))
         report = self._publish_weights()
         self._sending.wait_committed(self._version, self._spec.config.timeout_s)
         return report
@@ -156,7 +163,8 @@ class TrainerRank:
         clock, times = _Clock(), _StepTimes()
         lease, kept_ids = self._lease()
         times.lease_wait_s = clock.lap()
-        with self._buffer.renewing(lease):  # a step may take longer than the lease
+        # A step may take longer than the lease.
+        with self._loop.running(self._buffer.keep_renewed(lease)):
             stats = self._update(lease, kept_ids)
         self._compare_engines(stats)
         self._step += 1
@@ -180,13 +188,15 @@ class TrainerRank:
         expired between their calls).
         """
         while True:
-            lease = self._buffer.lease(
-                step=self._step + 1,
-                version=self._version,
-                num_groups=self._spec.config.groups_per_step,
-                share=self._ranks.rank,
-                num_shares=self._ranks.num_ranks,
-                timeout_s=self._spec.buffer.wait_timeout_s,
+            lease = self._loop.run(
+                self._buffer.lease(
+                    step=self._step + 1,
+                    version=self._version,
+                    num_groups=self._spec.config.groups_per_step,
+                    share=self._ranks.rank,
+                    num_shares=self._ranks.num_ranks,
+                    timeout_s=self._spec.buffer.wait_timeout_s,
+                )
             )
             if not self._ranks.all_equal(_fingerprint(lease.owner)):
                 continue
@@ -195,7 +205,9 @@ class TrainerRank:
                 return lease, kept_ids
 
     def _still_trainable(self, lease: Lease) -> tuple[str, ...]:
-        kept = self._buffer.validate(lease, self._version) if self._is_lead else frozenset()
+        kept = frozenset[str]()
+        if self._is_lead:
+            kept = self._loop.run(self._buffer.validate(lease, self._version))
         flags = self._ranks.broadcast_flags([group_id in kept for group_id in lease.group_ids])
         return tuple(
             group_id for group_id, is_kept in zip(lease.group_ids, flags, strict=True) if is_kept
@@ -234,8 +246,8 @@ class TrainerRank:
 
     def _hand_over(self, lease: Lease, kept_ids: tuple[str, ...]) -> None:
         """Make the new version known, then free the credits of the groups it was made from."""
-        self._buffer.publish_version(self._version)
-        num_consumed = self._buffer.consume(lease, kept_ids)
+        self._loop.run(self._buffer.publish_version(self._version))
+        num_consumed = self._loop.run(self._buffer.consume(lease, kept_ids))
         if num_consumed < len(kept_ids):
             raise RuntimeError(
                 f"step {self._step} lost its lease: Redis could not be reached for "
@@ -265,13 +277,14 @@ class TrainerRank:
                     consumed_group_ids=tuple(self._unsaved_group_ids),
                 )
             )
-            self._buffer.ack(self._step, self._lineage)
+            self._loop.run(self._buffer.ack(self._step, self._lineage))
             self._unsaved_group_ids.clear()
         self._saved_step = self._step
 
     def _record(self, stats: StepStats, report: PublishReport, times: _StepTimes) -> None:
-        self._run_state.add_wait("trainer", "rollout", times.lease_wait_s)
-        self._run_state.add_wait("trainer", "weight_sync", report.wait_s + report.snapshot_s)
+        waits = {"rollout": times.lease_wait_s, "weight_sync": report.wait_s + report.snapshot_s}
+        for waited_on, seconds in waits.items():
+            self._loop.run(self._run_state.add_wait("trainer", waited_on, seconds))
         record: dict[str, float | int | str] = {
             "step": self._step,
             "version": self._version - 1,  # the one that was trained
@@ -282,13 +295,12 @@ class TrainerRank:
             "snapshot_wait_s": report.wait_s,
             "checkpoint_s": times.checkpoint_s,
         }
-        self._run_state.append_metrics(record, kind="step")
+        self._loop.run(self._run_state.append_metrics(record, kind="step"))
 
     def close(self) -> None:
         """End every wait in the buffer and leave all groups; the rank is of no use afterwards."""
         self.stop()
-        self._buffer.close()
-        self._run_state.close()
+        self._loop.stop(self._buffer.close(), self._run_state.close())
         if self._is_training:
             # A step may be in a collective, whose groups must not be pulled from under it: it ends
             # with the process.

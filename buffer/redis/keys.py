@@ -31,7 +31,7 @@
 {leash:RUN}:staged           HASH    version that each receiver staged last
 {leash:RUN}:weights          HASH    published: the newest version that engines may take
 {leash:RUN}:tasks            HASH    how far each worker is in its tasks: the highest of all shards
-{leash:RUN}:waits, :counters, :heartbeats, :metrics, :phase   see run_state.py
+{leash:RUN}:waits, :counters, :metrics, :phase   see run_state.py
 
 These are the names of shard 0, the home of a run. Shard 1 begins with {leash:RUN:1}, and so on.
 """

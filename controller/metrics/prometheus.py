@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from buffer.blocking import LoopThread
+from buffer.loop_thread import LoopThread
 from buffer.results import BufferStats
 from controller.buffer_access import BufferAddress, open_buffer, open_state
 from controller.metrics.buffer_families import metric_families, one
@@ -65,9 +65,7 @@ class MetricsServer:
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
-        self._redis.run(self._buffer.close())
-        self._redis.run(self._state.close())
-        self._redis.stop()
+        self._redis.stop(self._buffer.close(), self._state.close())
 
 
 class _HttpServer(ThreadingMixIn, WSGIServer):

@@ -31,6 +31,7 @@ from buffer.results import Lease, PushResult
 from buffer.run_state import RunState
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig
+from tests.support.invariants import find_violations
 
 HOST = "127.0.0.1"
 PASSWORD = "of-every-node"
@@ -259,7 +260,7 @@ async def _scenario(buffer: ReplayBuffer, other: ReplayBuffer) -> None:
     assert stats.is_conserved
     assert (stats.pushed, stats.acked) == (2 * GROUPS_PER_STEP + 2, 2 * GROUPS_PER_STEP)
     assert (stats.ready, stats.leased, stats.consumed, stats.dropped["stale"]) == (0, 0, 0, 2)
-    assert await other.check_invariants() == []
+    assert await find_violations(other) == []
     told = [event.event for event in await other.events(second[0])]
     assert told[:3] == ["admitted", "pushed", "leased"] and told[-1] == "acked"
     assert await other.flush(timeout_s=15)
@@ -285,7 +286,7 @@ async def test_poison_goes_to_quarantine_and_comes_back(url: str, open_buffer: O
     assert await buffer.release(ids[1])
     stats = await buffer.stats()
     assert (stats.ready, stats.quarantined) == (1, GROUPS_PER_STEP - 2)
-    assert await buffer.check_invariants() == []
+    assert await find_violations(buffer) == []
 
 
 async def test_every_verb_works_on_a_cluster(
@@ -365,7 +366,7 @@ async def test_a_node_that_is_killed_and_comes_back_costs_nothing(
     stats = await trainer.stats()
     assert stats.is_conserved
     assert stats.pushed == num_steps * GROUPS_PER_STEP
-    assert await trainer.check_invariants() == []
+    assert await find_violations(trainer) == []
 
 
 @pytest.mark.slow
@@ -392,7 +393,7 @@ async def test_pushes_survive_a_primary_whose_replica_takes_over(
         assert await worker.flush(timeout_s=30)
         stats = await worker.stats()
         assert (stats.pushed, stats.ready, stats.is_conserved) == (60, 60, True)
-        assert await worker.check_invariants() == []
+        assert await find_violations(worker) == []
     finally:
         replica.stop(timeout_s=5)
 

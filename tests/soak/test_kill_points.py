@@ -23,9 +23,9 @@ from murder.scenario import Scenario
 from murder.size import size
 from murder.synthetic import synthetic_group
 
-from buffer.blocking import BlockingReplayBuffer
 from buffer.errors import NotOwnerError
 from buffer.types import PromptRef
+from tests.support.blocking import BlockingReplayBuffer
 
 pytestmark = pytest.mark.slow
 
@@ -119,7 +119,7 @@ def test_a_kill_between_two_verbs_neither_loses_nor_doubles_a_group(
         answers = push_all(buffer, scenario)
         live_until(scenario, point, random.randrange(NUM_STEPS))
         live_to_the_end(scenario)
-        faults, stats = buffer.check_invariants(), buffer.stats()
+        faults, stats = buffer.find_violations(), buffer.stats()
         buffer.close()
         trained = CheckpointChain(folder).trained()
         assert stats.is_conserved and faults == []
@@ -201,7 +201,7 @@ def test_a_consumer_that_was_stopped_past_its_lease_changes_nothing(
         }
         after = buffer.stats()
         assert (after.trained, after.ready, after.leased) == (before.trained, 0, 0)
-        assert buffer.check_invariants() == []
+        assert buffer.find_violations() == []
     finally:
         processes.kill(process)
         processes.join(process, 10)

@@ -16,7 +16,7 @@ _SINGLE = {
     *("waits", "counters", "metrics", "phase", "tasks"),
     *(f"wake:{name}" for name in ("room", "batch", "version", "forming")),
 }
-"""Keys of which a shard has one; what lies in them is checked by `check_invariants`."""
+"""Keys of which a shard has one; what lies in them is checked by `find_violations`."""
 _BATCH = 1000
 
 

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from buffer.blocking import BlockingReplayBuffer
 from buffer.results import BufferStats
 from murder.cast import Producers, TrainerJob
 from murder.checkpoints import CheckpointChain
 from murder.evidence import collect, judge
 from murder.push_notes import PushNotes
 from murder.scenario import Scenario
+from tests.support.blocking import BlockingReplayBuffer
 
 HANG_S = 90.0
 _SWEEP_EVERY_S = 0.5
@@ -82,7 +82,7 @@ class Play:
             # The credits of killed producers come back when nobody renews them.
             while (stats := self._watch.look()).running:
                 time.sleep(0.1)
-            faults = [f"invariant: {text}" for text in self._buffer.check_invariants()]
+            faults = [f"invariant: {text}" for text in self._buffer.find_violations()]
         finally:
             producers.stop()
             trainer.stop()

@@ -14,7 +14,7 @@ from typing import Any
 
 # Forked from a server that has the slow imports done: a start takes some ms, not half a second.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["pytest", "buffer.blocking"])
+_CONTEXT.set_forkserver_preload(["pytest", "tests.support.blocking"])
 
 
 def start(log: Path, function: Callable[..., None], *arguments: Any) -> BaseProcess:

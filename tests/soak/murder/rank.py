@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from buffer.blocking import BlockingReplayBuffer
 from buffer.results import Lease
 from murder.checkpoints import Checkpoint, CheckpointChain
 from murder.meeting import Seat
 from murder.scenario import Scenario
 from murder.synthetic import written_by
+from tests.support.blocking import BlockingReplayBuffer
 
 POINTS = ("leased", "stepped", "consumed", "checkpointed", "acked")
 _NUM_DEPTHS = 64  # ancestors that a checkpoint names; staleness is far smaller

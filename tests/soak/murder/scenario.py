@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from buffer.blocking import BlockingReplayBuffer
 from buffer.redis.connection import BufferConnectionError
 from buffer.replay_buffer import ReplayBuffer
 from configs.choices import OnStale
 from configs.schema import BufferConfig
+from tests.support.blocking import BlockingReplayBuffer
 
 _CONNECT_S = 30.0
 

@@ -15,7 +15,6 @@ from typing import TypeVar
 
 import redis
 
-from buffer.blocking import BlockingReplayBuffer
 from buffer.redis.client import BufferConnectionError
 from configs.load import read_config
 from controller.buffer_access import buffer_address
@@ -25,6 +24,7 @@ from rollout_pool.tasks.registry import build_task
 from rollouts.ledger import Ledger
 from rollouts.picture import Camera, Picture
 from rollouts.victims import Kind, Member, members
+from tests.support.blocking import BlockingReplayBuffer
 
 T = TypeVar("T")
 START_S = 300.0
@@ -96,7 +96,7 @@ class Play:
         faults = self.ledger.enter(picture)
         faults += self._count_episodes(self.camera, picture)
         if time.monotonic() - self.counted_at > COUNT_EVERY_S:
-            faults += self.buffer.check_invariants()
+            faults += self.buffer.find_violations()
             self.counted_at = time.monotonic()
         assert not faults, "\n".join([*faults, self.report()])
         return picture

@@ -15,6 +15,7 @@ from buffer.redis.connection import connect
 from buffer.replay_buffer import ReplayBuffer
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig
+from tests.support.invariants import find_violations
 
 sys.path.insert(0, str(Path(__file__).parent))  # for plain_buffer
 
@@ -68,7 +69,7 @@ def _checked(verb: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
         result = await verb(self, *args, **kwargs)
         stats = await self.stats()
         assert stats.is_conserved, stats
-        assert await self.check_invariants() == []
+        assert await find_violations(self) == []
         return result
 
     return call

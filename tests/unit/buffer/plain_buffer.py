@@ -16,7 +16,6 @@ from buffer.errors import BufferFullError, NotOwnerError
 from buffer.redis.settings import quota
 from buffer.results import PushResult, Reconciled
 from buffer.shards import id_in_shard, shard_of
-from buffer.staleness import next_attempt
 from buffer.types import PromptRef
 from configs.choices import OnFull, OnStale, Selector
 from configs.schema import BufferConfig
@@ -161,7 +160,8 @@ class PlainBuffer:
             return
         prompt: PromptRef | None = self.groups[name].prompt
         if is_counted and prompt is not None:
-            prompt = next_attempt(prompt, self.settings.max_retries)
+            is_last = prompt.attempt >= self.settings.max_retries
+            prompt = None if is_last else replace(prompt, attempt=prompt.attempt + 1)
         if prompt is not None:
             self.retries[self.shard_of(name)].append(prompt)
 

@@ -17,6 +17,7 @@ from buffer.redis.payloads import Allocate, Arena, fresh
 from buffer.redis.wakeups import BufferClosedError
 from buffer.replay_buffer import ReplayBuffer
 from buffer.results import PushResult
+from tests.support.invariants import find_violations
 
 
 class Echo:
@@ -196,7 +197,7 @@ async def test_many_pushes_at_once_are_stored_each_with_its_own_reply(
     with pytest.raises(ValueError, match="white space"):
         await bad
     assert (await buffer.stats()).ready == 100
-    assert await buffer.check_invariants() == []
+    assert await find_violations(buffer) == []
 
 
 async def test_pushes_survive_a_server_that_forgets_the_script_between_them(
@@ -222,7 +223,7 @@ async def test_pushes_whose_replies_are_lost_are_sent_again_and_stored_once(
     assert set(results) <= {PushResult.stored, PushResult.duplicate}
     stats = await buffer.stats()
     assert (stats.pushed, stats.ready) == (200, 200) and stats.is_conserved
-    assert await buffer.check_invariants() == []
+    assert await find_violations(buffer) == []
 
 
 async def test_cancelled_pushes_leave_nothing_half_done(
@@ -238,7 +239,7 @@ async def test_cancelled_pushes_leave_nothing_half_done(
         assert await asyncio.gather(*pushes[1::2]) == [PushResult.stored] * 3
         await asyncio.gather(*pushes, return_exceptions=True)
     assert (await buffer.stats()).is_conserved
-    assert await buffer.check_invariants() == []
+    assert await find_violations(buffer) == []
     async for key in redis.scan_iter(Keys(run_name).payload("*")):
         group = Keys(run_name).group(key.decode().rpartition(":")[2])
         assert await redis.hget(group, "state") == b"ready"

@@ -79,9 +79,9 @@ async def test_what_is_on_disk_is_forgotten_and_then_nothing_is_sent(redis: Redi
     producer = Producer(redis)
     for number in range(10):
         await producer.push(f"group-{number}")
-    assert (producer.keeper.num_kept, producer.keeper.bytes_kept) == (10, 100)
+    assert producer.keeper.num_kept == 10
     assert await producer.keeper.flush(timeout_s=5)
-    assert (producer.keeper.num_kept, producer.keeper.bytes_kept) == (0, 0)
+    assert producer.keeper.num_kept == 0
     before = await redis.info("stats")
     await asyncio.sleep(0.6)
     after = await redis.info("stats")
@@ -154,7 +154,6 @@ async def test_a_push_waits_until_there_is_room_to_keep_it(redis: Redis) -> None
     producer = Producer(redis, max_bytes=100)
     await producer.push("first", num_bytes=60)
     await producer.push("second", num_bytes=60)  # waited for the first one's fsync
-    assert producer.keeper.bytes_kept == 60
     with pytest.raises(TimeoutError, match=r"1 pushed groups \(60 bytes\) are not on the disk"):
         await producer.push("third", num_bytes=60, timeout_s=0.01)
     await producer.push("larger than all room", num_bytes=1000)

@@ -39,6 +39,7 @@ from buffer.types import PromptRef
 from buffer.wire.codec import encode_group
 from configs.choices import OnFull, OnStale, Selector
 from configs.schema import BufferConfig
+from tests.support.invariants import find_violations
 
 T = TypeVar("T")
 
@@ -115,7 +116,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "buffer"):
-            assert self.run(self.buffer.check_invariants()) == []
+            assert self.run(find_violations(self.buffer)) == []
         self.run(self.client.redis.flushdb())  # this test's own server
 
     def agree(self, real: Awaitable[T], plain: Callable[[], T]) -> T:

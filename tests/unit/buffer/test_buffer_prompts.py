@@ -13,6 +13,7 @@ from buffer.results import PushResult, read_prompt, write_prompt
 from buffer.run_state import RunState
 from buffer.types import PromptRef
 from configs.choices import OnStale
+from tests.support.invariants import find_violations
 
 PROMPT = PromptRef(task="long words", index=7)
 
@@ -202,7 +203,7 @@ async def test_oversampling_admits_more_than_the_leash_has_room_for(
     with pytest.raises(TimeoutError, match="10 groups are running, ready or leased and 10 may"):
         await buffer.admit("g10", 0)
     assert (await buffer.stats()).oversampling == 1.3
-    assert await buffer.check_invariants() == []
+    assert await find_violations(buffer) == []
     await buffer.close()
 
 

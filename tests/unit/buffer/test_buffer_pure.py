@@ -15,7 +15,6 @@ from buffer.shards import id_in_shard, ids_by_shard, shard_of
 from buffer.staleness import (
     is_fresh,
     mask_over_age,
-    next_attempt,
     renumber,
 )
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
@@ -28,14 +27,6 @@ def test_a_group_is_fresh_up_to_exactly_max_staleness() -> None:
 
 def test_with_zero_only_the_version_being_trained_is_fresh() -> None:
     assert [v for v in range(5) if is_fresh(3, v, max_staleness=0)] == [3, 4]
-
-
-def test_a_prompt_is_run_again_until_its_retries_are_used_up() -> None:
-    first = PromptRef(task="sums", index=9)
-    second = next_attempt(first, max_retries=1)
-    assert second == PromptRef(task="sums", index=9, attempt=1)
-    assert next_attempt(second, max_retries=1) is None
-    assert next_attempt(first, max_retries=0) is None
 
 
 def _mixed_group() -> TrajectoryGroup:

@@ -1,23 +1,18 @@
-"""What else a run keeps in Redis, and the blocking faces."""
+"""What a run keeps in Redis besides its groups."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from buffer.blocking import BlockingReplayBuffer, BlockingRunState
-from buffer.redis.connection import BufferConnectionError, connect
+from buffer.redis.connection import connect
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import Scripts
-from buffer.redis.wakeups import BufferClosedError
-from buffer.results import PushResult
 from buffer.run_state import STREAM_START, RunState
-from configs.schema import BufferConfig
 from weight_sync.types import VersionBoard
 
 
@@ -262,118 +257,7 @@ async def test_a_version_is_waited_for_without_polling(
     assert await state.trainer_version() == 3
 
 
-async def test_positions_heartbeats_and_phase_are_kept(state: RunState) -> None:
+async def test_phase_is_kept(state: RunState) -> None:
     assert await state.phase() == ""
     await state.set_phase("training")
     assert await state.phase() == "training"
-    await state.heartbeat("worker-0", {"in_flight": 3})
-    beat = (await state.heartbeats())["worker-0"]
-    assert beat["in_flight"] == 3 and abs(float(beat["at"]) - time.time()) < 5
-
-
-# Blocking faces -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def blocking(redis_url: str, run_name: str) -> Iterator[BlockingReplayBuffer]:
-    buffer = BlockingReplayBuffer(redis_url, run_name, BufferConfig(lease_timeout_s=60))
-    buffer.open(BufferConfig(), 2)
-    yield buffer
-    buffer.close()
-
-
-def test_ranks_in_threads_share_a_batch(blocking: BlockingReplayBuffer, make_group: Any) -> None:
-    leases = []
-
-    def rank(share: int) -> None:
-        leases.append(
-            blocking.lease(step=0, version=0, num_groups=2, share=share, num_shares=2, timeout_s=10)
-        )
-
-    threads = [threading.Thread(target=rank, args=(share,)) for share in range(2)]
-    for thread in threads:
-        thread.start()
-    assert [blocking.push(make_group(name)) for name in "ab"] == [PushResult.stored] * 2
-    for thread in threads:
-        thread.join(timeout=5)
-    assert sorted(g.group_id for lease in leases for g in lease.groups) == ["a", "b"]
-    assert blocking.validate(leases[0], 0) == {"a", "b"}
-    assert blocking.consume(leases[0], leases[0].group_ids) == 2
-    assert blocking.ack(0) == 2
-    assert blocking.stats().is_conserved
-
-
-def test_close_from_another_thread_ends_a_wait(blocking: BlockingReplayBuffer) -> None:
-    errors: list[Exception] = []
-
-    def wait() -> None:
-        try:
-            blocking.lease(step=0, version=0, num_groups=1, share=0, num_shares=1, timeout_s=60)
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    time.sleep(0.1)
-    blocking.close()
-    thread.join(timeout=2)
-    assert [type(error) for error in errors] == [BufferClosedError]
-    with pytest.raises(BufferClosedError, match="before this call"):
-        blocking.stats()
-    blocking.close()
-
-
-def test_the_blocking_run_state_has_the_same_verbs(
-    blocking: BlockingReplayBuffer, redis_url: str, run_name: str
-) -> None:
-    state = BlockingRunState(redis_url, run_name, BufferConfig())
-    state.register_receiver("receiver", "http://a:1")
-    state.record_staged("receiver", 0)
-    state.publish_weights(0)
-    assert state.receivers() == {"receiver": "http://a:1"}
-    assert (state.staged_versions(), state.published_weights()) == ({"receiver": 0}, 0)
-    state.forget_receiver("receiver")
-    state.record_commits({"engine": 0})
-    assert state.enter_commit("engine", 1, 60, 0)
-    state.record_commit("another", 0, {"pause_s": 1})
-    assert state.commits()["another"]["pause_s"] == 1
-    state.leave_commit("engine")
-    assert state.wait_engines_at(0, 1) == {"engine": 0, "another": 0}
-    state.forget_engine("another")
-    assert state.wait_engines_changed({}, 1) == {"engine": 0}
-    state.add_wait("trainer", "rollout", 2)
-    state.count("tokens_generated", 3)
-    state.append_metrics({"step": 0}, "step")
-    state.heartbeat("trainer-0", {})
-    state.set_phase("training")
-    blocking.publish_version(1)
-    assert state.engine_versions() == {"engine": 0}
-    assert state.waits() == {("trainer", "rollout"): 2}
-    assert state.counters() == {"tokens_generated": 3}
-    assert [entry.kind for entry in state.read_metrics(STREAM_START, 0)] == ["step"]
-    assert state.task_positions() == {}
-    assert list(state.heartbeats()) == ["trainer-0"]
-    assert state.phase() == "training"
-    assert state.wait_version_above(0, 1) == state.trainer_version() == 1
-    state.close()
-
-
-def test_both_faces_have_the_same_verbs() -> None:
-    from buffer.replay_buffer import ReplayBuffer
-
-    for blocking_face, face in (
-        (BlockingReplayBuffer, ReplayBuffer),
-        (BlockingRunState, RunState),
-    ):
-        verbs = {name for name in vars(face) if not name.startswith("_")}
-        blocking_verbs = {name for name in vars(blocking_face) if not name.startswith("_")}
-        # What a coroutine does by `connect` and `keep_renewed`, a thread does by making the object
-        # and in a block.
-        assert verbs - {"connect", "keep_renewed"} == blocking_verbs - {"renewing"}
-
-
-def test_a_server_that_is_away_is_told_without_leaving_a_thread() -> None:
-    before = threading.active_count()
-    with pytest.raises(BufferConnectionError, match=r"127\.0\.0\.1:1"):
-        BlockingRunState("redis://127.0.0.1:1/0", "run", BufferConfig())
-    assert threading.active_count() == before

@@ -16,6 +16,7 @@ from buffer.redis.server import EmbeddedServer
 from buffer.replay_buffer import ReplayBuffer
 from buffer.results import PushResult
 from configs.schema import BufferConfig
+from tests.support.invariants import find_violations
 
 
 @pytest.fixture
@@ -55,5 +56,5 @@ async def test_what_a_crash_took_from_the_server_is_pushed_again(
     assert (stats.pushed, stats.ready) == (4, 4) and stats.is_conserved
     lease = await buffer.lease(step=0, version=0, num_groups=4, share=0, num_shares=1, timeout_s=0)
     assert len(lease.groups) == 4
-    assert await buffer.check_invariants() == []
+    assert await find_violations(buffer) == []
     await buffer.close()

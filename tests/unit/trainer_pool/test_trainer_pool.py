@@ -23,7 +23,6 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from buffer.blocking import BlockingReplayBuffer, BlockingRunState
 from buffer.redis.server import EmbeddedServer
 from buffer.redis.wakeups import BufferClosedError
 from buffer.results import BufferStats
@@ -36,6 +35,7 @@ from configs.schema import (
     WarmStartConfig,
     WeightSyncConfig,
 )
+from tests.support.blocking import BlockingReplayBuffer, BlockingRunState
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.pool import TrainerPool
 from trainer_pool.state.checkpoint import CheckpointStore

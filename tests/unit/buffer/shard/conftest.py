@@ -14,6 +14,7 @@ from buffer.redis.replies import Formed, NotFormed, PushRecord, PushReply
 from buffer.redis.settings import initial_settings
 from buffer.shard import Shard
 from configs.schema import BufferConfig
+from tests.support.invariants import find_violations_of_shard
 
 VERBS = (
     *("open", "admit", "renew_credits", "abandon", "push", "take_retry", "sweep", "tune"),
@@ -109,7 +110,7 @@ def _checked(name: str) -> Callable[..., Awaitable[Any]]:
         if self.should_check:
             stats = await self.stats()
             assert stats.is_conserved, (name, args, stats)
-            violations = await self.check()
+            violations = await find_violations_of_shard(self)
             assert not violations, (name, args, violations)
         return result
 

@@ -10,6 +10,7 @@ import pytest
 
 from buffer.results import sum_stats
 from configs.choices import OnFull, Selector
+from tests.support.invariants import find_violations_of_shard
 
 
 async def test_the_life_of_one_group_can_be_told(open_shard: Any) -> None:
@@ -138,10 +139,10 @@ DAMAGE = {
 async def test_check_finds_damage(open_shard: Any, command: str) -> None:
     shard = await open_shard(selector=Selector.fifo)
     await shard.fill("ab")
-    assert await shard.check() == []
+    assert await find_violations_of_shard(shard) == []
     verb, name, *arguments = command.split()
     await shard.redis.execute_command(verb.upper(), shard.keys(name), *arguments)
-    found = await shard.check()
+    found = await find_violations_of_shard(shard)
     assert any(DAMAGE[command] in text for text in found), found
 
 
@@ -150,6 +151,6 @@ async def test_check_looks_at_more_groups_than_one_call_may(open_shard: Any) -> 
     shard.should_check = False
     for number in range(1200):
         await shard.put(f"g{number}")
-    assert await shard.check() == []
+    assert await find_violations_of_shard(shard) == []
     await shard.redis.delete(shard.keys.payload("g777"))
-    assert len(await shard.check()) == 1
+    assert len(await find_violations_of_shard(shard)) == 1

@@ -5,12 +5,18 @@ Every part is read atomically, so nothing is reported only because the run goes 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from functools import cache
+from hashlib import sha1
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from redis.exceptions import NoScriptError
 
 from buffer.redis.replies import readable, texts
-from buffer.redis.scripts import Scripts
+from buffer.redis.scripts import assemble
+from buffer.replay_buffer import ReplayBuffer
 from buffer.results import BufferStats
+from buffer.shard import Shard
 
 _KEYS_AT_ONCE = 1000
 _GROUPS_AT_ONCE = 100
@@ -25,31 +31,51 @@ class _Sizes(NamedTuple):
     tokens: int = 0
 
 
-async def find_violations(
-    scripts: Scripts, stats: Callable[[], Awaitable[BufferStats]]
-) -> list[str]:
-    """What is wrong, in words; nothing if all is well."""
-    before = await stats()
+async def find_violations(buffer: ReplayBuffer) -> list[str]:
+    """What is wrong, in words; nothing if all is well. Looks at every group: not cheap."""
+    shards = list(buffer._shards)
+    found = [await find_violations_of_shard(shard) for shard in shards]
+    if len(shards) == 1:
+        return found[0]
+    return [f"shard {k}: {text}" for k, part in enumerate(found) for text in part]
+
+
+async def find_violations_of_shard(shard: Shard) -> list[str]:
+    before = await shard.stats()
     violations = [] if before.is_conserved else [_law(before)]
-    group_ids, steps = await _names(scripts)
+    group_ids, steps = await _names(shard)
     sizes = _Sizes()
     for start in range(0, len(group_ids), _GROUPS_AT_ONCE):
         part = group_ids[start : start + _GROUPS_AT_ONCE]
-        wrong, *numbers = await scripts.run("inspect/check_groups", *part)
+        wrong, *numbers = await _run(shard, "check_groups", *part)
         sizes = _Sizes(*(a + int(b) for a, b in zip(sizes, numbers, strict=True)))
         for group_id, text in zip(wrong[::2], wrong[1::2], strict=True):
             violations.append(f"group {readable(group_id)}: {readable(text)}")
     for start in range(0, len(steps), _GROUPS_AT_ONCE):
-        for step in await scripts.run(
-            "inspect/check_batches", *steps[start : start + _GROUPS_AT_ONCE]
-        ):
+        for step in await _run(shard, "check_batches", *steps[start : start + _GROUPS_AT_ONCE]):
             violations.append(f"lease:{readable(step)} and the set batches do not agree")
-    if await _is_quiet(before, stats):
+    after = await shard.stats()
+    if _moved(before) == _moved(after):  # else the sums over many calls mean nothing
         violations += _wrong_sums(before, sizes)
     return violations
 
 
-async def _names(scripts: Scripts) -> tuple[list[str], list[str]]:
+async def _run(shard: Shard, name: str, *arguments: str | int) -> Any:
+    text = _source(name)
+    digest = sha1(text.encode(), usedforsecurity=False).hexdigest()
+    redis, prefix = shard._redis, shard.keys.prefix
+    try:
+        return await redis.evalsha(digest, 1, prefix, *arguments)
+    except NoScriptError:
+        return await redis.eval(text, 1, prefix, *arguments)
+
+
+@cache
+def _source(name: str) -> str:
+    return assemble(Path(__file__).parent / "lua" / f"{name}.lua")
+
+
+async def _names(shard: Shard) -> tuple[list[str], list[str]]:
     """Ids of all groups that anything is kept of, and steps with a record."""
     groups: dict[str, None] = {}
     steps: dict[str, None] = {}
@@ -67,7 +93,7 @@ async def _names(scripts: Scripts) -> tuple[list[str], list[str]]:
     ):
         cursor = "0"
         while True:
-            reply = await scripts.run("inspect/scan_names", source, cursor, _KEYS_AT_ONCE)
+            reply = await _run(shard, "scan_names", source, cursor, _KEYS_AT_ONCE)
             cursor = reply[0].decode()
             groups |= dict.fromkeys(texts(reply[1]))
             steps |= dict.fromkeys(texts(reply[2]))
@@ -76,15 +102,8 @@ async def _names(scripts: Scripts) -> tuple[list[str], list[str]]:
     return list(groups), list(steps)
 
 
-async def _is_quiet(before: BufferStats, stats: Callable[[], Awaitable[BufferStats]]) -> bool:
-    """Whether nothing moved since: sums over many calls mean something only then."""
-    after = await stats()
-    return (before.counters, before.leased, before.ready, before.consumed) == (
-        after.counters,
-        after.leased,
-        after.ready,
-        after.consumed,
-    )
+def _moved(stats: BufferStats) -> tuple[object, ...]:
+    return (stats.counters, stats.leased, stats.ready, stats.consumed)
 
 
 def _law(stats: BufferStats) -> str:

@@ -1,0 +1,93 @@
+"""The loop thread by which trainer ranks, which are threads, use the buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from buffer.loop_thread import LoopThread
+from buffer.redis.wakeups import BufferClosedError
+from buffer.replay_buffer import ReplayBuffer
+from buffer.results import Lease, PushResult
+from configs.schema import BufferConfig
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    loop = LoopThread("test")
+    yield loop
+    loop.stop()
+
+
+@pytest.fixture
+def buffer(loop: LoopThread, redis_url: str, run_name: str) -> ReplayBuffer:
+    buffer = loop.run(ReplayBuffer.connect(redis_url, run_name, BufferConfig(lease_timeout_s=60)))
+    loop.run(buffer.open(BufferConfig(), 2))
+    return buffer
+
+
+def test_ranks_in_threads_share_a_batch(
+    loop: LoopThread, buffer: ReplayBuffer, make_group: Any
+) -> None:
+    leases: list[Lease] = []
+
+    def rank(share: int) -> None:
+        lease = buffer.lease(
+            step=0, version=0, num_groups=2, share=share, num_shares=2, timeout_s=10
+        )
+        leases.append(loop.run(lease))
+
+    threads = [threading.Thread(target=rank, args=(share,)) for share in range(2)]
+    for thread in threads:
+        thread.start()
+    assert [loop.run(buffer.push(make_group(name))) for name in "ab"] == [PushResult.stored] * 2
+    for thread in threads:
+        thread.join(timeout=5)
+    assert sorted(g.group_id for lease in leases for g in lease.groups) == ["a", "b"]
+    assert loop.run(buffer.validate(leases[0], 0)) == {"a", "b"}
+    assert loop.run(buffer.consume(leases[0], leases[0].group_ids)) == 2
+    assert loop.run(buffer.ack(0)) == 2
+    assert loop.run(buffer.stats()).is_conserved
+    loop.stop(buffer.close())
+
+
+def test_stop_from_another_thread_ends_a_wait(loop: LoopThread, buffer: ReplayBuffer) -> None:
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            loop.run(
+                buffer.lease(step=0, version=0, num_groups=1, share=0, num_shares=1, timeout_s=60)
+            )
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.1)
+    loop.stop(buffer.close())
+    thread.join(timeout=2)
+    assert [type(error) for error in errors] == [BufferClosedError]
+    with pytest.raises(BufferClosedError, match="before this call"):
+        loop.run(buffer.stats())
+    loop.stop(buffer.close())
+
+
+def test_running_cancels_its_coroutine_at_the_end_of_the_block(loop: LoopThread) -> None:
+    started, ended = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        started.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    with loop.running(work()):
+        assert started.wait(5) and not ended.is_set()
+    assert ended.wait(5)
