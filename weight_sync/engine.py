@@ -1,11 +1,11 @@
 """The checkpoint engine: brings the policy's versions from the trainer's ranks to every receiver.
 
     training thread of each rank     publish ─► copy own shards ─► back to training
-    sender thread of each rank                        │ encode, send, as rank 0 commands
-    coordinator, on rank 0                            └─► receivers ─► published ─► engines commit
+    sender thread of each rank                        │ encode, send, as the coordinator commands
+    coordinator thread of rank 0                      └─► receivers ─► published ─► engines commit
 
-Training waits for the copy alone; which of the two snapshot buffers it goes to is the one thing
-that the ranks tell each other on the way.
+Training waits only for the copy. On the way the ranks exchange one thing: which of the two snapshot
+buffers to copy to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from configs.schema import WeightSyncConfig
-from weight_sync.coordinator.broadcast import Courier
+from weight_sync.coordinator.broadcast import Broadcaster
 from weight_sync.coordinator.coordinator import Coordinator
 from weight_sync.coordinator.fleet import Fleet
 from weight_sync.coordinator.versions import Published
@@ -35,8 +35,8 @@ from weight_sync.layout import Layout
 from weight_sync.sender.commands import ControlError, ControlGroup, Ranks
 from weight_sync.sender.rank import Sender, SendingRank
 from weight_sync.sender.snapshot import Shard, Snapshots
-from weight_sync.sender.snapshot_buffers import Captured, Slots
-from weight_sync.timeouts import Limits
+from weight_sync.sender.snapshot_buffers import Captured, SnapshotBuffers
+from weight_sync.timeouts import Timeouts
 from weight_sync.types import GroupSpec, PublishReport, VersionBoard, WeightSyncError
 
 _NUM_SNAPSHOTS = 2
@@ -45,7 +45,23 @@ OpenBoard = Callable[[], Awaitable[VersionBoard]]
 
 
 class CheckpointEngine:
-    """One trainer rank's end. All but `close` and the waits are for the training thread."""
+    """One trainer rank's end. Only the training thread may call it, except `close` and the waits.
+
+    Every rank creates one and publishes after each update:
+
+        engine = CheckpointEngine(layout, config, rank=rank, ...)
+        engine.publish(0, shards())           # returns after the copy; the bytes travel meanwhile
+        engine.wait_committed(0, timeout_s)   # every live engine serves version 0
+        for version in range(1, num_steps + 1):
+            ...                               # forward and backward passes
+            engine.guard()                    # the copy of the last version is done
+            optimizer.step()
+            engine.publish(version, shards())
+        engine.drain(num_steps, timeout_s)    # the last version is published and recorded
+        engine.close()
+
+    Rank 0 is a rank like the others that also runs the coordinator.
+    """
 
     def __init__(
         self,
@@ -60,24 +76,33 @@ class CheckpointEngine:
         open_board: OpenBoard,
         control_timeout_s: float,
     ) -> None:
-        """Collective: the `layout.num_ranks` ranks of torch's default group, if more than one.
+        """Collective, on the `layout.num_ranks` ranks of torch's default group.
 
-        `host` is where rank 0 listens for the other ranks and the receivers, which ask for `key`.
-        `open_board` is called on rank 0 only, in the event loop that the board is then used in.
-        `control_timeout_s` bounds every silence of a rank. Raises WeightSyncError.
+        `host` is where rank 0 listens for the other ranks and the receivers, whose HTTP API asks
+        for `key`. `open_board` is called on rank 0 only, in the event loop that uses the board.
+        `control_timeout_s` bounds the silence of a rank. Raises WeightSyncError.
         """
         self._rank = rank
-        self._limits = Limits(config=config, layout=layout, control_s=control_timeout_s)
+        self._timeouts = Timeouts(config=config, layout=layout, control_s=control_timeout_s)
         backend = resolve_backend(config.backend, uses_gpu=uses_gpu)
         self._snapshots = Snapshots(layout, rank, _NUM_SNAPSHOTS, should_pin=uses_gpu)
         sender = Sender(rank, config, _sender_device(backend))
-        sending = SendingRank(self._limits, rank, self._snapshots, sender)
+        sending = SendingRank(self._timeouts, rank, self._snapshots, sender)
         store = _meet(layout.num_ranks, rank, host, control_timeout_s)
-        self._choices = self._open_control(store, run, host, "choices", self._limits.encode_s)
-        control = self._open_control(store, run, host, "commands", 0.0)
+        meet = partial(
+            ControlGroup,
+            store,
+            rank=rank,
+            num_ranks=layout.num_ranks,
+            address=own_address_towards(host),
+        )
+        # Of the training threads: rank 0 may first have to wait for a free buffer.
+        choice_s = control_timeout_s + self._timeouts.encode_s
+        self._choices = meet(f"leash-{run}/choices", timeout_s=choice_s)
+        control = meet(f"leash-{run}/commands", timeout_s=control_timeout_s)
         self._version = -1
-        self._lead: _Lead | None = None
-        self._follower: _Follower | None = None
+        self._coordinator: _CoordinatorThread | None = None
+        self._commands: _CommandThread | None = None
         if rank == 0:
             group = GroupSpec(
                 epoch=0,
@@ -89,44 +114,31 @@ class CheckpointEngine:
                 backend=backend,
                 timeout_s=config.timeout_s,
             )
-            self._lead = _Lead(self._limits, sending, control, group, key, open_board, store)
+            self._coordinator = _CoordinatorThread(
+                self._timeouts, sending, control, group, key, open_board, store
+            )
         else:
-            assert control is not None
-            self._follower = _Follower(control, sending)
-
-    def _open_control(
-        self, store: TCPStore, run: str, host: str, name: str, patience_s: float
-    ) -> ControlGroup | None:
-        if self._limits.layout.num_ranks == 1:
-            return None
-        return ControlGroup(
-            store,
-            f"leash-{run}/{name}",
-            rank=self._rank,
-            num_ranks=self._limits.layout.num_ranks,
-            address=own_address_towards(host),
-            timeout_s=self._limits.control_s + patience_s,
-        )
+            self._commands = _CommandThread(control, sending)
 
     def publish(self, version: int, shards: Iterable[Shard]) -> PublishReport:
         """Collective: copy this rank's shards of `version`; they travel while training goes on.
 
-        A version that nobody has begun to send yet is given up for this one. Raises WeightSyncError
-        if versions cannot be sent any more, with the cause, and ValueError for a version that does
-        not grow or for shards that are not the layout's.
+        An earlier version that is still waiting to be sent is skipped. Raises WeightSyncError, with
+        the cause, if versions cannot be sent any more, and ValueError if `version` is not greater
+        than the last one or if the shards are not the layout's.
         """
         if version <= self._version:
             raise ValueError(f"version {version} was published after {self._version}: must grow")
         start = time.monotonic()
-        slot = self._choose_slot()
+        buffer = self._choose_buffer()
         snapshot_at, chosen = time.time(), time.monotonic()
-        self._snapshots.capture(slot, version, shards)
+        self._snapshots.capture(buffer, version, shards)
         snapshot_s = time.monotonic() - chosen
         self._version = version
-        if self._lead is not None:
-            self._lead.slots.captured(
+        if self._coordinator is not None:
+            self._coordinator.buffers.captured(
                 Captured(
-                    slot=slot,
+                    buffer=buffer,
                     version=version,
                     snapshot_s=snapshot_s,
                     wait_s=chosen - start,
@@ -140,76 +152,75 @@ class CheckpointEngine:
             wait_s=chosen - start,
         )
 
-    def _choose_slot(self) -> int:
-        if self._lead is None:
-            assert self._choices is not None and self._follower is not None
-            self._follower.check()
-            choice = self._choices.hear()
+    def _choose_buffer(self) -> int:
+        """The snapshot buffer that rank 0 has chosen for all ranks."""
+        if self._coordinator is None:
+            assert self._commands is not None
+            self._commands.check()
+            choice = self._choices.receive()
             if "error" in choice:
                 raise WeightSyncError(choice["error"])
-            return int(choice["slot"])
+            return int(choice["buffer"])
         try:
-            slot = self._lead.slots.take(self._limits.encode_s)
+            buffer = self._coordinator.buffers.take(self._timeouts.encode_s)
         except WeightSyncError as error:
-            if self._choices is not None and not isinstance(error.__cause__, ControlError):
-                self._choices.tell({"error": str(error)})
+            if not isinstance(error.__cause__, ControlError):
+                self._choices.broadcast({"error": str(error)})
             raise
-        if self._choices is not None:
-            self._choices.tell({"slot": slot})
-        return slot
+        self._choices.broadcast({"buffer": buffer})
+        return buffer
 
     def guard(self) -> None:
-        """To be called before the weights change: the last version's copy is then safe from it."""
+        """Call before the weights change: the copy of the last version is then safe from it."""
         self._snapshots.guard()
 
     def wait_committed(self, version: int, timeout_s: float) -> None:
-        """Until every live engine serves `version` or a later one; at once on other ranks than 0.
+        """Until every live engine serves `version` or a later one. Returns at once on ranks > 0.
 
-        Raises WeightSyncError that names what is missing, or why nothing can be sent any more.
+        Raises WeightSyncError that says what is missing, or why nothing can be sent any more.
         """
-        if self._lead is not None:
-            self._lead.wait(lambda made: made.wait_committed(version, timeout_s), timeout_s)
+        if self._coordinator is not None:
+            self._coordinator.wait(lambda made: made.wait_committed(version, timeout_s), timeout_s)
 
     def drain(self, version: int, timeout_s: float) -> None:
-        """Until `version` is published and recorded; at once on other ranks than 0.
+        """Until `version` is published and its record is written. Returns at once on ranks > 0.
 
-        Waits for engines, too, but for none longer than weight_sync.commit_timeout_s. Raises
-        WeightSyncError if it was not published in time, or why nothing can be sent any more.
+        Also waits for engines, but not longer than weight_sync.commit_timeout_s. Raises
+        WeightSyncError if it was not published in time, or if nothing can be sent any more.
         """
-        if self._lead is not None:
-            self._lead.wait(lambda made: made.drain(version, timeout_s), timeout_s)
+        if self._coordinator is not None:
+            self._coordinator.wait(lambda made: made.drain(version, timeout_s), timeout_s)
 
     def close(self) -> None:
-        """End the threads and leave all groups. What was not published by now never will be."""
-        if self._lead is not None:
-            self._lead.close()
-        if self._follower is not None:
-            self._follower.close()
-        if self._choices is not None:
-            self._choices.close()
+        """End the threads and leave all groups. Versions not published by now never will be."""
+        if self._coordinator is not None:
+            self._coordinator.close()
+        if self._commands is not None:
+            self._commands.close()
+        self._choices.close()
 
 
-class _Lead:
-    """Rank 0's coordinator, in an event loop and a thread of its own."""
+class _CoordinatorThread:
+    """Rank 0's thread: the event loop of the coordinator, which also carries out its commands."""
 
     def __init__(
         self,
-        limits: Limits,
+        timeouts: Timeouts,
         sending: SendingRank,
-        control: ControlGroup | None,
+        control: ControlGroup,
         group: GroupSpec,
         key: str,
         open_board: OpenBoard,
         store: TCPStore,
     ) -> None:
-        self.slots = Slots(_NUM_SNAPSHOTS, self._on_pending)
-        self._limits = limits
+        self.buffers = SnapshotBuffers(_NUM_SNAPSHOTS, self._on_pending)
+        self._timeouts = timeouts
         self._sending = sending
         self._control = control
         self._epoch = group
         self._key = key
         self._open_board = open_board
-        self._store = store  # the members of every epoch meet in it
+        self._store = store  # the rendezvous of every epoch
         self._loop = asyncio.new_event_loop()
         self._coordinator: Future[Coordinator] = Future()
         self._error: BaseException | None = None
@@ -228,7 +239,7 @@ class _Lead:
         except BaseException as error:
             self._fail(_cause(error))
         finally:
-            others = asyncio.all_tasks(self._loop)  # of `wait`
+            others = asyncio.all_tasks(self._loop)  # calls of `wait`
             for task in others:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*others, return_exceptions=True))
@@ -236,19 +247,24 @@ class _Lead:
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
-        self.slots.fail(error)
+        self.buffers.fail(error)
         if not self._coordinator.done():
             self._coordinator.set_exception(error)
 
     async def _coordinate(self) -> None:
-        limits = self._limits
+        timeouts = self._timeouts
         board = await self._open_board()
-        ranks = Ranks(self._sending.handle, self._control, limits.control_s)
-        fleet = Fleet(board, limits, self._key)
+        ranks = Ranks(self._sending.handle, self._control, timeouts.control_s)
+        fleet = Fleet(board, timeouts, self._key)
         forget = partial(forget_epochs, self._store, self._epoch.name)
-        courier = Courier(fleet, ranks, limits, self._epoch, forget)
+        broadcaster = Broadcaster(fleet, ranks, timeouts, self._epoch, forget)
         coordinator = Coordinator(
-            limits, slots=self.slots, ranks=ranks, fleet=fleet, courier=courier, board=board
+            timeouts,
+            buffers=self.buffers,
+            ranks=ranks,
+            fleet=fleet,
+            broadcaster=broadcaster,
+            board=board,
         )
         self._coordinator.set_result(coordinator)
         try:
@@ -262,7 +278,7 @@ class _Lead:
         self._call(self._coordinator.result().wake)
 
     def _call(self, call: Callable[[], object]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: `take` says why
+        with contextlib.suppress(RuntimeError):  # the loop has ended: `take` raises its error
             self._loop.call_soon_threadsafe(call)
 
     def wait(
@@ -286,12 +302,11 @@ class _Lead:
         if self._main is not None:
             self._call(self._main.cancel)
         self._thread.join(2 * _CLOSE_S)
-        if self._control is not None:
-            self._control.close()
+        self._control.close()
 
 
-class _Follower:
-    """Any other rank's thread, which serves rank 0's commands."""
+class _CommandThread:
+    """Any other rank's thread, which carries out the coordinator's commands."""
 
     def __init__(self, control: ControlGroup, sending: SendingRank) -> None:
         self._control = control
@@ -313,11 +328,11 @@ class _Follower:
             raise WeightSyncError(f"weights cannot be sent: {self._error}") from self._error
 
     def close(self) -> None:
-        self._thread.join(_CLOSE_S)  # rank 0 ends it by command, or by being gone
+        self._thread.join(_CLOSE_S)  # it ends by rank 0's command, or when rank 0 is gone
 
 
 def _meet(num_ranks: int, rank: int, host: str, timeout_s: float) -> TCPStore:
-    """A connection to a store on rank 0, whose port the ranks learn through the default group."""
+    """A connection to a store on rank 0; its port is broadcast in the default group."""
     if rank == 0:
         store = open_store(host, timeout_s)
     if num_ranks > 1:
@@ -338,7 +353,7 @@ def _sender_device(backend: str) -> torch.device:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What a task group's error is about."""
+    """The first error inside a task group's."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,4 +1,4 @@
-"""What can go wrong between a sender, a receiver and their coordinator, told apart by type."""
+"""Errors between a sender, a receiver and their coordinator, distinguished by type."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class ReceiverUnreachable(WeightSyncError):
 
 
 class TransferFailed(WeightSyncError):
-    """Bytes stopped on their way; what has arrived stays for the next epoch."""
+    """A transfer stopped half-way; the buckets that arrived stay for the next epoch."""
 
     def __init__(self, message: str, received: int) -> None:
         super().__init__(message)
         self.received = received
-        """Buckets of the global order that the receiver has placed."""
+        """Number of buckets, in the global order, that the receiver has placed."""
 
 
 class ChecksumMismatch(WeightSyncError):
@@ -32,9 +32,13 @@ class UnknownVersion(WeightSyncError):
     """The receiver does not hold this version, or does not hold it whole."""
 
 
+class UnknownLayout(WeightSyncError):
+    """The receiver has not been given the layout of this digest yet."""
+
+
 class StoreFullError(WeightSyncError):
     """The file system of weight_sync.stage_dir has no room."""
 
 
 class StoreBusyError(WeightSyncError):
-    """No slot can be taken now; the message says who holds which."""
+    """No slot is free; the message names the holder of each."""

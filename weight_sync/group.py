@@ -1,9 +1,7 @@
-"""What membership epochs leave behind in the store that their members met in.
+"""Process groups beside torch's default one: one weight group for each membership epoch.
 
-Process groups that live beside torch's default one, one for each membership epoch.
-
-A weight group is registered nowhere in torch.distributed: it belongs to its owner alone, and ends
-when the owner drops it. Its senders are ranks 0 to num_senders - 1, its receivers follow.
+A weight group is not registered in torch.distributed. It belongs to its owner and ends when the
+owner drops it. Senders are ranks 0 to num_senders - 1; the receivers follow.
 """
 
 from __future__ import annotations
@@ -33,20 +31,8 @@ from weight_sync.interfaces import own_address_towards
 from weight_sync.types import GroupSpec, WeightSyncError
 
 
-def forget_epochs(store: TCPStore, name: str, before: int) -> None:
-    """Delete what the group `name` wrote in earlier epochs than `before`.
-
-    torch never does. Whoever still looks for such a key comes too late anyway.
-    """
-    for key in store.list_keys():
-        group, _, rest = key.partition("/")
-        epoch = rest.partition("/")[0]
-        if group == name and epoch.isdecimal() and int(epoch) < before:
-            store.delete_key(key)
-
-
 def resolve_backend(choice: BackendChoice, *, uses_gpu: bool) -> str:
-    """`auto` is nccl for processes that hold a GPU and gloo for the others."""
+    """`auto` means nccl for processes that hold a GPU and gloo for all others."""
     if choice is BackendChoice.auto:
         return "nccl" if uses_gpu else "gloo"
     if choice is BackendChoice.nccl and not uses_gpu:
@@ -55,16 +41,14 @@ def resolve_backend(choice: BackendChoice, *, uses_gpu: bool) -> str:
 
 
 def bucket_timeout_s(num_bytes: int, timeout_s: float, min_bandwidth: float) -> float:
-    """How long one may wait for a member through whose link `num_bytes` must pass first."""
+    """Longest wait for a member whose link has to carry `num_bytes` first."""
     return timeout_s + num_bytes / min_bandwidth
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """A rendezvous server on a free port of `host` and on no other interface.
-
-    TCPStore by itself would listen on every interface; handing it a bound socket prevents that, and
-    also the race between finding a free port and taking it.
-    """
+    """A rendezvous server on a free port of `host`, and on no other interface."""
+    # TCPStore alone would listen on every interface. A bound socket prevents that, and also the
+    # race between finding a free port and taking it.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((host, 0))
@@ -81,6 +65,18 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
     )
 
 
+def forget_epochs(store: TCPStore, name: str, before: int) -> None:
+    """Delete the keys that group `name` wrote in epochs earlier than `before`.
+
+    torch never does. A member that still looks for such a key is too late anyway.
+    """
+    for key in store.list_keys():
+        group, _, rest = key.partition("/")
+        epoch = rest.partition("/")[0]
+        if group == name and epoch.isdecimal() and int(epoch) < before:
+            store.delete_key(key)
+
+
 class Message(NamedTuple):
     """One tensor (uint8, contiguous) to or from one peer."""
 
@@ -90,13 +86,13 @@ class Message(NamedTuple):
 
 
 class WeightGroup:
-    """This process's place in one epoch. Used by one thread; any failure of it is final."""
+    """This process's membership in one epoch. Used by one thread; any failure is final."""
 
     def __init__(self, spec: GroupSpec, rank: int, group: ProcessGroup, device: torch.device):
         self.spec = spec
         self.rank = rank
         self.device = device
-        """Where a tensor must lie to be sent or received."""
+        """Tensors must be on this device to be sent or received."""
         self._group: ProcessGroup | None = group
 
     @classmethod
@@ -107,11 +103,11 @@ class WeightGroup:
         store: TCPStore | None = None,
         device: torch.device | None = None,
     ) -> WeightGroup:
-        """Blocks until every member has come.
+        """Block until every member has joined.
 
         `store` is a connection to the rendezvous store; None opens one. `device` is this process's
-        GPU, for nccl. Raises WeightSyncError naming who did not come within `spec.timeout_s`; the
-        epoch is spent then, and its number must not be used again.
+        GPU, for nccl. Raises WeightSyncError naming the members that did not join within
+        `spec.timeout_s`. The epoch is then spent: its number must not be used again.
         """
         if not 0 <= rank < spec.world_size:
             raise ValueError(f"rank {rank} of a weight group of {spec.world_size} members")
@@ -121,14 +117,14 @@ class WeightGroup:
                 spec.host, spec.port, None, False, timeout, wait_for_workers=False
             )
             meeting = PrefixStore(f"{spec.name}/{spec.epoch}", store)
-            _await_everyone(meeting, spec, rank)
+            _await_members(meeting, spec, rank)
             if spec.backend == "gloo":
                 device = torch.device("cpu")
                 group = _gloo_group(meeting, spec, rank)
             else:
                 assert device is not None, "nccl needs a device"
                 group = _nccl_group(meeting, spec, rank, device)
-        except (RuntimeError, OSError) as error:  # of torch's stores and groups; of a name's lookup
+        except (RuntimeError, OSError) as error:  # from torch's stores and groups; a name's lookup
             message = f"{epoch_name(spec)} did not form at {member_name(spec, rank)}: {error}"
             raise WeightSyncError(message) from error
         return cls(spec, rank, group, device)
@@ -147,10 +143,10 @@ class WeightGroup:
     def exchange(
         self, outgoing: Message | None, incoming: Message | None
     ) -> tuple[Work | None, Work | None]:
-        """Start a send and a receive that run at the same time; either may be left out.
+        """Start a send and a receive that run at the same time; either may be None.
 
-        gloo needs nothing for that. nccl runs one operation after the other unless they are
-        coalesced, and has one Work for both then.
+        gloo overlaps them by itself. nccl runs one operation after the other unless they are
+        coalesced, and then returns one Work for both.
         """
         assert self._group is not None, "the group was closed"
         group = self._group
@@ -162,7 +158,7 @@ class WeightGroup:
             self.send(*outgoing)
             self.recv(*incoming)
         except BaseException:
-            # Left open, it would swallow whatever this thread does with NCCL from here on.
+            # Left open, it would swallow every later NCCL call of this thread.
             with contextlib.suppress(Exception):
                 group._end_coalescing(self.device)
             raise
@@ -172,12 +168,10 @@ class WeightGroup:
 
     @contextlib.contextmanager
     def naming(self, doing: str, peer: int) -> Iterator[None]:
-        """Errors of torch inside become WeightSyncErrors that say what was done with whom.
-
-        So does the end of the group: whoever stood still inside may touch nothing afterwards.
-        """
+        """Turn torch's errors into WeightSyncErrors that name the operation and the peer."""
         try:
             yield
+            # A thread that was blocked in here while the group was closed must not go on.
             if not self.is_open:
                 raise RuntimeError("the group was left meanwhile")
         except RuntimeError as error:
@@ -191,16 +185,17 @@ class WeightGroup:
         return self._group is not None
 
     def walk(self, steps: Callable[[WeightGroup], None]) -> None:
-        """Run `steps`; if they fail, leave the group, so that nobody waits for this member.
+        """Run `steps`. If they fail, leave the group, so that no member waits for this one.
 
-        Raises WeightSyncError. Its traceback begins here: that of the first error would keep the
-        frames that hold Works, and these gloo's sockets.
+        Raises WeightSyncError.
         """
+        # The error is raised anew below: the first one's traceback would keep alive frames that
+        # hold Works, and with them gloo's sockets.
         try:
             return steps(self)
         except WeightSyncError as error:
             failure = str(error)
-        except RuntimeError as error:  # of torch, outside of what is named
+        except RuntimeError as error:  # from torch, outside of `naming`
             failure = f"{member_name(self.spec, self.rank)} in {epoch_name(self.spec)}: {error}"
         except BaseException:
             self.close()
@@ -209,10 +204,8 @@ class WeightGroup:
         raise WeightSyncError(failure)
 
     def close(self) -> None:
-        """Leave; the others notice at once. May be called twice.
-
-        gloo closes its sockets when nothing refers to the group any more, its Works included.
-        """
+        """Leave the group; the other members notice at once. May be called twice."""
+        # gloo closes its sockets when the last reference to the group and its Works is gone.
         group, self._group = self._group, None
         if group is not None and self.spec.backend == "nccl":
             group.abort()
@@ -228,8 +221,8 @@ def epoch_name(spec: GroupSpec) -> str:
     return f"epoch {spec.epoch} of weight group {spec.name!r}"
 
 
-def _await_everyone(store: PrefixStore, spec: GroupSpec, rank: int) -> None:
-    """So that who is missing can be named, and nobody hangs in a library's own meeting."""
+def _await_members(store: PrefixStore, spec: GroupSpec, rank: int) -> None:
+    # torch's own rendezvous would hang, and could not name the members that are missing.
     keys = [f"here/{member}" for member in range(spec.world_size)]
     store.set(keys[rank], "1")
     try:
@@ -243,8 +236,8 @@ def _await_everyone(store: PrefixStore, spec: GroupSpec, rank: int) -> None:
 
 def _gloo_group(store: PrefixStore, spec: GroupSpec, rank: int) -> ProcessGroup:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # Without a device gloo looks up the machine's name, which need not lead to an interface of its
-    # own, let alone to the one that leads to the other members.
+    # Without a device gloo looks up the machine's name, which may not resolve to one of its own
+    # interfaces, let alone to the one that leads to the other members.
     address = own_address_towards(spec.host)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=spec.timeout_s)
@@ -260,11 +253,11 @@ def _nccl_group(
     store: PrefixStore, spec: GroupSpec, rank: int, device: torch.device
 ) -> ProcessGroup:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(days=1)  # each wait here has its own, which scales with its bytes
+    options._timeout = timedelta(days=1)  # each wait has its own timeout, scaled with its bytes
     with _errors_stay_in_the_group():
         backend = dist.ProcessGroupNCCL(store, rank, spec.world_size, options)
     backend._set_sequence_number_for_group()
-    # Connected now, sends and receives share this one communicator; later, each pair makes its own.
+    # Connected now, all sends and receives share one communicator; later each pair would make one.
     backend.eager_connect_single_device(device)
     group = ProcessGroup(store, rank, spec.world_size)
     group._set_default_backend(ProcessGroup.BackendType.NCCL)
@@ -274,10 +267,8 @@ def _nccl_group(
 
 @contextlib.contextmanager
 def _errors_stay_in_the_group() -> Iterator[None]:
-    """torch's NCCL watchdog ends the whole process when a peer is lost, and would end training.
-
-    It reads these variables when a group is made; the process's other groups keep theirs.
-    """
+    """Keep torch's NCCL watchdog from ending the process, and training, when a peer is lost."""
+    # It reads these variables when a group is made; the process's other groups keep theirs.
     settings = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
@@ -294,12 +285,12 @@ def _errors_stay_in_the_group() -> Iterator[None]:
 def join_as_sglang_sender(
     store: TCPStore, *, name: str, world_size: int, backend: str, timeout_s: float
 ) -> dist.ProcessGroup:
-    """Rank 0 of a group whose other members are SGLang's ranks, for its own broadcast endpoint.
+    """Rank 0 of a group whose other members are SGLang's ranks, for SGLang's broadcast endpoint.
 
-    SGLang joins through torch's own `_new_process_group_helper` under a key prefix that is the
-    group's name; the sender has to go the same way, or they would look under different keys.
-    Blocks until all have joined. Raises torch's DistStoreError at `timeout_s`.
+    Blocks until all have joined. Raises torch's DistStoreError after `timeout_s`.
     """
+    # SGLang joins through torch's `_new_process_group_helper`, with the group's name as key prefix.
+    # The sender has to do the same, or the two would look under different keys.
     group, _ = _new_process_group_helper(
         world_size,
         0,

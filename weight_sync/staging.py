@@ -1,9 +1,9 @@
-"""The buffers that buckets lie in while they are on the wire.
+"""The buffers that hold buckets while they are on the wire.
 
-gloo sends and receives host memory, so a bucket that is whole in its place needs no buffer at all:
+gloo sends and receives host memory, so a bucket that belongs in one place needs no buffer:
 
-    gloo    stream ──────────► wire ──────────► place in the file, or a buffer and then its places
-    nccl    stream ─► buffer ─► wire ─► buffer ─► the same         (buffers on the GPU)
+    gloo    stream ──────────► wire ──────────► its place in the file, or a buffer first
+    nccl    stream ─► buffer ─► wire ─► buffer ─► the same            (buffers on the GPU)
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ class Staging:
         self._device = device
         self._ring = [torch.empty(0, dtype=torch.uint8)] * num_buffers
         self._host = torch.empty(0, dtype=torch.uint8)
-        """Where a bucket of the GPU comes down that does not go to one place."""
+        """Host memory for a bucket from the GPU that belongs in more than one place."""
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
-        """Copies, and sends of what they bring, are ordered among themselves and wait for no one
-        else's kernels."""
+        """Order copies and the sends that depend on them, without waiting for other kernels."""
         with contextlib.ExitStack() as stack:
             if self._stream is not None:
                 stack.enter_context(torch.cuda.device(self._device))
@@ -38,20 +37,20 @@ class Staging:
             yield
 
     def upload(self, turn: int, part: Tensor) -> Tensor:
-        """`part` (host, uint8) where it can be sent from; for the GPU in the buffer of `turn`."""
+        """`part` (host, uint8) as it can be sent; for a GPU, in the buffer of this `turn`."""
         if self._stream is None:
             return part
         buffer = self._buffer(turn, part.numel())
         return buffer.copy_(part, non_blocking=True)
 
     def room(self, turn: int, num_bytes: int, place: Tensor | None) -> Tensor:
-        """Where a bucket can be received: its place in host memory, or the buffer of `turn`."""
+        """Where to receive a bucket: its place in host memory, or the buffer of this `turn`."""
         if self._stream is None and place is not None:
             return place
         return self._buffer(turn, num_bytes)
 
     def download(self, wire: Tensor, place: Tensor | None) -> Tensor:
-        """What was received, in host memory: in `place` if it has one."""
+        """The received bytes in host memory: in `place` if the bucket has one."""
         if self._stream is None:
             return wire
         if place is None:

@@ -1,4 +1,4 @@
-"""How long each part of a publish may take: a fixed patience, and what its bytes need besides."""
+"""How long each part of a publish may take: a fixed patience, plus the time its bytes need."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ _STATUS_S = 5.0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Limits:
-    """Seconds, from `weight_sync.timeout_s` and `weight_sync.min_bandwidth`."""
+class Timeouts:
+    """Seconds, derived from `weight_sync.timeout_s` and `weight_sync.min_bandwidth`."""
 
     config: WeightSyncConfig
     layout: Layout
     control_s: float
-    """Longest silence of a trainer rank, whose training thread may be ahead of the others."""
+    """Longest silence of a trainer rank: its training thread may be behind the others'."""
 
     @property
     def status_s(self) -> float:
-        """An answer that takes no work: without one in this time a receiver is left out."""
+        """For an answer that takes no work. A receiver that needs longer is excluded."""
         return min(_STATUS_S, self.config.timeout_s / 2)
 
     @property
     def order_s(self) -> float:
-        """An order that moves no bytes."""
+        """For a request that moves no bytes."""
         return self.config.timeout_s
 
     @property
     def prepare_s(self) -> float:
-        """Allocating every staged version, and copying a delta's base."""
+        """For allocating every staged version, and copying a delta's base."""
         return self._for_bytes(self.layout.num_bytes * (self.config.num_staged + 1))
 
     @property
@@ -40,12 +40,12 @@ class Limits:
 
     @property
     def join_s(self) -> float:
-        """The group's own timeout bounds finding each other, then connecting."""
+        """The group's own timeout applies twice: to the rendezvous, then to connecting."""
         return 2 * self.config.timeout_s + self.status_s
 
     @property
     def encode_s(self) -> float:
-        """Waiting until this rank has captured the version, then comparing it with its base."""
+        """For a rank to capture the version, then to compare it with its base."""
         return self.control_s + self._for_bytes(2 * self.layout.num_bytes)
 
     def wire_s(self, num_bytes: int) -> float:
@@ -53,20 +53,20 @@ class Limits:
         return self._for_bytes(num_bytes)
 
     def notice_s(self, num_members: int) -> float:
-        """For the others to break off by themselves after one has: they wait for a bucket each."""
+        """For members to give up by themselves after another failed: each waits for a bucket."""
         in_flight = self.config.bucket_bytes * self.config.num_buffers * num_members
         return self._for_bytes(in_flight) + self.status_s
 
     @property
-    def aside_s(self) -> tuple[float, float]:
-        """A member that fails while others can be served is left out: first, and at most.
+    def backoff_s(self) -> tuple[float, float]:
+        """First and longest pause of a receiver that fails while others can be served.
 
-        Each further try may hold up the next version for about twice the `timeout_s`.
+        Each new try may hold up the next version for about twice the `timeout_s`.
         """
         return 10 * self.config.timeout_s, 100 * self.config.timeout_s
 
     def answer_s(self, num_bytes: int) -> float:
-        """Until everyone has told how that went: the senders break it off, not this."""
+        """For all members to report the transfer's outcome: the senders end it before this."""
         return self.wire_s(num_bytes) + self.config.timeout_s
 
     def _for_bytes(self, num_bytes: int) -> float:

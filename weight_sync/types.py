@@ -1,4 +1,4 @@
-"""What the two ends of a publish agree on, and what they ask of the rest of the house."""
+"""Types that both ends of a publish share, and the interface they need from the other packages."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, Protocol
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 LONGEST_TIMEOUT_S = 86_400.0
-"""That one end lets the other ask for."""
+"""Largest timeout that one end accepts from the other."""
 
 Record = Mapping[str, float | int | str]
 """Flat JSON: one record of metrics.jsonl."""
 
 
 class WeightSyncError(RuntimeError):
-    """A publish, a transfer or a member failed; the message names which and at what."""
+    """A publish, a transfer or a member failed; the message names it and the step."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -52,7 +52,7 @@ class GroupSpec:
     """Names, in the order of their ranks: the chain that every bucket goes down."""
     backend: str
     timeout_s: float
-    """For the meeting, and for each silence of a member after it."""
+    """For the rendezvous, and for each silence of a member after it."""
 
     @property
     def world_size(self) -> int:
@@ -88,37 +88,37 @@ class GroupSpec:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PublishReport:
-    """One publish as the trainer saw it: the seconds it stood still, and what will travel."""
+    """One publish as the trainer saw it: the seconds it waited, and the bytes that will travel."""
 
     version: int
     num_bytes: int
     """Of this rank's shards."""
     snapshot_s: float
-    """Copying them into host memory. On a GPU only giving it that order: the copy runs beside
-    training, and the record of the publish has its `copy_s`."""
+    """Time to copy them into host memory. On a GPU, only the time to start that copy, which runs
+    beside training; its own duration is `copy_s` in the publish record."""
     wait_s: float
-    """Waiting for a free snapshot buffer, before that."""
+    """Time spent waiting for a free snapshot buffer before that."""
 
 
 class VersionBoard(Protocol):
-    """What a run keeps about its weights, for everyone to see; `buffer.run_state` satisfies it."""
+    """The run's shared record of its weights; `buffer.run_state` satisfies it."""
 
     async def receivers(self) -> dict[str, str]:
         """URL of each registered receiver, by name."""
         ...
 
     async def engine_versions(self) -> dict[str, int]:
-        """What each live engine serves; an engine that is starting or lost is not among them."""
+        """The version that each live engine serves, without engines that are starting or lost."""
         ...
 
     async def record_staged(self, receiver: str, version: int) -> None: ...
 
     async def publish_weights(self, version: int) -> None:
-        """From here on `version` exists: it is whole at one receiver at least."""
+        """From here on `version` exists: at least one receiver holds it whole."""
         ...
 
     async def wait_engines_at(self, version: int, timeout_s: float) -> Mapping[str, int]:
-        """Waits until every live engine (one at least) serves `version` or a later one.
+        """Wait until every live engine (at least one) serves `version` or a later one.
 
         Returns engine_versions. Raises TimeoutError naming the engines that do not.
         """
@@ -131,7 +131,7 @@ class VersionBoard(Protocol):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ReceiverSpec:
-    """Everything that a receiver is built from."""
+    """Everything needed to build a receiver."""
 
     name: str
     host: str
@@ -145,10 +145,10 @@ class ReceiverSpec:
     device: str = "cpu"
     """Its GPU ("cuda:0") where weight groups are nccl."""
     key: str = field(repr=False)
-    """What a request must carry; the same for all receivers of a run."""
+    """Every request must carry it; the same for all receivers of a run."""
 
     def to_json(self) -> str:
-        """Without the key, which has its own way."""
+        """Without the key, which goes through a pipe."""
         return json.dumps({k: v for k, v in asdict(self).items() if k != "key"})
 
     @classmethod

@@ -110,7 +110,7 @@ def stage_all(folder, models):
         parts = [tensors[spec.name].contiguous().flatten() for spec in layout.tensors]
         slot.data.copy_(torch.cat([part.view(torch.uint8) for part in parts]))
         sums = staged_checksums(layout, slot.data)
-        slot.complete(Manifest(version=version, layout=layout, checksums=sums))
+        store.complete(slot, Manifest(version=version, layout=layout, checksums=sums))
         store.release(version)
     store.close()
     return layout

@@ -1,4 +1,4 @@
-"""Receivers that lack the published version: they get it from a peer, beside everything else."""
+"""Receivers that lack the published version get it from a peer, beside everything else."""
 
 from __future__ import annotations
 
@@ -8,50 +8,50 @@ from weight_sync.coordinator.broadcast import Backoff
 from weight_sync.coordinator.fleet import Fleet, Member
 from weight_sync.coordinator.versions import Start
 from weight_sync.receiver.client import ReceiverClient
-from weight_sync.timeouts import Limits
+from weight_sync.timeouts import Timeouts
 from weight_sync.types import VersionBoard, WeightSyncError
 
 _RETRY_S = (5.0, 20.0)
-"""Before a receiver that failed to catch up is asked again: at first, and at most."""
+"""First and longest pause before a receiver that failed to catch up is asked again."""
 
 
-class Joiners:
-    """Used in one event loop."""
+class CatchUp:
+    """Tracks which receivers hold the published version. Used in one event loop."""
 
-    def __init__(self, limits: Limits, fleet: Fleet, board: VersionBoard, start: Start) -> None:
-        self._limits = limits
+    def __init__(self, timeouts: Timeouts, fleet: Fleet, board: VersionBoard, start: Start) -> None:
+        self._timeouts = timeouts
         self._fleet = fleet
         self._board = board
         self._start = start
         self._holders: set[ReceiverClient] = set()
-        """Who has the published version, as far as is known."""
+        """Receivers known to hold the published version."""
         self._catching_up: set[ReceiverClient] = set()
         self._rest: Backoff[ReceiverClient] = Backoff(*_RETRY_S)
 
     def is_busy(self, client: ReceiverClient) -> bool:
-        """It is catching up, and can take part in nothing else."""
+        """Whether it is catching up, and cannot take part in a broadcast."""
         return client in self._catching_up
 
-    def has_changed(self) -> None:
-        """Another version is the published one: nobody is known to have it."""
+    def clear_holders(self) -> None:
+        """Another version is about to be published: no receiver is known to hold it."""
         self._holders.clear()
 
     async def offer(self, client: ReceiverClient, version: int) -> None:
-        """Make a whole and published version visible to this receiver's engines."""
+        """Make a published version, whole at this receiver, visible to its engines."""
         try:
-            request = client.release(version, timeout_s=self._limits.order_s)
+            request = client.release(version, timeout_s=self._timeouts.order_s)
             await self._fleet.call(client, request)
-        except WeightSyncError as error:  # the next look tries it again
-            await self._fleet.trouble(client, "unreleased", str(error))
+        except WeightSyncError as error:  # the next `tend` tries again
+            await self._fleet.report_failure(client, "unreleased", str(error))
         else:
             self._holders.add(client)
             self._rest.worked(client)
-            self._fleet.is_well(client)
+            self._fleet.mark_healthy(client)
 
     async def tend(self, version: int, clients: Iterable[ReceiverClient]) -> list[ReceiverClient]:
-        """See to it that all of them get the published version.
+        """Bring the published version to all of them.
 
-        Returns those that lack it though no peer has it either.
+        Returns the receivers that lack it while no peer holds it either.
         """
         registered = set(clients)
         self._holders &= registered
@@ -73,7 +73,7 @@ class Joiners:
     def begin(
         self, version: int, lacking: Iterable[ReceiverClient], peers: Iterable[Member]
     ) -> list[ReceiverClient]:
-        """Start to catch up with the published version. Returns who cannot, for want of a peer."""
+        """Start catching up from `peers`. Returns the receivers that cannot, if no peer has it."""
         urls = [peer.client.url for peer in peers if version in peer.status.complete]
         clients = [c for c in lacking if not (self.is_busy(c) or self._rest.is_resting(c))]
         if not urls:
@@ -84,9 +84,9 @@ class Joiners:
         return []
 
     async def _catch_up(self, client: ReceiverClient, version: int, peers: list[str]) -> None:
-        """From a peer's staged copy: neither training nor the other receivers take part."""
+        """Copy from a peer: neither training nor the other receivers take part."""
         request = client.catch_up(
-            version, peers, self._limits.layout, timeout_s=self._limits.prepare_s
+            version, peers, self._timeouts.layout, timeout_s=self._timeouts.prepare_s
         )
         try:
             report = await self._fleet.call(client, request)
@@ -96,14 +96,14 @@ class Joiners:
             source = "its own folder" if report.peer is None else report.peer
             detail = f"version {version} from {source} in {report.seconds:.2f} s"
             self._rest.worked(client)
-            self._fleet.is_well(client)
+            self._fleet.mark_healthy(client)
             await self._board.record_staged(client.name, version)
-            await self._fleet.tell("catch_up", client.name, detail)
+            await self._fleet.report("catch_up", client.name, detail)
         finally:
-            # The next look finds it among those that have the version, or tries again.
+            # The next `tend` finds that it holds the version, or tries again.
             self._catching_up.discard(client)
 
     async def failed(self, client: ReceiverClient, detail: str) -> None:
-        """It could not catch up, and is left alone for a moment."""
+        """It could not catch up, and is left alone for a while."""
         self._rest.failed(client)
-        await self._fleet.trouble(client, "catch_up_failed", detail)
+        await self._fleet.report_failure(client, "catch_up_failed", detail)

@@ -1,13 +1,13 @@
-"""Rank 0's side of every publish after the copy: an event loop that owes each version to the fleet.
+"""Rank 0's part of every publish after the copy: an event loop that brings versions to the fleet.
 
     pending snapshot ─► encode ─► deliver ─► staged: verified, invisible ─► published ─► released
-          ▲                          │ nobody got it                           (the board, once)
+          ▲                          │ no receiver got it                     (the board, once)
           └──────────────────────────┘
-    whoever lacks the published version gets it from a peer meanwhile; if none has it, from here
 
-A version becomes visible only after the board says that it is published: if the trainer dies
-before, it never was. A receiver's failures cost that receiver alone; what ends the coordinator, and
-reaches the trainer, is the loss of a rank or of the board.
+Meanwhile receivers that lack the published version get it from a peer, or from here if no peer
+holds it. A version becomes visible only after the board records it as published; if the trainer
+dies before that, the version never existed. A receiver's failure affects that receiver only. The
+loss of a rank or of the board ends the coordinator, and the trainer gets the error.
 """
 
 from __future__ import annotations
@@ -17,62 +17,62 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from weight_sync.coordinator.broadcast import Courier, Shipment
-from weight_sync.coordinator.catch_up import Joiners
+from weight_sync.coordinator.broadcast import Broadcaster, EncodedVersion
+from weight_sync.coordinator.catch_up import CatchUp
 from weight_sync.coordinator.fleet import Fleet, Member
 from weight_sync.coordinator.versions import Fields, Published, publish_record, skipped_record
 from weight_sync.layout import Transfer
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.sender.commands import Message, RankError, Ranks
-from weight_sync.sender.snapshot_buffers import Captured, Slots
-from weight_sync.timeouts import Limits
+from weight_sync.sender.snapshot_buffers import Captured, SnapshotBuffers
+from weight_sync.timeouts import Timeouts
 from weight_sync.types import VersionBoard
 
 TICK_S = 1.0
-"""Between two looks at who has joined, and between two signs of life to idle ranks."""
+"""Interval between two looks for new receivers, and between two keep-alives to idle ranks."""
 _MAX_RETRY_S = 5.0
-"""Between two tries to deliver a version that nobody could take; at first it is one tick."""
+"""Longest pause between tries of a version that no receiver could take; the first is one tick."""
 _MAX_RESENDS = 2
-"""Of a version, in full, to a receiver at which its bytes did not agree with the manifest."""
+"""Times that a version is sent again, in full, to a receiver where its checksums did not match."""
 
 
 class Coordinator:
-    """Runs in the event loop that it is made in, until `run` is cancelled."""
+    """Runs in the event loop that it was created in, until `run` is cancelled."""
 
     def __init__(
         self,
-        limits: Limits,
+        timeouts: Timeouts,
         *,
-        slots: Slots,
+        buffers: SnapshotBuffers,
         ranks: Ranks,
         fleet: Fleet,
-        courier: Courier,
+        broadcaster: Broadcaster,
         board: VersionBoard,
     ) -> None:
-        self._layout = limits.layout
-        self._config = limits.config
-        self._slots = slots
-        self._limits = limits
+        self._layout = timeouts.layout
+        self._config = timeouts.config
+        self._buffers = buffers
+        self._timeouts = timeouts
         self._ranks = ranks
         self._fleet = fleet
-        self._courier = courier
+        self._broadcaster = broadcaster
         self._board = board
         self._wake = asyncio.Event()
-        self.published = Published(board, limits.config.commit_timeout_s, self._start)
-        self._joiners = Joiners(limits, fleet, board, self._start)
+        self.published = Published(board, timeouts.config.commit_timeout_s, self._start)
+        self._catch_up = CatchUp(timeouts, fleet, board, self._start)
         self._num_deltas = 0
-        """Since the last version that was sent in full."""
+        """Deltas since the last version that was sent in full."""
         self._num_failures = 0
-        """Tries in a row that brought the pending version to nobody."""
-        self._encoded: tuple[int, int | None, Shipment] | None = None
-        """What the ranks hold ready: the version, the base that was asked for, what came of it."""
+        """Attempts in a row that brought the pending version to no receiver."""
+        self._encoded: tuple[int, int | None, EncodedVersion] | None = None
+        """The ranks' last encoding: its version, the base that was asked for, and the result."""
 
     def wake(self) -> None:
         """A version is pending."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Returns only by an error: the loss of a rank or of the board."""
+        """Ends only with an error: the loss of a rank or of the board."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             group.create_task(self._work())
@@ -85,9 +85,9 @@ class Coordinator:
     async def _work(self) -> None:
         while True:
             self._wake.clear()
-            for skipped in self._slots.drain_skipped():
+            for skipped in self._buffers.drain_skipped():
                 await self._board.append_metrics(skipped_record(skipped), "publish")
-            captured = self._slots.begin()
+            captured = self._buffers.begin()
             if captured is None:
                 await self._tend()
                 await self._next(TICK_S)
@@ -104,39 +104,41 @@ class Coordinator:
     # One version ---------------------------------------------------------------------------------
 
     async def _publish(self, captured: Captured) -> bool:
-        """Whether at least one receiver has it now; else it is pending again."""
+        """Whether at least one receiver has it now; otherwise it is pending again."""
         members, base_version = await self._members()
         if members:
             try:
-                shipment = await self._encode(captured, base_version)
-                await self._ship(captured, shipment, [member.client for member in members])
-            except RankError as error:  # out of memory, say; a rank that is lost is a ControlError
+                encoded = await self._encode(captured, base_version)
+                await self._broadcast(captured, encoded, [member.client for member in members])
+            except (
+                RankError
+            ) as error:  # such as out of memory; the loss of a rank is a ControlError
                 self.published.obstacle = str(error)
-                await self._fleet.tell("unsent", "trainer", str(error))
+                await self._fleet.report("unsent", "trainer", str(error))
         if self.published.has(captured.version):
             self._num_failures = 0
-            self._slots.keep(captured)
+            self._buffers.keep(captured)
             return True
         self._num_failures = min(self._num_failures + 1, 10) if members else 0
-        self._slots.give_back(captured)
+        self._buffers.give_back(captured)
         return False
 
     async def _members(self) -> tuple[list[Member], int | None]:
-        """Who takes part in the next version, and its base; None to send all of it.
+        """The receivers of the next version, and its base; None to send it in full.
 
-        While someone has the published version, nobody waits for who is not ready for the next: a
-        receiver without room for it yet, or without the base of a delta. It gets the published one
-        from a peer, and takes part from then on.
+        While one receiver holds the published version, a publish waits for none that is not ready:
+        one without room for the model yet, or without the base of a delta. That one gets the
+        published version from a peer, and takes part from then on.
         """
         clients = await self._fleet.registered()
-        free = [client for client in clients if not self._joiners.is_busy(client)]
+        free = [client for client in clients if not self._catch_up.is_busy(client)]
         there = await self._fleet.members(free)
         if not there:
             names = ", ".join(client.name for client in clients)
             self.published.obstacle = (
                 f"no receiver answers: {names}" if names else "no receiver is registered"
             )
-        able = [m for m in there if not self._courier.is_aside(m.client)] or there
+        able = [m for m in there if not self._broadcaster.is_backed_off(m.client)] or there
         version = self.published.newest
         if version is None:
             return able, None
@@ -146,33 +148,35 @@ class Coordinator:
         if is_delta_due:
             members = current
         if self._num_failures or not current:
-            members = able  # there is nobody whom they could hold up
+            members = able  # no other receiver is there that they could hold up
         outside = [m.client for m in there if m not in members and version not in m.status.complete]
-        self._joiners.begin(version, outside, there)
+        self._catch_up.begin(version, outside, there)
         return members, version if is_delta_due and members == current else None
 
-    async def _encode(self, captured: Captured, base_version: int | None) -> Shipment:
-        """What the ranks hold ready; a version that is tried again is not encoded again."""
+    async def _encode(self, captured: Captured, base_version: int | None) -> EncodedVersion:
+        """The version as the ranks hold it ready; a retry does not encode it again."""
         if self._encoded is None or self._encoded[:2] != (captured.version, base_version):
-            shipment = await self._encode_anew(captured, base_version)
-            self._encoded = captured.version, base_version, shipment
+            encoded = await self._encode_on_ranks(captured, base_version)
+            self._encoded = captured.version, base_version, encoded
         return self._encoded[2]
 
-    async def _encode_anew(self, captured: Captured, base_version: int | None) -> Shipment:
-        """All ranks at once. A delta only if every rank finds few enough changes."""
+    async def _encode_on_ranks(
+        self, captured: Captured, base_version: int | None
+    ) -> EncodedVersion:
+        """On all ranks at once. A delta only if every rank finds few enough changes."""
         encode_at = time.time()
-        with self._slots.reading(base_version) as base:
+        with self._buffers.reading(base_version) as base:
             command: Message = {
                 "do": "encode",
                 "version": captured.version,
-                "slot": captured.slot,
+                "buffer": captured.buffer,
                 "base_version": None if base is None else base.version,
-                "base_slot": None if base is None else base.slot,
+                "base_buffer": None if base is None else base.buffer,
                 "max_density": self._config.max_delta_density,
             }
-            results = await self._ranks.command(command, self._limits.encode_s)
+            results = await self._ranks.command(command, self._timeouts.encode_s)
         layout = self._layout
-        full = Shipment(
+        full = EncodedVersion(
             transfer=Transfer(
                 version=captured.version,
                 base_version=None,
@@ -181,7 +185,7 @@ class Coordinator:
                 bucket_bytes=self._config.bucket_bytes,
             ),
             layout=layout,
-            slot=captured.slot,
+            buffer=captured.buffer,
             encode_at=encode_at,
             encode_s=max(result["encode_s"] for result in results),
             copy_s=max(result["copy_s"] for result in results),
@@ -194,57 +198,59 @@ class Coordinator:
             sum(result["num_changed"] for result in results),
         )
 
-    async def _ship(
-        self, captured: Captured, shipment: Shipment, clients: list[ReceiverClient]
+    async def _broadcast(
+        self, captured: Captured, encoded: EncodedVersion, clients: list[ReceiverClient]
     ) -> None:
-        """Each receiver offers it as soon as it has it; the first one's makes it published."""
-        version, sent = shipment.version, shipment
+        """Each receiver offers the version once it has it; the first of them makes it published."""
+        version, sent = encoded.version, encoded
         record: asyncio.Future[Fields] = asyncio.get_running_loop().create_future()
 
         async def offer(client: ReceiverClient) -> None:
             await self._board.record_staged(client.name, version)
             if not self.published.has(version):
-                self._joiners.has_changed()
+                self._catch_up.clear_holders()
                 await self.published.add(version, record)
-            await self._joiners.offer(client, version)
+            await self._catch_up.offer(client, version)
 
         for _ in range(1 + _MAX_RESENDS):
-            delivery = await self._courier.deliver(sent, clients, offer)
+            delivery = await self._broadcaster.deliver(sent, clients, offer)
             if delivery.arrived and not record.done():
                 self._num_deltas = 0 if sent.is_full else self._num_deltas + 1
-                epoch, released_at = self._courier.epoch, self.published.at
+                epoch, released_at = self._broadcaster.epoch, self.published.at
                 record.set_result(
                     publish_record(captured, sent, delivery, epoch=epoch, released_at=released_at)
                 )
             if not delivery.torn:
                 break
-            # The good ones do not wait for this.
-            sent, clients = shipment.in_full(), delivery.torn
+            # The receivers that arrived do not wait for this.
+            sent, clients = encoded.in_full(), delivery.torn
         if not record.done():
             self.published.obstacle = f"version {version} reached no receiver: see weights_event"
 
     # The published one ---------------------------------------------------------------------------
 
     async def _tend(self) -> None:
-        """Receivers that lack the published version, while no other one is on its way."""
+        """Serve receivers that lack the published version, while no new version is pending."""
         version = self.published.newest
         clients = await self._fleet.registered()
-        if version is not None and (lacking := await self._joiners.tend(version, clients)):
+        if version is not None and (lacking := await self._catch_up.tend(version, clients)):
             await self._send_again(version, lacking)
 
     async def _send_again(self, version: int, clients: list[ReceiverClient]) -> None:
-        """From this process's snapshot, since no receiver has the version any more."""
+        """From this trainer's snapshot, because no receiver holds the version any more."""
 
         async def offer(client: ReceiverClient) -> None:
             await self._board.record_staged(client.name, version)
-            await self._joiners.offer(client, version)
-            await self._fleet.tell("catch_up", client.name, f"version {version} from the trainer")
+            await self._catch_up.offer(client, version)
+            await self._fleet.report("catch_up", client.name, f"version {version} from the trainer")
 
-        with self._slots.reading(version) as kept:
+        with self._buffers.reading(version) as kept:
             if kept is None:
-                return  # a newer version is on its way, which they get with the others
-            shipment = await self._encode(kept, None)
-            delivery = await self._courier.deliver(shipment, clients, offer)
+                return  # a newer version is on its way; they get that one with the others
+            encoded = await self._encode(kept, None)
+            delivery = await self._broadcaster.deliver(encoded, clients, offer)
         for client in clients:
             if client not in delivery.arrived:
-                await self._joiners.failed(client, "no peer had it, and the trainer's did not come")
+                await self._catch_up.failed(
+                    client, "no peer had it, and the trainer's did not come"
+                )

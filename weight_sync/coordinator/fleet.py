@@ -1,4 +1,4 @@
-"""The receivers of a run as the coordinator sees them: who is registered, and who answers."""
+"""The receivers of a run as the coordinator sees them: which are registered, and which answer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from weight_sync.receiver.client import ReceiverClient, ReceiverStatus
-from weight_sync.timeouts import Limits
+from weight_sync.timeouts import Timeouts
 from weight_sync.types import VersionBoard, WeightSyncError
 
 T = TypeVar("T")
 
 MAX_MISSES = 2
-"""Signs of life in a row that a receiver may fail to give before nobody waits for it any more."""
+"""Status requests in a row that a receiver may leave unanswered before it is excluded."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -37,18 +37,18 @@ class Member:
 class Fleet:
     """Receivers by name. Used in one event loop."""
 
-    def __init__(self, board: VersionBoard, limits: Limits, key: str) -> None:
+    def __init__(self, board: VersionBoard, timeouts: Timeouts, key: str) -> None:
         self._board = board
-        self._limits = limits
+        self._timeouts = timeouts
         self._key = key
         self._clients: dict[str, ReceiverClient] = {}
         self._silent: WeakSet[ReceiverClient] = WeakSet()
-        """Who gave no answer the last time; `watch_silent` alone goes on asking them."""
+        """Gave no answer the last time; only `watch_silent` goes on asking them."""
         self._retired: list[ReceiverClient] = []
-        """No longer registered, but perhaps with a request under way."""
+        """No longer registered, but a request may still be under way."""
         self._under_way: Counter[ReceiverClient] = Counter()
-        self._troubles: WeakKeyDictionary[ReceiverClient, set[str]] = WeakKeyDictionary()
-        """Events that were told and are not over."""
+        self._reported_failures: WeakKeyDictionary[ReceiverClient, set[str]] = WeakKeyDictionary()
+        """Events reported for a receiver since it was last healthy."""
 
     async def registered(self) -> list[ReceiverClient]:
         """In the order of their names, which is that of the chain."""
@@ -57,7 +57,7 @@ class Fleet:
             if urls.get(name) != client.url:
                 self._retired.append(self._clients.pop(name))
                 self._silent.discard(client)
-                self.is_well(client)
+                self.mark_healthy(client)
         for name in sorted(urls.keys() - self._clients.keys()):
             self._clients[name] = ReceiverClient(name, urls[name], self._key)
         await self._close_retired()
@@ -70,18 +70,18 @@ class Fleet:
             del self._under_way[client]
             await client.close()
 
-    # Who is there --------------------------------------------------------------------------------
+    # Which of them answer -------------------------------------------------------------------------
 
     async def members(self, clients: Iterable[ReceiverClient]) -> list[Member]:
-        """Those that answer, without a wait for who did not the last time."""
+        """Those that answer, without asking the ones that did not the last time."""
         return await self._answering(client for client in clients if client not in self._silent)
 
     async def watch_silent(self, every_s: float) -> None:
-        """Never returns: notices when a member that gave no answer does again."""
+        """Never returns. Notices when a silent receiver answers again."""
         while True:
             await asyncio.sleep(every_s)
             for member in await self._answering(set(self._silent) & set(self._clients.values())):
-                await self.tell("came_back", member.name, "it answers again")
+                await self.report("came_back", member.name, "it answers again")
 
     async def _answering(self, clients: Iterable[ReceiverClient]) -> list[Member]:
         asked = list(clients)
@@ -96,37 +96,38 @@ class Fleet:
         return members
 
     async def _look(self, client: ReceiverClient) -> ReceiverStatus | WeightSyncError:
-        """Its status, or why there is none: it takes no work, so a moment is enough."""
+        """Its status, or the error. A status takes no work, so its timeout is short."""
         self._under_way[client] += 1
         try:
-            return await client.status(timeout_s=self._limits.status_s)
+            return await client.status(timeout_s=self._timeouts.status_s)
         except WeightSyncError as error:
             return error
         finally:
             self._under_way[client] -= 1
 
     async def _exclude(self, client: ReceiverClient, error: WeightSyncError) -> None:
-        """An event once, until it answers again."""
+        """Reported once, until it answers again."""
         if client not in self._silent:
             self._silent.add(client)
-            await self.tell("excluded", client.name, str(error))
+            await self.report("excluded", client.name, str(error))
 
-    # What is asked of them -----------------------------------------------------------------------
+    # Requests to them -----------------------------------------------------------------------------
 
     async def call(self, client: ReceiverClient, request: Coroutine[Any, Any, T]) -> T:
-        """The outcome of a request that may take long, as long as `client` shows signs of life.
+        """Await the result of a long request for as long as `client` answers status requests.
 
-        A process that is stopped, or a machine that is lost, holds its connections open: only this
-        tells it from one that works. Raises what the request does, and after MAX_MISSES looks
-        without an answer their WeightSyncError; the client is excluded then.
+        Raises the request's own errors. After MAX_MISSES unanswered status requests it excludes the
+        client and raises their WeightSyncError.
         """
+        # A stopped process, or a lost machine, keeps its connections open. Only the status requests
+        # distinguish it from one that is working.
         task = asyncio.ensure_future(request)
         self._under_way[client] += 1
         num_missed = 0
         try:
             while True:
                 if not num_missed:
-                    await asyncio.wait([task], timeout=self._limits.status_s)
+                    await asyncio.wait([task], timeout=self._timeouts.status_s)
                 looking = None if task.done() else await self._look(client)
                 if task.done():
                     return task.result()
@@ -145,13 +146,13 @@ class Fleet:
         question: Callable[[ReceiverClient], Awaitable[T]],
         event: str,
     ) -> dict[ReceiverClient, T]:
-        """The answers, asked for all at once; who refuses is in trouble, an `event`."""
+        """The answers of all that gave one; a refusal is reported as a failure named `event`."""
         asked = list(clients)
         answers = await asyncio.gather(*map(question, asked), return_exceptions=True)
         given: dict[ReceiverClient, T] = {}
         for client, answer in zip(asked, answers, strict=True):
             if isinstance(answer, WeightSyncError):
-                await self.trouble(client, event, str(answer))
+                await self.report_failure(client, event, str(answer))
             elif isinstance(answer, BaseException):
                 raise answer
             else:
@@ -160,21 +161,19 @@ class Fleet:
 
     # What happened to them -----------------------------------------------------------------------
 
-    async def trouble(self, client: ReceiverClient, event: str, detail: str) -> None:
-        """An event once, however often it is tried again, until `is_well`.
+    async def report_failure(self, client: ReceiverClient, event: str, detail: str) -> None:
+        """Report an event once, however often it recurs, until `mark_healthy`."""
+        reported = self._reported_failures.setdefault(client, set())
+        # The exclusion of a silent receiver has been reported already.
+        if event not in reported and client not in self._silent:
+            reported.add(event)
+            await self.report(event, client.name, detail)
 
-        Who was excluded has had its event.
-        """
-        told = self._troubles.setdefault(client, set())
-        if event not in told and client not in self._silent:
-            told.add(event)
-            await self.tell(event, client.name, detail)
+    def mark_healthy(self, client: ReceiverClient) -> None:
+        self._reported_failures.pop(client, None)
 
-    def is_well(self, client: ReceiverClient) -> None:
-        self._troubles.pop(client, None)
-
-    async def tell(self, event: str, who: str | Collection[str], detail: str) -> None:
-        """Leave a record of what happened to the members."""
+    async def report(self, event: str, who: str | Collection[str], detail: str) -> None:
+        """Write a `weights_event` record."""
         name = who if isinstance(who, str) else ", ".join(sorted(who))
         record = {"event": event, "who": name, "detail": detail}
         await self._board.append_metrics(record, "weights_event")

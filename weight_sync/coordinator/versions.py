@@ -1,6 +1,6 @@
-"""What the coordinator writes down of each version; `*_at` is Unix time, `*_s` seconds (pure).
+"""The newest published version, the waits for one, and the record of each publish.
 
-The newest version that exists, who waits for one, and the records of how each came about.
+In records `*_at` is Unix time and `*_s` is seconds.
 """
 
 from __future__ import annotations
@@ -10,69 +10,31 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from weight_sync.coordinator.broadcast import Delivery, Shipment
+from weight_sync.coordinator.broadcast import Delivery, EncodedVersion
 from weight_sync.sender.snapshot_buffers import Captured
 from weight_sync.types import VersionBoard, WeightSyncError
 
 Fields = dict[str, float | int | str]
 
 
-def skipped_record(captured: Captured) -> Fields:
-    """Of a version that was given up for a newer one before anyone had it."""
-    return {**_snapshot(captured), "mode": "skipped"}
-
-
-def publish_record(
-    captured: Captured, shipment: Shipment, delivery: Delivery, *, epoch: int, released_at: float
-) -> Fields:
-    """Of a version that engines may take now; when they all have is not known yet."""
-    return {
-        **_snapshot(captured),
-        "mode": "full" if shipment.is_full else "delta",
-        "copy_s": shipment.copy_s,
-        "encode_at": shipment.encode_at,
-        "encode_s": shipment.encode_s,
-        "wire_at": delivery.wire_at,
-        "wire_s": delivery.wire_s,
-        "verify_at": delivery.verify_at,
-        "verify_s": delivery.verify_s,
-        "released_at": released_at,
-        "stage_s": released_at - shipment.encode_at,
-        "bytes": shipment.layout.num_bytes,
-        "wire_bytes": shipment.num_wire_bytes,
-        "density": shipment.density,
-        "epoch": epoch,
-        "num_receivers": len(delivery.arrived),
-    }
-
-
-def _snapshot(captured: Captured) -> Fields:
-    return {
-        "version": captured.version,
-        "snapshot_wait_s": captured.wait_s,
-        "snapshot_at": captured.snapshot_at,
-        "snapshot_s": captured.snapshot_s,
-    }
-
-
 Start = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class Published:
-    """Used in one event loop."""
+    """Remembers the newest published version and wakes its waiters. Used in one event loop."""
 
     def __init__(self, board: VersionBoard, commit_timeout_s: float, start: Start) -> None:
-        """`start` runs what goes on beside the caller."""
+        """`start` runs a coroutine beside the caller."""
         self._board = board
         self._commit_timeout_s = commit_timeout_s
         self._start = start
         self._newest: int | None = None
         self._at = 0.0
         self._reports: dict[int, asyncio.Task[None]] = {}
-        """By version: what still writes the record of a publish."""
+        """By version: the tasks that will write the record of a publish."""
         self._has_changed = asyncio.Condition()
         self.obstacle = "no receiver is registered"
-        """Why the next version is not published yet."""
+        """Why the next version has not been published yet."""
 
     @property
     def newest(self) -> int | None:
@@ -80,16 +42,16 @@ class Published:
 
     @property
     def at(self) -> float:
-        """Unix time at which the newest became visible to all."""
+        """Unix time at which the newest version was published."""
         return self._at
 
     def has(self, version: int) -> bool:
         return self._newest is not None and self._newest >= version
 
     async def add(self, version: int, record: asyncio.Future[Fields]) -> None:
-        """From here on `version` exists; a second call changes nothing.
+        """Publish `version` on the board; a second call changes nothing.
 
-        `record` will hold what is known of the publish when it has ended.
+        `record` resolves to the fields of the publish record when the broadcast has ended.
         """
         async with self._has_changed:
             if self.has(version):
@@ -100,7 +62,7 @@ class Published:
             self._has_changed.notify_all()
 
     async def _report(self, version: int, record: asyncio.Future[Fields]) -> None:
-        """Writes the record when every engine serves the version, or has had its time."""
+        """Write the record once every engine serves the version, or at the timeout."""
         converged_at = None
         try:
             engines = await self._board.wait_engines_at(version, self._commit_timeout_s)
@@ -115,7 +77,7 @@ class Published:
         del self._reports[version]
 
     async def wait(self, version: int, timeout_s: float) -> None:
-        """Until `version` or a later one exists. Raises WeightSyncError that says what is amiss."""
+        """Until `version` or a later one is published. Raises WeightSyncError with the obstacle."""
         try:
             async with asyncio.timeout(timeout_s), self._has_changed:
                 await self._has_changed.wait_for(lambda: self.has(version))
@@ -125,9 +87,9 @@ class Published:
             ) from None
 
     async def wait_committed(self, version: int, timeout_s: float) -> None:
-        """Until every live engine, one at least, serves `version` or a later one.
+        """Until every live engine (at least one) serves `version` or a later one.
 
-        Raises WeightSyncError that names what is missing.
+        Raises WeightSyncError naming the engines that do not.
         """
         deadline = time.monotonic() + timeout_s
         await self.wait(version, timeout_s)
@@ -137,13 +99,56 @@ class Published:
             raise WeightSyncError(str(error)) from None
 
     async def drain(self, version: int, timeout_s: float) -> None:
-        """Until `version` is published and its record written: the end of all work on it.
+        """Until `version` is published and its record is written: the end of all work on it.
 
-        Engines that do not take it in weight_sync.commit_timeout_s are not waited for. Raises
-        WeightSyncError if it was not published in time.
+        Waits for engines, but not longer than weight_sync.commit_timeout_s. Raises WeightSyncError
+        if it was not published in time.
         """
         deadline = time.monotonic() + timeout_s
         await self.wait(version, timeout_s)
         reports = [task for other, task in self._reports.items() if other <= version]
         if reports:
             await asyncio.wait(reports, timeout=max(0.0, deadline - time.monotonic()))
+
+
+def skipped_record(captured: Captured) -> Fields:
+    """Record of a version that a newer one replaced before any receiver had it."""
+    return {**_snapshot(captured), "mode": "skipped"}
+
+
+def publish_record(
+    captured: Captured,
+    encoded: EncodedVersion,
+    delivery: Delivery,
+    *,
+    epoch: int,
+    released_at: float,
+) -> Fields:
+    """Record of a published version, without the time at which all engines have it."""
+    return {
+        **_snapshot(captured),
+        "mode": "full" if encoded.is_full else "delta",
+        "copy_s": encoded.copy_s,
+        "encode_at": encoded.encode_at,
+        "encode_s": encoded.encode_s,
+        "wire_at": delivery.wire_at,
+        "wire_s": delivery.wire_s,
+        "verify_at": delivery.verify_at,
+        "verify_s": delivery.verify_s,
+        "released_at": released_at,
+        "stage_s": released_at - encoded.encode_at,
+        "bytes": encoded.layout.num_bytes,
+        "wire_bytes": encoded.num_wire_bytes,
+        "density": encoded.density,
+        "epoch": epoch,
+        "num_receivers": len(delivery.arrived),
+    }
+
+
+def _snapshot(captured: Captured) -> Fields:
+    return {
+        "version": captured.version,
+        "snapshot_wait_s": captured.wait_s,
+        "snapshot_at": captured.snapshot_at,
+        "snapshot_s": captured.snapshot_s,
+    }

@@ -1,4 +1,4 @@
-"""A version on its way into its slot: where each bucket belongs, and what has come."""
+"""A version on its way into its slot: where each bucket belongs, and which have arrived."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from weight_sync.receiver.store import Slot
 
 
 class Arrival:
-    """Buckets count in their global order, across epochs; those that came before are ignored.
+    """Takes buckets in their global order, across epochs; ignores those that it has already.
 
-    A full version is put straight into its slot and its checksums run along. A delta's bytes are
-    gathered first and applied when all are here: half of one would be no version at all.
+    A full version goes straight into its slot, and its checksums are computed on the way. A delta's
+    bytes are gathered first and applied when all have arrived, because half a delta is no version.
     """
 
     def __init__(self, layout: Layout, transfer: Transfer, slot: Slot | None) -> None:
-        """`slot` is None for a version that is whole already: its buckets only pass through."""
+        """`slot` is None for a version that is whole already: its buckets are only forwarded."""
         if len(transfer.wire_bytes) != layout.num_ranks:
             raise ValueError(
                 f"version {transfer.version} comes in {len(transfer.wire_bytes)} streams, its "
@@ -33,7 +33,7 @@ class Arrival:
         self.buckets = plan_buckets(layout, transfer)
         self.slot = slot
         self.received = len(self.buckets) if slot is None else 0
-        """Every bucket below this index is in place."""
+        """Number of buckets in place: all those with a smaller index."""
         self._layout = layout
         self._sums = [StreamChecksums(layout, rank) for rank in range(layout.num_ranks)]
         self._payloads: list[Tensor] = []
@@ -73,22 +73,20 @@ class Arrival:
             place = file[extent.file_start : extent.file_start + extent.num_bytes]
             place.copy_(data[start : start + extent.num_bytes])
 
-    def finish(self, manifest: Manifest) -> None:
-        """Make the version whole if it equals its manifest. Raises ChecksumMismatch if not."""
-        assert self.slot is not None
+    def verify(self, slot: Slot, manifest: Manifest) -> None:
+        """Apply a delta, and compare the version with its manifest. Raises ChecksumMismatch."""
         what = f"version {manifest.version}"
         if self.received < len(self.buckets):
             raise ChecksumMismatch(
                 f"{what} ended after {self.received} of {len(self.buckets)} buckets", ()
             )
-        if wrong := mismatches(self._layout, manifest.checksums, self._checksums(self.slot)):
+        if wrong := mismatches(self._layout, manifest.checksums, self._checksums(slot)):
             shown = ", ".join(wrong[:5]) + (", ..." if len(wrong) > 5 else "")
             raise ChecksumMismatch(
                 f"{what} did not arrive as it was sent: {len(wrong)} of "
                 f"{len(self._layout.tensors)} tensors differ ({shown})",
                 wrong,
             )
-        self.slot.complete(manifest)
 
     def _checksums(self, slot: Slot) -> Sequence[Sequence[int]]:
         if not self._is_delta:

@@ -21,7 +21,7 @@ import torch
 
 from weight_sync.errors import ChecksumMismatch, TransferFailed, UnknownVersion
 from weight_sync.group import WeightGroup, bucket_timeout_s
-from weight_sync.group_thread import Membership
+from weight_sync.group_thread import GroupThread
 from weight_sync.layout import Layout, Manifest, Transfer
 from weight_sync.receiver.arrival import Arrival
 from weight_sync.receiver.client import CatchUpReport, ReceiveReport, ReceiverStatus, StagedVersion
@@ -40,13 +40,13 @@ class Receiver:
         self._pid = pid
         self._store = StagedStore(Path(spec.folder), spec.num_slots)
         self._staging = Staging(spec.num_buffers + 1, torch.device(spec.device))
-        self._membership = Membership("weights-receiver")
+        self._group_thread = GroupThread("weights-receiver")
         self._arrival: Arrival | None = None
-        self._turn = threading.Lock()  # guards _membership, _arrival and the steps of a version
+        self._turn = threading.Lock()  # guards _group_thread, _arrival and the steps of a version
         self._doing = "nothing"
 
     def status(self) -> ReceiverStatus:
-        spec, arrival, layout = self._membership.spec, self._arrival, self._store.layout
+        spec, arrival, layout = self._group_thread.spec, self._arrival, self._store.layout
         return ReceiverStatus(
             name=self.spec.name,
             pid=self._pid,
@@ -84,7 +84,7 @@ class Receiver:
             place = rank - spec.num_senders
             if not (0 <= place < len(spec.receivers) and spec.receivers[place] == self.spec.name):
                 raise ValueError(f"rank {rank} is not {self.spec.name} in {spec}")
-            self._membership.join(spec, partial(self._meet, spec, rank))
+            self._group_thread.join(spec, partial(self._meet, spec, rank))
 
     def _meet(self, spec: GroupSpec, rank: int) -> WeightGroup:
         with self._staging.side_stream():
@@ -94,7 +94,7 @@ class Receiver:
         """Raises TransferFailed; the group is left then."""
         with self._one_at_a_time(f"receiving version {version}"):
             arrival = self._arriving(version)
-            spec = self._membership.spec
+            spec = self._group_thread.spec
             if spec is None or spec.epoch != epoch:
                 raise TransferFailed(
                     f"{self.spec.name} is not a member of epoch {epoch}", arrival.received
@@ -110,7 +110,7 @@ class Receiver:
                 num_bytes, self.spec.timeout_s, self.spec.min_bandwidth
             )
             try:
-                self._membership.walk(lambda group: self._relay(group, arrival, first), limit_s)
+                self._group_thread.walk(lambda group: self._relay(group, arrival, first), limit_s)
             except WeightSyncError as error:
                 raise TransferFailed(str(error), arrival.received) from None
             seconds = time.perf_counter() - start
@@ -140,8 +140,10 @@ class Receiver:
                 return time.perf_counter() - start
             arrival = self._arriving(version)
             self._arrival = None
+            assert arrival.slot is not None, "a version without a slot is whole"
             try:
-                arrival.finish(manifest)
+                arrival.verify(arrival.slot, manifest)
+                self._store.complete(arrival.slot, manifest)
             except BaseException:
                 self._store.discard(version)
                 raise
@@ -178,7 +180,7 @@ class Receiver:
         for url in peers:
             peer = self._peer(url)
             try:
-                slot.complete(peer.copy(version, layout, slot.data))
+                self._store.complete(slot, peer.copy(version, layout, slot.data))
                 return url
             except WeightSyncError as error:
                 failures.append(str(error))
@@ -222,7 +224,7 @@ class Receiver:
 
     def close(self, should_remove: bool) -> None:
         """Leave the group and the store; with `should_remove` no staged version stays."""
-        self._membership.leave()
+        self._group_thread.leave()
         self._store.close(remove=should_remove)
 
     @contextlib.contextmanager

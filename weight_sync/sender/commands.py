@@ -1,13 +1,15 @@
-"""How rank 0 of the trainer tells the other ranks what to do, beside training's own collectives.
+"""Commands from the coordinator on rank 0 to all trainer ranks, beside training's collectives.
 
-    rank 0   call({"do": "send", ...}) ──┬──► rank 1  serve: handle ──► {...} ──┐
-                                         └──► rank 2  serve: handle ──► {...} ──┴──► [{...}, {...}]
+    command({"do": "send", ...}) ──┬──► rank 0  handle ──────────► {...} ──┐
+                                   ├──► rank 1  serve: handle ──► {...} ──┼──► [{...}, {...}, {...}]
+                                   └──► rank 2  serve: handle ──► {...} ──┘
 
-A gloo group of its own, point to point; messages are JSON, each as its length and its bytes. Any
-failure of it is final: a rank that is dead or does not answer cannot train either.
-
-All ranks of the trainer as the coordinator on rank 0 sees them: one command, every answer.
+Commands go through a gloo group of their own; a message is JSON, sent as its length and its bytes.
+Any failure of the group is final: a rank that is dead or does not answer cannot train either.
 """
+
+# Not through the rendezvous store, though every rank is connected to it: a store does not notice
+# that a client has died, while the peers of a gloo group learn it at once.
 
 from __future__ import annotations
 
@@ -24,21 +26,95 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 
-from weight_sync.group_thread import Lane
+from weight_sync.group_thread import SerialThread
 from weight_sync.types import WeightSyncError
 
 Message = dict[str, Any]
 """JSON."""
 
 _MAX_MESSAGE_BYTES = 2**30
+_ANSWER_S = 5.0
+"""Added to a command's own timeout, for the answer's way back."""
 
 
 class ControlError(WeightSyncError):
     """A rank of the trainer is gone, or did not answer in time; names it."""
 
 
+class RankError(WeightSyncError):
+    """A rank could not carry out a command, and said why."""
+
+
+class Ranks:
+    """All ranks of the trainer. Used in one event loop.
+
+    Commands run one after the other, each on all ranks at once.
+    """
+
+    def __init__(
+        self,
+        handle: Callable[[Message], Message | None],
+        control: ControlGroup,
+        control_s: float,
+    ) -> None:
+        """`handle` carries out rank 0's own part; `control` reaches the other ranks.
+
+        `control_s`: longest time that an idle rank may take to answer.
+        """
+        self._handle = handle
+        self._control = control
+        self._control_s = control_s
+        self._mine = SerialThread("weights-sender")
+        self._theirs = SerialThread("weights-control")
+        self._is_free = asyncio.Lock()
+
+    async def command(self, message: Message, timeout_s: float) -> list[Message]:
+        """The result of each rank, in rank order.
+
+        Raises RankError naming the ranks that failed. Raises ControlError, which is final, if one
+        did not answer.
+        """
+        async with self._is_free:
+            mine = self._mine.submit(partial(self._handle, message))
+            theirs = self._theirs.submit(
+                partial(self._control.call, message, timeout_s + _ANSWER_S)
+            )
+            try:
+                async with asyncio.timeout(timeout_s + _ANSWER_S + self._control_s):
+                    others = await asyncio.wrap_future(theirs)
+                    reply = await asyncio.wrap_future(mine)
+            except TimeoutError as error:
+                raise ControlError(
+                    f"trainer rank 0 did not {message['do']} within {timeout_s:g} s"
+                ) from error
+        replies = [reply or {"result": {}}, *others]
+        if errors := [str(reply["error"]) for reply in replies if "error" in reply]:
+            raise RankError("; ".join(errors))
+        return [reply["result"] for reply in replies]
+
+    async def keep_alive(self, every_s: float) -> None:
+        """Never returns. Shows the other ranks, while they are idle, that this one is alive."""
+        while True:
+            await asyncio.sleep(every_s)
+            if not self._is_free.locked():
+                await self.command({"do": "noop"}, self._control_s)
+
+    async def close(self, timeout_s: float) -> None:
+        """Stop the other ranks' `serve`, at the latest when this rank's group is gone."""
+        try:
+            async with asyncio.timeout(timeout_s), self._is_free:
+                mine = self._mine.submit(partial(self._handle, {"do": "close"}))
+                broadcast = partial(self._control.broadcast, {"do": "close"})
+                await asyncio.wrap_future(self._theirs.submit(broadcast))
+                await asyncio.wrap_future(mine)
+        except (TimeoutError, WeightSyncError):
+            pass  # a rank or a receiver is gone or stuck, and must not delay the end
+        self._mine.close(0)
+        self._theirs.close(0)
+
+
 class ControlGroup:
-    """One rank's end. Not thread-safe: each thread that talks to the other ranks has its own."""
+    """One rank's end of the group. Not thread-safe: each thread needs a group of its own."""
 
     def __init__(
         self,
@@ -50,15 +126,17 @@ class ControlGroup:
         address: str,
         timeout_s: float,
     ) -> None:
-        """Meets the other ranks in `store`, whose keys under `name` no one else may use.
+        """Meet the other ranks in `store`, whose keys under `name` belong to this group alone.
 
-        `address`: this machine's own, to be reached at. `timeout_s` bounds the meeting and the
-        silence of a rank. Raises ControlError.
+        `address`: where the other ranks reach this machine. `timeout_s` bounds the rendezvous and
+        the silence of a rank. Raises ControlError.
         """
         self._rank = rank
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._group: ProcessGroup | None = None
+        if num_ranks == 1:
+            return  # `broadcast` and `call` have no one to send to
         try:
             self._group = _meet(PrefixStore(name, store), rank, num_ranks, address, timeout_s)
         except RuntimeError as error:
@@ -68,49 +146,49 @@ class ControlGroup:
 
     # Rank 0 --------------------------------------------------------------------------------------
 
-    def tell(self, message: Message) -> None:
-        """Every other rank gets `message` from its `hear`."""
+    def broadcast(self, message: Message) -> None:
+        """Send `message` to all other ranks, which get it from `receive`."""
         payload = _encode(message)
         for peer in range(1, self._num_ranks):
-            self._send(peer, payload, self._timeout_s)
+            self._send_to(peer, payload, self._timeout_s)
 
     def call(self, message: Message, timeout_s: float) -> list[Message]:
-        """What the other ranks' `serve` handlers return, in the order of the ranks."""
-        self.tell(message)
+        """Replies of the other ranks' `serve` handlers, in rank order."""
+        self.broadcast(message)
         deadline = time.monotonic() + timeout_s
         return [
-            self._receive(peer, max(0.001, deadline - time.monotonic()))
+            self._receive_from(peer, max(0.001, deadline - time.monotonic()))
             for peer in range(1, self._num_ranks)
         ]
 
     # The others ----------------------------------------------------------------------------------
 
-    def hear(self) -> Message:
+    def receive(self) -> Message:
         """The next message of rank 0."""
-        return self._receive(0, self._timeout_s)
+        return self._receive_from(0, self._timeout_s)
 
     def serve(self, handle: Callable[[Message], Message | None]) -> None:
-        """Answers rank 0's calls until `handle` returns None, which stays unanswered.
+        """Answer rank 0's calls until `handle` returns None, which gets no answer.
 
-        Rank 0 must call something every so often, at least to say that it is there.
+        Rank 0 must call at least once in `timeout_s`, or this raises ControlError.
         """
-        while (reply := handle(self.hear())) is not None:
-            self._send(0, _encode(reply), self._timeout_s)
+        while (reply := handle(self.receive())) is not None:
+            self._send_to(0, _encode(reply), self._timeout_s)
 
     # Both ----------------------------------------------------------------------------------------
 
-    def _send(self, peer: int, payload: Tensor, timeout_s: float) -> None:
+    def _send_to(self, peer: int, payload: Tensor, timeout_s: float) -> None:
         group = self._open
         length = torch.tensor([payload.numel()], dtype=torch.int64)
         try:
-            # Both before the first wait: a message costs one round trip.
+            # Both sends start before the first wait, so a message costs one round trip.
             works = [group.send([part], peer, 0) for part in (length, payload)]
             for work in works:
                 work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise self._failure("sending to", peer, timeout_s) from error
 
-    def _receive(self, peer: int, timeout_s: float) -> Message:
+    def _receive_from(self, peer: int, timeout_s: float) -> Message:
         group = self._open
         limit = timedelta(seconds=timeout_s)
         length = torch.empty(1, dtype=torch.int64)
@@ -124,7 +202,7 @@ class ControlGroup:
         except ControlError:
             raise
         except RuntimeError as error:
-            raise self._failure("hearing from", peer, timeout_s) from error
+            raise self._failure("receiving from", peer, timeout_s) from error
         message: Message = json.loads(payload.numpy().tobytes())
         return message
 
@@ -141,7 +219,7 @@ class ControlGroup:
         )
 
     def close(self) -> None:
-        """The other ranks' waits end with an error. Not while this one waits itself."""
+        """End the other ranks' waits with an error. Not to be called while this rank waits."""
         self._group = None  # gloo closes its sockets when nothing refers to it any more
 
 
@@ -154,83 +232,8 @@ def _meet(store: Store, rank: int, num_ranks: int, address: str, timeout_s: floa
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     backend = dist.ProcessGroupGloo(store, rank, num_ranks, options)
-    # Registered nowhere: it belongs to its owner alone, and mixes with no other group.
+    # Not registered in torch.distributed: it belongs to its owner alone.
     group = ProcessGroup(store, rank, num_ranks)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
     return group
-
-
-_ANSWER_S = 5.0
-"""For an answer's way back, beyond what the command itself may take."""
-
-
-class RankError(WeightSyncError):
-    """A rank could not carry out a command, and said why."""
-
-
-class Ranks:
-    """Used in one event loop. Commands run one after the other, each on all ranks at once."""
-
-    def __init__(
-        self,
-        handle: Callable[[Message], Message | None],
-        control: ControlGroup | None,
-        control_s: float,
-    ) -> None:
-        """`handle` carries out rank 0's own part; `control` leads to the others, if there are any.
-
-        `control_s`: longest that an idle rank may take to answer.
-        """
-        self._handle = handle
-        self._control = control
-        self._control_s = control_s
-        self._mine = Lane("weights-sender")
-        self._theirs = Lane("weights-control")
-        self._is_free = asyncio.Lock()
-
-    async def command(self, message: Message, timeout_s: float) -> list[Message]:
-        """The result of each rank, in their order.
-
-        Raises RankError naming the ranks that failed, and ControlError, which is final, if one did
-        not answer.
-        """
-        async with self._is_free:
-            mine = self._mine.submit(partial(self._handle, message))
-            theirs = self._theirs.submit(partial(self._call, message, timeout_s + _ANSWER_S))
-            try:
-                async with asyncio.timeout(timeout_s + _ANSWER_S + self._control_s):
-                    others = await asyncio.wrap_future(theirs)
-                    reply = await asyncio.wrap_future(mine)
-            except TimeoutError as error:
-                raise ControlError(
-                    f"trainer rank 0 did not {message['do']} within {timeout_s:g} s"
-                ) from error
-        replies = [reply or {"result": {}}, *others]
-        if errors := [str(reply["error"]) for reply in replies if "error" in reply]:
-            raise RankError("; ".join(errors))
-        return [reply["result"] for reply in replies]
-
-    def _call(self, message: Message, timeout_s: float) -> list[Message]:
-        return [] if self._control is None else self._control.call(message, timeout_s)
-
-    async def keep_alive(self, every_s: float) -> None:
-        """Never returns: tells the other ranks, while they are idle, that this one is there."""
-        while True:
-            await asyncio.sleep(every_s)
-            if not self._is_free.locked():
-                await self.command({"do": "noop"}, self._control_s)
-
-    async def close(self, timeout_s: float) -> None:
-        """The other ranks stop serving, at the latest when this one's group is gone."""
-        try:
-            async with asyncio.timeout(timeout_s), self._is_free:
-                mine = self._mine.submit(partial(self._handle, {"do": "close"}))
-                if self._control is not None:
-                    tell = partial(self._control.tell, {"do": "close"})
-                    await asyncio.wrap_future(self._theirs.submit(tell))
-                await asyncio.wrap_future(mine)
-        except (TimeoutError, WeightSyncError):
-            pass  # a rank or a receiver is gone or stuck, which can hold up nothing any more
-        self._mine.close(0)
-        self._theirs.close(0)

@@ -1,6 +1,6 @@
-"""One trainer rank's end of the wire: sends its share of the buckets to the first receiver.
+"""A trainer rank's part of a publish, in a thread beside training, as rank 0 commands.
 
-What every trainer rank does for a publish, in a thread beside training, as rank 0 commands.
+`SendingRank` carries out the commands; `Sender` is its end of the wire.
 """
 
 from __future__ import annotations
@@ -23,17 +23,112 @@ from weight_sync import delta
 from weight_sync.buckets import Bucket, plan_buckets
 from weight_sync.checksums import piece_checksums
 from weight_sync.group import WeightGroup, bucket_timeout_s
-from weight_sync.group_thread import Membership
+from weight_sync.group_thread import GroupThread
 from weight_sync.layout import Transfer
 from weight_sync.sender.commands import Message
 from weight_sync.sender.snapshot import Snapshots
 from weight_sync.staging import Staging
-from weight_sync.timeouts import Limits
+from weight_sync.timeouts import Timeouts
 from weight_sync.types import GroupSpec, WeightSyncError
+
+log = logging.getLogger(__name__)
+
+
+class SendingRank:
+    """Answers each command with {"result": ...}, or with {"error": text} if it failed.
+
+    encode     start the checksums of a captured version; find what changed since another one
+    join       join the weight group of an epoch
+    send       send this rank's buckets to the first receiver
+    checksums  return those of the version that was encoded last
+    noop       nothing: a sign of life from rank 0
+    close      leave the group for good
+    """
+
+    def __init__(self, timeouts: Timeouts, rank: int, snapshots: Snapshots, sender: Sender) -> None:
+        self._timeouts = timeouts
+        self._layout = timeouts.layout
+        self._rank = rank
+        self._snapshots = snapshots
+        self._sender = sender
+        self._delta: tuple[int, Tensor] | None = None
+        """Version and payload of the last delta."""
+        self._summing = ThreadPoolExecutor(1, thread_name_prefix="weights-checksums")
+        self._checksums: tuple[int, Future[tuple[int, ...]]] | None = None
+        """Version and checksums of the last encoding."""
+
+    def handle(self, command: Message) -> Message | None:
+        """None for close."""
+        try:
+            match command["do"]:
+                case "encode":
+                    return {"result": self._encode(command)}
+                case "join":
+                    self._sender.join(GroupSpec.from_json(command["group"]))
+                case "send":
+                    return {"result": self._send(command)}
+                case "checksums":
+                    return {"result": {"checksums": self._checksums_of(command["version"])}}
+                case "close":
+                    self._sender.leave()
+                    self._summing.shutdown(wait=False)
+                    return None
+            return {"result": {}}
+        except Exception as error:
+            # Rank 0 decides what follows; the other ranks may have succeeded.
+            is_ours = isinstance(error, WeightSyncError)
+            if not is_ours:
+                log.exception("trainer rank %d could not %s", self._rank, command["do"])
+            return {"error": f"trainer rank {self._rank}: {error if is_ours else repr(error)}"}
+
+    def _encode(self, command: Message) -> Message:
+        """With a base: also the delta from it, unless too much has changed."""
+        version = int(command["version"])
+        stream = self._stream(command["buffer"], version)
+        copy_s = self._snapshots.copy_s(command["buffer"])
+        start = time.perf_counter()
+        summing = self._summing.submit(piece_checksums, self._layout, self._rank, stream)
+        self._checksums = version, summing
+        result: Message = {"num_bytes": None, "num_changed": 0}
+        self._delta = None  # frees the last one before the next is made
+        if command["base_buffer"] is not None:
+            base = self._stream(command["base_buffer"], int(command["base_version"]))
+            found = self._changes(base, stream, command["max_density"])
+            if found is not None:
+                self._delta = version, found.payload
+                result["num_bytes"] = found.payload.numel()
+                result["num_changed"] = found.num_changed
+        return result | {"encode_s": time.perf_counter() - start, "copy_s": copy_s}
+
+    def _checksums_of(self, version: int) -> tuple[int, ...]:
+        assert self._checksums is not None and self._checksums[0] == version, "encode comes first"
+        return self._checksums[1].result()
+
+    def _changes(self, base: Tensor, stream: Tensor, max_density: float) -> delta.Delta | None:
+        try:
+            return delta.encode(self._layout, self._rank, base, stream, max_density)
+        except MemoryError as error:  # the version itself needs no more memory
+            log.warning("trainer rank %d sends its weights in full: %s", self._rank, error)
+            return None
+
+    def _send(self, command: Message) -> Message:
+        transfer = Transfer.from_json(command["transfer"])
+        if transfer.base_version is None:
+            stream = self._stream(command["buffer"], transfer.version)
+        else:
+            assert self._delta is not None and self._delta[0] == transfer.version
+            stream = self._delta[1]
+        start = time.perf_counter()
+        buckets = plan_buckets(self._layout, transfer)
+        self._sender.send(buckets, stream, int(command["first"]), float(command["total_s"]))
+        return {"seconds": time.perf_counter() - start}
+
+    def _stream(self, buffer: int, version: int) -> Tensor:
+        return self._snapshots.stream(buffer, version, self._timeouts.control_s)
 
 
 class Sender:
-    """Used by one thread at a time. A failure spends the group: `join` the next epoch's then."""
+    """Sends a rank's buckets to the first receiver. Used by one thread at a time."""
 
     def __init__(self, rank: int, config: WeightSyncConfig, device: torch.device) -> None:
         """`device`: this rank's GPU where the groups are nccl, else the CPU."""
@@ -41,14 +136,14 @@ class Sender:
         self._config = config
         self._device = device
         self._staging = Staging(config.num_buffers, device)
-        self._membership = Membership(f"weights-sender-{rank}")
+        self._group_thread = GroupThread(f"weights-sender-{rank}")
 
     def join(self, spec: GroupSpec) -> None:
-        """Blocks until every member has come, twice `spec.timeout_s` at most.
+        """Block until every member has joined, for at most twice `spec.timeout_s`.
 
-        Raises WeightSyncError naming who did not come.
+        Raises WeightSyncError naming the members that did not.
         """
-        self._membership.join(spec, partial(self._meet, spec))
+        self._group_thread.join(spec, partial(self._meet, spec))
 
     def _meet(self, spec: GroupSpec) -> WeightGroup:
         with self._staging.side_stream():
@@ -63,12 +158,12 @@ class Sender:
     ) -> None:
         """Send this rank's buckets of the plan from bucket `first` on.
 
-        `stream`: uint8, the rank's bytes on the wire. `total_s` bounds the whole of it: a member
-        that is a little slow at every bucket must not add up to hours. Raises WeightSyncError
-        naming the bucket, the peer and the epoch; the group is closed then, which the other
-        members notice.
+        `stream`: uint8, the rank's bytes on the wire. `total_s` bounds the whole transfer, so that
+        small delays at every bucket cannot add up to hours. Raises WeightSyncError naming the
+        bucket, the peer and the epoch. The group is closed then, which the other members notice:
+        `join` the next epoch.
         """
-        spec = self._membership.spec
+        spec = self._group_thread.spec
         if spec is None:
             raise WeightSyncError(f"sender {self._rank} is a member of no weight group")
         mine = [b for b in buckets if b.rank == self._rank and b.index >= first]
@@ -85,7 +180,7 @@ class Sender:
             self._config.min_bandwidth,
         )
         deadline = time.monotonic() + total_s
-        self._membership.walk(
+        self._group_thread.walk(
             lambda group: self._send(group, mine, stream, limit_s, deadline),
             total_s + self._config.timeout_s / 2,
         )
@@ -116,101 +211,5 @@ class Sender:
             work.wait(timedelta(seconds=max(0.001, limit_s)))
 
     def leave(self) -> None:
-        """Leave the group, if in one."""
-        self._membership.leave()
-
-
-log = logging.getLogger(__name__)
-
-
-class SendingRank:
-    """Answers commands: {"result": ...}, or {"error": text} when this one could not be done.
-
-    encode     begin the checksums of a captured version; find what changed since another one
-    join       the weight group of an epoch
-    send       this rank's buckets to its first receiver, while the checksums are made
-    checksums  of the version that was encoded last
-    noop       says that rank 0 lives
-    close      leave the group: the end
-    """
-
-    def __init__(self, limits: Limits, rank: int, snapshots: Snapshots, sender: Sender) -> None:
-        self._limits = limits
-        self._layout = limits.layout
-        self._rank = rank
-        self._snapshots = snapshots
-        self._sender = sender
-        self._delta: tuple[int, Tensor] | None = None
-        """Version and payload of the last encoding."""
-        self._summing = ThreadPoolExecutor(1, thread_name_prefix="weights-checksums")
-        self._checksums: tuple[int, Future[tuple[int, ...]]] | None = None
-        """Those of that version, when they are made."""
-
-    def handle(self, command: Message) -> Message | None:
-        """None for close."""
-        try:
-            match command["do"]:
-                case "encode":
-                    return {"result": self._encode(command)}
-                case "join":
-                    self._sender.join(GroupSpec.from_json(command["group"]))
-                case "send":
-                    return {"result": self._send(command)}
-                case "checksums":
-                    return {"result": {"checksums": self._made_checksums(command["version"])}}
-                case "close":
-                    self._sender.leave()
-                    self._summing.shutdown(wait=False)
-                    return None
-            return {"result": {}}
-        except Exception as error:
-            # Told to rank 0, which decides; the other ranks may have succeeded.
-            is_ours = isinstance(error, WeightSyncError)
-            if not is_ours:
-                log.exception("trainer rank %d could not %s", self._rank, command["do"])
-            return {"error": f"trainer rank {self._rank}: {error if is_ours else repr(error)}"}
-
-    def _encode(self, command: Message) -> Message:
-        """With a base: its delta, unless too much has changed."""
-        version = int(command["version"])
-        stream = self._stream(command["slot"], version)
-        copy_s = self._snapshots.copy_s(command["slot"])
-        start = time.perf_counter()
-        summing = self._summing.submit(piece_checksums, self._layout, self._rank, stream)
-        self._checksums = version, summing
-        result: Message = {"num_bytes": None, "num_changed": 0}
-        self._delta = None  # frees the last one before the next is made
-        if command["base_slot"] is not None:
-            base = self._stream(command["base_slot"], int(command["base_version"]))
-            found = self._changes(base, stream, command["max_density"])
-            if found is not None:
-                self._delta = version, found.payload
-                result["num_bytes"] = found.payload.numel()
-                result["num_changed"] = found.num_changed
-        return result | {"encode_s": time.perf_counter() - start, "copy_s": copy_s}
-
-    def _made_checksums(self, version: int) -> tuple[int, ...]:
-        assert self._checksums is not None and self._checksums[0] == version, "encode comes first"
-        return self._checksums[1].result()
-
-    def _changes(self, base: Tensor, stream: Tensor, max_density: float) -> delta.Delta | None:
-        try:
-            return delta.encode(self._layout, self._rank, base, stream, max_density)
-        except MemoryError as error:  # the version itself needs no more memory
-            log.warning("trainer rank %d sends its weights in full: %s", self._rank, error)
-            return None
-
-    def _send(self, command: Message) -> Message:
-        transfer = Transfer.from_json(command["transfer"])
-        if transfer.base_version is None:
-            stream = self._stream(command["slot"], transfer.version)
-        else:
-            assert self._delta is not None and self._delta[0] == transfer.version
-            stream = self._delta[1]
-        start = time.perf_counter()
-        buckets = plan_buckets(self._layout, transfer)
-        self._sender.send(buckets, stream, int(command["first"]), float(command["total_s"]))
-        return {"seconds": time.perf_counter() - start}
-
-    def _stream(self, slot: int, version: int) -> Tensor:
-        return self._snapshots.stream(slot, version, self._limits.control_s)
+        """Leave the current group, if any."""
+        self._group_thread.leave()

@@ -1,11 +1,10 @@
-"""A rank's shards as they were at one publish, in warm host memory that is used again and again.
+"""Copies of a rank's shards at each publish, in warm host memory that is reused.
 
     ds_tensor of each parameter ──cast, copy──► buffer 0  [embed r | q r | k r | ...]  in flight
                                                 buffer 1  [embed r | q r | k r | ...]  being filled
 
-A buffer is laid out as the rank's stream, so that it is sent as it lies there. On a GPU the copies
-run on a stream of their own beside training; `guard` is what the weights wait for before they
-change.
+A buffer has the layout of the rank's stream, so it can be sent as it is. On a GPU the copies run on
+a CUDA stream of their own beside training; call `guard` before the weights change.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Shard:
 
 
 class _Copying:
-    """A copy on the current stream of the GPU, from one event to the other."""
+    """A copy on the current CUDA stream, between two events."""
 
     def __init__(self) -> None:
         self.began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -47,7 +46,7 @@ class _Copying:
         self.began.record()
 
     def wait(self) -> float:
-        """Returns the seconds that it took."""
+        """Returns the seconds that the copy took."""
         self.ended.synchronize()
         return float(self.began.elapsed_time(self.ended)) / 1000
 
@@ -57,9 +56,9 @@ class _Buffer:
     stream: Tensor
     """[stream_bytes] uint8, pinned where there is a GPU."""
     views: dict[str, Tensor]
-    """Each piece of `stream`, as [n] of its serving dtype, by the name of its parameter."""
+    """By parameter name: its piece of `stream`, as [n] elements of the serving dtype."""
     copying: _Copying | None = None
-    """On a GPU: the copy into it, which may still be under way."""
+    """On a GPU: the copy into this buffer, which may still be running."""
     copy_s: float = 0.0
     version: int | None = None
     """None while it is being filled."""
@@ -68,8 +67,8 @@ class _Buffer:
 class Snapshots:
     """The snapshot buffers of one rank.
 
-    One thread captures, another one reads; which buffer may be overwritten is decided elsewhere
-    (`weight_sync.sender.snapshot_buffers`).
+    One thread captures and another one reads. `SnapshotBuffers` on rank 0 decides which buffer may
+    be overwritten.
     """
 
     def __init__(
@@ -84,16 +83,16 @@ class Snapshots:
 
     @property
     def num_bytes(self) -> int:
-        """Of one buffer."""
+        """Size of one buffer."""
         return self._layout.stream_bytes(self._rank)
 
-    def capture(self, slot: int, version: int, shards: Iterable[Shard]) -> None:
-        """Fill a buffer with `version`, cast to the dtypes of the layout.
+    def capture(self, index: int, version: int, shards: Iterable[Shard]) -> None:
+        """Fill a buffer with `version`, cast to the layout's dtypes.
 
-        On a GPU the copies may still be under way at the return. Raises ValueError unless `shards`
-        holds exactly the pieces that the layout gives to this rank.
+        On a GPU the copies may still be running when this returns. Raises ValueError unless
+        `shards` holds exactly the pieces that the layout assigns to this rank.
         """
-        buffer = self._buffers[slot]
+        buffer = self._buffers[index]
         with self._changed:
             buffer.version = None
         start = time.perf_counter()
@@ -117,7 +116,7 @@ class Snapshots:
             view = missing.pop(shard.name, None)
             if view is None:
                 if shard.tensor.numel() == 0 and shard.name in self._names:
-                    continue  # of a small parameter the last ranks own nothing
+                    continue  # the last ranks own nothing of a small parameter
                 raise ValueError(f"shard of {shard.name!r}: not in the layout, or given twice")
             if view.shape != shard.tensor.shape:
                 raise ValueError(
@@ -133,41 +132,38 @@ class Snapshots:
         return frozenset(tensor.name for tensor in self._layout.tensors)
 
     def guard(self) -> None:
-        """To be called before the weights change: what was captured is then safe from it.
-
-        On a GPU the current stream, not the caller, waits for the copies: what is called before the
-        update alone, such as the passes through the model, does not wait for them.
-        """
+        """Call before the weights change: the last capture is then safe from the change."""
+        # On a GPU the current stream waits for the copies, not the caller: work enqueued before
+        # this, such as the passes through the model, runs beside them.
         if self._last is not None:
             torch.cuda.current_stream().wait_event(self._last.ended)
 
-    def stream(self, slot: int, version: int, timeout_s: float) -> Tensor:
-        """[stream_bytes] uint8 of `version`, when all of it is there.
+    def stream(self, index: int, version: int, timeout_s: float) -> Tensor:
+        """[stream_bytes] uint8 of `version`, once it is captured completely.
 
-        Raises WeightSyncError if this rank does not capture it into `slot` within `timeout_s`.
+        Raises WeightSyncError if this rank does not capture it into the buffer within `timeout_s`.
         """
-        buffer = self._buffers[slot]
+        buffer = self._buffers[index]
         with self._changed:
             if not self._changed.wait_for(lambda: buffer.version == version, timeout_s):
                 raise WeightSyncError(
                     f"trainer rank {self._rank} did not capture version {version} within "
-                    f"{timeout_s:g} s: its snapshot buffer {slot} holds version {buffer.version}"
+                    f"{timeout_s:g} s: its snapshot buffer {index} holds version {buffer.version}"
                 )
             copying = buffer.copying
         if copying is not None:
             buffer.copy_s = copying.wait()
         return buffer.stream
 
-    def copy_s(self, slot: int) -> float:
-        """Seconds that the copy took whose `stream` was asked for: on a GPU, beside training."""
-        return self._buffers[slot].copy_s
+    def copy_s(self, index: int) -> float:
+        """Seconds that the copy took, after `stream` returned: on a GPU, beside training."""
+        return self._buffers[index].copy_s
 
 
 class _HostMemory(mmap.mmap):
-    """Whole pages, in no file, for as long as a tensor uses them.
+    """Anonymous whole pages that live as long as a tensor uses them."""
 
-    torch's own allocator of pinned memory takes the next power of two: up to twice as much.
-    """
+    # torch's own allocator of pinned memory rounds up to a power of two: up to twice as much.
 
     pinned_at: int | None = None
 
@@ -177,13 +173,15 @@ class _HostMemory(mmap.mmap):
         )
 
     def pin(self, address: int) -> None:
-        """`address` is its own. Raises CudaError if the system refuses."""
+        """`address` is that of this memory. Raises CudaError if the system refuses."""
         torch.cuda.check_error(_cudart().cudaHostRegister(address, len(self), _PORTABLE))
         self.pinned_at = address
 
     def __del__(self) -> None:
         if self.pinned_at is not None:
-            with contextlib.suppress(Exception):  # at its end the process may have left the GPU
+            with contextlib.suppress(
+                Exception
+            ):  # at exit the process may have left the GPU already
                 _cudart().cudaHostUnregister(self.pinned_at)
 
 
@@ -195,7 +193,7 @@ def _allocate(layout: Layout, rank: int, should_pin: bool) -> _Buffer:
     num_bytes = layout.stream_bytes(rank)
     memory = _HostMemory(num_bytes)
     stream = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
-    # Written once: the first write to fresh memory is many times slower than the next ones.
+    # The first write to fresh memory is many times slower than later ones: do it now.
     stream.zero_()
     if should_pin:
         memory.pin(stream.data_ptr())

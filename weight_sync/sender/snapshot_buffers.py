@@ -4,9 +4,9 @@
     free, kept ────────► capturing ────────────► pending ────────► in flight ────────────► kept
                               ▲                  │    ▲                │
                               └── take: the newest    └─ give_back: ◄──┘
-                                  version wins           nobody got it
+                                  version wins           no receiver got it
 
-What is kept is the base of the next delta and the source for receivers that join late.
+A kept version is the base of the next delta, and the source for receivers that join late.
 """
 
 from __future__ import annotations
@@ -30,60 +30,62 @@ class Phase(Enum):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Captured:
-    """A version in a snapshot buffer, as rank 0 saw it come there."""
+    """A version in a snapshot buffer, with its times on rank 0."""
 
-    slot: int
+    buffer: int
+    """Index of the snapshot buffer."""
     version: int
     wait_s: float
+    """Time that the training thread waited for the buffer."""
     snapshot_s: float
-    """Seconds that the training thread waited for the buffer, and then for the copy."""
+    """Time that it then waited for the copy."""
     snapshot_at: float
     """Unix time at which the copy began."""
 
 
 @dataclass(slots=True)
-class _Slot:
+class _Buffer:
     phase: Phase = Phase.free
     holds: Captured | None = None
     num_readers: int = 0
-    """Uses of the bytes besides being in flight: a base of an encoding, a transfer to a joiner."""
+    """Uses of a kept version: as the base of an encoding, or for a receiver that joined late."""
 
 
-class Slots:
-    """The states of the snapshot buffers. Thread-safe; the trainer takes, the coordinator reads."""
+class SnapshotBuffers:
+    """The states of the snapshot buffers. Thread-safe: trainer and coordinator share it."""
 
-    def __init__(self, num_slots: int, on_pending: Callable[[], None]) -> None:
-        """`on_pending` is called, in the capturing thread, whenever a version waits to be sent."""
-        self._slots = [_Slot() for _ in range(num_slots)]
+    def __init__(self, num_buffers: int, on_pending: Callable[[], None]) -> None:
+        """`on_pending` is called in the capturing thread whenever a version becomes pending."""
+        self._buffers = [_Buffer() for _ in range(num_buffers)]
         self._on_pending = on_pending
         self._skipped: list[Captured] = []
         self._error: BaseException | None = None
         self._changed = threading.Condition()  # guards all of the above
 
     def take(self, timeout_s: float) -> int:
-        """The buffer to capture into; waits for one.
+        """Wait for a buffer to capture into, and return its index.
 
         A version that is still pending is given up for the newer one. Raises WeightSyncError at
         `timeout_s`, and at once after `fail`.
         """
-        slots = self._slots
+        buffers = self._buffers
         with self._changed:
             if not self._changed.wait_for(self._can_take, timeout_s):
                 raise WeightSyncError(
                     f"no snapshot buffer became free within {timeout_s:g} s: they hold "
-                    + ", ".join(f"{s.holds and s.holds.version} ({s.phase.value})" for s in slots)
+                    + ", ".join(f"{b.holds and b.holds.version} ({b.phase.value})" for b in buffers)
                 )
             if self._error is not None:
                 raise WeightSyncError(f"weights cannot be sent: {self._error}") from self._error
-            slot = self._best()
-            assert slot is not None
-            self._skip_if_pending(slots[slot])
-            slots[slot].phase, slots[slot].holds = Phase.capturing, None
-            return slot
+            index = self._best()
+            assert index is not None
+            self._skip_if_pending(buffers[index])
+            buffers[index].phase, buffers[index].holds = Phase.capturing, None
+            return index
 
-    def _skip_if_pending(self, slot: _Slot) -> None:
-        if slot.phase is Phase.pending and slot.holds is not None:
-            self._skipped.append(slot.holds)
+    def _skip_if_pending(self, buffer: _Buffer) -> None:
+        if buffer.phase is Phase.pending and buffer.holds is not None:
+            self._skipped.append(buffer.holds)
 
     def drain_skipped(self) -> list[Captured]:
         """Versions that were given up for newer ones since the last call."""
@@ -95,72 +97,74 @@ class Slots:
         return self._error is not None or self._best() is not None
 
     def _best(self) -> int | None:
-        for index, slot in enumerate(self._slots):
-            if slot.phase is Phase.pending:
+        for index, buffer in enumerate(self._buffers):
+            if buffer.phase is Phase.pending:
                 return index
         usable = [
-            (-1 if slot.holds is None else slot.holds.version, index)
-            for index, slot in enumerate(self._slots)
-            if slot.phase in (Phase.free, Phase.kept) and not slot.num_readers
+            (-1 if buffer.holds is None else buffer.holds.version, index)
+            for index, buffer in enumerate(self._buffers)
+            if buffer.phase in (Phase.free, Phase.kept) and not buffer.num_readers
         ]
         return min(usable)[1] if usable else None
 
     def captured(self, captured: Captured) -> None:
         with self._changed:
-            slot = self._slots[captured.slot]
-            assert slot.phase is Phase.capturing
-            slot.phase, slot.holds = Phase.pending, captured
+            buffer = self._buffers[captured.buffer]
+            assert buffer.phase is Phase.capturing
+            buffer.phase, buffer.holds = Phase.pending, captured
         self._on_pending()
 
     def begin(self) -> Captured | None:
         """The pending version, from here on in flight: nothing overwrites it."""
         with self._changed:
-            for slot in self._slots:
-                if slot.phase is Phase.pending:
-                    slot.phase = Phase.in_flight
-                    return slot.holds
+            for buffer in self._buffers:
+                if buffer.phase is Phase.pending:
+                    buffer.phase = Phase.in_flight
+                    return buffer.holds
             return None
 
     def keep(self, captured: Captured) -> None:
-        """It is published: the older one need not be kept any longer."""
+        """It is published: the older version is no longer needed."""
         with self._changed:
             self._leave_flight(captured, Phase.kept)
 
     def give_back(self, captured: Captured) -> None:
-        """Nobody got it: it is tried again, unless a newer one has come meanwhile."""
+        """No receiver got it: it becomes pending again, unless a newer version exists."""
         with self._changed:
-            is_outdated = any(s.phase in (Phase.capturing, Phase.pending) for s in self._slots)
+            is_outdated = any(b.phase in (Phase.capturing, Phase.pending) for b in self._buffers)
             if is_outdated:
                 self._skipped.append(captured)
             self._leave_flight(captured, Phase.free if is_outdated else Phase.pending)
 
     def _leave_flight(self, captured: Captured, phase: Phase) -> None:
-        slot = self._slots[captured.slot]
-        assert slot.phase is Phase.in_flight and slot.holds is captured
-        slot.phase = phase
+        buffer = self._buffers[captured.buffer]
+        assert buffer.phase is Phase.in_flight and buffer.holds is captured
+        buffer.phase = phase
         self._changed.notify_all()
 
     @contextmanager
     def reading(self, version: int | None) -> Iterator[Captured | None]:
-        """The kept `version`, safe from being overwritten inside the block; None if it is gone."""
+        """The kept `version`, not overwritten inside the block; None if it is gone."""
         with self._changed:
-            slot = next((s for s in self._slots if _keeps(s, version)), None)
-            if slot is not None:
-                slot.num_readers += 1
+            buffer = next((b for b in self._buffers if _keeps(b, version)), None)
+            if buffer is not None:
+                buffer.num_readers += 1
         try:
-            yield None if slot is None else slot.holds
+            yield None if buffer is None else buffer.holds
         finally:
-            if slot is not None:
+            if buffer is not None:
                 with self._changed:
-                    slot.num_readers -= 1
+                    buffer.num_readers -= 1
                     self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Sending has ended for good: whoever waits in `take`, or comes to it, is told."""
+        """Sending has ended for good: current and later calls of `take` raise."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
 
-def _keeps(slot: _Slot, version: int | None) -> bool:
-    return slot.phase is Phase.kept and slot.holds is not None and slot.holds.version == version
+def _keeps(buffer: _Buffer, version: int | None) -> bool:
+    return (
+        buffer.phase is Phase.kept and buffer.holds is not None and buffer.holds.version == version
+    )

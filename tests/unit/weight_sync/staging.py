@@ -44,7 +44,7 @@ def manifest_of(version: int, data: torch.Tensor, layout: Layout = LAYOUT) -> Ma
 def stage(store: StagedStore, version: int, should_release: bool = True) -> Slot:
     slot = store.begin(full(version))
     slot.data.copy_(content(version))
-    slot.complete(manifest_of(version, slot.data))
+    store.complete(slot, manifest_of(version, slot.data))
     if should_release:
         store.release(version)
     return slot

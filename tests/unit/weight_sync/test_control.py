@@ -74,21 +74,21 @@ def test_every_rank_hears_and_answers_in_the_order_of_the_ranks() -> None:
             message = {"do": "this", "what": "é" * length, "numbers": [1, None, 2.5, 2**60]}
             replies = made.group.call(message, LIMIT_S)
             assert replies == [{"rank": rank, "heard": message} for rank in (1, 2)]
-        made.group.tell({"do": "close"})
+        made.group.broadcast({"do": "close"})
         assert made.wait() == [0, 0]
 
 
 def test_a_rank_that_dies_is_named_at_once() -> None:
     with ranks() as made:
         start = time.monotonic()
-        with pytest.raises(ControlError, match="hearing from rank 2: it is gone, or was silent"):
+        with pytest.raises(ControlError, match="receiving from rank 2: it is gone, or was silent"):
             made.group.call({"do": "this", "dying": [2]}, LIMIT_S)
         assert time.monotonic() - start < LIMIT_S / 2
 
 
 def test_a_rank_that_does_not_answer_is_named_when_its_time_is_over() -> None:
     with ranks() as made:
-        with pytest.raises(ControlError, match=r"hearing from rank 1: .* silent for 0"):
+        with pytest.raises(ControlError, match=r"receiving from rank 1: .* silent for 0"):
             made.group.call({"do": "this", "sleeping": [1]}, 0.5)
         with pytest.raises(ControlError):  # the group is of no use any more
             made.group.call({"do": "this"}, 0.5)
@@ -106,7 +106,7 @@ def test_the_others_notice_that_rank_0_is_gone() -> None:
 def test_the_others_notice_that_rank_0_is_silent() -> None:
     with ranks(timeout_s=1.0) as made:
         assert made.wait() == [3, 3]
-        assert "hearing from rank 0: it is gone, or was silent for 1 s" in made.words.recv()
+        assert "receiving from rank 0: it is gone, or was silent for 1 s" in made.words.recv()
 
 
 def test_who_does_not_come_is_an_error() -> None:

@@ -179,7 +179,7 @@ async def test_bytes_that_were_changed_on_the_way_are_sent_again_and_never_seen(
 async def test_a_rank_that_has_no_memory_for_it_now_sends_the_version_later(tmp_path: Path) -> None:
     async with scene(tmp_path) as s:
         (a,) = await s.add("a")
-        rank, failures = s.engine._lead._sending, [MemoryError()]
+        rank, failures = s.engine._coordinator._sending, [MemoryError()]
         encode = rank._encode
 
         def fail_once(command):
@@ -198,7 +198,7 @@ async def test_a_rank_that_has_no_memory_for_it_now_sends_the_version_later(tmp_
 def _flip(s: Scene, record: dict[str, object]) -> None:
     """Another bit from when the checksums were made until a receiver has noticed."""
     if record.get("event") == "epoch" or record.get("event") == "torn":
-        _, checksums = s.engine._lead._sending._checksums
+        _, checksums = s.engine._coordinator._sending._checksums
         checksums.result(10)
         slot = s.engine._snapshots._buffers[0].stream
         slot[12345] ^= 64

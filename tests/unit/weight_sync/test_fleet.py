@@ -13,7 +13,7 @@ from scene_model import scene_layout
 from configs.schema import WeightSyncConfig
 from weight_sync.coordinator.fleet import Fleet
 from weight_sync.errors import ReceiverUnreachable
-from weight_sync.timeouts import Limits
+from weight_sync.timeouts import Timeouts
 from weight_sync.types import WeightSyncError
 
 STATUS = (
@@ -87,7 +87,7 @@ async def fleet_of_one() -> AsyncIterator[tuple[Fleet, MemoryBoard, OneReceiver]
     port = server.sockets[0].getsockname()[1]
     board.registered["a"] = f"http://127.0.0.1:{port}"
     config = WeightSyncConfig(timeout_s=0.6)
-    fleet = Fleet(board, Limits(config=config, layout=scene_layout(1), control_s=1.0), "key")
+    fleet = Fleet(board, Timeouts(config=config, layout=scene_layout(1), control_s=1.0), "key")
     try:
         yield fleet, board, receiver
     finally:
@@ -117,7 +117,7 @@ async def test_a_receiver_that_falls_silent_is_given_up_long_before_its_request_
                 await fleet.call(client, client.release(0, timeout_s=1000.0))
         assert [(e["event"], e["who"]) for e in board.records] == [("excluded", "a")]
         assert await fleet.members([client]) == []  # and is not asked again
-        await fleet.trouble(client, "left_out", "that is no news")
+        await fleet.report_failure(client, "left_out", "that is no news")
         assert len(board.records) == 1
 
 
@@ -130,7 +130,7 @@ async def test_a_trouble_is_told_once_until_it_is_over() -> None:
         for _ in range(3):
             assert await fleet.ask(clients, refuse, "left_out") == {}
         assert [e["detail"] for e in board.events("left_out")] == ["no room"]
-        fleet.is_well(clients[0])
+        fleet.mark_healthy(clients[0])
         await fleet.ask(clients, refuse, "left_out")
         assert len(board.events("left_out")) == 2
 

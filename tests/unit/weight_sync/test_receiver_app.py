@@ -44,7 +44,7 @@ class Receivers:
         for version in versions:
             slot = store.begin(make_transfer(LAYOUT, version))
             slot.data.copy_(file_data(LAYOUT, version))
-            slot.complete(make_manifest(LAYOUT, version))
+            store.complete(slot, make_manifest(LAYOUT, version))
             if should_release:
                 store.release(version)
         store.close()

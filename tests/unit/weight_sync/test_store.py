@@ -47,7 +47,7 @@ def test_a_version_is_listed_when_whole_and_newest_when_released(store: StagedSt
     assert (store.newest, store.complete_versions, slot.manifest) == (None, [], None)
     slot.data.copy_(content(4))
     manifest = manifest_of(4, slot.data)
-    slot.complete(manifest)
+    store.complete(slot, manifest)
     assert (store.newest, store.complete_versions) == (None, [4])
     assert store.get(4).manifest == manifest
     store.release(4)
@@ -79,7 +79,7 @@ def test_the_same_transfer_again_goes_on_in_its_slot(store: StagedStore) -> None
     resumed = store.begin(full(1))
     assert resumed.data.data_ptr() == slot.data.data_ptr()
     assert (resumed.data[:100] == 7).all()
-    resumed.complete(manifest_of(1, resumed.data))
+    store.complete(resumed, manifest_of(1, resumed.data))
     with pytest.raises(WeightSyncError, match="version 1 is staged already"):
         store.begin(full(1))
 
@@ -89,8 +89,8 @@ def test_an_unfinished_version_gives_way_to_the_next(store: StagedStore) -> None
     stale = store.begin(full(2))
     slot = store.begin(full(3))
     with pytest.raises(WeightSyncError, match="version 2 was dropped"):
-        stale.complete(manifest_of(2, stale.data))
-    slot.complete(manifest_of(3, slot.data))
+        store.complete(stale, manifest_of(2, stale.data))
+    store.complete(slot, manifest_of(3, slot.data))
     assert store.complete_versions == [1, 3]
 
 
@@ -99,7 +99,7 @@ def test_another_transfer_of_the_same_version_starts_anew(store: StagedStore) ->
     stale = store.begin(delta(2, base_version=1))
     store.begin(full(2))
     with pytest.raises(WeightSyncError, match="version 2 was dropped"):
-        stale.complete(manifest_of(2, stale.data))
+        store.complete(stale, manifest_of(2, stale.data))
 
 
 def test_the_slot_of_a_delta_begins_with_the_bytes_of_its_base(store: StagedStore) -> None:
@@ -190,7 +190,7 @@ def test_discard_drops_what_is_not_released(store: StagedStore) -> None:
     store.discard(2)
     store.discard(77)
     with pytest.raises(WeightSyncError, match="version 2 was dropped"):
-        slot.complete(manifest_of(2, slot.data))
+        store.complete(slot, manifest_of(2, slot.data))
     with pytest.raises(WeightSyncError, match="version 1 is released"):
         store.discard(1)
     with pytest.raises(WeightSyncError, match="version 2 is not staged"):
@@ -225,7 +225,7 @@ def test_a_manifest_of_another_version_or_layout_is_refused(store: StagedStore) 
     wrong = manifest_of(1, content(1, OTHER_LAYOUT), OTHER_LAYOUT)
     for manifest in (manifest_of(2, slot.data), wrong):
         with pytest.raises(WeightSyncError, match="the slot is version 1's"):
-            slot.complete(manifest)
+            store.complete(slot, manifest)
     assert store.complete_versions == []
 
 
@@ -304,7 +304,7 @@ def test_a_full_tmpfs_is_said_before_the_first_byte_comes_and_leaves_its_room(
     store.set_layout(small)
     slot = store.begin(full(1, small))
     slot.data.fill_(1)
-    slot.complete(manifest_of(1, slot.data, small))
+    store.complete(slot, manifest_of(1, slot.data, small))
     store.close()
 
 
@@ -314,7 +314,7 @@ def test_a_tmpfs_that_others_filled_up_costs_no_staged_byte(small_tmpfs: Path) -
     store.set_layout(layout)
     first = store.begin(full(1, layout))
     first.data.fill_(1)
-    first.complete(manifest_of(1, first.data, layout))
+    store.complete(first, manifest_of(1, first.data, layout))
     store.release(1)
     with (small_tmpfs / "others").open("wb", buffering=0) as file, pytest.raises(OSError):
         while True:
@@ -322,11 +322,11 @@ def test_a_tmpfs_that_others_filled_up_costs_no_staged_byte(small_tmpfs: Path) -
     slot = store.begin(full(2, layout))
     slot.data.fill_(2)  # every page is there: no SIGBUS
     with pytest.raises(StoreFullError, match=r"for the manifest of version 2, 0 bytes"):
-        slot.complete(manifest_of(2, slot.data, layout))
+        store.complete(slot, manifest_of(2, slot.data, layout))
     store.hold(1, "engine-0", ttl_s=10)  # an engine gets what is there all the same
     assert (store.newest, store.complete_versions) == (1, [1])
     (small_tmpfs / "others").unlink()
-    slot.complete(manifest_of(2, slot.data, layout))
+    store.complete(slot, manifest_of(2, slot.data, layout))
     assert store.complete_versions == [1, 2]
     store.close()
 

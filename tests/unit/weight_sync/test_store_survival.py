@@ -148,8 +148,8 @@ STAGE_UNTIL_KILLED = """
 import json, sys
 from pathlib import Path
 from weight_sync.checksums import staged_checksums
-from weight_sync.manifest import Layout, Manifest, Transfer
-from weight_sync.store import StagedStore
+from weight_sync.layout import Layout, Manifest, Transfer
+from weight_sync.receiver.store import StagedStore
 
 store = StagedStore(Path(sys.argv[1]), 2)
 layout = Layout.from_json(json.loads(sys.argv[2]))
@@ -160,7 +160,7 @@ for version, transfer in enumerate(json.loads(sys.argv[3]), start=1):
     if version < 3:
         slot.data.fill_(version)
         checksums = staged_checksums(layout, slot.data)
-        slot.complete(Manifest(version=version, layout=layout, checksums=checksums))
+        store.complete(slot, Manifest(version=version, layout=layout, checksums=checksums))
         store.release(version)
 print("ready", flush=True)
 sys.stdin.read()
@@ -293,7 +293,7 @@ class AnyOrder(RuleBasedStateMachine):
     def complete(self) -> None:
         assert self.arriving is not None
         self.arriving.data.copy_(content(self.arriving.version))
-        self.arriving.complete(manifest_of(self.arriving.version, self.arriving.data))
+        self.store.complete(self.arriving, manifest_of(self.arriving.version, self.arriving.data))
         self.completed.add(self.arriving.version)
         self.arriving = None
 

@@ -165,7 +165,7 @@ async def test_a_version_that_nobody_can_take_yet_is_encoded_and_told_once(tmp_p
 async def test_epochs_that_are_over_leave_nothing_in_the_store(tmp_path: Path) -> None:
     async with scene(tmp_path) as s:
         await s.add("a")
-        store = s.engine._lead._store  # type: ignore[union-attr]
+        store = s.engine._coordinator._store  # type: ignore[union-attr]
         for name in ("b", "c"):
             (node,) = await s.add(name)
             version = s.board.published[-1] + 1 if s.board.published else 0

@@ -19,12 +19,12 @@ from configs.schema import WeightSyncConfig
 from weight_sync import delta, group
 from weight_sync.errors import TransferFailed
 from weight_sync.group import WeightGroup, open_store
-from weight_sync.group_thread import Membership
+from weight_sync.group_thread import GroupThread
 from weight_sync.layout import Layout
 from weight_sync.receiver.receiver import Receiver
 from weight_sync.sender.rank import Sender, SendingRank
 from weight_sync.sender.snapshot import Shard, Snapshots
-from weight_sync.timeouts import Limits
+from weight_sync.timeouts import Timeouts
 from weight_sync.types import GroupSpec, ReceiverSpec, WeightSyncError
 
 LIMIT = timedelta(seconds=20)
@@ -75,10 +75,10 @@ def scene() -> Iterator[Scene]:
 
 
 @pytest.fixture
-def membership() -> Iterator[Membership]:
-    membership = Membership("test-lane")
-    yield membership
-    membership.leave()
+def group_thread() -> Iterator[GroupThread]:
+    group_thread = GroupThread("test-group-thread")
+    yield group_thread
+    group_thread.leave()
 
 
 def meet(spec: GroupSpec) -> Callable[[], WeightGroup]:
@@ -94,7 +94,7 @@ def send(group: WeightGroup) -> None:
 
 
 def test_a_walk_runs_on_a_thread_that_lasts_until_one_fails(
-    scene: Scene, membership: Membership
+    scene: Scene, group_thread: GroupThread
 ) -> None:
     threads = []
 
@@ -106,14 +106,14 @@ def test_a_walk_runs_on_a_thread_that_lasts_until_one_fails(
         raise WeightSyncError("lost my way")
 
     peer = scene.peer(scene.spec(1))
-    membership.join(scene.spec(1), meet(scene.spec(1)))
-    membership.walk(note, 20)
+    group_thread.join(scene.spec(1), meet(scene.spec(1)))
+    group_thread.walk(note, 20)
     with pytest.raises(WeightSyncError, match="lost my way"):
-        membership.walk(fail, 20)
-    assert membership.spec is None and peer.result(20)
+        group_thread.walk(fail, 20)
+    assert group_thread.spec is None and peer.result(20)
     peer = scene.peer(scene.spec(2))
-    membership.join(scene.spec(2), meet(scene.spec(2)))
-    membership.walk(note, 20)
+    group_thread.join(scene.spec(2), meet(scene.spec(2)))
+    group_thread.walk(note, 20)
     first, failed, fresh = threads
     assert first is failed and failed is not fresh
     failed.join(20)
@@ -121,20 +121,20 @@ def test_a_walk_runs_on_a_thread_that_lasts_until_one_fails(
 
 
 def test_a_meeting_that_stands_still_costs_its_epoch_alone(
-    scene: Scene, membership: Membership
+    scene: Scene, group_thread: GroupThread
 ) -> None:
     """As NCCL's, when a member is stopped after all have come."""
     slow = scene.spec(1, timeout_s=0.2)
     with scene.stands_still_in("_gloo_group"):
         late_peer = scene.peer(slow)
         with pytest.raises(WeightSyncError, match=r"epoch 1 .* did not form: .* one stopped"):
-            membership.join(slow, meet(slow))
-    assert membership.spec is None
+            group_thread.join(slow, meet(slow))
+    assert group_thread.spec is None
     peer = scene.peer(scene.spec(2))
-    membership.join(scene.spec(2), meet(scene.spec(2)))
+    group_thread.join(scene.spec(2), meet(scene.spec(2)))
     received = bytes_of(0)
     receiving = peer.result(20).recv(received, 0, 0)
-    membership.walk(send, 20)
+    group_thread.walk(send, 20)
     receiving.wait(LIMIT)
     assert received.tolist() == [7] * 4
     scene.go_on.set()  # the old epoch forms at last, and this process leaves it at once
@@ -143,7 +143,7 @@ def test_a_meeting_that_stands_still_costs_its_epoch_alone(
 
 
 def test_a_walk_that_stands_still_is_given_up_and_touches_nothing_later(
-    scene: Scene, membership: Membership
+    scene: Scene, group_thread: GroupThread
 ) -> None:
     touched: list[str] = []
     over = threading.Event()
@@ -157,22 +157,22 @@ def test_a_walk_that_stands_still_is_given_up_and_touches_nothing_later(
             over.set()
 
     peer = scene.peer(scene.spec(1))
-    membership.join(scene.spec(1), meet(scene.spec(1)))
+    group_thread.join(scene.spec(1), meet(scene.spec(1)))
     with pytest.raises(WeightSyncError, match=r"epoch 1 .* is given up: .* within 0\.2 s"):
-        membership.walk(stand_still, 0.2)
-    assert membership.spec is None and peer.result(20)
+        group_thread.walk(stand_still, 0.2)
+    assert group_thread.spec is None and peer.result(20)
     peer = scene.peer(scene.spec(2))
-    membership.join(scene.spec(2), meet(scene.spec(2)))
+    group_thread.join(scene.spec(2), meet(scene.spec(2)))
     assert peer.result(20)
     scene.go_on.set()
     assert over.wait(20) and not touched
 
 
-def test_a_left_group_is_noticed_at_once(scene: Scene, membership: Membership) -> None:
+def test_a_left_group_is_noticed_at_once(scene: Scene, group_thread: GroupThread) -> None:
     peer = scene.peer(scene.spec(1))
-    membership.join(scene.spec(1), meet(scene.spec(1)))
-    membership.leave()
-    membership.leave()
+    group_thread.join(scene.spec(1), meet(scene.spec(1)))
+    group_thread.leave()
+    group_thread.leave()
     with pytest.raises(RuntimeError):
         peer.result(20).recv(bytes_of(0), 0, 0).wait(LIMIT)
 
@@ -182,12 +182,12 @@ def test_a_left_group_is_noticed_at_once(scene: Scene, membership: Membership) -
 
 def sending_rank() -> SendingRank:
     config = WeightSyncConfig(timeout_s=0.5)
-    limits = Limits(config=config, layout=LAYOUT, control_s=5.0)
+    timeouts = Timeouts(config=config, layout=LAYOUT, control_s=5.0)
     snapshots = Snapshots(LAYOUT, 0)
     for version in (0, 1):
         values = random_bytes(3000, seed=version).view(torch.bfloat16)
         snapshots.capture(version, version, [Shard(name="a", tensor=values)])
-    return SendingRank(limits, 0, snapshots, Sender(0, config, torch.device("cpu")))
+    return SendingRank(timeouts, 0, snapshots, Sender(0, config, torch.device("cpu")))
 
 
 def test_a_rank_answers_a_join_that_stands_still(scene: Scene) -> None:
@@ -205,9 +205,9 @@ def encode_command() -> dict[str, Any]:
     return {
         "do": "encode",
         "version": 1,
-        "slot": 1,
+        "buffer": 1,
         "base_version": 0,
-        "base_slot": 0,
+        "base_buffer": 0,
         "max_density": 1.0,
     }
 

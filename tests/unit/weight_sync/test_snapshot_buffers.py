@@ -1,0 +1,144 @@
+"""Which snapshot buffer a publish may overwrite, state by state."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from weight_sync.sender.snapshot_buffers import Captured, SnapshotBuffers
+from weight_sync.types import WeightSyncError
+
+
+def capture(buffers: SnapshotBuffers, version: int) -> Captured:
+    captured = Captured(
+        buffer=buffers.take(1.0), version=version, wait_s=0.0, snapshot_s=0.0, snapshot_at=0.0
+    )
+    buffers.captured(captured)
+    return captured
+
+
+def begin(buffers: SnapshotBuffers) -> Captured:
+    captured = buffers.begin()
+    assert captured is not None
+    return captured
+
+
+def make_buffers() -> SnapshotBuffers:
+    return SnapshotBuffers(2, lambda: None)
+
+
+def publish(buffers: SnapshotBuffers, version: int) -> Captured:
+    capture(buffers, version)
+    captured = begin(buffers)
+    buffers.keep(captured)
+    return captured
+
+
+def test_a_pending_version_is_given_up_for_a_newer_one() -> None:
+    buffers = make_buffers()
+    first = capture(buffers, 0)
+    second = capture(buffers, 1)
+    assert second.buffer == first.buffer
+    assert buffers.begin() is second and buffers.begin() is None
+    assert buffers.drain_skipped() == [first] and buffers.drain_skipped() == []
+
+
+def test_what_is_in_flight_is_not_overwritten_and_the_next_one_waits_its_turn() -> None:
+    buffers = make_buffers()
+    capture(buffers, 0)
+    flying = begin(buffers)
+    pending = [capture(buffers, version) for version in (1, 2, 3)]
+    assert {p.buffer for p in pending} == {1 - flying.buffer}
+    buffers.keep(flying)
+    assert buffers.begin() is pending[-1]
+
+
+def test_the_older_of_two_published_versions_is_overwritten_first() -> None:
+    buffers = make_buffers()
+    publish(buffers, 0)
+    newer = publish(buffers, 1)
+    assert buffers.take(1.0) != newer.buffer
+
+
+def test_a_base_that_is_being_read_is_safe_until_the_reader_is_done() -> None:
+    buffers = make_buffers()
+    publish(buffers, 0)
+    capture(buffers, 1)
+    begin(buffers)
+    done = threading.Event()
+    with buffers.reading(0) as base:
+        assert base is not None and base.version == 0
+        with pytest.raises(WeightSyncError, match=r"no snapshot buffer became free within 0\.05 s"):
+            buffers.take(0.05)
+        taken: list[int] = []
+
+        def take() -> None:
+            taken.append(buffers.take(10.0))
+            done.set()
+
+        waiter = threading.Thread(target=take)
+        waiter.start()
+        assert not done.is_set()
+    assert done.wait(10.0)
+    waiter.join()
+    assert taken == [base.buffer]
+
+
+def test_only_a_published_version_can_be_read() -> None:
+    buffers = make_buffers()
+    capture(buffers, 0)
+    with buffers.reading(0) as pending:
+        assert pending is None
+    begin(buffers)
+    with buffers.reading(0) as flying, buffers.reading(None) as nothing:
+        assert flying is None and nothing is None
+
+
+def test_a_version_that_nobody_got_is_tried_again() -> None:
+    buffers = make_buffers()
+    captured = capture(buffers, 0)
+    buffers.give_back(begin(buffers))
+    assert buffers.begin() is captured
+    assert buffers.drain_skipped() == []
+
+
+def test_a_version_that_nobody_got_makes_room_for_a_newer_one() -> None:
+    buffers = make_buffers()
+    captured = capture(buffers, 0)
+    begin(buffers)
+    newer = capture(buffers, 1)
+    buffers.give_back(captured)
+    assert buffers.begin() is newer and buffers.begin() is None
+    assert buffers.drain_skipped() == [captured]
+
+
+def test_whoever_waits_for_a_buffer_is_told_that_sending_has_ended() -> None:
+    buffers = make_buffers()
+    publish(buffers, 0)
+    capture(buffers, 1)
+    begin(buffers)
+    errors: list[WeightSyncError] = []
+
+    def take() -> None:
+        try:
+            buffers.take(10.0)
+        except WeightSyncError as error:
+            errors.append(error)
+
+    with buffers.reading(0):
+        waiter = threading.Thread(target=take)
+        waiter.start()
+        buffers.fail(ConnectionError("the board is gone"))
+        waiter.join(10.0)
+    assert [str(error) for error in errors] == ["weights cannot be sent: the board is gone"]
+    with pytest.raises(WeightSyncError, match="the board is gone"):
+        buffers.take(0.0)
+
+
+def test_the_reader_is_woken_for_each_capture() -> None:
+    woken: list[None] = []
+    buffers = SnapshotBuffers(2, lambda: woken.append(None))
+    capture(buffers, 0)
+    capture(buffers, 1)
+    assert len(woken) == 2
