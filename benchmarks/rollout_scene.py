@@ -31,9 +31,9 @@ from configs.schema import BufferConfig, WeightSyncConfig
 from rollout_pool.engines.engine import EngineInfo, EngineSpec, SGLangEngine
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.sampling.sampler import Sampler
+from rollout_pool.tasks.environments import EpisodeSource
 from rollout_pool.types import RolloutSpec
 from rollout_pool.worker.build import WorkerParts
-from rollout_pool.worker.player import Player
 from trainer_pool.model.scratch import byte_tokenizer
 
 KEY = "k3y-of-the-benchmark"
@@ -124,8 +124,8 @@ class _LimitedParts(WorkerParts):
 
     lengths: Lengths
 
-    def _make_player(self, sampler: Sampler, chat: ChatFormat) -> Player:
-        return super()._make_player(LimitedCompleter(sampler, self.lengths), chat)  # type: ignore[arg-type]
+    def _make_source(self, sampler: Sampler, chat: ChatFormat) -> EpisodeSource:
+        return super()._make_source(LimitedCompleter(sampler, self.lengths), chat)  # type: ignore[arg-type]
 
 
 class _FiniteRoom:

@@ -160,5 +160,5 @@ def new_sample(job: Job, member: int, attempt: int) -> Sample:
         prompt=job.prompt,
         sampling=SamplingParams(),
         max_new_tokens=job.lengths[member],
-        rank=job.index,
+        order=job.index,
     )

@@ -11,11 +11,11 @@ import itertools
 from configs.choices import OnLongPrompt
 from configs.schema import Config
 from controller.start.warm_start import imitate
+from rollout_pool.endpoint.agents import find_agent
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.tokenizer import Tokenizer
 from rollout_pool.tasks.environments import environment_factory, load_tools
 from rollout_pool.tasks.task import Task, TaskStream, demonstrations
-from rollout_pool.worker.agents import find_agent
 from rollout_pool.worker.prompts import PromptReader
 
 NUM_PROMPTS = 32
@@ -26,10 +26,10 @@ NUM_DEMONSTRATIONS = 4
 def check_first_words(config: Config, task: Task, tokenizer: Tokenizer) -> None:
     """Raises ValueError for a chat template that is missing or takes no question, prompts that
     `rollout.max_prompt_tokens` refuses, and demonstrations that cannot be had."""
-    _check_prompts(config, task, tokenizer)
     chat = ChatFormat(
         tokenizer, chat_template=config.task.chat_template, tool_parser=config.task.tool_parser
     )
+    _check_prompts(config, task, chat)
     # An environment of the user's own may do anything at its start, so it is left alone.
     if config.task.env is None and find_agent(config.task, task) is None:
         _check_opening(config, task, chat)
@@ -39,12 +39,12 @@ def check_first_words(config: Config, task: Task, tokenizer: Tokenizer) -> None:
             imitate(chat, messages, tools)
 
 
-def _check_prompts(config: Config, task: Task, tokenizer: Tokenizer) -> None:
-    reader = PromptReader(tokenizer, config.task, config.rollout)
+def _check_prompts(config: Config, task: Task, chat: ChatFormat) -> None:
+    reader = PromptReader(chat, config.task, config.rollout)
     for prompt in itertools.islice(TaskStream(task, 0, 1), NUM_PROMPTS):
-        reader.read(prompt)
-    held_out = [reader.read(prompt) for prompt in task.eval_prompts()]
-    if held_out and all(prompt is None for prompt in held_out):
+        reader.accepts(prompt)
+    held_out = [reader.accepts(prompt) for prompt in task.eval_prompts()]
+    if held_out and not any(held_out):
         raise ValueError(
             f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: every held-out prompt "
             "is longer and would be skipped; raise the limit"

@@ -20,6 +20,7 @@ from controller.ray_environment import LOOPBACK
 from controller.start.first_words import check_first_words
 from controller.start.placement import num_cpus_needed
 from controller.start.plan import DEFAULT_STAGE_DIR, Plan, make_plan
+from rollout_pool.endpoint.agents import find_agent
 from rollout_pool.engines.engine import shared_memory_bytes
 from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
@@ -29,7 +30,6 @@ from rollout_pool.tasks.environments import PYTHON, environment_factory
 from rollout_pool.tasks.programs import CodeTask
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Task
-from rollout_pool.worker.agents import find_agent
 from trainer_pool.model.checkpoint_names import check_names, parameter_names
 from trainer_pool.model.scratch import byte_tokenizer
 

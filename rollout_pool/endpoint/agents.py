@@ -1,6 +1,6 @@
 """Runs an agent, a program of the user's that talks to the model by itself, as an episode.
 
-run(prompt, ask) ──► session ──► agent(session, prompt) ──► reward ──► Episode
+run(prompt, request) ──► session ──► agent(session, prompt) ──► reward ──► Episode
                                     │     ▲
                                     ▼     │  OpenAI's API
                                   endpoint, engines
@@ -14,17 +14,19 @@ import logging
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import httpx
 
+from configs.rollout_schema import TaskConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.server import Endpoint
 from rollout_pool.endpoint.sessions import Outcome, Session
 from rollout_pool.episodes.episode import Episode
-from rollout_pool.episodes.runner import EpisodeAsk
+from rollout_pool.episodes.runner import EpisodeRequest
 from rollout_pool.tasks.dotted import load_callable
-from rollout_pool.tasks.task import Prompt
+from rollout_pool.tasks.environments import EpisodeSource
+from rollout_pool.tasks.task import Prompt, Task
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -85,7 +87,24 @@ def load_agent(name: str) -> Agent:
     return agent
 
 
-class AgentRunner:
+@runtime_checkable
+class AgentTask(Protocol):
+    """A task that brings its own agent, as an environment of the verifiers library does."""
+
+    async def run_agent(self, session: SessionHandle, prompt: Prompt) -> Answered: ...
+
+
+def find_agent(config: TaskConfig, task: Task) -> Agent | None:
+    """The agent that plays the episodes of `task` (task.agent); None if an environment does.
+
+    Raises ValueError naming task.agent for one that does not exist or is no async function.
+    """
+    if config.agent is not None:
+        return load_agent(config.agent)
+    return task.run_agent if isinstance(task, AgentTask) else None
+
+
+class AgentRunner(EpisodeSource):
     """Plays episodes with `agent`. Settings: task.episode_timeout_s,
     rollout.openai.session_timeout_s."""
 
@@ -94,7 +113,7 @@ class AgentRunner:
         self._endpoint = endpoint
         self._acting: set[asyncio.Task[Outcome]] = set()
 
-    async def run(self, prompt: Prompt, ask: EpisodeAsk) -> Episode:
+    async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
         """The finished episode; what the agent returned is its env_reward.
 
         Whatever the agent raises ends it with "env_error", and it is scored for what it has.
@@ -102,7 +121,7 @@ class AgentRunner:
         it failed since an answer could not be had.
         """
         sessions = self._endpoint.sessions
-        session = sessions.open(ask)
+        session = sessions.open(request)
         try:
             return await self._play(session, prompt)
         finally:

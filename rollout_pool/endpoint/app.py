@@ -33,7 +33,7 @@ from rollout_pool.endpoint.chat_api import ChatTurn, read_chat
 from rollout_pool.endpoint.completions_api import CompletionTurn, read_completion
 from rollout_pool.endpoint.errors import ApiError, refuse
 from rollout_pool.endpoint.fields import Fields, check_whole, shown
-from rollout_pool.endpoint.groups import OutsideGroups
+from rollout_pool.endpoint.groups import ExternalGroups
 from rollout_pool.endpoint.results import Turn
 from rollout_pool.endpoint.room import RequestRoom
 from rollout_pool.endpoint.sessions import Outcome, Session, SessionOver, Sessions
@@ -57,7 +57,7 @@ MakeTurn = Callable[[Session, Fields], Turn]
 
 def make_app(
     sessions: Sessions,
-    groups: OutsideGroups,
+    groups: ExternalGroups,
     *,
     admin_key: str,
     vocab_size: int,
@@ -124,7 +124,7 @@ class _Api:
     def __init__(
         self,
         sessions: Sessions,
-        groups: OutsideGroups,
+        groups: ExternalGroups,
         admin_key: str,
         vocab_size: int,
     ) -> None:
@@ -138,14 +138,14 @@ class _Api:
 
     async def chat(self, request: Request) -> Response:
         def make_turn(session: Session, fields: Fields) -> Turn:
-            asked = read_chat(fields, session.serving.model, session.ask.sampling)
+            asked = read_chat(fields, session.serving.model, session.request.sampling)
             return ChatTurn(session, asked)
 
         return await self._answer(request, make_turn)
 
     async def completions(self, request: Request) -> Response:
         def make_turn(session: Session, fields: Fields) -> Turn:
-            model, sampling = session.serving.model, session.ask.sampling
+            model, sampling = session.serving.model, session.request.sampling
             asked = read_completion(fields, model, sampling, self._vocab_size)
             return CompletionTurn(session, asked)
 
@@ -209,14 +209,14 @@ class _Api:
         if not 0 <= timeout_s <= MAX_GROUP_TIMEOUT_S:
             problem = f"{timeout_s:g} must lie between 0 and {MAX_GROUP_TIMEOUT_S:g}; ask again"
             raise refuse("timeout_s", problem)
-        wish = self._groups.wish()
+        group = self._groups.request()
         is_told = False
         try:
             async with asyncio.timeout(timeout_s):
-                await unless_gone(request.receive, settled(wish.opened))
-            if not wish.opened.done():
+                await unless_gone(request.receive, settled(group.opened))
+            if not group.opened.done():
                 return Response(status_code=499)
-            wish.opened.result()
+            group.opened.result()
             is_told = True
         except TimeoutError as error:
             raise ApiError(
@@ -228,8 +228,8 @@ class _Api:
             ) from error
         finally:
             if not is_told:
-                wish.withdraw()
-        return JSONResponse(wish.describe(_base_url(request)))
+                group.withdraw()
+        return JSONResponse(group.describe(_base_url(request)))
 
     async def reward(self, request: Request) -> Response:
         """The end of a session. The same reward may be posted again."""

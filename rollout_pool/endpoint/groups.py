@@ -1,9 +1,9 @@
-"""Groups that are played by programs elsewhere, which come and ask for them.
+"""Groups that programs elsewhere request and play.
 
-program                        endpoint                     worker
-POST /groups ─────────────────► wish                         credit, prompt
-                                     ─── take() ───────────► flight
-             ◄─ n sessions ──── opened ◄─ run(prompt, ask) ─ n times
+program                        endpoint                         worker
+POST /groups ─────────────────► ExternalGroup                    credit, prompt
+                                     ─── take() ───────────────► GroupRun
+             ◄─ n sessions ──── opened ◄─ run(prompt, request) ─ n times
 requests, POST /sessions/ID/reward ─► outcome ─► Episode ──► score, push
 """
 
@@ -17,18 +17,19 @@ from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.errors import ApiError
 from rollout_pool.endpoint.sessions import Session, SessionLost, Sessions
 from rollout_pool.episodes.episode import Episode
-from rollout_pool.episodes.runner import EpisodeAsk
+from rollout_pool.episodes.runner import EpisodeRequest
+from rollout_pool.tasks.environments import EpisodeSource
 from rollout_pool.tasks.task import Prompt
 
 MAX_WAITING = 1024
-"""Wishes; whoever comes then is told to come again."""
+"""Requests for groups that may wait; later ones are refused."""
 
 
-class GroupWish:
-    """A group that somebody asked for. A worker that takes it on has each of its n episodes `run`.
+class ExternalGroup(EpisodeSource):
+    """A group that a program elsewhere requested: a worker that takes it has each of its n episodes
+    `run`."""
 
-    If it can't be had, `refuse` says why.
-    """
+    is_external = True
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
@@ -45,32 +46,29 @@ class GroupWish:
     def is_withdrawn(self) -> bool:
         return self._withdrawn.is_set()
 
-    def refuse(self, why: str) -> None:
-        """There will be no such group."""
+    def give_up(self, why: str) -> None:
+        """There will be no such group, or it has begun and will not be finished: its sessions are
+        over for this reason. The first reason counts."""
+        self._why = self._why or why
         if not self.opened.done():
             error = ApiError(
-                503, f"there is no group: {self._why or why}", code="no_group", should_retry=False
+                503, f"there is no group: {self._why}", code="no_group", should_retry=False
             )
             self.opened.set_exception(error)
-            self.opened.exception()  # whoever asked may have left
-
-    def give_up(self, why: str) -> None:
-        """The group has begun and will not be finished: its sessions are over for this reason. Of
-        several the first counts."""
-        self._why = self._why or why
+            self.opened.exception()  # the program may have left
 
     def withdraw(self) -> None:
-        """Whoever asked has gone: the worker need not take it, or gives it up."""
+        """The program has gone: the worker need not take the group, or gives it up."""
         self._withdrawn.set()
 
-    async def run(self, prompt: Prompt, ask: EpisodeAsk) -> Episode:
+    async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
         """One of its episodes: it lasts until its reward is posted.
 
         Raises SessionLost if that does not happen within `rollout.openai.session_timeout_s` after
         the last request and `task.episode_timeout_s` in all, and SampleFailed or TimeoutError if
         the engines were to blame.
         """
-        session = self._sessions.open(ask)
+        session = self._sessions.open(request)
         is_rewarded = False
         try:
             self._prompt = prompt
@@ -125,7 +123,7 @@ class GroupWish:
         system = self._sessions.serving.task.system_prompt
         messages = [] if system is None else [{"role": "system", "content": system}]
         return {
-            "group_id": self._members[0].ask.session.rpartition(".")[0],
+            "group_id": self._members[0].request.session.rpartition(".")[0],
             "prompt": {
                 "index": self._prompt.index,
                 "text": self._prompt.text,
@@ -144,40 +142,40 @@ class GroupWish:
         }
 
 
-class OutsideGroups:
-    """The wishes that no worker has taken on yet."""
+class ExternalGroups:
+    """The requested groups that no worker has taken yet."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._waiting: deque[GroupWish] = deque()
+        self._waiting: deque[ExternalGroup] = deque()
         self._is_closed = False
 
-    def wish(self) -> GroupWish:
+    def request(self) -> ExternalGroup:
         """Raises ApiError if too many wait already."""
         if len(self._waiting) >= MAX_WAITING:
-            self._waiting = deque(wish for wish in self._waiting if not wish.is_withdrawn)
+            self._waiting = deque(group for group in self._waiting if not group.is_withdrawn)
         if len(self._waiting) >= MAX_WAITING:
             why = f"{MAX_WAITING} groups are waited for already"
             raise ApiError(429, why, code="too_many_groups", should_retry=True)
-        wish = GroupWish(self._sessions)
-        self._waiting.append(wish)
+        group = ExternalGroup(self._sessions)
+        self._waiting.append(group)
         if self._is_closed:
             self.close()
-        return wish
+        return group
 
-    def take(self) -> GroupWish | None:
+    def take(self) -> ExternalGroup | None:
         """The one that has waited longest and is still wanted; None if there is none.
 
-        Whoever takes it has a credit and a prompt for it.
+        A worker that takes it has a credit and a prompt for it.
         """
         while self._waiting:
-            wish = self._waiting.popleft()
-            if not wish.is_withdrawn:
-                return wish
+            group = self._waiting.popleft()
+            if not group.is_withdrawn:
+                return group
         return None
 
     def close(self) -> None:
         """Refuses those that wait, and all that come later."""
         self._is_closed = True
         while self._waiting:
-            self._waiting.popleft().refuse("the run is ending")
+            self._waiting.popleft().give_up("the run is ending")

@@ -15,7 +15,7 @@ import uvicorn
 
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.app import make_app
-from rollout_pool.endpoint.groups import OutsideGroups
+from rollout_pool.endpoint.groups import ExternalGroups
 from rollout_pool.endpoint.sessions import Serving, Sessions
 from weight_sync.http_server import HttpLimits, ServerConfig
 
@@ -39,7 +39,7 @@ class Endpoint:
         """`port` 0 takes a free one. Without `admin_key` one is made. `vocab_size`: tokens that the
         model has embeddings for; those of the tokenizer if it is not given."""
         self.sessions = Sessions(serving)
-        self.groups = OutsideGroups(self.sessions)
+        self.groups = ExternalGroups(self.sessions)
         self.admin_key = admin_key or f"sk-leash-admin-{secrets.token_urlsafe(24)}"
         self._vocab_size = len(serving.tokenizer) if vocab_size is None else vocab_size
         self._limits = limits or HttpLimits()

@@ -15,7 +15,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import end_tasks
@@ -26,7 +26,7 @@ from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.clock import EpisodeClock
 from rollout_pool.episodes.env import Message
 from rollout_pool.episodes.episode import Branches, Episode
-from rollout_pool.episodes.runner import HEEDS_INTERRUPT_S, EpisodeAsk, EpisodeFailed
+from rollout_pool.episodes.runner import HEEDS_INTERRUPT_S, EpisodeFailed, EpisodeRequest
 from rollout_pool.episodes.tokenizer import Tokenizer
 from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
 from rollout_pool.sampling.sampler import Completer
@@ -83,10 +83,10 @@ class Serving:
 class Session:
     """One episode under way. All of it happens in the endpoint's event loop."""
 
-    def __init__(self, session_id: str, key: str, ask: EpisodeAsk, serving: Serving) -> None:
-        self.session_id = session_id
+    def __init__(self, key: str, request: EpisodeRequest, serving: Serving) -> None:
+        self.session_id = request.session
         self.key = key
-        self.ask = ask
+        self.request = request
         self.serving = serving
         self.conversations = Conversations(serving.chat)
         self.texts = Texts()
@@ -141,7 +141,7 @@ class Session:
             if answer.ended_at is None or now - answer.ended_at < RETRY_WINDOW_S:
                 self._answers.append(answer)
             elif answer.has_failed:
-                self.ask.on_end(answer.sample)
+                self.request.on_end(answer.sample)
         same = [
             answer
             for answer in self._answers
@@ -166,20 +166,9 @@ class Session:
                 code="context_length_exceeded",
             )
         limits = (room, max_tokens, self.serving.task.max_turn_tokens)
-        sample = Sample(
-            sample_id=f"{self.session_id}.{self._num_begun}",
-            prompt=prompt,
-            sampling=self.ask.sampling,
-            max_new_tokens=min(limit for limit in limits if limit is not None),
-            session=self.session_id,
-            priority=self.ask.priority,
-            rank=self.ask.rank,
-            min_version=self.ask.min_version,
-            engine=self.ask.engine,
-            on_wait=self.clock.note_wait,
-        )
+        max_new_tokens = min(limit for limit in limits if limit is not None)
+        sample = self.request.new_sample(self._num_begun, prompt, max_new_tokens, self.clock)
         self._num_begun += 1
-        self.ask.on_sample(sample)
         answer = Answer(
             sample, self._complete, fingerprint=fingerprint, grace_s=self.serving.grace_s
         )
@@ -201,26 +190,24 @@ class Session:
             sample.version_spans,
             sample.finish_reason,
         )
-        self.ask.on_end(sample)
+        self.request.on_end(sample)
         self.messages = messages
         self.num_turns += 1
         return True
 
     async def _complete(self, sample: Sample) -> None:
-        while True:
-            try:
-                return await self.serving.completer.complete(sample)
-            except Interrupted:
-                if self._is_cut:
-                    if not sample.output_ids:
-                        raise
-                    sample.finish_reason = "length"  # nobody will ask for the rest of it
-                    return
-                with self.clock.standing_still():
-                    await self.ask.may_go_on(sample)
-            except (SampleFailed, TimeoutError) as error:
-                self.failure = error
-                raise
+        try:
+            has_ended = await self.request.complete(
+                sample, self.serving.completer, self.clock, is_over=lambda: self._is_cut
+            )
+        except (SampleFailed, TimeoutError) as error:
+            self.failure = error
+            raise
+        if has_ended:
+            return
+        if not sample.output_ids:
+            raise Interrupted(sample.sample_id)
+        sample.finish_reason = "length"
 
     # The end --------------------------------------------------------------------------------------
 
@@ -261,7 +248,7 @@ class Session:
                 continue
             if not answer.has_failed:
                 answer.drop()
-            self.ask.on_end(answer.sample)
+            self.request.on_end(answer.sample)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -294,10 +281,11 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, ask: EpisodeAsk) -> Session:
+    def open(self, request: EpisodeRequest) -> Session:
         key = f"sk-leash-{secrets.token_urlsafe(24)}"
-        session_id = f"{ask.session}-{secrets.token_hex(3)}"
-        session = self._open[_digest(key)] = Session(session_id, key, ask, self.serving)
+        session_id = f"{request.session}-{secrets.token_hex(3)}"
+        request = replace(request, session=session_id)
+        session = self._open[_digest(key)] = Session(key, request, self.serving)
         return session
 
     def find(self, key: str) -> Session:

@@ -48,24 +48,67 @@ async def go_on(sample: Sample) -> None:
 
 
 @dataclass(kw_only=True, slots=True)
-class EpisodeAsk:
-    """How an episode is to be sampled, and who wants to know."""
+class EpisodeRequest:
+    """How an episode is to be sampled, and who follows its samples."""
 
     session: str
     """Unique in the run; ids of its samples are made from it."""
     sampling: SamplingParams
-    rank: int = 0
+    order: int = 0
+    """The position of its group among the others; see Sample."""
     priority: Priority = Priority.rollout
     min_version: int = 0
     engine: str | None = None
     on_sample: Callable[[Sample], None] = _note_nothing
-    """Called for each sample before it is asked for."""
+    """Called for each sample before it is requested."""
     on_end: Callable[[Sample], None] = _note_nothing
-    """Called for a sample once nobody asks for it any more and its numbers are final. One that
-    fails or is cancelled need not come here."""
+    """Called for a sample once it is no longer requested and its numbers are final. One that fails
+    or is cancelled need not come here."""
     may_go_on: Callable[[Sample], Awaitable[None]] = go_on
     """Awaited before an interrupted sample is completed. The episode's clock stands still, as it
-    does while a sample waits for a place at an engine."""
+    does while a sample waits for a slot at an engine."""
+
+    def new_sample(
+        self, number: int, prompt: list[int], max_new_tokens: int, clock: EpisodeClock
+    ) -> Sample:
+        """The episode's sample `number`, which is announced by `on_sample`."""
+        sample = Sample(
+            sample_id=f"{self.session}.{number}",
+            prompt=prompt,
+            sampling=self.sampling,
+            max_new_tokens=max_new_tokens,
+            session=self.session,
+            priority=self.priority,
+            order=self.order,
+            min_version=self.min_version,
+            engine=self.engine,
+            on_wait=clock.note_wait,
+        )
+        self.on_sample(sample)
+        return sample
+
+    async def complete(
+        self,
+        sample: Sample,
+        completer: Completer,
+        clock: EpisodeClock,
+        *,
+        is_over: Callable[[], bool],
+    ) -> bool:
+        """Completes `sample`, which goes on after each interruption once it may.
+
+        False if it was interrupted when `is_over`: it holds what it has, and the rest is never
+        requested. Raises what the completer raises otherwise.
+        """
+        while True:
+            try:
+                await completer.complete(sample)
+                return True
+            except Interrupted:
+                if is_over():
+                    return False
+            with clock.standing_still():
+                await self.may_go_on(sample)
 
 
 class EpisodeRunner:
@@ -87,14 +130,14 @@ class EpisodeRunner:
         self._rollout = rollout
         self._heeds_interrupt_s = heeds_interrupt_s
 
-    async def run(self, env: Env, ask: EpisodeAsk) -> Episode:
+    async def run(self, env: Env, request: EpisodeRequest) -> Episode:
         """The finished episode; `env` is closed, whatever happens.
 
         Raises SampleFailed if a sample could not be had, TimeoutError if no engine could be asked,
         EpisodeFailed if it ended before a token was sampled, and ValueError if its first prompt is
         longer than `max_prompt_tokens` and that is to be refused.
         """
-        play = _Play(env=env, ask=ask, clock=EpisodeClock(self._task.episode_timeout_s))
+        play = _Play(env=env, request=request, clock=EpisodeClock(self._task.episode_timeout_s))
         try:
             play.end = await self._take_turns(play)
         except _Over as over:
@@ -149,34 +192,24 @@ class EpisodeRunner:
             return
         if length > most and self._rollout.on_long_prompt is OnLongPrompt.refuse:
             raise ValueError(
-                f"rollout.max_prompt_tokens={most}: the first prompt of episode {play.ask.session} "
-                f"has {length} tokens; raise the limit, or set rollout.on_long_prompt=skip"
+                f"rollout.max_prompt_tokens={most}: the first prompt of episode "
+                f"{play.request.session} has {length} tokens; raise the limit, or set "
+                "rollout.on_long_prompt=skip"
             )
         what = f"{length} tokens, max_prompt_tokens is {most}" if length else "no token"
-        raise EpisodeFailed(f"{play.ask.session}: its first prompt has {what}")
+        raise EpisodeFailed(f"{play.request.session}: its first prompt has {what}")
 
     # The model's part -----------------------------------------------------------------------------
 
     async def _answer(self, play: _Play, turn: _Turn) -> Completion:
         """The model's next answer, which is then part of the episode."""
-        ask, num_left = play.ask, play.limit - len(turn.prompt)
-        sample = Sample(
-            sample_id=f"{ask.session}.{play.num_turns}",
-            prompt=turn.prompt,
-            sampling=ask.sampling,
-            max_new_tokens=min(num_left, self._task.max_turn_tokens or num_left),
-            session=ask.session,
-            priority=ask.priority,
-            rank=ask.rank,
-            min_version=ask.min_version,
-            engine=ask.engine,
-            on_wait=play.clock.note_wait,
-        )
-        ask.on_sample(sample)
+        request, num_left = play.request, play.limit - len(turn.prompt)
+        max_tokens = min(num_left, self._task.max_turn_tokens or num_left)
+        sample = request.new_sample(play.num_turns, turn.prompt, max_tokens, play.clock)
         try:
             has_ended = await self._complete(play, sample)
         finally:
-            ask.on_end(sample)
+            request.on_end(sample)
         if not has_ended and not sample.output_ids:
             raise _Over("episode_timeout")
         assert sample.finish_reason is not None
@@ -188,22 +221,18 @@ class EpisodeRunner:
 
     async def _complete(self, play: _Play, sample: Sample) -> bool:
         """Whether the sample came to its end in the episode's time; if not, it holds what it has,
-        and nobody asks for the rest.
+        and the rest is never requested.
 
         At the end of the time the sample is interrupted, not cancelled: that is how its tokens and
         their versions are known for sure.
         """
-        while True:
-            try:
-                async with self._alarm(play, sample):
-                    await self._completer.complete(sample)
-                return True
-            except Interrupted:
-                if play.is_late:
-                    sample.finish_reason = "length"
-                    return False
-            with play.clock.standing_still():
-                await play.ask.may_go_on(sample)
+        async with self._alarm(play, sample):
+            has_ended = await play.request.complete(
+                sample, self._completer, play.clock, is_over=lambda: play.is_late
+            )
+        if not has_ended:
+            sample.finish_reason = "length"
+        return has_ended
 
     @asynccontextmanager
     async def _alarm(self, play: _Play, sample: Sample) -> AsyncIterator[None]:
@@ -239,7 +268,7 @@ class EpisodeRunner:
         except Exception as error:
             if scope.expired():
                 raise _Over("turn_timeout" if turn_s < left_s else "episode_timeout") from None
-            log.info("%s: the environment failed", play.ask.session, exc_info=True)
+            log.info("%s: the environment failed", play.request.session, exc_info=True)
             raise _Over("env_error", f"{what}: {type(error).__name__}: {error}") from error
 
     async def _close(self, env: Env) -> None:
@@ -274,7 +303,7 @@ class _Play:
     """An episode under way."""
 
     env: Env
-    ask: EpisodeAsk
+    request: EpisodeRequest
     clock: EpisodeClock
     is_late: bool = False
     """The clock has run out under a sample."""
@@ -318,7 +347,9 @@ class _Play:
         branches = self.branches.finish()
         if not branches:
             why = f"{self.end}: {self.error}" if self.error else self.end
-            raise EpisodeFailed(f"{self.ask.session}: it ended before a token was sampled: {why}")
+            raise EpisodeFailed(
+                f"{self.request.session}: it ended before a token was sampled: {why}"
+            )
         return Episode(
             branches=branches,
             messages=tuple(self.messages),

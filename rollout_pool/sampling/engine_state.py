@@ -1,12 +1,9 @@
-"""Keeps requests away from an engine that fails; pure, its clock is handed in.
+"""One engine as the router sees it: who may go there, how many are there, and how well it does.
 
-closed ──3 failures in a row──► open ──delay over──► half open ──first tokens──► closed
-                                 ▲                     │ one request on trial
-                                 └─────it fails────────┘ twice the delay, up to 30 s
-
-Remembers which engine holds the prefix of a session.
-
-One engine as the router sees it: who may go there, how many are there, and how well it does.
+Breaker          keeps requests away from an engine that fails
+EngineState      its slots, load, version and health
+Slot             room for one sample, taken by the router and released by the sampler
+StickySessions   which engine holds the prefix of a session
 """
 
 from __future__ import annotations
@@ -34,7 +31,12 @@ class BreakerState(Enum):
 
 
 class Breaker:
-    """Of one engine. All times are of one monotonic clock."""
+    """Keeps requests away from one engine while it fails (pure: its clock is handed in).
+
+    closed ──3 failures in a row──► open ──delay over──► half open ──first tokens──► closed
+                                     ▲                     │ one request on trial
+                                     └─────it fails────────┘ twice the delay, up to 30 s
+    """
 
     def __init__(self) -> None:
         self._state = BreakerState.closed
@@ -103,11 +105,11 @@ class Breaker:
 
 
 MAX_SESSIONS = 65_536
-"""Of which the least recently used are forgotten first; that costs a prefill, nothing else."""
+"""Beyond it the least recently used are forgotten, which costs a prefill and nothing else."""
 
 
 class StickySessions:
-    """The home of each session, by engine name."""
+    """The engine that holds the prefix of each session, by name."""
 
     def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
         self._max_sessions = max_sessions
@@ -129,11 +131,11 @@ class StickySessions:
 
 
 EVALUATION_SHARE = 1 / 8
-"""Of an engine's limit: places that evaluation samples have beside the rollouts'."""
+"""Share of an engine's limit that evaluation samples have beside the slots of the rollouts."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class RoomReport:
+class EngineReport:
     """How an engine is used by this process, as errors tell it."""
 
     serves: int | None
@@ -152,8 +154,8 @@ class RoomReport:
     """By the engine itself, of all its clients."""
 
 
-class EngineRoom:
-    """Places, load and health of one engine."""
+class EngineState:
+    """Slots, load and health of one engine."""
 
     def __init__(self, client: EngineClient, max_running_requests: int, num_workers: int) -> None:
         self.client = client
@@ -180,15 +182,11 @@ class EngineRoom:
         return self._tokens + self._others_tokens
 
     @property
-    def own_tokens(self) -> int:
-        return self._tokens
-
-    @property
     def num_in_flight(self) -> int:
         return sum(self._num_in_flight.values())
 
-    def has_place(self, priority: Priority) -> bool:
-        """Evaluation samples have places beside the limit: an evaluation neither waits until the
+    def has_slot(self, priority: Priority) -> bool:
+        """Evaluation samples have slots beside the limit: an evaluation neither waits until the
         rollouts leave room nor takes any from them."""
         beside = max(1, int(EVALUATION_SHARE * self._limit.value))
         num_evaluations = self._num_in_flight[Priority.evaluation]
@@ -199,15 +197,15 @@ class EngineRoom:
     def may_serve(self, min_version: int, *, is_pinned: bool) -> bool:
         """Whether it serves what such a sample needs, whatever its health.
 
-        One that is asked for by name need not serve what can be trained on, nor be known to serve
-        at all: somebody holds it at a version of their own.
+        An engine that is requested by name need not serve what can be trained on, nor be known to
+        serve at all: an evaluation holds it at a version of its own.
         """
         if self.serves is None:
             return is_pinned
         return self.serves >= min_version and (self.may_roll_out or is_pinned)
 
     def is_healthy(self, now: float) -> bool:
-        """An engine that has failed and does not even tell its load is not worth a sample."""
+        """An engine that has failed and does not even report its load is not worth a sample."""
         if self._is_silent and self.breaker.state is not BreakerState.closed:
             return False
         return self.breaker.admits(now)
@@ -266,8 +264,8 @@ class EngineRoom:
         each = self._tokens / own if own else load.num_tokens / number
         return (number - own) * each
 
-    def report(self, num_waiting: int) -> RoomReport:
-        return RoomReport(
+    def report(self, num_waiting: int) -> EngineReport:
+        return EngineReport(
             serves=self.serves,
             may_roll_out=self.may_roll_out,
             limit=self._limit.value,
@@ -279,19 +277,19 @@ class EngineRoom:
         )
 
 
-class Place:
+class Slot:
     """Room for one sample at one engine, until `release`."""
 
     def __init__(
         self,
-        room: EngineRoom,
+        state: EngineState,
         priority: Priority,
         tokens: int,
         begun: float,
         on_release: Callable[[], None],
     ) -> None:
-        self._room = room
-        self._is_trial = room.take(priority, tokens, begun)
+        self._engine = state
+        self._is_trial = state.take(priority, tokens, begun)
         self._priority = priority
         self._tokens = tokens
         self._on_release = on_release
@@ -300,24 +298,24 @@ class Place:
 
     @property
     def engine(self) -> EngineClient:
-        return self._room.client
+        return self._engine.client
 
     def progress(self) -> None:
         """Tokens have come."""
         now = time.monotonic()
-        self._room.last_progress = now
-        self._room.breaker.succeed(now)
+        self._engine.last_progress = now
+        self._engine.breaker.succeed(now)
 
     def fail(self) -> float:
         """The engine did not do what it was asked. Returns the time, for `assign`'s `failed`."""
         now = time.monotonic()
-        self._room.breaker.fail(self.begun, now)
+        self._engine.breaker.fail(self.begun, now)
         return now
 
     def release(self) -> None:
         if not self._is_released:
             self._is_released = True
-            self._room.give_back(self._priority, self._tokens)
+            self._engine.give_back(self._priority, self._tokens)
             if self._is_trial:
-                self._room.breaker.withdraw()
+                self._engine.breaker.withdraw()
             self._on_release()

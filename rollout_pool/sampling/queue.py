@@ -1,12 +1,8 @@
-"""Samples that wait for room at an engine, in the order in which they are served.
+"""Samples that wait for a slot at an engine, in the order in which they are served.
 
-Those that need the same of an engine stand in one queue: where its first finds no place, none of it
-does. So what it costs to serve the line grows with the number of queues, not of samples.
-
-Ends the wait of samples that no engine does anything for.
-
-A sample may hope as long as an engine that may serve it does something for anyone. One timer
-watches over all who wait, and those with the same needs hope together.
+Samples that need the same of an engine share a queue: where its first finds no slot, none of it
+does. So the cost of serving the line grows with the number of queues, not of samples. One timer
+watches over all of them and ends the wait of samples that no engine makes progress for.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
-from rollout_pool.sampling.engine_state import Place
+from rollout_pool.sampling.engine_state import Slot
 from rollout_pool.sampling.sample import Priority, Sample
 
 _arrivals = count()
@@ -43,7 +39,7 @@ class QueueKey(NamedTuple):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Waiter:
-    """One sample. Of equal rank the first to come is the first to be served."""
+    """One sample. Those of equal order are served first come, first served."""
 
     sample: Sample
     tokens: int
@@ -51,19 +47,19 @@ class Waiter:
     failed: Mapping[str, float]
     """Engines at which it failed, with the time: others are preferred."""
     joined_at: float
-    granted: asyncio.Future[Place]
+    granted: asyncio.Future[Slot]
     order: tuple[int, int] = field(init=False)
     key: QueueKey = field(init=False)
 
     def __post_init__(self) -> None:
-        # As they are now: its place in the line is found by them when it leaves.
-        self.order = (self.sample.rank, next(_arrivals))
+        # As they are now: it is found in the line by them when it leaves.
+        self.order = (self.sample.order, next(_arrivals))
         needs = Needs(self.sample.engine, self.sample.min_version)
         self.key = QueueKey(needs, frozenset(self.failed))
 
 
 class WaitingLine:
-    """All who wait: every rollout before every evaluation, and of each the lowest rank first."""
+    """All that wait: every rollout before every evaluation, and the lowest order first."""
 
     def __init__(self) -> None:
         self._queues: dict[Priority, dict[QueueKey, list[Waiter]]] = {p: {} for p in Priority}
@@ -107,16 +103,20 @@ def _order(waiter: Waiter) -> tuple[int, int]:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Hopeful:
-    """Who waits with the same needs, the first to come first."""
+class _Waiters:
+    """Those with the same needs, first come first."""
 
     progress_at: float = float("-inf")
-    """When an engine that may serve them last did anything for anyone, as far as was looked."""
+    """When an engine that may serve them was last seen to make progress."""
     waiters: dict[Waiter, None] = field(default_factory=dict)
 
 
-class Hope:
-    """Calls `give_up` with each waiter that has waited `timeout_s` in vain, which must leave."""
+class StarvationTimer:
+    """Calls `give_up` with each waiter for which no engine did anything for `timeout_s`.
+
+    A sample may wait as long as an engine that may serve it makes progress with any sample. The
+    waiter that is given up must leave.
+    """
 
     def __init__(
         self,
@@ -125,55 +125,55 @@ class Hope:
         last_progress: Callable[[Needs], float],
         give_up: Callable[[Waiter], None],
     ) -> None:
-        """`last_progress`: at the engines that may serve such needs now."""
+        """`last_progress`: of the engines that may serve such needs now."""
         self._timeout_s = timeout_s
         self._last_progress = last_progress
         self._give_up = give_up
-        self._hopeful: dict[Needs, _Hopeful] = {}
+        self._by_needs: dict[Needs, _Waiters] = {}
         self._alarm: asyncio.TimerHandle | None = None
 
     def join(self, waiter: Waiter) -> None:
-        """`waiter` must have come after all others that are here."""
-        self._hopeful.setdefault(waiter.key.needs, _Hopeful()).waiters[waiter] = None
+        """Waiters join in the order in which they came."""
+        self._by_needs.setdefault(waiter.key.needs, _Waiters()).waiters[waiter] = None
         if self._alarm is None:
             self._set_alarm(waiter.joined_at + self._timeout_s)
 
     def leave(self, waiter: Waiter) -> None:
         """Nothing happens if it has left before."""
-        hopeful = self._hopeful.get(waiter.key.needs)
-        if hopeful is None:
+        waiting = self._by_needs.get(waiter.key.needs)
+        if waiting is None:
             return
-        hopeful.waiters.pop(waiter, None)
-        if not hopeful.waiters:
-            del self._hopeful[waiter.key.needs]
-        if not self._hopeful and self._alarm is not None:
+        waiting.waiters.pop(waiter, None)
+        if not waiting.waiters:
+            del self._by_needs[waiter.key.needs]
+        if not self._by_needs and self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
 
-    def look(self) -> None:
-        """Takes note of progress; to be called before an engine changes in what it may serve."""
-        for needs, hopeful in self._hopeful.items():
-            hopeful.progress_at = max(hopeful.progress_at, self._last_progress(needs))
+    def note_progress(self) -> None:
+        """Must be called before an engine changes in what it may serve."""
+        for needs, waiting in self._by_needs.items():
+            waiting.progress_at = max(waiting.progress_at, self._last_progress(needs))
 
-    def _ring(self) -> None:
+    def _check(self) -> None:
         self._alarm = None
-        self.look()
+        self.note_progress()
         now = time.monotonic()
-        for hopeful in list(self._hopeful.values()):
-            while (first := next(iter(hopeful.waiters), None)) is not None:
-                if self._deadline(hopeful, first) > now:
+        for waiting in list(self._by_needs.values()):
+            while (first := next(iter(waiting.waiters), None)) is not None:
+                if self._deadline(waiting, first) > now:
                     break
                 self.leave(first)
                 self._give_up(first)
         deadlines = [
-            self._deadline(hopeful, next(iter(hopeful.waiters)))
-            for hopeful in self._hopeful.values()
+            self._deadline(waiting, next(iter(waiting.waiters)))
+            for waiting in self._by_needs.values()
         ]
         if deadlines:
             self._set_alarm(min(deadlines))
 
-    def _deadline(self, hopeful: _Hopeful, first: Waiter) -> float:
-        return max(first.joined_at, hopeful.progress_at) + self._timeout_s
+    def _deadline(self, waiting: _Waiters, first: Waiter) -> float:
+        return max(first.joined_at, waiting.progress_at) + self._timeout_s
 
     def _set_alarm(self, at: float) -> None:
-        self._alarm = asyncio.get_running_loop().call_at(at, self._ring)
+        self._alarm = asyncio.get_running_loop().call_at(at, self._check)

@@ -1,7 +1,7 @@
 """Chooses the engine for a sample: the least loaded of those that may have it and have room.
 
-    assign() ──► waiting line, by priority and rank ──► place at an engine ──► release()
-                     ▲   served whenever a place, an engine, a version
+    assign() ──► waiting line, by priority and order ──► slot at an engine ──► release()
+                     ▲   served whenever a slot, an engine, a version
                      └── or a better limit comes
 
 An engine may have samples while it serves a version whose tokens can still be trained. One that is
@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 
 from buffer.staleness import is_fresh
 from rollout_pool.sampling.engine_client import EngineClient, EngineLoad
-from rollout_pool.sampling.engine_state import EngineRoom, Place, RoomReport, StickySessions
-from rollout_pool.sampling.queue import Hope, Needs, QueueKey, Waiter, WaitingLine
+from rollout_pool.sampling.engine_state import EngineReport, EngineState, Slot, StickySessions
+from rollout_pool.sampling.queue import Needs, QueueKey, StarvationTimer, Waiter, WaitingLine
 from rollout_pool.sampling.sample import Interrupted, Priority, Sample
 
 OVERLOAD_FACTOR = 1.5
@@ -42,31 +42,34 @@ class Router:
         num_workers: int = 1,
     ) -> None:
         """`wait_timeout_s`: longest that a sample waits while nothing at all progresses
-        (buffer.wait_timeout_s). The engines' places are shared with the other workers."""
+        (buffer.wait_timeout_s). The engines' slots are shared with the other workers."""
         assert engines
-        self._rooms = {
-            engine.name: EngineRoom(engine, max_running_requests, num_workers) for engine in engines
+        self._engines = {
+            engine.name: EngineState(engine, max_running_requests, num_workers)
+            for engine in engines
         }
         self._wait_timeout_s = wait_timeout_s
         self._line = WaitingLine()
-        self._hope = Hope(wait_timeout_s, last_progress=self._last_progress, give_up=self._give_up)
+        self._starvation = StarvationTimer(
+            wait_timeout_s, last_progress=self._last_progress, give_up=self._give_up
+        )
         self._sessions = StickySessions()
         self._mean_length: float | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._situation = "nothing is known of them yet"
 
-    # What is told to it ---------------------------------------------------------------------------
+    # What it learns ---------------------------------------------------------------------------
 
     def follow(self, versions: Mapping[str, int], trainer: int, max_staleness: int) -> None:
         """What each engine serves now (those that serve nothing are missing), and the trainer's."""
         now = time.monotonic()
-        self._hope.look()
-        for room in self._rooms.values():
-            serves = versions.get(room.name)
-            if serves is None and room.serves is not None:
-                self._sessions.lose(room.name)
+        self._starvation.note_progress()
+        for engine in self._engines.values():
+            serves = versions.get(engine.name)
+            if serves is None and engine.serves is not None:
+                self._sessions.lose(engine.name)
             is_allowed = serves is not None and is_fresh(trainer, serves, max_staleness)
-            room.follow(serves, may_roll_out=is_allowed, now=now)
+            engine.follow(serves, may_roll_out=is_allowed, now=now)
         self._situation = (
             f"they serve {dict(versions) or 'nothing'}, the trainer is at version {trainer} "
             f"and max_staleness is {max_staleness}"
@@ -75,12 +78,12 @@ class Router:
 
     def note_load(self, engine: str, load: EngineLoad | None, num_preempted: int) -> None:
         """What an engine says of itself; None if it lives but cannot tell."""
-        self._rooms[engine].note_load(load, num_preempted)
+        self._engines[engine].note_load(load, num_preempted)
         self.serve()
 
     def note_silence(self, engine: str) -> None:
         """An engine did not answer when it was asked for its load."""
-        self._rooms[engine].note_silence()
+        self._engines[engine].note_silence()
 
     def note_end(self, sample: Sample) -> None:
         """A sample has ended; how long it became tells how long others may become."""
@@ -88,31 +91,26 @@ class Router:
         known = length if self._mean_length is None else self._mean_length
         self._mean_length = LENGTHS_KEPT * known + (1 - LENGTHS_KEPT) * length
 
-    # What is asked of it --------------------------------------------------------------------------
+    # Assignment -----------------------------------------------------------------------------------
 
-    @property
-    def tokens_in_flight(self) -> dict[str, int]:
-        """By engine: expected of the samples of this process."""
-        return {name: room.own_tokens for name, room in self._rooms.items()}
-
-    def loads(self) -> dict[str, RoomReport]:
+    def loads(self) -> dict[str, EngineReport]:
         """By engine, as errors tell it."""
         sizes = list(self._line.sizes())
         return {
-            name: room.report(sum(size for needs, size in sizes if _may_serve(room, needs)))
-            for name, room in self._rooms.items()
+            name: engine.report(sum(size for needs, size in sizes if _may_serve(engine, needs)))
+            for name, engine in self._engines.items()
         }
 
-    async def assign(self, sample: Sample, failed: Mapping[str, float] | None = None) -> Place:
-        """A place for the sample, which its owner must release.
+    async def assign(self, sample: Sample, failed: Mapping[str, float] | None = None) -> Slot:
+        """A slot for the sample, which its owner must release.
 
         Engines named in `failed` (with the time) are taken only if there is no other, and not
-        before they may have mended. Waits for room behind those of higher priority or lower rank.
+        before they may have mended. Waits behind those of higher priority or lower order.
         Raises TimeoutError naming the engines when nothing has progressed for so long, Interrupted
         after `withdraw`, and ValueError for an engine that does not exist.
         """
-        if sample.engine is not None and sample.engine not in self._rooms:
-            raise ValueError(f"there is no {sample.engine} among {', '.join(self._rooms)}")
+        if sample.engine is not None and sample.engine not in self._engines:
+            raise ValueError(f"there is no {sample.engine} among {', '.join(self._engines)}")
         waiter = Waiter(
             sample=sample,
             tokens=self._expected_tokens(sample),
@@ -121,7 +119,7 @@ class Router:
             granted=asyncio.get_running_loop().create_future(),
         )
         self._line.join(waiter)
-        self._hope.join(waiter)
+        self._starvation.join(waiter)
         self.serve()
         try:
             return await waiter.granted
@@ -150,13 +148,13 @@ class Router:
 
     def _leave(self, waiter: Waiter) -> None:
         self._line.leave(waiter)
-        self._hope.leave(waiter)
+        self._starvation.leave(waiter)
 
     def _last_progress(self, needs: Needs) -> float:
-        """When an engine that may serve it last did anything for anyone."""
-        rooms = self._rooms.values()
+        """When an engine that may serve such needs last made progress with any sample."""
+        engines = self._engines.values()
         return max(
-            (room.last_progress for room in rooms if _may_serve(room, needs)),
+            (engine.last_progress for engine in engines if _may_serve(engine, needs)),
             default=float("-inf"),
         )
 
@@ -169,11 +167,11 @@ class Router:
         version = waiter.sample.min_version
         what = f" for version {version} or later" if version else ""
         busy = "; ".join(
-            f"{name}: {report.num_in_flight} of {report.limit} places taken, "
+            f"{name}: {report.num_in_flight} of {report.limit} slots taken, "
             f"breaker {report.breaker.value}"
             for name, report in self.loads().items()
         )
-        who = waiter.sample.engine or f"none of {', '.join(self._rooms)}"
+        who = waiter.sample.engine or f"none of {', '.join(self._engines)}"
         is_not = "could not" if waiter.sample.engine else "could"
         return (
             f"{who} {is_not} be given a request{what} for "
@@ -183,7 +181,7 @@ class Router:
     # Serving --------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Give room to all who can have it."""
+        """Gives a slot to every sample that can have one."""
         if not len(self._line):
             return
         now = time.monotonic()
@@ -192,14 +190,14 @@ class Router:
         self._set_alarm(now)
 
     def _serve_queues(self, priority: Priority, now: float) -> None:
-        """By the order of their first waiters; a queue that finds no place is left alone."""
+        """By the order of their first waiters; a queue that finds no slot is left alone."""
         queues = self._line.queues(priority)
         firsts = [(queue[0].order, key) for key, queue in queues.items()]
         heapq.heapify(firsts)
         while firsts:
             _, key = firsts[0]
             queue = queues[key]
-            if (found := self._find_place(key, queue, priority, now)) is None:
+            if (found := self._find_slot(key, queue, priority, now)) is None:
                 heapq.heappop(firsts)
                 continue
             self._grant(*found, now)
@@ -208,28 +206,28 @@ class Router:
             else:
                 heapq.heappop(firsts)
 
-    def _find_place(
+    def _find_slot(
         self, key: QueueKey, queue: list[Waiter], priority: Priority, now: float
-    ) -> tuple[Waiter, EngineRoom] | None:
+    ) -> tuple[Waiter, EngineState] | None:
         """The first of a queue that can be served, and where."""
         healthy = [
-            room
-            for room in self._rooms.values()
-            if _may_serve(room, key.needs) and room.is_healthy(now)
+            engine
+            for engine in self._engines.values()
+            if _may_serve(engine, key.needs) and engine.is_healthy(now)
         ]
-        if others := [room for room in healthy if room.name not in key.failed]:
-            free = [room for room in others if room.has_place(priority)]
+        if others := [engine for engine in healthy if engine.name not in key.failed]:
+            free = [engine for engine in others if engine.has_slot(priority)]
             return (queue[0], self._choose(queue[0], free)) if free else None
-        failed = [room for room in healthy if room.has_place(priority)]
+        failed = [engine for engine in healthy if engine.has_slot(priority)]
         # An engine that is healthy and has not mended has failed a time or two: few wait for it.
         for waiter in queue if failed else ():
             if free := [r for r in failed if r.breaker.is_mended(waiter.failed[r.name], now)]:
                 return waiter, self._choose(waiter, free)
         return None
 
-    def _choose(self, waiter: Waiter, free: list[EngineRoom]) -> EngineRoom:
-        least = min(free, key=lambda room: room.tokens)
-        home = self._rooms.get(self._sessions.home(waiter.sample.session) or "")
+    def _choose(self, waiter: Waiter, free: list[EngineState]) -> EngineState:
+        least = min(free, key=lambda engine: engine.tokens)
+        home = self._engines.get(self._sessions.home(waiter.sample.session) or "")
         if home in free:
             assert home is not None
             most = OVERLOAD_FACTOR * least.tokens + OVERLOAD_SAMPLES * waiter.tokens
@@ -237,20 +235,20 @@ class Router:
                 return home
         return least
 
-    def _grant(self, waiter: Waiter, room: EngineRoom, now: float) -> None:
+    def _grant(self, waiter: Waiter, engine: EngineState, now: float) -> None:
         sample = waiter.sample
         self._leave(waiter)
         if waiter.granted.done():
             return  # its task was cancelled a moment ago
         if sample.session:
-            self._sessions.settle(sample.session, room.name)
+            self._sessions.settle(sample.session, engine.name)
         sample = waiter.sample
-        place = Place(room, sample.priority, waiter.tokens, now, self.serve)
-        waiter.granted.set_result(place)
+        slot = Slot(engine, sample.priority, waiter.tokens, now, self.serve)
+        waiter.granted.set_result(slot)
 
     def _set_alarm(self, now: float) -> None:
-        """Who waits for an engine to mend is to be served then, though nothing else happens."""
-        times = [room.breaker.retry_at for room in self._rooms.values()]
+        """Samples that wait for an engine to mend are served then, even if nothing else happens."""
+        times = [engine.breaker.retry_at for engine in self._engines.values()]
         at = min((time for time in times if time > now), default=None) if len(self._line) else None
         if self._alarm is not None:
             if self._alarm.when() == at:
@@ -261,7 +259,7 @@ class Router:
             self._alarm = asyncio.get_running_loop().call_at(at, self.serve)
 
 
-def _may_serve(room: EngineRoom, needs: Needs) -> bool:
-    return needs.engine in (None, room.name) and room.may_serve(
+def _may_serve(engine: EngineState, needs: Needs) -> bool:
+    return needs.engine in (None, engine.name) and engine.may_serve(
         needs.min_version, is_pinned=needs.engine is not None
     )

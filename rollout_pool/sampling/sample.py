@@ -2,7 +2,7 @@
 
     waiting ──► running at an engine ──► ended (finish_reason)
        ▲              │ interrupted, engine lost, refused
-       └──────────────┘ its tokens are kept; the rest is sampled wherever there is room
+       └──────────────┘ its tokens are kept; the rest is sampled at whichever engine has a slot
 
 A sample goes through as many engines as it takes. Each of its tokens keeps the log-probability and
 the policy version of the moment in which it was drawn.
@@ -18,7 +18,7 @@ from buffer.types import SamplingParams, VersionSpan
 
 
 class Priority(IntEnum):
-    """Who gets room at an engine first."""
+    """Which samples get a slot at an engine first."""
 
     rollout = 0
     evaluation = 1
@@ -42,7 +42,7 @@ class Sample:
     """Samples of one session go to the engine that holds their common prefix, unless it is
     overloaded."""
     priority: Priority = Priority.rollout
-    rank: int = 0
+    order: int = 0
     """Among samples of the same priority the lowest is served first: groups count up, so the
     stalest is first."""
     min_version: int = 0
@@ -52,7 +52,7 @@ class Sample:
     on_tokens: Callable[[Sample], None] | None = None
     """Called after each arrival of tokens, and at the end."""
     on_wait: Callable[[bool], None] | None = None
-    """Called with True when it begins to wait for a place at an engine, with False when that wait
+    """Called with True when it begins to wait for a slot at an engine, with False when that wait
     is over, however it ended."""
 
     output_ids: list[int] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """Completes samples, whatever becomes of the engines on the way.
 
-complete(sample): place ──► engine ──► ended
+complete(sample): slot ──► engine ──► ended
                     ▲          │ engine lost, sample refused: its tokens stay, the rest is
                     └──────────┘ asked for elsewhere, `max_retries` times
                                │ interrupt(): the same, when its owner asks again
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, SampleRefused
-from rollout_pool.sampling.engine_state import Place
+from rollout_pool.sampling.engine_state import Slot
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
 
@@ -44,7 +44,7 @@ class _Run:
     num_failures: int = 0
     last_error: Exception | None = None
     is_interrupted: bool = False
-    asked: tuple[Place, str] | None = None
+    asked: tuple[Slot, str] | None = None
     """The request that is under way."""
 
 
@@ -78,8 +78,8 @@ class Sampler:
         if run.asked is None:
             self._router.withdraw(sample)
         else:
-            place, request_id = run.asked
-            place.engine.stop(request_id)
+            slot, request_id = run.asked
+            slot.engine.stop(request_id)
 
     def _has_ended(self, sample: Sample) -> bool:
         if sample.finish_reason is None and sample.num_left <= 0:
@@ -91,12 +91,12 @@ class Sampler:
 
     async def _attempt(self, sample: Sample, run: _Run) -> None:
         """One request. Raises if the sample can't be asked for again."""
-        place = await self._wait_for_place(sample, run)
+        slot = await self._wait_for_slot(sample, run)
         try:
             if not run.is_interrupted:
-                await self._ask(sample, run, place)
+                await self._ask(sample, run, slot)
         finally:
-            place.release()
+            slot.release()
         if sample.finish_reason is not None:
             self._router.note_end(sample)
         elif run.is_interrupted:
@@ -107,7 +107,7 @@ class Sampler:
                 f"(rollout.max_request_retries={self._max_retries}); the last: {run.last_error}"
             )
 
-    async def _wait_for_place(self, sample: Sample, run: _Run) -> Place:
+    async def _wait_for_slot(self, sample: Sample, run: _Run) -> Slot:
         if sample.on_wait is None:
             return await self._router.assign(sample, run.failed)
         sample.on_wait(True)
@@ -116,32 +116,32 @@ class Sampler:
         finally:
             sample.on_wait(False)
 
-    async def _ask(self, sample: Sample, run: _Run, place: Place) -> None:
+    async def _ask(self, sample: Sample, run: _Run, slot: Slot) -> None:
         sample.num_attempts += 1
         # SGLang aborts all requests whose ids begin with the one that it is given: the mark at the
         # end keeps sample 1 from ending sample 10.
         request_id = f"{sample.sample_id}.{sample.num_attempts}!"
 
         def on_arrival() -> None:
-            place.progress()
+            slot.progress()
             self._tell(sample)
 
-        run.asked = (place, request_id)
+        run.asked = (slot, request_id)
         try:
-            await place.engine.generate(sample, request_id, on_arrival)
+            await slot.engine.generate(sample, request_id, on_arrival)
         except SampleRefused as error:
-            self._note_failure(sample, run, place, error)
+            self._note_failure(sample, run, slot, error)
         except BadLogprobs as error:
             sample.num_refused += 1
-            self._note_failure(sample, run, place, error)
+            self._note_failure(sample, run, slot, error)
         except EngineError as error:
-            run.failed[place.engine.name] = place.fail()
-            self._note_failure(sample, run, place, error)
+            run.failed[slot.engine.name] = slot.fail()
+            self._note_failure(sample, run, slot, error)
         finally:
             run.asked = None
 
-    def _note_failure(self, sample: Sample, run: _Run, place: Place, error: Exception) -> None:
-        run.failed.setdefault(place.engine.name, place.begun)
+    def _note_failure(self, sample: Sample, run: _Run, slot: Slot, error: Exception) -> None:
+        run.failed.setdefault(slot.engine.name, slot.begun)
         run.last_error = error
         run.num_failures += 1
         sample.num_failures += 1

@@ -1,6 +1,8 @@
-"""Asks the engines how busy they are, again and again, and tells the router.
+"""Keeps a worker's router informed: which versions the engines serve, and how busy they are.
 
-Tells a worker's router what the engines serve and how busy they are, as soon as that changes.
+RunState   engines' versions, the trainer's version ──┐
+buffer     max_staleness ─────────────────────────────┼──► EngineWatch ──► Router
+engines    load, every half second ──► LoadPoller ────┘
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from rollout_pool.sampling.engine_client import EngineError, LoadSource
 from rollout_pool.sampling.router import Router
 
 ASK_EVERY_S = 0.5
-"""An engine answers from memory that it shares with its scheduler, at the price of a ping."""
+"""An engine answers from memory that it shares with its scheduler, at the cost of a ping."""
 
 
 class LoadPoller:
-    """One look at each engine every `every_s`, whatever the others do."""
+    """Asks each engine for its load every `every_s`, independently of the others."""
 
     def __init__(
         self, router: Router, engines: Sequence[LoadSource], every_s: float = ASK_EVERY_S
@@ -70,18 +72,18 @@ class EngineWatch:
     async def _follow_engines(self) -> None:
         while True:
             self._engines = await self._state.wait_engines_changed(self._engines, LOOK_AGAIN_S)
-            self._tell()
+            self._inform_router()
 
     async def _follow_trainer(self) -> None:
         while True:
             with suppress(TimeoutError):
                 await self._state.wait_version_above(self._trainer, LOOK_AGAIN_S)
             await self._look_at_trainer()
-            self._tell()
+            self._inform_router()
 
     async def _look_at_trainer(self) -> None:
         self._trainer = await self._state.trainer_version()
         self._max_staleness = await self._buffer.get_max_staleness()
 
-    def _tell(self) -> None:
+    def _inform_router(self) -> None:
         self._router.follow(self._engines, self._trainer, self._max_staleness)

@@ -1,14 +1,18 @@
-"""Which environment plays a prompt: the task's own or a user's, with tools or without.
+"""Plays a prompt's episodes in an environment, the task's own or a user's, with tools or without.
 
-Settings: task.env, task.tools.
+Settings: task.env, task.tools. The other sources of episodes are in `endpoint`: agents of the
+user's, and programs elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.env import Env
+from rollout_pool.episodes.episode import Episode
+from rollout_pool.episodes.runner import EpisodeFailed, EpisodeRequest, EpisodeRunner
 from rollout_pool.episodes.tools import Tool, ToolEnv
 from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.task import Prompt, Task
@@ -19,6 +23,40 @@ CALL_SHARE = 0.9
 whole step is over, which would end the episode."""
 
 EnvironmentFactory = Callable[[Prompt], Env]
+
+
+class EpisodeSource(Protocol):
+    """Plays episodes: an environment with the model, a user's agent, or a program elsewhere."""
+
+    is_external: bool = False
+    """Whether programs elsewhere play: how long they take, and that they fail, says nothing about
+    the prompt or the model."""
+
+    async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
+        """The finished episode. Raises SampleFailed, TimeoutError if no engine could be asked, and
+        EpisodeFailed if there is nothing that could be scored."""
+        ...
+
+    def give_up(self, why: str) -> None:
+        """The group of its episodes will not be finished; they are about to be cancelled."""
+        return
+
+
+class EnvEpisodes(EpisodeSource):
+    """Plays each episode in a fresh environment."""
+
+    def __init__(self, runner: EpisodeRunner, make_env: EnvironmentFactory) -> None:
+        self._runner = runner
+        self._make_env = make_env
+
+    async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
+        try:
+            env = self._make_env(prompt)
+        except Exception as error:  # a user's code: it costs its prompt, not the run
+            raise EpisodeFailed(
+                f"its environment could not be made: {type(error).__name__}: {error}"
+            ) from error
+        return await self._runner.run(env, request)
 
 
 def environment_factory(config: TaskConfig, task: Task) -> EnvironmentFactory:

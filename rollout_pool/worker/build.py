@@ -12,7 +12,7 @@ from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from buffer.types import SamplingParams
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.endpoint.agents import AgentRunner
+from rollout_pool.endpoint.agents import AgentRunner, find_agent
 from rollout_pool.endpoint.server import Endpoint
 from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.engines.engine import EngineInfo
@@ -26,15 +26,14 @@ from rollout_pool.rewards.scoring import EpisodeScorer
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.watch import EngineWatch, LoadPoller
-from rollout_pool.tasks.environments import environment_factory
+from rollout_pool.tasks.environments import EnvEpisodes, EpisodeSource, environment_factory
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Task, TaskStream
 from rollout_pool.types import RolloutSpec
-from rollout_pool.worker.agents import find_agent
 from rollout_pool.worker.evaluate import Evaluator
 from rollout_pool.worker.generate import GroupGenerator
+from rollout_pool.worker.group_run import EpisodeSources
 from rollout_pool.worker.loop import RolloutWorker
-from rollout_pool.worker.player import EnvPlayer, Player
 from rollout_pool.worker.prompts import PromptReader
 from rollout_pool.worker.record import RolloutLog
 
@@ -140,9 +139,9 @@ class WorkerParts:
             tool_parser=spec.task.tool_parser,
         )
         await self._open_endpoint(sampler, chat)
-        player = self._make_player(sampler, chat)
+        source = self._make_source(sampler, chat)
         self._scorer = EpisodeScorer(spec.task, task=self._task, pool=self._scoring)
-        reader = PromptReader(self._tokenizer, spec.task, config)
+        reader = PromptReader(chat, spec.task, config)
         self._tasks = [
             asyncio.create_task(
                 EngineWatch(
@@ -151,7 +150,8 @@ class WorkerParts:
             ),
             asyncio.create_task(self._tell_waits(self._scorer, self._state)),
         ]
-        takes_wishes = self._endpoint is not None and self._agents is None
+        # With agents of its own the endpoint has no groups for programs elsewhere.
+        external = None if self._agents or not self._endpoint else self._endpoint.groups
         self._worker = RolloutWorker(
             index=self._index,
             spec=spec,
@@ -159,13 +159,13 @@ class WorkerParts:
             stream=TaskStream(self._task, self._index, config.num_workers, self._position),
             reader=reader,
             generator=GroupGenerator(
-                player=player,
                 scorer=self._scorer,
                 sampling=SamplingParams(**dataclasses.asdict(config.sampling)),
                 group_size=config.group_size,
             ),
+            sources=EpisodeSources(source, external),
             evaluator=Evaluator(
-                player=player, scorer=self._scorer, task=self._task, reader=reader, config=config
+                source=source, scorer=self._scorer, task=self._task, reader=reader, config=config
             ),
             buffer=self._buffer,
             state=self._state,
@@ -174,7 +174,6 @@ class WorkerParts:
             group_log=RolloutLog(
                 Path(spec.run_dir), f"worker-{self._index}", config.log_rate, spec.seed
             ),
-            wishes=self._endpoint.groups if self._endpoint and takes_wishes else None,
         )
 
     def _make_router(self, engines: Sequence[EngineInfo]) -> Router:
@@ -223,12 +222,12 @@ class WorkerParts:
         if agent is not None:
             self._agents = AgentRunner(agent, self._endpoint)
 
-    def _make_player(self, sampler: Sampler, chat: ChatFormat) -> Player:
+    def _make_source(self, sampler: Sampler, chat: ChatFormat) -> EpisodeSource:
         if self._agents is not None:
             return self._agents
         assert self._task, "prepare() first"
         runner = EpisodeRunner(sampler, chat, self._spec.task, self._spec.config)
-        return EnvPlayer(runner, environment_factory(self._spec.task, self._task))
+        return EnvEpisodes(runner, environment_factory(self._spec.task, self._task))
 
     async def _tell_waits(self, scorer: EpisodeScorer, state: RunState) -> None:
         """That episodes wait for a scoring process shows up in `make status`."""

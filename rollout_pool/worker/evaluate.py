@@ -18,12 +18,12 @@ from buffer.types import SamplingParams
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.episode import Episode
-from rollout_pool.episodes.runner import EpisodeAsk, EpisodeFailed
+from rollout_pool.episodes.runner import EpisodeFailed, EpisodeRequest
 from rollout_pool.rewards.score import Scorer
 from rollout_pool.sampling.sample import Priority, SampleFailed
+from rollout_pool.tasks.environments import EpisodeSource
 from rollout_pool.tasks.task import Prompt, Task
 from rollout_pool.types import EvalReport
-from rollout_pool.worker.player import Player
 from rollout_pool.worker.prompts import PromptReader
 
 log = logging.getLogger(__name__)
@@ -63,20 +63,20 @@ class Evaluator:
     def __init__(
         self,
         *,
-        player: Player,
+        source: EpisodeSource,
         scorer: Scorer,
         task: Task,
         reader: PromptReader,
         config: RolloutConfig,
     ) -> None:
-        self._player = player
+        self._source = source
         self._scorer = scorer
         self._num_samples = config.eval.num_samples
         self._full_score = config.eval.full_score - ROUNDING * max(1, abs(config.eval.full_score))
         self._sampling = SamplingParams(
             temperature=config.eval.temperature, top_p=config.eval.top_p, top_k=config.eval.top_k
         )
-        self._prompts = [p for p in task.eval_prompts() if reader.read(p) is not None]
+        self._prompts = [p for p in task.eval_prompts() if reader.accepts(p)]
         if not self._prompts:
             raise ValueError(
                 "rollout.max_prompt_tokens: every held-out prompt is longer and was skipped; "
@@ -183,14 +183,14 @@ class Evaluator:
     async def _episode(
         self, prompt: Prompt, session: str, version: int, engine: str | None
     ) -> Episode:
-        ask = EpisodeAsk(
+        request = EpisodeRequest(
             session=session,
             sampling=self._sampling,
             priority=Priority.evaluation,
             min_version=version,
             engine=engine,
         )
-        return await self._player.run(prompt, ask)
+        return await self._source.run(prompt, request)
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:

@@ -1,54 +1,41 @@
-"""Dynamic sampling: groups whose rewards are all equal teach nothing and may be left out (pure).
-
-How a group gets to the buffer, and what the buffer is told if it does not.
+"""How a group ends: pushed to the buffer, or its credit and its prompt given back.
 
     whole     ──► pushed
-              └─► left out: its rewards are all equal
+              └─► filtered: its rewards are all equal
     failed    ──► its prompt runs again, until it has failed too often
-              └─► played from outside: its prompt runs again, and nothing is held against it
+              └─► played elsewhere: its prompt runs again, and the failure is not held against it
     cancelled ──► too old: its prompt runs again as that of a stale group
               └─► stopped with the run
 
-Whichever it is, the group's credit is free afterwards.
+In each case the group's credit is free afterwards.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 from buffer.replay_buffer import ReplayBuffer
 from buffer.types import TrajectoryGroup
 from configs.rollout_schema import RolloutConfig
-from rollout_pool.worker.counters import (
-    Tally,
-    count_completed,
-    count_flight,
-    count_given_up,
-    count_stopped,
-)
-from rollout_pool.worker.generate import Flight, GroupFailed, GroupGenerator
-from rollout_pool.worker.player import Player
+from rollout_pool.worker.counters import Counters
+from rollout_pool.worker.generate import GroupFailed, GroupGenerator
+from rollout_pool.worker.group_run import GroupRun, Verdict
 
-SAVED_UP = 32
-"""So many kept groups' worth of budget is saved at most: a run of luck must not let the trainer be
-starved for long afterwards."""
+log = logging.getLogger(__name__)
 
-
-class Verdict(Enum):
-    keep = "keep"
-    leave_out = "leave_out"
-    keep_all_equal = "keep_all_equal"
-    """Its rewards are all equal, but the budget is used up."""
+MAX_FAILURES_IN_A_ROW = 16
+"""So many groups failing one after the other are no accident: the worker ends with the error."""
+MAX_SAVED_GROUPS = 32
+"""The filter saves the budget of at most so many kept groups: a run of groups that differ must not
+let it starve the trainer for long afterwards."""
 
 
 class VarianceFilter:
-    """Judges one worker's groups in their order. Setting: rollout.max_filtered_ratio.
+    """Dynamic sampling: a group whose rewards are all equal teaches nothing and may be left out.
 
-    Each kept group adds `max_ratio` to a budget, each that is left out takes 1 from it.
+    Judges one worker's groups in their order (pure). Each kept group adds `max_ratio`
+    (rollout.max_filtered_ratio) to a budget, each that is left out takes 1 from it.
     """
 
     def __init__(self, max_ratio: float) -> None:
@@ -56,16 +43,15 @@ class VarianceFilter:
         self._budget = max_ratio
 
     def judge(self, group: TrajectoryGroup, num_unscored: int) -> Verdict:
-        """`num_unscored` episodes lack a part of their reward, which then counts as 0.
+        """`num_unscored`: number of episodes that lack a part of their reward, which counts as 0.
 
-        A group with any of them is kept: that its rewards are equal may be the scorer's doing, and
-        says nothing of the prompt.
+        A group with any of them is kept: its rewards may be equal because of the scorer.
         """
         all_equal = not num_unscored and has_zero_variance(group)
         if all_equal and self._budget >= 1:
             self._budget -= 1
             return Verdict.leave_out
-        self._budget = min(self._budget + self._max_ratio, self._max_ratio * SAVED_UP)
+        self._budget = min(self._budget + self._max_ratio, self._max_ratio * MAX_SAVED_GROUPS)
         return Verdict.keep_all_equal if all_equal else Verdict.keep
 
 
@@ -74,45 +60,13 @@ def has_zero_variance(group: TrajectoryGroup) -> bool:
     return len({trajectory.reward for trajectory in group.trajectories}) == 1
 
 
-log = logging.getLogger(__name__)
-
-MAX_FAILURES_IN_A_ROW = 16
-"""So many groups failing one after the other are no accident: the worker ends with the error."""
-
-
 class GroupLog(Protocol):
-    """Writes down what the worker made, for people to read."""
+    """Records groups for people to read."""
 
     async def write(self, group: TrajectoryGroup, prompt_text: str) -> None: ...
 
 
-class Wish(Player, Protocol):
-    """A group that somebody outside plays: each of its episodes is `run`."""
-
-    def refuse(self, why: str) -> None:
-        """There will be no such group; nothing happens if it has begun."""
-        ...
-
-    def give_up(self, why: str) -> None:
-        """The group has begun and will not be finished."""
-        ...
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Trip:
-    """A group on its way into the buffer."""
-
-    flight: Flight
-    wish: Wish | None = None
-    """That it fulfils."""
-    group: TrajectoryGroup | None = None
-    """Once it is whole."""
-    verdict: Verdict = Verdict.keep
-    is_too_old: bool = False
-    """No later step could train its oldest token."""
-
-
-class Landing:
+class GroupFinisher:
     """Gets the groups of one worker into the buffer, any number at once."""
 
     def __init__(
@@ -121,109 +75,108 @@ class Landing:
         config: RolloutConfig,
         generator: GroupGenerator,
         buffer: ReplayBuffer,
-        tally: Tally,
+        counters: Counters,
         group_log: GroupLog | None,
     ) -> None:
         self._config = config
         self._generator = generator
         self._buffer = buffer
-        self._tally = tally
+        self._counters = counters
         self._group_log = group_log
         self._filter: VarianceFilter | None = None
         if config.filter_zero_variance:
             self._filter = VarianceFilter(config.max_filtered_ratio)
         self._failures_in_a_row = 0
         self.num_groups = 0
-        """Pushed."""
+        """Groups pushed."""
         self.num_failed = 0
         self.num_too_old = 0
 
-    async def deliver(self, trip: Trip) -> None:
-        """Makes the group and pushes it, unless it is to be left out. May be cancelled any time.
+    async def generate_and_push(self, run: GroupRun) -> None:
+        """The group's work: generates it and pushes it, unless the filter leaves it out.
 
-        `land` must follow, however this ends.
+        May be cancelled at any moment; `finish` must follow, however this ends.
         """
-        group = trip.group = await self._generator.run(trip.flight)
+        group = run.group = await self._generator.generate(run)
         self._failures_in_a_row = 0
         if self._filter is not None:
-            trip.verdict = self._filter.judge(group, trip.flight.num_unscored)
-        if trip.verdict is not Verdict.leave_out:
+            run.verdict = self._filter.judge(group, run.num_unscored)
+        if run.verdict is not Verdict.leave_out:
             await self._buffer.push(group)
 
-    async def land(self, trip: Trip, delivery: asyncio.Task[None]) -> bool:
-        """What follows from the end of `delivery`; whether the group came to its end.
+    async def finish(self, run: GroupRun) -> bool:
+        """Acts on the end of the group's work; returns whether the group is complete.
 
-        Not to be cancelled: a credit that is not given back is missed until it expires. Raises what
-        is to end the worker.
+        Must not be cancelled: a credit that is not given back is missing until it expires. Raises
+        an error that is to end the worker.
         """
+        assert run.work is not None and run.work.done()
         is_done = False
         try:
-            is_done = await self._close(trip, delivery)
+            is_done = await self._settle(run)
         finally:
-            if trip.wish is not None:
-                trip.wish.refuse("its group was given up")
-            count_flight(self._tally, trip.flight)
+            self._counters.add_samples(run)
             if is_done:
-                assert trip.group is not None
-                count_completed(self._tally, trip.flight, trip.group)
-            elif delivery.cancelled() and not trip.is_too_old:
-                count_stopped(self._tally, trip.flight)
+                assert run.group is not None
+                self._counters.add_completed(run, run.group)
             else:
-                count_given_up(self._tally, trip.flight)
+                run.give_up("its group was given up")
+                if run.work.cancelled() and not run.is_too_old:
+                    self._counters.add_stopped(run)
+                else:
+                    self._counters.add_given_up(run)
         return is_done
 
-    async def _close(self, trip: Trip, delivery: asyncio.Task[None]) -> bool:
-        if delivery.cancelled():
-            return await self._give_up(trip)
-        error = delivery.exception()
+    async def _settle(self, run: GroupRun) -> bool:
+        assert run.work is not None
+        if run.work.cancelled():
+            return await self._settle_cancelled(run)
+        error = run.work.exception()
         if error is None:
-            await self._finish(trip)
+            await self._settle_whole(run)
             return True
         if isinstance(error, GroupFailed):
-            await self._fail(trip, error)
+            await self._settle_failed(run, error)
             return False
-        # Of the push, or one of ours: whichever, the credit is not needed.
-        await self._buffer.abandon(trip.flight.group_id, "failed")
+        # The push failed, or this program has a bug: the credit is not needed in either case.
+        await self._buffer.abandon(run.group_id, "failed")
         raise error
 
-    async def _finish(self, trip: Trip) -> None:
-        flight, group = trip.flight, trip.group
-        assert group is not None
-        if trip.verdict is Verdict.leave_out:
-            await self._buffer.abandon(group.group_id, "zero_variance")
-            self._tally.add("groups_filtered")
-            self._tally.add("tokens_filtered", flight.num_tokens)
+    async def _settle_whole(self, run: GroupRun) -> None:
+        assert run.group is not None
+        if run.verdict is Verdict.leave_out:
+            await self._buffer.abandon(run.group_id, "zero_variance")
+            self._counters.add("groups_filtered")
+            self._counters.add("tokens_filtered", run.num_tokens)
             return
-        if trip.verdict is Verdict.keep_all_equal:
-            self._tally.add("zero_variance_kept")
+        if run.verdict is Verdict.keep_all_equal:
+            self._counters.add("zero_variance_kept")
         self.num_groups += 1
         if self._group_log is not None:
-            await self._group_log.write(group, flight.prompt.prompt.text)
+            await self._group_log.write(run.group, run.prompt.text)
 
-    async def _fail(self, trip: Trip, error: GroupFailed) -> None:
+    async def _settle_failed(self, run: GroupRun, error: GroupFailed) -> None:
         log.warning("%s", error)
-        flight = trip.flight
-        if trip.wish is not None:  # whoever played it may be to blame: no fault of the prompt
-            await self._buffer.abandon(flight.group_id, "outside", rerun=flight.ref)
+        if run.source.is_external:  # the program elsewhere may be to blame, not the prompt
+            await self._buffer.abandon(run.group_id, "outside", rerun=run.ref)
             return
         most = self._config.max_group_failures
-        if await self._buffer.fail(flight.group_id, flight.ref, most) < 0:
-            self._tally.add("prompts_quarantined")
-            log.warning("prompt %d failed %d times: put aside", flight.ref.index, most)
+        if await self._buffer.fail(run.group_id, run.ref, most) < 0:
+            self._counters.add("prompts_quarantined")
+            log.warning("prompt %d failed %d times: put aside", run.ref.index, most)
         self.num_failed += 1
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise error
 
-    async def _give_up(self, trip: Trip) -> bool:
+    async def _settle_cancelled(self, run: GroupRun) -> bool:
         """Whether the group is in the buffer all the same."""
-        flight = trip.flight
-        if trip.is_too_old:
-            was_running = await self._buffer.abandon(flight.group_id, "too_old", requeue=flight.ref)
+        if run.is_too_old:
+            was_running = await self._buffer.abandon(run.group_id, "too_old", requeue=run.ref)
         else:
-            was_running = await self._buffer.abandon(flight.group_id, "stopped")
-        if trip.group is not None and not was_running:  # its push had arrived
-            await self._finish(trip)
+            was_running = await self._buffer.abandon(run.group_id, "stopped")
+        if run.group is not None and not was_running:  # its push had arrived
+            await self._settle_whole(run)
             return True
-        self.num_too_old += trip.is_too_old
+        self.num_too_old += run.is_too_old
         return False

@@ -28,8 +28,8 @@ from typing import Protocol
 from configs.choices import TailPolicy
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.sampling.sample import Sample
-from rollout_pool.worker.counters import Tally
-from rollout_pool.worker.generate import Flight
+from rollout_pool.worker.counters import Counters
+from rollout_pool.worker.group_run import GroupRun
 
 PUBLISH_TIMEOUT_S = 60.0
 RESUME_AFTER_S = 30.0
@@ -88,7 +88,7 @@ class WaitingRoom:
     def open(self) -> None:
         self.is_open = True
         # Those that wake first ask first.
-        for _, place in sorted(self._waiting, key=lambda waiting: waiting[0].rank):
+        for _, place in sorted(self._waiting, key=lambda waiting: waiting[0].order):
             if not place.done():
                 place.set_result(None)
 
@@ -96,11 +96,11 @@ class WaitingRoom:
 class Tail(Protocol):
     """Knows the groups of one worker, from `begin` until `end`."""
 
-    def begin(self, flight: Flight) -> None:
+    def begin(self, run: GroupRun) -> None:
         """Before the group's first sample."""
         ...
 
-    def end(self, flight: Flight, *, is_done: bool) -> None:
+    def end(self, run: GroupRun, *, is_done: bool) -> None:
         """`is_done`: the group came to its end."""
         ...
 
@@ -110,10 +110,10 @@ class Tail(Protocol):
 
 
 class ContinueAcrossVersions:
-    def begin(self, flight: Flight) -> None:
+    def begin(self, run: GroupRun) -> None:
         return
 
-    def end(self, flight: Flight, *, is_done: bool) -> None:
+    def end(self, run: GroupRun, *, is_done: bool) -> None:
         return
 
     async def run(self) -> None:
@@ -121,19 +121,19 @@ class ContinueAcrossVersions:
 
 
 class InterruptAndResume:
-    def __init__(self, interrupter: Interrupter, versions: Versions, tally: Tally) -> None:
+    def __init__(self, interrupter: Interrupter, versions: Versions, counters: Counters) -> None:
         self._interrupter = interrupter
         self._versions = versions
-        self._tally = tally
-        self._flights: set[Flight] = set()
+        self._counters = counters
+        self._runs: set[GroupRun] = set()
         self._room = WaitingRoom()
 
-    def begin(self, flight: Flight) -> None:
-        flight.may_go_on = self._may_go_on
-        self._flights.add(flight)
+    def begin(self, run: GroupRun) -> None:
+        run.may_go_on = self._may_go_on
+        self._runs.add(run)
 
-    def end(self, flight: Flight, *, is_done: bool) -> None:
-        self._flights.discard(flight)
+    def end(self, run: GroupRun, *, is_done: bool) -> None:
+        self._runs.discard(run)
 
     async def run(self) -> None:
         version = await self._versions.trainer_version()
@@ -144,8 +144,8 @@ class InterruptAndResume:
                 continue  # a long step; the trainer's own waits notice a dead one
             self._room.close()
             try:
-                for flight in self._flights:
-                    interrupt(flight, self._interrupter, self._tally)
+                for run in self._runs:
+                    interrupt(run, self._interrupter, self._counters)
                 with contextlib.suppress(TimeoutError):
                     await self._versions.wait_engines_at(version, RESUME_AFTER_S)
             finally:
@@ -153,7 +153,7 @@ class InterruptAndResume:
 
     async def _may_go_on(self, sample: Sample) -> None:
         await self._room.pass_through(sample, 2 * RESUME_AFTER_S)
-        self._tally.add("samples_resumed")
+        self._counters.add("samples_resumed")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -207,29 +207,29 @@ class Postpone:
     def __init__(
         self,
         interrupter: Interrupter,
-        tally: Tally,
+        counters: Counters,
         *,
         is_batch_ready: Callable[[], Awaitable[bool]],
-        next_rank: Callable[[], int],
+        next_order: Callable[[], int],
         max_postponements: int,
     ) -> None:
-        """`next_rank`: of the group that will be begun next."""
+        """`next_order`: of the group that will be begun next."""
         self._interrupter = interrupter
-        self._tally = tally
+        self._counters = counters
         self._is_batch_ready = is_batch_ready
-        self._next_rank = next_rank
+        self._next_order = next_order
         self._pace = Pace(max_postponements)
-        self._laps: dict[Flight, Lap] = {}
+        self._laps: dict[GroupRun, Lap] = {}
 
-    def begin(self, flight: Flight) -> None:
-        if flight.player is not None:
+    def begin(self, run: GroupRun) -> None:
+        if run.source.is_external:
             return
-        lap = self._laps[flight] = Lap(since=time.monotonic())
-        flight.may_go_on = partial(self._may_go_on, lap.room)
+        lap = self._laps[run] = Lap(since=time.monotonic())
+        run.may_go_on = partial(self._may_go_on, lap.room)
 
-    def end(self, flight: Flight, *, is_done: bool) -> None:
-        if self._laps.pop(flight, None) is not None and is_done:
-            self._pace.note(time.monotonic() - flight.started)
+    def end(self, run: GroupRun, *, is_done: bool) -> None:
+        if self._laps.pop(run, None) is not None and is_done:
+            self._pace.note(time.monotonic() - run.started)
 
     async def run(self) -> None:
         while True:
@@ -239,65 +239,65 @@ class Postpone:
                 self._let_go(is_ready)
                 slow = self._slow()
                 if is_ready and len(slow) + len(self._waiting()) < len(self._laps):
-                    for flight in slow:
-                        self._put_off(flight)
+                    for run in slow:
+                        self._put_off(run)
                 # Environments that were at work when their group was put off may since have asked
                 # for another turn.
-                for flight in self._waiting():
-                    self._stop(flight)
+                for run in self._waiting():
+                    self._stop(run)
 
-    def _waiting(self) -> list[Flight]:
-        return [flight for flight, lap in self._laps.items() if lap.is_waiting]
+    def _waiting(self) -> list[GroupRun]:
+        return [run for run, lap in self._laps.items() if lap.is_waiting]
 
-    def _slow(self) -> list[Flight]:
+    def _slow(self) -> list[GroupRun]:
         """Those of whom nothing is being sampled have nothing that could make way."""
         now = time.monotonic()
         return [
-            flight
-            for flight, lap in self._laps.items()
-            if flight.num_running and self._pace.is_slow(lap, now)
+            run
+            for run, lap in self._laps.items()
+            if run.num_running and self._pace.is_slow(lap, now)
         ]
 
-    def _put_off(self, flight: Flight) -> None:
-        lap = self._laps[flight]
+    def _put_off(self, run: GroupRun) -> None:
+        lap = self._laps[run]
         lap.num_postponed += 1
         lap.is_waiting, lap.since = True, time.monotonic()
-        flight.rank = 0 if self._pace.is_last_time(lap) else self._next_rank()
-        for sample in flight.samples:
-            sample.rank = flight.rank
+        run.order = 0 if self._pace.is_last_time(lap) else self._next_order()
+        for sample in run.samples:
+            sample.order = run.order
         lap.room.close()
         lap.stopped.clear()
-        self._tally.add("groups_postponed")
+        self._counters.add("groups_postponed")
 
-    def _stop(self, flight: Flight) -> None:
+    def _stop(self, run: GroupRun) -> None:
         """Stops what a postponed group has under way."""
-        lap = self._laps[flight]
-        running = {sample for sample in flight.samples if sample.finish_reason is None}
+        lap = self._laps[run]
+        running = {sample for sample in run.samples if sample.finish_reason is None}
         for sample in running - lap.room.samples:
             self._interrupter.interrupt(sample)
-        self._tally.add("samples_interrupted", len(running - lap.stopped))
+        self._counters.add("samples_interrupted", len(running - lap.stopped))
         lap.stopped |= running
 
     def _let_go(self, is_batch_ready: bool) -> None:
         waiting, now = self._waiting(), time.monotonic()
         are_alone = len(waiting) == len(self._laps)
-        for flight in sorted(waiting, key=lambda flight: flight.rank):
-            lap = self._laps[flight]
+        for run in sorted(waiting, key=lambda run: run.order):
+            lap = self._laps[run]
             if not is_batch_ready or are_alone or self._pace.has_waited(lap, now):
                 lap.is_waiting, lap.since = False, now
                 lap.room.open()
 
     async def _may_go_on(self, room: WaitingRoom, sample: Sample) -> None:
         await room.pass_through(sample, (self._pace.median_s or 0.0) + RESUME_AFTER_S)
-        self._tally.add("samples_resumed")
+        self._counters.add("samples_resumed")
 
 
-def interrupt(flight: Flight, interrupter: Interrupter, tally: Tally) -> None:
+def interrupt(run: GroupRun, interrupter: Interrupter, counters: Counters) -> None:
     """Stops all that the group has under way; its tokens stay."""
-    running = [sample for sample in flight.samples if sample.finish_reason is None]
+    running = [sample for sample in run.samples if sample.finish_reason is None]
     for sample in running:
         interrupter.interrupt(sample)
-    tally.add("samples_interrupted", len(running))
+    counters.add("samples_interrupted", len(running))
 
 
 def build_tail(
@@ -305,25 +305,25 @@ def build_tail(
     *,
     interrupter: Interrupter,
     versions: Versions,
-    tally: Tally,
+    counters: Counters,
     is_batch_ready: Callable[[], Awaitable[bool]],
-    next_rank: Callable[[], int],
+    next_order: Callable[[], int],
 ) -> Tail:
     """The policy of rollout.tail.
 
-    `is_batch_ready`: whether the trainer could take a whole batch now. `next_rank`: of the group
+    `is_batch_ready`: whether the trainer could take a whole batch now. `next_order`: of the group
     that will be begun next.
     """
     match config.tail:
         case TailPolicy.continue_across_versions:
             return ContinueAcrossVersions()
         case TailPolicy.interrupt_and_resume:
-            return InterruptAndResume(interrupter, versions, tally)
+            return InterruptAndResume(interrupter, versions, counters)
         case TailPolicy.postpone:
             return Postpone(
                 interrupter,
-                tally,
+                counters,
                 is_batch_ready=is_batch_ready,
-                next_rank=next_rank,
+                next_order=next_order,
                 max_postponements=config.max_postponements,
             )

@@ -21,7 +21,7 @@ from rollout_pool.engines.commit_strategies import make_strategy
 from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.episodes.chat import ChatFormat
-from rollout_pool.episodes.runner import EpisodeAsk
+from rollout_pool.episodes.runner import EpisodeRequest
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.tasks.task import Prompt
@@ -112,7 +112,7 @@ async def play(policy):
 
     async def play(agent):
         samples = []
-        ask = EpisodeAsk(
+        ask = EpisodeRequest(
             session=f"group-{next(numbers)}.0",
             sampling=SamplingParams(temperature=0.8),
             on_sample=samples.append,

@@ -18,7 +18,7 @@ from controller.start.preflight import check_task
 from controller.start.warm_start import imitate, supervised_examples
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import Message, ToolSpec
-from rollout_pool.episodes.runner import EpisodeAsk, EpisodeRunner
+from rollout_pool.episodes.runner import EpisodeRequest, EpisodeRunner
 from rollout_pool.episodes.tokenizer import load_tokenizer
 from rollout_pool.sampling.sample import Sample
 from rollout_pool.tasks.environments import environment_factory
@@ -127,7 +127,7 @@ async def test_an_example_is_the_very_tokens_of_an_episode_that_went_right(
     runner = EpisodeRunner(Right(chat, messages), chat, config.task, config.rollout)
     episode = await runner.run(
         environment_factory(config.task, task)(prompt),
-        EpisodeAsk(session="s", sampling=SamplingParams()),
+        EpisodeRequest(session="s", sampling=SamplingParams()),
     )
     example = imitate(chat, messages)
     [branch] = episode.branches

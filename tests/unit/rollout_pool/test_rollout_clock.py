@@ -12,7 +12,7 @@ from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.clock import EpisodeClock
 from rollout_pool.episodes.env import SingleTurn
-from rollout_pool.episodes.runner import EpisodeAsk, EpisodeFailed, EpisodeRunner
+from rollout_pool.episodes.runner import EpisodeFailed, EpisodeRequest, EpisodeRunner
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from trainer_pool.model.scratch import byte_tokenizer
@@ -62,7 +62,7 @@ def make_runner(engine: SlowEngine, timeout_s: float) -> EpisodeRunner:
 
 
 async def play_all(runner: EpisodeRunner, number: int):
-    asks = [EpisodeAsk(session=f"s{i}", sampling=SamplingParams()) for i in range(number)]
+    asks = [EpisodeRequest(session=f"s{i}", sampling=SamplingParams()) for i in range(number)]
     playing = (runner.run(SingleTurn("?"), ask) for ask in asks)
     async with asyncio.timeout(20):
         return await asyncio.gather(*playing, return_exceptions=True)

@@ -16,9 +16,9 @@ from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.rewards.score import Score
 from rollout_pool.sampling.sample import Priority, SampleFailed
+from rollout_pool.tasks.environments import EnvEpisodes
 from rollout_pool.tasks.task import Prompt
 from rollout_pool.worker.evaluate import EvaluationFailed, Evaluator, pass_at_k, sample_sizes
-from rollout_pool.worker.player import EnvPlayer
 from rollout_pool.worker.prompts import PromptReader
 
 
@@ -107,12 +107,12 @@ def make():
         chat = ChatFormat(tokenizer, chat_template=False, tool_parser=ToolParser.hermes)
         oracle = Oracle(answer)
         evaluator = Evaluator(
-            player=EnvPlayer(
+            source=EnvEpisodes(
                 EpisodeRunner(oracle, chat, task, rollout), Questions(num_prompts).environment
             ),
             scorer=Yes(),
             task=Questions(num_prompts),
-            reader=PromptReader(tokenizer, task, rollout),
+            reader=PromptReader(chat, task, rollout),
             config=rollout,
         )
         return evaluator, oracle

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
-from rollout_pool.worker.finish import SAVED_UP, VarianceFilter, Verdict, has_zero_variance
+from rollout_pool.worker.finish import MAX_SAVED_GROUPS, VarianceFilter, has_zero_variance
+from rollout_pool.worker.group_run import Verdict
 
 KEEP, OUT, ALL_EQUAL = Verdict.keep, Verdict.leave_out, Verdict.keep_all_equal
 
@@ -59,8 +60,8 @@ def test_luck_saves_up_no_endless_budget() -> None:
     variance = VarianceFilter(max_ratio=2.0)
     for _ in range(1000):
         variance.judge(MIXED, 0)
-    verdicts = [variance.judge(SAME, 0) for _ in range(2 * SAVED_UP + 1)]
-    assert verdicts == [OUT] * 2 * SAVED_UP + [ALL_EQUAL]
+    verdicts = [variance.judge(SAME, 0) for _ in range(2 * MAX_SAVED_GROUPS + 1)]
+    assert verdicts == [OUT] * 2 * MAX_SAVED_GROUPS + [ALL_EQUAL]
 
 
 def test_equal_rewards_of_a_scorer_that_failed_are_no_reason() -> None:

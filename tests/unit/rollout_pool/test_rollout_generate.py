@@ -18,10 +18,10 @@ from rollout_pool.rewards.score import Score
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Interrupted, SampleFailed
 from rollout_pool.sampling.sampler import Sampler
+from rollout_pool.tasks.environments import EnvEpisodes
 from rollout_pool.tasks.task import Prompt
-from rollout_pool.worker.generate import Flight, GroupFailed, GroupGenerator, make_trajectories
-from rollout_pool.worker.player import EnvPlayer
-from rollout_pool.worker.prompts import TokenizedPrompt
+from rollout_pool.worker.generate import GroupFailed, GroupGenerator, make_trajectories
+from rollout_pool.worker.group_run import GroupRun
 from trainer_pool.model.scratch import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -135,28 +135,24 @@ def scorer():
     return NumberScorer()
 
 
-def generator(model, scorer, env_factory=None, **task):
-    chat = ChatFormat(TOKENIZER, chat_template=False, tool_parser=ToolParser.hermes)
-    config = TaskConfig(**{"max_turns": 4, **task})
-    return GroupGenerator(
-        player=EnvPlayer(
-            EpisodeRunner(model, chat, config, RolloutConfig()),
-            Words().environment if env_factory is None else env_factory,
-        ),
-        scorer=scorer,
-        sampling=SAMPLING,
-        group_size=4,
-    )
-
-
-def flight(**more):
-    prompt = Prompt(index=3, is_held_out=False, text="3?")
-    return Flight(
+def new_run(**more):
+    return GroupRun(
         group_id="g",
         ref=PromptRef(task="numbers", index=3),
-        prompt=TokenizedPrompt(prompt=prompt, tokens=[51, 63]),
+        prompt=Prompt(index=3, is_held_out=False, text="3?"),
+        source=None,
         **more,
     )
+
+
+async def generate(run, model, scorer, env_factory=None, **task):
+    chat = ChatFormat(TOKENIZER, chat_template=False, tool_parser=ToolParser.hermes)
+    config = TaskConfig(**{"max_turns": 4, **task})
+    run.source = EnvEpisodes(
+        EpisodeRunner(model, chat, config, RolloutConfig()),
+        Words().environment if env_factory is None else env_factory,
+    )
+    return await GroupGenerator(scorer=scorer, sampling=SAMPLING, group_size=4).generate(run)
 
 
 async def reaches(condition):
@@ -214,8 +210,8 @@ def test_an_episode_that_was_broken_off_says_so_in_every_trajectory():
 
 
 async def test_a_group_has_its_episodes_in_order_each_with_its_own_reward(model, scorer):
-    current = flight()
-    group = await generator(model, scorer).run(current)
+    current = new_run()
+    group = await generate(current, model, scorer)
     assert group.group_id == "g" and group.prompt == PromptRef(task="numbers", index=3)
     assert group.sampling == SAMPLING
     assert [t.reward for t in group.trajectories] == [0, 1, 2, 3]
@@ -232,9 +228,9 @@ async def test_a_group_has_its_episodes_in_order_each_with_its_own_reward(model,
 
 
 async def test_all_members_are_asked_for_in_the_same_turn_of_the_loop(model, scorer):
-    await generator(model, scorer).run(flight(rank=5))
+    await generate(new_run(order=5), model, scorer)
     assert model.asked_at_once == 4
-    assert {sample.rank for sample in model.asked} == {5}
+    assert {sample.order for sample in model.asked} == {5}
     assert sorted(sample.sample_id for sample in model.asked) == [
         "g.0.0",
         "g.1.0",
@@ -246,8 +242,8 @@ async def test_all_members_are_asked_for_in_the_same_turn_of_the_loop(model, sco
 async def test_an_episode_is_scored_while_its_siblings_still_generate(model, scorer):
     gate = asyncio.Event()
     model.gates = {0: gate, 1: gate, 3: gate}
-    current = flight()
-    running = asyncio.create_task(generator(model, scorer).run(current))
+    current = new_run()
+    running = asyncio.create_task(generate(current, model, scorer))
     async with asyncio.timeout(5):
         await scorer.has_scored.wait()
         assert scorer.scored == ["2"]
@@ -261,7 +257,7 @@ async def test_one_member_that_fails_fails_the_group_and_ends_the_others(model, 
     model.gates = {0: asyncio.Event()}
     model.errors = {1: SampleFailed("g.1.0 failed 3 times; the last: out of order")}
     with pytest.raises(GroupFailed, match=r"group g of prompt 3: g.1.0 failed 3 .*out of order"):
-        await generator(model, scorer).run(flight())
+        await generate(new_run(), model, scorer)
     assert model.stopped == [0]
 
 
@@ -270,14 +266,14 @@ async def test_an_environment_that_cannot_be_made_or_begun_fails_its_group(model
         raise ImportError("no such library")
 
     with pytest.raises(GroupFailed, match=r"could not be made: ImportError: no such library"):
-        await generator(model, scorer, no_env).run(flight())
+        await generate(new_run(), model, scorer, no_env)
 
     class Unborn(SingleTurn):
         async def reset(self):
             raise OSError("no disk")
 
     with pytest.raises(GroupFailed, match=r"before a token was sampled: env_error: .*no disk"):
-        await generator(model, scorer, lambda prompt: Unborn("x")).run(flight())
+        await generate(new_run(), model, scorer, lambda prompt: Unborn("x"))
 
 
 class Twice(SingleTurn):
@@ -294,8 +290,8 @@ class Twice(SingleTurn):
 
 
 async def test_branches_share_the_group_and_a_broken_episode_keeps_its_place(model, scorer):
-    current = flight()
-    group = await generator(model, scorer, lambda prompt: Twice(prompt.text)).run(current)
+    current = new_run()
+    group = await generate(current, model, scorer, lambda prompt: Twice(prompt.text))
     assert [t.episode for t in group.trajectories] == [0, 0, 1, 1, 2, 3, 3]
     assert [t.reward for t in group.trajectories] == [0, 0, 1, 1, 2, 3, 3]
     assert [t.finish_reason for t in group.trajectories] == ["stop"] * 4 + ["env_error"] + [
@@ -306,8 +302,8 @@ async def test_branches_share_the_group_and_a_broken_episode_keeps_its_place(mod
 
 async def test_what_could_not_be_scored_is_counted(model, scorer):
     scorer.failures = {"1": {"judge": "no answer"}, "2": {"judge": "no", "tests": "timeout"}}
-    current = flight()
-    await generator(model, scorer).run(current)
+    current = new_run()
+    await generate(current, model, scorer)
     assert current.num_unscored == 2
 
 
@@ -315,21 +311,21 @@ async def test_an_episode_that_no_service_could_score_fails_its_group(model, sco
     scorer.failures = {"1": {"judge": "http://judge: HTTP 503 (4 attempts)"}}
     scorer.unscored = {"1"}
     model.gates = {3: asyncio.Event()}
-    current = flight()
+    current = new_run()
     with pytest.raises(
         GroupFailed,
         match=r"group g of prompt 3: episode 1 could not be scored: judge: .*HTTP 503 \(4 attempts",
     ):
-        await generator(model, scorer).run(current)
+        await generate(current, model, scorer)
     assert current.num_unscored == 1 and model.stopped == [3]
 
 
 async def test_a_flight_adds_up_what_its_samples_say(model, scorer):
     gate = asyncio.Event()
     model.gates = {0: gate}
-    current = flight()
+    current = new_run()
     assert current.oldest_version is None and current.num_running == 0
-    running = asyncio.create_task(generator(model, scorer).run(current))
+    running = asyncio.create_task(generate(current, model, scorer))
     await reaches(lambda: current.num_running == 1)
     [sample] = current.samples
     sample.num_refused, sample.num_wasted, sample.num_failures = 1, 10, 2
@@ -344,8 +340,8 @@ async def test_a_flight_adds_up_what_its_samples_say(model, scorer):
 async def test_of_samples_that_have_ended_a_flight_keeps_numbers_alone(model, scorer):
     gate = asyncio.Event()
     model.gates = {2: gate}
-    current = flight()
-    running = asyncio.create_task(generator(model, scorer).run(current))
+    current = new_run()
+    running = asyncio.create_task(generate(current, model, scorer))
     await reaches(lambda: current.num_tokens == 7)
     assert {sample.sample_id for sample in current.samples} == {"g.2.0"}
     gate.set()
@@ -356,8 +352,8 @@ async def test_of_samples_that_have_ended_a_flight_keeps_numbers_alone(model, sc
 async def test_the_oldest_version_of_a_sample_that_has_ended_is_known(model, scorer):
     gate = asyncio.Event()
     model.gates = {3: gate}
-    current = flight()
-    running = asyncio.create_task(generator(model, scorer).run(current))
+    current = new_run()
+    running = asyncio.create_task(generate(current, model, scorer))
     await reaches(lambda: current.num_tokens == 7)
     assert current.num_running == 1 and current.oldest_version == 6
     gate.set()
@@ -372,8 +368,8 @@ async def test_an_interrupted_member_waits_until_the_flight_lets_it_go_on(model,
         waiting.append(sample)
         await may.wait()
 
-    current = flight(may_go_on=may_go_on)
-    running = asyncio.create_task(generator(model, scorer).run(current))
+    current = new_run(may_go_on=may_go_on)
+    running = asyncio.create_task(generate(current, model, scorer))
     await reaches(lambda: current.num_running == 1)
     [sample] = [sample for sample in current.samples if sample.finish_reason is None]
     model.interrupt(sample)
@@ -388,8 +384,8 @@ async def test_an_interrupted_member_waits_until_the_flight_lets_it_go_on(model,
 async def test_a_group_given_up_ends_its_episodes_and_its_scoring_first(model, scorer):
     scorer.gate.clear()
     model.gates = {place: asyncio.Event() for place in (1, 2, 3)}
-    current = flight()
-    running = asyncio.create_task(generator(model, scorer).run(current))
+    current = new_run()
+    running = asyncio.create_task(generate(current, model, scorer))
     async with asyncio.timeout(5):
         await scorer.has_scored.wait()
         assert current.oldest_version == 6  # known from the first tokens on
@@ -412,8 +408,8 @@ async def test_over_http_an_interrupted_sample_resumes_with_its_tokens_and_their
         if rid == f"{held}.1!"
         else make_reply(output_ids=[52, EOS])
     )
-    current = flight()
-    running = asyncio.create_task(generator(sampler, scorer).run(current))
+    current = new_run()
+    running = asyncio.create_task(generate(current, sampler, scorer))
     await reaches(lambda: current.num_running == 1 and current.num_tokens == 7)
     [sample] = [sample for sample in current.samples if sample.finish_reason is None]
     assert sample.sample_id == held

@@ -6,6 +6,7 @@ import pytest
 
 from configs.choices import OnLongPrompt
 from configs.rollout_schema import RolloutConfig, TaskConfig
+from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.tasks.task import Prompt
 from rollout_pool.worker.prompts import PromptReader
 from trainer_pool.model.scratch import byte_tokenizer
@@ -20,7 +21,9 @@ def reader(limit, on_long=OnLongPrompt.refuse, **task):
     made = byte_tokenizer()
     made.chat_template = TEMPLATE
     rollout = RolloutConfig(max_prompt_tokens=limit, on_long_prompt=on_long)
-    return PromptReader(made, TaskConfig(**task), rollout)
+    config = TaskConfig(**task)
+    chat = ChatFormat(made, chat_template=config.chat_template, tool_parser=config.tool_parser)
+    return PromptReader(chat, config, rollout)
 
 
 def prompt(text):
@@ -37,20 +40,20 @@ def prompt(text):
     ],
 )
 def test_a_prompt_is_as_long_as_all_that_opens_its_episode(task, opening):
-    read = reader(len(opening), **task).read(prompt("hi"))
-    assert bytes(read.tokens) == opening and read.prompt.text == "hi"
+    exact = reader(len(opening), **task)
+    assert bytes(exact.opening(prompt("hi"))) == opening and exact.accepts(prompt("hi"))
     message = rf"rollout.max_prompt_tokens={len(opening) - 1}: prompt 5 has {len(opening)} tokens"
     with pytest.raises(ValueError, match=message):
-        reader(len(opening) - 1, **task).read(prompt("hi"))
+        reader(len(opening) - 1, **task).accepts(prompt("hi"))
 
 
 def test_a_prompt_that_may_be_skipped_is_counted_and_the_next_is_given():
     skipping = reader(3, OnLongPrompt.skip)
     prompts = iter([prompt("long"), prompt("ok"), prompt("longer"), prompt("abc")])
-    assert [read.prompt.text for read in skipping.stream(prompts)] == ["ok", "abc"]
+    assert [read.text for read in skipping.stream(prompts)] == ["ok", "abc"]
     assert skipping.num_skipped == 2
 
 
 def test_a_prompt_of_nothing_is_an_error():
     with pytest.raises(ValueError, match="prompt 5 has no tokens"):
-        reader(3).read(prompt(""))
+        reader(3).accepts(prompt(""))

@@ -62,6 +62,11 @@ async def place(router, *args, **fields):
     return await router.assign(sample(*args, **fields))
 
 
+def tokens(router):
+    """Expected tokens by engine."""
+    return {name: engine.tokens for name, engine in router._engines.items()}
+
+
 async def name_of(router, failed=None, **fields):
     place = await router.assign(sample(**fields), failed)
     place.release()
@@ -81,20 +86,20 @@ async def test_a_sample_goes_to_the_engine_with_the_fewest_tokens():
     two = router(2)
     places = [await place(two, size) for size in (200, 20, 40)]
     assert [p.engine.name for p in places] == ["engine-0", "engine-1", "engine-1"]
-    assert two.tokens_in_flight == {"engine-0": 101, "engine-1": 11 + 21}
+    assert tokens(two) == {"engine-0": 101, "engine-1": 11 + 21}
     for p in places:
         p.release()
         p.release()  # once is all that counts
-    assert two.tokens_in_flight == {"engine-0": 0, "engine-1": 0}
+    assert tokens(two) == {"engine-0": 0, "engine-1": 0}
 
 
 async def test_what_a_sample_will_hold_is_learnt_from_those_that_ended():
     one = router(1)
     one.note_end(sample(output_ids=[1] * 30))
     await place(one, 1000, prompt=[5, 6])
-    assert one.tokens_in_flight == {"engine-0": 2 + 30}
+    assert tokens(one) == {"engine-0": 2 + 30}
     await place(one, 1000, output_ids=[1] * 990)
-    assert one.tokens_in_flight == {"engine-0": 32 + 1 + 990 + 10}
+    assert tokens(one) == {"engine-0": 32 + 1 + 990 + 10}
 
 
 async def test_load_that_other_workers_put_on_an_engine_counts():
@@ -183,19 +188,19 @@ async def test_an_engine_is_told_which_version_its_requests_will_meet():
     assert engine.version == 6
 
 
-async def test_when_all_places_are_taken_the_lowest_rank_is_served_first():
+async def test_when_all_slots_are_taken_the_lowest_order_is_served_first():
     one = router(1, max_running_requests=2)
     taken = [await place(one), await place(one)]
-    tasks = {rank: asking(one, sample(rank=rank)) for rank in (5, 3, 4)}
+    tasks = {order: asking(one, sample(order=order)) for order in (5, 3, 4)}
     await turn()
     assert one.loads()["engine-0"].num_waiting == 3
     served = []
     for _ in range(3):
         taken.pop(0).release()
         done, _ = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
-        [rank] = [rank for rank, task in tasks.items() if task in done]
-        served.append(rank)
-        taken.append(tasks.pop(rank).result())
+        [order] = [order for order, task in tasks.items() if task in done]
+        served.append(order)
+        taken.append(tasks.pop(order).result())
         await turn()
     assert served == [3, 4, 5]
 
@@ -203,9 +208,9 @@ async def test_when_all_places_are_taken_the_lowest_rank_is_served_first():
 async def test_evaluations_come_after_rollouts_but_one_at_each_engine_always_has_a_place():
     one = router(1, max_running_requests=2)
     rollouts = [await place(one), await place(one)]
-    first = await one.assign(evaluation(rank=0))
-    second = asking(one, evaluation(rank=0))
-    third = asking(one, sample(rank=9))
+    first = await one.assign(evaluation(order=0))
+    second = asking(one, evaluation(order=0))
+    third = asking(one, sample(order=9))
     await turn()
     assert not second.done() and not third.done()
     rollouts[0].release()
@@ -292,7 +297,7 @@ async def test_a_sample_that_waits_too_long_is_told_why():
     with pytest.raises(
         TimeoutError,
         match=r"engine-0 .*buffer\.wait_timeout_s=0\.05.*'engine-0': 3.*version 5.*staleness is 1"
-        r".*0 of 128 places taken, breaker closed",
+        r".*0 of 128 slots taken, breaker closed",
     ):
         await name_of(one)
 
@@ -300,7 +305,7 @@ async def test_a_sample_that_waits_too_long_is_told_why():
 async def test_a_long_line_is_no_failure_while_it_moves():
     one = router(1, wait_timeout_s=0.3, max_running_requests=1)
     taken = await place(one)
-    waiting = asking(one, sample(rank=1))
+    waiting = asking(one, sample(order=1))
     for _ in range(5):  # 0.75 s: tokens come, then others are served
         await asyncio.sleep(0.15)
         taken.progress()
@@ -429,7 +434,7 @@ async def crowd_at(router, count, failed):
     waiting = []
     for number in range(count):
         times = {name: at + number * 1e-9 for name, at in failed.items()}
-        waiting.append(asking(router, sample(rank=number % 7), times))
+        waiting.append(asking(router, sample(order=number % 7), times))
     await asyncio.sleep(0)
     return waiting
 
@@ -486,8 +491,8 @@ async def test_one_that_has_not_mended_for_itself_holds_up_nobody_for_whom_it_ha
     earlier = (await place(one)).fail()
     (await place(one)).progress()
     later = (await place(one)).fail()
-    behind = asking(one, sample(rank=1), {"engine-0": later})
-    ahead = asking(one, sample(rank=2), {"engine-0": earlier})
+    behind = asking(one, sample(order=1), {"engine-0": later})
+    ahead = asking(one, sample(order=2), {"engine-0": earlier})
     await turn()
     assert ahead.done() and not behind.done()
     await end([behind])

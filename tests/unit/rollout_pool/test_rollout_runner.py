@@ -11,7 +11,7 @@ from configs.choices import OnLongPrompt, ToolParser
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import Message, Observation, SingleTurn, Step, ToolSpec
-from rollout_pool.episodes.runner import EpisodeAsk, EpisodeFailed, EpisodeRunner
+from rollout_pool.episodes.runner import EpisodeFailed, EpisodeRequest, EpisodeRunner
 from rollout_pool.sampling.sample import Interrupted, Priority, SampleFailed
 from trainer_pool.model.scratch import byte_tokenizer
 
@@ -103,7 +103,7 @@ def runner(model, rollout=None, heeds_interrupt_s=5.0, **task):
 
 
 def ask(**more):
-    return EpisodeAsk(session="s", sampling=SamplingParams(temperature=0.7), **more)
+    return EpisodeRequest(session="s", sampling=SamplingParams(temperature=0.7), **more)
 
 
 def text_of(branch):
@@ -120,7 +120,7 @@ async def test_a_question_with_one_answer():
     model = Model("7")
     seen = []
     asked = ask(
-        rank=3, priority=Priority.evaluation, min_version=2, engine="e", on_sample=seen.append
+        order=3, priority=Priority.evaluation, min_version=2, engine="e", on_sample=seen.append
     )
     env = SingleTurn("3+4=", "Add. ")
     episode = await runner(model).run(env, asked)
@@ -131,7 +131,7 @@ async def test_a_question_with_one_answer():
     assert episode.answer == "7" and episode.env_reward is None
     [sample] = model.asked
     assert seen == [sample]
-    assert (sample.rank, sample.priority, sample.min_version, sample.engine, sample.session) == (
+    assert (sample.order, sample.priority, sample.min_version, sample.engine, sample.session) == (
         (3, Priority.evaluation, 2, "e", "s")
     )
     assert sample.sampling.temperature == 0.7

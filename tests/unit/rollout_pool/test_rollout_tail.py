@@ -14,13 +14,12 @@ from configs.choices import TailPolicy
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.episode import Episode
-from rollout_pool.episodes.runner import EpisodeAsk
+from rollout_pool.episodes.runner import EpisodeRequest
 from rollout_pool.sampling.sample import Sample
+from rollout_pool.tasks.environments import EpisodeSource
 from rollout_pool.tasks.task import Prompt
-from rollout_pool.worker.counters import Tally, length_bucket
-from rollout_pool.worker.generate import Flight
-from rollout_pool.worker.player import Player
-from rollout_pool.worker.prompts import TokenizedPrompt
+from rollout_pool.worker.counters import Counters, length_bucket
+from rollout_pool.worker.group_run import GroupRun
 from rollout_pool.worker.stragglers import (
     MIN_RECENT,
     Lap,
@@ -32,7 +31,7 @@ from rollout_pool.worker.stragglers import (
 )
 
 
-class Counters:
+class CountStore:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
@@ -73,17 +72,17 @@ class Scene:
     """One tail with what it may see of a worker."""
 
     def __init__(self, policy: TailPolicy, max_postponements: int = 2) -> None:
-        self.versions, self.counters = Versions(), Counters()
-        self.tally = Tally(self.counters)
+        self.versions, self.store = Versions(), CountStore()
+        self.counters = Counters(self.store)
         self.interrupted: list[Sample] = []
-        self.is_full, self.rank = False, 100
+        self.is_full, self.order = False, 100
         self.tail: Tail = build_tail(
             RolloutConfig(tail=policy, max_postponements=max_postponements),
             interrupter=self,
             versions=self.versions,
-            tally=self.tally,
+            counters=self.counters,
             is_batch_ready=self._is_batch_ready,
-            next_rank=lambda: self.rank,
+            next_order=lambda: self.order,
         )
 
     def interrupt(self, sample: Sample) -> None:
@@ -92,19 +91,21 @@ class Scene:
     async def _is_batch_ready(self) -> bool:
         return self.is_full
 
-    def flight(self, rank: int, num_samples: int = 2, player: Player | None = None) -> Flight:
-        prompt = Prompt(index=rank, is_held_out=False, text="?")
-        flight = Flight(
-            group_id=f"0-{rank}",
-            ref=PromptRef(task="sums", index=rank),
-            prompt=TokenizedPrompt(prompt=prompt, tokens=[1]),
-            rank=rank,
-            player=player,
+    def start(
+        self, order: int, num_samples: int = 2, source: EpisodeSource | None = None
+    ) -> GroupRun:
+        prompt = Prompt(index=order, is_held_out=False, text="?")
+        run = GroupRun(
+            group_id=f"0-{order}",
+            ref=PromptRef(task="sums", index=order),
+            prompt=prompt,
+            order=order,
+            source=source or Unasked(),
         )
         for n in range(num_samples):
-            flight.note_sample(_sample(f"0-{rank}.{n}"))
-        self.tail.begin(flight)
-        return flight
+            run.note_sample(_sample(f"0-{order}.{n}"))
+        self.tail.begin(run)
+        return run
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -116,19 +117,25 @@ class Scene:
             await end_tasks([task])
 
     async def counted(self) -> Counter[str]:
-        await self.tally.flush()
-        return self.counters.counts
+        await self.counters.flush()
+        return self.store.counts
 
 
 def _sample(name: str) -> Sample:
     return Sample(sample_id=name, prompt=[1], sampling=SamplingParams(), max_new_tokens=8)
 
 
-class Stranger:
-    """Somebody outside, who takes all the time in the world."""
+class Unasked(EpisodeSource):
+    """A worker's own source, which plays nothing here."""
 
-    async def run(self, prompt: Prompt, ask: EpisodeAsk) -> Episode:
+    async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
         raise AssertionError("not run here")
+
+
+class Stranger(Unasked):
+    """A program elsewhere that takes all the time in the world."""
+
+    is_external = True
 
 
 async def _until(condition, timeout_s: float = 10.0) -> None:
@@ -137,27 +144,27 @@ async def _until(condition, timeout_s: float = 10.0) -> None:
             await asyncio.sleep(0.01)
 
 
-def _stopped(flight: Flight) -> list[asyncio.Task[None]]:
+def _stopped(run: GroupRun) -> list[asyncio.Task[None]]:
     """What the episode runners do with samples that were interrupted."""
-    return [asyncio.create_task(flight.may_go_on(sample)) for sample in flight.samples]
+    return [asyncio.create_task(run.may_go_on(sample)) for sample in run.samples]
 
 
 async def test_samples_wait_for_the_new_version_and_the_stalest_goes_first() -> None:
     scene, order = Scene(TailPolicy.interrupt_and_resume), list[int]()
-    flights = [scene.flight(rank) for rank in (5, 2, 9)]
-    ended = next(iter(flights[0].samples))
+    runs = [scene.start(order) for order in (5, 2, 9)]
+    ended = next(iter(runs[0].samples))
     ended.finish_reason = "stop"
 
-    async def go_on(flight: Flight, sample: Sample) -> None:
-        await flight.may_go_on(sample)
-        order.append(sample.rank)
+    async def go_on(run: GroupRun, sample: Sample) -> None:
+        await run.may_go_on(sample)
+        order.append(sample.order)
 
     async with scene.running():
         await asyncio.sleep(0)
         scene.versions.tell(trainer=1)
         await _until(lambda: len(scene.interrupted) == 5)
         assert ended not in scene.interrupted
-        resumed = [asyncio.create_task(go_on(f, s)) for f in flights for s in f.samples - {ended}]
+        resumed = [asyncio.create_task(go_on(f, s)) for f in runs for s in f.samples - {ended}]
         await asyncio.sleep(0.05)
         assert not any(task.done() for task in resumed)
         scene.versions.tell(engines=1)
@@ -168,53 +175,53 @@ async def test_samples_wait_for_the_new_version_and_the_stalest_goes_first() -> 
 
 async def test_a_sample_that_is_told_late_does_not_wait_for_the_next_version() -> None:
     scene = Scene(TailPolicy.interrupt_and_resume)
-    flight = scene.flight(1)
+    run = scene.start(1)
     async with scene.running():
         await asyncio.sleep(0)
         scene.versions.tell(trainer=1, engines=1)
         await _until(lambda: len(scene.interrupted) == 2)
         await asyncio.sleep(0.05)
-        await asyncio.wait_for(asyncio.gather(*_stopped(flight)), 1)
+        await asyncio.wait_for(asyncio.gather(*_stopped(run)), 1)
 
 
 async def test_a_waiting_room_that_nobody_opens_lets_go_all_the_same() -> None:
     room, scene = WaitingRoom(), Scene(TailPolicy.continue_across_versions)
     room.close()
-    (sample,) = scene.flight(1, num_samples=1).samples
+    (sample,) = scene.start(1, num_samples=1).samples
     await asyncio.wait_for(room.pass_through(sample, 0.05), 1)
 
 
 async def test_nothing_is_stopped_where_groups_continue_across_versions() -> None:
     scene = Scene(TailPolicy.continue_across_versions)
-    flight = scene.flight(1)
+    run = scene.start(1)
     async with scene.running():
         scene.versions.tell(trainer=1)
         scene.is_full = True
         await asyncio.sleep(0.05)
-        await asyncio.wait_for(asyncio.gather(*_stopped(flight)), 1)
+        await asyncio.wait_for(asyncio.gather(*_stopped(run)), 1)
     assert not scene.interrupted
 
 
 async def _land_quick_groups(scene: Scene, number: int = MIN_RECENT) -> None:
-    for rank in range(number):
-        flight = scene.flight(rank)
+    for order in range(number):
+        run = scene.start(order)
         await asyncio.sleep(0.02)
-        scene.tail.end(flight, is_done=True)
+        scene.tail.end(run, is_done=True)
 
 
 async def test_a_slow_group_waits_while_a_batch_is_ready_and_goes_on_when_it_is_taken() -> None:
     scene = Scene(TailPolicy.postpone, max_postponements=2)
     await _land_quick_groups(scene)
-    slow = scene.flight(10)
+    slow = scene.start(10)
     async with scene.running():
         await asyncio.sleep(0.7)
-        other = scene.flight(11)
+        other = scene.start(11)
         assert not scene.interrupted  # the trainer still lacks groups
         scene.is_full = True
         # `other` becomes slow as well at the first look: a third keeps both from being alone.
         keeper = asyncio.create_task(_keep_one_young(scene))
         await _until(lambda: slow.samples <= set(scene.interrupted))
-        assert slow.rank == 100 and {sample.rank for sample in slow.samples} == {100}
+        assert slow.order == 100 and {sample.order for sample in slow.samples} == {100}
         waiting = _stopped(slow)
         await asyncio.sleep(0.05)
         assert not any(task.done() for task in waiting)
@@ -223,7 +230,7 @@ async def test_a_slow_group_waits_while_a_batch_is_ready_and_goes_on_when_it_is_
         before = len(scene.interrupted)
         scene.is_full = True  # once more: the last time, after which it goes first
         await _until(lambda: slow.samples <= set(scene.interrupted[before:]))
-        assert slow.rank == 0 and {sample.rank for sample in slow.samples} == {0}
+        assert slow.order == 0 and {sample.order for sample in slow.samples} == {0}
         await asyncio.wait_for(asyncio.gather(*_stopped(slow)), 3)
         after = scene.interrupted.count(next(iter(slow.samples)))
         await asyncio.sleep(1.2)
@@ -235,17 +242,17 @@ async def test_a_slow_group_waits_while_a_batch_is_ready_and_goes_on_when_it_is_
 
 async def _keep_one_young(scene: Scene) -> None:
     while True:
-        flight = scene.flight(50)
+        run = scene.start(50)
         try:
             await asyncio.sleep(0.03)
         finally:
-            scene.tail.end(flight, is_done=False)
+            scene.tail.end(run, is_done=False)
 
 
 async def test_the_last_group_of_all_is_never_put_off() -> None:
     scene = Scene(TailPolicy.postpone)
     await _land_quick_groups(scene)
-    slow, scene.is_full = scene.flight(10), True
+    slow, scene.is_full = scene.start(10), True
     async with scene.running():
         await asyncio.sleep(1.2)
     assert not scene.interrupted
@@ -255,7 +262,7 @@ async def test_the_last_group_of_all_is_never_put_off() -> None:
 async def test_a_turn_that_a_postponed_group_begins_is_stopped_as_well() -> None:
     scene = Scene(TailPolicy.postpone)
     await _land_quick_groups(scene)
-    slow = scene.flight(10)
+    slow = scene.start(10)
     acting, talking = sorted(slow.samples, key=lambda sample: sample.sample_id)
     acting.finish_reason = "stop"  # its environment is at work
     async with scene.running():
@@ -277,7 +284,7 @@ async def test_a_turn_that_a_postponed_group_begins_is_stopped_as_well() -> None
 async def test_a_group_of_which_nothing_is_sampled_makes_way_to_nobody() -> None:
     scene = Scene(TailPolicy.postpone)
     await _land_quick_groups(scene)
-    scored = scene.flight(10)
+    scored = scene.start(10)
     for sample in scored.samples:
         sample.finish_reason = "stop"
     async with scene.running():
@@ -291,7 +298,7 @@ async def test_a_group_of_which_nothing_is_sampled_makes_way_to_nobody() -> None
 async def test_groups_from_outside_are_neither_postponed_nor_part_of_the_median() -> None:
     scene = Scene(TailPolicy.postpone)
     await _land_quick_groups(scene)
-    strange = scene.flight(10, player=Stranger())
+    strange = scene.start(10, source=Stranger())
     strange.started -= 1000.0
     async with scene.running():
         keeper = asyncio.create_task(_keep_one_young(scene))
@@ -299,7 +306,7 @@ async def test_groups_from_outside_are_neither_postponed_nor_part_of_the_median(
         await asyncio.sleep(1.2)
         await end_tasks([keeper])
     for _ in range(MIN_RECENT + 1):
-        other = scene.flight(11, player=Stranger())
+        other = scene.start(11, source=Stranger())
         other.started -= 1000.0
         scene.tail.end(other, is_done=True)
     scene.tail.end(strange, is_done=True)
@@ -326,16 +333,16 @@ class Gate:
 
 async def test_counts_that_are_being_told_when_the_worker_ends_are_told_once() -> None:
     gate = Gate()
-    tally = Tally(gate)
-    tally.add("groups", 3)
-    tally.add("tokens", 0.5)
-    telling = asyncio.create_task(tally.flush())
+    counters = Counters(gate)
+    counters.add("groups", 3)
+    counters.add("tokens", 0.5)
+    telling = asyncio.create_task(counters.flush())
     await asyncio.sleep(0.01)
     telling.cancel()
     await asyncio.wait([telling])
     assert telling.cancelled()
-    tally.add("groups")
-    last = asyncio.create_task(tally.flush())
+    counters.add("groups")
+    last = asyncio.create_task(counters.flush())
     await asyncio.sleep(0.01)
     gate.is_open.set()
     await last
@@ -346,14 +353,14 @@ async def test_what_could_not_be_told_is_told_later() -> None:
     gate = Gate()
     gate.is_open.set()
     gate.breaks = "tokens"
-    tally = Tally(gate)
-    tally.add("groups")
-    tally.add("tokens", 7)
+    counters = Counters(gate)
+    counters.add("groups")
+    counters.add("tokens", 7)
     with pytest.raises(ConnectionError):
-        await tally.flush()
+        await counters.flush()
     gate.breaks = ""
-    tally.add("tokens", 1)
-    await tally.flush()
+    counters.add("tokens", 1)
+    await counters.flush()
     assert gate.counts == {"groups": 1, "tokens": 8}
 
 

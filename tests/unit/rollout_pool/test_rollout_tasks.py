@@ -7,8 +7,9 @@ import json
 
 import pytest
 
-from configs.choices import OnLongPrompt, TaskKind
+from configs.choices import OnLongPrompt, TaskKind, ToolParser
 from configs.rollout_schema import RolloutConfig, TaskConfig
+from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import Completion
 from rollout_pool.episodes.tokenizer import load_tokenizer
 from rollout_pool.tasks.gsm8k import is_same_answer
@@ -248,16 +249,17 @@ class Letters:
 
 def reader(limit, on_long):
     config = RolloutConfig(max_prompt_tokens=limit, on_long_prompt=on_long)
-    return PromptReader(Letters(), TaskConfig(), config)
+    chat = ChatFormat(Letters(), chat_template=False, tool_parser=ToolParser.hermes)
+    return PromptReader(chat, TaskConfig(), config)
 
 
 def test_a_long_prompt_is_skipped_and_counted_or_refused_and_never_cut():
     short, long = (Prompt(index=i, is_held_out=False, text="a" * i) for i in (4, 5))
     skipping = reader(5, OnLongPrompt.skip)
-    assert skipping.read(long) is None and skipping.num_skipped == 1
-    assert len(skipping.read(short).tokens) == 5
+    assert not skipping.accepts(long) and skipping.num_skipped == 1
+    assert skipping.accepts(short) and len(skipping.opening(short)) == 5
     with pytest.raises(ValueError, match=r"rollout.max_prompt_tokens=5: prompt 5 has 6 tokens"):
-        reader(5, OnLongPrompt.refuse).read(long)
+        reader(5, OnLongPrompt.refuse).accepts(long)
 
 
 def test_a_model_path_that_is_none_is_named(tmp_path):

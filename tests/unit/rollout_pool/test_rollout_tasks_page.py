@@ -14,7 +14,7 @@ from controller.start.preflight import check_task
 from controller.start.warm_start import imitate
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.function_tool import function_tool
-from rollout_pool.episodes.runner import EpisodeAsk, EpisodeRunner
+from rollout_pool.episodes.runner import EpisodeRequest, EpisodeRunner
 from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.environments import environment_factory, load_tools
 from rollout_pool.tasks.registry import build_task
@@ -84,7 +84,7 @@ async def test_the_environment_of_the_page_plays_whole_episodes(second_chance):
         (["x", "y"], 0.0, 2),
     ):
         runner = EpisodeRunner(Says(tokenizer, *answers), chat, config, second_chance.rollout)
-        ask = EpisodeAsk(session=f"s{tries}{reward}", sampling=SamplingParams())
+        ask = EpisodeRequest(session=f"s{tries}{reward}", sampling=SamplingParams())
         episode = await runner.run(make_environment(prompt), ask)
         assert episode.end == "done" and episode.error is None
         assert (episode.env_reward, episode.env_parts) == (reward, {"tries": tries})
@@ -149,7 +149,7 @@ async def play(overrides, *answers, tokenizer=None):
         tool_parser=config.task.tool_parser,
     )
     runner = EpisodeRunner(Says(tokenizer, *answers), chat, config.task, config.rollout)
-    ask = EpisodeAsk(session="s", sampling=SamplingParams())
+    ask = EpisodeRequest(session="s", sampling=SamplingParams())
     environment = environment_factory(config.task, task)(prompt)
     return task, prompt, await runner.run(environment, ask)
 

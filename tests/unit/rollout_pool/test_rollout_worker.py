@@ -20,11 +20,12 @@ from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.runner import EpisodeFailed, EpisodeRunner
 from rollout_pool.rewards.score import Score
 from rollout_pool.sampling.sample import Interrupted, SampleFailed
+from rollout_pool.tasks.environments import EnvEpisodes, EpisodeSource
 from rollout_pool.tasks.task import Prompt, TaskStream
 from rollout_pool.types import RolloutSpec
 from rollout_pool.worker.generate import GroupFailed, GroupGenerator
+from rollout_pool.worker.group_run import EpisodeSources
 from rollout_pool.worker.loop import RolloutWorker
-from rollout_pool.worker.player import EnvPlayer
 from rollout_pool.worker.prompts import PromptReader
 
 GROUPS_PER_STEP = 2
@@ -156,36 +157,36 @@ class SlowBuffer:
         return slow
 
 
-class Wish:
-    """Played by `player`, unless it fails."""
+class External(EpisodeSource):
+    """A group of a program elsewhere: `source` plays it, unless it fails."""
 
-    def __init__(self, player, fails=False):
-        self._player = player
+    is_external = True
+
+    def __init__(self, source, fails=False):
+        self._source = source
         self._fails = fails
-        self.refused = ""
         self.given_up = []
         self.prompts = []
 
-    async def run(self, prompt, ask):
+    async def run(self, prompt, request):
         self.prompts.append(prompt.index)
         if self._fails:
             raise EpisodeFailed("whoever asked for it went away")
-        return await self._player.run(prompt, ask)
-
-    def refuse(self, why):
-        self.refused = why
+        return await self._source.run(prompt, request)
 
     def give_up(self, why):
         self.given_up.append(why)
 
 
-class Wishes:
+class Waiting:
+    """Groups that programs elsewhere wait for."""
+
     def __init__(self):
-        self.waiting = []
+        self.groups = []
         self.is_closed = False
 
     def take(self):
-        return self.waiting.pop(0) if self.waiting else None
+        return self.groups.pop(0) if self.groups else None
 
     def close(self):
         self.is_closed = True
@@ -222,7 +223,7 @@ async def make_worker(scribe, scorer, state, redis_url, run_name, buffer_factory
     tasks = []
 
     async def make(
-        max_staleness=1, wait_timeout_s=30.0, log=None, wishes=None, stop_again_s=10.0, **settings
+        max_staleness=1, wait_timeout_s=30.0, log=None, external=None, stop_again_s=10.0, **settings
     ):
         buffer = SlowBuffer(await buffer_factory(GROUPS_PER_STEP, max_staleness=max_staleness))
         await state.record_commit("engine-0", scribe.version, {})
@@ -249,26 +250,25 @@ async def make_worker(scribe, scorer, state, redis_url, run_name, buffer_factory
         chat = ChatFormat(tokenizer, chat_template=False, tool_parser=ToolParser.hermes)
         watching = asyncio.get_running_loop().create_future()
         position = (await state.task_positions()).get(0, 0)
-        make.player = EnvPlayer(EpisodeRunner(scribe, chat, TASK, config), task.environment)
+        make.source = EnvEpisodes(EpisodeRunner(scribe, chat, TASK, config), task.environment)
         worker = RolloutWorker(
             index=0,
             spec=spec,
             task=task,
             stream=TaskStream(task, 0, 1, position),
-            reader=PromptReader(tokenizer, TASK, config),
+            reader=PromptReader(chat, TASK, config),
             generator=GroupGenerator(
-                player=make.player,
                 scorer=scorer,
                 sampling=SamplingParams(),
                 group_size=2,
             ),
+            sources=EpisodeSources(make.source, external),
             evaluator=None,
             buffer=buffer,
             state=state,
             watching=[watching],
             interrupter=scribe,
             group_log=log,
-            wishes=wishes,
             stop_again_s=stop_again_s,
         )
         return worker, buffer
@@ -343,10 +343,10 @@ async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_agai
     make_worker, state, scribe
 ):
     scribe.holding = lambda sample: True
-    wishes = Wishes()
-    worker, buffer = await make_worker(max_staleness=0, wishes=wishes)
-    played = [Wish(make_worker.player) for _ in range(GROUPS_PER_STEP)]
-    wishes.waiting = list(played)
+    external = Waiting()
+    worker, buffer = await make_worker(max_staleness=0, external=external)
+    played = [External(make_worker.source) for _ in range(GROUPS_PER_STEP)]
+    external.groups = list(played)
     running = await make_worker.start(worker)
 
     async def are_running():
@@ -362,8 +362,8 @@ async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_agai
     await until(ready(buffer, GROUPS_PER_STEP))
     stats = await buffer.stats()
     assert stats.abandoned_by_reason == {"too_old": 2} and stats.requeued == 2
-    for wish in played:
-        [why] = wish.given_up
+    for group in played:
+        [why] = group.given_up
         assert "version 0, and at version 1 max_staleness=0" in why
     assert len(scribe.cancelled) == 2 * GROUPS_PER_STEP
     assert sorted(scribe.asked) == ["0"] * 4 + ["1"] * 4
@@ -546,32 +546,32 @@ async def test_a_group_that_does_not_heed_its_end_is_told_again(make_worker, scr
     assert (await buffer.stats()).running == 0
 
 
-# Wishes -------------------------------------------------------------------------------------------
+# Groups from outside ------------------------------------------------------------------------------
 
 
-async def test_a_wish_waits_for_a_credit_and_its_group_is_one_as_any_other(make_worker, scribe):
-    wishes = Wishes()
-    worker, buffer = await make_worker(wishes=wishes)
+async def test_an_external_group_waits_for_a_credit_and_is_one_as_any_other(make_worker, scribe):
+    external = Waiting()
+    worker, buffer = await make_worker(external=external)
     running = await make_worker.start(worker)
     await until(ready(buffer, 4))
-    wish = Wish(make_worker.player)
-    wishes.waiting.append(wish)
+    group = External(make_worker.source)
+    external.groups.append(group)
     await asyncio.sleep(0.2)
-    assert wishes.waiting == [wish]  # no credit, no group; whoever asked may still leave
+    assert external.groups == [group]  # no credit, no group; whoever asked may still leave
     await consume(buffer, 0)
     await until(ready(buffer, 4))
     worker.stop()
     assert (await running).num_groups == 6
-    assert wish.prompts == [4, 4] and wishes.is_closed
+    assert group.prompts == [4, 4] and external.is_closed
 
 
 async def test_the_prompt_of_a_group_that_failed_outside_runs_again_without_blame(
     make_worker, scribe, state
 ):
-    wishes = Wishes()
-    worker, buffer = await make_worker(wishes=wishes, max_group_failures=1)
-    wishes.waiting = [Wish(make_worker.player, fails=True) for _ in range(3)]
-    gone = list(wishes.waiting)
+    external = Waiting()
+    worker, buffer = await make_worker(external=external, max_group_failures=1)
+    external.groups = [External(make_worker.source, fails=True) for _ in range(3)]
+    gone = list(external.groups)
     running = await make_worker.start(worker)
     await until(ready(buffer, 4))
     worker.stop()
@@ -582,8 +582,7 @@ async def test_the_prompt_of_a_group_that_failed_outside_runs_again_without_blam
     lease = await consume(buffer, 0, num_groups=4)
     assert sorted(group.prompt.index for group in lease.groups) == [0, 1, 2, 3]
     assert {group.prompt.attempt for group in lease.groups} == {0}
-    assert all("given up" in wish.refused for wish in gone)
-    assert all(wish.given_up == ["whoever asked for it went away"] for wish in gone)
+    assert all(group.given_up == ["whoever asked for it went away"] for group in gone)
 
 
 async def test_no_credit_within_the_limit_is_an_error(make_worker):

@@ -17,7 +17,7 @@ from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from rollout_pool.endpoint.server import Endpoint
 from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.episodes.chat import ChatFormat
-from rollout_pool.episodes.runner import EpisodeAsk
+from rollout_pool.episodes.runner import EpisodeRequest
 from rollout_pool.sampling.sample import Interrupted
 from trainer_pool.model.scratch import byte_tokenizer
 
@@ -221,7 +221,7 @@ class Scene:
 
     def ask(self, **settings):
         name = f"group-{next(self._names)}.0"
-        return EpisodeAsk(session=name, sampling=self.sampling, **settings)
+        return EpisodeRequest(session=name, sampling=self.sampling, **settings)
 
     def session(self, **settings):
         return self.sessions.open(self.ask(**settings))

@@ -42,12 +42,12 @@ async def test_an_agents_reward_parts_and_tokens_become_an_episode(scene, play):
         return 0.5, {"speed": 2}
 
     samples = []
-    episode = await play(agent, rank=4, on_sample=samples.append)
+    episode = await play(agent, order=4, on_sample=samples.append)
     assert (episode.end, episode.env_reward, episode.env_parts) == ("done", 0.5, {"speed": 2.0})
     assert episode.num_turns == 2 and len(episode.branches) == 2 and episode.error is None
     for branch, (_, tokens) in zip(episode.branches, scene.author.ended, strict=True):
         check_branch(branch, [tokens])
-    assert samples == scene.author.samples and {sample.rank for sample in samples} == {4}
+    assert samples == scene.author.samples and {sample.order for sample in samples} == {4}
     assert len({sample.session for sample in samples}) == 1 and len(scene.sessions) == 0
 
 

@@ -13,13 +13,13 @@ from openai import APIStatusError
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from rollout_pool.endpoint.groups import MAX_WAITING
 from rollout_pool.endpoint.sessions import SessionLost
-from rollout_pool.episodes.runner import EpisodeAsk
+from rollout_pool.episodes.runner import EpisodeRequest
 from rollout_pool.tasks.task import Prompt
 
 PROMPT = Prompt(index=3, is_held_out=False, text="hello")
 
 
-async def next_wish(scene):
+async def next_group(scene):
     """As a worker with a credit takes it."""
     taken = []
     await eventually(lambda: taken.append(scene.endpoint.groups.take()) or taken[-1] is not None)
@@ -27,12 +27,14 @@ async def next_wish(scene):
 
 
 async def serve(scene, group_id="0-1-abc"):
-    """What a worker does with the next wish: the group's episodes."""
-    wish = await next_wish(scene)
-    asks = [
-        EpisodeAsk(session=f"{group_id}.{place}", sampling=scene.sampling) for place in range(2)
+    """What a worker does with the next group: its episodes."""
+    taken = await next_group(scene)
+    requests = [
+        EpisodeRequest(session=f"{group_id}.{place}", sampling=scene.sampling) for place in range(2)
     ]
-    return await asyncio.gather(*(wish.run(PROMPT, ask) for ask in asks), return_exceptions=True)
+    return await asyncio.gather(
+        *(taken.run(PROMPT, request) for request in requests), return_exceptions=True
+    )
 
 
 async def open_group(scene, **body):
@@ -137,14 +139,14 @@ async def test_what_is_under_way_when_a_group_is_given_up_hears_the_reason(scene
     gate = asyncio.Event()
     scene.author.gates = {2: gate}
     asking = asyncio.create_task(scene.http(ADMIN_KEY).post("/groups", json={}))
-    wish = await next_wish(scene)
-    asks = [EpisodeAsk(session=f"0-1-abc.{n}", sampling=scene.sampling) for n in range(2)]
-    members = [asyncio.create_task(wish.run(PROMPT, ask)) for ask in asks]
+    taken = await next_group(scene)
+    requests = [EpisodeRequest(session=f"0-1-abc.{n}", sampling=scene.sampling) for n in range(2)]
+    members = [asyncio.create_task(taken.run(PROMPT, request)) for request in requests]
     group = (await asking).json()
     saying = [asyncio.create_task(say(scene, one)) for one in group["sessions"]]
     await eventually(lambda: len(scene.author.samples) == 2)
-    wish.give_up("its oldest token is too old")
-    wish.give_up("a later reason")
+    taken.give_up("its oldest token is too old")
+    taken.give_up("a later reason")
     for member in members:
         member.cancel()
     await asyncio.wait(members)
@@ -175,17 +177,17 @@ async def test_whoever_waits_in_vain_for_a_group_is_told(scene):
     answer = await scene.http(ADMIN_KEY).post("/groups", json={"timeout_s": 0.1})
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "no_credit"
     asking = asyncio.create_task(scene.http(ADMIN_KEY).post("/groups", json={}))
-    wish = await next_wish(scene)  # not the one that was withdrawn
-    wish.refuse("the prompts are used up")
+    taken = await next_group(scene)  # not the one that was withdrawn
+    taken.give_up("the prompts are used up")
     answer = await asking
     assert answer.status_code == 503 and "used up" in answer.json()["error"]["message"]
 
 
 async def test_a_group_whose_asker_left_is_given_up(scene):
     asking = asyncio.create_task(scene.http(ADMIN_KEY).post("/groups", json={}))
-    wish = await next_wish(scene)
-    ask = EpisodeAsk(session="0-1-abc.0", sampling=scene.sampling)
-    member = asyncio.create_task(wish.run(PROMPT, ask))
+    taken = await next_group(scene)
+    request = EpisodeRequest(session="0-1-abc.0", sampling=scene.sampling)
+    member = asyncio.create_task(taken.run(PROMPT, request))
     asking.cancel()
     with pytest.raises(SessionLost, match="went away"):
         await member
@@ -193,14 +195,14 @@ async def test_a_group_whose_asker_left_is_given_up(scene):
 
 async def test_no_more_may_wait_than_is_good_and_those_who_left_do_not_count(scene):
     groups = scene.endpoint.groups
-    wishes = [groups.wish() for _ in range(MAX_WAITING)]
+    requested = [groups.request() for _ in range(MAX_WAITING)]
     refused = await scene.http(ADMIN_KEY).post("/groups", json={})
     assert refused.status_code == 429 and refused.headers["x-should-retry"] == "true"
-    wishes[0].withdraw()
-    late = groups.wish()
-    assert groups.take() is wishes[1]
-    for wish in wishes:
-        wish.withdraw()
+    requested[0].withdraw()
+    late = groups.request()
+    assert groups.take() is requested[1]
+    for one in requested:
+        one.withdraw()
     assert groups.take() is late and groups.take() is None
 
 
