@@ -11,15 +11,18 @@ this module and sglang again. Without it they are forked from this process once 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import multiprocessing.connection
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import register_after_fork
 from typing import Any
 
 import psutil
@@ -35,6 +38,7 @@ from rollout_pool.engines import process_tree
 KILL_TIMEOUT_S = 5.0
 NEW_CHILDREN_S = 0.5
 """Between two looks for children that were started meanwhile."""
+_PR_SET_PDEATHSIG = 1
 
 _ending = threading.Lock()
 """Held by the thread that ends this process."""
@@ -46,6 +50,7 @@ def main(argv: list[str]) -> None:
         _fork_children()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import watchdog
 
     socket_folder, arguments = argv[0], argv[1:]
     # SGLang makes its sockets with `tempfile` and never removes them. Only this process makes them,
@@ -54,6 +59,8 @@ def main(argv: list[str]) -> None:
     key = _read_line(sys.stdin.fileno())
     threading.Thread(target=_end_with_parent, args=(socket_folder,), daemon=True).start()
     threading.Thread(target=_end_with_child, args=(socket_folder,), daemon=True).start()
+    # SGLang's own watcher would kill this process while it clears up and says who died.
+    watchdog.SubprocessWatchdog.start = lambda _self: None
     try:
         server_args = prepare_server_args(arguments)
         server_args.api_key = key
@@ -75,11 +82,17 @@ def _fork_children() -> None:
     multiprocessing.set_start_method("fork", force=True)
     # SGLang insists on spawn when it begins.
     multiprocessing.set_start_method = lambda *_args, **_kwargs: None
-    os.register_at_fork(after_in_child=_use_tmpdir)
+    register_after_fork(_begin_child, _begin_child)
 
 
-def _use_tmpdir() -> None:
+def _begin_child(_: object) -> None:
+    """In a forked child, before it does anything else."""
     tempfile.tempdir = None
+    # SGLang does so, too, but only later, and without asking whether the parent is still there.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is None or os.getppid() != parent.pid:
+        os._exit(1)
 
 
 def _meet_in(folder: str) -> None:
@@ -118,8 +131,7 @@ def _end_with_parent(socket_folder: str) -> None:
 
 
 def _end_with_child(socket_folder: str) -> None:
-    """When a scheduler or detokenizer has died. SGLang takes up to half a minute to notice that,
-    and then waits for core dumps."""
+    """When a scheduler or detokenizer has died, with a last line that names it."""
     children: dict[BaseProcess, str] = {}
     while True:
         for child in multiprocessing.active_children():

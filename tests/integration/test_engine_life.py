@@ -229,10 +229,13 @@ async def test_an_engine_dies_stalls_and_is_given_up_while_versions_come(
     await serves(2)
     assert not stopped.is_running()
 
-    part(engine.info.pid, "detokenizer").kill()
-    async with asyncio.timeout(15):  # SGLang by itself: half a minute
+    detokenizer = part(engine.info.pid, "detokenizer")
+    detokenizer.kill()
+    async with asyncio.timeout(15):
         why = await life.wait_given_up()
     assert why.startswith("died (exit code 1), after 3 restarts (rollout.engine.max_restarts=3)")
+    line = f"sglang::detokenizer (process {detokenizer.pid}) died (exit code -9)"
+    assert line in engine.log_tail().splitlines()
     assert await state.engine_versions() == {}
     told = await events(state)
     assert {e["who"] for e in told} == {"engine-0"}
