@@ -73,11 +73,16 @@ buffer-dump: install ## write the buffer's groups to a file: make buffer-dump FI
 buffer-load: install ## read them from a file: make buffer-load FILE=path [RUN=name]
 	@$(LEASH) buffer-load $(BUFFER_FLAG) $(if $(FILE),'$(FILE)')
 
-test: install ## all tests, those with real servers too
-	@$(PYTHON_BIN) -m pytest tests --durations=40
+# A file's tests stay in one worker, so that it starts what they share once.
+PARALLEL := tests/unit -n 2 --dist loadfile
+
+test: install ## all tests, those with real servers too: most unit tests in parallel, then the rest
+	@$(PYTHON_BIN) -m pytest $(PARALLEL) -m "not machine" --durations=20
+	@$(PYTHON_BIN) -m pytest $$(grep -rl --include='*.py' 'mark\.machine' tests/unit) -m machine
+	@$(PYTHON_BIN) -m pytest tests --ignore=tests/unit --durations=40
 
 test-fast: install ## unit tests alone
-	@$(PYTHON_BIN) -m pytest tests/unit -m "not slow"
+	@$(PYTHON_BIN) -m pytest $(PARALLEL) -m "not slow and not machine"
 
 # Full size; CI runs the same tests in short (`make test`). Any of them may be given: make soak SOAK="MINUTES=1"
 SOAK ?=

@@ -17,7 +17,7 @@ BufferFactory = Callable[..., Awaitable[ReplayBuffer]]
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a real server that all tests of the session share; use a run of your own in it."""
+    """URL of a real server that all tests of a session or worker share; use a run of your own."""
     folder: Path = tmp_path_factory.mktemp("redis")
     server = EmbeddedServer.start(folder, BufferConfig(), "127.0.0.1", folder / "redis.log")
     yield server.url

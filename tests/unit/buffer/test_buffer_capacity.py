@@ -23,6 +23,7 @@ async def _blocked(task: asyncio.Task[Any]) -> None:
     assert not task.done()
 
 
+@pytest.mark.machine
 async def test_a_blocked_producer_is_woken_when_a_group_is_consumed(
     checked_buffer: Any, make_group: Any
 ) -> None:

@@ -21,6 +21,7 @@ async def _blocked(task: asyncio.Task[Any]) -> None:
     assert not task.done()
 
 
+@pytest.mark.machine
 async def test_the_push_that_completes_a_batch_wakes_the_lease(
     buffer_factory: Any, make_group: Any
 ) -> None:

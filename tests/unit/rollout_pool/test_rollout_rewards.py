@@ -218,6 +218,7 @@ async def test_what_a_scorer_prints_is_not_taken_for_its_reward(pool):
     assert (await pool.score(asked("print"))).value == 0.4
 
 
+@pytest.mark.machine
 async def test_two_processes_score_at_the_same_time(make_pool):
     pool = make_pool(num_processes=2, timeout_s=5)
     await pool.start()

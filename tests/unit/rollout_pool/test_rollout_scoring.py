@@ -256,6 +256,7 @@ async def test_the_host_with_the_fewest_open_requests_is_asked(spread):
     assert (await first).value == 1.0
 
 
+@pytest.mark.machine
 async def test_a_slow_answer_does_not_hold_up_the_others_of_its_call(spread):
     host = Host(1.0)
     host.slow = {b"slow"}
@@ -333,7 +334,7 @@ def build(config):
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

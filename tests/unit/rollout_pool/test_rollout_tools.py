@@ -73,6 +73,7 @@ async def test_a_call_is_answered_and_an_answer_without_one_ends_the_episode():
     await env.close()
 
 
+@pytest.mark.machine
 async def test_the_calls_of_one_answer_run_at_the_same_time_and_keep_their_order():
     env = env_with(slow, add)
     await env.reset()

@@ -214,7 +214,7 @@ def results_of(refs: dict[str, Any]) -> dict[str, Any]:
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     """Warm start, version 0, three steps or more, stop."""
     run_dir = tmp_path_factory.mktemp("run")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     server = EmbeddedServer.start(
         run_dir / "redis", BufferConfig(), "127.0.0.1", run_dir / "redis.log"
     )

@@ -116,6 +116,7 @@ while True:
     assert (result.reason, result.exit_code) == ("wall_time", -9)
 
 
+@pytest.mark.machine
 async def test_a_memory_bomb_bursts_alone(run):
     before = psutil.virtual_memory().available
     # A slow machine takes more than a second of CPU to hand out that many pages.
