@@ -25,7 +25,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from buffer.types import SamplingParams
 from configs.choices import PauseMode
 from configs.rollout_schema import EngineConfig
-from rollout_pool.engines import process_tree
+from processes import tree
 from rollout_pool.engines.engine import EngineSpec, SGLangEngine
 from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.sampling.sample import Sample
@@ -103,7 +103,7 @@ def make_engine(
 
 def pin(pid: int, core: int) -> None:
     """The whole family runs on one core from here on, threads that live already too."""
-    for process in process_tree.family(pid):
+    for process in tree.family(pid):
         for thread in process.threads():
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(thread.id, {core})

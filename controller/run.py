@@ -45,7 +45,8 @@ from controller.start.preflight import check_inputs, gpu_memory
 from controller.start.warm_start import supervised_examples
 from controller.training import Pools, Training
 from controller.watch import supervise
-from rollout_pool.engines.process_tree import shared_memory_files
+from processes.runs import end_processes, run_processes
+from processes.tree import shared_memory_files
 from rollout_pool.pool import RolloutPool, clear_other_hosts
 from rollout_pool.types import RolloutSpec
 from trainer_pool.model.scratch import build_scratch_model
@@ -360,14 +361,14 @@ class Run:
     # The end, whatever brought it ----------------------------------------------------------------
 
     def _stop_pools(self, pools: Pools) -> None:
-        self._shared_memory = shared_memory_files(supervise.run_processes(self._dir.run_id))
+        self._shared_memory = shared_memory_files(run_processes(self._dir.run_id))
         pools.rollout.close(self._config.cluster.stop_timeout_s)
         pools.trainer.close(self._config.cluster.stop_timeout_s)
         clear_other_hosts(self._dir.path, self._config.cluster.stop_timeout_s)
 
     def _leave_nothing(self) -> None:
         """Pools, Ray and Redis were asked to end: this ends what did not, and their leftovers."""
-        killed = supervise.end_processes(
+        killed = end_processes(
             self._dir.run_id,
             self._config.cluster.stop_timeout_s,
             self._shared_memory,

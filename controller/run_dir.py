@@ -38,7 +38,7 @@ from pathlib import Path
 
 import psutil
 
-from rollout_pool.engines.leftovers import hosts_with_leftovers, remove_leftovers
+from processes.leftovers import hosts_with_leftovers, remove_leftovers
 
 _PRIVATE = "/tmp/leash-ray-"
 

@@ -23,7 +23,8 @@ from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
 from controller.watch.evaluation import evaluate, evaluate_mildly, should_hold
 from controller.watch.remarks import eval_failed_words
-from controller.watch.supervise import RunFailed, cause_of, death, exit_of, failure, told
+from controller.watch.supervise import RunFailed, cause_of, death, failure, told
+from processes.child import exit_of
 from rollout_pool.pool import RolloutPool
 from trainer_pool.pool import TrainerPool
 

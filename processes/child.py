@@ -142,3 +142,16 @@ def kill_group(group: int) -> None:
     """SIGKILL for every process that is left of a group; nothing if there is none."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
+
+
+async def exit_of(pid: int) -> None:
+    """Returns when the process has ended. The kernel tells; nothing is polled."""
+    ended = asyncio.Event()
+    fd = os.pidfd_open(pid)
+    loop = asyncio.get_running_loop()
+    loop.add_reader(fd, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)

@@ -13,8 +13,8 @@ import signal
 from configs.load import ConfigError, read_config
 from controller.report.report import write_report
 from controller.run_dir import RunDir, RunRecord
-from controller.watch.supervise import end_processes, run_processes
-from rollout_pool.engines.leftovers import remove_leftovers
+from processes.leftovers import remove_leftovers
+from processes.runs import end_processes, run_processes
 
 GRACE_S = 60.0
 """For an end without any wait that `cluster.stop_timeout_s` limits."""

@@ -1,32 +1,24 @@
-"""Knows every process of a run: their logs, how one that died is told, and that none is left.
-
-Each process of a run carries the run's id in its environment (`LEASH_RUN`), inherited by whatever
-it starts, so that a run can be ended from any shell by process id, even when its controller
-is gone.
-"""
+"""Watches the processes of a run through Ray: where their output goes, and how one died."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from configs.environment import LOG_DIR_VARIABLE, PROCESS_VARIABLE, RUN_VARIABLE
-from configs.printable import PrintableStream, printable
+from configs.environment import LOG_DIR_VARIABLE, PROCESS_VARIABLE
+from configs.printable import PrintableStream
 from controller.ray_environment import OUTLAST_S
 from controller.run_dir import umask_like
 from controller.signals import StopRequest
-from rollout_pool.engines.process_tree import shared_memory_files
+from processes.logs import last_lines
 
 SETUP_HOOK = "controller.watch.supervise.enter_process"
 LOOK_S = 0.2
@@ -55,17 +47,6 @@ def enter_process() -> None:
     # Messages quote what a model or its program wrote, and people read logs in terminals.
     sys.stdout = cast("TextIO", PrintableStream(sys.stdout))
     sys.stderr = cast("TextIO", PrintableStream(sys.stderr))
-
-
-def last_lines(log: Path, count: int = 15) -> str:
-    """The end of a log, or what is wrong with it."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError as error:
-        return f"({log}: {error.strerror})"
-    return "\n".join(printable(line[:400]) for line in lines[-count:]) or f"({log} is empty)"
 
 
 def failure(process: str, what: str, log: Path) -> RunFailed:
@@ -155,83 +136,3 @@ def wait_for_all(
             raise told(name, error, log_of(name)) from error
         tell(name)
     return results
-
-
-async def exit_of(pid: int) -> None:
-    """Returns when the process has ended. The kernel tells; nothing is polled."""
-    ended = asyncio.Event()
-    fd = os.pidfd_open(pid)
-    loop = asyncio.get_running_loop()
-    loop.add_reader(fd, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(fd)
-        os.close(fd)
-
-
-def run_processes(run_id: str, temporary: Path | None = None) -> list[psutil.Process]:
-    """Every process on this machine, this one excepted, that belongs to the run.
-
-    `temporary`: the run's folder of Ray. Some of Ray's agents write their title over their
-    environment, but they keep a log open in there.
-    """
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and _belongs(process, run_id, temporary):
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue  # gone meanwhile, or another user's
-    return found
-
-
-def _belongs(process: psutil.Process, run_id: str, temporary: Path | None) -> bool:
-    if process.environ().get(RUN_VARIABLE) == run_id:
-        return True
-    return temporary is not None and any(
-        file.path.startswith(f"{temporary}/") for file in process.open_files()
-    )
-
-
-def end_processes(
-    run_id: str,
-    timeout_s: float,
-    shared_memory: Iterable[Path] = (),
-    temporary: Path | None = None,
-) -> list[str]:
-    """End what is left of the run: asked first, killed after half of `timeout_s`.
-
-    Returns the names of those that had to be killed. Shared-memory files left by them are removed,
-    and those of `shared_memory`, which processes that ended before had mapped.
-    """
-    deadline = time.monotonic() + timeout_s
-    left = run_processes(run_id, temporary)
-    files = {*shared_memory, *shared_memory_files(left)}
-    _signal(left, signal.SIGTERM)
-    _, left = psutil.wait_procs(left, timeout=timeout_s / 2)
-    killed = [_name(process) for process in left]
-    while left := run_processes(run_id, temporary):  # what they had just started counts as well
-        files |= shared_memory_files(left)
-        _signal(left, signal.SIGKILL)
-        psutil.wait_procs(left, timeout=max(0.1, deadline - time.monotonic()))
-        if time.monotonic() > deadline:
-            break
-    for file in files:
-        file.unlink(missing_ok=True)
-    return killed
-
-
-def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
-    for process in processes:
-        try:
-            process.send_signal(number)
-        except psutil.NoSuchProcess:
-            continue
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return f"{process.name()} ({process.pid})"
-    except psutil.NoSuchProcess:
-        return str(process.pid)

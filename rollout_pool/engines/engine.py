@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -22,8 +18,10 @@ import psutil
 
 from configs.choices import PauseMode
 from configs.rollout_schema import EngineConfig
-from rollout_pool.engines import process_tree
-from rollout_pool.engines.leftovers import write_list
+from processes import tree
+from processes.child import Child
+from processes.leftovers import write_list
+from processes.logs import last_lines
 from rollout_pool.engines.server_arguments import server_arguments
 from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.sampling.engine_client import EngineError
@@ -42,8 +40,6 @@ PROBE_INTERVAL_S = 0.25
 PROGRESS_INTERVAL_S = 10.0
 LOOK_INTERVAL_S = 2.0
 LOG_TAIL_LINES = 20
-_LOG_TAIL_BYTES = 16384
-_LOG_LINE_LENGTH = 300
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -76,14 +72,6 @@ class EngineInfo:
     pid: int
     num_ranks: int
     """Members that it brings to a weight group."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class EngineDied:
-    name: str
-    exit_code: int
-    log_tail: str
-    """The last lines of the server's log."""
 
 
 class SGLangEngine:
@@ -132,10 +120,10 @@ class SGLangEngine:
 
     def _check_shared_memory(self) -> None:
         needed = shared_memory_bytes(self.spec.config.tp_size)
-        free = shutil.disk_usage(process_tree.SHARED_MEMORY).free
+        free = shutil.disk_usage(tree.SHARED_MEMORY).free
         if free < needed:
             raise EngineError(
-                f"{self.spec.name}: no room in {process_tree.SHARED_MEMORY} for its server, which "
+                f"{self.spec.name}: no room in {tree.SHARED_MEMORY} for its server, which "
                 f"needs {needed} bytes; {free} bytes are free. Remove what lies there, or make it "
                 "larger (in a container: --shm-size)"
             )
@@ -159,11 +147,10 @@ class SGLangEngine:
             await self._end_server(RESTART_STOP_S)
             raise
 
-    async def wait_dead(self) -> EngineDied:
-        """Returns when the server has ended, also after `stop`."""
+    async def wait_dead(self) -> int:
+        """Its exit code, when the server has ended, also after `stop`."""
         assert self._server is not None, "start() comes first"
-        exit_code = await asyncio.shield(self._server.exited)  # others wait for it, too
-        return EngineDied(name=self.spec.name, exit_code=exit_code, log_tail=self.log_tail())
+        return await self._server.child.exit()
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """End the server and everything that it started, and remove what it left."""
@@ -176,7 +163,7 @@ class SGLangEngine:
         client, self._client = self._client, None
         try:
             if self._server is not None:
-                await self._server.stop(timeout_s)
+                await asyncio.to_thread(self._server.stop, timeout_s)
         finally:
             if client is not None:
                 await client.close()
@@ -188,13 +175,7 @@ class SGLangEngine:
 
     def log_tail(self) -> str:
         """The last lines of the server's log."""
-        try:
-            with self.spec.log_path.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError as error:
-            return f"({self.spec.log_path}: {error.strerror})"
-        return "\n".join(line[:_LOG_LINE_LENGTH] for line in lines[-LOG_TAIL_LINES:])
+        return last_lines(self.spec.log_path, LOG_TAIL_LINES)
 
     def _launch(self, port: int) -> None:
         spec = self.spec
@@ -225,10 +206,8 @@ class SGLangEngine:
         next_word, next_look = started + PROGRESS_INTERVAL_S, started
         while not await self.client.is_ready(server.served_name, timeout_s=5.0):
             now = time.monotonic()
-            if server.exited.done():
-                raise EngineError(
-                    f"{self._failed_start('ended')} (exit code {server.exited.result()})"
-                )
+            if (exit_code := server.child.wait(0.0)) is not None:
+                raise EngineError(f"{self._failed_start('ended')} (exit code {exit_code})")
             if now > deadline:
                 limit = f"rollout.engine.start_timeout_s={self.spec.config.start_timeout_s:g}"
                 raise EngineError(self._failed_start(f"was not ready within {limit}"))
@@ -239,13 +218,14 @@ class SGLangEngine:
                 server.note_family()
                 next_look = now + LOOK_INTERVAL_S
             # Another process's start has no event to wait for, but its end has.
-            await asyncio.wait({server.exited}, timeout=PROBE_INTERVAL_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(server.child.exit(), PROBE_INTERVAL_S)
         log.info("%s: ready after %.1f s", self.spec.name, time.monotonic() - started)
         server.note_family()
         self._info = EngineInfo(
             name=self.spec.name,
             url=_url(self.spec.host, port),
-            pid=server.pid,
+            pid=server.child.pid,
             num_ranks=self.spec.config.tp_size,
         )
         return self._info
@@ -258,7 +238,7 @@ class SGLangEngine:
 
 
 class _Server:
-    """The process itself: a new session, whose standard input is its lifeline."""
+    """The process itself, and what it would leave if it were killed."""
 
     def __init__(self, served_name: str, arguments: list[str], spec: EngineSpec) -> None:
         self.served_name = served_name
@@ -269,32 +249,15 @@ class _Server:
         self._leftovers_path = spec.leftovers_path
         self._note_leftovers()
         command = [sys.executable, "-m", "rollout_pool.engines.sglang_server", self._socket_folder]
-        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with spec.log_path.open("ab") as log_file:
-            self._process = subprocess.Popen(
-                command + arguments,
-                stdin=subprocess.PIPE,
-                stdout=log_file,
-                stderr=subprocess.STDOUT,
-                env=_environment(spec),
-                start_new_session=True,  # Ctrl-C in the shell is for the controller
-            )
-        assert self._process.stdin is not None
-        # Not an argument or a variable: those can be read by others on the machine.
-        self._process.stdin.write(spec.key.encode() + b"\n")
-        self._process.stdin.flush()
-        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        threading.Thread(target=self._watch, args=(self.exited,), daemon=True).start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.child = Child(
+            [*command, *arguments], spec.log_path, secret=spec.key, environment=_environment(spec)
+        )
 
     def note_family(self) -> None:
         """What would be left if the server were killed: its children and their shared memory."""
-        family = process_tree.family(self.pid)
+        family = tree.family(self.child.pid)
         self._children = family[1:]
-        if not (found := process_tree.shared_memory_files(family)) <= self._shared_memory:
+        if not (found := tree.shared_memory_files(family)) <= self._shared_memory:
             self._shared_memory |= found
             self._note_leftovers()
 
@@ -303,36 +266,19 @@ class _Server:
             self._leftovers_path, [self._socket_folder, *sorted(map(str, self._shared_memory))]
         )
 
-    async def stop(self, timeout_s: float) -> None:
-        children = [*self._children, *process_tree.descendants(self.pid)]
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        done, _ = await asyncio.wait({self.exited}, timeout=timeout_s)
-        if not done:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-            await asyncio.wait({self.exited}, timeout=timeout_s)
-        # A server that was killed, by us or another, could not clear up behind itself.
-        await asyncio.to_thread(process_tree.kill, children, timeout_s)
+    def stop(self, timeout_s: float) -> None:
+        """Blocks. A server that was killed, by us or another, could not clear up behind itself."""
+        children = [*self._children, *tree.descendants(self.child.pid)]
+        self.child.stop(timeout_s, whole_group=False)  # `tree.kill` spares some of the group
+        tree.kill(children, timeout_s)
         for path in self._shared_memory:
             path.unlink(missing_ok=True)
         shutil.rmtree(self._socket_folder, ignore_errors=True)
         self._leftovers_path.unlink(missing_ok=True)
 
-    def _watch(self, exited: asyncio.Future[int]) -> None:
-        exit_code = self._process.wait()
-
-        def tell() -> None:
-            if not exited.done():
-                exited.set_result(exit_code)
-
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            exited.get_loop().call_soon_threadsafe(tell)
-
 
 def _environment(spec: EngineSpec) -> dict[str, str]:
-    environment = dict(os.environ)
+    environment: dict[str, str] = {}
     if not spec.uses_gpu:
         environment["OMP_NUM_THREADS"] = str(spec.num_threads)
         # Ray hides no GPU from an actor that has none, and SGLang would take the first.

@@ -17,11 +17,12 @@ import logging
 
 from buffer.run_state import RunState
 from configs.schema import WeightSyncConfig
+from processes.silence import wait_silent
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.engines.commit import Committer, Strategy, TornEngine
 from rollout_pool.engines.commit_strategies import make_strategy
 from rollout_pool.engines.engine import EngineInfo, SGLangEngine
-from rollout_pool.engines.liveness import EnginePulse, wait_silent
+from rollout_pool.engines.liveness import EnginePulse
 from rollout_pool.engines.version_pin import VersionPin
 from rollout_pool.engines.weight_follower import WeightFollower
 from rollout_pool.sampling.engine_client import EngineError
@@ -204,7 +205,7 @@ class EngineLife:
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if dying.done():
-                return f"died (exit code {dying.result().exit_code})"
+                return f"died (exit code {dying.result()})"
             if stalling.done():
                 return f"did not answer for {stalling.result():.0f} s"
             return following.result()

@@ -1,37 +1,11 @@
-"""Notices that a process answers no more although it has not died: it was stopped, or hangs."""
+"""Whether an engine's server is alive, however busy it is."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable
-
 import psutil
 
-from rollout_pool.engines import process_tree
+from processes import tree
 from rollout_pool.engines.sglang_client import SGLangClient
-
-INTERVAL_S = 2.0
-"""Between two questions."""
-NUM_REFUSED = 2
-"""So many in a row at least. The first may fail since the one who asks has stood still itself."""
-
-Answers = Callable[[float], Awaitable[bool]]
-"""Whether somebody answers within these seconds."""
-
-
-async def wait_silent(answers: Answers, limit_s: float) -> float:
-    """Returns when nobody has answered for `limit_s`: after how many seconds."""
-    heard_at, num_refused = time.monotonic(), 0
-    while True:
-        await asyncio.sleep(min(INTERVAL_S, limit_s / NUM_REFUSED))
-        if await answers(limit_s / NUM_REFUSED):
-            heard_at, num_refused = time.monotonic(), 0
-            continue
-        num_refused += 1
-        silent_s = time.monotonic() - heard_at
-        if num_refused >= NUM_REFUSED and silent_s >= limit_s:
-            return silent_s
 
 
 class EnginePulse:
@@ -44,7 +18,7 @@ class EnginePulse:
     def __init__(self, client: SGLangClient, pid: int) -> None:
         """`pid` is the server's, which is ready: all its processes are there."""
         self._client = client
-        self._family = process_tree.family(pid)
+        self._family = tree.family(pid)
 
     async def answers(self, timeout_s: float) -> bool:
         return not self._is_stopped() and await self._client.answers(timeout_s)

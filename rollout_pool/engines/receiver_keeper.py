@@ -10,13 +10,13 @@ from pathlib import Path
 
 from buffer.run_state import RunState
 from configs.choices import Backend
-from rollout_pool.cancelling import end_tasks
-from rollout_pool.engines.leftovers import (
+from processes.leftovers import (
     list_path,
     remove_leftovers_of_dead_runs,
     write_list,
 )
-from rollout_pool.engines.liveness import wait_silent
+from processes.silence import wait_silent
+from rollout_pool.cancelling import end_tasks
 from rollout_pool.types import RolloutSpec
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.receiver.process import ReceiverProcess

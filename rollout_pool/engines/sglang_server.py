@@ -33,7 +33,7 @@ if not torch.cuda.is_available():
 
     sglang_cpu.install()
 
-from rollout_pool.engines import process_tree
+from processes import tree
 
 KILL_TIMEOUT_S = 5.0
 NEW_CHILDREN_S = 0.5
@@ -163,11 +163,11 @@ def _end(socket_folder: str, failure: str | None = None) -> None:
 def _leave_nothing(socket_folder: str) -> None:
     pid = os.getpid()
     # Files first: SGLang kills this process as soon as one of its children has ended.
-    for path in process_tree.shared_memory_files(process_tree.family(pid)):
-        if not process_tree.is_semaphore(path):  # Python's resource tracker removes those
+    for path in tree.shared_memory_files(tree.family(pid)):
+        if not tree.is_semaphore(path):  # Python's resource tracker removes those
             path.unlink(missing_ok=True)
     shutil.rmtree(socket_folder, ignore_errors=True)
-    process_tree.kill(process_tree.descendants(pid), KILL_TIMEOUT_S)
+    tree.kill(tree.descendants(pid), KILL_TIMEOUT_S)
 
 
 if __name__ == "__main__":

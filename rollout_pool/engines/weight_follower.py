@@ -18,9 +18,9 @@ from pathlib import Path
 
 from buffer.run_state import RunState
 from configs.schema import WeightSyncConfig
+from processes.silence import Answers
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.engines.commit import CommitReport, Committer, TornEngine
-from rollout_pool.engines.liveness import Answers
 from rollout_pool.engines.version_pin import VersionPin
 from rollout_pool.sampling.engine_client import EngineError
 from weight_sync.receiver.client import ReceiverClient, StagedVersion

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from configs.environment import PROCESS_VARIABLE, RUN_VARIABLE
-from rollout_pool.engines import process_tree
+from processes import tree
 
 KILL_S = 10.0
 
@@ -46,7 +46,7 @@ class Member:
         What tracks Python's semaphores is spared: it removes them when the others are gone.
         """
         if self.kind is Kind.engine:
-            process_tree.kill(process_tree.family(self.pid), KILL_S)
+            tree.kill(tree.family(self.pid), KILL_S)
         else:
             os.kill(self.pid, signal.SIGKILL)
 

@@ -20,7 +20,7 @@ from controller.metrics.records import MetricsLog, Record
 from controller.report.report import write_report
 from controller.report.state import BufferTotals, buffer_values, totals_of
 from controller.run_dir import RunDir
-from rollout_pool.engines.leftovers import list_path, write_list
+from processes.leftovers import list_path, write_list
 
 
 @pytest.fixture

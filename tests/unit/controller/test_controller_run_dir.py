@@ -13,7 +13,7 @@ import pytest
 
 from controller.commands.stop import stop_run
 from controller.run_dir import RunDir, RunDirError
-from rollout_pool.engines.leftovers import list_path, write_list
+from processes.leftovers import list_path, write_list
 
 
 def test_a_new_run_is_found_by_name_and_as_the_newest(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import time
 import psutil
 import pytest
 
+from processes.silence import wait_silent
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.engines.liveness import EnginePulse, wait_silent
+from rollout_pool.engines.liveness import EnginePulse
 
 
 async def no(timeout_s):

@@ -10,8 +10,8 @@ import pytest
 
 from configs.choices import PauseMode
 from configs.rollout_schema import EngineConfig
+from processes.tree import is_semaphore, shared_memory_files
 from rollout_pool.engines.engine import EngineSpec, SGLangEngine, shared_memory_bytes
-from rollout_pool.engines.process_tree import is_semaphore, shared_memory_files
 from rollout_pool.sampling.engine_client import EngineError
 
 

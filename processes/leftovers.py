@@ -17,9 +17,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
-
-from configs.environment import RUN_VARIABLE
+from processes.runs import living_runs
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +58,7 @@ def remove_leftovers_of_dead_runs(root: Path) -> None:
     lists = {folder.parent.parent for folder in root.glob(f"*/{_FOLDER}/{socket.gethostname()}")}
     if not lists:
         return
-    living = _living_runs()
+    living = living_runs()
     for run_dir in lists:
         if os.path.realpath(run_dir) not in living:
             remove_leftovers(run_dir)
@@ -81,13 +79,3 @@ def _remove_listed(list_file: Path) -> None:
             else:
                 path.unlink(missing_ok=True)
     list_file.unlink()
-
-
-def _living_runs() -> set[str]:
-    """Folders of the runs that have a process on this host."""
-    runs = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if folder := process.environ().get(RUN_VARIABLE):
-                runs.add(os.path.realpath(folder))
-    return runs

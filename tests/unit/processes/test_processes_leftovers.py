@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from configs.environment import RUN_VARIABLE
-from rollout_pool.engines.leftovers import (
+from processes.leftovers import (
     hosts_with_leftovers,
     list_path,
     remove_leftovers,

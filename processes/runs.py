@@ -1,0 +1,96 @@
+"""Finds and ends the processes of a run, from any shell, also when its controller is gone.
+
+Each process of a run carries the run's id in its environment (`LEASH_RUN`), and so does whatever it
+starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from configs.environment import RUN_VARIABLE
+from processes.tree import shared_memory_files
+
+
+def living_runs() -> set[str]:
+    """Folders of the runs that have a process on this host."""
+    runs = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if folder := process.environ().get(RUN_VARIABLE):
+                runs.add(os.path.realpath(folder))
+    return runs
+
+
+def run_processes(run_id: str, temporary: Path | None = None) -> list[psutil.Process]:
+    """Every process on this machine, this one excepted, that belongs to the run.
+
+    `temporary`: the run's folder of Ray. Some of Ray's agents write their title over their
+    environment, but they keep a log open in there.
+    """
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and _belongs(process, run_id, temporary):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # gone meanwhile, or another user's
+    return found
+
+
+def _belongs(process: psutil.Process, run_id: str, temporary: Path | None) -> bool:
+    if process.environ().get(RUN_VARIABLE) == run_id:
+        return True
+    return temporary is not None and any(
+        file.path.startswith(f"{temporary}/") for file in process.open_files()
+    )
+
+
+def end_processes(
+    run_id: str,
+    timeout_s: float,
+    shared_memory: Iterable[Path] = (),
+    temporary: Path | None = None,
+) -> list[str]:
+    """End what is left of the run: asked first, killed after half of `timeout_s`.
+
+    Returns the names of those that had to be killed. Shared-memory files left by them are removed,
+    and those of `shared_memory`, which processes that ended before had mapped.
+    """
+    deadline = time.monotonic() + timeout_s
+    left = run_processes(run_id, temporary)
+    files = {*shared_memory, *shared_memory_files(left)}
+    _signal(left, signal.SIGTERM)
+    _, left = psutil.wait_procs(left, timeout=timeout_s / 2)
+    killed = [_name(process) for process in left]
+    while left := run_processes(run_id, temporary):  # what they had just started counts as well
+        files |= shared_memory_files(left)
+        _signal(left, signal.SIGKILL)
+        psutil.wait_procs(left, timeout=max(0.1, deadline - time.monotonic()))
+        if time.monotonic() > deadline:
+            break
+    for file in files:
+        file.unlink(missing_ok=True)
+    return killed
+
+
+def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return f"{process.name()} ({process.pid})"
+    except psutil.NoSuchProcess:
+        return str(process.pid)

@@ -1,0 +1,77 @@
+"""The processes of a run are found and ended, and no others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from configs.environment import RUN_VARIABLE
+from processes.child import exit_of
+from processes.runs import end_processes, run_processes
+
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+IDLE = "import time; time.sleep(600)"
+
+
+def start(code: str, run_id: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, RUN_VARIABLE: run_id}
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_every_process_of_the_run_ends_and_no_other(tmp_path: Path) -> None:
+    mine, other = str(tmp_path / "mine"), str(tmp_path / "other")
+    with start(STUBBORN, mine) as stubborn, start(IDLE, other) as bystander:
+        try:
+            assert stubborn.stdout is not None
+            child = int(stubborn.stdout.readline())
+            assert {p.pid for p in run_processes(mine)} == {stubborn.pid, child}
+            killed = end_processes(mine, timeout_s=2.0)
+            assert len(killed) == 2, "a child inherits that SIGTERM is ignored"
+            assert run_processes(mine) == []
+            assert psutil.Process(bystander.pid).is_running()
+        finally:
+            stubborn.kill()
+            bystander.kill()
+
+
+def test_shared_memory_of_killed_processes_is_removed(tmp_path: Path) -> None:
+    file = Path("/dev/shm") / f"leash-test-{os.getpid()}"
+    file.write_bytes(bytes(4096))
+    code = f"""
+import mmap, time
+with open({str(file)!r}, "r+b") as file:
+    memory = mmap.mmap(file.fileno(), 0)
+print(1, flush=True)
+time.sleep(600)
+"""
+    with start(code, str(tmp_path)) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            end_processes(str(tmp_path), timeout_s=2.0)
+        finally:
+            process.kill()
+    assert not file.exists()
+
+
+async def test_the_end_of_a_process_is_told_by_the_kernel() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        waiting = asyncio.create_task(exit_of(process.pid))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        process.kill()
+        await asyncio.wait_for(waiting, 5)
