@@ -126,10 +126,6 @@ def render(view: RunView, hint: str = "Ctrl-C stops everything") -> RenderableTy
     if view.eval_failure is not None:
         parts.append(Text(printable(eval_failed_words(view.eval_failure)), style="yellow"))
     parts.append(_bottleneck(view))
-    if view.log_lines:
-        parts.append("")
-        lines = map(printable, view.log_lines)
-        parts += [Text(x, style="dim", no_wrap=True, overflow="ellipsis") for x in lines]
     return Frame(
         Group(*parts),
         title=Text.assemble((" leash  ", "bold"), (f"{view.run} ", "bold cyan")),

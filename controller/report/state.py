@@ -13,7 +13,6 @@ from controller.watch.bottleneck import Waits, WaitShares, WaitWindow
 from controller.watch.learning import Alarm, learning_alarms
 
 RATE_HORIZON_S = 30.0
-LOG_LINES = 4
 _DROPPED = "dropped."
 
 
@@ -53,7 +52,6 @@ class RunView:
     tokens_generated: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
     """What the rollout workers counted."""
-    log_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES))
     waits: WaitWindow = field(default_factory=WaitWindow)
     weights: WeightsView = field(default_factory=WeightsView)
     _tokens: deque[tuple[float, int]] = field(default_factory=deque)
@@ -100,10 +98,6 @@ class RunView:
         self._tokens.append((t, tokens_generated))
         while len(self._tokens) > 2 and self._tokens[1][0] <= t - RATE_HORIZON_S:
             self._tokens.popleft()
-
-    def log(self, line: str) -> None:
-        """Show `line` among the last few."""
-        self.log_lines.append(line)
 
     @property
     def last_step(self) -> Record | None:

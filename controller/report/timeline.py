@@ -73,8 +73,6 @@ class Timeline:
     stop: float
     rows: tuple[str, ...]
     bars: tuple[Bar, ...]
-    first_tokens: tuple[tuple[str, float], ...]
-    """Engines and when they decoded their first token of the version, where that is known."""
 
 
 def draw_timeline(run_dir: RunDir, version: int | None = None) -> Path:
@@ -135,11 +133,6 @@ def make_timeline(publish: Record, records: Sequence[Record]) -> Timeline:
         *_clip(_decoding_bars(commits, *window), *window),
         *_commit_bars(commits),
     )
-    tokens = [
-        (str(r.values["engine"]), at)
-        for r in commits
-        if math.isfinite(at := r.number("first_token_at"))
-    ]
     return Timeline(
         version=version,
         title=_title(publish),
@@ -147,7 +140,6 @@ def make_timeline(publish: Record, records: Sequence[Record]) -> Timeline:
         stop=window[1],
         rows=(_TRAINER, _PUBLISH, _RECEIVERS, *engines),
         bars=bars,
-        first_tokens=tuple(tokens),
     )
 
 
@@ -236,8 +228,6 @@ def _draw_bars(axes: Axes, timeline: Timeline) -> None:
             color=_COLORS[bar.what],
             zorder=2 if bar.what in _THIN else 3,
         )
-    for engine, at in timeline.first_tokens:
-        axes.plot(at - timeline.start, places[engine], "v", color=INK, markersize=5, zorder=4)
 
 
 def _draw_frame(axes: Axes, timeline: Timeline) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from controller_samples import commit_record, skipped_record, step_record, weights_records
+from controller_samples import skipped_record, step_record, weights_records
 
 from controller.main import EXIT_BAD_INPUT, main
 from controller.metrics.records import MetricsLog, Record
@@ -75,13 +75,6 @@ def test_a_version_can_be_chosen_also_one_that_not_all_engines_took() -> None:
     chosen = find_timeline(lonely, 4)
     assert chosen is not None and chosen.rows[3:] == ("engine-0",)
     assert find_timeline(RECORDS, 6) is None, "it was never sent"
-
-
-def test_a_first_token_is_marked_where_it_is_known() -> None:
-    commit = commit_record("engine-0", 4, 99.6)
-    known = replace(commit, values={**commit.values, "first_token_at": 99.75})
-    timeline = find_timeline([known, *RECORDS[1:3]])
-    assert timeline is not None and timeline.first_tokens == (("engine-0", 99.75),)
 
 
 @pytest.fixture
