@@ -51,7 +51,9 @@ locked() { # package: its lines of the lock, as a file of requirements
     echo "$work/$1"
 }
 by_pip() { .venv/bin/python -m pip --disable-pip-version-check install --no-deps "$@"; }
-by_uv() { deploy/uv.sh pip install --no-deps --build-constraints "$lock" "$@"; }
+# pip compiles what it installs, uv only if told: without it every process of a machine that sets
+# PYTHONDONTWRITEBYTECODE would compile all that it imports.
+by_uv() { deploy/uv.sh pip install --no-deps --compile-bytecode --build-constraints "$lock" "$@"; }
 cpu_torch() {
     # "+cpu" never matches a CUDA build. It comes from a configured index or folder that has PyTorch's CPU
     # builds, or else from where PyTorch keeps them.
