@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from processes.die_with_parent import die_with_parent
+
 if TYPE_CHECKING:
     import asyncio
 
 EXIT_FAILED = 1
 EXIT_STOPPED = 130
-_PR_SET_PDEATHSIG = 1
 _LOOK_S = 1.0
 
 
@@ -168,14 +169,12 @@ def _watch(controller: int, signals: set[signal.Signals]) -> tuple[bool, int]:
 def _become_controller(
     run: Run, guard: int, folder: int, mask: set[int | signal.Signals]
 ) -> NoReturn:
-    import ctypes
-
     code = EXIT_FAILED
     try:
         os.setsid()
         stop = StopRequest()
         stop.listen()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+        die_with_parent(signal.SIGINT)
         if os.getppid() != guard:  # it died before the kernel knew whom to tell
             stop.set()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

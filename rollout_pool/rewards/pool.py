@@ -8,11 +8,8 @@ moment.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import os
-import signal
 import sys
 import time
 from collections.abc import Coroutine
@@ -20,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from configs.rollout_schema import TaskConfig
+from processes.child import kill_group
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.rewards.part import PartScore
 from rollout_pool.rewards.process import encode_config
@@ -219,7 +217,7 @@ class _Scorer:
             return
         assert self._clearing is not None
         if not self._clearing.done():  # else its number may be another's
-            _kill_group(self._process.pid)
+            kill_group(self._process.pid)
         # Not awaited itself: whoever is cancelled here must not leave it undone.
         await asyncio.wait([self._clearing], timeout=END_TIMEOUT_S)
 
@@ -227,9 +225,4 @@ class _Scorer:
 async def _clear_up(process: asyncio.subprocess.Process) -> None:
     """What is left when a process has ended."""
     await process.wait()
-    _kill_group(process.pid)
-
-
-def _kill_group(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+    kill_group(process.pid)

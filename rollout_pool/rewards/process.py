@@ -13,7 +13,6 @@ run in its main thread, where the libraries that limit their own time with signa
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import logging
@@ -26,6 +25,7 @@ from typing import TextIO
 
 from configs.choices import RewardKind, TaskKind, ToolParser
 from configs.rollout_schema import RewardConfig, TaskConfig
+from processes.die_with_parent import die_with_parent
 from rollout_pool.rewards.part import PartRequest, decode_request
 from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.task import Task
@@ -100,7 +100,7 @@ def answer(parts: dict[str, PartScorer], line: str) -> dict[str, object]:
 
 
 def main(argv: list[str]) -> None:
-    _die_with_parent()
+    die_with_parent(signal.SIGKILL)  # a scorer that hangs never reads its input's end
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     requests, replies = _own_ends()
     try:
@@ -113,11 +113,6 @@ def main(argv: list[str]) -> None:
     _write(replies, {"ready": task.name})
     for line in requests:
         _write(replies, answer(parts, line))
-
-
-def _die_with_parent() -> None:
-    # A scorer that hangs never reads its input's end.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
 
 
 def _own_ends() -> tuple[TextIO, TextIO]:
