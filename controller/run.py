@@ -23,7 +23,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from buffer.redis.address import with_password
 from buffer.redis.server import EmbeddedServer
@@ -45,6 +44,7 @@ from controller.start.preflight import check_inputs, gpu_memory
 from controller.start.warm_start import supervised_examples
 from controller.training import Pools, Training
 from controller.watch import supervise
+from processes.pending import Pending, T
 from processes.runs import end_processes, run_processes
 from processes.tree import shared_memory_files
 from rollout_pool.pool import RolloutPool, clear_other_hosts
@@ -352,8 +352,11 @@ class Run:
             self._wait(pools.trainer.publish_initial(), "publishing version 0")
 
     def _wait(
-        self, refs: Mapping[str, Any], doing: str, tell: Callable[[str], None] = lambda name: None
-    ) -> dict[str, Any]:
+        self,
+        refs: Mapping[str, Pending[T]],
+        doing: str,
+        tell: Callable[[str], None] = lambda name: None,
+    ) -> dict[str, T]:
         return supervise.wait_for_all(
             refs, self._dir.log_of, self._start_timeout_s, doing, tell, self._stop
         )

@@ -25,8 +25,10 @@ from controller.watch.evaluation import evaluate, evaluate_mildly, should_hold
 from controller.watch.remarks import eval_failed_words
 from controller.watch.supervise import RunFailed, cause_of, death, failure, told
 from processes.child import exit_of
+from processes.pending import Pending, T
 from rollout_pool.pool import RolloutPool
 from trainer_pool.pool import TrainerPool
+from trainer_pool.types import TrainReport
 
 LAST_LOOK_S = 5.0
 """For the last records and figures from Redis, which may be what died."""
@@ -63,8 +65,8 @@ class Training:
         self._panel = panel
         self._started = started
         self._stop = stop
-        self._training: dict[str, Any] = {}
-        """References to the end of each rank's training, once it has begun."""
+        self._training: dict[str, Pending[TrainReport]] = {}
+        """The end of each rank's training, once it has begun."""
         self._deaths: list[asyncio.Task[RunFailed]] = []
         self._redis_watch: asyncio.Task[RunFailed] | None = None
         self._evaluation: asyncio.Task[None] | None = None
@@ -201,7 +203,7 @@ class Training:
             watches.append(self._redis_watch)
         return watches
 
-    async def _death_of(self, name: str, ref: Any) -> RunFailed:
+    async def _death_of(self, name: str, ref: Pending[str]) -> RunFailed:
         try:
             what = await _value(ref)
         except RayActorError as error:
@@ -216,7 +218,7 @@ class Training:
         done, _ = await asyncio.wait(self._deaths, return_when=asyncio.FIRST_COMPLETED)
         raise next(iter(done)).result()
 
-    async def _told(self, name: str, ref: Any) -> Any:
+    async def _told(self, name: str, ref: Pending[T]) -> T:
         """The result of another process, or an error with its name."""
         try:
             return await _value(ref)
@@ -234,7 +236,7 @@ class Training:
         return next(iter(done)).result() if done else first
 
 
-async def _value(ref: Any) -> Any:
+async def _value(ref: Pending[T]) -> T:
     return await asyncio.wrap_future(ref.future())
 
 

@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import (
 from buffer.run_state import RunState
 from configs.environment import PROCESS_VARIABLE
 from processes.leftovers import hosts_with_leftovers, list_path, remove_leftovers
+from processes.pending import Pending
 from rollout_pool.engines.engine import EngineInfo, EngineSpec, SGLangEngine
 from rollout_pool.engines.engine_life import EngineLife
 from rollout_pool.engines.receiver_keeper import ReceiverKeeper
@@ -237,7 +238,7 @@ class _Member:
 
 
 class RolloutPool:
-    """Engines and workers. Methods return Ray references by process name, at once."""
+    """Engines and workers. Methods return at once, with pending results by process name."""
 
     def __init__(
         self,
@@ -251,8 +252,8 @@ class RolloutPool:
         self._scorers = scorers
         self._receivers = receivers
         self._workers = workers
-        self._keeping: dict[str, Any] = {}
-        self._infos: list[Any] = []
+        self._keeping: dict[str, Pending[str]] = {}
+        self._infos: list[Pending[EngineInfo]] = []
         """References to each engine's EngineInfo; a worker that starts anew needs them again."""
 
     @classmethod
@@ -307,7 +308,7 @@ class RolloutPool:
             scorers,
         )
 
-    def start(self) -> dict[str, Any]:
+    def start(self) -> dict[str, Pending[Any]]:
         """Engines load while workers prepare; a worker is started when it has met every engine."""
         engines = {engine.name: engine.handle.start.remote() for engine in self._engines}
         self._infos = [*engines.values()]
@@ -315,7 +316,7 @@ class RolloutPool:
         scorers = {s.name: s.handle.start.remote() for s in self._scorers}
         return {**engines, **self._start_receivers(), **scorers, **workers}
 
-    def _start_receivers(self) -> dict[str, Any]:
+    def _start_receivers(self) -> dict[str, Pending[None]]:
         # The references are kept: a task whose result nobody wants is not started again.
         self._keeping = {
             receiver.name: receiver.handle.keep.remote(
@@ -325,13 +326,13 @@ class RolloutPool:
         }
         return {r.name: r.handle.start.remote() for r in self._receivers.values()}
 
-    def run(self) -> Mapping[str, Any]:
-        """WorkerReport of each worker, after `stop`."""
+    def run(self) -> dict[str, Pending[WorkerReport]]:
+        """Reports come after `stop`."""
         return {worker.name: worker.handle.run.remote(self._infos) for worker in self._workers}
 
-    def evaluate(self, version: int, engine: str | None = None) -> tuple[str, Any]:
-        """Who evaluates, and its EvalReport of `version` or later; by `engine` alone if one is held
-        at that version."""
+    def evaluate(self, version: int, engine: str | None = None) -> tuple[str, Pending[EvalReport]]:
+        """The worker that evaluates, and its report of `version` or later; `engine` alone answers
+        if one is held at that version."""
         worker = self._workers[0]
         return worker.name, worker.handle.evaluate.remote(self._infos, version, engine)
 
@@ -339,22 +340,24 @@ class RolloutPool:
     def engine_names(self) -> list[str]:
         return [engine.name for engine in self._engines]
 
-    def hold(self, engine: str, version: int, wait_s: float, limit_s: float) -> Any:
+    def hold(self, engine: str, version: int, wait_s: float, limit_s: float) -> Pending[bool]:
         """Whether this engine now serves `version` until `release`: see EngineLife.hold."""
-        return self._engine(engine).hold.remote(version, wait_s, limit_s)
+        held: Pending[bool] = self._engine(engine).hold.remote(version, wait_s, limit_s)
+        return held
 
-    def release(self, engine: str) -> Any:
-        return self._engine(engine).release.remote()
+    def release(self, engine: str) -> Pending[None]:
+        released: Pending[None] = self._engine(engine).release.remote()
+        return released
 
     def _engine(self, name: str) -> Any:
         return next(engine.handle for engine in self._engines if engine.name == name)
 
-    def stop(self) -> Mapping[str, Any]:
+    def stop(self) -> dict[str, Pending[None]]:
         """Tell the workers to end `run`."""
         return {worker.name: worker.handle.stop.remote() for worker in self._workers}
 
-    def deaths(self) -> Mapping[str, Any]:
-        """References that resolve, or raise RayActorError, when a process is gone for good."""
+    def deaths(self) -> dict[str, Pending[str]]:
+        """They resolve, or raise RayActorError, when a process is gone for good."""
         members = [*self._engines, *self._workers]
         return {**{m.name: m.handle.wait_dead.remote() for m in members}, **self._keeping}
 

@@ -17,6 +17,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.environment import PROCESS_VARIABLE
+from processes.pending import Pending
 from trainer_pool.types import SupervisedExample, TrainerSpec, TrainReport, WarmStartReport
 from weight_sync.interfaces import interface_towards
 
@@ -117,7 +118,7 @@ class TrainerActor:
 
 
 class TrainerPool:
-    """All ranks. Methods return Ray references by process name ("trainer-0", ...), at once.
+    """All ranks. Methods return at once, with a pending result by process name ("trainer-0", ...).
 
     A rank that fails raises at its own reference; the others then wait in a collective until its
     process is gone or `trainer.timeout_s` is over, so close the pool when one reference raises.
@@ -137,38 +138,40 @@ class TrainerPool:
             }
         )
 
-    def open_rendezvous(self) -> dict[str, Any]:
+    def open_rendezvous(self) -> dict[str, Pending[tuple[str, int]]]:
         """Where the ranks will meet, from rank 0."""
         name, lead = next(iter(self._actors.items()))
         return {name: lead.open_rendezvous.remote()}
 
-    def start(self, rendezvous: tuple[str, int]) -> dict[str, Any]:
+    def start(self, rendezvous: tuple[str, int]) -> dict[str, Pending[None]]:
         """Bring the ranks together and load the model."""
         return {name: actor.start.remote(*rendezvous) for name, actor in self._actors.items()}
 
-    def warm_start(self, examples: Sequence[SupervisedExample]) -> dict[str, Any]:
-        """WarmStartReport of each rank; all are equal but for the seconds."""
+    def warm_start(
+        self, examples: Sequence[SupervisedExample]
+    ) -> dict[str, Pending[WarmStartReport]]:
+        """All reports are equal but for the seconds."""
         shared = ray.put(list(examples))
         return {name: actor.warm_start.remote(shared) for name, actor in self._actors.items()}
 
-    def connect(self) -> dict[str, Any]:
+    def connect(self) -> dict[str, Pending[None]]:
         """Make the checkpoint engine, which finds the receivers by itself."""
         return {name: actor.connect.remote() for name, actor in self._actors.items()}
 
-    def publish_initial(self) -> dict[str, Any]:
-        """PublishReport of version 0 from each rank; rank 0's when an engine serves it."""
+    def publish_initial(self) -> dict[str, Pending[PublishReport]]:
+        """Reports of version 0; rank 0's comes when an engine serves it."""
         return {name: actor.publish_initial.remote() for name, actor in self._actors.items()}
 
-    def train(self) -> dict[str, Any]:
-        """TrainReport of each rank, when all steps are done or after `stop`."""
+    def train(self) -> dict[str, Pending[TrainReport]]:
+        """Reports come when all steps are done, or after `stop`."""
         return {name: actor.train.remote() for name, actor in self._actors.items()}
 
-    def stop(self) -> dict[str, Any]:
+    def stop(self) -> dict[str, Pending[None]]:
         """Ask `train` to end after the step it is in."""
         return {name: actor.stop.remote() for name, actor in self._actors.items()}
 
-    def deaths(self) -> dict[str, Any]:
-        """References that raise RayActorError when a rank's process dies."""
+    def deaths(self) -> dict[str, Pending[str]]:
+        """They raise RayActorError when a rank's process dies."""
         return {name: actor.wait_dead.remote() for name, actor in self._actors.items()}
 
     def close(self, timeout_s: float) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from collections.abc import Awaitable
+from typing import Protocol
 
 from configs.schema import Config
 from controller.metrics.records import EVAL_FAILED, Scalar
+from processes.pending import Pending, T
 from rollout_pool.types import EvalReport
 
 log = logging.getLogger(__name__)
@@ -25,22 +26,26 @@ HOLD_LIMIT_S = 900.0
 RELEASE_S = 30.0
 """For an engine's process to hear of it; it would end the hold by itself some time."""
 
-Told = Callable[[str, Any], Awaitable[Any]]
-"""The result of a process's method, given its name and the reference; raises an error that names
-the process."""
+
+class Told(Protocol):
+    def __call__(self, name: str, ref: Pending[T], /) -> Awaitable[T]:
+        """The result of a process, by its name; what it raises names the process."""
+        ...
 
 
 class EnginePool(Protocol):
-    """What is used of the rollout pool; methods give references at once."""
+    """What is used of the rollout pool."""
 
     @property
     def engine_names(self) -> list[str]: ...
 
-    def hold(self, engine: str, version: int, wait_s: float, limit_s: float) -> Any: ...
+    def hold(self, engine: str, version: int, wait_s: float, limit_s: float) -> Pending[bool]: ...
 
-    def release(self, engine: str) -> Any: ...
+    def release(self, engine: str) -> Pending[None]: ...
 
-    def evaluate(self, version: int, engine: str | None = None) -> tuple[str, Any]: ...
+    def evaluate(
+        self, version: int, engine: str | None = None
+    ) -> tuple[str, Pending[EvalReport]]: ...
 
 
 async def evaluate(
@@ -51,7 +56,7 @@ async def evaluate(
     engine = await _hold(pool, version, told) if may_hold else None
     try:
         name, ref = pool.evaluate(version, engine)
-        report: EvalReport = await told(name, ref)
+        report = await told(name, ref)
     finally:
         if engine is not None:
             await _release(pool, engine, told)

@@ -19,6 +19,7 @@ from controller.ray_environment import OUTLAST_S
 from controller.run_dir import umask_like
 from controller.signals import StopRequest
 from processes.logs import last_lines
+from processes.pending import Pending, T
 
 SETUP_HOOK = "controller.watch.supervise.enter_process"
 LOOK_S = 0.2
@@ -110,19 +111,19 @@ def wait_for_one(
 
 
 def wait_for_all(
-    refs: Mapping[str, Any],
+    refs: Mapping[str, Pending[T]],
     log_of: Callable[[str], Path],
     timeout_s: float,
     doing: str,
     tell: Callable[[str], None],
     stop: StopRequest,
-) -> dict[str, Any]:
+) -> dict[str, T]:
     """Results by process name; `tell` hears each name as it is done.
 
     Raises for the first that fails, or is missing at `timeout_s`, and Stopped.
     """
     names = {ref: name for name, ref in refs.items()}
-    pending, results = list(names), dict[str, Any]()
+    pending, results = list(names), dict[str, T]()
     deadline = time.monotonic() + timeout_s
     while pending:
         ready, pending = wait_for_one(pending, deadline - time.monotonic(), stop)
