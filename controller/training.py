@@ -23,7 +23,7 @@ from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
 from controller.watch.evaluation import evaluate, evaluate_mildly, should_hold
 from controller.watch.remarks import eval_failed_words
-from controller.watch.supervise import RunFailed, cause_of, death, failure, told
+from controller.watch.supervise import RunFailed, cause_of, death, error_of, failure
 from processes.child import exit_of
 from processes.pending import Pending, T
 from rollout_pool.pool import RolloutPool
@@ -119,11 +119,13 @@ class Training:
         await self._enter_phase("evaluating the start")
         self._recorder.record("eval", await self._evaluate_start())
         await self._enter_phase("training")
-        generating = [tasks.create_task(self._told(n, r)) for n, r in pools.rollout.run().items()]
+        generating = [
+            tasks.create_task(self._await_result(n, r)) for n, r in pools.rollout.run().items()
+        ]
         self._training = pools.trainer.train()
-        await asyncio.gather(*(self._told(n, r) for n, r in self._training.items()))
+        await asyncio.gather(*(self._await_result(n, r) for n, r in self._training.items()))
         await self._enter_phase("evaluating the result")
-        await asyncio.gather(*(self._told(n, r) for n, r in pools.rollout.stop().items()))
+        await asyncio.gather(*(self._await_result(n, r) for n, r in pools.rollout.stop().items()))
         await asyncio.gather(*generating)
         await self._recorder.drain_metrics(block_s=0)
         if self._evaluation is not None:
@@ -139,7 +141,9 @@ class Training:
 
     async def _evaluate_start(self) -> dict[str, Scalar]:
         """What fails before anything was trained is an error: it costs minutes."""
-        return await evaluate(self._pools.rollout, 0, may_hold=False, told=self._told)
+        return await evaluate(
+            self._pools.rollout, 0, may_hold=False, await_result=self._await_result
+        )
 
     def _evaluate_if_due(self, step: Record) -> None:
         """One evaluation at a time: with a slow one the next due version is simply passed over."""
@@ -153,12 +157,14 @@ class Training:
             )
 
     async def _evaluate(self, version: int, *, may_hold: bool = False) -> None:
-        """One that fails is told, and ends nothing."""
+        """One that fails is reported, and ends nothing."""
         pool = self._pools.rollout
-        kind, record = await evaluate_mildly(pool, version, may_hold=may_hold, told=self._told)
-        told = self._recorder.record(kind, record)
+        kind, record = await evaluate_mildly(
+            pool, version, may_hold=may_hold, await_result=self._await_result
+        )
+        recorded = self._recorder.record(kind, record)
         if kind == EVAL_FAILED:
-            self._panel.say(eval_failed_words(told))
+            self._panel.say(eval_failed_words(recorded))
 
     # The end -------------------------------------------------------------------------------------
 
@@ -218,12 +224,12 @@ class Training:
         done, _ = await asyncio.wait(self._deaths, return_when=asyncio.FIRST_COMPLETED)
         raise next(iter(done)).result()
 
-    async def _told(self, name: str, ref: Pending[T]) -> T:
+    async def _await_result(self, name: str, ref: Pending[T]) -> T:
         """The result of another process, or an error with its name."""
         try:
             return await _value(ref)
         except (RayTaskError, RayActorError) as error:
-            raise told(name, error, self._dir.log_of(name)) from error
+            raise error_of(name, error, self._dir.log_of(name)) from error
 
     async def _root_cause(self, group: BaseExceptionGroup[BaseException]) -> BaseException:
         """A death explains the errors that it brought to the others, which often arrive first."""

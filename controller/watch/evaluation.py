@@ -27,7 +27,7 @@ RELEASE_S = 30.0
 """For an engine's process to hear of it; it would end the hold by itself some time."""
 
 
-class Told(Protocol):
+class AwaitResult(Protocol):
     def __call__(self, name: str, ref: Pending[T], /) -> Awaitable[T]:
         """The result of a process, by its name; what it raises names the process."""
         ...
@@ -49,30 +49,30 @@ class EnginePool(Protocol):
 
 
 async def evaluate(
-    pool: EnginePool, version: int, *, may_hold: bool, told: Told
+    pool: EnginePool, version: int, *, may_hold: bool, await_result: AwaitResult
 ) -> dict[str, Scalar]:
     """The record of an evaluation of `version` or, where no engine could be held at it, of later
     ones too."""
-    engine = await _hold(pool, version, told) if may_hold else None
+    engine = await _hold(pool, version, await_result) if may_hold else None
     try:
         name, ref = pool.evaluate(version, engine)
-        report = await told(name, ref)
+        report = await await_result(name, ref)
     finally:
         if engine is not None:
-            await _release(pool, engine, told)
+            await _release(pool, engine, await_result)
     return {**report.record(), "engine": engine or ""}
 
 
 async def evaluate_mildly(
-    pool: EnginePool, version: int, *, may_hold: bool, told: Told
+    pool: EnginePool, version: int, *, may_hold: bool, await_result: AwaitResult
 ) -> tuple[str, dict[str, Scalar]]:
     """Kind and values of the record: `eval`, or `eval_failed` with the reason.
 
     Training does not depend on an evaluation, so one that fails ends nothing: what is wrong with a
-    process that it needs is told by whoever watches that process. Bad input is a ValueError still.
+    process that it needs is reported by its own watch. Bad input is a ValueError still.
     """
     try:
-        return "eval", await evaluate(pool, version, may_hold=may_hold, told=told)
+        return "eval", await evaluate(pool, version, may_hold=may_hold, await_result=await_result)
     except RuntimeError as error:
         log.warning("the evaluation of version %d failed", version, exc_info=True)
         why = str(error).partition("\n")[0]  # what follows are the last lines of a log
@@ -84,23 +84,23 @@ def should_hold(config: Config) -> bool:
     return config.rollout.eval.pinned and config.rollout.num_engines > 1
 
 
-async def _hold(pool: EnginePool, version: int, told: Told) -> str | None:
+async def _hold(pool: EnginePool, version: int, await_result: AwaitResult) -> str | None:
     """An engine that now serves `version` alone."""
     for engine in reversed(pool.engine_names):
         try:
-            if await told(engine, pool.hold(engine, version, HOLD_WAIT_S, HOLD_LIMIT_S)):
+            if await await_result(engine, pool.hold(engine, version, HOLD_WAIT_S, HOLD_LIMIT_S)):
                 return engine
         except asyncio.CancelledError:
-            await _release(pool, engine, told)
+            await _release(pool, engine, await_result)
             raise
-        except RuntimeError as error:  # it is gone, which is somebody else's to tell
+        except RuntimeError as error:  # it is gone, which its own watch reports
             log.warning("no evaluation at %s: %s", engine, error)
     return None
 
 
-async def _release(pool: EnginePool, engine: str, told: Told) -> None:
+async def _release(pool: EnginePool, engine: str, await_result: AwaitResult) -> None:
     try:
         async with asyncio.timeout(RELEASE_S):
-            await told(engine, pool.release(engine))
+            await await_result(engine, pool.release(engine))
     except (RuntimeError, TimeoutError) as error:
         log.warning("%s was not released: %s", engine, error)

@@ -85,7 +85,7 @@ def cause_of(error: BaseException) -> str:
     return f"failed: {type(error).__name__}: {error}"
 
 
-def told(name: str, error: RayTaskError | RayActorError, log: Path) -> Exception:
+def error_of(name: str, error: RayTaskError | RayActorError, log: Path) -> Exception:
     """What to raise for an error that Ray brought from another process.
 
     Bad input that only that process could see stays a ValueError; all else names the process.
@@ -134,6 +134,6 @@ def wait_for_all(
         try:
             results[name] = ray.get(ready[0])
         except (RayTaskError, RayActorError) as error:
-            raise told(name, error, log_of(name)) from error
+            raise error_of(name, error, log_of(name)) from error
         tell(name)
     return results

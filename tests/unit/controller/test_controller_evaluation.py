@@ -57,13 +57,13 @@ class Pool:
         return REPORT
 
 
-async def told(name: str, ref: Any) -> Any:
+async def await_result(name: str, ref: Any) -> Any:
     return await ref
 
 
 async def test_an_engine_is_held_for_the_evaluation_and_released() -> None:
     pool = Pool({"engine-0", "engine-2"}, set())
-    record = await evaluate(pool, 4, may_hold=True, told=told)
+    record = await evaluate(pool, 4, may_hold=True, await_result=await_result)
     assert pool.log == [
         ("hold", "engine-2"),
         ("evaluate", "engine-2"),
@@ -74,7 +74,7 @@ async def test_an_engine_is_held_for_the_evaluation_and_released() -> None:
 
 async def test_an_engine_that_has_gone_past_the_version_or_is_dead_is_not_taken() -> None:
     pool = Pool({"engine-0"}, {"engine-2"})
-    record = await evaluate(pool, 4, may_hold=True, told=told)
+    record = await evaluate(pool, 4, may_hold=True, await_result=await_result)
     assert [what for what, _ in pool.log] == ["hold", "hold", "hold", "evaluate", "release"]
     assert record["engine"] == "engine-0"
 
@@ -82,7 +82,7 @@ async def test_an_engine_that_has_gone_past_the_version_or_is_dead_is_not_taken(
 @pytest.mark.parametrize("may_hold", [False, True])
 async def test_without_an_engine_of_its_own_any_may_answer(may_hold: bool) -> None:
     pool = Pool(set(), set())
-    record = await evaluate(pool, 4, may_hold=may_hold, told=told)
+    record = await evaluate(pool, 4, may_hold=may_hold, await_result=await_result)
     assert pool.log[-1] == ("evaluate", None) and record["engine"] == ""
     assert len(pool.log) == 1 + 3 * may_hold
 
@@ -90,21 +90,23 @@ async def test_without_an_engine_of_its_own_any_may_answer(may_hold: bool) -> No
 async def test_an_evaluation_that_fails_releases_the_engine_and_tells_why() -> None:
     pool = Pool({"engine-2"}, set(), ValueError("a bad task"))
     with pytest.raises(ValueError, match="a bad task"):
-        await evaluate(pool, 4, may_hold=True, told=told)
+        await evaluate(pool, 4, may_hold=True, await_result=await_result)
     assert pool.log[-1] == ("release", "engine-2")
 
 
 async def test_an_evaluation_beside_training_that_fails_is_a_record() -> None:
     why = "worker-0 failed: EvaluationFailed: 9 of 64 held-out prompts got no answer"
     pool = Pool({"engine-2"}, set(), RunFailed(f"{why}\nline of a log\nanother"))
-    kind, record = await evaluate_mildly(pool, 4, may_hold=True, told=told)
+    kind, record = await evaluate_mildly(pool, 4, may_hold=True, await_result=await_result)
     assert (kind, record) == ("eval_failed", {"version": 4, "why": why})
     assert pool.log[-1] == ("release", "engine-2")
-    kind, record = await evaluate_mildly(Pool(set(), set()), 4, may_hold=False, told=told)
+    kind, record = await evaluate_mildly(
+        Pool(set(), set()), 4, may_hold=False, await_result=await_result
+    )
     assert (kind, record["accuracy"]) == ("eval", 0.5)
     bad = Pool({"engine-2"}, set(), ValueError("a bad task"))
     with pytest.raises(ValueError, match="a bad task"):
-        await evaluate_mildly(bad, 4, may_hold=True, told=told)
+        await evaluate_mildly(bad, 4, may_hold=True, await_result=await_result)
 
 
 async def test_an_evaluation_that_is_cancelled_releases_the_engine() -> None:
@@ -116,7 +118,7 @@ async def test_an_evaluation_that_is_cancelled_releases_the_engine() -> None:
             await asyncio.Event().wait()
         return await ref
 
-    evaluating = asyncio.create_task(evaluate(pool, 4, may_hold=True, told=never))
+    evaluating = asyncio.create_task(evaluate(pool, 4, may_hold=True, await_result=never))
     while not pool.log:
         await asyncio.sleep(0)
     await asyncio.sleep(0)
