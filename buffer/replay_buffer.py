@@ -42,6 +42,7 @@ from buffer.redis.wakeups import Deadline, WakeStreams
 from buffer.results import (
     Admission,
     BufferStats,
+    Failure,
     GroupEvent,
     Lease,
     PushResult,
@@ -52,7 +53,7 @@ from buffer.results import (
 from buffer.shard import Admitted, Shard
 from buffer.sharded_lease import ShardedFormer
 from buffer.shards import ShardSet, id_in_shard, shard_of
-from buffer.types import PromptRef, TrajectoryGroup
+from buffer.types import PromptRef, Rerun, TrajectoryGroup
 from configs.schema import BufferConfig
 
 __all__ = ["BufferFullError", "BufferStats", "Lease", "NotOwnerError", "PushResult", "ReplayBuffer"]
@@ -177,11 +178,11 @@ class ReplayBuffer:
         """
         return await self._shards.of(group_id).begin(group_id, prompt, worker, position)
 
-    async def fail(self, group_id: str, prompt: PromptRef, max_failures: int) -> int:
+    async def fail(self, group_id: str, prompt: PromptRef, max_failures: int) -> Failure | None:
         """Ends a running group that could not be completed; its prompt runs again.
 
-        At `max_failures` of one prompt, whoever ran it, it goes to quarantine instead. Returns how
-        often it failed so far, negative if it is in quarantine now, 0 if the group was not running.
+        At `max_failures` of one prompt, by whichever worker, it goes to quarantine instead. None,
+        with nothing changed, if the group was not running.
         """
         return await self._shards.of(group_id).fail(group_id, prompt, max_failures)
 
@@ -202,20 +203,16 @@ class ReplayBuffer:
         self,
         group_id: str,
         reason: str,
-        requeue: PromptRef | None = None,
-        *,
-        rerun: PromptRef | None = None,
+        rerun: Rerun = Rerun.never,
+        prompt: PromptRef | None = None,
     ) -> bool:
         """Frees the credit of a running group that will never be pushed, and counts it by reason.
 
-        `requeue` names the prompt if the group was stopped for being too old: it is then run again
-        under the same rules as that of a stale group that was pushed. `rerun` names it if it is to
-        be run again whatever these are, with nothing held against it. After either a push of the
-        group that is still on its way is a duplicate. False if the group was not running: its push
-        had arrived, or it had lost its credit.
+        `rerun` says whether `prompt` runs again; then a push of the group that is still on its way
+        is a duplicate. False if the group was not running: its push had arrived, or it had lost its
+        credit.
         """
-        assert requeue is None or rerun is None
-        return await self._shards.of(group_id).abandon(group_id, reason, requeue, rerun)
+        return await self._shards.of(group_id).abandon(group_id, reason, rerun, prompt)
 
     async def push(self, group: TrajectoryGroup, timeout_s: float | None = None) -> PushResult:
         """Hands a finished group over, and keeps it until the server has it on disk.

@@ -1,11 +1,4 @@
-"""What a group lived through, as the audit stream of its shard tells it.
-
-A picture of the buffer at one moment, and the law that it must obey.
-
-How prompts are written in Redis: those that run, wait to be run again, or are in quarantine.
-
-What the verbs of the buffer hand out: credits, leases, and accounts of what they did.
-"""
+"""What the verbs of the buffer hand out: credits, leases, a group's life, the buffer's numbers."""
 
 from __future__ import annotations
 
@@ -349,6 +342,16 @@ def quarantined_prompt(name: str, text: str) -> QuarantinedPrompt:
     return QuarantinedPrompt(
         task=task, index=int(index), reason=reason, times=int(times), at=int(at_ms) / 1000
     )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Failure:
+    """What became of the prompt of a group that could not be completed."""
+
+    num_failures: int
+    """Groups of the prompt that failed so far, this one among them."""
+    is_quarantined: bool
+    """It failed too often and is put aside; else it runs again."""
 
 
 class PushResult(Enum):

@@ -47,6 +47,7 @@ from buffer.redis.replies import (
 from buffer.redis.scripts import Argument, Scripts
 from buffer.results import (
     BufferStats,
+    Failure,
     GroupEvent,
     QuarantinedPrompt,
     parse_events,
@@ -55,7 +56,7 @@ from buffer.results import (
     read_prompt,
     write_prompt,
 )
-from buffer.types import PromptRef
+from buffer.types import PromptRef, Rerun
 from buffer.wire.chunks import join_payload, num_chunks
 
 __all__ = [
@@ -138,18 +139,14 @@ class Shard:
         self,
         group_id: str,
         reason: str,
-        requeue: PromptRef | None = None,
-        rerun: PromptRef | None = None,
+        rerun: Rerun = Rerun.never,
+        prompt: PromptRef | None = None,
     ) -> bool:
-        """Frees the credit of a group that will never be pushed; False if it had none.
-
-        Its prompt runs again by the rules for stale groups (`requeue`), or in any case (`rerun`).
-        """
-        prompt, is_for_age = requeue or rerun, int(requeue is not None)
+        """Frees the credit of a group that will never be pushed; False if it had none."""
+        assert (prompt is None) == (rerun is Rerun.never), "name the prompt that is to run again"
         text = "" if prompt is None else write_prompt(prompt)
-        return bool(
-            await self._scripts.run("rollout/abandon_group", group_id, reason, text, is_for_age)
-        )
+        arguments = (group_id, reason, rerun.value, text)
+        return bool(await self._scripts.run("rollout/abandon_group", *arguments))
 
     async def begin(self, group_id: str, prompt: PromptRef, worker: int, position: int) -> bool:
         """Notes a running group's prompt and its worker's position; False if it is not running."""
@@ -158,15 +155,14 @@ class Shard:
         )
         return bool(reply)
 
-    async def fail(self, group_id: str, prompt: PromptRef, max_failures: int) -> int:
-        """Ends a running group that could not be completed; its prompt runs again.
-
-        How often the prompt failed, negative if it went to quarantine, 0 if nothing was running.
-        """
+    async def fail(self, group_id: str, prompt: PromptRef, max_failures: int) -> Failure | None:
+        """Ends a running group that could not be completed; None if it was not running."""
         reply = await self._scripts.run(
             "rollout/fail_group", group_id, write_prompt(prompt), max_failures
         )
-        return int(reply)
+        if reply is None:
+            return None
+        return Failure(num_failures=int(reply[0]), is_quarantined=bool(reply[1]))
 
     async def reclaim(self, prefix: str, bound: int = _MAX_IDS) -> int:
         """Ends the running groups whose ids begin so; their prompts run again. How many."""

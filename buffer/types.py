@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,16 @@ MaskArray = NDArray[np.uint8]
 MAX_VERSION = 2**21 - 1
 """The highest policy version: the buffer's index orders groups by version * 2^32 + a sequence
 number, which Redis keeps as a double, exact below 2^53."""
+
+
+class Rerun(Enum):
+    """Whether the prompt of a group that is given up runs again."""
+
+    never = "never"
+    as_stale = "as_stale"
+    """By the rules for stale groups that were pushed (buffer.on_stale, buffer.max_retries)."""
+    always = "always"
+    """Whatever these rules are, and with nothing held against it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

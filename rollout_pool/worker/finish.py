@@ -16,7 +16,7 @@ import logging
 from typing import Protocol
 
 from buffer.replay_buffer import ReplayBuffer
-from buffer.types import TrajectoryGroup
+from buffer.types import Rerun, TrajectoryGroup
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.worker.counters import Counters
 from rollout_pool.worker.generate import GroupFailed, GroupGenerator
@@ -158,10 +158,11 @@ class GroupFinisher:
     async def _settle_failed(self, run: GroupRun, error: GroupFailed) -> None:
         log.warning("%s", error)
         if run.source.is_external:  # the program elsewhere may be to blame, not the prompt
-            await self._buffer.abandon(run.group_id, "outside", rerun=run.ref)
+            await self._buffer.abandon(run.group_id, "outside", Rerun.always, run.ref)
             return
         most = self._config.max_group_failures
-        if await self._buffer.fail(run.group_id, run.ref, most) < 0:
+        failure = await self._buffer.fail(run.group_id, run.ref, most)
+        if failure is not None and failure.is_quarantined:
             self._counters.add("prompts_quarantined")
             log.warning("prompt %d failed %d times: put aside", run.ref.index, most)
         self.num_failed += 1
@@ -172,7 +173,9 @@ class GroupFinisher:
     async def _settle_cancelled(self, run: GroupRun) -> bool:
         """Whether the group is in the buffer all the same."""
         if run.is_too_old:
-            was_running = await self._buffer.abandon(run.group_id, "too_old", requeue=run.ref)
+            was_running = await self._buffer.abandon(
+                run.group_id, "too_old", Rerun.as_stale, run.ref
+            )
         else:
             was_running = await self._buffer.abandon(run.group_id, "stopped")
         if run.group is not None and not was_running:  # its push had arrived

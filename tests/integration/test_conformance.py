@@ -29,7 +29,7 @@ from buffer.redis.server import EmbeddedServer, ServerStartError, find_binary
 from buffer.replay_buffer import ReplayBuffer
 from buffer.results import Lease, PushResult
 from buffer.run_state import RunState
-from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+from buffer.types import PromptRef, Rerun, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig
 from tests.support.invariants import find_violations
 
@@ -229,7 +229,7 @@ async def _scenario(buffer: ReplayBuffer, other: ReplayBuffer) -> None:
 
     # A group is stopped, and its prompt runs again.
     credit = await other.admit("stopped", 10)
-    await other.abandon(credit.group_id, "stale", PromptRef(task="sums", index=7, attempt=0))
+    await other.abandon(credit.group_id, "stale", Rerun.as_stale, PromptRef(task="sums", index=7))
     retry = await other.take_retry()
     assert retry is not None and (retry.index, retry.attempt) == (7, 1)
 

@@ -19,8 +19,9 @@ from buffer.redis.connection import NotAllowedError, connect
 from buffer.redis.scripts import script_names, source
 from buffer.redis.server import EmbeddedServer, find_binary
 from buffer.replay_buffer import ReplayBuffer
+from buffer.results import Failure
 from buffer.run_state import RunState
-from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+from buffer.types import PromptRef, Rerun, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig
 from tests.support.invariants import find_violations
 
@@ -211,13 +212,16 @@ async def test_each_role_can_do_its_work(
     for index in range(4):
         await _push(rollout, f"group-{index}", 0)
     stopped = await rollout.admit("stopped", 5)
-    await rollout.abandon(stopped.group_id, "stale", PromptRef(task="sums", index=1, attempt=0))
+    await rollout.abandon(
+        stopped.group_id, "stale", Rerun.as_stale, PromptRef(task="sums", index=1)
+    )
     assert await rollout.take_retry() is not None
     for name, end in (("9-lost", rollout.reclaim(9)), ("9-failed", None)):
         credit = await rollout.admit(name, 5)
         assert await rollout.begin(credit.group_id, PromptRef(task="sums", index=2), 0, 5)
         if end is None:
-            assert await rollout.fail(credit.group_id, PromptRef(task="sums", index=2), 1) == -1
+            failure = await rollout.fail(credit.group_id, PromptRef(task="sums", index=2), 1)
+            assert failure == Failure(num_failures=1, is_quarantined=True)
         else:
             assert await end == 1
     retry = await rollout.admit("9-again", 5)

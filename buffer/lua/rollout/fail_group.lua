@@ -1,12 +1,12 @@
 -- A running group could not be completed: its prompt runs again, or is put aside if it failed too often.
 -- ARGV: group id, prompt ('attempt index task'), failures of one prompt that are too many.
--- Reply: how often the prompt has failed now, negative if it was put aside | 0 if the group was not running.
+-- Reply: {how often the prompt has failed now, 1 if it was put aside} | nil if the group was not running.
 -- @include lib/audit
 -- @include lib/poison
 -- @include lib/prompts
 -- @include lib/running
 local prompt = read_prompt(ARGV[2])
-if leave_running({ARGV[1]}) == 0 then return 0 end
+if leave_running({ARGV[1]}) == 0 then return nil end
 local field = prompt.index .. ' ' .. prompt.task
 local times = finite(redis.call('HGET', FAILURES, field), 0) + 1
 redis.call('HSET', FAILURES, field, whole(times))
@@ -16,7 +16,7 @@ wake('room')
 if times >= finite(ARGV[3], 1) then
   redis.call('HDEL', FAILURES, field)
   quarantine_prompt(ARGV[1], prompt, 'failed', times)
-  return -times
+  return {times, 1}
 end
 rerun(ARGV[1], ARGV[2])
-return times
+return {times, 0}

@@ -14,9 +14,9 @@ from zlib import crc32
 from buffer.admission import admission_limit, engine_lag
 from buffer.errors import BufferFullError, NotOwnerError
 from buffer.redis.settings import quota
-from buffer.results import PushResult, Reconciled
+from buffer.results import Failure, PushResult, Reconciled
 from buffer.shards import id_in_shard, shard_of
-from buffer.types import PromptRef
+from buffer.types import PromptRef, Rerun
 from configs.choices import OnFull, OnStale, Selector
 from configs.schema import BufferConfig
 
@@ -241,9 +241,9 @@ class PlainBuffer:
             group.prompt, group.has_begun = waiting.pop(0), True
         return group.prompt
 
-    def fail(self, name: str, prompt: PromptRef, max_failures: int) -> int:
+    def fail(self, name: str, prompt: PromptRef, max_failures: int) -> Failure | None:
         if self.groups[name].state != "running":
-            return 0
+            return None
         self.groups[name].state = "abandoned"
         self.abandoned += 1
         key = self.shard_of(name), prompt.task, prompt.index
@@ -252,9 +252,9 @@ class PlainBuffer:
         if times >= max_failures:
             del self.failures[key]
             self.poisonous[key] = "failed", times
-            return -times
+            return Failure(num_failures=times, is_quarantined=True)
         self.retries[key[0]].append(prompt)
-        return times
+        return Failure(num_failures=times, is_quarantined=False)
 
     def lose(self, name: str) -> None:
         """Whoever ran it is gone."""
@@ -291,16 +291,15 @@ class PlainBuffer:
             self.groups[name].has_lost_credit = False
         return len(running)
 
-    def abandon(self, name: str, prompt_is: str) -> bool:
-        """`prompt_is`: "done", "stale" or "run again"."""
+    def abandon(self, name: str, rerun: Rerun) -> bool:
         group = self.groups[name]
         if group.state != "running":
             return False
-        group.state = "abandoned" if prompt_is == "done" else "lost"
+        group.state = "abandoned" if rerun is Rerun.never else "lost"
         self.abandoned += 1
-        if prompt_is == "stale":
+        if rerun is Rerun.as_stale:
             self.requeue(name, is_counted=True)
-        elif prompt_is == "run again":
+        elif rerun is Rerun.always:
             self.retries[self.shard_of(name)].append(group.prompt)
         return True
 

@@ -19,7 +19,7 @@ from buffer.redis.keys import Keys
 from buffer.redis.scripts import _FOLDER
 from buffer.replay_buffer import BufferFullError, NotOwnerError, ReplayBuffer
 from buffer.run_state import RunState
-from buffer.types import PromptRef, TrajectoryGroup
+from buffer.types import PromptRef, Rerun, TrajectoryGroup
 from tests.support.invariants import find_violations
 
 BufferFactory = Callable[..., Awaitable[ReplayBuffer]]
@@ -167,7 +167,7 @@ async def _life(buffer: ReplayBuffer, state: RunState, make_group: GroupMaker) -
     await call(buffer.push(make_group("new"), 0.2))
     await call(buffer.admit("lost", 0.1))
     await call(buffer.fail("lost", prompt, 3))
-    await call(buffer.abandon("lost", "why", prompt))
+    await call(buffer.abandon("lost", "why", Rerun.as_stale, prompt))
     await call(buffer.reclaim(9))
     await call(buffer.take_retry())
     await call(buffer.stats())

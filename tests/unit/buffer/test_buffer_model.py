@@ -35,7 +35,7 @@ from buffer.redis.server import EmbeddedServer
 from buffer.replay_buffer import ReplayBuffer
 from buffer.results import Lease
 from buffer.run_state import RunState
-from buffer.types import PromptRef
+from buffer.types import PromptRef, Rerun
 from buffer.wire.codec import encode_group
 from configs.choices import OnFull, OnStale, Selector
 from configs.schema import BufferConfig
@@ -151,8 +151,8 @@ class BufferMachine(RuleBasedStateMachine):
             self.agree(self.buffer.admit(name, 0), lambda: self.model.admit(name, prompt))
 
     @precondition(lambda self: self.model.ids("running"))
-    @rule(data=st.data(), prompt_is=st.sampled_from(["done", "stale", "run again"]))
-    def abandon(self, data: st.DataObject, prompt_is: str) -> None:
+    @rule(data=st.data(), rerun=st.sampled_from(Rerun))
+    def abandon(self, data: st.DataObject, rerun: Rerun) -> None:
         name = data.draw(st.sampled_from(self.model.ids("running")))
         prompt = self.model.groups[name].prompt
         for _ in range(2):
@@ -160,10 +160,10 @@ class BufferMachine(RuleBasedStateMachine):
                 self.buffer.abandon(
                     name,
                     "test",
-                    requeue=prompt if prompt_is == "stale" else None,
-                    rerun=prompt if prompt_is == "run again" else None,
+                    rerun,
+                    None if rerun is Rerun.never else prompt,
                 ),
-                lambda: self.model.abandon(name, prompt_is),
+                lambda: self.model.abandon(name, rerun),
             )
 
     @precondition(lambda self: self.model.ids("running"))

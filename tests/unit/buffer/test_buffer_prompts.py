@@ -9,9 +9,9 @@ import pytest
 
 from buffer.admission import admission_limit
 from buffer.redis.connection import connect
-from buffer.results import PushResult, read_prompt, write_prompt
+from buffer.results import Failure, PushResult, read_prompt, write_prompt
 from buffer.run_state import RunState
-from buffer.types import PromptRef
+from buffer.types import PromptRef, Rerun
 from configs.choices import OnStale
 from tests.support.invariants import find_violations
 
@@ -78,18 +78,18 @@ async def test_the_late_push_of_a_group_whose_prompt_runs_again_is_a_duplicate(
     await redis.aclose()
 
 
-@pytest.mark.parametrize("how", ["requeue", "rerun"])
+@pytest.mark.parametrize("rerun", [Rerun.as_stale, Rerun.always])
 @pytest.mark.parametrize("max_staleness", [0, 4])
 async def test_a_push_that_is_overtaken_by_its_end_doubles_no_prompt(
-    checked_buffer: Any, make_group: Any, how: str, max_staleness: int
+    checked_buffer: Any, make_group: Any, rerun: Rerun, max_staleness: int
 ) -> None:
     buffer = await checked_buffer(max_retries=5, max_staleness=max_staleness)
     await _begun(buffer, "0-0-a")
     await buffer.publish_version(2)
-    assert await buffer.abandon("0-0-a", "too_old", **{how: PROMPT})
+    assert await buffer.abandon("0-0-a", "too_old", rerun, PROMPT)
     assert await buffer.push(make_group("0-0-a", 0, index=7)) is PushResult.duplicate
-    assert not await buffer.abandon("0-0-a", "too_old", **{how: PROMPT})
-    attempt = 1 if how == "requeue" else 0
+    assert not await buffer.abandon("0-0-a", "too_old", rerun, PROMPT)
+    attempt = int(rerun is Rerun.as_stale)
     assert await buffer.take_retry() == PromptRef(task="long words", index=7, attempt=attempt)
     assert await buffer.take_retry() is None
     stats = await buffer.stats()
@@ -101,7 +101,7 @@ async def test_a_prompt_that_is_to_run_again_in_any_case_does(
     checked_buffer: Any, on_stale: OnStale
 ) -> None:
     buffer = await checked_buffer(on_stale=on_stale, max_retries=0)
-    await buffer.abandon(await _begun(buffer, "0-0-a"), "outside", rerun=PROMPT)
+    await buffer.abandon(await _begun(buffer, "0-0-a"), "outside", Rerun.always, PROMPT)
     assert await buffer.take_retry() == PROMPT
     assert (await buffer.stats()).abandoned_by_reason == {"outside": 1}
 
@@ -122,18 +122,20 @@ async def test_a_group_that_was_pushed_leaves_nothing_to_run_again(
 
 async def test_failures_of_a_prompt_are_counted_across_workers(checked_buffer: Any) -> None:
     buffer = await checked_buffer()
-    assert await buffer.fail(await _begun(buffer, "0-0-a"), PROMPT, 2) == 1
+    failure = await buffer.fail(await _begun(buffer, "0-0-a"), PROMPT, 2)
+    assert failure == Failure(num_failures=1, is_quarantined=False)
     other = (await buffer.admit("1-0-a", 1)).group_id
     prompt = await buffer.take_retry(other)
     assert prompt == PROMPT
-    assert await buffer.fail(other, prompt, 2) == -2
-    assert await buffer.fail(other, prompt, 2) == 0
+    assert await buffer.fail(other, prompt, 2) == Failure(num_failures=2, is_quarantined=True)
+    assert await buffer.fail(other, prompt, 2) is None
     (poisonous,) = await buffer.prompt_quarantine.prompts()
     assert (poisonous.reason, poisonous.times) == ("failed", 2)
     assert await buffer.prompt_quarantine.discard("long words", 7)
     assert await buffer.prompt_quarantine.prompts() == []
     assert await buffer.take_retry() is None
-    assert await buffer.fail(await _begun(buffer, "0-2-a"), PROMPT, 2) == 1  # a clean record
+    failure = await buffer.fail(await _begun(buffer, "0-2-a"), PROMPT, 2)
+    assert failure == Failure(num_failures=1, is_quarantined=False)  # a clean record
 
 
 @pytest.mark.parametrize("runs_again", [True, False])
@@ -141,7 +143,9 @@ async def test_a_prompt_that_left_the_quarantine_has_no_failures(
     checked_buffer: Any, runs_again: bool
 ) -> None:
     buffer = await checked_buffer()
-    assert await buffer.fail(await _begun(buffer, "0-0-a"), PROMPT, 3) == 1
+    assert await buffer.fail(await _begun(buffer, "0-0-a"), PROMPT, 3) == Failure(
+        num_failures=1, is_quarantined=False
+    )
     for name in ("0-1-a", "0-2-a"):  # two workers die over it
         group_id = (await buffer.admit(name, 1)).group_id
         assert await buffer.take_retry(group_id) is not None
@@ -150,7 +154,9 @@ async def test_a_prompt_that_left_the_quarantine_has_no_failures(
     assert poisonous.reason == "worker_died"
     quarantine = buffer.prompt_quarantine
     assert await (quarantine.release if runs_again else quarantine.discard)("long words", 7)
-    assert await buffer.fail(await _begun(buffer, "0-3-a"), PROMPT, 3) == 1
+    assert await buffer.fail(await _begun(buffer, "0-3-a"), PROMPT, 3) == Failure(
+        num_failures=1, is_quarantined=False
+    )
 
 
 async def test_the_position_of_a_worker_is_the_highest_that_any_shard_knows(
@@ -175,7 +181,7 @@ async def test_the_position_of_a_worker_is_the_highest_that_any_shard_knows(
 async def test_a_prompt_of_a_group_that_went_stale_keeps_its_reruns(checked_buffer: Any) -> None:
     buffer = await checked_buffer(max_retries=3)
     prompt = PromptRef(task="sums", index=3, attempt=1, reruns=1)
-    await buffer.abandon(await _begun(buffer, "0-0-a", prompt), "too_old", requeue=prompt)
+    await buffer.abandon(await _begun(buffer, "0-0-a", prompt), "too_old", Rerun.as_stale, prompt)
     assert await buffer.take_retry() == PromptRef(task="sums", index=3, attempt=2, reruns=1)
 
 

@@ -12,7 +12,7 @@ from buffer.redis.scripts import RunNotOpenError
 from buffer.replay_buffer import ReplayBuffer
 from buffer.results import Lease, PushResult
 from buffer.run_state import RunState
-from buffer.types import PromptRef
+from buffer.types import PromptRef, Rerun
 from configs.choices import OnStale, Selector
 
 STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "timeout_s": 0}
@@ -487,8 +487,8 @@ async def test_an_abandoned_group_may_requeue_its_prompt(checked_buffer: Any) ->
     buffer = await checked_buffer(max_retries=1)
     await buffer.admit("a", 0)
     prompt = PromptRef(task="long words", index=11)
-    await buffer.abandon("a", "stale", requeue=prompt)
-    await buffer.abandon("a", "stale", requeue=prompt)
+    await buffer.abandon("a", "stale", Rerun.as_stale, prompt)
+    await buffer.abandon("a", "stale", Rerun.as_stale, prompt)
     assert await buffer.take_retry() == PromptRef(task="long words", index=11, attempt=1)
     assert await buffer.take_retry() is None
 

@@ -9,7 +9,7 @@ from controller_samples import small_group
 
 from buffer.redis.connection import connect
 from buffer.replay_buffer import ReplayBuffer
-from buffer.results import BufferStats
+from buffer.results import BufferStats, Failure
 from buffer.types import PromptRef
 from configs.schema import BufferConfig
 from controller.main import EXIT_BAD_INPUT, main
@@ -99,7 +99,8 @@ async def put_a_prompt_aside(url: str, run: str) -> None:
     try:
         await buffer.open(BufferConfig(), groups_per_step=4)
         group_id = (await buffer.admit("g", 5)).group_id
-        assert await buffer.fail(group_id, PromptRef(task="chain sum", index=17), 1) == -1
+        failure = await buffer.fail(group_id, PromptRef(task="chain sum", index=17), 1)
+        assert failure == Failure(num_failures=1, is_quarantined=True)
     finally:
         await buffer.close()
 

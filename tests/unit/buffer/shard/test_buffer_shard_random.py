@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from buffer.types import PromptRef
+from buffer.types import PromptRef, Rerun
 from configs.choices import OnFull, OnStale, Selector
 
 MODES = [
@@ -58,7 +58,8 @@ class Walk:
 
     async def abandon(self) -> None:
         prompt = PromptRef(task="sums", index=1, attempt=self.dice.randrange(4))
-        await self.shard.abandon(self.some_id, "test", self.dice.choice([None, prompt]))
+        how = self.dice.choice([(), (Rerun.as_stale, prompt), (Rerun.always, prompt)])
+        await self.shard.abandon(self.some_id, "test", *how)
 
     async def form(self) -> None:
         self.step += self.dice.randrange(2)

@@ -9,7 +9,7 @@ import pytest
 
 from buffer.redis.replies import Admitted, NoRoom, PushReply
 from buffer.shard import BOUND
-from buffer.types import PromptRef
+from buffer.types import PromptRef, Rerun
 from configs.choices import OnFull, OnStale
 from tests.support.invariants import find_violations_of_shard
 
@@ -64,8 +64,8 @@ async def test_a_credit_that_is_not_renewed_returns(open_shard: Any) -> None:
 async def test_abandon_counts_once_and_requeues_once(open_shard: Any) -> None:
     shard = await open_shard()
     await shard.admit("g", 60_000)
-    assert await shard.abandon("g", "stale", PROMPT)
-    assert not await shard.abandon("g", "stale", PROMPT)
+    assert await shard.abandon("g", "stale", Rerun.as_stale, PROMPT)
+    assert not await shard.abandon("g", "stale", Rerun.as_stale, PROMPT)
     stats = await shard.stats()
     assert (stats.running, stats.abandoned, stats.retries_waiting) == (0, 1, 1)
     assert await shard.take_retry("t1") == PromptRef(task="sums", index=3, attempt=1)

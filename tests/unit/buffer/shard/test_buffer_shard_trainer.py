@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from buffer.redis.replies import Candidate, Formed, Locked, NotFormed, StepRecord
-from buffer.types import PromptRef
+from buffer.types import PromptRef, Rerun
 from configs.choices import OnStale, Selector
 
 
@@ -150,7 +150,7 @@ async def test_wait_goes_on_when_the_group_will_never_come(open_shard: Any, way:
     await shard.fill("a")
     assert (await shard.lease(1, 0, 1)).blocking == "lost"
     if way == "abandon":
-        await shard.abandon("lost", "died", None)
+        await shard.abandon("lost", "died")
     else:
         await asyncio.sleep(0.01)
         await shard.sweep()
@@ -273,7 +273,7 @@ async def test_peek_tidies_up_and_names_who_is_waited_for(open_shard: Any) -> No
     peek = await shard.peek(1, 5)
     assert (peek.word, peek.candidates, peek.blocking) == ("ready", (), "slow")
     assert (await shard.stats()).dropped == {"stale": 1}
-    await shard.abandon("slow", "late", PromptRef(task="sums", index=0))
+    await shard.abandon("slow", "late", Rerun.as_stale, PromptRef(task="sums", index=0))
     assert len(await shard.redis.xrevrange(shard.keys("wake:batch"))) == 1
 
 

@@ -75,7 +75,7 @@ async def test_the_audit_stream_is_bounded_and_can_be_off(open_shard: Any) -> No
     shard.should_check = False
     for number in range(1500):
         await shard.admit(f"g{number % 3}", 60_000)
-        await shard.abandon(f"g{number % 3}", "test", None)
+        await shard.abandon(f"g{number % 3}", "test")
     assert await shard.redis.xlen(shard.keys("events")) < 400
     await shard.redis.hset(shard.keys("settings"), "audit_length", "0")
     await shard.redis.delete(shard.keys("events"))
@@ -90,7 +90,7 @@ async def test_events_are_found_in_a_long_stream(open_shard: Any) -> None:
     await shard.put("first")
     for number in range(2500):
         await shard.redis.xadd(shard.keys("events"), {"g": f"x{number}", "e": "pushed"})
-    await shard.abandon("nobody", "test", None)
+    await shard.abandon("nobody", "test")
     await shard.lease(1, 0, 1)
     assert [e.event for e in await shard.events("first")] == ["pushed", "leased"]
 
