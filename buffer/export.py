@@ -1,4 +1,9 @@
-"""The dump file: a whole buffer in one file, to be moved, looked at or replayed offline.
+"""Takes groups out of the buffer to look at: one group's picture, or all of them in a dump file.
+
+A dump changes nothing, and may be loaded into another run. The groups in it are those that each
+shard held at one moment (of all shards, if there are several, within milliseconds). Each appears
+once, with the state and hash of the moment when its turn came. One that was acked or dropped until
+then is left out and counted as gone. Groups that arrive meanwhile are not in it. The file:
 
     header   one line of text: LEASH-DUMP <format version> <CRC-32 of the JSON, 8 hex digits> <JSON>
     record   4s b"LSHR", u32 CRC-32, u32 bytes of metadata, u64 bytes of payload, metadata, payload
@@ -17,16 +22,6 @@ finished while the dump was made, and are not in it) and `checksum`: the CRC-32 
 header and of all records, in order. Nothing follows it, so that a file that was cut off is noticed.
 
 Numbers are little-endian, JSON is UTF-8. The CRC of a record is of everything in it that follows.
-
-Dumps a run's buffer to a file without changing it, and loads such a file into another run.
-
-What a dump promises: the groups in it are those that each shard held at one moment (of all shards,
-if there are several, within milliseconds). Each appears once, with the state and hash of the moment
-when its turn came. One that was acked or dropped until then is left out and counted as gone. Groups
-that arrive meanwhile are not in it.
-The file's format is described in dump_file.py.
-
-What the buffer knows of one group at this moment, for people who look.
 """
 
 from __future__ import annotations

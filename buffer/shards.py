@@ -1,10 +1,8 @@
-"""Which shard a group lives in.
+"""All shards of a run: which one a group lives in, and how a call is spread over them.
 
 With several shards an admitted group's id ends in `@<shard>`, for admission chose a shard with
 room. Any other id lives where its hash says. Both are pure functions of the id, so that every
 process finds a group without asking.
-
-All shards of a run, and how a call is spread over those that hold the groups in question.
 """
 
 from __future__ import annotations

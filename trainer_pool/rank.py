@@ -25,6 +25,7 @@ import torch
 from buffer.loop_thread import LoopThread
 from buffer.replay_buffer import ReplayBuffer
 from buffer.results import Lease
+from buffer.roles import TrainerBuffer
 from buffer.run_state import RunState
 from trainer_pool.collectives import Collectives
 from trainer_pool.metrics import StepStats
@@ -55,7 +56,9 @@ class TrainerRank:
             spec.model_path, config, address, trust_remote_code=spec.trust_remote_code
         )
         self._loop = LoopThread("redis")
-        self._buffer = self._loop.run(ReplayBuffer.connect(spec.redis_url, spec.run, spec.buffer))
+        self._buffer: TrainerBuffer = self._loop.run(
+            ReplayBuffer.connect(spec.redis_url, spec.run, spec.buffer)
+        )
         self._run_state = self._loop.run(RunState.connect(spec.redis_url, spec.run, spec.buffer))
         self._weights: CheckpointEngine | None = None
         self._checkpoints = CheckpointStore(Path(spec.run_dir) / "checkpoints")

@@ -1,33 +1,20 @@
-"""Memory for what is made, sent and forgotten, again and again.
+"""The way of payloads between Redis and the memory in which they are made or used.
 
-What malloc hands out for a payload of a megabyte was given back to the kernel after the last one.
-Each of its pages then costs a fault, which takes twenty times as long as to fill it.
+    push   a group is encoded into an arena; the packed commands and the payloads are sent as they are
+    lease  GET GET GET ...  ──>  server  ──>  $66016 | payload | $66016 | ...
+                                                │         │
+                                            scratch    recv_into a block: the value's own memory
 
-Memory for payloads that are received, used for a step, and forgotten.
+redis-py and asyncio would copy each byte two to four times. Only as many values are asked for at
+once as make some megabytes, for the server holds in memory what it was asked for.
 
-What malloc hands out for a payload of a megabyte was given back to the kernel after the last one,
-and a fault for each of its pages costs many times what it takes to fill it. So payloads lie in
-blocks, and a block is used again once nothing refers to any payload in it.
+Memory is used again: what malloc hands out for a payload of a megabyte was given back to the kernel
+after the last one, and a fault for each of its pages costs many times what it takes to fill it. A
+block is used again once nothing refers to any payload in it.
 
-Reads large values from Redis straight into the memory in which they are to stay.
-
-    GET GET GET ...  ──>  server  ──>  $66016
- | payload ...
- | $66016
- | ...
-                                            │           │
-                                        scratch      recv_into: the value's own memory
-
-redis-py and asyncio would copy each byte four times on its way. Only as many values are asked for
-at once as make some megabytes, for the server holds in memory what it was asked for.
-
-Connections whose waits end when the task that waits is cancelled, and that send batches.
-
-redis-py sends through `asyncio.wait_for`, which in Python 3.11 drops a cancellation that arrives in
-the same turn of the loop in which the bytes are written. The command then goes on as if nothing had
-been asked, and a worker that is told to stop blocks for ever. The connections below send without
-it, which also saves a task for each command. Batches that are packed already they send as they are:
-redis-py and asyncio would copy megabytes twice.
+The connections send without `asyncio.wait_for`, by which redis-py sends. In Python 3.11 it drops a
+cancellation that arrives in the same turn of the loop in which the bytes are written: the command
+then goes on as if it had not been cancelled, and a worker that is told to stop blocks for ever.
 """
 
 from __future__ import annotations

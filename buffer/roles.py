@@ -1,0 +1,116 @@
+"""What each side of a run may call: the verbs of `ReplayBuffer` by role, which say what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+from buffer.results import (
+    Admission,
+    BufferStats,
+    Failure,
+    GroupEvent,
+    Lease,
+    PushResult,
+    QuarantinedGroup,
+    Reconciled,
+)
+from buffer.types import PromptRef, Rerun, TrajectoryGroup
+from configs.schema import BufferConfig
+
+
+class WorkerBuffer(Protocol):
+    """A rollout worker: takes credits, notes its prompts, and pushes groups."""
+
+    async def admit(self, group_id: str, timeout_s: float) -> Admission: ...
+
+    async def begin(self, group_id: str, prompt: PromptRef, worker: int, position: int) -> bool: ...
+
+    async def take_retry(self, group_id: str | None = None) -> PromptRef | None: ...
+
+    async def renew_credits(self, group_ids: Collection[str]) -> int: ...
+
+    async def push(self, group: TrajectoryGroup, timeout_s: float | None = None) -> PushResult: ...
+
+    async def flush(self, timeout_s: float) -> bool: ...
+
+    async def fail(self, group_id: str, prompt: PromptRef, max_failures: int) -> Failure | None: ...
+
+    async def abandon(
+        self,
+        group_id: str,
+        reason: str,
+        rerun: Rerun = Rerun.never,
+        prompt: PromptRef | None = None,
+    ) -> bool: ...
+
+    async def reclaim(self, worker: int) -> int: ...
+
+    async def close(self) -> None: ...
+
+
+class TrainerBuffer(Protocol):
+    """A trainer rank: takes the buffer over, leases batches, and acknowledges them."""
+
+    async def reconcile(
+        self,
+        lineage: str,
+        *,
+        step: int,
+        version: int,
+        resume_version: int,
+        consumed_group_ids: Collection[str] = (),
+    ) -> Reconciled: ...
+
+    async def lease(
+        self,
+        *,
+        step: int,
+        version: int,
+        num_groups: int,
+        share: int,
+        num_shares: int,
+        timeout_s: float,
+    ) -> Lease: ...
+
+    async def validate(self, lease: Lease, version: int) -> frozenset[str]: ...
+
+    async def renew(self, lease: Lease) -> int: ...
+
+    async def keep_renewed(self, lease: Lease) -> None: ...
+
+    async def publish_version(self, version: int) -> None: ...
+
+    async def consume(self, lease: Lease, group_ids: Collection[str]) -> int: ...
+
+    async def ack(self, upto_step: int, lineage: str | None = None) -> int: ...
+
+    async def nack(self, lease: Lease, reason: str) -> int: ...
+
+    async def close(self) -> None: ...
+
+
+class OperatorBuffer(Protocol):
+    """The controller and the command line: open, tidy up, tune, look, and empty the quarantine."""
+
+    async def open(
+        self, settings: BufferConfig, groups_per_step: int, oversampling: float = 1.0
+    ) -> None: ...
+
+    async def sweep(self) -> int: ...
+
+    async def stats(self) -> BufferStats: ...
+
+    async def events(self, group_id: str) -> list[GroupEvent]: ...
+
+    async def quarantined(self) -> list[QuarantinedGroup]: ...
+
+    async def release(self, group_id: str) -> bool: ...
+
+    async def discard(self, group_id: str) -> bool: ...
+
+    async def set_max_staleness(self, value: int) -> None: ...
+
+    async def get_max_staleness(self) -> int: ...
+
+    async def close(self) -> None: ...
