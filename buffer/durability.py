@@ -294,7 +294,7 @@ class PushKeeper:
             pipe.set(self._marker, "", px=_MARKER_EXPIRY_MS)
             for command in commands:
                 pipe.execute_command(*command)
-            # Without a replica it would wait in vain; so it goes by what the last round saw.
+            # Without a replica it would wait for nothing; so it goes by what the last round saw.
             pipe.execute_command("WAIT", min(1, self._num_replicas), _WAIT_MS)
             pipe.info("server", "replication", "persistence")
             written, *replies = await pipe.execute(raise_on_error=False)

@@ -10,5 +10,5 @@ class BufferFullError(RuntimeError):
 class NotOwnerError(RuntimeError):
     """The caller's lineage is no longer the buffer's: another trainer took over.
 
-    Nothing was changed. Whoever gets this is a zombie and should end.
+    Nothing was changed. The caller is a zombie and should end.
     """

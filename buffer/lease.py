@@ -30,7 +30,7 @@ class LeaseRequest(NamedTuple):
     lineage: str
 
 
-class Unmet(NamedTuple):
+class BatchNotReady(NamedTuple):
     """Why there is no batch yet, and what to wait for."""
 
     seen: Mapping[str, str]
@@ -44,7 +44,7 @@ class Unmet(NamedTuple):
 
 
 class BatchFormer(Protocol):
-    async def form(self, request: LeaseRequest) -> Formed | Unmet:
+    async def form(self, request: LeaseRequest) -> Formed | BatchNotReady:
         """The step's batch, formed now if there is none. Raises what `refusal` makes of a no."""
 
 
@@ -54,7 +54,7 @@ class OneShardFormer:
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
 
-    async def form(self, request: LeaseRequest) -> Formed | Unmet:
+    async def form(self, request: LeaseRequest) -> Formed | BatchNotReady:
         owner = new_owner()
         while True:
             reply = await self._shard.form(**request._asdict(), owner=owner)
@@ -62,7 +62,7 @@ class OneShardFormer:
                 return reply
             if reply.word == "wait":
                 seen = {self._shard.keys.wake("batch"): reply.last_wake}
-                return Unmet(
+                return BatchNotReady(
                     seen, reply.ready, reply.until_ms, reply.blocking, reply.blocking_version
                 )
             if reply.word != "again":
@@ -70,7 +70,7 @@ class OneShardFormer:
 
 
 def new_owner() -> str:
-    """A token that nobody else has."""
+    """A new lease token."""
     return secrets.token_hex(8)
 
 
@@ -110,7 +110,7 @@ class Leasing:
                 return await self._receive(request, share, reply)
             if not deadline.left_s:
                 raise TimeoutError(_shortage(request, reply, timeout_s))
-            # Nobody sends an event when a lease expires: wake up for it.
+            # No event is sent when a lease expires: wake up for it.
             until_s = reply.until_ms / 1000 if reply.until_ms >= 0 else deadline.left_s
             await self._wake.wait(reply.seen, min(deadline.left_s, until_s))
 
@@ -175,14 +175,14 @@ async def _payloads(shard: Shard, ids: Sequence[str]) -> list[Payload | None]:
         return [payload for i in ids for payload in await _payloads(shard, [i])]
 
 
-def _shortage(request: LeaseRequest, unmet: Unmet, timeout_s: float) -> str:
+def _shortage(request: LeaseRequest, not_ready: BatchNotReady, timeout_s: float) -> str:
     text = (
         f"step {request.step} waited {timeout_s:g} s for {request.num_groups} fresh groups from "
-        f"the rollout pool: {unmet.ready} are ready"
+        f"the rollout pool: {not_ready.ready} are ready"
     )
-    if unmet.blocking:
+    if not_ready.blocking:
         text += (
-            f"; buffer.on_stale=wait holds the step back for group {unmet.blocking}, which began "
-            f"at version {unmet.blocking_version} and would be too old afterwards"
+            f"; buffer.on_stale=wait holds the step back for group {not_ready.blocking}, which "
+            f"began at version {not_ready.blocking_version} and would be too old afterwards"
         )
     return text

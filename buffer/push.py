@@ -40,11 +40,11 @@ class Pusher:
     async def push(self, group: TrajectoryGroup, timeout_s: float, *, compress: bool) -> PushResult:
         """See ReplayBuffer.push."""
         deadline = Deadline(timeout_s)
-        parcel = Parcel(group, compress)
-        ticket = await self._keeper.room(parcel.memory_bytes, deadline.left_s)
-        result = await self._send(parcel, deadline)
-        again = partial(self._send_again, parcel, timeout_s)
-        self._keeper.keep(ticket, parcel.memory_bytes, again)
+        pending = PendingPush(group, compress)
+        ticket = await self._keeper.room(pending.memory_bytes, deadline.left_s)
+        result = await self._send(pending, deadline)
+        again = partial(self._send_again, pending, timeout_s)
+        self._keeper.keep(ticket, pending.memory_bytes, again)
         return result
 
     async def flush(self, timeout_s: float) -> bool:
@@ -54,60 +54,62 @@ class Pusher:
         await self._keeper.close()
         await self._shard.close()
 
-    async def _send(self, parcel: Parcel, deadline: Deadline) -> PushResult:
+    async def _send(self, pending: PendingPush, deadline: Deadline) -> PushResult:
         if not self._line.locked():
-            reply = await self._commit(parcel, blocked_ms=0)
+            reply = await self._commit(pending, blocked_ms=0)
             if reply.word != "full":
                 return PushResult(reply.word)
             if reply.on_full == "error":
-                raise BufferFullError(_fullness(parcel, reply))
-        return await self._send_when_there_is_room(parcel, deadline)
+                raise BufferFullError(_fullness(pending, reply))
+        return await self._send_when_there_is_room(pending, deadline)
 
-    async def _send_again(self, parcel: Parcel, timeout_s: float) -> None:
+    async def _send_again(self, pending: PendingPush, timeout_s: float) -> None:
         """For a group that the server had acknowledged and lost: it waits whatever on_full says."""
-        await self._send_when_there_is_room(parcel, Deadline(timeout_s))
+        await self._send_when_there_is_room(pending, Deadline(timeout_s))
 
-    async def _send_when_there_is_room(self, parcel: Parcel, deadline: Deadline) -> PushResult:
+    async def _send_when_there_is_room(
+        self, pending: PendingPush, deadline: Deadline
+    ) -> PushResult:
         blocked_at = monotonic()
-        await self._stand_in_line(parcel, deadline)
+        await self._stand_in_line(pending, deadline)
         try:
             while True:
                 self._wake.check_open()  # the one before in line may have ended by `close`
-                await self._wait_for_room(parcel, deadline)
+                await self._wait_for_room(pending, deadline)
                 blocked_ms = int(1000 * (monotonic() - blocked_at))
-                reply = await self._commit(parcel, max(1, blocked_ms))
+                reply = await self._commit(pending, max(1, blocked_ms))
                 if reply.word != "full":  # else another process was faster
                     return PushResult(reply.word)
         finally:
             self._line.release()
 
-    async def _stand_in_line(self, parcel: Parcel, deadline: Deadline) -> None:
+    async def _stand_in_line(self, pending: PendingPush, deadline: Deadline) -> None:
         try:
             async with asyncio.timeout(deadline.left_s):
                 await self._line.acquire()
         except TimeoutError:
-            space = await self._shard.has_space(parcel.num_bytes)
-            raise _timeout(parcel, deadline, space.groups, space.bytes) from None
+            space = await self._shard.has_space(pending.num_bytes)
+            raise _timeout(pending, deadline, space.groups, space.bytes) from None
 
-    async def _wait_for_room(self, parcel: Parcel, deadline: Deadline) -> None:
-        while not (space := await self._shard.has_space(parcel.num_bytes)).has_room:
+    async def _wait_for_room(self, pending: PendingPush, deadline: Deadline) -> None:
+        while not (space := await self._shard.has_space(pending.num_bytes)).has_room:
             if not deadline.left_s:
-                raise _timeout(parcel, deadline, space.groups, space.bytes)
+                raise _timeout(pending, deadline, space.groups, space.bytes)
             await self._wake.wait({self._shard.keys.wake("room"): space.last_wake}, deadline.left_s)
 
-    async def _commit(self, parcel: Parcel, blocked_ms: int) -> PushReply:
+    async def _commit(self, pending: PendingPush, blocked_ms: int) -> PushReply:
         while True:
-            reply = await self._shard.push(parcel.pack, parcel.memory_bytes, blocked_ms)
+            reply = await self._shard.push(pending.pack, pending.memory_bytes, blocked_ms)
             if reply.word == "too_large":
                 raise ValueError(
-                    f"group {parcel.group_id} has {parcel.num_bytes} bytes and a shard of this "
+                    f"group {pending.group_id} has {pending.num_bytes} bytes and a shard of this "
                     f"buffer may hold {reply.capacity_bytes}: raise buffer.capacity_bytes"
                 )
             if reply.word not in ("missing", "again"):
                 return reply
 
 
-class Parcel:
+class PendingPush:
     """A group on its way, encoded whenever it is sent: rarely twice, so its bytes are not kept."""
 
     __slots__ = ("_compress", "_group", "_num_bytes", "memory_bytes")
@@ -152,14 +154,15 @@ class Parcel:
         return record, chunks
 
 
-def _fullness(parcel: Parcel, reply: PushReply) -> str:
+def _fullness(pending: PendingPush, reply: PushReply) -> str:
     limits = (
         f"{reply.groups} of {_limit(reply.capacity_groups)} groups, "
         f"{reply.bytes} of {_limit(reply.capacity_bytes)} bytes"
     )
     return (
-        f"no room for group {parcel.group_id} ({parcel.num_bytes} bytes): its shard holds {limits};"
-        " raise buffer.capacity_groups or buffer.capacity_bytes, or set buffer.on_full=block"
+        f"no room for group {pending.group_id} ({pending.num_bytes} bytes): its shard holds "
+        f"{limits}; raise buffer.capacity_groups or buffer.capacity_bytes, or set "
+        "buffer.on_full=block"
     )
 
 
@@ -167,9 +170,9 @@ def _limit(capacity: int | None) -> str:
     return "any number of" if capacity is None else str(capacity)
 
 
-def _timeout(parcel: Parcel, deadline: Deadline, groups: int, num_bytes: int) -> TimeoutError:
+def _timeout(pending: PendingPush, deadline: Deadline, groups: int, num_bytes: int) -> TimeoutError:
     return TimeoutError(
-        f"no room for group {parcel.group_id} ({parcel.num_bytes} bytes) within "
+        f"no room for group {pending.group_id} ({pending.num_bytes} bytes) within "
         f"{deadline.timeout_s:g} s: its shard is full with {groups} groups and {num_bytes} bytes "
         "that are ready or leased, and the trainer took none; raise buffer.capacity_groups or "
         "buffer.capacity_bytes, or buffer.wait_timeout_s"

@@ -1,4 +1,4 @@
-"""A trainer that starts or restores takes the buffer over, and fences whoever came before.
+"""A trainer that starts or restores takes the buffer over, and fences the one before.
 
 every shard   begin: the new lineage holds, so the old owner's verbs change nothing any more
 every shard   name the groups that the checkpoint contains

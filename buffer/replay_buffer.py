@@ -234,7 +234,7 @@ class ReplayBuffer:
         """A prompt to run again before the stream's next one, if there is any.
 
         With a running group it is one of the group's shard, and in the same step the group's own,
-        as if by `begin`: whoever dies then loses nothing.
+        as if by `begin`: a worker that dies then loses nothing.
         """
         if group_id is not None:
             return await self._shards.of(group_id).take_retry("", group_id)
@@ -313,7 +313,7 @@ class ReplayBuffer:
     async def consume(self, lease: Lease, group_ids: Collection[str]) -> int:
         """Marks groups as trained; returns how many of them are, by this lease.
 
-        0 for a lease that was lost meanwhile: the groups are ready again or somebody else's.
+        0 for a lease that was lost meanwhile: the groups are ready again or leased anew.
         """
 
         async def consume(shard: Shard, ids: list[str]) -> int:
@@ -386,7 +386,7 @@ class ReplayBuffer:
     ) -> Reconciled:
         """Takes the buffer over for a trainer that starts or restores, before its first lease.
 
-        `lineage` is new with every start; whoever held leases or acks under an older one is fenced.
+        `lineage` is new with every start; a trainer of an older one is fenced.
         `step` and `version` are those of the checkpoint (0 and 0 for none); it will be published as
         `resume_version`, which is above every version ever published unless `version` is the newest
         itself. Groups of the checkpoint are acked: those consumed up to `step`, and
@@ -415,8 +415,8 @@ class ReplayBuffer:
     async def sweep(self) -> int:
         """Tidies up; how many groups it moved.
 
-        Expired leases return to ready, credits that nobody renewed are given back, and ready groups
-        that became stale are dropped.
+        Expired leases return to ready, credits that were not renewed are given back, and ready
+        groups that became stale are dropped.
         """
         total = 0
         for shard in self._shards:
@@ -488,7 +488,7 @@ class ReplayBuffer:
         await self._redis.aclose()
 
     async def _setting(self, name: str) -> int | None:
-        """A setting of the home shard; None if nobody opened the run."""
+        """A setting of the home shard; None before the run is opened."""
         key = self._shards.home.keys("settings")
         value = cast("bytes | None", await self._redis.hget(key, name))
         return None if value is None else int(setting_number(name, readable(value)))

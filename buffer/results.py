@@ -368,7 +368,7 @@ class PushResult(Enum):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class QuarantinedPrompt:
-    """A prompt that is not run any more until somebody releases it."""
+    """A prompt that is not run any more until an operator releases it."""
 
     task: str
     index: int
@@ -405,7 +405,7 @@ class Lease:
     oldest: int | None
     """Tokens sampled before this version are out of the loss; None unless on_stale=mask_tokens."""
     deadline: float
-    """Unix time by the server's clock after which the groups may be given to somebody else."""
+    """Unix time by the server's clock after which the groups may be leased anew."""
 
     @property
     def num_tokens(self) -> int:
@@ -428,7 +428,7 @@ class Reconciled:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class QuarantinedGroup:
-    """A group that could not be trained and is kept for somebody to look at."""
+    """A group that could not be trained and is kept for an operator to look at."""
 
     group_id: str
     at: float

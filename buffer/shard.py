@@ -19,7 +19,7 @@ from buffer.redis.replies import (
     Admitted,
     Candidate,
     Formed,
-    Held,
+    HeldReply,
     Locked,
     NoRoom,
     NotFormed,
@@ -32,8 +32,8 @@ from buffer.redis.replies import (
     ReconcileReply,
     Space,
     StepRecord,
-    Swept,
-    Taken,
+    SweptReply,
+    TakenReply,
     number,
     parse_formed,
     parse_held,
@@ -65,7 +65,7 @@ __all__ = [
     "Admitted",
     "Candidate",
     "Formed",
-    "Held",
+    "HeldReply",
     "Locked",
     "NoRoom",
     "NotFormed",
@@ -79,8 +79,8 @@ __all__ = [
     "Shard",
     "Space",
     "StepRecord",
-    "Swept",
-    "Taken",
+    "SweptReply",
+    "TakenReply",
 ]
 
 BOUND = 32
@@ -262,7 +262,7 @@ class Shard:
 
     async def take(
         self, version: int, ids: Sequence[str], owner: str, lease_ms: int, step: int
-    ) -> Taken:
+    ) -> TakenReply:
         """Leases those of the groups that are ready and fresh. One call, however many they are."""
         return parse_taken(
             await self._scripts.run("shards/take_groups", version, owner, lease_ms, step, *ids)
@@ -283,7 +283,7 @@ class Shard:
     ) -> bool:
         """At the home shard: keeps the step's batch and gives the lock back.
 
-        False if the lock was lost meanwhile: the batch is somebody else's, give the groups back.
+        False if the lock was lost meanwhile: another rank forms the batch, give the groups back.
         """
         batch = (" ".join(ids), " ".join(map(str, tokens)), "" if oldest is None else oldest)
         return bool(
@@ -292,7 +292,7 @@ class Shard:
             )
         )
 
-    async def held(self, owner: str, ids: Sequence[str]) -> Held:
+    async def held(self, owner: str, ids: Sequence[str]) -> HeldReply:
         """What an owner still has of these groups."""
         return parse_held(await self._scripts.run("shards/list_held", owner, *ids))
 
@@ -437,12 +437,12 @@ class Shard:
 
     # Either side -----------------------------------------------------------------------------
 
-    async def sweep(self, bound: int = BOUND) -> Swept:
+    async def sweep(self, bound: int = BOUND) -> SweptReply:
         """Ends expired credits and leases and drops stale ready groups."""
         expired, dropped, credits = map(
             int, await self._scripts.run("run_state/sweep_groups", bound)
         )
-        return Swept(expired, dropped, credits, max(expired, dropped, credits) == bound)
+        return SweptReply(expired, dropped, credits, max(expired, dropped, credits) == bound)
 
     async def tune(self, max_staleness: int) -> None:
         await self._scripts.run("run_state/set_max_staleness", max_staleness)

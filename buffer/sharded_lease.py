@@ -21,8 +21,17 @@ import asyncio
 import heapq
 from collections.abc import Mapping, Sequence
 
-from buffer.lease import LeaseRequest, Unmet, new_owner, refusal
-from buffer.shard import Candidate, Formed, Held, NotFormed, Peek, Shard, StepRecord, Taken
+from buffer.lease import BatchNotReady, LeaseRequest, new_owner, refusal
+from buffer.shard import (
+    Candidate,
+    Formed,
+    HeldReply,
+    NotFormed,
+    Peek,
+    Shard,
+    StepRecord,
+    TakenReply,
+)
 from buffer.shards import ShardSet
 
 FORMING_MS = 10_000
@@ -38,7 +47,7 @@ class ShardedFormer:
         self._shards = shards
         self._home = shards.home
 
-    async def form(self, request: LeaseRequest) -> Formed | Unmet:
+    async def form(self, request: LeaseRequest) -> Formed | BatchNotReady:
         token, void_owner = new_owner(), ""
         while True:
             reply = await self._home.lock_step(
@@ -53,10 +62,10 @@ class ShardedFormer:
                 if reply.word not in ("wait", "busy"):
                     raise refusal(request, reply)
                 # Busy: another rank is forming it. Who waits for the lock has a wake stream of its
-                # own, or those who looked in vain would wake each other for ever.
+                # own, or ranks that find no batch would wake each other for ever.
                 stream = "forming" if reply.word == "busy" else "batch"
                 seen = {self._home.keys.wake(stream): reply.last_wake}
-                return Unmet(seen, reply.ready, reply.until_ms)
+                return BatchNotReady(seen, reply.ready, reply.until_ms)
             else:
                 try:
                     outcome = await self._gather(request, token)
@@ -97,26 +106,28 @@ class ShardedFormer:
             renumbered=_merged(replies),
         )
 
-    async def _gather(self, request: LeaseRequest, token: str) -> Formed | Unmet | None:
+    async def _gather(self, request: LeaseRequest, token: str) -> Formed | BatchNotReady | None:
         """Forms the batch under the lock; None if the lock was lost meanwhile."""
         taken: dict[str, int] = {}
-        replies: list[Taken] = []
+        replies: list[TakenReply] = []
         num_fruitless = 0
         while len(taken) < request.num_groups:
-            unmet_or_chosen = await self._choose(request, request.num_groups - len(taken))
-            if num_fruitless == _MAX_FRUITLESS and not isinstance(unmet_or_chosen, Unmet):
+            chosen_or_not_ready = await self._choose(request, request.num_groups - len(taken))
+            if num_fruitless == _MAX_FRUITLESS and not isinstance(
+                chosen_or_not_ready, BatchNotReady
+            ):
                 # Names in `ready` that are no groups of that shard: look again a little later.
-                unmet_or_chosen = Unmet({}, len(unmet_or_chosen), FORMING_MS // 10)
-            if isinstance(unmet_or_chosen, Unmet):
+                chosen_or_not_ready = BatchNotReady({}, len(chosen_or_not_ready), FORMING_MS // 10)
+            if isinstance(chosen_or_not_ready, BatchNotReady):
                 await self._give_back(token, list(taken))
                 await self._home.unlock(token)
-                return unmet_or_chosen
-            new = await self._take(request, token, unmet_or_chosen)
+                return chosen_or_not_ready
+            new = await self._take(request, token, chosen_or_not_ready)
             num_fruitless = 0 if any(reply.ids for reply in new) else num_fruitless + 1
             replies += new
             tokens = {i: n for reply in new for i, n in zip(reply.ids, reply.tokens, strict=True)}
             # In the order chosen; a sweep may have dropped some between the peek and the take.
-            taken |= {i: tokens[i] for i in unmet_or_chosen if i in tokens}
+            taken |= {i: tokens[i] for i in chosen_or_not_ready if i in tokens}
         oldest = max((r.oldest for r in replies if r.oldest is not None), default=None)
         is_recorded = await self._home.record(
             step=request.step,
@@ -147,7 +158,7 @@ class ShardedFormer:
             renumbered=_merged(replies),
         )
 
-    async def _choose(self, request: LeaseRequest, number: int) -> list[str] | Unmet:
+    async def _choose(self, request: LeaseRequest, number: int) -> list[str] | BatchNotReady:
         """Ids of the `number` groups that the selector puts first, over all shards."""
         peeks = await self._peek(request, number, [0] * len(self._shards))
         while (missing := number - sum(len(peek.candidates) for peek in peeks)) > 0:
@@ -164,7 +175,7 @@ class ShardedFormer:
         candidates: list[Candidate] = list(heapq.merge(*(peek.candidates for peek in peeks)))
         if len(candidates) >= number and not blocking:
             return [candidate.group_id for candidate in candidates[:number]]
-        return Unmet(
+        return BatchNotReady(
             {
                 shard.keys.wake("batch"): peek.last_wake
                 for shard, peek in zip(self._shards, peeks, strict=True)
@@ -184,7 +195,9 @@ class ShardedFormer:
 
         return list(await asyncio.gather(*map(peek, self._shards, wanted)))
 
-    async def _take(self, request: LeaseRequest, owner: str, ids: Sequence[str]) -> list[Taken]:
+    async def _take(
+        self, request: LeaseRequest, owner: str, ids: Sequence[str]
+    ) -> list[TakenReply]:
         lease_ms = self._short_ms(request)
         return await self._shards.holding(
             ids,
@@ -199,5 +212,5 @@ class ShardedFormer:
         return min(FORMING_MS, request.lease_ms)
 
 
-def _merged(replies: Sequence[Taken | Held]) -> Mapping[str, tuple[int, ...]]:
+def _merged(replies: Sequence[TakenReply | HeldReply]) -> Mapping[str, tuple[int, ...]]:
     return {i: numbers for reply in replies for i, numbers in reply.renumbered.items()}

@@ -84,7 +84,7 @@ class BufferRedis(Redis):
     def of(cls, connection_options: dict[str, Any], where: str, try_for_s: float) -> BufferRedis:
         """A client whose connections are made with these arguments."""
         client = cls(connection_pool=ConnectionPool(**connection_options))
-        client.auto_close_connection_pool = True  # nobody else has this pool
+        client.auto_close_connection_pool = True  # the pool is this client's own
         client.where, client.try_for_s = where, try_for_s
         return client
 

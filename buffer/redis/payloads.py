@@ -1,6 +1,6 @@
 """The way of payloads between Redis and the memory in which they are made or used.
 
-    push   a group is encoded into an arena; the packed commands and the payloads are sent as they are
+    push   a group is encoded into an arena; packed commands and payloads are sent as they are
     lease  GET GET GET ...  ──>  server  ──>  $66016 | payload | $66016 | ...
                                                 │         │
                                             scratch    recv_into a block: the value's own memory
@@ -62,7 +62,7 @@ class Arena:
         return self._block[start:end]
 
     def clear(self) -> None:
-        """Nobody uses the pieces any more. The block grows to what was wanted this time."""
+        """The pieces are not used any more. The block grows to what was wanted this time."""
         if len(self._block) < self._wanted <= self._max_bytes:
             self._block = fresh(self._wanted)
         self._used = self._wanted = 0

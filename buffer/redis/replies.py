@@ -76,7 +76,7 @@ class Space(NamedTuple):
 
 
 class Formed(NamedTuple):
-    """A batch in somebody's hands."""
+    """A batch that an owner holds."""
 
     owner: str
     deadline_ms: int
@@ -145,7 +145,7 @@ class Peek(NamedTuple):
     blocking_version: int = 0
 
 
-class Taken(NamedTuple):
+class TakenReply(NamedTuple):
     ids: tuple[str, ...]
     """Those that were ready and fresh, in the order asked for."""
     tokens: tuple[int, ...]
@@ -154,7 +154,7 @@ class Taken(NamedTuple):
     renumbered: Mapping[str, tuple[int, ...]]
 
 
-class Held(NamedTuple):
+class HeldReply(NamedTuple):
     ids: frozenset[str]
     """Still leased by the owner."""
     num_consumed: int
@@ -204,7 +204,7 @@ class QuarantinedRecord(NamedTuple):
     num_tokens: int
 
 
-class Swept(NamedTuple):
+class SweptReply(NamedTuple):
     expired: int
     dropped: int
     credits: int
@@ -348,9 +348,9 @@ def parse_peek(reply: Sequence[Any]) -> Peek:
     )
 
 
-def parse_taken(reply: Sequence[Any]) -> Taken:
+def parse_taken(reply: Sequence[Any]) -> TakenReply:
     ids, tokens, deadline, oldest, moved = reply
-    return Taken(
+    return TakenReply(
         ids=texts(ids),
         tokens=tuple(map(int, tokens)),
         deadline_ms=int(deadline),
@@ -359,6 +359,8 @@ def parse_taken(reply: Sequence[Any]) -> Taken:
     )
 
 
-def parse_held(reply: Sequence[Any]) -> Held:
+def parse_held(reply: Sequence[Any]) -> HeldReply:
     ids, num_consumed, deadline, moved = reply
-    return Held(frozenset(texts(ids)), int(num_consumed), int(deadline), parse_renumbered(moved))
+    return HeldReply(
+        frozenset(texts(ids)), int(num_consumed), int(deadline), parse_renumbered(moved)
+    )

@@ -27,7 +27,7 @@ _INCLUDE = re.compile(r"^-- @include (lib/\w+)$", re.MULTILINE)
 
 
 class RunNotOpenError(RuntimeError):
-    """The run has no settings in Redis: nobody called `open`, or its keys were deleted."""
+    """The run has no settings in Redis: `open` was not called, or its keys were deleted."""
 
 
 @cache

@@ -97,7 +97,7 @@ class WakeStreams:
 class _Watch:
     """One stream, the task that reads it, and those who wait for its next entry.
 
-    The task ends when it finds nobody waiting. Until its read returns it stays, for to cancel a
+    The task ends when no task waits. Until its read returns it stays, for to cancel a
     blocked read costs the connection.
     """
 

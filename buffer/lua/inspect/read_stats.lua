@@ -1,7 +1,7 @@
 -- One consistent picture of the buffer, for people and for the law of conservation.
 -- Reply: {running, ready, leased, consumed, quarantined, waiting retries, {settings}, {stats},
---         {engine versions}, {gate version, number of ready groups, ...} (the first 1000), ms since the push of the
---         stalest ready group or -1, number of prompts in quarantine}
+--         {engine versions}, {gate version, number of ready groups, ...} (the first 1000), ms since the
+--         push of the stalest ready group or -1, number of prompts in quarantine}
 local by_version, from = {}, '0'
 local first = redis.call('ZRANGE', READY, 0, 0)
 -- Not fields_of of lib/group: a user who may only look may not mend.
@@ -20,8 +20,9 @@ for _ = 1, MAX_ITEMS do
   from = after
 end
 return {
-  redis.call('ZCARD', key('running')), redis.call('ZCARD', READY), redis.call('ZCARD', key('leased')),
-  redis.call('ZCARD', key('consumed')), redis.call('ZCARD', key('quarantined')), redis.call('LLEN', key('retries')),
-  redis.call('HGETALL', SETTINGS), redis.call('HGETALL', STATS), redis.call('HGETALL', key('engine_versions')),
-  by_version, age_ms, redis.call('HLEN', key('quarantined_prompts')),
+  redis.call('ZCARD', key('running')), redis.call('ZCARD', READY),
+  redis.call('ZCARD', key('leased')), redis.call('ZCARD', key('consumed')),
+  redis.call('ZCARD', key('quarantined')), redis.call('LLEN', key('retries')),
+  redis.call('HGETALL', SETTINGS), redis.call('HGETALL', STATS),
+  redis.call('HGETALL', key('engine_versions')), by_version, age_ms, redis.call('HLEN', key('quarantined_prompts')),
 }

@@ -24,7 +24,7 @@ local in_use = redis.call('ZCARD', RUNNING) + redis.call('ZCARD', READY) + redis
 -- The small number makes up for products such as 1.15 * 100, which is a little below 115.
 local limit = (max_staleness + 1 - lag) * setting('groups_per_step') * setting('oversampling')
 limit = math.max(0, math.floor(limit + 1e-6))
--- After the last engine is gone nobody knows how old the next one's weights will be. (Before the first
+-- After the last engine is gone the age of the next one's weights is unknown. (Before the first
 -- one came lag is 0: a run gives its engines the trainer's version before its workers ask.)
 if not served[1] and redis.call('HGET', SETTINGS, 'engines_gone') then limit = 0 end
 local shard, num_shards = setting('shard'), math.max(1, setting('num_shards'))

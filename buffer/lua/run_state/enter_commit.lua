@@ -1,12 +1,14 @@
 -- Lets an engine stand still for a commit, if fewer than `limit` others do. It holds its place until it
--- leaves or the time is over, so one that dies in it blocks nobody for longer; again renews the time.
+-- leaves or the time is over, so one that dies in it blocks the others no longer; entering
+-- again renews the time.
 -- ARGV: engine, limit, ms that the place is held.
 -- Reply: {'entered'} | {'wait', last wake id, ms until the next place is over}
-local over = redis.call('ZRANGE', key('commit_gate'), '-inf', whole(now_ms()), 'BYSCORE', 'LIMIT', '0', MAX_ITEMS)
-if over[1] then redis.call('ZREM', key('commit_gate'), unpack(over)) end
-if not redis.call('ZSCORE', key('commit_gate'), ARGV[1]) and redis.call('ZCARD', key('commit_gate')) >= finite(ARGV[2], 1) then
-  local first = redis.call('ZRANGE', key('commit_gate'), '0', '0', 'WITHSCORES')
+local gate = key('commit_gate')
+local over = redis.call('ZRANGE', gate, '-inf', whole(now_ms()), 'BYSCORE', 'LIMIT', '0', MAX_ITEMS)
+if over[1] then redis.call('ZREM', gate, unpack(over)) end
+if not redis.call('ZSCORE', gate, ARGV[1]) and redis.call('ZCARD', gate) >= finite(ARGV[2], 1) then
+  local first = redis.call('ZRANGE', gate, '0', '0', 'WITHSCORES')
   return {'wait', last_wake('gate'), math.max(1, finite(first[2], LARGEST) - now_ms() + 1)}
 end
-redis.call('ZADD', key('commit_gate'), whole(now_ms() + ARGV[3]), ARGV[1])
+redis.call('ZADD', gate, whole(now_ms() + ARGV[3]), ARGV[1])
 return {'entered'}

@@ -5,7 +5,9 @@ local was_known = redis.call('HDEL', key('engine_versions'), ARGV[1])
 redis.call('HDEL', key('commits'), ARGV[1])
 if redis.call('ZREM', key('commit_gate'), ARGV[1]) == 1 then wake('gate') end
 if was_known == 1 then
-  if redis.call('EXISTS', key('engine_versions')) == 0 then redis.call('HSET', SETTINGS, 'engines_gone', '1') end
+  if redis.call('EXISTS', key('engine_versions')) == 0 then
+    redis.call('HSET', SETTINGS, 'engines_gone', '1')
+  end
   wake('room')
   wake('engines')
 end

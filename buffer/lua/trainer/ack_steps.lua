@@ -6,7 +6,8 @@
 -- @include lib/tombstones
 if ARGV[2] ~= '' and ARGV[2] ~= lineage then return {'not_owner'} end
 local bound, acked_step = bound_of(ARGV[3]), setting('acked_step')
-local due = redis.call('ZRANGE', key('consumed'), '-inf', ARGV[1], 'BYSCORE', 'LIMIT', '0', bound, 'WITHSCORES')
+local consumed = key('consumed')
+local due = redis.call('ZRANGE', consumed, '-inf', ARGV[1], 'BYSCORE', 'LIMIT', '0', bound, 'WITHSCORES')
 local ids, by_step, newest = {}, {}, acked_step
 for i = 1, #due, 2 do
   local id, step = due[i], due[i + 1]
@@ -17,7 +18,7 @@ for i = 1, #due, 2 do
 end
 if #ids > 0 then
   local num_bytes = to_tombstones(ids, 'acked')
-  call_many('ZREM', key('consumed'), ids)
+  call_many('ZREM', consumed, ids)
   count('bytes_consumed', -num_bytes)
   count('acked', #ids)
   for step, acked in pairs(by_step) do audit(acked, 'acked', 's', step) end
