@@ -1,6 +1,6 @@
-"""The few numbers that the ranks of the trainer tell each other, each as one small collective.
+"""Small collectives by which the trainer's ranks agree on flags, numbers and short texts.
 
-No pickle: everything is a flat float64 tensor, on the device that the process group wants.
+No pickle: everything is a flat tensor, on the device that the process group needs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class Collectives:
     device: torch.device
 
     def broadcast_flags(self, flags: Sequence[bool]) -> list[bool]:
-        """What rank 0 says; the others' values only give the length."""
+        """Rank 0's flags; the other ranks' only give the number."""
         flat = torch.tensor(flags, dtype=torch.uint8, device=self.device)
         dist.broadcast(flat, src=0)
         return [bool(flag) for flag in flat.tolist()]
 
     def gather(self, values: Tensor) -> Tensor:
-        """[K] of every rank as [num_ranks, K] in float64 on the CPU, in the order of the ranks."""
+        """[K] of every rank as [num_ranks, K] in float64 on the CPU, in rank order."""
         mine = values.to(self.device, torch.float64)
         every = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         dist.all_gather(every, mine)
         return torch.stack(every).cpu()
 
     def gather_texts(self, text: str) -> list[str]:
-        """The text of every rank, in the order of the ranks; for some thousand characters."""
+        """The text of every rank, in rank order; for up to some thousand characters."""
         mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         lengths = self.gather(torch.tensor([len(mine)]))[:, 0].int().tolist()
         padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
@@ -46,7 +46,7 @@ class Collectives:
         ]
 
     def all_equal(self, value: int) -> bool:
-        """Whether every rank brings the same number (below 2**53)."""
+        """Whether all ranks passed the same number (below 2**53)."""
         every = self.gather(torch.tensor([value], dtype=torch.float64))
         return bool((every == every[0]).all())
 

@@ -1,4 +1,4 @@
-"""The account of a training step: gathered token by token on each rank, summed over all of them."""
+"""Statistics of a training step: gathered token by token on each rank, summed over all ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trainer_pool.data.packing import MicroBatch
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StepStats:
-    """What one step did, over all ranks. Means are over trained tokens unless it says otherwise.
+    """One step over all ranks. Means are over trained tokens unless stated otherwise.
 
-    NaN is what there was nothing to measure of.
+    NaN where there was nothing to measure.
     """
 
     num_groups: int
@@ -29,26 +29,26 @@ class StepStats:
     """Trained tokens."""
     num_updates: int
     num_skipped_updates: int
-    """Updates left out because a gradient was not finite."""
+    """Updates skipped because a gradient was not finite."""
     num_empty_updates: int
-    """Updates left out because the gradient was zero: weights and optimizer stayed as they were."""
+    """Updates skipped because the gradient was zero: weights and optimizer did not change."""
     loss: float
-    """Mean over the updates, as `grad_norm` (before clipping, over those with a finite one)."""
+    """Mean over updates; so is `grad_norm` (before clipping, over finite norms)."""
     grad_norm: float
     lr: float
     reward_mean: float
-    """Over episodes, as `reward_std`."""
+    """Over episodes; so is `reward_std`."""
     reward_std: float
     reward_parts: dict[str, float]
     """Mean of each part over the episodes that have it."""
     zero_variance_fraction: float
-    """Share of the groups whose rewards are all equal: nothing was learnt from them."""
+    """Share of groups whose rewards are all equal: they teach nothing."""
     response_length_mean: float
     """Tokens that the policy wrote, over trajectories."""
     truncated_fraction: float
-    """Share of the trajectories that ended because there was no room for more tokens."""
+    """Share of trajectories that ended because there was no room for more tokens."""
     staleness_mean: float
-    """Over groups, each by its oldest trained token, as `staleness_max` and `staleness_counts`."""
+    """Over groups, each by its oldest trained token; so are the next two."""
     staleness_max: int
     staleness_counts: dict[int, int]
     ratio_mean: float
@@ -59,17 +59,17 @@ class StepStats:
     tis_clipped_fraction: float
     clip_fraction: float
     num_bounded_tokens: int
-    """With a ratio whose logarithm was beyond `losses.MAX_LOG_RATIO`: it counts with the bound."""
+    """Tokens whose log ratio exceeded `losses.MAX_LOG_RATIO`, and count with that bound."""
     entropy: float
-    """Nats, of the policy being trained."""
+    """Of the policy being trained, in nats."""
     logprob_diff_mean: float
-    """|trainer - rollout| in trajectories sampled wholly by the trained version."""
+    """|trainer - rollout| in trajectories sampled entirely by the trained version."""
     logprob_diff_max: float
     logprob_diff_tokens: int
 
     def record(self) -> dict[str, float | int | str]:
-        """Flat, for a metrics log: the counts by staleness become a JSON object in a string, the
-        parts of the reward numbers named reward/<part>."""
+        """Flat, for a metrics log: `staleness_counts` becomes a JSON object in a string, and each
+        part of the reward a number named reward/<part>."""
         flat: dict[str, float | int | str] = {
             item.name: getattr(self, item.name)
             for item in fields(self)
@@ -118,10 +118,10 @@ _GROUP_COLUMNS = (
 
 
 class StepTally:
-    """Adds up one rank's part of a step; only `total` talks to the other ranks."""
+    """Adds up one rank's part of a step; only `total` is a collective."""
 
     def __init__(self, device: torch.device) -> None:
-        # On the device until the end of the step, so that no micro-batch waits for a number.
+        # On the device until the end of the step, so that no micro-batch waits for a copy.
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
 
@@ -129,7 +129,7 @@ class StepTally:
     def add(
         self, batch: MicroBatch, result: PolicyLoss, proximal_BP: Tensor, entropy_BP: Tensor
     ) -> None:
-        """Count the tokens of one micro-batch; `proximal_BP` is the policy the step began with."""
+        """Add the tokens of a micro-batch; `proximal_BP` is the policy that the step began with."""
         is_real_BP = batch.mask_BP != 0
         gap_BP = (proximal_BP - batch.rollout_logprobs_BP).masked_fill(~is_real_BP, 0.0)
         ratio_BP = bounded(gap_BP).exp()
@@ -184,7 +184,7 @@ def _group_table(
     table = torch.zeros(len(group_ids), len(_GROUP_COLUMNS), dtype=torch.float64)
     for group in groups:
         rewards = torch.tensor([*group.rewards_by_episode.values()], dtype=torch.float64)
-        # Not all that follows the prompt: an environment's words and a tool's output are in it too.
+        # Only generated tokens: the text of an environment or a tool follows the prompt, too.
         lengths = [sum(s.end - s.start for s in t.version_spans) for t in group.trajectories]
         table[place[group.group_id]] = torch.tensor(
             [
@@ -204,7 +204,7 @@ def _group_table(
 
 
 def _mean_reward_parts(ranks: Collectives, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """By name; the ranks tell each other which parts their own groups have, in two collectives."""
+    """By name, over all ranks, whose groups may have different parts; two collectives."""
     sums: dict[str, list[float]] = {}
     for group in groups:
         for parts in {t.episode: t.reward_parts for t in group.trajectories}.values():

@@ -4,9 +4,9 @@
                        ▲                                       ├► copy of the shards ─► engines
                        └── stale: dropped or run again         └► checkpoint ─► ack
 
-Every rank runs this loop. Rank 0 alone speaks for all of them: it decides which groups may still be
-trained, and writes down what happened. Weights leave each rank beside the loop, which waits for the
-copy alone.
+Every rank runs this loop. Rank 0 alone acts for all of them: it decides which groups may still be
+trained, and records what happened. Weights leave each rank beside the loop, which waits only for
+the copy.
 """
 
 from __future__ import annotations
@@ -40,13 +40,21 @@ from weight_sync.types import PublishReport, VersionBoard
 
 
 class TrainerRank:
-    """The policy's shards on this rank, and the ways to the buffer and to the engines.
+    """The policy's shards on this rank, and its connections to the buffer and to the engines.
 
-    Public methods are collectives, to be called on all ranks, but for `stop` and `close`.
+    All ranks make the same calls; only `stop` and `close` are not collective. As an actor of
+    `TrainerPool` runs it:
+
+        trainer = TrainerRank(spec, address, listener)   # meets the other ranks, loads the model
+        trainer.warm_start(examples)                     # optional, before any engine starts
+        trainer.connect()                                # from here on receivers are served
+        trainer.publish_initial()                        # returns when engines serve version 0
+        report = trainer.train()                         # all steps, or until `stop`
+        trainer.close()
     """
 
     def __init__(self, spec: TrainerSpec, address: RankAddress, listener: socket | None) -> None:
-        """Meets the other ranks and loads the model; rank 0 brings the rendezvous' `listener`."""
+        """Meet the other ranks and load the model; rank 0 passes the rendezvous' `listener`."""
         torch.manual_seed(spec.seed)
         config = spec.config
         self._spec = spec
@@ -66,7 +74,7 @@ class TrainerRank:
         self._stop_requested = threading.Event()
         self._is_training = False
         self._has_compared = False
-        """Engines were seen to serve the weights that are trained."""
+        """Whether engines were seen to serve the weights that are trained."""
         self._lineage = uuid4().hex
         self._step = 0
         self._version = 0
@@ -82,7 +90,7 @@ class TrainerRank:
         return warm_start(self._engine, self._ranks, examples, self._spec.config)
 
     def connect(self) -> None:
-        """Make the checkpoint engine. Receivers may come at any time, before it or later."""
+        """Create the checkpoint engine. Receivers may register before or after."""
         spec = self._spec
 
         async def open_board() -> VersionBoard:
@@ -103,10 +111,10 @@ class TrainerRank:
     def publish_initial(self) -> PublishReport:
         """Give the engines version 0, the weights that RL starts from, and wait for them.
 
-        Raises WeightSyncError that names who did not take it within `trainer.timeout_s`.
+        Raises WeightSyncError naming the engines that did not take it in `trainer.timeout_s`.
         """
         if self._is_lead:
-            # From here on the buffer refuses whoever trained this run before.
+            # From here on the buffer refuses an earlier trainer of this run.
             self._loop.run(
                 self._buffer.reconcile(
                     self._lineage,
@@ -148,7 +156,7 @@ class TrainerRank:
         if self._saved_step < self._step:
             self._checkpoint()
         self._engine.export(self._export_dir)
-        # What follows, such as the last evaluation, is about the weights that training ended with.
+        # What follows, such as the last evaluation, uses the weights that training ended with.
         self._sending.drain(self._version, self._spec.config.timeout_s)
         return TrainReport(
             num_steps=self._step,
@@ -187,8 +195,8 @@ class TrainerRank:
     def _lease(self) -> tuple[Lease, tuple[str, ...]]:
         """This rank's share of the next batch, and which groups of the batch may be trained.
 
-        Leased again if nothing is left of the batch, or if the ranks do not hold the same one (it
-        expired between their calls).
+        Leases again if nothing is left of the batch, or if the ranks got different ones because a
+        lease expired between their calls.
         """
         while True:
             lease = self._loop.run(
@@ -237,7 +245,7 @@ class TrainerRank:
         return stats
 
     def _compare_engines(self, stats: StepStats) -> None:
-        """Once, by the first tokens that engines sampled with the version being trained."""
+        """Once, on the first tokens that engines sampled with the version being trained."""
         if not self._has_compared and stats.logprob_diff_tokens:
             layout = self._engine.layout(self._spec.serving_dtype)
             check_engines_agree(
@@ -248,7 +256,7 @@ class TrainerRank:
             self._has_compared = True
 
     def _hand_over(self, lease: Lease, kept_ids: tuple[str, ...]) -> None:
-        """Make the new version known, then free the credits of the groups it was made from."""
+        """Announce the new version, then free the credits of the groups it was trained on."""
         self._loop.run(self._buffer.publish_version(self._version))
         num_consumed = self._loop.run(self._buffer.consume(lease, kept_ids))
         if num_consumed < len(kept_ids):
@@ -301,12 +309,11 @@ class TrainerRank:
         self._loop.run(self._run_state.append_metrics(record, kind="step"))
 
     def close(self) -> None:
-        """End every wait in the buffer and leave all groups; the rank is of no use afterwards."""
+        """End every wait in the buffer and leave all groups. The rank cannot be used afterwards."""
         self.stop()
         self._loop.stop(self._buffer.close(), self._run_state.close())
         if self._is_training:
-            # A step may be in a collective, whose groups must not be pulled from under it: it ends
-            # with the process.
+            # A step may be inside a collective, whose group must stay until the process ends.
             return
         if self._weights is not None:
             self._weights.close()
@@ -315,7 +322,7 @@ class TrainerRank:
 
 
 def learning_rate(step: int, peak: float, num_warmup_steps: int) -> float:
-    """Of step 0, 1, ...: rises in a straight line to `peak`, reached at step `num_warmup_steps`."""
+    """For step 0, 1, ...: rises linearly to `peak`, which it reaches at `num_warmup_steps`."""
     return peak * min(1.0, (step + 1) / (num_warmup_steps + 1))
 
 

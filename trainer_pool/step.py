@@ -1,11 +1,11 @@
-"""One training step: from the groups of a batch to new weights and an account of what happened.
+"""One training step: from the groups of a batch to new weights and statistics.
 
     groups ─ advantages ─ rows ┬ minibatch 0: micro-batches ─► forward, loss, backward ... ─► update
                                └ minibatch 1: micro-batches ─► forward, loss, backward ... ─► update
 
 Each rank holds its own share of the groups. Losses are normalized by the tokens of the whole
-minibatch over all ranks, and a group's minibatch depends on its place in the whole batch alone; so
-the number of ranks and the cut into micro-batches change nothing but rounding.
+minibatch over all ranks, and a group's minibatch depends only on its position in the whole batch.
+So the number of ranks and the cut into micro-batches change nothing but rounding.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from trainer_pool.model.zero3 import Zero3Engine
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class StepBatch:
-    """What one rank trains on in one step."""
+    """One rank's part of a batch."""
 
     version: int
     """Of the weights that the step begins with."""
     group_ids: tuple[str, ...]
-    """Of the whole batch, over all ranks and in the same order on each."""
+    """Of the whole batch, in the same order on each rank."""
     groups: tuple[TrajectoryGroup, ...]
     """This rank's share; may be empty."""
 
@@ -62,7 +62,7 @@ def train_step(
 ) -> StepStats:
     """Update the weights by `batch`; every rank calls it with its own share of the same batch.
 
-    `before_update` is called whenever the weights are about to change; until then they are read.
+    `before_update` is called before each change of the weights.
     Raises ValueError naming a group that was not sampled from the policy's own distribution.
     """
     minibatches = plan_minibatches(batch, config, ranks)
@@ -99,7 +99,7 @@ def _accumulate(
     *,
     num_tokens: float,
 ) -> None:
-    """Add the gradient of one micro-batch; without `proximal_BP` it is the policy as it stands."""
+    """Add the gradient of one micro-batch; `proximal_BP` None means the current policy."""
     logits = engine.logits(batch.tokens_BT, batch.num_last)[:, :-1]
     trainer_BP, entropy_BP = selected_logprobs(logits, batch.targets_BP, batch.temperatures_B1)
     proximal_BP = trainer_BP.detach() if proximal_BP is None else proximal_BP
@@ -122,9 +122,9 @@ def _accumulate(
 def _proximal_logprobs(
     engine: Zero3Engine, minibatches: Sequence[Minibatch]
 ) -> list[list[Tensor | None]]:
-    """What the policy says of every token before the first update, by minibatch and micro-batch.
+    """Log-probabilities before the first update, by minibatch and micro-batch.
 
-    With a single update that is what its own forward pass says anyway: None, and no extra pass.
+    None with a single update, whose own forward pass computes them anyway.
     """
     if len(minibatches) <= 1:
         return [[None] * len(minibatch.micro_batches) for minibatch in minibatches]
@@ -146,7 +146,7 @@ def plan_minibatches(
 ) -> list[Minibatch]:
     """Cut the step into updates of nearly equally many groups; one collective.
 
-    Updates that no token of any rank belongs to are left out.
+    Updates without a trained token on any rank are left out.
     """
     rows = _rows_by_minibatch(batch, config)
     mine = [pack(part, config.micro_batch_tokens) for part in rows]
@@ -175,7 +175,7 @@ def _rows_by_minibatch(batch: StepBatch, config: TrainerConfig) -> list[list[Row
 
 
 def rows_of_group(group: TrajectoryGroup, version: int, *, should_normalize_std: bool) -> list[Row]:
-    """The group's trajectories with their advantages, but for those without a trained token.
+    """The group's trajectories with their advantages, without those that have no trained token.
 
     An episode's reward counts once, however many trajectories it has. Each of them gets its
     advantage; its weight is shared among those that are trained. Raises ValueError for a group
@@ -204,7 +204,7 @@ def rows_of_group(group: TrajectoryGroup, version: int, *, should_normalize_std:
 
 
 def check_sampling(group: TrajectoryGroup) -> None:
-    """Raises ValueError naming what the importance ratios of this group would not know of."""
+    """Raises ValueError naming a setting that the importance ratios do not account for."""
     plain = SamplingParams(temperature=group.sampling.temperature)
     for item in fields(SamplingParams):
         value = getattr(group.sampling, item.name)

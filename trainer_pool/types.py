@@ -1,4 +1,4 @@
-"""What the controller hands to the trainer pool and gets back; importable without torch."""
+"""Inputs and results of the trainer pool; importable without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from configs.schema import BufferConfig, TrainerConfig, WeightSyncConfig
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainerSpec:
-    """Everything that a trainer rank is built from; the same for every rank."""
+    """Everything needed to build a trainer rank; the same for every rank."""
 
     config: TrainerConfig
     weight_sync: WeightSyncConfig
@@ -21,7 +21,7 @@ class TrainerSpec:
     """Hugging Face name or folder of the policy that the run starts with."""
     trust_remote_code: bool
     redis_url: str = field(repr=False)
-    """With its password, so that no log shows it."""
+    """Contains the password, so it must not be logged."""
     run: str
     run_dir: str
     seed: int
@@ -32,14 +32,14 @@ class TrainerSpec:
     serving_dtype: str
     """Of the weights as engines serve them, as torch spells it: "float32" or "bfloat16"."""
     weights_key: str = field(repr=False)
-    """What the receivers of this run ask for."""
+    """The key that the receivers of this run ask for."""
     gpu_share: float = 1.0
-    """Of a GPU, for each rank that uses one: less than 1 where it shares it with an engine."""
+    """Share of a GPU for each rank: less than 1 where an engine uses the same GPU."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class SupervisedExample:
-    """A text to imitate: [T] token ids, and 1 where the token is to be learnt."""
+    """A text to imitate: [T] token ids, and 1 where the token is trained on."""
 
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
@@ -61,9 +61,9 @@ class TrainReport:
 
     num_steps: int
     version: int
-    """Of the weights that the loop ended with."""
+    """Version of the weights at the end."""
     was_stopped: bool
-    """By `stop()`, before all steps were done."""
+    """Whether `stop()` ended it before all steps were done."""
     export_dir: str
     """The final policy in Hugging Face's layout."""
     seconds: float
