@@ -1,7 +1,7 @@
-"""Cuts the ranks' streams into the buckets that travel; pure, and the same at every member.
+"""Cuts the ranks' streams into buckets; pure, and the same at every member.
 
-The buckets of one transfer have one global order, which every member follows: each sends, receives
-and forwards its own in that order, so nobody can wait in a circle.
+The buckets of a transfer have one global order. Every member sends, receives and forwards in that
+order, so no two members can wait for each other.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from itertools import zip_longest
 from weight_sync.layout import Layout, Transfer
 
 _DIRECT_SHARE = 4
-"""A stretch of at least a quarter bucket travels by itself, straight into its place in the file."""
+"""An extent of at least a quarter bucket gets a bucket of its own, received straight in place."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Extent:
-    """Bytes that lie next to each other both in a stream and in the file. All in bytes."""
+    """A range that is contiguous both in a stream and in the file. All in bytes."""
 
     stream_start: int
     file_start: int
@@ -35,7 +35,7 @@ class Bucket:
     start: int
     stop: int
     extents: tuple[Extent, ...]
-    """Where its bytes lie in the file, in order; of a delta none."""
+    """Where its bytes go in the file, in order; empty for a delta."""
 
     @property
     def num_bytes(self) -> int:
@@ -43,14 +43,14 @@ class Bucket:
 
     @property
     def direct(self) -> Extent | None:
-        """Its only extent: such a bucket can be received right where it belongs."""
+        """Its only extent, if it has one: such a bucket can be received straight in place."""
         return self.extents[0] if len(self.extents) == 1 else None
 
 
 def plan_buckets(layout: Layout, transfer: Transfer) -> tuple[Bucket, ...]:
-    """Every bucket of the transfer in the global order: the ranks take turns.
+    """All buckets of the transfer in their global order, in which the ranks take turns.
 
-    Raises ValueError for a transfer that is not one of this layout.
+    Raises ValueError for a transfer that is not of this layout.
     """
     size = transfer.bucket_bytes
     if size < 1:
@@ -80,7 +80,7 @@ def _cut_delta(rank: int, num_bytes: int, size: int) -> Iterator[Bucket]:
 
 
 def _cut_pieces(layout: Layout, rank: int, size: int) -> Iterator[Bucket]:
-    """Long stretches by themselves, short neighbours together."""
+    """Long extents alone, short neighbours together."""
     gathered: list[Extent] = []
     room = size
     for extent in _extents(layout, rank):
@@ -108,7 +108,7 @@ def _bucket(rank: int, extents: Sequence[Extent]) -> Bucket:
 
 
 def _extents(layout: Layout, rank: int) -> Iterator[Extent]:
-    """The rank's pieces, joined where they also lie next to each other in the file."""
+    """The rank's pieces, joined where they are also contiguous in the file."""
     current: Extent | None = None
     for piece in layout.pieces[rank]:
         if current and current.file_start + current.num_bytes == piece.file_start:

@@ -1,7 +1,7 @@
-"""CRC-32 of the pieces of a layout: at a sender of its stream, at a receiver of its staged file.
+"""CRC-32 of a layout's pieces: of the stream at a sender, of the staged file at a receiver.
 
-The same CRC-32 as zlib's, at memory speed. It guards against bytes that change on their way, not
-against someone who wants to change them.
+The same CRC-32 as zlib's, at memory speed. It guards against accidental changes, not against an
+attacker.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weight_sync.layout import Layout
 
 
 def piece_checksums(layout: Layout, rank: int, stream: Tensor) -> tuple[int, ...]:
-    """Of each piece of the rank's whole stream (flat uint8), in the order of its pieces.
+    """One for each piece of the rank's whole stream (flat uint8), in order.
 
     Raises ValueError for a stream of another length than the layout's.
     """
@@ -25,7 +25,7 @@ def piece_checksums(layout: Layout, rank: int, stream: Tensor) -> tuple[int, ...
 
 
 def staged_checksums(layout: Layout, data: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Of every rank's pieces, as they lie in the data of a staged file (flat uint8).
+    """One for each piece, by rank, of a staged file's data (flat uint8).
 
     Raises ValueError for data of another length than the layout's.
     """
@@ -39,29 +39,29 @@ def staged_checksums(layout: Layout, data: Tensor) -> tuple[tuple[int, ...], ...
 
 
 class StreamChecksums:
-    """The checksums of one rank's pieces while its stream comes in: the bytes are still in cache.
+    """Checksums of one rank's pieces, computed while its stream arrives and is still in cache.
 
-    Cuts between the chunks may lie anywhere. Not thread-safe.
+    Chunks may end anywhere. Not thread-safe.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self._rank = rank
         self._pieces = layout.pieces[rank]
         self._position = 0
-        """Bytes of the stream so far."""
+        """Number of bytes so far."""
         self._done: list[int] = []
         self._running = 0
-        """CRC-32 of the bytes so far of the piece that is not done."""
+        """CRC-32 of the current piece so far."""
 
     @property
     def position(self) -> int:
-        """Where in the stream the next chunk starts."""
+        """Offset of the next chunk in the stream."""
         return self._position
 
     def feed(self, start: int, chunk: Tensor | memoryview) -> None:
-        """The stream's next bytes; `start` is where in the stream they begin.
+        """Add the stream's next bytes, which begin at offset `start`.
 
-        Raises ValueError for bytes that do not follow those before, or that the stream lacks.
+        Raises ValueError for bytes out of order or behind the end of the stream.
         """
         view = chunk.numpy().data if isinstance(chunk, Tensor) else chunk.cast("B")
         end = self._pieces[-1].stream_stop if self._pieces else 0
@@ -82,7 +82,7 @@ class StreamChecksums:
                 self._running = 0
 
     def result(self) -> tuple[int, ...]:
-        """Of all pieces. Raises ValueError before the last byte has come."""
+        """Checksums of all pieces. Raises ValueError before the last byte has arrived."""
         if len(self._done) != len(self._pieces):
             raise ValueError(
                 f"stream of rank {self._rank} ended at byte {self._position}, "

@@ -1,7 +1,7 @@
 """What changed in one rank's stream since another version, element by element.
 
-An element has changed if its bits in the serving dtype have: NaN and -0.0 are bits as any other.
-The payload holds the new bits, which overwrite the old: applying it twice is applying it once.
+An element has changed if its bits in the serving dtype have: NaN and -0.0 are bits like any other.
+The payload holds the new bits, which overwrite the old ones, so applying it twice is harmless.
 
     stream      [ 4-byte elements | 2-byte elements ]      blocks of 65536 elements in each half
     payload     number changed in each half (u64) | in each block (u32) | values of the first half

@@ -1,7 +1,7 @@
-"""The layout of a model, on the wire and in the staged file, and the manifest of one version.
+"""The layout of a model on the wire and in the staged file, and the manifest of a version.
 
-Every ZeRO-3 rank owns one contiguous piece of each tensor. What a rank sends is its stream: its
-pieces one after the other. What a receiver stages is one safetensors file:
+Every ZeRO-3 rank owns one contiguous piece of each tensor. A rank sends its stream: its pieces one
+after the other. A receiver stages one safetensors file:
 
     stream of rank 0    [embed 0 | q 0 | k 0 | ...]
     stream of rank 1    [embed 1 | q 1 | k 1 | ...]
@@ -25,7 +25,7 @@ from weight_sync.types import ITEM_BYTES, TensorSpec
 
 _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _FILE_ALIGNMENT = 64
-"""The data behind the header starts at a multiple of it: a cache line, and the widest registers."""
+"""The data behind the header is aligned to it: a cache line, and the widest registers."""
 _MAX_RANKS = 2**16
 _RESERVED_NAME = "__metadata__"
 
@@ -50,8 +50,8 @@ class Piece:
 class Layout:
     """Which tensors a model has and how they are spread over the trainer's ranks.
 
-    Tensors of wider items come first (else in the order given), so that every piece is aligned to
-    its own dtype, in the streams and in the file, without a gap.
+    Tensors of wider items come first (otherwise in the given order), so that every piece is aligned
+    to its dtype, in the streams and in the file, without padding.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -79,7 +79,7 @@ class Layout:
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
         """By rank, in the order of the tensors.
 
-        As ZeRO-3 cuts them: of n elements each rank has ceil(n / num_ranks), the last ones fewer.
+        As ZeRO-3 cuts them: each rank has ceil(n / num_ranks) of n elements, the last ones fewer.
         """
         return tuple(tuple(self._pieces_of(rank)) for rank in range(self.num_ranks))
 
@@ -101,12 +101,12 @@ class Layout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor starts in the file's data, and where the last one ends."""
+        """Start of each tensor in the file's data, and the end of the last one."""
         return tuple(accumulate((t.num_bytes for t in self.tensors), initial=0))
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors."""
         return self.offsets[-1]
 
     def stream_bytes(self, rank: int) -> int:
@@ -114,7 +114,7 @@ class Layout:
 
     @cached_property
     def file_header(self) -> bytes:
-        """What a safetensors file of these tensors begins with, padded to align its data."""
+        """Header of a safetensors file of these tensors, padded to align the data."""
         entries = {
             tensor.name: {
                 "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
@@ -129,7 +129,7 @@ class Layout:
 
     @cached_property
     def digest(self) -> str:
-        """Equal at two ends exactly if their layouts are."""
+        """Equal at two ends if and only if their layouts are."""
         return sha256(json.dumps(self.to_json(), separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -162,11 +162,11 @@ def _item_bytes(tensor: TensorSpec) -> int:
 
 @dataclass(kw_only=True, frozen=True)
 class Transfer:
-    """What is about to travel: known before the first byte of it."""
+    """What is about to be sent: known before its first byte."""
 
     version: int
     base_version: int | None
-    """None: everything is sent. Else only what differs from this version."""
+    """None: everything is sent. Otherwise only what differs from this version."""
     layout_digest: str
     wire_bytes: tuple[int, ...]
     """Length of each rank's stream on the wire: its pieces, or its delta."""
@@ -202,18 +202,23 @@ class Transfer:
 
 @dataclass(kw_only=True, frozen=True)
 class Manifest:
-    """A version, whole: what a staged copy must equal byte for byte."""
+    """The checksums that a staged copy of a version must have."""
 
     version: int
     layout: Layout
     checksums: tuple[tuple[int, ...], ...]
-    """CRC-32 of every piece, by rank and in the order of `Layout.pieces[rank]`: for a delta too,
-    of the whole piece as it must be when the delta is applied."""
+    """CRC-32 of every piece, by rank and in the order of `Layout.pieces[rank]`. For a delta, too,
+    of the whole piece after the delta is applied."""
 
     def to_json(self) -> dict[str, Any]:
+        """With the layout itself, for the note beside a staged file."""
+        return {**self.to_wire(), "layout": self.layout.to_json()}
+
+    def to_wire(self) -> dict[str, Any]:
+        """With the digest of the layout, which the other end knows."""
         return {
             "version": self.version,
-            "layout": self.layout.to_json(),
+            "layout_digest": self.layout.digest,
             "checksums": [list(sums) for sums in self.checksums],
         }
 
@@ -222,6 +227,14 @@ class Manifest:
         """Raises ValueError naming what is wrong."""
         try:
             layout = Layout.from_json(fields["layout"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a manifest: {error!r}") from None
+        return cls.from_wire(fields, layout)
+
+    @classmethod
+    def from_wire(cls, fields: Any, layout: Layout) -> Manifest:
+        """`layout` is that of the digest. Raises ValueError naming what is wrong."""
+        try:
             checksums = tuple(tuple(map(int, sums)) for sums in fields["checksums"])
             version = int(fields["version"])
         except (KeyError, TypeError) as error:
@@ -235,7 +248,7 @@ class Manifest:
 def mismatches(
     layout: Layout, expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]
 ) -> list[str]:
-    """Names of the tensors of which a piece differs."""
+    """Names of the tensors that have a differing piece."""
     names = {
         layout.tensors[piece.tensor].name
         for pieces, wanted, got in zip(layout.pieces, expected, found, strict=True)

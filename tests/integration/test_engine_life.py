@@ -127,7 +127,6 @@ class Publisher:
     async def publish(self, version):
         url = (await self.state.receivers())["receiver-0"]
         client = ReceiverClient("receiver-0", url, KEY)
-        await client.layout(self.layout, timeout_s=20)
         await client.catch_up(version, [self.peer_url], self.layout, timeout_s=20)
         await client.close()
 

@@ -187,11 +187,12 @@ class Broadcaster:
 
     async def _begin(self, encoded: EncodedVersion, clients: Clients) -> dict[ReceiverClient, int]:
         """Number of buckets each has already; receivers without room or base are left out."""
-        call, timeout_s = self._fleet.call, self._timeouts.prepare_s
 
         async def begin(client: ReceiverClient) -> int:
-            await call(client, client.layout(encoded.layout, timeout_s=timeout_s))
-            return await call(client, client.begin(encoded.transfer, timeout_s=timeout_s))
+            request = client.begin(
+                encoded.transfer, encoded.layout, timeout_s=self._timeouts.prepare_s
+            )
+            return await self._fleet.call(client, request)
 
         return await self._fleet.ask(clients, begin, "left_out")
 

@@ -1,14 +1,17 @@
-"""The receiver process: `python -m weight_sync.receiver.app <spec as JSON>`, an HTTP API of it.
+"""The receiver process, `python -m weight_sync.receiver.app <spec as JSON>`, and its HTTP API.
 
-Its standard input brings one line, the key that every request must carry. It lives as long as that
-pipe: whoever started it holds the other end, so a parent that is killed leaves no receiver behind.
-What is staged stays for the next one, unless the line "remove" comes before the end. On its
-standard output it says one line, {"url": ..., "pid": ...}, when it can be called.
+The first line on its standard input is the key that every request must carry. It lives as long as
+that pipe is open, so a parent that is killed leaves no receiver behind. Staged versions stay for
+the next process, unless the line "remove" comes before the end of the input. When it can be called,
+it writes one line to standard output: {"url": ..., "pid": ...}.
 
     GET  /status                                   GET  /newest?above=V&timeout_s=T   (long poll)
-    POST /layout  /begin  /join  /receive          GET  /manifest/{version}
+    POST /begin  /join  /receive                   GET  /manifest/{version}
          /finish  /release  /catch_up              GET  /data/{version}   (one Range, 206)
          /hold  /let_go
+
+The layout of the model travels once: /begin, /finish and /catch_up name it by its digest. A digest
+that is not known here is refused with 412, and the caller adds the layout.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from weight_sync.errors import (
     StoreBusyError,
     StoreFullError,
     TransferFailed,
+    UnknownLayout,
     UnknownVersion,
 )
 from weight_sync.group import bucket_timeout_s
@@ -57,6 +61,7 @@ _LIMITS = HttpLimits(max_connections=4096)
 
 _STATUS_OF = {
     UnknownVersion: 404,
+    UnknownLayout: 412,
     ChecksumMismatch: 422,
     StoreBusyError: 423,
     TransferFailed: 502,
@@ -79,7 +84,6 @@ def make_app(receiver: Receiver) -> ASGIApp:
         Route("/data/{version:int}", api.data),
     ]
     for step in (
-        api.layout,
         api.begin,
         api.join,
         api.receive,
@@ -98,7 +102,7 @@ def make_app(receiver: Receiver) -> ASGIApp:
 
 
 class _Guard:
-    """Lets in who has the key."""
+    """Refuses requests without the key."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
@@ -168,22 +172,32 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 class _Api:
-    """What is long runs in threads: the loop stays free to say that this process is alive."""
+    """Long work runs in threads, so that the event loop can always answer /status."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._released = asyncio.Event()
-        """Replaced at each release: whoever waits for it sees the next one."""
+        """Set and replaced at each release; waiters hold the one of the next release."""
         self._num_reads = 0
 
     async def status(self, request: Request) -> Response:
         return JSONResponse(asdict(self._receiver.status()))
 
-    async def layout(self, body: Any) -> dict[str, Any]:
-        layout = Layout.from_json(body)
-        return {"digest": await asyncio.to_thread(self._receiver.set_layout, layout)}
+    async def _layout(self, body: Any) -> Layout:
+        """The layout of the digest in `body`, which brings the layout itself if it is new here."""
+        digest = str(body["layout_digest"])
+        if "layout" in body:
+            layout = Layout.from_json(body["layout"])
+            if layout.digest != digest:
+                raise WeightSyncError(
+                    f"the model's layout is read differently here: {layout.digest} is not "
+                    f"{digest}; trainer and receiver must run the same release"
+                )
+            await asyncio.to_thread(self._receiver.set_layout, layout)
+        return self._receiver.layout(digest)
 
     async def begin(self, body: Any) -> dict[str, Any]:
+        await self._layout(body)
         transfer = Transfer.from_json(body)
         return {"received": await asyncio.to_thread(self._receiver.begin, transfer)}
 
@@ -197,7 +211,7 @@ class _Api:
         return asdict(await asyncio.to_thread(self._receiver.receive, *where))
 
     async def finish(self, body: Any) -> dict[str, Any]:
-        manifest = Manifest.from_json(body)
+        manifest = Manifest.from_wire(body, await self._layout(body))
         return {"verify_s": await asyncio.to_thread(self._receiver.finish, manifest)}
 
     async def release(self, body: Any) -> dict[str, Any]:
@@ -206,7 +220,7 @@ class _Api:
         return {}
 
     async def catch_up(self, body: Any) -> dict[str, Any]:
-        layout, peers = Layout.from_json(body["layout"]), [str(url) for url in body["peers"]]
+        layout, peers = await self._layout(body), [str(url) for url in body["peers"]]
         report = await asyncio.to_thread(
             self._receiver.catch_up, int(body["version"]), peers, layout
         )
@@ -228,7 +242,7 @@ class _Api:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    released = self._released  # taken before the look: no release falls between
+                    released = self._released  # read first, so that no release is missed in between
                     newest = self._receiver.newest()
                     if newest is not None and newest.version > above:
                         return JSONResponse(asdict(newest))
@@ -243,7 +257,7 @@ class _Api:
     async def manifest(self, request: Request) -> Response:
         manifest = self._receiver.whole(int(request.path_params["version"])).manifest
         assert manifest is not None
-        return JSONResponse(manifest.to_json())
+        return JSONResponse(manifest.to_wire())
 
     async def data(self, request: Request) -> Response:
         version = int(request.path_params["version"])
@@ -269,7 +283,7 @@ class _Api:
         try:
             for start in range(0, len(data), _CHUNK_BYTES):
                 yield bytes(data[start : start + _CHUNK_BYTES])
-                # Sending to a reader that has gone never waits, and the loop must hear that it has.
+                # Sending to a reader that is gone never waits: let the loop notice that it is.
                 await asyncio.sleep(0)
         finally:
             self._receiver.let_go(version, reader)
@@ -290,7 +304,7 @@ def main(argv: list[str]) -> None:
     """Serve until standard input ends, or until a signal."""
     replies = _own_stdout()
     spec = ReceiverSpec.from_json(argv[0], sys.stdin.readline().rstrip("\n"))
-    torch.set_num_threads(1)  # the cores are the engines'
+    torch.set_num_threads(1)  # leave the cores to the engines
     receiver = Receiver(spec, os.getpid())
     threading.Thread(target=_end_with_parent, args=(receiver,), daemon=True).start()
     family = socket.AF_INET6 if ":" in spec.host else socket.AF_INET
@@ -306,7 +320,7 @@ def main(argv: list[str]) -> None:
 
 
 def _own_stdout() -> TextIO:
-    """Standard output for the one line alone: gloo writes to it, too."""
+    """Standard output, reserved for the one line: gloo writes to it, too."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return replies

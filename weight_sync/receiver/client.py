@@ -1,9 +1,10 @@
-"""A receiver from outside, through its HTTP API: for the coordinator and for the engines."""
+"""Client of a receiver's HTTP API: for the coordinator, the engines and the other receivers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from weight_sync.errors import (
     StoreBusyError,
     StoreFullError,
     TransferFailed,
+    UnknownLayout,
     UnknownVersion,
 )
 from weight_sync.layout import Layout, Manifest, Transfer
@@ -34,11 +36,11 @@ class ReceiverStatus:
     complete: tuple[int, ...]
     """Whole and verified versions, released or not."""
     receiving: int | None
-    """Version that has begun and is not finished."""
+    """Version that has begun and has not finished."""
     received: int
-    """Its buckets of the global order that are placed."""
+    """Number of its buckets, in the global order, that are placed."""
     epoch: int | None
-    """Of the weight group that it is a member of."""
+    """Epoch of the weight group that it is a member of."""
     layout_digest: str | None
 
 
@@ -51,7 +53,7 @@ class ReceiveReport:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class CatchUpReport:
     peer: str | None
-    """URL of the peer whose copy was taken; None: the version was here already."""
+    """URL of the peer that it was copied from; None if the version was here already."""
     seconds: float
 
 
@@ -65,9 +67,9 @@ class StagedVersion:
 class ReceiverClient:
     """One receiver by its URL. Used in one event loop.
 
-    Every call is bounded by its `timeout_s`. They raise ReceiverUnreachable when no answer came,
-    and the errors that their docstrings name; whatever else the receiver refuses is a
-    WeightSyncError with its words.
+    Every call is bounded by its `timeout_s`. Calls raise ReceiverUnreachable when no answer came,
+    and the errors that their docstrings name; any other refusal is a WeightSyncError with the
+    receiver's message.
     """
 
     def __init__(self, name: str, url: str, key: str) -> None:
@@ -76,7 +78,7 @@ class ReceiverClient:
         self._client = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"},
-            trust_env=False,  # a proxy for the internet must not come between
+            trust_env=False,  # no proxy between machines of a cluster
             timeout=None,
         )
 
@@ -89,67 +91,56 @@ class ReceiverClient:
             lambda reply: ReceiverStatus(**{**reply, "complete": tuple(reply["complete"])}),
         )
 
-    async def layout(self, layout: Layout, *, timeout_s: float) -> None:
-        """Room for this model's staged versions; the same layout again changes nothing.
+    async def begin(self, transfer: Transfer, layout: Layout, *, timeout_s: float) -> int:
+        """Prepare a free slot; returns how many buckets of this transfer it has already.
 
-        Raises StoreFullError when the stage folder has too little of it.
+        `layout` is that of the transfer. Raises StoreFullError if the stage folder has no room for
+        the model's staged versions, StoreBusyError if every slot is being read, and WeightSyncError
+        if a delta's base is not staged.
         """
-        digest = await self._call(
-            "POST", "/layout", layout.to_json(), timeout_s, lambda reply: str(reply["digest"])
-        )
-        if digest != layout.digest:
-            raise WeightSyncError(
-                f"{self.name} reads the model's layout differently: {digest} is not "
-                f"{layout.digest}; trainer and receiver must run the same release"
-            )
-
-    async def begin(self, transfer: Transfer, *, timeout_s: float) -> int:
-        """Prepares a free slot; returns how many buckets of this transfer it has already.
-
-        Raises StoreBusyError when every slot is being read, WeightSyncError when a delta's base is
-        not staged.
-        """
-        return await self._call(
-            "POST", "/begin", transfer.to_json(), timeout_s, lambda reply: int(reply["received"])
+        # Not one call with `receive`: preparing may copy a whole model, for which the silence
+        # between two buckets leaves no time, and a receiver that refuses must not join the epoch.
+        return await self._call_with_layout(
+            "/begin", transfer.to_json(), layout, timeout_s, lambda reply: int(reply["received"])
         )
 
     async def join(self, spec: GroupSpec, rank: int, *, timeout_s: float) -> None:
-        """Returns when the epoch's group has formed; leaves the group of an earlier epoch."""
+        """Leave the last epoch's group and join this one; returns when it has formed."""
         body = {"group": spec.to_json(), "rank": rank}
         await self._call("POST", "/join", body, timeout_s, _nothing)
 
     async def receive(
         self, epoch: int, version: int, first: int, *, timeout_s: float
     ) -> ReceiveReport:
-        """Takes the buckets from `first` on. Raises TransferFailed, with what arrived before."""
+        """Receive the buckets from `first` on. Raises TransferFailed with those that arrived."""
         body = {"epoch": epoch, "version": version, "first": first}
         return await self._call(
             "POST", "/receive", body, timeout_s, lambda reply: ReceiveReport(**reply)
         )
 
     async def finish(self, manifest: Manifest, *, timeout_s: float) -> float:
-        """Compares the whole version with its manifest (a delta is applied first).
+        """Compare the whole version with its manifest (a delta is applied first).
 
         Returns the seconds it took. Raises ChecksumMismatch: the version is discarded.
         """
         return await self._call(
-            "POST", "/finish", manifest.to_json(), timeout_s, lambda reply: float(reply["verify_s"])
+            "POST", "/finish", manifest.to_wire(), timeout_s, lambda reply: float(reply["verify_s"])
         )
 
     async def release(self, version: int, *, timeout_s: float) -> None:
-        """Makes a finished version visible to the engines."""
+        """Make a finished version visible to the engines."""
         await self._call("POST", "/release", {"version": version}, timeout_s, _nothing)
 
     async def catch_up(
         self, version: int, peers: Sequence[str], layout: Layout, *, timeout_s: float
     ) -> CatchUpReport:
-        """Copies `version` from the first of the peers (URLs) that can give it, and releases it.
+        """Copy `version` from the first of the peers (URLs) that has it, and release it.
 
-        Raises TransferFailed naming what each peer answered.
+        Raises TransferFailed with the answer of each peer.
         """
-        body = {"version": version, "peers": list(peers), "layout": layout.to_json()}
-        return await self._call(
-            "POST", "/catch_up", body, timeout_s, lambda reply: CatchUpReport(**reply)
+        body = {"version": version, "peers": list(peers), "layout_digest": layout.digest}
+        return await self._call_with_layout(
+            "/catch_up", body, layout, timeout_s, lambda reply: CatchUpReport(**reply)
         )
 
     async def newest(self, above: int, *, timeout_s: float) -> StagedVersion | None:
@@ -164,7 +155,7 @@ class ReceiverClient:
         )
 
     async def hold(self, version: int, who: str, ttl_s: float, *, timeout_s: float) -> None:
-        """Keeps `version` staged while `who` reads it. Raises UnknownVersion."""
+        """Keep `version` staged while `who` reads it. Raises UnknownVersion."""
         body = {"version": version, "who": who, "ttl_s": ttl_s}
         await self._call("POST", "/hold", body, timeout_s, _nothing)
 
@@ -172,13 +163,53 @@ class ReceiverClient:
         body = {"version": version, "who": who}
         await self._call("POST", "/let_go", body, timeout_s, _nothing)
 
-    async def manifest(self, version: int, *, timeout_s: float) -> Manifest:
-        """Of a complete version. Raises UnknownVersion."""
-        path = f"/manifest/{version}"
-        return await self._call("GET", path, None, timeout_s, Manifest.from_json)
+    async def manifest(self, version: int, layout: Layout, *, timeout_s: float) -> Manifest:
+        """Of a complete version. Raises UnknownVersion, and UnknownLayout if it has another one."""
+
+        def read(reply: Mapping[str, Any]) -> Manifest:
+            if reply["layout_digest"] != layout.digest:
+                raise UnknownLayout(f"{self.name} holds another model's weights")
+            return Manifest.from_wire(reply, layout)
+
+        return await self._call("GET", f"/manifest/{version}", None, timeout_s, read)
+
+    async def read(self, version: int, start: int, into: memoryview, *, timeout_s: float) -> None:
+        """Fill `into` with the version's bytes from `start` on; `timeout_s` bounds each silence.
+
+        Raises UnknownVersion.
+        """
+        path, filled = f"/data/{version}", 0
+        headers = {"Range": f"bytes={start}-{start + len(into) - 1}"}
+        with self._errors_named(path, timeout_s):
+            async with self._client.stream(
+                "GET", path, headers=headers, timeout=timeout_s
+            ) as response:
+                if response.is_error:
+                    await response.aread()
+                    raise _refusal(self.name, response.status_code, dict(response.json()))
+                async for part in response.aiter_raw():
+                    into[filled : filled + len(part)] = part
+                    filled += len(part)
+            if filled < len(into):
+                raise ValueError(f"{filled} bytes instead of {len(into)}")
 
     async def close(self) -> None:
         await self._client.aclose()
+
+    async def _call_with_layout(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        layout: Layout,
+        timeout_s: float,
+        read: Callable[[dict[str, Any]], T],
+    ) -> T:
+        """The layout itself is sent only to a receiver that does not know its digest."""
+        try:
+            return await self._call("POST", path, body, timeout_s, read)
+        except UnknownLayout:
+            body = {**body, "layout": layout.to_json()}
+            return await self._call("POST", path, body, timeout_s, read)
 
     async def _call(
         self,
@@ -188,13 +219,18 @@ class ReceiverClient:
         timeout_s: float,
         read: Callable[[dict[str, Any]], T],
     ) -> T:
-        try:
+        with self._errors_named(path, timeout_s):
             async with asyncio.timeout(timeout_s):  # httpx bounds each silence, not the whole call
                 response = await self._client.request(method, path, json=body)
             reply = dict(response.json())
             if response.is_error:
                 raise _refusal(self.name, response.status_code, reply)
             return read(reply)
+
+    @contextmanager
+    def _errors_named(self, path: str, timeout_s: float) -> Iterator[None]:
+        try:
+            yield
         except TimeoutError as error:
             raise ReceiverUnreachable(
                 f"{self.name} at {self.url} did not answer {path} within {timeout_s:g} s"
@@ -210,7 +246,7 @@ class ReceiverClient:
 
 
 def _nothing(reply: object) -> None:
-    """Of a call that only has to be done."""
+    """For a call without a result."""
 
 
 def _refusal(name: str, status: int, reply: Mapping[str, Any]) -> WeightSyncError:
@@ -218,6 +254,8 @@ def _refusal(name: str, status: int, reply: Mapping[str, Any]) -> WeightSyncErro
     match status:
         case 404:
             return UnknownVersion(message)
+        case 412:
+            return UnknownLayout(message)
         case 422:
             return ChecksumMismatch(message, reply["tensors"])
         case 423:

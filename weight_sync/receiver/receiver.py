@@ -1,15 +1,16 @@
-"""The receiver of one node: takes versions off the wire into its store, for the engines beside it.
+"""The receiver of one node: takes versions off the wire into its store, for the engines there.
 
 One version at a time goes through
 
     begin ──► receive ──► finish ──► release        whole and verified from finish on,
                 ▲  │                                 visible to engines from release on
-         join ──┘  ▼ a member is lost: what has come stays, and
-             (next epoch)  the next epoch goes on from there
+         join ──┘  ▼ a member is lost: buckets that arrived stay,
+             (next epoch)  and the next epoch goes on from there
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -19,13 +20,19 @@ from pathlib import Path
 
 import torch
 
-from weight_sync.errors import ChecksumMismatch, TransferFailed, UnknownVersion
+from weight_sync.errors import ChecksumMismatch, TransferFailed, UnknownLayout, UnknownVersion
 from weight_sync.group import WeightGroup, bucket_timeout_s
 from weight_sync.group_thread import GroupThread
 from weight_sync.layout import Layout, Manifest, Transfer
 from weight_sync.receiver.arrival import Arrival
-from weight_sync.receiver.client import CatchUpReport, ReceiveReport, ReceiverStatus, StagedVersion
-from weight_sync.receiver.peer import Peer
+from weight_sync.receiver.client import (
+    CatchUpReport,
+    ReceiverClient,
+    ReceiveReport,
+    ReceiverStatus,
+    StagedVersion,
+)
+from weight_sync.receiver.peer import copy_from_peer
 from weight_sync.receiver.relay import Relay
 from weight_sync.receiver.store import Slot, StagedStore
 from weight_sync.staging import Staging
@@ -33,7 +40,19 @@ from weight_sync.types import GroupSpec, ReceiverSpec, WeightSyncError
 
 
 class Receiver:
-    """Thread-safe: what changes a version runs one after the other, what only reads at any time."""
+    """Thread-safe: calls that change a version run one after the other, reads at any time.
+
+    The HTTP API calls it as the coordinator asks. For one version:
+
+        receiver = Receiver(spec, os.getpid())
+        receiver.set_layout(layout)             # once for a model: creates the slots
+        received = receiver.begin(transfer)     # buckets that are here already
+        receiver.join(group_spec, rank)         # once for an epoch
+        receiver.receive(group_spec.epoch, transfer.version, first=received)
+        receiver.finish(manifest)               # whole, if the checksums agree
+        receiver.release(transfer.version)      # from here on engines may load it:
+        folder = receiver.newest().path         # holds model.safetensors
+    """
 
     def __init__(self, spec: ReceiverSpec, pid: int) -> None:
         self.spec = spec
@@ -58,19 +77,25 @@ class Receiver:
             layout_digest=layout.digest if layout else None,
         )
 
-    def set_layout(self, layout: Layout) -> str:
-        """Returns its digest. Raises StoreFullError."""
+    def set_layout(self, layout: Layout) -> None:
+        """Make room for this model's versions. Raises StoreFullError."""
         with self._one_at_a_time("taking a layout"):
             known = self._store.layout
             if known is None or known.digest != layout.digest:
                 self._arrival = None
             self._store.set_layout(layout)
-        return layout.digest
+
+    def layout(self, digest: str) -> Layout:
+        """Raises UnknownLayout if another one is set, or none."""
+        layout = self._store.layout
+        if layout is None or layout.digest != digest:
+            raise UnknownLayout(f"{self.spec.name} has not been given this model's layout")
+        return layout
 
     def begin(self, transfer: Transfer) -> int:
-        """Returns how many buckets of it are here; all of them if the version is whole."""
+        """Returns the number of its buckets that are here; all of them if the version is whole."""
         with self._one_at_a_time(f"beginning version {transfer.version}"):
-            layout = self._checked_layout(transfer.layout_digest)
+            layout = self.layout(transfer.layout_digest)
             if self._arrival is None or self._arrival.transfer != transfer:
                 self._arrival = None
                 is_whole = transfer.version in self._store.complete_versions
@@ -79,7 +104,7 @@ class Receiver:
             return self._arrival.received
 
     def join(self, spec: GroupSpec, rank: int) -> None:
-        """Blocks until the epoch's group has formed, twice its timeout at most."""
+        """Block until the epoch's group has formed, for at most twice its timeout."""
         with self._one_at_a_time(f"joining epoch {spec.epoch}"):
             place = rank - spec.num_senders
             if not (0 <= place < len(spec.receivers) and spec.receivers[place] == self.spec.name):
@@ -91,7 +116,7 @@ class Receiver:
             return WeightGroup.join(spec, rank, device=torch.device(self.spec.device))
 
     def receive(self, epoch: int, version: int, first: int) -> ReceiveReport:
-        """Raises TransferFailed; the group is left then."""
+        """Raises TransferFailed, after leaving the group."""
         with self._one_at_a_time(f"receiving version {version}"):
             arrival = self._arriving(version)
             spec = self._group_thread.spec
@@ -105,7 +130,7 @@ class Receiver:
                 )
             start = time.perf_counter()
             num_bytes = sum(bucket.num_bytes for bucket in arrival.buckets[first:])
-            # The senders break off before this; it is for what blocks beneath every timeout.
+            # The senders give up before this. It is for a call that ignores every other timeout.
             limit_s = self.spec.timeout_s + bucket_timeout_s(
                 num_bytes, self.spec.timeout_s, self.spec.min_bandwidth
             )
@@ -132,7 +157,7 @@ class Receiver:
         """Returns the seconds it took. Raises ChecksumMismatch: the version is discarded."""
         version, start = manifest.version, time.perf_counter()
         with self._one_at_a_time(f"verifying version {version}"):
-            self._checked_layout(manifest.layout.digest)
+            self.layout(manifest.layout.digest)
             if version in self._store.complete_versions:
                 if self._store.get(version).manifest != manifest:
                     raise ChecksumMismatch(f"version {version} is whole here, but another one", ())
@@ -155,7 +180,7 @@ class Receiver:
         self._store.release(version)
 
     def catch_up(self, version: int, peers: Sequence[str], layout: Layout) -> CatchUpReport:
-        """Copies, verifies and releases `version`. Raises TransferFailed if no peer has it."""
+        """Copy, verify and release `version`. Raises TransferFailed if no peer has it."""
         start, source = time.perf_counter(), None
         self.set_layout(layout)
         with self._one_at_a_time(f"catching up with version {version}"):
@@ -178,32 +203,36 @@ class Receiver:
         )
         failures = []
         for url in peers:
-            peer = self._peer(url)
             try:
-                self._store.complete(slot, peer.copy(version, layout, slot.data))
+                self._store.complete(slot, asyncio.run(self._copy(url, slot, layout)))
                 return url
             except WeightSyncError as error:
-                failures.append(str(error))
-            finally:
-                peer.close()
+                failures.append(f"{url}: {error}")
         self._store.discard(version)
         raise TransferFailed(
             f"no peer gave version {version}: {'; '.join(failures) or 'none was named'}", 0
         )
 
-    def _peer(self, url: str) -> Peer:
-        return Peer(
-            url,
-            self.spec.key,
-            f"receiver {self.spec.name}",
-            timeout_s=self.spec.timeout_s,
-            min_bandwidth=self.spec.min_bandwidth,
-        )
+    async def _copy(self, url: str, slot: Slot, layout: Layout) -> Manifest:
+        assert slot.version is not None
+        peer = ReceiverClient("the peer", url, self.spec.key)
+        try:
+            return await copy_from_peer(
+                peer,
+                f"receiver {self.spec.name}",
+                slot.version,
+                layout,
+                slot.data,
+                timeout_s=self.spec.timeout_s,
+                min_bandwidth=self.spec.min_bandwidth,
+            )
+        finally:
+            await peer.close()
 
     def newest(self) -> StagedVersion | None:
         """The newest released version."""
         while (version := self._store.newest) is not None:
-            with contextlib.suppress(UnknownVersion):  # a newer one has just taken its place
+            with contextlib.suppress(UnknownVersion):  # a newer one has just replaced it
                 return StagedVersion(version=version, path=str(self.whole(version).path))
         return None
 
@@ -223,7 +252,7 @@ class Receiver:
         self._store.let_go(version, who)
 
     def close(self, should_remove: bool) -> None:
-        """Leave the group and the store; with `should_remove` no staged version stays."""
+        """Leave the group and the store; `should_remove` deletes the staged versions."""
         self._group_thread.leave()
         self._store.close(remove=should_remove)
 
@@ -239,12 +268,6 @@ class Receiver:
             yield
         finally:
             self._turn.release()
-
-    def _checked_layout(self, digest: str) -> Layout:
-        layout = self._store.layout
-        if layout is None or layout.digest != digest:
-            raise WeightSyncError(f"{self.spec.name} has not been given this model's layout")
-        return layout
 
     def _arriving(self, version: int) -> Arrival:
         arrival = self._arrival

@@ -1,7 +1,7 @@
-"""One receiver's walk along the buckets: receive from the one before, forward, put in place.
+"""One receiver's pass over the buckets: receive from the member before, forward, put in place.
 
 num_buffers receives are always posted ahead. While a bucket is checked and put in place, the next
-ones come in, and it goes on down the chain itself:
+ones arrive, and the bucket itself is forwarded down the chain:
 
     receive    2   3   4   5        (posted ahead)
     place      0   1   2   3
@@ -25,14 +25,14 @@ from weight_sync.staging import Staging
 
 
 class Destination(Protocol):
-    """Where buckets end up. Called in the global order of the buckets."""
+    """Where buckets go. Called in the global order of the buckets."""
 
     def place_of(self, bucket: Bucket) -> Tensor | None:
-        """The one place in host memory where the bucket belongs; None if there is no such place."""
+        """The one place in host memory where the bucket belongs; None if it has several or none."""
         ...
 
     def take(self, bucket: Bucket, data: Tensor) -> None:
-        """`data` is the bucket's bytes: in their place, if the bucket has one."""
+        """`data` holds the bucket's bytes, already in place if the bucket has one place."""
         ...
 
 
@@ -59,7 +59,7 @@ class Relay:
         num_buffers: int,
         limit_s: float,
     ) -> None:
-        """`staging` has num_buffers + 1 buffers: for those that come and the one that goes on.
+        """`staging` has num_buffers + 1 buffers: for the ones that arrive and the one forwarded.
 
         `limit_s`: longest wait for one bucket.
         """

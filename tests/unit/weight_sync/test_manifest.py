@@ -145,6 +145,8 @@ def test_manifest_survives_the_wire(layout: Layout, version: int) -> None:
     checksums = tuple(tuple(range(len(pieces))) for pieces in layout.pieces)
     manifest = Manifest(version=version, layout=layout, checksums=checksums)
     assert Manifest.from_json(as_sent(manifest.to_json())) == manifest
+    assert Manifest.from_wire(as_sent(manifest.to_wire()), layout) == manifest
+    assert "layout" not in manifest.to_wire()
 
 
 def test_a_manifest_with_a_checksum_too_few_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -15,7 +16,13 @@ import pytest_asyncio
 from wire_fleet import CALL_S, KEY, receiver_spec
 from wire_model import file_data, make_manifest, make_transfer, model_layout
 
-from weight_sync.errors import ReceiverUnreachable, StoreBusyError, TransferFailed, UnknownVersion
+from weight_sync.errors import (
+    ReceiverUnreachable,
+    StoreBusyError,
+    TransferFailed,
+    UnknownLayout,
+    UnknownVersion,
+)
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.receiver.process import ReceiverProcess
 from weight_sync.receiver.store import StagedStore
@@ -24,6 +31,8 @@ from weight_sync.types import ReceiverSpec, WeightSyncError
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 LAYOUT = model_layout(2)
+HUGE = b'{"layout_digest": "x", "layout": {"num_ranks": 1e12, "tensors": [["a", "float32", [1]]]}}'
+OTHER_DIGEST = json.dumps({"layout_digest": "x", "layout": model_layout(1).to_json()}).encode()
 
 
 class Receivers:
@@ -105,7 +114,12 @@ async def test_requests_that_make_no_sense_are_refused_in_words(north: ReceiverC
         base_url=north.url, trust_env=False, headers={"Authorization": f"Bearer {KEY}"}
     ) as http:
         for method, path, body, status in (
-            ("POST", "/layout", b'{"tensors": 3}', 400),
+            ("POST", "/begin", b'{"layout_digest": "x", "layout": {"tensors": 3}}', 400),
+            ("POST", "/begin", HUGE, 400),
+            ("POST", "/begin", b'{"layout_digest": "x"}', 412),
+            ("POST", "/finish", b'{"layout_digest": "x"}', 412),
+            ("POST", "/catch_up", b'{"layout_digest": "x"}', 412),
+            ("POST", "/begin", OTHER_DIGEST, 409),
             ("POST", "/begin", b"{}", 400),
             ("POST", "/join", b'{"group": {}, "rank": 0}', 400),
             ("POST", "/receive", b"not json", 400),
@@ -113,7 +127,6 @@ async def test_requests_that_make_no_sense_are_refused_in_words(north: ReceiverC
             ("POST", "/receive", b'{"epoch": 1, "version": 1e999, "first": 0}', 400),
             ("POST", "/release", b'{"version": 18446744073709551616}', 400),
             ("POST", "/release", b"[" * 100_000, 400),
-            ("POST", "/layout", b'{"num_ranks": 1e12, "tensors": [["a", "float32", [1]]]}', 400),
             ("POST", "/hold", b'{"version": 3, "who": "x", "ttl_s": 1e300}', 400),
             ("GET", "/newest?above=9&timeout_s=nan", None, 400),
             ("GET", "/newest?above=9&timeout_s=2147483648", None, 400),
@@ -139,9 +152,9 @@ async def test_requests_that_make_no_sense_are_refused_in_words(north: ReceiverC
         ):
             reply = await http.get("/data/3", headers={"Range": range_})
             assert (range_, reply.status_code) == (range_, status)
-    other = model_layout(1)
-    with pytest.raises(WeightSyncError, match="layout"):
-        await north.begin(make_transfer(other, 4), timeout_s=CALL_S)
+    assert (await north.status(timeout_s=CALL_S)).layout_digest == LAYOUT.digest
+    with pytest.raises(UnknownLayout, match="another model's weights"):
+        await north.manifest(3, model_layout(1), timeout_s=CALL_S)
 
 
 async def test_ranges_are_the_bytes_of_the_files_data(north: ReceiverClient) -> None:
@@ -182,7 +195,7 @@ async def test_a_whole_version_is_invisible_before_its_release(receivers: Receiv
     await client.release(0, timeout_s=CALL_S)
     staged = await waiting
     assert staged is not None and staged.version == 0
-    assert (await client.manifest(0, timeout_s=CALL_S)) == make_manifest(LAYOUT, 0)
+    assert (await client.manifest(0, LAYOUT, timeout_s=CALL_S)) == make_manifest(LAYOUT, 0)
 
 
 async def test_a_killed_receiver_finds_its_versions_again(receivers: Receivers) -> None:
@@ -198,7 +211,9 @@ async def test_a_killed_receiver_finds_its_versions_again(receivers: Receivers) 
     receivers.clients.append(again)
     status = await again.status(timeout_s=CALL_S)
     assert (status.newest, status.layout_digest) == (3, LAYOUT.digest)
-    assert (await again.begin(make_transfer(LAYOUT, 4, base_version=3), timeout_s=CALL_S)) == 0
+    assert (
+        await again.begin(make_transfer(LAYOUT, 4, base_version=3), LAYOUT, timeout_s=CALL_S)
+    ) == 0
 
 
 async def test_a_receiver_ends_with_whoever_started_it_and_leaves_its_versions(
@@ -224,13 +239,28 @@ async def test_catch_up_goes_from_peer_to_peer_until_one_has_the_version(
         await east.catch_up(3, [west.url, "http://127.0.0.1:1"], LAYOUT, timeout_s=CALL_S)
     assert west.url in str(failed.value) and "127.0.0.1:1" in str(failed.value)
     with pytest.raises(UnknownVersion):
-        await east.manifest(3, timeout_s=CALL_S)
+        await east.manifest(3, LAYOUT, timeout_s=CALL_S)
     report = await east.catch_up(3, [west.url, north.url], LAYOUT, timeout_s=CALL_S)
     assert report.peer == north.url
     staged = await east.newest(2, timeout_s=CALL_S)
     assert staged is not None and staged_bytes(staged.path) == file_bytes(3)
     assert (await east.catch_up(3, [], LAYOUT, timeout_s=CALL_S)).peer is None
     await north.let_go(3, "receiver east", timeout_s=CALL_S)  # is let go already: no error
+
+
+async def test_layout_travels_once_and_then_by_its_digest(receivers: Receivers) -> None:
+    east = await receivers.start("east")
+    bodies: list[dict[str, object]] = []
+
+    async def note(request: httpx.Request) -> None:
+        bodies.append(json.loads(request.content))
+
+    east._client.event_hooks["request"].append(note)
+    for version in (1, 2):
+        transfer = make_transfer(LAYOUT, version)
+        assert await east.begin(transfer, LAYOUT, timeout_s=CALL_S) == 0
+    assert ["layout" in body for body in bodies] == [False, True, False]
+    assert {body["layout_digest"] for body in bodies} == {LAYOUT.digest}
 
 
 async def test_a_peers_damaged_copy_is_refused(receivers: Receivers) -> None:
@@ -255,9 +285,9 @@ async def test_a_held_version_stays(receivers: Receivers, north: ReceiverClient)
     await east.hold(2, "engine 0", 300.0, timeout_s=CALL_S)
     await east.catch_up(3, [north.url], LAYOUT, timeout_s=CALL_S)
     with pytest.raises(StoreBusyError, match="engine 0"):
-        await east.begin(make_transfer(LAYOUT, 5), timeout_s=CALL_S)
+        await east.begin(make_transfer(LAYOUT, 5), LAYOUT, timeout_s=CALL_S)
     await east.let_go(2, "engine 0", timeout_s=CALL_S)
-    assert await east.begin(make_transfer(LAYOUT, 5), timeout_s=CALL_S) == 0
+    assert await east.begin(make_transfer(LAYOUT, 5), LAYOUT, timeout_s=CALL_S) == 0
 
 
 async def test_a_start_may_take_as_long_as_verifying_what_is_staged(receivers: Receivers) -> None:

@@ -57,7 +57,7 @@ async def start_fleet(
 
 async def begin(fleet: WireFleet, version: int, base: int | None, *names: str) -> list[int]:
     transfer = make_transfer(fleet.layout, version, base)
-    calls = (fleet.clients[name].begin(transfer, timeout_s=CALL_S) for name in names)
+    calls = (fleet.clients[name].begin(transfer, fleet.layout, timeout_s=CALL_S) for name in names)
     return list(await asyncio.gather(*calls))
 
 

@@ -96,7 +96,6 @@ class WireFleet:
         if name in self.clients:
             await self.clients[name].close()
         self.clients[name] = ReceiverClient(name, info.url, KEY)
-        await self.clients[name].layout(self.layout, timeout_s=CALL_S)
 
     def signal_receiver(self, name: str, number: signal.Signals) -> None:
         os.kill(self.receivers[name].info.pid, number)
