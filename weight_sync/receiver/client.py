@@ -1,10 +1,9 @@
-"""Client of a receiver's HTTP API: for the coordinator, the engines and the other receivers."""
+"""Client of a receiver's HTTP API: for the coordinator and the engines."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -173,26 +172,6 @@ class ReceiverClient:
 
         return await self._call("GET", f"/manifest/{version}", None, timeout_s, read)
 
-    async def read(self, version: int, start: int, into: memoryview, *, timeout_s: float) -> None:
-        """Fill `into` with the version's bytes from `start` on; `timeout_s` bounds each silence.
-
-        Raises UnknownVersion.
-        """
-        path, filled = f"/data/{version}", 0
-        headers = {"Range": f"bytes={start}-{start + len(into) - 1}"}
-        with self._errors_named(path, timeout_s):
-            async with self._client.stream(
-                "GET", path, headers=headers, timeout=timeout_s
-            ) as response:
-                if response.is_error:
-                    await response.aread()
-                    raise _refusal(self.name, response.status_code, dict(response.json()))
-                async for part in response.aiter_raw():
-                    into[filled : filled + len(part)] = part
-                    filled += len(part)
-            if filled < len(into):
-                raise ValueError(f"{filled} bytes instead of {len(into)}")
-
     async def close(self) -> None:
         await self._client.aclose()
 
@@ -219,18 +198,13 @@ class ReceiverClient:
         timeout_s: float,
         read: Callable[[dict[str, Any]], T],
     ) -> T:
-        with self._errors_named(path, timeout_s):
+        try:
             async with asyncio.timeout(timeout_s):  # httpx bounds each silence, not the whole call
                 response = await self._client.request(method, path, json=body)
             reply = dict(response.json())
             if response.is_error:
                 raise _refusal(self.name, response.status_code, reply)
             return read(reply)
-
-    @contextmanager
-    def _errors_named(self, path: str, timeout_s: float) -> Iterator[None]:
-        try:
-            yield
         except TimeoutError as error:
             raise ReceiverUnreachable(
                 f"{self.name} at {self.url} did not answer {path} within {timeout_s:g} s"

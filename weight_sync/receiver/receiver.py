@@ -10,7 +10,6 @@ One version at a time goes through
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
@@ -25,14 +24,8 @@ from weight_sync.group import WeightGroup, bucket_timeout_s
 from weight_sync.group_thread import GroupThread
 from weight_sync.layout import Layout, Manifest, Transfer
 from weight_sync.receiver.arrival import Arrival
-from weight_sync.receiver.client import (
-    CatchUpReport,
-    ReceiverClient,
-    ReceiveReport,
-    ReceiverStatus,
-    StagedVersion,
-)
-from weight_sync.receiver.peer import copy_from_peer
+from weight_sync.receiver.client import CatchUpReport, ReceiveReport, ReceiverStatus, StagedVersion
+from weight_sync.receiver.peer import Peer
 from weight_sync.receiver.relay import Relay
 from weight_sync.receiver.store import Slot, StagedStore
 from weight_sync.staging import Staging
@@ -203,31 +196,27 @@ class Receiver:
         )
         failures = []
         for url in peers:
+            peer = self._peer(url)
             try:
-                self._store.complete(slot, asyncio.run(self._copy(url, slot, layout)))
+                self._store.complete(slot, peer.copy(version, layout, slot.data))
                 return url
             except WeightSyncError as error:
-                failures.append(f"{url}: {error}")
+                failures.append(str(error))
+            finally:
+                peer.close()
         self._store.discard(version)
         raise TransferFailed(
             f"no peer gave version {version}: {'; '.join(failures) or 'none was named'}", 0
         )
 
-    async def _copy(self, url: str, slot: Slot, layout: Layout) -> Manifest:
-        assert slot.version is not None
-        peer = ReceiverClient("the peer", url, self.spec.key)
-        try:
-            return await copy_from_peer(
-                peer,
-                f"receiver {self.spec.name}",
-                slot.version,
-                layout,
-                slot.data,
-                timeout_s=self.spec.timeout_s,
-                min_bandwidth=self.spec.min_bandwidth,
-            )
-        finally:
-            await peer.close()
+    def _peer(self, url: str) -> Peer:
+        return Peer(
+            url,
+            self.spec.key,
+            f"receiver {self.spec.name}",
+            timeout_s=self.spec.timeout_s,
+            min_bandwidth=self.spec.min_bandwidth,
+        )
 
     def newest(self) -> StagedVersion | None:
         """The newest released version."""

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import pytest_asyncio
 import torch
 import uvicorn
 from staging import LAYOUT, Clock, content, full, manifest_of, stage
 from wire_fleet import KEY, receiver_spec
 
 from weight_sync.errors import StoreBusyError, UnknownVersion
-from weight_sync.layout import Manifest
 from weight_sync.receiver import peer as catch_up
 from weight_sync.receiver.app import make_app
-from weight_sync.receiver.client import ReceiverClient
-from weight_sync.receiver.peer import copy_from_peer
+from weight_sync.receiver.peer import Peer
 from weight_sync.receiver.receiver import Receiver
 from weight_sync.types import WeightSyncError
 
 TIMEOUT_S = 10.0
-EAST = "receiver east"
 _START_S = 30.0
 
 
@@ -76,93 +71,63 @@ def west(tmp_path: Path) -> Iterator[Served]:
     west.close()
 
 
-@pytest_asyncio.fixture
-async def peer(west: Served) -> AsyncIterator[ReceiverClient]:
-    """West, as a receiver that catches up sees it."""
-    peer = ReceiverClient("west", west.url, KEY)
+@pytest.fixture
+def joiner(west: Served) -> Iterator[Peer]:
+    peer = Peer(west.url, KEY, "receiver east", timeout_s=TIMEOUT_S, min_bandwidth=50e6)
     yield peer
-    await peer.close()
-
-
-async def copy(peer: ReceiverClient, data: torch.Tensor) -> Manifest:
-    return await copy_from_peer(
-        peer, EAST, 1, LAYOUT, data, timeout_s=TIMEOUT_S, min_bandwidth=50e6
-    )
+    peer.close()
 
 
 def room() -> torch.Tensor:
     return torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
 
 
-async def test_every_range_renews_a_short_hold(west: Served, peer: ReceiverClient) -> None:
+def test_every_range_renews_a_short_hold(west: Served, joiner: Peer) -> None:
     """One that outlasted the whole copy would outlive a joiner that dies by minutes."""
     holds: list[float] = []
     hold = west.store.hold
 
     def note(version: int, who: str, ttl_s: float) -> None:
-        if who == EAST:
+        if who == "receiver east":
             holds.append(ttl_s)
             west.clock.now += 1.5 * TIMEOUT_S  # a slow copy, in all longer than one hold
         hold(version, who, ttl_s)
 
     data = room()
     with patch.object(west.store, "hold", note), patch.object(catch_up, "_RANGE_BYTES", 500):
-        manifest = await copy(peer, data)
+        manifest = joiner.copy(1, LAYOUT, data)
     assert torch.equal(data, content(1)) and manifest == manifest_of(1, content(1))
     assert len(holds) > LAYOUT.num_bytes / 500
     assert max(holds) <= 2 * TIMEOUT_S + 1
     west.store.begin(full(3))
 
 
-async def test_a_joiner_that_dies_costs_the_slot_for_two_silences(
-    west: Served, peer: ReceiverClient
-) -> None:
-    async def die(*_: object, **__: object) -> None:
-        raise WeightSyncError("dead")
-
-    with (
-        patch.object(peer, "manifest", die),
-        patch.object(peer, "let_go", die),
-        pytest.raises(WeightSyncError, match="dead"),
-    ):
-        await copy(peer, room())
-    with pytest.raises(StoreBusyError, match=EAST):
+def test_joiner_that_dies_costs_the_slot_for_two_silences(west: Served, joiner: Peer) -> None:
+    joiner._hold(1)
+    with pytest.raises(StoreBusyError, match="receiver east"):
         west.store.begin(full(3))
     west.clock.now += 2 * TIMEOUT_S + 2
     west.store.begin(full(3))
 
 
-async def test_a_copy_that_is_too_slow_ends_half_way_and_lets_go(
-    west: Served, peer: ReceiverClient
-) -> None:
-    read, num_reads = peer.read, 0
-
-    async def read_slowly(*where: Any, **limits: Any) -> None:
-        nonlocal num_reads
-        num_reads += 1
-        await read(*where, **limits)
-        if num_reads == 2:
-            await asyncio.Event().wait()
-
+def test_copy_that_fails_half_way_lets_go(west: Served, joiner: Peer) -> None:
     with (
-        patch.object(peer, "read", read_slowly),
-        patch.object(catch_up, "_RANGE_BYTES", 500),
-        patch.object(catch_up, "bucket_timeout_s", lambda *_: 1.0),
+        patch.object(catch_up, "_READ_BYTES", 100),
+        patch.object(catch_up, "bucket_timeout_s", lambda *_: 0.0),
         pytest.raises(WeightSyncError, match=r"slower than weight_sync\.min_bandwidth"),
     ):
-        await copy(peer, room())
-    assert num_reads == 2
+        joiner.copy(1, LAYOUT, room())
+    west.clock.now += 1  # that of the range that was broken off
+    west.store.let_go(1, "read 1")
     west.store.begin(full(3))
 
 
-async def test_a_version_that_goes_in_the_middle_ends_the_copy(
-    west: Served, peer: ReceiverClient
-) -> None:
+def test_version_that_goes_in_the_middle_ends_the_copy(west: Served, joiner: Peer) -> None:
     hold, num_holds = west.receiver.hold, 0
 
     def lose(version: int, who: str, ttl_s: float) -> None:
         nonlocal num_holds
-        num_holds += who == EAST
+        num_holds += who == "receiver east"
         if num_holds == 3:
             raise UnknownVersion("version 1 is not staged here")
         hold(version, who, ttl_s)
@@ -170,14 +135,7 @@ async def test_a_version_that_goes_in_the_middle_ends_the_copy(
     with (
         patch.object(west.receiver, "hold", lose),
         patch.object(catch_up, "_RANGE_BYTES", 500),
-        pytest.raises(UnknownVersion, match="version 1 is not staged"),
+        pytest.raises(WeightSyncError, match="answered 404"),
     ):
-        await copy(peer, room())
+        joiner.copy(1, LAYOUT, room())
     west.store.begin(full(3))
-
-
-async def test_a_range_that_is_gone_when_it_is_read_is_refused_in_words(
-    west: Served, peer: ReceiverClient
-) -> None:
-    with pytest.raises(UnknownVersion, match="version 9 is not staged"):
-        await peer.read(9, 0, memoryview(bytearray(10)), timeout_s=TIMEOUT_S)
