@@ -25,12 +25,12 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PolicyLoss:
-    """The loss to differentiate, and per token what happened to it."""
+    """The loss to differentiate, and what happened to each token."""
 
     loss: Tensor
     """Scalar: this part's share of the mean over all tokens of the batch."""
     is_clipped_BT: Tensor
-    """Bool: PPO's clip took this token's gradient away."""
+    """Bool: PPO's clip removed this token's gradient."""
     is_truncated_BT: Tensor
     """Bool: the importance weight reached its cap."""
     is_bounded_BT: Tensor

@@ -30,11 +30,11 @@ class Row:
     rollout_logprobs: NDArray[np.float32]
     advantage: float = 0.0
     weight: float = 1.0
-    """Of each of its tokens in the loss: trajectories of one episode share the weight of one."""
+    """Weight of each of its tokens in the loss: all trajectories of an episode share one."""
     temperature: float = 1.0
-    """At which it was sampled: the rollout's log-probabilities are of softmax(logits / this)."""
+    """Sampling temperature: rollout log-probabilities are those of softmax(logits / this)."""
     is_current: bool = False
-    """Sampled wholly by the version that is being trained: engine and trainer should agree."""
+    """Sampled entirely by the version being trained: engine and trainer should agree."""
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.loss_mask.shape == self.rollout_logprobs.shape
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class MicroBatch:
-    """What goes through the model at once.
+    """Rows that go through the model at once.
 
     Predictions are wanted for the last P of the T positions only (the first trained token of any
     row onward); tensors with P in their name are cut to these.

@@ -1,8 +1,8 @@
-"""Whether engines can take, and took, the weights that the trainer publishes, by their names.
+"""Checks, by name, that engines can load the weights that the trainer publishes, and did.
 
-Engines load a published version as they loaded the checkpoint: by name. SGLang's loaders skip a
-name that they do not know without a word, and the engine then keeps the old weight. So a model is
-refused whose names in memory are not those of its files.
+Engines load a published version as they loaded the checkpoint: by name. SGLang's loaders silently
+skip an unknown name, and the engine then keeps the old weight. So a model whose names in memory
+differ from those in its files is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
 MAX_LOGPROB_DIFF = 1.0
-"""Nats, on average. Kernels and dtypes make some hundredths."""
+"""Mean difference in nats. Kernels and dtypes cause some hundredths."""
 _SHOWN = 8
 """Patterns of names in a message."""
 
@@ -65,7 +65,7 @@ def parameter_names(model_path: str, *, trust_remote_code: bool) -> list[str]:
 
 
 def check_names(model_path: str, published: Iterable[str]) -> None:
-    """Raises ValueError that names what is `published` and not in the checkpoint's files."""
+    """Raises ValueError naming what is `published` but missing in the checkpoint's files."""
     known = checkpoint_names(model_path)
     unknown = [name for name in published if name not in known]
     if unknown:
@@ -81,7 +81,7 @@ def check_names(model_path: str, published: Iterable[str]) -> None:
 def check_engines_agree(
     logprob_diff_mean: float, num_tokens: int, published: Iterable[str]
 ) -> None:
-    """Raises RuntimeError that names what was `published` if engines answer by other weights.
+    """Raises RuntimeError naming what was `published` if engines serve other weights.
 
     `logprob_diff_mean`: |trainer - engine| over `num_tokens` tokens of the version being trained.
     """
@@ -96,7 +96,7 @@ def check_engines_agree(
 
 
 def name_patterns(names: Iterable[str]) -> str:
-    """Names that differ in a number only, as one: `model.layers.*.mlp.up_proj.weight (24)`."""
+    """Names that differ only in a number, as one: `model.layers.*.mlp.up_proj.weight (24)`."""
     counts = Counter(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
     shown = [f"{name} ({n})" if n > 1 else name for name, n in counts.most_common(_SHOWN)]
     more = len(counts) - len(shown)

@@ -38,12 +38,12 @@ from weight_sync.types import TensorSpec
 ADAM_EPSILON = 1e-8
 _CHECKPOINT_TAG = "zero3"
 _GATHER_ELEMENTS = 50_000_000
-"""Parameters that are whole on every rank at once while an export walks the model."""
+"""Elements gathered on every rank at once during an export."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RankAddress:
-    """Where this process stands among the trainer's ranks, and where rank 0 listens."""
+    """This process's rank, and the address where rank 0 listens."""
 
     rank: int
     num_ranks: int
@@ -60,12 +60,12 @@ class RankAddress:
 def join_ranks(
     address: RankAddress, backend: Backend, timeout_s: float, listener: socket | None
 ) -> Collectives:
-    """Meet the other ranks in torch's default process group; returns when all are there.
+    """Meet the other ranks in torch's default process group; returns when all have joined.
 
-    Rank 0 brings the socket that listens at `address`: torch by itself would listen everywhere.
+    Rank 0 passes the socket that listens at `address`: torch alone would listen everywhere.
     """
     if not address.uses_gpu:
-        # Else deepspeed starts numactl in every step to count what it could read here.
+        # Otherwise deepspeed runs numactl in every step to find this number.
         os.environ.setdefault("LOCAL_SIZE", "1")
     # On a CPU deepspeed would compile a shared-memory transport here, which takes minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -83,7 +83,7 @@ def join_ranks(
     dist.init_process_group(
         name, store=store, rank=address.rank, world_size=address.num_ranks, timeout=timeout
     )
-    # deepspeed takes up the group that is there.
+    # deepspeed uses the existing group.
     deepspeed.init_distributed(dist_backend=name, auto_mpi_discovery=False, verbose=False)
     device = address.device if name == "nccl" else torch.device("cpu")
     return Collectives(rank=address.rank, num_ranks=address.num_ranks, device=device)
@@ -153,14 +153,14 @@ class Zero3Engine:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss`; the sum over all calls and ranks is what `step` applies."""
-        # deepspeed averages over the ranks, the losses here are shares of one global sum.
+        # deepspeed averages over the ranks, but the losses here are shares of one global sum.
         self._engine.backward(loss * self.num_ranks)
 
     def step(self, learning_rate: float) -> float | None:
         """Clip, update and forget the gradients; returns their global norm before the clipping.
 
-        None: a gradient was not finite. 0: there was none. Then every rank left weights and
-        optimizer as they were.
+        None if a gradient was not finite, 0 if there was none. In both cases no rank changed its
+        weights or optimizer.
         """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -170,9 +170,9 @@ class Zero3Engine:
         return float(self._engine.get_global_grad_norm())
 
     def _leave_out_empty_update(self, adam: torch.optim.Optimizer, *_: object) -> None:
-        # Without a gradient Adam would still move the weights, by its momentum and by the decay.
-        # torch leaves out a parameter that has none; deepspeed gives it zeros. The norm is that of
-        # all ranks, so they agree.
+        # Without a gradient Adam would still move the weights, by its momentum and weight decay.
+        # torch skips a parameter without one, but deepspeed gives it zeros. The norm is global, so
+        # all ranks agree.
         if self._engine.optimizer._global_grad_norm == 0:
             for group in adam.param_groups:
                 for parameter in group["params"]:
@@ -187,8 +187,8 @@ class Zero3Engine:
     def layout(self, serving_dtype: str) -> Layout:
         """Every parameter by its Hugging Face name, as engines serve it. No collective.
 
-        A tied output head is not listed by itself. Raises RuntimeError if deepspeed has cut a
-        parameter in another way than the layout says.
+        A tied output head is not listed. Raises RuntimeError if deepspeed has cut a parameter
+        differently from the layout.
         """
         parameters = list(self._engine.module.named_parameters())
         specs = [
@@ -206,19 +206,19 @@ class Zero3Engine:
         return layout
 
     def shards(self) -> Iterator[Shard]:
-        """What this rank owns of each parameter: views of the live weights. No collective."""
+        """This rank's piece of each parameter, as views of the live weights. No collective."""
         rank = dist.get_rank()
         for name, parameter in self._engine.module.named_parameters():
             share = parameter.ds_tensor.numel()
-            # The last ranks' slices are padded, or are nothing else.
+            # The last ranks' slices are partly or entirely padding.
             num_own = max(0, min(share, parameter.ds_numel - rank * share))
             yield Shard(name=name, tensor=parameter.ds_tensor.data.flatten()[:num_own])
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter, whole, by its Hugging Face name; on all ranks and in the same order.
+        """Every whole parameter by its Hugging Face name, in the same order on all ranks.
 
-        A tensor is only valid until the iterator moves on: copy what you keep. Each rank must walk
-        to the end, else the others wait for it.
+        A tensor is valid only until the iterator advances: copy what you keep. Every rank must
+        iterate to the end, or the others wait for it.
         """
         for bucket in self._gather_buckets():
             with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
@@ -241,10 +241,10 @@ class Zero3Engine:
         self._engine.save_checkpoint(str(folder), tag=_CHECKPOINT_TAG)
 
     def load(self, folder: Path) -> None:
-        """Take up weights and optimizer from `save`; the number of ranks must be the same.
+        """Restore weights and optimizer from `save`, with the same number of ranks.
 
-        Raises ValueError if `folder` was written by another number of ranks, is none of ours, or
-        may have been written by anybody but this user: DeepSpeed unpickles it.
+        Raises ValueError if `folder` was written by another number of ranks, is not a checkpoint,
+        or could have been written by another user: DeepSpeed unpickles it.
         """
         refuse_foreign(folder)
         num_shards = len(list((folder / _CHECKPOINT_TAG).glob("*optim_states.pt")))
@@ -322,7 +322,7 @@ def _settings(config: TrainerConfig, dtype: torch.dtype, *, uses_gpu: bool) -> d
             "contiguous_gradients": True,
             "reduce_bucket_size": bucket_elements,
             "stage3_prefetch_bucket_size": bucket_elements,
-            # Small weights that stay whole would cost a collective each after every update.
+            # Small weights kept whole would cost one collective each after every update.
             "stage3_param_persistence_threshold": 0,
         },
     }

@@ -1,9 +1,9 @@
-"""Checkpoints on disk: each one is whole or absent, whatever is killed and when.
+"""Checkpoints on disk: each one is whole or absent, no matter what is killed when.
 
     checkpoints/
-      .writing-step-000100/     being written; a crash leaves it, the next one clears it away
+      .writing-step-000100/     being written; the next one removes what a crash leaves
       step-000050/
-        state.json              what the run was at
+        state.json              step and version of the run
         zero3/ ...              every rank's shards
       latest                    names the newest whole one
 
@@ -28,20 +28,20 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainState:
-    """Where a run stood when a checkpoint was made."""
+    """State of a run at a checkpoint."""
 
     step: int
     """Steps done."""
     version: int
     """Of the weights in the checkpoint."""
     lineage: str
-    """Names the chain of checkpoints; a resume starts a new one."""
+    """Identifies the chain of checkpoints; a resume starts a new one."""
     consumed_group_ids: tuple[str, ...]
-    """Groups trained on since the checkpoint before."""
+    """Groups trained on since the last checkpoint."""
 
 
 class CheckpointStore:
-    """A run's checkpoints. `begin` and `commit` are for rank 0; the ranks meet in between."""
+    """A run's checkpoints. Rank 0 calls `begin` and `commit`; in between all ranks write."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,7 +66,7 @@ class CheckpointStore:
         _sync_tree(written)
         final = self.folder / f"step-{state.step:06d}"
         if final.exists():
-            # Only a step that is done again after a rollback: `latest` is older than this folder.
+            # Only for a step repeated after a rollback: `latest` is older than this folder.
             shutil.rmtree(final)
         written.rename(final)
         _sync(self.folder)
@@ -77,9 +77,8 @@ class CheckpointStore:
     def latest(self) -> tuple[Path, TrainState] | None:
         """The newest whole checkpoint with its state; None if there never was one.
 
-        Raises ValueError if `latest` names a folder that is no checkpoint, or if anybody but this
-        user could have written to it: DeepSpeed unpickles what it loads, which runs any code that
-        is in there.
+        Raises ValueError if `latest` names a folder that is no checkpoint, or if another user could
+        have written to it: DeepSpeed unpickles what it loads, which runs any code in it.
         """
         pointer = self.folder / _LATEST_FILE
         if not pointer.exists():
@@ -146,7 +145,7 @@ def _refuse_of_others(path: Path) -> None:
 
 
 def _close_to_others(folder: Path) -> None:
-    """Takes the right to write from all others, which a lax umask may have given them."""
+    """Remove write access of other users, which a lax umask may have given."""
     for path in (folder, *folder.rglob("*")):
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~_WRITABLE_BY_OTHERS)
 

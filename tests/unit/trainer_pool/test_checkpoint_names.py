@@ -97,7 +97,7 @@ def test_launch_refuses_a_model_with_fused_experts_before_anything_starts(tmp_pa
     check_inputs(config)
 
 
-def test_engines_that_answer_by_other_weights_are_told_with_the_names() -> None:
+def test_engines_that_serve_other_weights_are_an_error_with_the_names() -> None:
     check_engines_agree(0.05, 200, ["a.0.weight"])
     with pytest.raises(RuntimeError, match=r"200 tokens .* 2\.50 nats .* a\.\*\.weight \(2\)"):
         check_engines_agree(2.5, 200, ["a.0.weight", "a.1.weight"])
@@ -108,7 +108,7 @@ def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
         checkpoint_names(str(tmp_path))
 
 
-def test_long_lists_of_names_are_told_by_their_patterns() -> None:
+def test_long_lists_of_names_are_shortened_to_patterns() -> None:
     names = [f"a.{i}.b.{j}.weight" for i in range(3) for j in range(4)]
     assert name_patterns([*names, "head.weight"]) == "a.*.b.*.weight (12), head.weight"
     assert name_patterns([f"{letter}.weight" for letter in "abcdefghij"]).endswith("and 2 more")

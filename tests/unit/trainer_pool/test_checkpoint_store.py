@@ -38,7 +38,7 @@ def test_commit_makes_the_checkpoint_the_latest_with_its_state(tmp_path: Path) -
     assert names(store.folder) == {"step-000050", "latest"}
 
 
-def test_an_interrupted_checkpoint_leaves_the_one_before_and_is_cleared(tmp_path: Path) -> None:
+def test_interrupted_checkpoint_leaves_the_one_before_and_is_cleared(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     first = write_checkpoint(store, 1)
     store.begin(2)
@@ -51,7 +51,7 @@ def test_an_interrupted_checkpoint_leaves_the_one_before_and_is_cleared(tmp_path
     assert not (tmp_path / "step-000002" / "half").exists()
 
 
-def test_a_crash_between_rename_and_pointer_leaves_the_older_one_named(tmp_path: Path) -> None:
+def test_crash_between_rename_and_pointer_leaves_the_older_one_named(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     first = write_checkpoint(store, 1)
     store.begin(2)
@@ -62,7 +62,7 @@ def test_a_crash_between_rename_and_pointer_leaves_the_older_one_named(tmp_path:
     assert store.latest() == (second, state(2))
 
 
-def test_the_newest_two_are_kept(tmp_path: Path) -> None:
+def test_newest_two_are_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in (9, 10, 100, 101):
         write_checkpoint(store, step)
@@ -70,7 +70,7 @@ def test_the_newest_two_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["nowhere\n", ""])
-def test_a_pointer_to_no_checkpoint_is_an_error_that_names_it(tmp_path: Path, content: str) -> None:
+def test_pointer_to_no_checkpoint_is_an_error_that_names_it(tmp_path: Path, content: str) -> None:
     (tmp_path / "latest").write_text(content)
     with pytest.raises(ValueError, match=r"latest names .*, which is no readable checkpoint"):
         CheckpointStore(tmp_path).latest()
@@ -89,7 +89,7 @@ def test_commit_leaves_nothing_that_others_may_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".", "latest", "step-000001", "step-000001/zero3/rank0.pt"])
-def test_a_checkpoint_that_others_may_write_is_not_loaded(tmp_path: Path, name: str) -> None:
+def test_checkpoint_that_others_may_write_is_not_loaded(tmp_path: Path, name: str) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     write_checkpoint(store, 1)
     path = store.folder / name
@@ -100,7 +100,7 @@ def test_a_checkpoint_that_others_may_write_is_not_loaded(tmp_path: Path, name: 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 @pytest.mark.parametrize("name", [".", "latest", "step-000001", "step-000001/zero3/rank0.pt"])
-def test_a_checkpoint_of_another_user_is_not_loaded(tmp_path: Path, name: str) -> None:
+def test_checkpoint_of_another_user_is_not_loaded(tmp_path: Path, name: str) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     write_checkpoint(store, 1)
     os.chown(store.folder / name, 12345, -1)
@@ -108,7 +108,7 @@ def test_a_checkpoint_of_another_user_is_not_loaded(tmp_path: Path, name: str) -
         store.latest()
 
 
-def test_a_checkpoint_is_not_loaded_through_a_link(tmp_path: Path) -> None:
+def test_checkpoint_is_not_loaded_through_a_link(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     folder = write_checkpoint(store, 1)
     elsewhere = folder.rename(tmp_path / "elsewhere")

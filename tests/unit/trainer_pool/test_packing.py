@@ -74,7 +74,7 @@ def test_rows_are_padded_on_the_right_and_cut_to_the_trained_part() -> None:
     torch.testing.assert_close(batch.temperatures_B1, torch.tensor([[1.0], [0.7]]))
 
 
-def test_a_trajectory_over_the_budget_is_refused_with_the_fix() -> None:
+def test_trajectory_over_the_budget_is_refused_with_the_fix() -> None:
     with pytest.raises(ValueError, match=r"trainer\.micro_batch_tokens=8: a trajectory has 9"):
         pack([make_row(9, 3)], max_tokens=8)
 
@@ -94,6 +94,6 @@ def test_moving_a_micro_batch_keeps_its_values() -> None:
     torch.testing.assert_close(moved.rollout_logprobs_BP, batch.rollout_logprobs_BP)
 
 
-def test_a_row_may_not_train_its_first_token() -> None:
+def test_row_may_not_train_its_first_token() -> None:
     with pytest.raises(AssertionError):
         make_row(3, 0)

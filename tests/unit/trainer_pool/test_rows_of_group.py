@@ -36,7 +36,7 @@ def group(*trajectories: Trajectory, **changes: float) -> TrajectoryGroup:
     )
 
 
-def test_an_episode_counts_once_and_its_trajectories_share_its_weight() -> None:
+def test_episode_counts_once_and_its_trajectories_share_its_weight() -> None:
     # Rewards by episode 1, 0, 0, 0: mean 0.25, deviation 0.5. Were each trajectory counted, the
     # mean would be 0.5.
     rows = rows_of_group(
@@ -68,7 +68,7 @@ def test_episodes_may_stand_in_any_order() -> None:
     assert not any(row.is_current for row in rows)
 
 
-def test_a_trajectory_without_a_trained_token_leaves_its_weight_to_the_others() -> None:
+def test_trajectory_without_a_trained_token_leaves_its_weight_to_the_others() -> None:
     some = group(trajectory(0, 1.0, 0), trajectory(0, 1.0), trajectory(1, 0.0))
     rows = rows_of_group(some, 3, should_normalize_std=False)
     assert [(row.advantage, row.weight) for row in rows] == [(0.5, 1.0), (-0.5, 1.0)]

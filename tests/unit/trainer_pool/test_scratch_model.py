@@ -50,7 +50,7 @@ def test_model_is_small_float32_and_ends_at_the_tokenizers_eos(folder: Path) -> 
     assert generation.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
 
 
-def test_the_seed_decides_the_weights(folder: Path, tmp_path: Path) -> None:
+def test_seed_decides_the_weights(folder: Path, tmp_path: Path) -> None:
     build_scratch_model(ScratchModelConfig(), tmp_path / "same", seed=7)
     build_scratch_model(ScratchModelConfig(), tmp_path / "other", seed=8)
     weights = [
@@ -60,7 +60,7 @@ def test_the_seed_decides_the_weights(folder: Path, tmp_path: Path) -> None:
     assert weights[0] == weights[1] != weights[2]
 
 
-def test_the_chat_template_writes_tools_turns_and_calls(folder: Path) -> None:
+def test_chat_template_writes_tools_turns_and_calls(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     conversation = [

@@ -179,7 +179,7 @@ def test_steps_change_the_weights_and_count_what_they_trained(
     assert min(moved) > 1e-3
 
 
-def test_rewards_are_told_by_part_and_counted_by_episode(two_ranks: Outcome) -> None:
+def test_rewards_are_reported_by_part_and_counted_by_episode(two_ranks: Outcome) -> None:
     """Each rank has groups whose parts the other one's do not have."""
     for step in two_ranks.results["steps"]:
         assert step["reward/right"] == pytest.approx(0.5)
@@ -188,7 +188,7 @@ def test_rewards_are_told_by_part_and_counted_by_episode(two_ranks: Outcome) -> 
         assert step["zero_variance_fraction"] in (0, 0.25, 0.5, 0.75, 1)
 
 
-def test_the_copy_of_the_weights_is_awaited_right_before_each_update(two_ranks: Outcome) -> None:
+def test_copy_of_the_weights_is_awaited_right_before_each_update(two_ranks: Outcome) -> None:
     """Not before the passes through the model, which leave the weights as they are."""
     calls = two_ranks.results["calls"]
     updates = [place for place, call in enumerate(calls) if call == "step"]

@@ -9,7 +9,7 @@ class Somebody:
     pass
 
 
-def test_the_rest_doubles_with_each_failure_up_to_its_limit_and_ends_with_a_success() -> None:
+def test_rest_doubles_with_each_failure_up_to_its_limit_and_ends_with_a_success() -> None:
     now = 0.0
     backoff: Backoff[Somebody] = Backoff(10.0, 35.0, clock=lambda: now)
     who = Somebody()

@@ -34,7 +34,7 @@ def test_every_byte_of_every_stream_is_in_exactly_one_bucket(layout: Layout, siz
 
 @settings(deadline=None)
 @given(layouts(), sizes)
-def test_the_extents_of_a_bucket_are_its_bytes_in_order(layout: Layout, size: int) -> None:
+def test_extents_of_a_bucket_are_its_bytes_in_order(layout: Layout, size: int) -> None:
     for bucket in plan(layout, size):
         position = bucket.start
         for extent in bucket.extents:
@@ -106,7 +106,7 @@ def test_ranks_take_turns_and_buckets_are_numbered_in_that_order() -> None:
     ]
 
 
-def test_a_long_stretch_travels_straight_to_its_place_and_short_ones_together() -> None:
+def test_long_stretch_travels_straight_to_its_place_and_short_ones_together() -> None:
     tensors = [spec("s0", 4), spec("s1", 4), spec("long", 100), spec("s2", 4), spec("s3", 4)]
     buckets = [b for b in plan(Layout.of(tensors, num_ranks=2), 64) if b.rank == 1]
     # Of each tensor rank 1 has the second half: nothing of it is a neighbour in the file.
@@ -134,7 +134,7 @@ def test_neighbours_in_stream_and_file_are_one_stretch() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 200), min_size=2, max_size=2), sizes)
-def test_a_delta_is_cut_by_its_length_alone(wire_bytes: list[int], size: int) -> None:
+def test_delta_is_cut_by_its_length_alone(wire_bytes: list[int], size: int) -> None:
     layout = Layout.of([spec("a", 40), spec("b", 3)], num_ranks=2)
     transfer = replace(
         full_transfer(layout, bucket_bytes=size), base_version=0, wire_bytes=tuple(wire_bytes)
@@ -148,13 +148,13 @@ def test_a_delta_is_cut_by_its_length_alone(wire_bytes: list[int], size: int) ->
         assert not any(b.extents or b.direct for b in ours)
 
 
-def test_a_bucket_size_of_nothing_is_refused() -> None:
+def test_bucket_size_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"weight_sync\.bucket_bytes=0"):
         plan(Layout.of([spec("a", 2)], 1), 0)
 
 
 @pytest.mark.parametrize("wire_bytes", [(), (8,), (8, 7), (8, 8, 8)])
-def test_a_transfer_of_another_layout_is_refused(wire_bytes: tuple[int, ...]) -> None:
+def test_transfer_of_another_layout_is_refused(wire_bytes: tuple[int, ...]) -> None:
     layout = Layout.of([spec("a", 8)], 2)
     with pytest.raises(ValueError, match="version 1"):
         plan_buckets(layout, replace(full_transfer(layout), wire_bytes=wire_bytes))

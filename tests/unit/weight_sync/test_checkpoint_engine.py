@@ -43,7 +43,7 @@ async def test_each_version_reaches_every_receiver_bit_by_bit(tmp_path: Path) ->
             assert record["convergence_s"] >= record["wire_s"] + record["verify_s"] > 0
 
 
-async def test_the_newest_of_versions_in_quick_succession_wins(tmp_path: Path) -> None:
+async def test_newest_of_versions_in_quick_succession_wins(tmp_path: Path) -> None:
     async with scene(tmp_path, num_rows=20_000) as s:
         a, b = await s.add("a", "b")
         await s.publish_at_once(range(6))
@@ -83,7 +83,7 @@ async def test_more_changes_than_pay_are_sent_in_full(tmp_path: Path) -> None:
         assert [r["mode"] for r in await s.publish_records(1)] == ["full", "full"]
 
 
-async def test_a_version_waits_for_the_first_receiver(tmp_path: Path) -> None:
+async def test_version_waits_for_the_first_receiver(tmp_path: Path) -> None:
     async with scene(tmp_path) as s:
         await s.publish(0)
         with pytest.raises(
@@ -104,7 +104,7 @@ async def test_who_does_not_serve_a_version_is_named(tmp_path: Path) -> None:
             await s.committed(0, timeout_s=3.0)
 
 
-async def test_the_loss_of_the_board_reaches_the_trainer_with_its_cause(tmp_path: Path) -> None:
+async def test_loss_of_the_board_reaches_the_trainer_with_its_cause(tmp_path: Path) -> None:
     async with scene(tmp_path) as s:
         await s.add("a")
         await s.publish(0)
@@ -125,7 +125,7 @@ async def test_versions_only_grow(tmp_path: Path) -> None:
             await s.publish(3)
 
 
-async def test_a_closed_engine_says_so(tmp_path: Path) -> None:
+async def test_closed_engine_says_so(tmp_path: Path) -> None:
     async with scene(tmp_path) as s:
         s.engine.close()
         with pytest.raises(WeightSyncError, match="the checkpoint engine was closed"):

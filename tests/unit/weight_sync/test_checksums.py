@@ -10,7 +10,7 @@ from weight_sync.checksums import StreamChecksums, piece_checksums, staged_check
 from weight_sync.layout import Layout
 
 
-def test_a_checksum_is_the_crc32_of_a_piece() -> None:
+def test_checksum_is_the_crc32_of_a_piece() -> None:
     layout = Layout.of([spec("a", 3), spec("b", 2)], num_ranks=2)
     data = random_bytes(10, seed=0)
     raw = data.numpy().tobytes()
@@ -32,7 +32,7 @@ def test_sender_and_receiver_find_the_same(layout: Layout, seed: int) -> None:
 
 @settings(deadline=None)
 @given(layouts(), st.data())
-def test_a_running_checksum_is_that_of_the_whole_wherever_the_stream_is_cut(
+def test_running_checksum_is_that_of_the_whole_wherever_the_stream_is_cut(
     layout: Layout, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, layout.num_ranks - 1))
@@ -47,7 +47,7 @@ def test_a_running_checksum_is_that_of_the_whole_wherever_the_stream_is_cut(
     assert running.result() == piece_checksums(layout, rank, stream)
 
 
-def test_a_running_checksum_refuses_a_gap_a_repetition_and_more_than_there_is() -> None:
+def test_running_checksum_refuses_a_gap_a_repetition_and_more_than_there_is() -> None:
     layout = Layout.of([spec("a", 8)], num_ranks=2)
     stream = random_bytes(8, seed=4)
     running = StreamChecksums(layout, 1)
@@ -61,7 +61,7 @@ def test_a_running_checksum_refuses_a_gap_a_repetition_and_more_than_there_is() 
     assert running.result() == piece_checksums(layout, 1, stream)
 
 
-def test_a_stream_or_file_of_another_length_is_refused() -> None:
+def test_stream_or_file_of_another_length_is_refused() -> None:
     layout = Layout.of([spec("a", 8)], num_ranks=2)
     with pytest.raises(ValueError, match="rank 0 has 7 bytes, not 8"):
         piece_checksums(layout, 0, random_bytes(7, seed=0))

@@ -78,7 +78,7 @@ def test_every_rank_hears_and_answers_in_the_order_of_the_ranks() -> None:
         assert made.wait() == [0, 0]
 
 
-def test_a_rank_that_dies_is_named_at_once() -> None:
+def test_rank_that_dies_is_named_at_once() -> None:
     with ranks() as made:
         start = time.monotonic()
         with pytest.raises(ControlError, match="receiving from rank 2: it is gone, or was silent"):
@@ -86,7 +86,7 @@ def test_a_rank_that_dies_is_named_at_once() -> None:
         assert time.monotonic() - start < LIMIT_S / 2
 
 
-def test_a_rank_that_does_not_answer_is_named_when_its_time_is_over() -> None:
+def test_rank_that_does_not_answer_is_named_when_its_time_is_over() -> None:
     with ranks() as made:
         with pytest.raises(ControlError, match=r"receiving from rank 1: .* silent for 0"):
             made.group.call({"do": "this", "sleeping": [1]}, 0.5)
@@ -94,7 +94,7 @@ def test_a_rank_that_does_not_answer_is_named_when_its_time_is_over() -> None:
             made.group.call({"do": "this"}, 0.5)
 
 
-def test_the_others_notice_that_rank_0_is_gone() -> None:
+def test_others_notice_that_rank_0_is_gone() -> None:
     with ranks() as made:
         made.group.call({"do": "this"}, LIMIT_S)
         made.group.close()
@@ -103,7 +103,7 @@ def test_the_others_notice_that_rank_0_is_gone() -> None:
             made.group.call({"do": "this"}, LIMIT_S)
 
 
-def test_the_others_notice_that_rank_0_is_silent() -> None:
+def test_others_notice_that_rank_0_is_silent() -> None:
     with ranks(timeout_s=1.0) as made:
         assert made.wait() == [3, 3]
         assert "receiving from rank 0: it is gone, or was silent for 1 s" in made.words.recv()

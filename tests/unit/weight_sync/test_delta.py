@@ -107,7 +107,7 @@ def test_bits_count_not_values(dtype: torch.dtype) -> None:
 
 @settings(deadline=None)
 @given(layouts(), st.integers(0, 2**32))
-def test_a_retry_after_a_broken_or_a_whole_apply_ends_at_the_same_bytes(
+def test_retry_after_a_broken_or_a_whole_apply_ends_at_the_same_bytes(
     layout: Layout, seed: int
 ) -> None:
     old = random_bytes(layout.num_bytes, seed)
@@ -126,7 +126,7 @@ def test_a_retry_after_a_broken_or_a_whole_apply_ends_at_the_same_bytes(
     assert torch.equal(half_done, new)
 
 
-def test_a_rank_writes_to_its_own_bytes_alone() -> None:
+def test_rank_writes_to_its_own_bytes_alone() -> None:
     layout = Layout.of([spec("a", 10), spec("b", 7, dtype="float32"), spec("c", 3)], num_ranks=3)
     old = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     new = torch.full_like(old, 255)
@@ -143,7 +143,7 @@ def test_a_rank_writes_to_its_own_bytes_alone() -> None:
         assert torch.equal(received, expected)
 
 
-def test_a_rank_that_owns_nothing_has_an_empty_delta() -> None:
+def test_rank_that_owns_nothing_has_an_empty_delta() -> None:
     layout = Layout.of([spec("a", 2)], num_ranks=4)
     nothing = torch.empty(0, dtype=torch.uint8)
     found = delta.encode(layout, 3, nothing, nothing, max_density=0.0)
@@ -156,7 +156,7 @@ def test_a_rank_that_owns_nothing_has_an_empty_delta() -> None:
 
 
 @pytest.mark.parametrize(("num_changed", "is_sent"), [(0, True), (29, True), (30, False)])
-def test_a_density_above_the_limit_gives_no_delta(num_changed: int, is_sent: bool) -> None:
+def test_density_above_the_limit_gives_no_delta(num_changed: int, is_sent: bool) -> None:
     layout = Layout.of([spec("a", 100)], num_ranks=1)
     old = torch.zeros(200, dtype=torch.uint8)
     new = old.clone()
@@ -172,7 +172,7 @@ def map_zeros(num_bytes: int) -> tuple[int, Tensor]:
     return descriptor, torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
 
-def test_a_density_above_the_limit_is_noticed_long_before_the_end_of_the_stream() -> None:
+def test_density_above_the_limit_is_noticed_long_before_the_end_of_the_stream() -> None:
     num_bytes = 32 * 2**20
     layout = Layout.of([spec("a", num_bytes // 2)], num_ranks=1)
     descriptor, base = map_zeros(num_bytes)
@@ -189,7 +189,7 @@ def test_a_density_above_the_limit_is_noticed_long_before_the_end_of_the_stream(
 
 @settings(deadline=None)
 @given(layouts(max_ranks=3), st.data())
-def test_a_damaged_payload_is_refused_or_stays_within_its_rank(
+def test_damaged_payload_is_refused_or_stays_within_its_rank(
     layout: Layout, data: st.DataObject
 ) -> None:
     old = random_bytes(layout.num_bytes, seed=5)
@@ -225,7 +225,7 @@ def make_payload() -> tuple[Layout, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 15, 16, 23, 24, 30, 35])
-def test_a_payload_that_is_cut_off_is_refused(num_bytes: int) -> None:
+def test_payload_that_is_cut_off_is_refused(num_bytes: int) -> None:
     layout, data, payload = make_payload()
     assert len(payload) == 36
     with pytest.raises(ValueError, match="rank 0"):
@@ -247,7 +247,7 @@ def test_a_payload_that_is_cut_off_is_refused(num_bytes: int) -> None:
         (35, 255, "outside"),
     ],
 )
-def test_a_payload_of_nonsense_is_refused_before_anything_is_written(
+def test_payload_of_nonsense_is_refused_before_anything_is_written(
     place: int, value: int, what: str
 ) -> None:
     layout, data, payload = make_payload()

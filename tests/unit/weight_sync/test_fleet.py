@@ -96,7 +96,7 @@ async def fleet_of_one() -> AsyncIterator[tuple[Fleet, MemoryBoard, OneReceiver]
         await receiver.close()
 
 
-async def test_a_receiver_that_works_is_waited_for_while_it_shows_signs_of_life() -> None:
+async def test_receiver_that_works_is_waited_for_while_it_shows_signs_of_life() -> None:
     async with fleet_of_one() as (fleet, board, receiver):
         (client,) = await fleet.registered()
         call = asyncio.create_task(fleet.call(client, client.release(0, timeout_s=LIMIT_S)))
@@ -108,7 +108,7 @@ async def test_a_receiver_that_works_is_waited_for_while_it_shows_signs_of_life(
         assert call.result() is None and board.records == []
 
 
-async def test_a_receiver_that_falls_silent_is_given_up_long_before_its_request_is() -> None:
+async def test_receiver_that_falls_silent_is_given_up_long_before_its_request_is() -> None:
     async with fleet_of_one() as (fleet, board, receiver):
         (client,) = await fleet.registered()
         receiver.lives = False
@@ -121,7 +121,7 @@ async def test_a_receiver_that_falls_silent_is_given_up_long_before_its_request_
         assert len(board.records) == 1
 
 
-async def test_a_trouble_is_told_once_until_it_is_over() -> None:
+async def test_failure_is_reported_once_until_the_receiver_is_healthy() -> None:
     async def refuse(client: object) -> None:
         raise WeightSyncError("no room")
 
@@ -135,7 +135,7 @@ async def test_a_trouble_is_told_once_until_it_is_over() -> None:
         assert len(board.events("left_out")) == 2
 
 
-async def test_a_receiver_that_is_registered_no_more_is_let_go_after_its_last_request() -> None:
+async def test_receiver_that_is_registered_no_more_is_let_go_after_its_last_request() -> None:
     async with fleet_of_one() as (fleet, board, receiver):
         (client,) = await fleet.registered()
         call = asyncio.create_task(fleet.call(client, client.release(0, timeout_s=LIMIT_S)))

@@ -62,18 +62,18 @@ def test_auto_is_nccl_where_the_process_has_a_gpu() -> None:
         resolve_backend(Backend.nccl, uses_gpu=False)
 
 
-def test_the_limit_of_a_wait_grows_with_the_bytes_in_front_of_it() -> None:
+def test_limit_of_a_wait_grows_with_the_bytes_in_front_of_it() -> None:
     assert bucket_timeout_s(0, 30.0, 50e6) == 30.0
     assert bucket_timeout_s(100_000_000, 30.0, 50e6) == 32.0
 
 
-def test_a_group_travels_as_json(store: TCPStore) -> None:
+def test_group_travels_as_json(store: TCPStore) -> None:
     spec = make_spec(store, num_receivers=2)
     assert GroupSpec.from_json(spec.to_json()) == spec
 
 
 @pytest.mark.parametrize("change", [{"port": "http"}, {"receivers": []}, {"timeout_s": 0}])
-def test_a_group_that_makes_no_sense_is_refused(store: TCPStore, change: dict[str, object]) -> None:
+def test_group_that_makes_no_sense_is_refused(store: TCPStore, change: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         GroupSpec.from_json({**make_spec(store).to_json(), **change})
     with pytest.raises(ValueError, match="epoch"):
@@ -114,13 +114,13 @@ def test_who_does_not_come_is_named(store: TCPStore) -> None:
                 join.result(20)
 
 
-def test_a_rendezvous_that_is_gone_is_an_error_of_this_epoch(store: TCPStore) -> None:
+def test_rendezvous_that_is_gone_is_an_error_of_this_epoch(store: TCPStore) -> None:
     spec = make_spec(store, port=1, timeout_s=0.5)
     with pytest.raises(WeightSyncError, match="epoch 1 of weight group 'leash-test'"):
         WeightGroup.join(spec, 0)
 
 
-def test_a_failed_walk_leaves_the_group_and_the_peer_is_told(
+def test_failed_walk_leaves_the_group_and_the_peer_notices(
     store: TCPStore, pool: ThreadPoolExecutor
 ) -> None:
     left, right = meet(pool, make_spec(store))
@@ -145,7 +145,7 @@ def test_a_failed_walk_leaves_the_group_and_the_peer_is_told(
         waiting.result(20)
 
 
-def test_a_silent_peer_is_an_error_when_the_limit_is_over(
+def test_silent_peer_is_an_error_when_the_limit_is_over(
     store: TCPStore, pool: ThreadPoolExecutor
 ) -> None:
     left, right = meet(pool, make_spec(store))
@@ -160,7 +160,7 @@ def test_a_silent_peer_is_an_error_when_the_limit_is_over(
     left.close()
 
 
-def test_an_address_that_leads_nowhere_is_an_error_of_this_epoch(store: TCPStore) -> None:
+def test_address_that_leads_nowhere_is_an_error_of_this_epoch(store: TCPStore) -> None:
     def look_up(*_: object, **__: object) -> None:
         raise socket.gaierror("Name or service not known")
 
@@ -207,7 +207,7 @@ class NcclStandIn:
 
 
 @pytest.mark.parametrize("failing", ["send", "recv", "end", "send end"])
-def test_an_exchange_that_fails_leaves_nothing_open(store: TCPStore, failing: str) -> None:
+def test_exchange_that_fails_leaves_nothing_open(store: TCPStore, failing: str) -> None:
     spec = replace(make_spec(store, num_receivers=2), backend="nccl")
     nccl: Any = NcclStandIn()
     group = WeightGroup(spec, 1, nccl, torch.device("cpu"))

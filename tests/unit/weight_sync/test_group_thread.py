@@ -93,7 +93,7 @@ def send(group: WeightGroup) -> None:
     group.send(bytes_of(7), 1, 0).wait(LIMIT)
 
 
-def test_a_walk_runs_on_a_thread_that_lasts_until_one_fails(
+def test_walk_runs_on_a_thread_that_lasts_until_one_fails(
     scene: Scene, group_thread: GroupThread
 ) -> None:
     threads = []
@@ -120,7 +120,7 @@ def test_a_walk_runs_on_a_thread_that_lasts_until_one_fails(
     assert not failed.is_alive()
 
 
-def test_a_meeting_that_stands_still_costs_its_epoch_alone(
+def test_meeting_that_stands_still_costs_its_epoch_alone(
     scene: Scene, group_thread: GroupThread
 ) -> None:
     """As NCCL's, when a member is stopped after all have come."""
@@ -142,7 +142,7 @@ def test_a_meeting_that_stands_still_costs_its_epoch_alone(
         late_peer.result(20).recv(bytes_of(0), 0, 0).wait(LIMIT)
 
 
-def test_a_walk_that_stands_still_is_given_up_and_touches_nothing_later(
+def test_walk_that_stands_still_is_given_up_and_touches_nothing_later(
     scene: Scene, group_thread: GroupThread
 ) -> None:
     touched: list[str] = []
@@ -168,7 +168,7 @@ def test_a_walk_that_stands_still_is_given_up_and_touches_nothing_later(
     assert over.wait(20) and not touched
 
 
-def test_a_left_group_is_noticed_at_once(scene: Scene, group_thread: GroupThread) -> None:
+def test_left_group_is_noticed_at_once(scene: Scene, group_thread: GroupThread) -> None:
     peer = scene.peer(scene.spec(1))
     group_thread.join(scene.spec(1), meet(scene.spec(1)))
     group_thread.leave()
@@ -190,7 +190,7 @@ def sending_rank() -> SendingRank:
     return SendingRank(timeouts, 0, snapshots, Sender(0, config, torch.device("cpu")))
 
 
-def test_a_rank_answers_a_join_that_stands_still(scene: Scene) -> None:
+def test_rank_answers_a_join_that_stands_still(scene: Scene) -> None:
     """Silence would end training; an error is one failed attempt."""
     with scene.stands_still_in("_gloo_group"):
         slow = scene.spec(1, timeout_s=0.2)
@@ -212,7 +212,7 @@ def encode_command() -> dict[str, Any]:
     }
 
 
-def test_a_rank_without_memory_for_a_delta_sends_all() -> None:
+def test_rank_without_memory_for_a_delta_sends_all() -> None:
     rank = sending_rank()
     with patch.object(delta, "encode", side_effect=MemoryError("40 GiB")):
         reply = rank.handle(encode_command())
@@ -229,7 +229,7 @@ def test_whatever_goes_wrong_in_a_rank_is_an_answer(error: Exception) -> None:
     assert reply is not None and type(error).__name__ in reply["error"]
 
 
-def test_a_receiver_answers_a_transfer_that_stands_still(scene: Scene, tmp_path: Path) -> None:
+def test_receiver_answers_a_transfer_that_stands_still(scene: Scene, tmp_path: Path) -> None:
     receiver = Receiver(
         ReceiverSpec(
             name="node0",

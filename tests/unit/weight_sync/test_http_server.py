@@ -82,7 +82,7 @@ async def answer_to(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
     return head.split(b"\r\n")[0], await reader.readexactly(int(length.split(b":")[1]))
 
 
-async def test_a_head_that_trickles_in_ends_and_silence_does() -> None:
+async def test_head_that_trickles_in_ends_and_silence_does() -> None:
     async with serving(head_s=0.3) as (connect, _):
         silent, _ = await connect()
         reader, writer = await connect()
@@ -100,7 +100,7 @@ async def test_a_head_that_trickles_in_ends_and_silence_does() -> None:
         await asyncio.wait([trickling])
 
 
-async def test_a_body_that_trickles_in_ends() -> None:
+async def test_body_that_trickles_in_ends() -> None:
     async with serving(body_s=0.3) as (connect, _):
         reader, writer = await connect()
         writer.write(post("/echo", 100, b"x"))
@@ -121,7 +121,7 @@ async def test_further_requests_have_their_own_time() -> None:
         assert await answer_to(reader) == (b"HTTP/1.1 200 OK", b"z")
 
 
-async def test_a_body_after_the_refusal_is_not_listened_to_for_long() -> None:
+async def test_body_after_the_refusal_is_not_listened_to_for_long() -> None:
     async with serving() as (connect, _):
         reader, writer = await connect()
         writer.write(post("/unread", 10**9))
@@ -133,7 +133,7 @@ async def test_a_body_after_the_refusal_is_not_listened_to_for_long() -> None:
                 await asyncio.sleep(0.05)
 
 
-async def test_a_length_above_the_limit_is_refused_before_the_body_comes() -> None:
+async def test_length_above_the_limit_is_refused_before_the_body_comes() -> None:
     async with serving() as (connect, _):
         for length in (1001, 10**15):
             reader, writer = await connect()
@@ -145,7 +145,7 @@ async def test_a_length_above_the_limit_is_refused_before_the_body_comes() -> No
         assert (await answer_to(reader))[0].startswith(b"HTTP/1.1 413 ")
 
 
-async def test_a_reader_that_stops_ends_its_answer() -> None:
+async def test_reader_that_stops_ends_its_answer() -> None:
     async with serving(write_s=0.3) as (connect, noted):
         _, writer = await connect()
         writer.write(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -11,7 +11,7 @@ def test_this_machine_is_reached_through_loopback(host: str) -> None:
     assert interface_towards(host) == "lo"
 
 
-def test_the_interface_towards_another_machine_is_the_one_with_the_address_towards_it() -> None:
+def test_interface_towards_another_machine_is_the_one_with_the_address_towards_it() -> None:
     try:
         own = own_address_towards("192.0.2.1")
     except OSError:

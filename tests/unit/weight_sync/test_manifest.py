@@ -12,7 +12,7 @@ from weight_sync.layout import Layout, Manifest, Transfer, mismatches
 
 @settings(deadline=None)
 @given(layouts())
-def test_the_pieces_of_all_ranks_cover_the_file_once_and_each_stream_in_order(
+def test_pieces_of_all_ranks_cover_the_file_once_and_each_stream_in_order(
     layout: Layout,
 ) -> None:
     covered = []
@@ -105,7 +105,7 @@ def test_layouts_that_differ_have_other_digests() -> None:
         ([spec("a", 2)], 0, "num_ranks=0"),
     ],
 )
-def test_a_model_that_cannot_be_published_is_refused_by_name(
+def test_model_that_cannot_be_published_is_refused_by_name(
     tensors: list[object], num_ranks: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -149,7 +149,7 @@ def test_manifest_survives_the_wire(layout: Layout, version: int) -> None:
     assert "layout" not in manifest.to_wire()
 
 
-def test_a_manifest_with_a_checksum_too_few_is_refused() -> None:
+def test_manifest_with_a_checksum_too_few_is_refused() -> None:
     layout = Layout.of([spec("a", 4), spec("b", 4)], 2)
     fields = Manifest(version=3, layout=layout, checksums=((1, 2), (3,))).to_json()
     with pytest.raises(ValueError, match="version 3"):

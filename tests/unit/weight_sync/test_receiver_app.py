@@ -167,7 +167,7 @@ async def test_ranges_are_the_bytes_of_the_files_data(north: ReceiverClient) -> 
     assert reply.headers["content-range"] == f"bytes 1000-70000/{LAYOUT.num_bytes}"
 
 
-async def test_a_release_wakes_who_waits_for_a_newer_version(receivers: Receivers) -> None:
+async def test_release_wakes_waits_for_a_newer_version(receivers: Receivers) -> None:
     receivers.stage("east", 3)
     client = await receivers.start("east")
     newest = await client.newest(2, timeout_s=CALL_S)
@@ -183,7 +183,7 @@ async def test_a_release_wakes_who_waits_for_a_newer_version(receivers: Receiver
         assert staged_bytes(staged.path) == file_bytes(5)
 
 
-async def test_a_whole_version_is_invisible_before_its_release(receivers: Receivers) -> None:
+async def test_whole_version_is_invisible_before_its_release(receivers: Receivers) -> None:
     receivers.stage("east", 0, should_release=False)
     client = await receivers.start("east")
     status = await client.status(timeout_s=CALL_S)
@@ -198,7 +198,7 @@ async def test_a_whole_version_is_invisible_before_its_release(receivers: Receiv
     assert (await client.manifest(0, LAYOUT, timeout_s=CALL_S)) == make_manifest(LAYOUT, 0)
 
 
-async def test_a_killed_receiver_finds_its_versions_again(receivers: Receivers) -> None:
+async def test_killed_receiver_finds_its_versions_again(receivers: Receivers) -> None:
     receivers.stage("east", 3)
     client = await receivers.start("east")
     process = receivers.processes[0]
@@ -216,7 +216,7 @@ async def test_a_killed_receiver_finds_its_versions_again(receivers: Receivers) 
     ) == 0
 
 
-async def test_a_receiver_ends_with_whoever_started_it_and_leaves_its_versions(
+async def test_receiver_ends_with_its_parent_and_leaves_its_versions(
     receivers: Receivers,
 ) -> None:
     receivers.stage("east", 3)
@@ -263,7 +263,7 @@ async def test_layout_travels_once_and_then_by_its_digest(receivers: Receivers) 
     assert {body["layout_digest"] for body in bodies} == {LAYOUT.digest}
 
 
-async def test_a_peers_damaged_copy_is_refused(receivers: Receivers) -> None:
+async def test_peers_damaged_copy_is_refused(receivers: Receivers) -> None:
     receivers.stage("west", 3)
     west, east = await receivers.start("west"), await receivers.start("east")
     staged = await west.newest(2, timeout_s=CALL_S)
@@ -279,7 +279,7 @@ async def test_a_peers_damaged_copy_is_refused(receivers: Receivers) -> None:
     assert (status.newest, status.complete) == (None, ())
 
 
-async def test_a_held_version_stays(receivers: Receivers, north: ReceiverClient) -> None:
+async def test_held_version_stays(receivers: Receivers, north: ReceiverClient) -> None:
     receivers.stage("east", 2)
     east = await receivers.start("east")
     await east.hold(2, "engine 0", 300.0, timeout_s=CALL_S)
@@ -290,7 +290,7 @@ async def test_a_held_version_stays(receivers: Receivers, north: ReceiverClient)
     assert await east.begin(make_transfer(LAYOUT, 5), LAYOUT, timeout_s=CALL_S) == 0
 
 
-async def test_a_start_may_take_as_long_as_verifying_what_is_staged(receivers: Receivers) -> None:
+async def test_start_may_take_as_long_as_verifying_what_is_staged(receivers: Receivers) -> None:
     receivers.stage("east", 3)
     spec = replace(receivers.spec("east"), min_bandwidth=2 * LAYOUT.num_bytes / CALL_S)
     process = ReceiverProcess(spec, Path(spec.folder).parent / "east.log")
@@ -301,7 +301,7 @@ async def test_a_start_may_take_as_long_as_verifying_what_is_staged(receivers: R
     assert (await client.status(timeout_s=CALL_S)).newest == 3
 
 
-async def test_a_receiver_that_cannot_start_says_why(tmp_path: Path) -> None:
+async def test_receiver_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "east").write_text("a file where its folder should be")
     process = ReceiverProcess(receiver_spec("east", tmp_path), tmp_path / "east.log")
     with pytest.raises(WeightSyncError, match=r"ended at its start(.|\n)*FileExistsError"):

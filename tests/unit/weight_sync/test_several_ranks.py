@@ -78,7 +78,7 @@ async def scene_of(
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-async def test_the_shards_of_all_ranks_make_up_each_version(tmp_path: Path, num_ranks: int) -> None:
+async def test_shards_of_all_ranks_make_up_each_version(tmp_path: Path, num_ranks: int) -> None:
     layout = scene_layout(num_ranks)
     async with scene_of(tmp_path, num_ranks, full_every=2) as (ranks, nodes):
         for version in range(3):
@@ -106,7 +106,7 @@ async def test_versions_in_quick_succession_keep_the_ranks_together(tmp_path: Pa
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-async def test_a_rank_that_died_is_named_to_the_others(tmp_path: Path) -> None:
+async def test_rank_that_died_is_named_to_the_others(tmp_path: Path) -> None:
     async with scene_of(tmp_path, 2, timeout_s=10.0) as (ranks, nodes):
         await ranks.ask_all("publish", 0)
         await ranks.ask(0, "published", 0, LIMIT_S)

@@ -29,7 +29,7 @@ def assembled(layout: Layout, streams: list[torch.Tensor]) -> dict[str, torch.Te
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_the_ranks_streams_together_are_the_cast_weights(num_ranks: int) -> None:
+def test_ranks_streams_together_are_the_cast_weights(num_ranks: int) -> None:
     layout = scene_layout(num_ranks, num_rows=3)
     ranks = [Snapshots(layout, rank) for rank in range(num_ranks)]
     for version, slot in ((0, 0), (1, 1), (2, 0)):
@@ -40,7 +40,7 @@ def test_the_ranks_streams_together_are_the_cast_weights(num_ranks: int) -> None
             assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-def test_a_capture_does_not_follow_later_changes_and_spares_the_other_buffer() -> None:
+def test_capture_does_not_follow_later_changes_and_spares_the_other_buffer() -> None:
     layout = scene_layout(1, num_rows=3)
     snapshots = Snapshots(layout, 0)
     shards = scene_shards(layout, 0, 0)
@@ -53,7 +53,7 @@ def test_a_capture_does_not_follow_later_changes_and_spares_the_other_buffer() -
     assert not snapshots.stream(1, 1, 1.0).any()
 
 
-def test_a_buffer_is_used_again_where_it_lies() -> None:
+def test_buffer_is_used_again_where_it_lies() -> None:
     layout = scene_layout(1, num_rows=3)
     snapshots = Snapshots(layout, 0)
     snapshots.capture(0, 0, scene_shards(layout, 0, 0))
@@ -63,7 +63,7 @@ def test_a_buffer_is_used_again_where_it_lies() -> None:
     assert snapshots.num_bytes == layout.stream_bytes(0)
 
 
-def test_a_reader_waits_for_this_ranks_capture() -> None:
+def test_reader_waits_for_this_ranks_capture() -> None:
     layout = scene_layout(1, num_rows=3)
     snapshots = Snapshots(layout, 0)
     with pytest.raises(WeightSyncError, match=r"rank 0 did not capture version 0 within 0\.01 s"):
@@ -76,7 +76,7 @@ def test_a_reader_waits_for_this_ranks_capture() -> None:
     assert len(found) == 1
 
 
-def test_a_buffer_is_whole_pages_and_no_more() -> None:
+def test_buffer_is_whole_pages_and_no_more() -> None:
     """Pinned as it lies: an allocator that rounds up to a power of two would nearly double it."""
     layout = Layout.of([TensorSpec(name="a", dtype="float32", shape=(5000,))], 1)
     snapshots = Snapshots(layout, 0)
@@ -85,7 +85,7 @@ def test_a_buffer_is_whole_pages_and_no_more() -> None:
     assert stream.untyped_storage().nbytes() == snapshots.num_bytes == 20_000
 
 
-def test_the_seconds_of_a_copy_are_told_by_buffer() -> None:
+def test_seconds_of_a_copy_are_kept_by_buffer() -> None:
     layout = scene_layout(1, num_rows=3)
     snapshots = Snapshots(layout, 0)
     snapshots.capture(1, 0, scene_shards(layout, 0, 0))
@@ -146,7 +146,7 @@ def test_shards_must_be_exactly_what_the_rank_owns(shards: list[Shard], message:
         Snapshots(two_tensors(), 1).capture(0, 0, shards)
 
 
-def test_an_empty_shard_of_a_parameter_that_other_ranks_own_is_fine() -> None:
+def test_empty_shard_of_a_parameter_that_other_ranks_own_is_fine() -> None:
     layout = Layout.of([TensorSpec(name="a", dtype="float32", shape=(1,))], 2)
     snapshots = Snapshots(layout, 1)
     snapshots.capture(0, 0, [shard("a", 0)])

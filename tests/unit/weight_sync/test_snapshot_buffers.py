@@ -35,7 +35,7 @@ def publish(buffers: SnapshotBuffers, version: int) -> Captured:
     return captured
 
 
-def test_a_pending_version_is_given_up_for_a_newer_one() -> None:
+def test_pending_version_is_given_up_for_a_newer_one() -> None:
     buffers = make_buffers()
     first = capture(buffers, 0)
     second = capture(buffers, 1)
@@ -54,14 +54,14 @@ def test_what_is_in_flight_is_not_overwritten_and_the_next_one_waits_its_turn() 
     assert buffers.begin() is pending[-1]
 
 
-def test_the_older_of_two_published_versions_is_overwritten_first() -> None:
+def test_older_of_two_published_versions_is_overwritten_first() -> None:
     buffers = make_buffers()
     publish(buffers, 0)
     newer = publish(buffers, 1)
     assert buffers.take(1.0) != newer.buffer
 
 
-def test_a_base_that_is_being_read_is_safe_until_the_reader_is_done() -> None:
+def test_base_that_is_being_read_is_safe_until_the_reader_is_done() -> None:
     buffers = make_buffers()
     publish(buffers, 0)
     capture(buffers, 1)
@@ -95,7 +95,7 @@ def test_only_a_published_version_can_be_read() -> None:
         assert flying is None and nothing is None
 
 
-def test_a_version_that_nobody_got_is_tried_again() -> None:
+def test_version_that_no_receiver_got_is_tried_again() -> None:
     buffers = make_buffers()
     captured = capture(buffers, 0)
     buffers.give_back(begin(buffers))
@@ -103,7 +103,7 @@ def test_a_version_that_nobody_got_is_tried_again() -> None:
     assert buffers.drain_skipped() == []
 
 
-def test_a_version_that_nobody_got_makes_room_for_a_newer_one() -> None:
+def test_version_that_no_receiver_got_makes_room_for_a_newer_one() -> None:
     buffers = make_buffers()
     captured = capture(buffers, 0)
     begin(buffers)
@@ -113,7 +113,7 @@ def test_a_version_that_nobody_got_makes_room_for_a_newer_one() -> None:
     assert buffers.drain_skipped() == [captured]
 
 
-def test_whoever_waits_for_a_buffer_is_told_that_sending_has_ended() -> None:
+def test_waits_for_a_buffer_end_when_sending_has_ended() -> None:
     buffers = make_buffers()
     publish(buffers, 0)
     capture(buffers, 1)
@@ -136,7 +136,7 @@ def test_whoever_waits_for_a_buffer_is_told_that_sending_has_ended() -> None:
         buffers.take(0.0)
 
 
-def test_the_reader_is_woken_for_each_capture() -> None:
+def test_reader_is_woken_for_each_capture() -> None:
     woken: list[None] = []
     buffers = SnapshotBuffers(2, lambda: woken.append(None))
     capture(buffers, 0)

@@ -31,7 +31,7 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[StagedStore]:
     store.close()
 
 
-def test_a_staged_version_loads_as_safetensors_file(store: StagedStore) -> None:
+def test_staged_version_loads_as_safetensors_file(store: StagedStore) -> None:
     slot = stage(store, 1)
     assert store.newest == 1
     assert [path.name for path in slot.path.glob("*.safetensors")] == ["model.safetensors"]
@@ -42,7 +42,7 @@ def test_a_staged_version_loads_as_safetensors_file(store: StagedStore) -> None:
         assert torch.equal(raw, data[start : start + tensor.num_bytes])
 
 
-def test_a_version_is_listed_when_whole_and_newest_when_released(store: StagedStore) -> None:
+def test_version_is_listed_when_whole_and_newest_when_released(store: StagedStore) -> None:
     slot = store.begin(full(4))
     assert (store.newest, store.complete_versions, slot.manifest) == (None, [], None)
     slot.data.copy_(content(4))
@@ -73,7 +73,7 @@ def test_every_page_of_a_slot_exists_before_the_first_byte_comes(store: StagedSt
     assert status.st_blocks * 512 >= status.st_size
 
 
-def test_the_same_transfer_again_goes_on_in_its_slot(store: StagedStore) -> None:
+def test_same_transfer_again_goes_on_in_its_slot(store: StagedStore) -> None:
     slot = store.begin(full(1))
     slot.data[:100] = 7
     resumed = store.begin(full(1))
@@ -84,7 +84,7 @@ def test_the_same_transfer_again_goes_on_in_its_slot(store: StagedStore) -> None
         store.begin(full(1))
 
 
-def test_an_unfinished_version_gives_way_to_the_next(store: StagedStore) -> None:
+def test_unfinished_version_gives_way_to_the_next(store: StagedStore) -> None:
     stage(store, 1)
     stale = store.begin(full(2))
     slot = store.begin(full(3))
@@ -102,7 +102,7 @@ def test_another_transfer_of_the_same_version_starts_anew(store: StagedStore) ->
         store.complete(stale, manifest_of(2, stale.data))
 
 
-def test_the_slot_of_a_delta_begins_with_the_bytes_of_its_base(store: StagedStore) -> None:
+def test_slot_of_a_delta_begins_with_the_bytes_of_its_base(store: StagedStore) -> None:
     stage(store, 1)
     stage(store, 2)
     slot = store.begin(delta(3, base_version=2))
@@ -111,13 +111,13 @@ def test_the_slot_of_a_delta_begins_with_the_bytes_of_its_base(store: StagedStor
     assert torch.equal(store.get(2).data, content(2))
 
 
-def test_a_delta_keeps_its_base_even_if_that_is_not_released(store: StagedStore) -> None:
+def test_delta_keeps_its_base_even_if_that_is_not_released(store: StagedStore) -> None:
     stage(store, 1, should_release=False)
     store.begin(delta(2, base_version=1))
     assert store.complete_versions == [1]
 
 
-def test_a_delta_is_not_put_over_its_base(store: StagedStore) -> None:
+def test_delta_is_not_put_over_its_base(store: StagedStore) -> None:
     stage(store, 1)
     stage(store, 2, should_release=False)
     with pytest.raises(StoreBusyError, match="newest released; version 2 is the base"):
@@ -127,7 +127,7 @@ def test_a_delta_is_not_put_over_its_base(store: StagedStore) -> None:
     store.begin(delta(3, base_version=2))
 
 
-def test_a_delta_whose_base_is_not_here_changes_nothing(store: StagedStore) -> None:
+def test_delta_whose_base_is_not_here_changes_nothing(store: StagedStore) -> None:
     stage(store, 1)
     stage(store, 2)
     for missing in (0, 3):
@@ -139,7 +139,7 @@ def test_a_delta_whose_base_is_not_here_changes_nothing(store: StagedStore) -> N
         store.begin(delta(5, base_version=4))  # it arrives, it is not whole
 
 
-def test_a_held_version_is_not_written_over_until_it_is_let_go(store: StagedStore) -> None:
+def test_held_version_is_not_written_over_until_it_is_let_go(store: StagedStore) -> None:
     stage(store, 1)
     store.hold(1, "engine-0", ttl_s=60)
     store.hold(1, "engine-1", ttl_s=60)
@@ -158,7 +158,7 @@ def test_a_held_version_is_not_written_over_until_it_is_let_go(store: StagedStor
     assert store.complete_versions == [2, 3]
 
 
-def test_a_hold_expires_by_itself_and_can_be_prolonged(store: StagedStore, clock: Clock) -> None:
+def test_hold_expires_by_itself_and_can_be_prolonged(store: StagedStore, clock: Clock) -> None:
     stage(store, 1)
     store.hold(1, "engine-0", ttl_s=10)
     stage(store, 2)
@@ -173,7 +173,7 @@ def test_a_hold_expires_by_itself_and_can_be_prolonged(store: StagedStore, clock
         store.hold(1, "engine-0", ttl_s=10)
 
 
-def test_a_version_that_is_discarded_while_it_is_read_keeps_its_bytes(store: StagedStore) -> None:
+def test_version_that_is_discarded_while_it_is_read_keeps_its_bytes(store: StagedStore) -> None:
     stage(store, 1)
     slot = stage(store, 2, should_release=False)
     store.hold(2, "peer", ttl_s=10)
@@ -198,7 +198,7 @@ def test_discard_drops_what_is_not_released(store: StagedStore) -> None:
     assert store.complete_versions == [1]
 
 
-def test_a_version_that_was_never_released_goes_before_the_newest_released(
+def test_version_that_was_never_released_goes_before_the_newest_released(
     store: StagedStore,
 ) -> None:
     stage(store, 1)
@@ -207,7 +207,7 @@ def test_a_version_that_was_never_released_goes_before_the_newest_released(
     assert (store.newest, store.complete_versions) == (3, [1, 3])
 
 
-def test_the_oldest_released_version_goes_before_one_that_waits_for_its_release(
+def test_oldest_released_version_goes_before_one_that_waits_for_its_release(
     tmp_path: Path,
 ) -> None:
     store = StagedStore(tmp_path / "stage", 3)
@@ -220,7 +220,7 @@ def test_the_oldest_released_version_goes_before_one_that_waits_for_its_release(
     store.close()
 
 
-def test_a_manifest_of_another_version_or_layout_is_refused(store: StagedStore) -> None:
+def test_manifest_of_another_version_or_layout_is_refused(store: StagedStore) -> None:
     slot = store.begin(full(1))
     wrong = manifest_of(1, content(1, OTHER_LAYOUT), OTHER_LAYOUT)
     for manifest in (manifest_of(2, slot.data), wrong):
@@ -229,7 +229,7 @@ def test_a_manifest_of_another_version_or_layout_is_refused(store: StagedStore) 
     assert store.complete_versions == []
 
 
-def test_a_transfer_of_another_layout_is_refused(store: StagedStore, tmp_path: Path) -> None:
+def test_transfer_of_another_layout_is_refused(store: StagedStore, tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match="version 1 is of the layout"):
         store.begin(full(1, OTHER_LAYOUT))
     empty = StagedStore(tmp_path / "empty", 2)
@@ -291,7 +291,7 @@ def free_bytes(folder: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def test_a_full_tmpfs_is_said_before_the_first_byte_comes_and_leaves_its_room(
+def test_full_tmpfs_is_said_before_the_first_byte_comes_and_leaves_its_room(
     small_tmpfs: Path,
 ) -> None:
     store = StagedStore(small_tmpfs / "stage", 2)
@@ -308,7 +308,7 @@ def test_a_full_tmpfs_is_said_before_the_first_byte_comes_and_leaves_its_room(
     store.close()
 
 
-def test_a_tmpfs_that_others_filled_up_costs_no_staged_byte(small_tmpfs: Path) -> None:
+def test_tmpfs_that_others_filled_up_costs_no_staged_byte(small_tmpfs: Path) -> None:
     layout = layout_of_bytes(400_000)
     store = StagedStore(small_tmpfs / "stage", 2)
     store.set_layout(layout)
@@ -331,7 +331,7 @@ def test_a_tmpfs_that_others_filled_up_costs_no_staged_byte(small_tmpfs: Path) -
     store.close()
 
 
-def test_a_limit_on_the_size_of_files_is_said_the_same_way(tmp_path: Path) -> None:
+def test_limit_on_the_size_of_files_is_said_the_same_way(tmp_path: Path) -> None:
     store = StagedStore(tmp_path / "stage", 2)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))

@@ -45,7 +45,7 @@ def again(store: StagedStore, folder: Path, num_slots: int = 2) -> StagedStore:
     return StagedStore(folder, num_slots)
 
 
-def test_a_restart_finds_what_was_whole_and_what_was_released(
+def test_restart_finds_what_was_whole_and_what_was_released(
     store: StagedStore, tmp_path: Path
 ) -> None:
     stage(store, 1)
@@ -59,7 +59,7 @@ def test_a_restart_finds_what_was_whole_and_what_was_released(
     store.close()
 
 
-def test_a_restart_lists_no_version_that_was_on_its_way(
+def test_restart_lists_no_version_that_was_on_its_way(
     store: StagedStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage(store, 1)
@@ -73,7 +73,7 @@ def test_a_restart_lists_no_version_that_was_on_its_way(
     store.close()
 
 
-def test_a_release_is_of_a_version_and_not_of_its_slot(store: StagedStore, tmp_path: Path) -> None:
+def test_release_is_of_a_version_and_not_of_its_slot(store: StagedStore, tmp_path: Path) -> None:
     stage(store, 1)
     stage(store, 2)
     stage(store, 3, should_release=False)  # in the slot of version 1
@@ -83,7 +83,7 @@ def test_a_release_is_of_a_version_and_not_of_its_slot(store: StagedStore, tmp_p
 
 
 @pytest.mark.parametrize("damage", ["data", "header", "length", "manifest", "no file"])
-def test_a_restart_drops_what_was_damaged(
+def test_restart_drops_what_was_damaged(
     store: StagedStore, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage(store, 1)
@@ -113,7 +113,7 @@ def test_a_restart_drops_what_was_damaged(
     store.close()
 
 
-def test_a_hold_outlives_the_process_that_gave_it(
+def test_hold_outlives_the_process_that_gave_it(
     store: StagedStore, clock: Clock, tmp_path: Path
 ) -> None:
     stage(store, 1)
@@ -129,7 +129,7 @@ def test_a_hold_outlives_the_process_that_gave_it(
 
 
 @pytest.mark.parametrize(("num_slots", "kept"), [(2, [2, 3]), (3, [1, 2, 3]), (5, [1, 2, 3])])
-def test_a_restart_with_another_number_of_slots_keeps_the_newest(
+def test_restart_with_another_number_of_slots_keeps_the_newest(
     tmp_path: Path, num_slots: int, kept: list[int]
 ) -> None:
     folder = tmp_path / "stage"
@@ -167,7 +167,7 @@ sys.stdin.read()
 """
 
 
-def test_a_killed_process_leaves_only_whole_versions(tmp_path: Path) -> None:
+def test_killed_process_leaves_only_whole_versions(tmp_path: Path) -> None:
     folder = tmp_path / "stage"
     transfers = json.dumps([full(version).to_json() for version in (1, 2, 3)])
     process = subprocess.Popen(

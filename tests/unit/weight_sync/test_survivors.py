@@ -34,7 +34,7 @@ async def settle(s: Scene, event: str, timeout_s: float = 30.0) -> None:
 
 
 @pytest.mark.parametrize("step", ["/begin", "/join", "/finish"])
-async def test_a_receiver_that_stalls_at_any_step_is_not_waited_for(
+async def test_receiver_that_stalls_at_any_step_is_not_waited_for(
     tmp_path: Path, step: str
 ) -> None:
     async with scene(tmp_path, timeout_s=3.0, min_bandwidth=so_slow(700)) as s:
@@ -54,7 +54,7 @@ async def test_a_receiver_that_stalls_at_any_step_is_not_waited_for(
         await s.check(b, 0)
 
 
-async def test_a_process_that_is_stopped_under_way_is_not_waited_for(tmp_path: Path) -> None:
+async def test_process_that_is_stopped_under_way_is_not_waited_for(tmp_path: Path) -> None:
     async with scene(tmp_path, num_rows=LARGE, timeout_s=3.0, min_bandwidth=so_slow(LARGE)) as s:
         a, b = await s.add("a", "b")
         await s.publish(0)
@@ -66,7 +66,7 @@ async def test_a_process_that_is_stopped_under_way_is_not_waited_for(tmp_path: P
         assert [e["who"] for e in s.board.events("excluded")] == ["b"]
 
 
-async def test_a_receiver_that_takes_no_bytes_though_it_answers_is_left_out(tmp_path: Path) -> None:
+async def test_receiver_that_takes_no_bytes_though_it_answers_is_left_out(tmp_path: Path) -> None:
     async with scene(tmp_path, num_rows=LARGE, timeout_s=3.0, min_bandwidth=so_slow(LARGE)) as s:
         a, b = await s.add("a", "b")
         gate = await b.put_gate()
@@ -81,7 +81,7 @@ async def test_a_receiver_that_takes_no_bytes_though_it_answers_is_left_out(tmp_
         await s.check(b, 0)
 
 
-async def test_a_receiver_that_cannot_be_served_is_set_aside_and_left_to_its_peers(
+async def test_receiver_that_cannot_be_served_is_backed_off_and_left_to_its_peers(
     tmp_path: Path,
 ) -> None:
     async with scene(tmp_path, timeout_s=3.0) as s:
@@ -113,7 +113,7 @@ async def test_a_receiver_that_cannot_be_served_is_set_aside_and_left_to_its_pee
         assert len(s.board.events("set_aside")) == 1
 
 
-async def test_a_late_joiner_does_not_make_the_others_take_every_byte(tmp_path: Path) -> None:
+async def test_late_joiner_does_not_make_the_others_take_every_byte(tmp_path: Path) -> None:
     async with scene(tmp_path, full_every=100) as s:
         (a,) = await s.add("a")
         for version in (0, 1):
@@ -133,7 +133,9 @@ async def test_a_late_joiner_does_not_make_the_others_take_every_byte(tmp_path: 
         assert modes == ["full", "delta", "delta", "delta"]
 
 
-async def test_a_version_that_nobody_can_take_yet_is_encoded_and_told_once(tmp_path: Path) -> None:
+async def test_version_that_no_receiver_can_take_yet_is_encoded_and_reported_once(
+    tmp_path: Path,
+) -> None:
     async with scene(tmp_path, full_every=10) as s:
         (a,) = await s.add("a")
         gate = await a.put_gate()

@@ -138,7 +138,7 @@ async def finish_with(fleet: WireFleet, survivor: str, first: int) -> None:
 
 
 @pytest.mark.parametrize("victim", ["east", "west"])
-async def test_a_killed_receiver_costs_itself_and_the_others_go_on_from_where_they_were(
+async def test_killed_receiver_costs_itself_and_the_others_go_on_from_where_they_were(
     start_fleet: FleetFactory, victim: str
 ) -> None:
     fleet = await start_fleet(2, "east", "west")
@@ -155,7 +155,7 @@ async def test_a_killed_receiver_costs_itself_and_the_others_go_on_from_where_th
     assert await fleet.receivers[victim].wait_dead() == -signal.SIGKILL
 
 
-async def test_a_stopped_receiver_is_given_up_and_its_version_is_never_whole(
+async def test_stopped_receiver_is_given_up_and_its_version_is_never_whole(
     start_fleet: FleetFactory,
 ) -> None:
     fleet = await start_fleet(2, "east", "west", timeout_s=2.0)
@@ -183,7 +183,7 @@ async def test_a_stopped_receiver_is_given_up_and_its_version_is_never_whole(
 
 
 @pytest.mark.parametrize("base", [None, 0])
-async def test_a_flipped_bit_is_refused_and_the_version_before_it_stays(
+async def test_flipped_bit_is_refused_and_the_version_before_it_stays(
     start_fleet: FleetFactory, base: int | None
 ) -> None:
     fleet = await start_fleet(1, "east")
@@ -227,7 +227,7 @@ async def test_buckets_that_are_here_already_are_passed_on_and_ignored(
         await fleet.clients["east"].receive(7, 2, 0, timeout_s=CALL_S)
 
 
-async def test_a_sender_that_is_killed_leaves_no_version_and_nobody_waiting(
+async def test_sender_that_is_killed_leaves_no_version_and_no_wait(
     start_fleet: FleetFactory,
 ) -> None:
     fleet = await start_fleet(2, "east", "west")
@@ -246,7 +246,7 @@ async def test_a_sender_that_is_killed_leaves_no_version_and_nobody_waiting(
         assert await fleet.clients[name].newest(-1, timeout_s=0.0) is None
 
 
-async def test_a_receiver_that_never_joins_is_named_at_every_other_member(
+async def test_receiver_that_never_joins_is_named_at_every_other_member(
     start_fleet: FleetFactory,
 ) -> None:
     fleet = await start_fleet(1, "east", "west")
