@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from weight_sync.coordinator.broadcast import Backoff
 from weight_sync.coordinator.fleet import Fleet, Member
 from weight_sync.coordinator.versions import Start
+from weight_sync.errors import ReceiverUnreachable
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.timeouts import Timeouts
 from weight_sync.types import VersionBoard, WeightSyncError
@@ -26,6 +27,8 @@ class CatchUp:
         self._holders: set[ReceiverClient] = set()
         """Receivers known to hold the published version."""
         self._catching_up: set[ReceiverClient] = set()
+        self._unanswered: set[ReceiverClient] = set()
+        """Did not answer while they caught up: they may hold the version all the same."""
         self._rest: Backoff[ReceiverClient] = Backoff(*_RETRY_S)
 
     def is_busy(self, client: ReceiverClient) -> bool:
@@ -45,6 +48,7 @@ class CatchUp:
             await self._fleet.report_failure(client, "unreleased", str(error))
         else:
             self._holders.add(client)
+            self._unanswered.discard(client)
             self._rest.worked(client)
             self._fleet.mark_healthy(client)
 
@@ -55,11 +59,15 @@ class CatchUp:
         """
         registered = set(clients)
         self._holders &= registered
+        self._unanswered &= registered
         behind = registered - self._holders - self._catching_up
         lacking = []
         for member in await self._fleet.members(sorted(behind, key=lambda client: client.name)):
             if member.has_released(version):
                 self._holders.add(member.client)
+                if member.client in self._unanswered:
+                    detail = f"version {version} is here, though the answer was lost"
+                    await self._caught_up(member.client, version, detail)
             elif version in member.status.complete:
                 await self._board.record_staged(member.name, version)
                 await self.offer(member.client, version)
@@ -91,17 +99,23 @@ class CatchUp:
         try:
             report = await self._fleet.call(client, request)
         except WeightSyncError as error:
+            if isinstance(error, ReceiverUnreachable):
+                self._unanswered.add(client)
             await self.failed(client, str(error))
         else:
             source = "its own folder" if report.peer is None else report.peer
             detail = f"version {version} from {source} in {report.seconds:.2f} s"
-            self._rest.worked(client)
-            self._fleet.mark_healthy(client)
-            await self._board.record_staged(client.name, version)
-            await self._fleet.report("catch_up", client.name, detail)
+            await self._caught_up(client, version, detail)
         finally:
             # The next `tend` finds that it holds the version, or tries again.
             self._catching_up.discard(client)
+
+    async def _caught_up(self, client: ReceiverClient, version: int, detail: str) -> None:
+        self._unanswered.discard(client)
+        self._rest.worked(client)
+        self._fleet.mark_healthy(client)
+        await self._board.record_staged(client.name, version)
+        await self._fleet.report("catch_up", client.name, detail)
 
     async def failed(self, client: ReceiverClient, detail: str) -> None:
         """It could not catch up, and is left alone for a while."""

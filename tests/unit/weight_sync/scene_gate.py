@@ -23,6 +23,8 @@ class Gate:
         """From the first request for this path on nothing is answered any more, as by SIGSTOP."""
         self.withholds: str | None = None
         """Requests for this path are not answered; all others are."""
+        self.loses_answers_to: str | None = None
+        """Requests for this path arrive, but their answers do not."""
 
     async def start(self) -> str:
         """Returns the URL that leads through the gate."""
@@ -67,6 +69,8 @@ class Gate:
         try:
             sink.write(head + body)
             while chunk := await source.read(2**20):
+                if path == self.loses_answers_to:
+                    continue
                 writer.write(chunk)
                 await writer.drain()
         finally:

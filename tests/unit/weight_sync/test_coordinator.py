@@ -7,7 +7,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from scene import Scene, scene
+from scene import Node, Scene, scene
+from scene_board import MemoryBoard
+
+from weight_sync.errors import TransferFailed
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +23,7 @@ async def settle(s: Scene, condition: str, timeout_s: float = 30.0) -> None:
     await s.board.wait_until(lambda: bool(s.board.events(condition)), timeout_s)
 
 
-async def test_a_late_joiner_catches_up_from_a_peer(tmp_path: Path) -> None:
+async def test_late_joiner_catches_up_from_a_peer(tmp_path: Path) -> None:
     async with scene(tmp_path) as s:
         (a,) = await s.add("a")
         await s.publish(0)
@@ -39,7 +42,30 @@ async def test_a_late_joiner_catches_up_from_a_peer(tmp_path: Path) -> None:
         assert [e["who"] for e in s.board.events("epoch")] == ["a", "a, b"]
 
 
-async def test_a_joiner_gets_the_trainers_snapshot_when_no_peer_is_left(tmp_path: Path) -> None:
+async def test_catch_up_is_reported_though_the_receivers_answer_was_lost(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        await s.add("a")
+        await s.publish(0)
+        await s.committed(0)
+        unseen = MemoryBoard()  # the coordinator must not meet it before its gate stands
+        b = Node("b", tmp_path, unseen, 10.0)
+        try:
+            await b.start()
+            assert b.client is not None
+            with pytest.raises(TransferFailed, match="none was named"):  # it knows the layout now
+                await b.client.catch_up(0, [], s.layout, timeout_s=30.0)
+            gate = await b.put_gate()
+            gate.loses_answers_to = "/catch_up"
+            s.board.registered["b"] = unseen.registered["b"]
+            await settle(s, "catch_up")
+            assert [event["who"] for event in s.board.events("catch_up_failed")] == ["b"]
+            assert ("b", 0) in s.board.staged
+            await s.check(b, 0)
+        finally:
+            await b.close()
+
+
+async def test_joiner_gets_the_trainers_snapshot_when_no_peer_is_left(tmp_path: Path) -> None:
     async with scene(tmp_path) as s:
         (a,) = await s.add("a")
         await s.publish(0)
@@ -53,7 +79,7 @@ async def test_a_joiner_gets_the_trainers_snapshot_when_no_peer_is_left(tmp_path
         assert s.board.published == [0]
 
 
-async def test_a_receiver_without_the_base_makes_the_next_version_full(tmp_path: Path) -> None:
+async def test_receiver_without_the_base_makes_the_next_version_full(tmp_path: Path) -> None:
     async with scene(tmp_path, full_every=10) as s:
         (a,) = await s.add("a")
         await s.publish(0)
@@ -69,7 +95,7 @@ async def test_a_receiver_without_the_base_makes_the_next_version_full(tmp_path:
 
 @pytest.mark.parametrize("doomed", [0, 1])
 @pytest.mark.parametrize("full_every", [1, 10])
-async def test_a_receiver_that_dies_under_way_costs_itself(
+async def test_receiver_that_dies_under_way_costs_itself(
     tmp_path: Path, doomed: int, full_every: int
 ) -> None:
     async with scene(tmp_path, num_rows=LARGE, full_every=full_every) as s:
@@ -92,7 +118,7 @@ async def test_a_receiver_that_dies_under_way_costs_itself(
         await s.check(nodes[doomed], 1)
 
 
-async def test_a_receiver_that_stalls_costs_itself_until_it_answers_again(tmp_path: Path) -> None:
+async def test_receiver_that_stalls_costs_itself_until_it_answers_again(tmp_path: Path) -> None:
     async with scene(tmp_path, num_rows=LARGE, timeout_s=3.0) as s:
         a, b = await s.add("a", "b")
         await s.publish(0)
@@ -115,7 +141,7 @@ async def test_a_receiver_that_stalls_costs_itself_until_it_answers_again(tmp_pa
         assert [event["who"] for event in s.board.events("came_back")] == ["b"]
 
 
-async def test_a_joiner_is_served_though_the_only_holder_is_dead_and_not_forgotten(
+async def test_joiner_is_served_though_the_only_holder_is_dead_and_not_forgotten(
     tmp_path: Path,
 ) -> None:
     async with scene(tmp_path) as s:
@@ -128,7 +154,7 @@ async def test_a_joiner_is_served_though_the_only_holder_is_dead_and_not_forgott
         await s.check(b, 0)
 
 
-async def test_a_receiver_without_a_free_slot_costs_itself(tmp_path: Path) -> None:
+async def test_receiver_without_a_free_slot_costs_itself(tmp_path: Path) -> None:
     async with scene(tmp_path) as s:
         a, b = await s.add("a", "b")
         await s.publish(0)
@@ -149,7 +175,7 @@ async def test_a_receiver_without_a_free_slot_costs_itself(tmp_path: Path) -> No
         await s.check(b, 2)
 
 
-async def test_a_version_that_nobody_could_take_is_sent_when_somebody_can(tmp_path: Path) -> None:
+async def test_version_that_no_receiver_could_take_is_sent_when_one_can(tmp_path: Path) -> None:
     async with scene(tmp_path, num_rows=LARGE) as s:
         (a,) = await s.add("a")
         await s.publish(0)
@@ -176,7 +202,7 @@ async def test_bytes_that_were_changed_on_the_way_are_sent_again_and_never_seen(
         assert s.board.published == [0] and s.board.staged == [("a", 0)]
 
 
-async def test_a_rank_that_has_no_memory_for_it_now_sends_the_version_later(tmp_path: Path) -> None:
+async def test_rank_that_has_no_memory_for_it_now_sends_the_version_later(tmp_path: Path) -> None:
     async with scene(tmp_path) as s:
         (a,) = await s.add("a")
         rank, failures = s.engine._coordinator._sending, [MemoryError()]
