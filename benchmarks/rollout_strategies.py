@@ -23,8 +23,8 @@ from benchmarks.rollout_scene import ENGINE, KEY, Commits, build_model, engine_a
 from benchmarks.rollout_task import text_of
 from benchmarks.rollout_work import Job, Tally, WorkSize, draw_jobs
 from benchmarks.rollout_work import encode as encode_text
+from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import SGLangEngine
-from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Completer, Sampler
 from rollout_pool.sampling.watch import LoadPoller

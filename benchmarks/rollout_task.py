@@ -6,8 +6,7 @@ import time
 from collections.abc import Sequence
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.tasks.single_turn import SingleTurnTask
-from rollout_pool.tasks.task import Prompt
+from rollout_pool.tasks.task import Prompt, SingleTurnTask
 
 
 def text_of(index: int) -> str:

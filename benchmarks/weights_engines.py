@@ -26,8 +26,8 @@ from buffer.types import SamplingParams
 from configs.choices import PauseMode
 from configs.rollout_schema import EngineConfig
 from processes import tree
+from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import EngineSpec, SGLangEngine
-from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.sampling.sample import Sample
 
 PROMPT_LENGTH = 16

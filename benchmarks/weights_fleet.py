@@ -45,11 +45,9 @@ from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from configs.choices import CommitStrategy
 from configs.schema import BufferConfig, WeightSyncConfig
-from rollout_pool.engines.commit import Committer
-from rollout_pool.engines.commit_strategies import make_strategy
+from rollout_pool.engines.commit import Committer, make_strategy
 from rollout_pool.engines.engine import SGLangEngine
-from rollout_pool.engines.version_pin import VersionPin
-from rollout_pool.engines.weight_follower import WeightFollower
+from rollout_pool.engines.follower import VersionPin, WeightFollower
 from weight_sync.layout import Layout
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.receiver.process import ReceiverProcess

@@ -32,7 +32,7 @@ from configs.environment import PROCESS_VARIABLE
 from processes.leftovers import hosts_with_leftovers, list_path, remove_leftovers
 from processes.pending import Pending
 from rollout_pool.engines.engine import EngineInfo, EngineSpec, SGLangEngine
-from rollout_pool.engines.engine_life import EngineLife
+from rollout_pool.engines.lifecycle import EngineLife
 from rollout_pool.engines.receiver_keeper import ReceiverKeeper
 from rollout_pool.rewards.ray_pool import RayScorer, ScorerActor
 from rollout_pool.rewards.remote_pool import RemoteScoring

@@ -33,8 +33,7 @@ from benchmarks.weights_model import (
 )
 from configs.choices import CommitStrategy
 from configs.schema import WeightSyncConfig
-from rollout_pool.engines.commit import Committer
-from rollout_pool.engines.commit_strategies import make_strategy
+from rollout_pool.engines.commit import Committer, make_strategy
 from rollout_pool.engines.engine import SGLangEngine
 from weight_sync.layout import Layout
 

@@ -29,15 +29,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_pool.endpoint.answers import Answer
-from rollout_pool.endpoint.chat_api import ChatTurn, read_chat
-from rollout_pool.endpoint.completions_api import CompletionTurn, read_completion
+from rollout_pool.endpoint.chat import ChatTurn, read_chat
+from rollout_pool.endpoint.completions import CompletionTurn, read_completion
 from rollout_pool.endpoint.errors import ApiError, refuse
-from rollout_pool.endpoint.fields import Fields, check_whole, shown
 from rollout_pool.endpoint.groups import ExternalGroups
-from rollout_pool.endpoint.results import Turn
 from rollout_pool.endpoint.room import RequestRoom
+from rollout_pool.endpoint.schema import Fields, check_whole, shown
 from rollout_pool.endpoint.sessions import Outcome, Session, SessionOver, Sessions
-from rollout_pool.endpoint.streaming import Stream, ended, settled, unless_gone
+from rollout_pool.endpoint.stream import Stream, Turn, ended, settled, unless_gone
 from weight_sync.http_server import read_body
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.schema import WeightSyncConfig
-from rollout_pool.engines.sglang_client import SGLangClient
+from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.staged_file import Batch, StagedFile
 from rollout_pool.sampling.engine_client import EngineError
 

@@ -22,8 +22,8 @@ from processes import tree
 from processes.child import Child
 from processes.leftovers import write_list
 from processes.logs import last_lines
-from rollout_pool.engines.server_arguments import server_arguments
-from rollout_pool.engines.sglang_client import SGLangClient
+from rollout_pool.engines.arguments import server_arguments
+from rollout_pool.engines.client import SGLangClient
 from rollout_pool.sampling.engine_client import EngineError
 
 log = logging.getLogger(__name__)

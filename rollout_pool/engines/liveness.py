@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 
 from processes import tree
-from rollout_pool.engines.sglang_client import SGLangClient
+from rollout_pool.engines.client import SGLangClient
 
 
 class EnginePulse:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.tasks.problems import ProblemTask, download, load_files, text_of
+from rollout_pool.tasks.datasets import ProblemTask, download, load_files, text_of
 from rollout_pool.tasks.task import Prompt
 
 FINAL = "####"

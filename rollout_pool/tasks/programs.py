@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.tasks.problems import ProblemTask, load_files, text_of
+from rollout_pool.tasks.datasets import ProblemTask, load_files, text_of
 from rollout_pool.tasks.task import Prompt
 
 LINE_FORM = (

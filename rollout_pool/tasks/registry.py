@@ -1,9 +1,10 @@
-"""Builds the task that a config names."""
+"""Builds the task that a config names, or the user's own that task.factory makes."""
 
 from __future__ import annotations
 
 from configs.choices import TaskKind
 from configs.rollout_schema import TaskConfig
+from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.task import Task
 
 
@@ -15,11 +16,11 @@ def build_task(config: TaskConfig) -> Task:
     # Imported here: each brings libraries that take seconds to import and the others do not need.
     match config.kind:
         case TaskKind.reasoning_gym:
-            from rollout_pool.tasks.generated import ReasoningGymTask
+            from rollout_pool.tasks.reasoning_gym import ReasoningGymTask
 
             return ReasoningGymTask(config)
         case TaskKind.questions:
-            from rollout_pool.tasks.questions import QuestionsTask
+            from rollout_pool.tasks.datasets import QuestionsTask
 
             return QuestionsTask(config)
         case TaskKind.gsm8k:
@@ -39,10 +40,28 @@ def build_task(config: TaskConfig) -> Task:
 
             return AlphabetSortTask(config)
         case TaskKind.verifiers:
-            from rollout_pool.tasks.verifiers_task import VerifiersTask
+            from rollout_pool.tasks.verifiers import VerifiersTask
 
             return VerifiersTask(config)
         case TaskKind.custom:
-            from rollout_pool.tasks.custom import custom_task
+            from rollout_pool.tasks.registry import custom_task
 
             return custom_task(config)
+
+
+NEEDED = ("example", "eval_prompts", "is_held_out", "environment", "demonstration")
+"""Without these no run can start; `solution` and `score` are asked for when they are needed."""
+
+
+def custom_task(config: TaskConfig) -> Task:
+    """Raises ValueError if there is no such factory, or what it makes is no task."""
+    assert config.factory is not None  # the schema holds kind and factory together
+    made = load_callable(config.factory, "task.factory")(config)
+    missing = [name for name in ("name", *NEEDED) if not hasattr(made, name)]
+    if missing:
+        raise ValueError(
+            f"task.factory={config.factory!r}: made a {type(made).__name__} without "
+            f"{', '.join(missing)}; see Task in rollout_pool/tasks/task.py"
+        )
+    task: Task = made
+    return task

@@ -8,12 +8,13 @@ without being sent more than the number.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.episodes.env import Env, Message
+from rollout_pool.episodes.env import Env, Message, SingleTurn, system_message
 
 MAX_SKIPS = 100_000
 """So many held-out prompts in a row mean that nothing else is left to train on."""
@@ -125,3 +126,22 @@ def demonstrations(task: Task, num_examples: int) -> list[tuple[Message, ...]]:
     """Conversations of the first training prompts as they should go, for the warm start."""
     stream = TaskStream(task, 0, 1)
     return [task.demonstration(next(stream)) for _ in range(num_examples)]
+
+
+class SingleTurnTask(ABC):
+    """The part of a `Task` that follows from its prompts and its solutions."""
+
+    def __init__(self, config: TaskConfig) -> None:
+        self._system_prompt = config.system_prompt
+
+    @abstractmethod
+    def solution(self, prompt: Prompt) -> str: ...
+
+    def environment(self, prompt: Prompt) -> Env:
+        return SingleTurn(prompt.text, self._system_prompt)
+
+    def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
+        system = [] if self._system_prompt is None else [system_message(self._system_prompt)]
+        question = Message(role="user", content=prompt.text)
+        answer = Message(role="assistant", content=self.solution(prompt))
+        return (*system, question, answer)

@@ -15,8 +15,8 @@ from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.agents import AgentRunner, find_agent
 from rollout_pool.endpoint.server import Endpoint
 from rollout_pool.endpoint.sessions import Serving
+from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import EngineInfo
-from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer, vocab_size

@@ -18,10 +18,10 @@ from buffer.run_state import STREAM_START, RunState
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
 from processes.leftovers import list_path
+from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import SGLangEngine
-from rollout_pool.engines.engine_life import EngineLife
+from rollout_pool.engines.lifecycle import EngineLife
 from rollout_pool.engines.receiver_keeper import ReceiverKeeper
-from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.types import RolloutSpec
 from weight_sync.checksums import staged_checksums
 from weight_sync.layout import Layout, Manifest, Transfer

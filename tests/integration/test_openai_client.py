@@ -16,10 +16,9 @@ from configs.schema import WeightSyncConfig
 from rollout_pool.endpoint.agents import AgentRunner
 from rollout_pool.endpoint.server import Endpoint
 from rollout_pool.endpoint.sessions import Serving
-from rollout_pool.engines.commit import Committer
-from rollout_pool.engines.commit_strategies import make_strategy
+from rollout_pool.engines.client import SGLangClient
+from rollout_pool.engines.commit import Committer, make_strategy
 from rollout_pool.engines.engine import SGLangEngine
-from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.runner import EpisodeRequest
 from rollout_pool.sampling.router import Router

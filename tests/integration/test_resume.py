@@ -23,10 +23,9 @@ from sglang_model import (
 
 from configs.choices import CommitStrategy, PauseMode
 from configs.schema import WeightSyncConfig
-from rollout_pool.engines.commit import Committer
-from rollout_pool.engines.commit_strategies import make_strategy
+from rollout_pool.engines.client import SGLangClient
+from rollout_pool.engines.commit import Committer, make_strategy
 from rollout_pool.engines.engine import SGLangEngine
-from rollout_pool.engines.sglang_client import SGLangClient
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Interrupted
 from rollout_pool.sampling.sampler import Sampler

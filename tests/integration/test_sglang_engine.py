@@ -31,8 +31,7 @@ from configs.choices import CommitStrategy, PauseMode
 from configs.schema import WeightSyncConfig
 from processes.tree import family as family_of
 from processes.tree import is_semaphore, shared_memory_files
-from rollout_pool.engines.commit import Committer, TornEngine
-from rollout_pool.engines.commit_strategies import make_strategy
+from rollout_pool.engines.commit import Committer, TornEngine, make_strategy
 from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.sampling.engine_client import EngineError, SampleRefused
 

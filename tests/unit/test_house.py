@@ -46,7 +46,7 @@ SGLANG_PATHS = (
     "/model_info",
     "/health",
 )
-SGLANG_CLIENT = "rollout_pool/engines/sglang_client.py"
+SGLANG_CLIENT = "rollout_pool/engines/client.py"
 
 SOURCES = sorted(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))
 

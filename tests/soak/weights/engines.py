@@ -18,9 +18,9 @@ from typing import Any
 from buffer.run_state import RunState
 from configs.choices import PauseMode
 from configs.rollout_schema import EngineConfig
+from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import EngineSpec, SGLangEngine
-from rollout_pool.engines.engine_life import EngineLife
-from rollout_pool.engines.sglang_client import SGLangClient
+from rollout_pool.engines.lifecycle import EngineLife
 from weights import stand_in_server
 from weights.model import Weights
 from weights.scene import Scene

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rollout_pool.engines.sglang_client import SGLangClient
+from rollout_pool.engines.client import SGLangClient
 
 
 @dataclass

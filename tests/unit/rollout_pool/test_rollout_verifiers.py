@@ -15,7 +15,7 @@ from configs.choices import TaskKind
 from configs.rollout_schema import TaskConfig
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import TaskStream
-from rollout_pool.tasks.verifiers_task import VerifiersTask
+from rollout_pool.tasks.verifiers import VerifiersTask
 
 openai = pytest.importorskip("openai")
 HAS_LIBRARY = importlib.util.find_spec("verifiers") is not None

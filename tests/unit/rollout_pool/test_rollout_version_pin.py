@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rollout_pool.engines.version_pin import VersionPin
+from rollout_pool.engines.follower import VersionPin
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.tasks.single_turn import SingleTurnTask
-from rollout_pool.tasks.task import Prompt, PromptCut
+from rollout_pool.tasks.task import Prompt, PromptCut, SingleTurnTask
 
 CHUNK = 1000
 """Prompts of one generator object. Generators seed prompt i with seed + i, so chunks join smoothly,

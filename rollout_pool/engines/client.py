@@ -1,7 +1,7 @@
 """The only place that knows SGLang's HTTP API.
 
-One client a process and engine. How samples share a call is the business of `generate_calls`, and
-the form of what is said that of `sglang_answers`.
+One client a process and engine. How samples share a call is decided in
+`batching`; `wire` knows the form of requests and answers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, cast
 import httpx
 
 from configs.choices import PauseMode
-from rollout_pool.engines.generate_calls import CallRefused, GenerateCalls
-from rollout_pool.engines.sglang_answers import STREAM_INTERVAL, read_version
+from rollout_pool.engines.batching import CallRefused, GenerateCalls
+from rollout_pool.engines.wire import STREAM_INTERVAL, read_version
 from rollout_pool.sampling.engine_client import EngineError, EngineLoad
 from rollout_pool.sampling.sample import Sample
 from weight_sync.types import GroupSpec, TensorSpec

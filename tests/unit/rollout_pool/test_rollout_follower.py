@@ -9,11 +9,9 @@ import pytest
 from buffer.redis.connection import connect
 from buffer.run_state import STREAM_START, RunState
 from configs.schema import WeightSyncConfig
-from rollout_pool.engines import weight_follower
-from rollout_pool.engines.commit import Committer, TornEngine
-from rollout_pool.engines.commit_strategies import StagedDisk
-from rollout_pool.engines.version_pin import VersionPin
-from rollout_pool.engines.weight_follower import MAX_FAILURES, WeightFollower
+from rollout_pool.engines import follower
+from rollout_pool.engines.commit import Committer, StagedDisk, TornEngine
+from rollout_pool.engines.follower import MAX_FAILURES, VersionPin, WeightFollower
 
 
 @pytest.fixture
@@ -38,7 +36,7 @@ async def follow(client, state, receiver, pin):
     def start(**settings):
         config = WeightSyncConfig(**settings)
         strategy = StagedDisk(client, config.commit_timeout_s)
-        follower = WeightFollower(
+        following = WeightFollower(
             engine="engine-0",
             receiver="receiver-0",
             key="a-key",
@@ -48,14 +46,14 @@ async def follow(client, state, receiver, pin):
             answers=client.answers,
             pin=pin,
         )
-        started.append((follower, asyncio.create_task(follower.run())))
+        started.append((following, asyncio.create_task(following.run())))
         return started[-1][1]
 
     yield start
-    for follower, task in started:
+    for following, task in started:
         task.cancel()
         await asyncio.wait({task})
-        await follower.close()
+        await following.close()
 
 
 async def serves(state, version, timeout_s=20.0):
@@ -114,7 +112,7 @@ async def test_an_engine_that_waited_at_the_gate_skips_to_the_newest_version(
 async def test_an_engine_that_does_not_answer_leaves_the_gate_to_the_others(
     fake, follow, state, receiver, monkeypatch
 ):
-    monkeypatch.setattr(weight_follower, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(follower, "ANSWER_TIMEOUT_S", 0.2)
     fake.slow["/model_info"] = 60.0
     follow()
     receiver.offer(1)
@@ -135,7 +133,7 @@ async def test_an_engine_that_stalls_while_it_waits_at_the_gate_gives_its_place_
     while fake.num_infos == 0:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.2)  # it waits at the gate now
-    monkeypatch.setattr(weight_follower, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(follower, "ANSWER_TIMEOUT_S", 0.2)
     fake.slow["/model_info"] = 60.0
     await state.leave_commit("engine-1")
     async with asyncio.timeout(20):

@@ -8,14 +8,21 @@ from typing import Any
 
 from buffer.types import SamplingParams
 from rollout_pool.endpoint.answers import Answer
-from rollout_pool.endpoint.asked import SHARED, Delivery, check_shared, read_delivery
-from rollout_pool.endpoint.decoding import ContentStream, TextStream
 from rollout_pool.endpoint.errors import refuse
-from rollout_pool.endpoint.fields import Fields
-from rollout_pool.endpoint.messages import calls_json, message_json, read_messages, read_tools
-from rollout_pool.endpoint.results import about, logprob_entries, usage
 from rollout_pool.endpoint.room import check_characters, check_parts
+from rollout_pool.endpoint.schema import (
+    SHARED,
+    Delivery,
+    Fields,
+    calls_json,
+    check_shared,
+    message_json,
+    read_delivery,
+    read_messages,
+    read_tools,
+)
 from rollout_pool.endpoint.sessions import Session
+from rollout_pool.endpoint.stream import ContentStream, TextStream, about, logprob_entries, usage
 from rollout_pool.episodes.env import Message, ToolCall, ToolSpec
 
 _FIELDS = (
@@ -32,7 +39,7 @@ _FIELDS = (
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class ChatAsk:
+class ChatRequest:
     """One request."""
 
     messages: tuple[Message, ...]
@@ -43,7 +50,7 @@ class ChatAsk:
     delivery: Delivery
 
 
-def read_chat(fields: Fields, model: str, sampling: SamplingParams) -> ChatAsk:
+def read_chat(fields: Fields, model: str, sampling: SamplingParams) -> ChatRequest:
     """Raises ApiError naming the field that can't be served."""
     fields.only(*_FIELDS)
     check_shared(fields, model, sampling)
@@ -60,7 +67,7 @@ def read_chat(fields: Fields, model: str, sampling: SamplingParams) -> ChatAsk:
         for key in ("max_completion_tokens", "max_tokens")
         if (limit := fields.optional_count(key, at_least=1)) is not None
     ]
-    return ChatAsk(
+    return ChatRequest(
         messages=read_messages(fields),
         tools=tools,
         may_call=bool(tools) and fields.raw("tool_choice") != "none",
@@ -75,7 +82,7 @@ class ChatTurn:
     kind = "chat.completion"
     prefix = "chatcmpl"
 
-    def __init__(self, session: Session, asked: ChatAsk) -> None:
+    def __init__(self, session: Session, asked: ChatRequest) -> None:
         self.session = session
         self.delivery = asked.delivery
         self._asked = asked
@@ -170,15 +177,15 @@ class ChatTurn:
         return {"content": entries, "refusal": None}
 
 
-def _calls(asked: ChatAsk) -> list[ToolCall]:
+def _calls(asked: ChatRequest) -> list[ToolCall]:
     return [call for message in asked.messages for call in message.tool_calls]
 
 
-def _num_parts(asked: ChatAsk) -> int:
+def _num_parts(asked: ChatRequest) -> int:
     return len(asked.messages) + len(_calls(asked)) + len(asked.tools)
 
 
-def _num_characters(asked: ChatAsk) -> int:
+def _num_characters(asked: ChatRequest) -> int:
     """Of all that a template can write out, without the marks between."""
     texts = [
         *(text for m in asked.messages for text in (m.content, m.name, m.tool_call_id) if text),

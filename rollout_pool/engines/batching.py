@@ -16,7 +16,7 @@ from contextlib import aclosing
 from typing import Any
 
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.engines.sglang_answers import (
+from rollout_pool.engines.wire import (
     STREAM_INTERVAL,
     generate_body,
     new_tokens,

@@ -11,8 +11,8 @@ import pytest
 from buffer.redis.connection import connect
 from buffer.run_state import STREAM_START, RunState
 from configs.schema import WeightSyncConfig
-from rollout_pool.engines import engine_life
-from rollout_pool.engines.engine_life import EngineLife
+from rollout_pool.engines import lifecycle
+from rollout_pool.engines.lifecycle import EngineLife
 
 
 class ThreadEngine:
@@ -67,7 +67,7 @@ async def events(state):
 async def test_an_engine_that_stalls_without_any_commit_is_lost_and_started_again(
     fake, state, receiver, monkeypatch
 ):
-    monkeypatch.setattr(engine_life, "SHORTEST_SILENCE_S", 1.6)
+    monkeypatch.setattr(lifecycle, "SHORTEST_SILENCE_S", 1.6)
     await state.register_receiver("receiver-0", receiver.url)
     engine = ThreadEngine(fake)
     config = WeightSyncConfig(timeout_s=1.6)

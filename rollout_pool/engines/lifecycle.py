@@ -19,12 +19,10 @@ from buffer.run_state import RunState
 from configs.schema import WeightSyncConfig
 from processes.silence import wait_silent
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.engines.commit import Committer, Strategy, TornEngine
-from rollout_pool.engines.commit_strategies import make_strategy
+from rollout_pool.engines.commit import Committer, Strategy, TornEngine, make_strategy
 from rollout_pool.engines.engine import EngineInfo, SGLangEngine
+from rollout_pool.engines.follower import VersionPin, WeightFollower
 from rollout_pool.engines.liveness import EnginePulse
-from rollout_pool.engines.version_pin import VersionPin
-from rollout_pool.engines.weight_follower import WeightFollower
 from rollout_pool.sampling.engine_client import EngineError
 
 log = logging.getLogger(__name__)

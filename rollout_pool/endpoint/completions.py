@@ -7,13 +7,18 @@ from typing import Any
 
 from buffer.types import SamplingParams
 from rollout_pool.endpoint.answers import Answer
-from rollout_pool.endpoint.asked import SHARED, Delivery, check_shared, read_delivery
-from rollout_pool.endpoint.decoding import TextStream
 from rollout_pool.endpoint.errors import refuse
-from rollout_pool.endpoint.fields import Fields, shown
-from rollout_pool.endpoint.results import about, logprob_entries, usage
 from rollout_pool.endpoint.room import check_characters
+from rollout_pool.endpoint.schema import (
+    SHARED,
+    Delivery,
+    Fields,
+    check_shared,
+    read_delivery,
+    shown,
+)
 from rollout_pool.endpoint.sessions import Session
+from rollout_pool.endpoint.stream import TextStream, about, logprob_entries, usage
 from rollout_pool.episodes.env import Message
 
 _FIELDS = (*SHARED, "prompt", "echo", "suffix", "best_of")
@@ -22,7 +27,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class CompletionAsk:
+class CompletionRequest:
     """One request."""
 
     prompt: str | list[int]
@@ -32,7 +37,7 @@ class CompletionAsk:
 
 def read_completion(
     fields: Fields, model: str, sampling: SamplingParams, vocab_size: int
-) -> CompletionAsk:
+) -> CompletionRequest:
     """Raises ApiError naming the field that can't be served. `vocab_size`: tokens that the model
     has embeddings for."""
     fields.only(*_FIELDS)
@@ -41,7 +46,7 @@ def read_completion(
     fields.must_be("suffix", [], "the model writes from left to right")
     fields.must_be("best_of", [1], "one answer is written, and that is the one")
     fields.must_be("logprobs", [0, 1], "only the log-probability of the token itself is recorded")
-    return CompletionAsk(
+    return CompletionRequest(
         prompt=_read_prompt(fields, vocab_size),
         max_tokens=fields.count("max_tokens", DEFAULT_MAX_TOKENS, at_least=1),
         delivery=read_delivery(fields, wants_logprobs=fields.has("logprobs")),
@@ -68,7 +73,7 @@ class CompletionTurn:
     kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, session: Session, asked: CompletionAsk) -> None:
+    def __init__(self, session: Session, asked: CompletionRequest) -> None:
         self.session = session
         self.delivery = asked.delivery
         self._asked = asked

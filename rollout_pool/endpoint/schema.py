@@ -1,0 +1,323 @@
+"""What a request may contain: its JSON fields, its messages and tools, and what they may ask for.
+
+Nothing is ignored that would change the answer: what cannot be done is refused by its name. A
+session's tokens are trained on, so how they are drawn is the run's decision and not the client's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from buffer.types import SamplingParams
+from rollout_pool.endpoint.errors import ApiError, refuse
+from rollout_pool.episodes.env import Message, ToolCall, ToolSpec
+
+T = TypeVar("T")
+
+
+class Fields:
+    """One JSON object. Null is the same as a field left out, as in OpenAI's API."""
+
+    def __init__(self, values: object, path: str = "") -> None:
+        self.path = path
+        if not isinstance(values, Mapping):
+            raise refuse(path or "body", f"must be an object, not {_kind(values)}")
+        self._values: Mapping[str, Any] = values
+
+    def name(self, key: str) -> str:
+        return f"{self.path}.{key}" if self.path else key
+
+    def has(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def only(self, *allowed: str) -> None:
+        """Refuses fields that nobody here knows: ignoring one could change what it promises."""
+        for key in self._values:
+            if key not in allowed and self.has(key):
+                raise refuse(self.name(key), "is not supported here; leave it out")
+
+    def text(self, key: str, default: str | None = None) -> str:
+        return self._typed(key, str, "a string", default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        return self._typed(key, bool, "true or false", default)
+
+    def number(self, key: str, default: float) -> float:
+        value = self._values.get(key)
+        if value is None:
+            return default
+        number = math.nan
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            with contextlib.suppress(OverflowError):  # a whole number that no float holds
+                number = float(value)
+        if not math.isfinite(number):
+            raise refuse(self.name(key), f"must be a number, not {_kind(value)}")
+        return number
+
+    def count(self, key: str, default: int, *, at_least: int = 0) -> int:
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            problem = f"must be a whole number, at least {at_least}, not {shown(value)}"
+            raise refuse(self.name(key), problem)
+        return value
+
+    def optional_count(self, key: str, *, at_least: int = 0) -> int | None:
+        return self.count(key, 0, at_least=at_least) if self.has(key) else None
+
+    def raw(self, key: str) -> Any:
+        """The value as it came; None if there is none."""
+        return self._values.get(key)
+
+    def inner(self, key: str) -> Fields | None:
+        return Fields(self._values[key], self.name(key)) if self.has(key) else None
+
+    def objects(self, key: str) -> list[Fields]:
+        """The elements of a list of objects; none if there is no list."""
+        values = self._values.get(key)
+        if values is None:
+            return []
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            raise refuse(self.name(key), f"must be a list, not {_kind(values)}")
+        return [Fields(value, f"{self.name(key)}[{i}]") for i, value in enumerate(values)]
+
+    def must_be(self, key: str, accepted: Sequence[object], why: str) -> None:
+        """Refuses a value that is none of `accepted`, for `why`."""
+        value = self._values.get(key)
+        if value is not None and not any(
+            type(value) is type(one) and value == one for one in accepted
+        ):
+            raise refuse(self.name(key), f"{shown(value)} is not supported: {why}")
+
+    def _typed(self, key: str, kind: type[T], words: str, default: T | None) -> T:
+        value = self._values.get(key)
+        if value is None:
+            if default is None:
+                raise refuse(self.name(key), f"is missing: it must be {words}")
+            return default
+        if not isinstance(value, kind):
+            raise refuse(self.name(key), f"must be {words}, not {_kind(value)}")
+        return value
+
+
+def check_whole(name: str, value: object) -> None:
+    """Refuses halves of characters, which JSON can spell and nothing can write out again."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise refuse(name, "holds half a character (a lone surrogate)") from error
+
+
+def _kind(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return f"the number {shown(value)}"
+        case str():
+            return "a string"
+        case list():
+            return "a list"
+        case _:
+            return "an object"
+
+
+def shown(value: object) -> str:
+    """For a message: however long it is, not all of it."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier")
+"""Fields for OpenAI's own bookkeeping, and the like: an answer does not depend on them."""
+CACHE_HINTS = ("prompt_cache_key", "prompt_cache_retention")
+SHARED = (
+    "model",
+    "max_tokens",
+    "n",
+    "stop",
+    "seed",
+    "stream",
+    "stream_options",
+    "logprobs",
+    "logit_bias",
+    *WITHOUT_EFFECT,
+    *CACHE_HINTS,
+    *SamplingParams.__dataclass_fields__,
+)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Delivery:
+    """How an answer is to be told."""
+
+    is_streamed: bool
+    wants_usage: bool
+    """Streamed: a last chunk with the number of tokens."""
+    wants_logprobs: bool
+
+
+def check_shared(fields: Fields, model: str, sampling: SamplingParams) -> None:
+    """Raises ApiError for whatever this endpoint does not do."""
+    asked = fields.text("model")
+    if asked != model:
+        raise ApiError(
+            404,
+            f"model: there is no {asked!r} here; this session's model is {model!r}",
+            param="model",
+            code="model_not_found",
+        )
+    for name, configured in asdict(sampling).items():
+        value = fields.number(name, configured)
+        if value != configured:
+            raise refuse(
+                name,
+                f"{value:g} was asked for, but this session is sampled with {configured:g}. Its "
+                "tokens are trained on, so they are drawn as the run is configured "
+                "(rollout.sampling); leave the field out",
+            )
+    fields.must_be("n", [1], "an episode has one answer at a time; ask again for another")
+    fields.must_be("stop", [[]], "an answer ends where the model ends it; leave the field out")
+    fields.must_be("logit_bias", [{}], "the policy is trained as it is sampled")
+    fields.must_be("seed", [], "a rollout can't be drawn again; leave the field out")
+
+
+def read_delivery(fields: Fields, *, wants_logprobs: bool) -> Delivery:
+    is_streamed = fields.flag("stream", False)
+    options = fields.inner("stream_options")
+    if options is not None:
+        if not is_streamed:
+            raise refuse(fields.name("stream_options"), "has a meaning with stream=true only")
+        options.only("include_usage", "include_obfuscation")
+    return Delivery(
+        is_streamed=is_streamed,
+        wants_usage=options is not None and options.flag("include_usage", False),
+        wants_logprobs=wants_logprobs,
+    )
+
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+
+
+def read_messages(fields: Fields, key: str = "messages") -> tuple[Message, ...]:
+    """The conversation so far. Raises ApiError naming what is wrong with which message."""
+    messages: list[Message] = []
+    names: dict[str, str] = {}
+    for one in fields.objects(key):
+        message = _read_message(one, names)
+        names.update({call.call_id: call.name for call in message.tool_calls})
+        messages.append(message)
+    if not messages:
+        raise refuse(fields.name(key), "must be a list of at least one message")
+    if messages[-1].role == "assistant":
+        raise refuse(
+            f"{fields.name(key)}[{len(messages) - 1}].role",
+            "the last message is the model's own; what should it answer to?",
+        )
+    return tuple(messages)
+
+
+def read_tools(fields: Fields, key: str = "tools") -> tuple[ToolSpec, ...]:
+    """The tools that the model is told of."""
+    return tuple(_read_tool(one) for one in fields.objects(key))
+
+
+def message_json(message: Message) -> dict[str, Any]:
+    """The model's answer as the API gives it."""
+    return {
+        "role": message.role,
+        "content": message.content if message.content or not message.tool_calls else None,
+        "refusal": None,
+        **({"tool_calls": calls_json(message.tool_calls)} if message.tool_calls else {}),
+    }
+
+
+def calls_json(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": call.call_id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+        }
+        for call in calls
+    ]
+
+
+def _read_message(fields: Fields, names: dict[str, str]) -> Message:
+    """`names`: of the tools called so far, by the calls' ids."""
+    role = _ROLES.get(fields.text("role"))
+    if role is None:
+        raise refuse(fields.name("role"), f"must be one of {', '.join(_ROLES)}")
+    for key in ("function_call", "audio"):
+        fields.must_be(key, [], "messages hold text and tool calls")
+    calls = tuple(_read_call(one) for one in fields.objects("tool_calls"))
+    if calls and role != "assistant":
+        raise refuse(fields.name("tool_calls"), f"a message of {role} has none")
+    content = _read_content(fields)
+    if content is None and role != "assistant":
+        raise refuse(fields.name("content"), "is missing: it must be a string")
+    call_id = fields.text("tool_call_id") if role == "tool" else None
+    return Message(
+        role=role,
+        content=content or "",
+        tool_calls=calls,
+        tool_call_id=call_id,
+        name=(fields.text("name", "") or names.get(call_id)) if call_id is not None else None,
+    )
+
+
+def _read_content(fields: Fields) -> str | None:
+    if not fields.has("content") or isinstance(fields.raw("content"), str):
+        return fields.text("content", "") if fields.has("content") else None
+    parts: list[str] = []
+    for part in fields.objects("content"):
+        kind = part.text("type", "text")
+        if kind != "text":
+            raise refuse(part.name("type"), f"{kind!r} is not supported: the model reads text")
+        parts.append(part.text("text"))
+    return "".join(parts)
+
+
+def _read_call(fields: Fields) -> ToolCall:
+    fields.must_be("type", ["function"], "a tool is a function here")
+    function = fields.inner("function")
+    if function is None:
+        raise refuse(fields.name("function"), "is missing")
+    text = function.text("arguments", "") or "{}"
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise refuse(function.name("arguments"), f"is not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise refuse(function.name("arguments"), "must be the JSON of an object")
+    check_whole(function.name("arguments"), arguments)
+    return ToolCall(call_id=fields.text("id"), name=function.text("name"), arguments=arguments)
+
+
+def _read_tool(fields: Fields) -> ToolSpec:
+    fields.must_be("type", ["function"], "a tool is a function here")
+    function = fields.inner("function")
+    if function is None:
+        raise refuse(fields.name("function"), "is missing")
+    parameters = function.raw("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict):
+        raise refuse(function.name("parameters"), "must be a JSON schema of an object")
+    return ToolSpec(
+        name=function.text("name"),
+        description=function.text("description", ""),
+        parameters=parameters,
+    )

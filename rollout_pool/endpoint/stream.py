@@ -1,0 +1,294 @@
+"""An answer on its way to the client: its tokens as text, its JSON, whole or in server-sent events.
+
+The client may go away at any moment. What that means for the answer is decided by the answer (see
+`Answer.reading`); here it only ends the sending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from configs.choices import ToolParser
+from rollout_pool.cancelling import end_tasks
+from rollout_pool.endpoint.answers import Answer
+from rollout_pool.endpoint.errors import ApiError
+from rollout_pool.endpoint.schema import Delivery
+from rollout_pool.endpoint.sessions import Session
+from rollout_pool.episodes.tokenizer import Tokenizer
+from rollout_pool.episodes.tool_calls import OPEN, PYTHON_TAG
+from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
+
+T = TypeVar("T")
+
+
+async def ended(answer: Answer, session: Session) -> None:
+    """Waits for the end of `answer`, however long that takes. Raises ApiError if it has none."""
+    await answer.wait()
+    error = None if answer.task.cancelled() else answer.task.exception()
+    if answer.task.cancelled() or answer.is_dropped or isinstance(error, Interrupted):
+        why = "its client was gone for too long, or its time is up"
+        if session.over_because is not None:
+            why = f"session {session.session_id} is over: {session.over_because}"
+        raise ApiError(
+            410, f"this answer was given up: {why}", code="session_over", should_retry=False
+        )
+    if isinstance(error, SampleFailed | TimeoutError):
+        # The engines were asked as often as the settings allow: asking again is no use.
+        raise ApiError(
+            503, f"no engine gave an answer: {error}", code="sample_failed", should_retry=False
+        ) from error
+    if error is not None:
+        raise error
+
+
+class Stream(Response):
+    """An answer as server-sent events."""
+
+    def __init__(self, turn: Turn, answer: Answer) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._turn = turn
+        self._answer = answer
+        self._request_id = ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._request_id = scope["state"]["request_id"]
+        await unless_gone(receive, self._tell(send))
+
+    async def _tell(self, send: Send) -> None:
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
+        async with self._answer.reading(), aclosing(self._events()) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        turn, answer = self._turn, self._answer
+        told = 0
+        for choice in turn.opening():
+            yield self._chunk(choice)
+        while answer.is_running:
+            if not await answer.wait_news(told, turn.session.serving.keep_alive_s):
+                yield b": the model has nothing new yet\n\n"
+            elif len(answer.sample.output_ids) > told:
+                for choice in turn.piece(answer, told):
+                    yield self._chunk(choice)
+                told = len(answer.sample.output_ids)
+        try:
+            await ended(answer, turn.session)
+        except ApiError as error:
+            yield _event(error.body(self._request_id))
+            return
+        for choice in turn.ending(answer, told):
+            yield self._chunk(choice)
+        if turn.delivery.wants_usage:
+            yield _event(
+                {**about(turn, answer, is_chunk=True), "choices": [], "usage": usage(answer)}
+            )
+        yield b"data: [DONE]\n\n"
+
+    def _chunk(self, choice: Mapping[str, Any]) -> bytes:
+        # Usage is null in all chunks but the last, if it was asked for.
+        extra = {"usage": None} if self._turn.delivery.wants_usage else {}
+        body = about(self._turn, self._answer, is_chunk=True)
+        return _event({**body, "choices": [choice], **extra})
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None, and `work` cancelled, if the client goes away before."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_wait_gone(receive))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        await end_tasks([working, leaving])
+
+
+async def settled(future: asyncio.Future[Any]) -> None:
+    """Until `future` is done, however it ended; it is not cancelled with the wait."""
+    await asyncio.wait([future])
+
+
+async def _wait_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(body: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+class Turn(Protocol):
+    """One request of one of the two endpoints, and how its answer is written."""
+
+    session: Session
+    delivery: Delivery
+    kind: str
+    """The API's name of the object."""
+    prefix: str
+    """Of its id."""
+
+    def render(self) -> list[int]:
+        """The tokens that the model goes on from. Raises ApiError. May be called in a thread."""
+        ...
+
+    def begin(self, prompt: list[int], fingerprint: bytes) -> Answer:
+        """Let the model write. `prompt`: as rendered. Raises ApiError."""
+        ...
+
+    def result(self, answer: Answer) -> dict[str, Any]:
+        """The whole answer; with it the answer is delivered."""
+        ...
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Choices of the chunks with which a stream begins."""
+        ...
+
+    def piece(self, answer: Answer, start: int) -> list[dict[str, Any]]:
+        """Choices of the next chunks; tokens before `start` have been told of."""
+        ...
+
+    def ending(self, answer: Answer, start: int) -> list[dict[str, Any]]:
+        """Choices of the last chunks; with them the answer is delivered."""
+        ...
+
+
+def about(turn: Turn, answer: Answer, *, is_chunk: bool = False) -> dict[str, Any]:
+    """`leash` holds what the API has no place for."""
+    sample = answer.sample
+    return {
+        "id": f"{turn.prefix}-{sample.sample_id}",
+        "object": "chat.completion.chunk" if is_chunk and turn.prefix == "chatcmpl" else turn.kind,
+        "created": answer.created,
+        "model": turn.session.serving.model,
+        "leash": {
+            "session": turn.session.session_id,
+            "version_min": sample.oldest_version,
+            "version_max": max((span.version for span in sample.version_spans), default=None),
+        },
+    }
+
+
+def usage(answer: Answer) -> dict[str, Any]:
+    given, written = len(answer.sample.prompt), len(answer.sample.output_ids)
+    return {
+        "prompt_tokens": given,
+        "completion_tokens": written,
+        "total_tokens": given + written,
+    }
+
+
+def logprob_entries(sample: Sample, tokenizer: Tokenizer, start: int) -> list[dict[str, Any]]:
+    """Of the tokens from `start` on, the one that ends the answer included."""
+    entries = []
+    for token, logprob in zip(sample.output_ids[start:], sample.logprobs[start:], strict=True):
+        text = tokenizer.decode([token])
+        is_whole = "\ufffd" not in text
+        entries.append(
+            {
+                "token": text,
+                "logprob": logprob,
+                "bytes": list(text.encode()) if is_whole else None,
+                "top_logprobs": [],
+            }
+        )
+    return entries
+
+
+_BROKEN = "\ufffd"
+_MARKERS = {ToolParser.hermes: OPEN, ToolParser.llama3_json: PYTHON_TAG}
+MAX_BROKEN_TOKENS = 8
+"""A character has at most four bytes, so what is broken for longer stays broken."""
+
+
+class TextStream:
+    """Text of a growing list of tokens, in pieces that put together give the text of all of them.
+
+    A token can hold a part of a character, and how it is written can depend on the one before. So a
+    piece is the difference between two decoded stretches that begin at the same earlier token, and
+    waits while it ends within a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._start = 0
+        """The stretch begins here; its text up to `_told` is out."""
+        self._told = 0
+
+    def feed(self, tokens: list[int], *, is_end: bool) -> str:
+        """What `tokens`, all that there are so far, add to the text."""
+        if len(tokens) <= self._told:
+            return ""
+        before = self._decode(tokens[self._start : self._told])
+        text = self._decode(tokens[self._start :])
+        waits = text.endswith(_BROKEN) and len(tokens) - self._told < MAX_BROKEN_TOKENS
+        if waits and not is_end:
+            return ""
+        self._start, self._told = self._told, len(tokens)
+        return text[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+class ContentStream:
+    """The same without tool calls: lets text through up to the first one.
+
+    White space waits for what follows it: around calls it is no content.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, parser: ToolParser) -> None:
+        self.told = ""
+        """All that was let through."""
+        self._tokenizer = tokenizer
+        self._texts = TextStream(tokenizer)
+        self._parser = parser
+        self._marker = _MARKERS[parser]
+        self._text = ""
+        self._num_seen = 0
+        self._is_over = False
+
+    def feed(self, tokens: list[int], *, is_end: bool) -> str:
+        """What `tokens`, all that there are so far, add to the content."""
+        if self._is_over:
+            return ""
+        end = self._marker_token(tokens)
+        self._text += self._texts.feed(tokens[:end], is_end=is_end or self._is_over)
+        text = self._text.lstrip()
+        out = text[: self._safe_length(text)].rstrip()[len(self.told) :]
+        self.told += out
+        return out
+
+    def rest(self, content: str) -> str:
+        """What is missing of `content`, the whole of it as it was found at the end."""
+        if not content.startswith(self.told):
+            content = content.lstrip()
+        return content[len(self.told) :] if content.startswith(self.told) else ""
+
+    def _marker_token(self, tokens: list[int]) -> int:
+        """Where a call begins with a token of its own, which the text leaves out if it is special;
+        else the number of tokens."""
+        for place in range(self._num_seen, len(tokens)):
+            if self._tokenizer.decode([tokens[place]]) == self._marker:
+                self._is_over = True
+                return place
+        self._num_seen = len(tokens)
+        return len(tokens)
+
+    def _safe_length(self, text: str) -> int:
+        if self._parser is ToolParser.llama3_json and text.startswith("{"):
+            return 0
+        if (place := text.find(self._marker)) >= 0:
+            return place
+        begun = (n for n in range(len(self._marker) - 1, 0, -1) if text.endswith(self._marker[:n]))
+        return len(text) - next(begun, 0)
