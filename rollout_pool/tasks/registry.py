@@ -44,8 +44,6 @@ def build_task(config: TaskConfig) -> Task:
 
             return VerifiersTask(config)
         case TaskKind.custom:
-            from rollout_pool.tasks.registry import custom_task
-
             return custom_task(config)
 
 

@@ -76,7 +76,6 @@ class GroupGenerator:
             may_go_on=run.may_go_on,
         )
         episode = await run.source.run(prompt, request)
-        run.num_env_errors += episode.error is not None
         score = await self._scorer.score(prompt, episode)
         run.num_unscored += bool(score.failures)
         if score.is_unscored:

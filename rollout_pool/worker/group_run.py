@@ -79,8 +79,6 @@ class GroupRun:
     """No later step could train its oldest token."""
     num_unscored: int = 0
     """Number of episodes with an unscored reward part."""
-    num_env_errors: int = 0
-    """Number of episodes that the environment broke off."""
     _ended: _Ended = field(default_factory=_Ended, init=False)
     _is_given_up: bool = field(default=False, init=False)
 
