@@ -1,9 +1,9 @@
-"""One answer of the model to one request, and everybody who waits for it.
+"""One answer of the model to one request, and the clients that wait for it.
 
     begun ──► running ──► ended ──► delivered (a turn of its session, once)
                  │          ▲
        its client went away │ the client asked again within the grace, and reads on
-                 └──────────┴──► nobody came: given up
+                 └──────────┴──► no client came: given up
 
 The official clients ask again after a lost connection. That must not make the model write twice,
 since only one of the two answers would be what the agent saw.
@@ -45,7 +45,7 @@ class Answer:
         self.delivered = asyncio.Event()
         self._grace_s = grace_s
         self._news = asyncio.Event()
-        """Replaced at each arrival: whoever waits for it sees the next one."""
+        """Replaced at each arrival, so that each waits for the next one."""
         self._leave: asyncio.TimerHandle | None = None
         sample.on_tokens = self._arrived
         self.task = asyncio.create_task(complete(sample))
@@ -57,7 +57,7 @@ class Answer:
 
     @property
     def is_delivered(self) -> bool:
-        """Whether somebody got it."""
+        """Whether a client got it."""
         return self.delivered.is_set()
 
     @property
@@ -71,7 +71,7 @@ class Answer:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """While somebody waits for it. Once nobody does, it ends after the grace."""
+        """While a client waits for it. Without any, it ends after the grace."""
         self.num_readers += 1
         if self._leave is not None:
             self._leave.cancel()
@@ -110,11 +110,11 @@ class Answer:
         if task.cancelled():
             self.drop()
         else:
-            task.exception()  # whoever reads it is told; if nobody does, nobody is missing it
+            task.exception()  # a reader has seen it; without readers nothing is lost
         self._arrived(self.sample)
 
     def drop(self) -> None:
-        """Its tokens are nobody's: they count as wasted, and their versions for nothing."""
+        """Its tokens reach no client: they count as wasted, and their versions do not count."""
         assert not self.is_delivered
         sample = self.sample
         sample.num_wasted += len(sample.output_ids)

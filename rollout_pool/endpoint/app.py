@@ -42,7 +42,7 @@ from weight_sync.http_server import read_body
 log = logging.getLogger(__name__)
 
 MAX_SMALL_BODY_BYTES = 64 * 1024
-"""Of a request that holds no conversation."""
+"""Limit of a request that holds no conversation."""
 MAX_PARTS = 100
 """Named parts of one reward: each becomes a metric."""
 GROUP_TIMEOUT_S = 600.0
@@ -313,7 +313,7 @@ def _base_url(request: Request) -> str:
 
 
 def _is_retry(request: Request) -> bool:
-    """What the official clients say of a request that they send again."""
+    """Whether an official client sends the request again."""
     name = "x-stainless-retry-count"
     count = request.headers.get(name, "0")
     if not count.isdecimal() or len(count) > MAX_RETRY_COUNT_DIGITS:

@@ -146,7 +146,7 @@ class ChatTurn:
         return [_choice({"role": "assistant", "content": ""})]
 
     def piece(self, answer: Answer, start: int) -> list[dict[str, Any]]:
-        """Choices of chunks; tokens before `start` have been told of."""
+        """Choices of chunks; tokens before `start` have been sent."""
         content = self._texts.feed(answer.sample.output_ids, is_end=False)
         self._told += content
         logprobs = self._logprobs(answer, start)

@@ -79,9 +79,9 @@ class CompletionTurn:
         self._asked = asked
         self._texts = TextStream(session.serving.tokenizer)
         self._told = ""
-        """What was streamed."""
+        """The text streamed so far."""
         self._offset = 0
-        """Of the next token's text, among those whose log-probabilities were told."""
+        """Position of the next token's text, among those whose log-probabilities were sent."""
 
     def begin(self, prompt: list[int], fingerprint: bytes) -> Answer:
         return self.session.begin(prompt, self._asked.max_tokens, fingerprint)
@@ -120,7 +120,7 @@ class CompletionTurn:
             self.session.texts.note(prompt + text, tokens)
 
     def result(self, answer: Answer) -> dict[str, Any]:
-        """The whole answer at once, its tokens too: whoever asks with tokens goes on with them."""
+        """The whole answer at once, its tokens too: a client that sends tokens needs them."""
         text = self._deliver(answer)
         body = about(self, answer)
         body["leash"]["token_ids"] = list(answer.sample.output_ids)

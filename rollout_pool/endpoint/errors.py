@@ -1,4 +1,4 @@
-"""What the endpoint refuses, in the form in which OpenAI's API says it."""
+"""Errors of the endpoint, in the form of OpenAI's API."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class ExternalGroup(EpisodeSource):
         )
 
     def describe(self, url: str) -> dict[str, Any]:
-        """What a program needs to play it."""
+        """The answer to the program: the prompt, and how to reach each session."""
         assert self._prompt is not None
         system = self._sessions.serving.task.system_prompt
         messages = [] if system is None else [{"role": "system", "content": system}]

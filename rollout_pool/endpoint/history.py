@@ -1,4 +1,4 @@
-"""What a session has said and heard, so that a conversation goes on token by token.
+"""Remembers what a session has said and heard, so that a conversation goes on token by token.
 
     request 1   [system, user]                          rendered whole            ─► answer a
     request 2   [system, user, a, tool]                 tokens of 1 and a, + tool ─► answer b
@@ -72,8 +72,8 @@ class Texts:
 
 def _digests(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Iterator[bytes]:
     """One after each message, of everything up to there."""
-    told = [[tool.name, tool.description, dict(tool.parameters)] for tool in tools]
-    digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16)
+    known = [[tool.name, tool.description, dict(tool.parameters)] for tool in tools]
+    digest = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16)
     for message in messages:
         digest.update(json.dumps(_normal_form(message), sort_keys=True).encode())
         yield digest.digest()

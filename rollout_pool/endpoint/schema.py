@@ -36,7 +36,7 @@ class Fields:
         return self._values.get(key) is not None
 
     def only(self, *allowed: str) -> None:
-        """Refuses fields that nobody here knows: ignoring one could change what it promises."""
+        """Refuses unknown fields: ignoring one could change what it promises."""
         for key in self._values:
             if key not in allowed and self.has(key):
                 raise refuse(self.name(key), "is not supported here; leave it out")
@@ -157,7 +157,7 @@ SHARED = (
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Delivery:
-    """How an answer is to be told."""
+    """How an answer is sent."""
 
     is_streamed: bool
     wants_usage: bool
@@ -232,7 +232,7 @@ def read_messages(fields: Fields, key: str = "messages") -> tuple[Message, ...]:
 
 
 def read_tools(fields: Fields, key: str = "tools") -> tuple[ToolSpec, ...]:
-    """The tools that the model is told of."""
+    """The tools that the model may call."""
     return tuple(_read_tool(one) for one in fields.objects(key))
 
 

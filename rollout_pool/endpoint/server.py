@@ -70,7 +70,7 @@ class Endpoint:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
 
     def write_address(self, path: Path) -> None:
-        """Where it is and the admin key, for programs of whoever may read the run's folder."""
+        """Writes the address and the admin key, for programs that may read the run's folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"url": self.url, "admin_key": self.admin_key}) + "\n"
         new = path.with_name(f".{path.name}.{os.getpid()}")
@@ -81,7 +81,7 @@ class Endpoint:
         new.replace(path)
 
     async def close(self) -> None:
-        """Every session is over, and nobody listens any more. May be called twice."""
+        """Ends every session and stops listening. May be called twice."""
         self.groups.close()
         await self.sessions.close_all("the run has ended")
         if self._server is None or self._serving is None:
@@ -100,7 +100,7 @@ class _Server(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Bound and listening, so that nobody who knows the address is refused."""
+    """Bound and listening, so that no client that knows the address is refused."""
     [(family, kind, _, _, address), *_] = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )

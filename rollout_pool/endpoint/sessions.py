@@ -1,4 +1,4 @@
-"""Sessions: each stands for one episode, whoever it is that talks to the model in it.
+"""Sessions: each is one episode, in which an agent or a program elsewhere talks to the model.
 
 open ──► requests, one after the other or several at once ──► closed (why)
           each answer that was delivered is a turn              no request is served any more
@@ -40,16 +40,16 @@ KEEP_ALIVE_S = 15.0
 MODEL_NAME = "policy"
 """In requests and answers, whatever the model's folder is called."""
 NUM_REMEMBERED = 10_000
-"""Closed sessions whose keys are told what happened instead of being unknown."""
+"""Closed sessions that are remembered: a request with their key learns what happened."""
 
 
 class SessionLost(EpisodeFailed):
-    """An episode that can't be scored: nothing was asked in it, or whoever had it is gone."""
+    """An episode that cannot be scored: it has no answer, or its program is gone."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Outcome:
-    """What an episode was worth, from outside."""
+    """The reward of an episode, from the program that played it."""
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Outcome:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Serving:
-    """What all sessions of an endpoint are served with."""
+    """The parts and settings that all sessions of an endpoint share."""
 
     completer: Completer
     chat: ChatFormat
@@ -76,7 +76,7 @@ class Serving:
 
     @property
     def max_tokens(self) -> int:
-        """Of a conversation, prompts and answers together."""
+        """Limit of a conversation, prompts and answers together."""
         return self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
 
 
@@ -212,7 +212,7 @@ class Session:
     # The end --------------------------------------------------------------------------------------
 
     def episode(self, *, end: str, outcome: Outcome | None, error: str | None = None) -> Episode:
-        """What has been delivered so far. Raises SessionLost if that is nothing."""
+        """The answers delivered so far. Raises SessionLost if there are none."""
         if self.num_turns == 0:
             why = f": {error}" if error else ""
             raise SessionLost(f"session {self.session_id} never asked the model anything{why}")
@@ -227,8 +227,8 @@ class Session:
         )
 
     async def cut_short(self) -> None:
-        """The session's time is over. Answers that somebody waits for end where they are and are
-        delivered; there are no new ones."""
+        """The session's time is over. Answers that a client waits for end where they are and
+        are delivered; there are no new ones."""
         self._is_cut = True
         awaited = [answer for answer in self._answers if answer.is_running and answer.num_readers]
         for answer in awaited:
@@ -241,7 +241,7 @@ class Session:
                         await answer.delivered.wait()
 
     async def stop_answers(self) -> None:
-        """Nobody waits for what is still being written."""
+        """Ends the answers that are still being written."""
         await end_tasks(answer.task for answer in self._answers)
         for answer in self._answers:
             if answer.is_delivered:
@@ -253,7 +253,7 @@ class Session:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Closed:
-    """What is remembered of a session that is over."""
+    """A session that is over, as far as it is remembered."""
 
     session_id: str
     why: str
@@ -308,7 +308,7 @@ class Sessions:
         raise ApiError(404, f"there is no session {session_id!r}", code="no_such_session")
 
     async def close(self, session: Session, why: str) -> None:
-        """No request is served any more; those under way are told `why`."""
+        """No request is served any more; those under way are answered with `why`."""
         digest = _digest(session.key)
         if self._open.pop(digest, None) is None:
             return

@@ -73,22 +73,22 @@ class Stream(Response):
 
     async def _events(self) -> AsyncGenerator[bytes]:
         turn, answer = self._turn, self._answer
-        told = 0
+        sent = 0
         for choice in turn.opening():
             yield self._chunk(choice)
         while answer.is_running:
-            if not await answer.wait_news(told, turn.session.serving.keep_alive_s):
+            if not await answer.wait_news(sent, turn.session.serving.keep_alive_s):
                 yield b": the model has nothing new yet\n\n"
-            elif len(answer.sample.output_ids) > told:
-                for choice in turn.piece(answer, told):
+            elif len(answer.sample.output_ids) > sent:
+                for choice in turn.piece(answer, sent):
                     yield self._chunk(choice)
-                told = len(answer.sample.output_ids)
+                sent = len(answer.sample.output_ids)
         try:
             await ended(answer, turn.session)
         except ApiError as error:
             yield _event(error.body(self._request_id))
             return
-        for choice in turn.ending(answer, told):
+        for choice in turn.ending(answer, sent):
             yield self._chunk(choice)
         if turn.delivery.wants_usage:
             yield _event(
@@ -136,7 +136,7 @@ class Turn(Protocol):
     kind: str
     """The API's name of the object."""
     prefix: str
-    """Of its id."""
+    """Prefix of its id."""
 
     def render(self) -> list[int]:
         """The tokens that the model goes on from. Raises ApiError. May be called in a thread."""
@@ -155,7 +155,7 @@ class Turn(Protocol):
         ...
 
     def piece(self, answer: Answer, start: int) -> list[dict[str, Any]]:
-        """Choices of the next chunks; tokens before `start` have been told of."""
+        """Choices of the next chunks; tokens before `start` have been sent."""
         ...
 
     def ending(self, answer: Answer, start: int) -> list[dict[str, Any]]:
@@ -189,7 +189,7 @@ def usage(answer: Answer) -> dict[str, Any]:
 
 
 def logprob_entries(sample: Sample, tokenizer: Tokenizer, start: int) -> list[dict[str, Any]]:
-    """Of the tokens from `start` on, the one that ends the answer included."""
+    """Log-probabilities of the tokens from `start` on, including the one that ends the answer."""
     entries = []
     for token, logprob in zip(sample.output_ids[start:], sample.logprobs[start:], strict=True):
         text = tokenizer.decode([token])
@@ -222,19 +222,19 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._start = 0
-        """The stretch begins here; its text up to `_told` is out."""
-        self._told = 0
+        """The stretch begins here; its text up to `_sent` is out."""
+        self._sent = 0
 
     def feed(self, tokens: list[int], *, is_end: bool) -> str:
         """What `tokens`, all that there are so far, add to the text."""
-        if len(tokens) <= self._told:
+        if len(tokens) <= self._sent:
             return ""
-        before = self._decode(tokens[self._start : self._told])
+        before = self._decode(tokens[self._start : self._sent])
         text = self._decode(tokens[self._start :])
-        waits = text.endswith(_BROKEN) and len(tokens) - self._told < MAX_BROKEN_TOKENS
+        waits = text.endswith(_BROKEN) and len(tokens) - self._sent < MAX_BROKEN_TOKENS
         if waits and not is_end:
             return ""
-        self._start, self._told = self._told, len(tokens)
+        self._start, self._sent = self._sent, len(tokens)
         return text[len(before) :]
 
     def _decode(self, tokens: list[int]) -> str:
@@ -248,7 +248,7 @@ class ContentStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, parser: ToolParser) -> None:
-        self.told = ""
+        self.sent = ""
         """All that was let through."""
         self._tokenizer = tokenizer
         self._texts = TextStream(tokenizer)
@@ -265,15 +265,15 @@ class ContentStream:
         end = self._marker_token(tokens)
         self._text += self._texts.feed(tokens[:end], is_end=is_end or self._is_over)
         text = self._text.lstrip()
-        out = text[: self._safe_length(text)].rstrip()[len(self.told) :]
-        self.told += out
+        out = text[: self._safe_length(text)].rstrip()[len(self.sent) :]
+        self.sent += out
         return out
 
     def rest(self, content: str) -> str:
         """What is missing of `content`, the whole of it as it was found at the end."""
-        if not content.startswith(self.told):
+        if not content.startswith(self.sent):
             content = content.lstrip()
-        return content[len(self.told) :] if content.startswith(self.told) else ""
+        return content[len(self.sent) :] if content.startswith(self.sent) else ""
 
     def _marker_token(self, tokens: list[int]) -> int:
         """Where a call begins with a token of its own, which the text leaves out if it is special;

@@ -9,7 +9,7 @@ tokenizer would choose, and a policy must be trained on what it drew. So what fo
 rendered behind a stand-in, and only that part is taken. It makes no difference what a template does
 to earlier turns, such as leaving their thoughts out.
 
-With a template nobody but the model can end a turn or begin one: where the words of a user, a
+With a template only the model can end a turn or begin one: where the words of a user, a
 system, an environment or a tool spell a special token they are not that token (see `plain_words`).
 An assistant's message is taken as it is written.
 """
@@ -44,7 +44,7 @@ QUESTION = Message(role="user", content="?")
 class ChatFormat:
     """Settings: task.chat_template, task.tool_parser.
 
-    Without the template texts follow each other as they are, and tools are not told of.
+    Without the template texts follow each other as they are, and tools are not shown.
     """
 
     def __init__(

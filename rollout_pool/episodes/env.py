@@ -1,4 +1,4 @@
-"""What an environment is: it says something, the model answers, it says how that went.
+"""Environments: one says something, the model answers, it says how that went.
 
     reset() ──► observation ──► model ──► completion ──► step() ──► observation, reward
                      ▲                                                   │
@@ -26,7 +26,7 @@ class ToolCall:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ToolSpec:
-    """A tool as the model is told of it; `parameters` is a JSON schema of an object."""
+    """A tool as the model sees it; `parameters` is a JSON schema of an object."""
 
     name: str
     description: str
@@ -41,11 +41,11 @@ class Message:
     """system, user, assistant or tool."""
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
-    """Of an assistant."""
+    """Calls of an assistant."""
     tool_call_id: str | None = None
-    """Of a tool: which call it answers."""
+    """The call that a tool's message answers."""
     name: str | None = None
-    """Of a tool: its name."""
+    """The name of the tool."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -55,7 +55,7 @@ class Observation:
     messages: tuple[Message, ...]
     """Appended to the conversation, after the model's own last answer."""
     tools: tuple[ToolSpec, ...] = ()
-    """What may be called; told once, with the first observation."""
+    """The tools that may be called; given once, with the first observation."""
     replaces_history: bool = False
     """`messages` are the whole conversation from here on (edited, summarised): the episode goes on
     in a new trajectory."""
@@ -71,7 +71,7 @@ class Completion:
     """The text without its tool calls."""
     tool_calls: tuple[ToolCall, ...] = ()
     bad_call: str | None = None
-    """Why something that looks like a tool call is none; the environment may tell the model."""
+    """Why something that looks like a tool call is none; environments may pass it on."""
     finish_reason: str = "stop"
     """"stop", or "length" for an answer that was cut."""
     num_tokens: int = 0

@@ -1,6 +1,4 @@
-"""What is left of an episode when it is over: its tokens and its conversation.
-
-Puts the turns of an episode together, token by token.
+"""An episode when it is over: its tokens, put together turn by turn, and its conversation.
 
     turn 1   [prompt | answer]                                          branch 0
     turn 2   [prompt | answer | observation | answer]                   extends it
@@ -35,7 +33,7 @@ class Branch:
     version_spans: list[VersionSpan]
     prompt_length: int
     finish_reason: str
-    """Of its last turn."""
+    """How its last turn ended."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ from rollout_pool.episodes.tools import Tool, ToolError, shorten
 from rollout_pool.sandbox.run import REASONS, SandboxResult, run_python
 
 MAX_OUTPUT_CHARS = 4096
-"""Of each of standard output and standard error."""
+"""Limit of standard output, and of standard error."""
 
 SPEC = ToolSpec(
     name="python",

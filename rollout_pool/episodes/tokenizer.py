@@ -14,7 +14,7 @@ class AddedToken(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that is used here."""
 
     eos_token_id: int | None
 

@@ -5,7 +5,7 @@
                                         └──────────────────────────────────────────────────────┘
               answer without a call ──► the inner environment's own step
 
-Whatever goes wrong with a call is told to the model, which may do better; nothing ends the episode.
+The model sees what went wrong with a call and may do better; no failure of a call ends the episode.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ MAX_CALLS = 16
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Tool:
-    """What the model is told, and what is run."""
+    """A tool as the model sees it, and the function that runs."""
 
     spec: ToolSpec
     run: Callable[[Mapping[str, Any]], Awaitable[str]]
-    """Gets the arguments, gives the text of the result. What it raises is told to the model."""
+    """Gets the arguments, gives the text of the result. The model sees what it raises."""
 
 
 class ToolEnv:
@@ -81,7 +81,7 @@ class ToolEnv:
             if not is_run:
                 raise ToolError(f"only the first {MAX_CALLS} calls of an answer are run")
             text = await self._result(call)
-        except Exception as error:  # a tool may raise anything; the model is told
+        except Exception as error:  # a tool may raise anything; the model sees it
             self._num_errors += 1
             text = f"error: {_in_words(error)}"
         return Message(

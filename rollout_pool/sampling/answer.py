@@ -1,7 +1,7 @@
 """What one request adds to its sample: tokens as they come, their versions when they are known.
 
-While a request runs its engine tells, with each arrival, only the version that it serves at that
-moment. Which token is of which version it tells at the end:
+While a request runs, its engine reports with each arrival only the version that it serves at that
+moment. Which token is of which version it reports at the end:
 
     arrivals   [ a | b c d | e f g ]  labels 7, 7, 8      until then   (7, a..g)
     settled                           7 up to e, then 8   at the end   (7, a..e) (8, f..g)
@@ -37,7 +37,7 @@ class Answer:
         """Tokens, and the version that was served when they arrived.
 
         Versions only grow. So tokens with the label of the arrival before them are of that version;
-        with another label they are of both, nobody knows where the border lies, and all are taken
+        with another label they are of both, the border is unknown, and all are taken
         for the older: the staleness gate then errs on the safe side, and log-probabilities are
         those of the moment of drawing either way. The first token is sent by itself; if more come
         at once the server was slow to send, and the same holds.

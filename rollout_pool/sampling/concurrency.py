@@ -1,7 +1,7 @@
 """How many samples an engine is given at once; pure, one step for each look at the engine's load.
 
 Too few leave the engine idle, too many fill its KV cache: then it takes running samples out again
-and computes them anew later. The best number depends on lengths that nobody knows beforehand, so it
+and computes them anew later. The best number depends on lengths that are unknown beforehand, so it
 is sought as TCP seeks its window:
 
     until it first falls   doubles while twice the tokens would still fit
@@ -10,7 +10,7 @@ is sought as TCP seeks its window:
     preemption, KV full    x 0.8
     a queue that stays     x 0.9
 
-It grows only while all places are taken, and falls once for one cause: not again before so many
+It grows only while all slots are taken, and falls once for one cause: not again before so many
 samples have ended that it is kept.
 """
 
@@ -26,14 +26,15 @@ KV_ROOM = 0.85
 FACTOR_FULL = 0.8
 FACTOR_QUEUE = 0.9
 QUEUE_SHARE = 0.05
-"""Of the running requests: a shorter queue only bridges the time until the next one comes."""
+"""Share of the running requests: a shorter queue only bridges the time until the next one comes."""
 QUEUE_PATIENCE = 3
 """Looks that a longer queue must last: a commit puts all requests back for a moment."""
 GROWTH_STEPS = 32
 """From nothing to the most in so many steps."""
 CAREFUL_FROM = 0.9
 CAREFUL_TO = 1.25
-"""Of where it fell last: between them trouble is near, if the lengths are still what they were."""
+"""Shares of the limit from which it fell last: between them the next fall is near, if the lengths
+are still what they were."""
 IN_USE = 0.9
 
 
@@ -42,13 +43,13 @@ class LoadSample:
     """One look at an engine."""
 
     num_in_flight: int
-    """Of the one whose limit it is."""
+    """Samples of the process whose limit it is."""
     num_running: int
     num_queued: int
     kv_usage: float
     expected_usage: float
-    """What the samples in flight will hold if they become as long as others were, as a share of
-    the KV cache."""
+    """Share of the KV cache that the samples in flight will hold if they become as long as others
+    were."""
     num_preempted: int = 0
     """Since the last look."""
 

@@ -1,4 +1,4 @@
-"""What is asked of an inference engine and what it tells, whichever engine it is."""
+"""The interface of an inference engine: requests, answers and load, whichever engine it is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BadLogprobs(ValueError):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EngineLoad:
-    """What an engine says of itself, all of its clients' requests together."""
+    """An engine's own report, over the requests of all its clients."""
 
     num_running: int
     num_queued: int
@@ -76,11 +76,11 @@ class LoadSource(Protocol):
 
     @property
     def num_preemptions(self) -> int:
-        """How often requests of this client lost their KV cache for want of room, so far."""
+        """How often requests of this client lost their KV cache for lack of memory, so far."""
         ...
 
     async def load(self) -> EngineLoad | None:
-        """None if it lives but cannot tell. Raises EngineError if it does not answer."""
+        """None if it lives but cannot report it. Raises EngineError if it does not answer."""
         ...
 
 

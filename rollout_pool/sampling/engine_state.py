@@ -58,7 +58,7 @@ class Breaker:
         return now >= self.retry_at and not self._is_on_trial
 
     def is_mended(self, failed_at: float, now: float) -> bool:
-        """Whether one that failed there at `failed_at` may hope that it is better now."""
+        """Whether a sample that failed there at `failed_at` may try again now."""
         return self._last_success > failed_at or now >= self.retry_at
 
     def begin(self) -> bool:
@@ -95,7 +95,7 @@ class Breaker:
         self._is_on_trial = False
 
     def withdraw(self) -> None:
-        """The request on trial ended; if it told nothing of the engine, another may try."""
+        """The request on trial ended; if it did not decide about the engine, another may try."""
         self._is_on_trial = False
 
     def expect(self, now: float) -> None:
@@ -125,7 +125,7 @@ class StickySessions:
             self._homes.popitem(last=False)
 
     def lose(self, engine: str) -> None:
-        """The engine holds nothing any more."""
+        """The engine holds no prefix any more."""
         for session in [s for s, home in self._homes.items() if home == engine]:
             del self._homes[session]
 
@@ -136,7 +136,7 @@ EVALUATION_SHARE = 1 / 8
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EngineReport:
-    """How an engine is used by this process, as errors tell it."""
+    """How this process uses an engine, for messages of errors."""
 
     serves: int | None
     """The version that it serves; None while it serves nothing."""
@@ -146,12 +146,12 @@ class EngineReport:
     """Samples that may be in flight at once."""
     num_in_flight: int
     num_waiting: int
-    """Samples that would go there if there were room; they may be waiting for others too."""
+    """Samples that would go there if it had a slot; they may be waiting for other engines too."""
     breaker: BreakerState
     kv_usage: float | None
-    """None while the engine has told no load."""
+    """None while the engine has reported no load."""
     num_queued: int | None
-    """By the engine itself, of all its clients."""
+    """In the engine's own queue, from all its clients."""
 
 
 class EngineState:
@@ -163,7 +163,7 @@ class EngineState:
         self.serves: int | None = None
         self.may_roll_out = False
         self.last_progress = float("-inf")
-        """When a sample got room or tokens here."""
+        """When a sample last got a slot or tokens here."""
         self._limit = AdaptiveLimit(math.ceil(max_running_requests / num_workers))
         self._has_others = num_workers > 1
         self._num_in_flight = dict.fromkeys(Priority, 0)
@@ -178,7 +178,7 @@ class EngineState:
 
     @property
     def tokens(self) -> float:
-        """Expected of all that is here, by other workers too."""
+        """Expected tokens of all samples here, those of other workers included."""
         return self._tokens + self._others_tokens
 
     @property
@@ -186,8 +186,8 @@ class EngineState:
         return sum(self._num_in_flight.values())
 
     def has_slot(self, priority: Priority) -> bool:
-        """Evaluation samples have slots beside the limit: an evaluation neither waits until the
-        rollouts leave room nor takes any from them."""
+        """Evaluation samples have slots beside the limit: an evaluation neither waits for slots of
+        the rollouts nor takes any from them."""
         beside = max(1, int(EVALUATION_SHARE * self._limit.value))
         num_evaluations = self._num_in_flight[Priority.evaluation]
         if priority is Priority.evaluation and num_evaluations < beside:
@@ -233,7 +233,7 @@ class EngineState:
         self.may_roll_out = may_roll_out
 
     def note_load(self, load: EngineLoad | None, num_preempted: int) -> None:
-        """`load` is None if the engine lives but cannot tell."""
+        """`load` is None if the engine lives but cannot report it."""
         self._is_silent = False
         self._load = load
         if load is None or not load.capacity:
@@ -251,7 +251,7 @@ class EngineState:
         )
 
     def note_silence(self) -> None:
-        """It did not tell its load."""
+        """The engine did not report its load."""
         self._is_silent = True
         self._load = None
 

@@ -25,7 +25,7 @@ class Needs(NamedTuple):
     """What decides which engines may serve a sample."""
 
     engine: str | None
-    """That it was asked for by name."""
+    """The only engine that may serve it, if one was named."""
     min_version: int
 
 
@@ -43,7 +43,7 @@ class Waiter:
 
     sample: Sample
     tokens: int
-    """That it is expected to hold in the end."""
+    """Tokens that it is expected to hold in the end."""
     failed: Mapping[str, float]
     """Engines at which it failed, with the time: others are preferred."""
     joined_at: float

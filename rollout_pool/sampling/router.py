@@ -27,7 +27,8 @@ OVERLOAD_SAMPLES = 8
 """A session leaves its engine when that has more than the factor times the load of the least
 loaded one, and so many samples of its own size more."""
 LENGTHS_KEPT = 0.98
-"""Of the mean length, at each sample that ends: it follows the policy in some hundred samples."""
+"""Weight of the known mean length at each ended sample: it follows the policy in some hundred
+samples."""
 
 
 class Router:
@@ -61,7 +62,8 @@ class Router:
     # What it learns ---------------------------------------------------------------------------
 
     def follow(self, versions: Mapping[str, int], trainer: int, max_staleness: int) -> None:
-        """What each engine serves now (those that serve nothing are missing), and the trainer's."""
+        """Takes the version that each engine serves now (without those that serve none), and the
+        trainer's."""
         now = time.monotonic()
         self._starvation.note_progress()
         for engine in self._engines.values():
@@ -77,7 +79,7 @@ class Router:
         self.serve()
 
     def note_load(self, engine: str, load: EngineLoad | None, num_preempted: int) -> None:
-        """What an engine says of itself; None if it lives but cannot tell."""
+        """Takes an engine's report of its load; None if it lives but cannot report it."""
         self._engines[engine].note_load(load, num_preempted)
         self.serve()
 
@@ -86,7 +88,7 @@ class Router:
         self._engines[engine].note_silence()
 
     def note_end(self, sample: Sample) -> None:
-        """A sample has ended; how long it became tells how long others may become."""
+        """A sample has ended; its length is an estimate of how long others may become."""
         length = len(sample.output_ids)
         known = length if self._mean_length is None else self._mean_length
         self._mean_length = LENGTHS_KEPT * known + (1 - LENGTHS_KEPT) * length
@@ -94,7 +96,7 @@ class Router:
     # Assignment -----------------------------------------------------------------------------------
 
     def loads(self) -> dict[str, EngineReport]:
-        """By engine, as errors tell it."""
+        """By engine, for messages of errors."""
         sizes = list(self._line.sizes())
         return {
             name: engine.report(sum(size for needs, size in sizes if _may_serve(engine, needs)))
@@ -139,8 +141,8 @@ class Router:
                 waiter.granted.set_exception(Interrupted(sample.sample_id))
 
     def _expected_tokens(self, sample: Sample) -> int:
-        """That the sample will hold. What has lived long lives longer: the expected rest of a
-        length with a long tail does not shrink, so the mean is taken wherever it stands."""
+        """Tokens that the sample will hold. The expected rest of a length with a long tail does not
+        shrink with age, so the mean is taken however long the sample is already."""
         mean = sample.num_left / 2 if self._mean_length is None else self._mean_length
         return len(sample.prompt) + len(sample.output_ids) + min(sample.num_left, round(mean))
 

@@ -26,7 +26,7 @@ class Priority(IntEnum):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Sample:
-    """Owned by whoever asked for it; the sampler appends what comes.
+    """One completion. Its owner requests it; the sampler appends what arrives.
 
     Example: 4 tokens of which the last two came after a commit have
     version_spans [(7, 0, 2), (8, 2, 4)].
@@ -37,7 +37,7 @@ class Sample:
     prompt: list[int]
     sampling: SamplingParams
     max_new_tokens: int
-    """Of the whole completion, however many engines write it."""
+    """Limit of the whole completion, however many engines write it."""
     session: str = ""
     """Samples of one session go to the engine that holds their common prefix, unless it is
     overloaded."""
@@ -48,7 +48,7 @@ class Sample:
     min_version: int = 0
     """No token may be older."""
     engine: str | None = None
-    """Only there (an evaluation at a held engine)."""
+    """The only engine that may serve it (an evaluation at a held engine)."""
     on_tokens: Callable[[Sample], None] | None = None
     """Called after each arrival of tokens, and at the end."""
     on_wait: Callable[[bool], None] | None = None
@@ -57,19 +57,19 @@ class Sample:
 
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Natural, of each output token under the distribution that it was drawn from."""
+    """Natural logarithms, of each output token under the distribution that it was drawn from."""
     version_spans: list[VersionSpan] = field(default_factory=list)
     """Cover [0, len(output_ids)) without gaps; positions count from the first output token."""
     finish_reason: str | None = None
     """"stop" at an end-of-sequence token, "length" at the limit; None before the end."""
     num_attempts: int = 0
-    """Requests made of it so far."""
+    """Requests made for it so far."""
     num_failures: int = 0
-    """Of those, how many failed (an interruption is none)."""
+    """Requests that failed (an interruption is no failure)."""
     num_refused: int = 0
     """Answers refused for their log-probabilities."""
     num_wasted: int = 0
-    """Tokens that an engine wrote and nobody can use (lost with it, or refused)."""
+    """Tokens that an engine wrote and that cannot be used (lost with it, or refused)."""
 
     @property
     def oldest_version(self) -> int | None:

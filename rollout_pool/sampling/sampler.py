@@ -1,4 +1,4 @@
-"""Completes samples, whatever becomes of the engines on the way.
+"""Completes samples, even if engines fail on the way.
 
 complete(sample): slot ──► engine ──► ended
                     ▲          │ engine lost, sample refused: its tokens stay, the rest is
@@ -18,14 +18,14 @@ from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
 
 
 class Completer(Protocol):
-    """Whoever can complete samples."""
+    """Completes samples."""
 
     async def complete(self, sample: Sample) -> None:
         """Goes on from where the sample stands until it has ended.
 
         Raises SampleFailed, Interrupted if `interrupt` was called meanwhile, and TimeoutError if no
-        engine could be asked; what the sample has stays in it. When cancelled, the engine is told
-        to stop.
+        engine could be asked; what the sample has stays in it. When cancelled, it stops the
+        engine's request.
         """
         ...
 
@@ -86,7 +86,7 @@ class Sampler:
             # The engine died between its last token and the end.
             sample.finish_reason = "length"
             self._router.note_end(sample)
-            self._tell(sample)
+            self._report(sample)
         return sample.finish_reason is not None
 
     async def _attempt(self, sample: Sample, run: _Run) -> None:
@@ -124,7 +124,7 @@ class Sampler:
 
         def on_arrival() -> None:
             slot.progress()
-            self._tell(sample)
+            self._report(sample)
 
         run.asked = (slot, request_id)
         try:
@@ -146,6 +146,6 @@ class Sampler:
         run.num_failures += 1
         sample.num_failures += 1
 
-    def _tell(self, sample: Sample) -> None:
+    def _report(self, sample: Sample) -> None:
         if sample.on_tokens is not None:
             sample.on_tokens(sample)

@@ -37,7 +37,7 @@ from rollout_pool.worker.loop import RolloutWorker
 from rollout_pool.worker.prompts import PromptReader
 from rollout_pool.worker.record import RolloutLog
 
-TELL_WAITS_S = 2.0
+REPORT_WAITS_S = 2.0
 
 
 class Scoring(Protocol):
@@ -119,7 +119,7 @@ class WorkerParts:
         self._position = (await self._state.task_positions()).get(self._index, 0)
 
     async def note_restart(self) -> None:
-        """This is not the worker's first life."""
+        """Count a restart: this is not the worker's first life."""
         assert self._state is not None, "prepare() first"
         await self._state.count("workers_restarted")
 
@@ -127,7 +127,7 @@ class WorkerParts:
         """Build the worker on these engines, and follow what they serve.
 
         Raises ValueError for held-out prompts too long, for an environment, agent or reward that
-        cannot be had, and OSError naming rollout.openai.port if that is taken.
+        cannot be loaded, and OSError naming rollout.openai.port if that is taken.
         """
         spec, config = self._spec, self._spec.config
         assert self._task and self._tokenizer and self._buffer and self._state, "prepare() first"
@@ -148,7 +148,7 @@ class WorkerParts:
                     router, self._state, self._buffer, LoadPoller(router, self._clients)
                 ).run()
             ),
-            asyncio.create_task(self._tell_waits(self._scorer, self._state)),
+            asyncio.create_task(self._report_waits(self._scorer, self._state)),
         ]
         # With agents of its own the endpoint has no groups for programs elsewhere.
         external = None if self._agents or not self._endpoint else self._endpoint.groups
@@ -229,15 +229,15 @@ class WorkerParts:
         runner = EpisodeRunner(sampler, chat, self._spec.task, self._spec.config)
         return EnvEpisodes(runner, environment_factory(self._spec.task, self._task))
 
-    async def _tell_waits(self, scorer: EpisodeScorer, state: RunState) -> None:
-        """That episodes wait for a scoring process shows up in `make status`."""
-        told = 0.0
+    async def _report_waits(self, scorer: EpisodeScorer, state: RunState) -> None:
+        """Episodes that wait for a scoring process show up in `make status`."""
+        reported = 0.0
         while True:
-            await asyncio.sleep(TELL_WAITS_S)
+            await asyncio.sleep(REPORT_WAITS_S)
             waited = scorer.waited_s
-            if waited > told:
-                await state.add_wait("rollout", "rewards", waited - told)
-                told = waited
+            if waited > reported:
+                await state.add_wait("rollout", "rewards", waited - reported)
+                reported = waited
 
     async def close(self) -> None:
         """End `worker.run`, the scorers and all connections."""

@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 EPISODES_AT_ONCE = 128
 """Keeps the engines' queues short for the groups that the trainer waits for."""
 ROUNDING = 1e-6
-"""Of a sum of weighted parts: so little less than rollout.eval.full_score is still right."""
+"""Rounding of a sum of weighted parts: an answer this little below rollout.eval.full_score is still
+right."""
 MAX_FAILED = 0.05
 """So large a share of the prompts without an answer is an error: the numbers would mislead. One
 of several prompts is never too many."""
@@ -45,14 +46,14 @@ class EvaluationFailed(RuntimeError):
 class _Answer:
     score: float
     versions: frozenset[int]
-    """That wrote a token of it."""
+    """The versions that wrote a token of it."""
     unscored: str | None
-    """Why it is not known what it is worth."""
+    """Why it has no score."""
 
 
 @dataclass(kw_only=True, slots=True)
-class _Place:
-    """Where the samples of one evaluation go; turned to any engine when the held one fails."""
+class _Target:
+    """The engine that one evaluation uses; None, for any engine, once the held one has failed."""
 
     engine: str | None
 
@@ -90,10 +91,10 @@ class Evaluator:
         of any. Raises EvaluationFailed, and RuntimeError if an older version was still served.
         """
         started = time.perf_counter()
-        place, turn = _Place(engine=engine), asyncio.Semaphore(EPISODES_AT_ONCE)
+        target, turn = _Target(engine=engine), asyncio.Semaphore(EPISODES_AT_ONCE)
         name = f"eval-{uuid.uuid4().hex[:12]}"
         asked = [
-            asyncio.create_task(self._answer(prompt, f"{name}.{number}.{i}", version, place, turn))
+            asyncio.create_task(self._answer(prompt, f"{name}.{number}.{i}", version, target, turn))
             for number, prompt in enumerate(self._prompts)
             for i in range(self._num_samples)
         ]
@@ -123,7 +124,7 @@ class Evaluator:
         every = [answer for of_prompt in scored for answer in of_prompt]
         versions = {version for answer in every for version in answer.versions}
         is_right = [[a.score >= self._full_score for a in of_prompt] for of_prompt in scored]
-        # Of a prompt whose answers could not all be scored the others say as much of it.
+        # A prompt whose answers were not all scored counts with the others.
         by_size = {
             k: enough
             for k in sample_sizes(self._num_samples)
@@ -147,12 +148,12 @@ class Evaluator:
         )
 
     async def _answer(
-        self, prompt: Prompt, session: str, version: int, place: _Place, turn: asyncio.Semaphore
+        self, prompt: Prompt, session: str, version: int, target: _Target, turn: asyncio.Semaphore
     ) -> _Answer | None:
-        """None if it could not be had."""
+        """None if the answer failed."""
         async with turn:
             try:
-                episode = await self._play(prompt, session, version, place)
+                episode = await self._play(prompt, session, version, target)
             except (SampleFailed, EpisodeFailed, TimeoutError) as error:
                 log.warning("held-out prompt %d got no answer: %s", prompt.index, error)
                 return None
@@ -162,8 +163,8 @@ class Evaluator:
             log.warning("an answer to held-out prompt %d is unscored: %s", prompt.index, unscored)
         return _Answer(score=score.reward, versions=_versions(episode), unscored=unscored)
 
-    async def _play(self, prompt: Prompt, session: str, version: int, place: _Place) -> Episode:
-        if (engine := place.engine) is not None:
+    async def _play(self, prompt: Prompt, session: str, version: int, target: _Target) -> Episode:
+        if (engine := target.engine) is not None:
             try:
                 episode = await self._episode(prompt, session, version, engine)
                 if min(_versions(episode)) >= version:
@@ -171,9 +172,9 @@ class Evaluator:
                 error: Exception | str = "it serves an older version"  # it was started again
             except (SampleFailed, TimeoutError) as failure:
                 error = failure
-            if place.engine is not None:
+            if target.engine is not None:
                 log.warning("the evaluation of %d goes on without %s: %s", version, engine, error)
-            place.engine = None
+            target.engine = None
             session += ".again"
         episode = await self._episode(prompt, session, version, None)
         if (oldest := min(_versions(episode))) < version:

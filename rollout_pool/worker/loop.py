@@ -176,7 +176,7 @@ class RolloutWorker:
     # The loop -------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Admissions come one after the other: a credit that is awaited twice helps nobody."""
+        """Starts the next admission, one at a time, while there may be another group."""
         if self._admission is None and len(self._runs) < self._spec.config.max_groups_in_flight:
             self._admission = asyncio.create_task(self._admit())
             self._observe(self._admission)
@@ -192,7 +192,7 @@ class RolloutWorker:
             self._error = self._error or error
 
     def _start_background(self) -> list[asyncio.Task[None]]:
-        """What goes on beside the groups; the worker ends when any of it does."""
+        """Starts the tasks beside the groups; the worker ends when any of them does."""
         work: list[Coroutine[Any, Any, None]] = [
             self._renew_credits(),
             self._tail.run(),

@@ -8,9 +8,9 @@ postpone                   a full batch is ready ──► groups far slower tha
                            the batch is taken, or they alone are left, or they waited as long as the
                            median group takes ──► they go on behind those that were begun meanwhile
 
-A group is stopped so at most `max_postponements` times; after the last time it goes first, to its
-end. No wait here is longer than its bound, so nobody starves. Groups that are played from outside
-are neither postponed nor part of the median: how long they take is not the model's doing.
+A group is postponed at most `max_postponements` times; after the last time it goes first, to its
+end. Every wait here is bounded, so no group starves. Groups that programs elsewhere play are not
+postponed and not part of the median: how long they take does not depend on the model.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from rollout_pool.worker.group_run import GroupRun
 
 PUBLISH_TIMEOUT_S = 60.0
 RESUME_AFTER_S = 30.0
-"""Longest that interrupted samples wait for the engines to serve the version that was published."""
+"""Longest time that interrupted samples wait for the engines to serve the published version."""
 SLOW_FACTOR = 2.0
 """A group that runs so many times as long as the median of the last ones is slow."""
 RECENT = 64
 MIN_RECENT = 4
-"""With fewer groups that ended nobody knows what is slow."""
+"""With fewer ended groups the median says nothing."""
 LOOK_EVERY_S = 0.5
 """At least so long between two looks at the buffer; a postponed group waits at least once."""
 
 
 class Interrupter(Protocol):
-    """What is used of a Completer."""
+    """The part of a Completer that is used here."""
 
     def interrupt(self, sample: Sample) -> None: ...
 
 
 class Versions(Protocol):
-    """What is used of RunState."""
+    """The part of RunState that is used here."""
 
     async def trainer_version(self) -> int: ...
     async def wait_version_above(self, version: int, timeout_s: float) -> int: ...
@@ -58,28 +58,28 @@ class Versions(Protocol):
 
 
 class WaitingRoom:
-    """Interrupted samples, let go together and in the order of their ranks."""
+    """Interrupted samples, released together and in their order."""
 
     def __init__(self) -> None:
         self.is_open = True
         self._waiting: list[tuple[Sample, asyncio.Future[None]]] = []
 
     async def pass_through(self, sample: Sample, at_most_s: float) -> None:
-        """Returns when the room is open, at the latest after `at_most_s`."""
+        """Returns when the room is open, after `at_most_s` at the latest."""
         if self.is_open:
             return
-        place = (sample, asyncio.get_running_loop().create_future())
-        self._waiting.append(place)
+        waiting = (sample, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(at_most_s):
-                    await place[1]
+                    await waiting[1]
         finally:
-            self._waiting.remove(place)
+            self._waiting.remove(waiting)
 
     @property
     def samples(self) -> set[Sample]:
-        """Those that wait."""
+        """The samples that wait."""
         return {sample for sample, _ in self._waiting}
 
     def close(self) -> None:
@@ -87,25 +87,25 @@ class WaitingRoom:
 
     def open(self) -> None:
         self.is_open = True
-        # Those that wake first ask first.
-        for _, place in sorted(self._waiting, key=lambda waiting: waiting[0].order):
-            if not place.done():
-                place.set_result(None)
+        # Those that wake first are requested first.
+        for _, released in sorted(self._waiting, key=lambda waiting: waiting[0].order):
+            if not released.done():
+                released.set_result(None)
 
 
 class Tail(Protocol):
-    """Knows the groups of one worker, from `begin` until `end`."""
+    """What happens to the slow groups of one worker: it knows each from `begin` until `end`."""
 
     def begin(self, run: GroupRun) -> None:
         """Before the group's first sample."""
         ...
 
     def end(self, run: GroupRun, *, is_done: bool) -> None:
-        """`is_done`: the group came to its end."""
+        """`is_done`: the group is complete."""
         ...
 
     async def run(self) -> None:
-        """Does what is to be done to them. Never returns."""
+        """Interrupts, postpones and releases groups. Never returns."""
         ...
 
 
@@ -166,7 +166,7 @@ class Lap:
     is_waiting: bool = False
     room: WaitingRoom = field(default_factory=WaitingRoom)
     stopped: set[Sample] = field(default_factory=set)
-    """For the wait that it is in."""
+    """The samples interrupted for its current wait."""
 
 
 class Pace:
@@ -177,7 +177,7 @@ class Pace:
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def note(self, seconds: float) -> None:
-        """A group came to its end after so long."""
+        """A group completed after `seconds`."""
         self._recent.append(seconds)
 
     @property
@@ -213,7 +213,7 @@ class Postpone:
         next_order: Callable[[], int],
         max_postponements: int,
     ) -> None:
-        """`next_order`: of the group that will be begun next."""
+        """`next_order`: the order of the group that starts next."""
         self._interrupter = interrupter
         self._counters = counters
         self._is_batch_ready = is_batch_ready
@@ -236,13 +236,13 @@ class Postpone:
             await asyncio.sleep(LOOK_EVERY_S)  # it is time itself that makes a group slow
             if self._waiting() or self._slow():
                 is_ready = await self._is_batch_ready()
-                self._let_go(is_ready)
+                self._release(is_ready)
                 slow = self._slow()
                 if is_ready and len(slow) + len(self._waiting()) < len(self._laps):
                     for run in slow:
-                        self._put_off(run)
-                # Environments that were at work when their group was put off may since have asked
-                # for another turn.
+                        self._postpone(run)
+                # Environments that were at work when their group was postponed may have requested
+                # another turn since.
                 for run in self._waiting():
                     self._stop(run)
 
@@ -250,7 +250,7 @@ class Postpone:
         return [run for run, lap in self._laps.items() if lap.is_waiting]
 
     def _slow(self) -> list[GroupRun]:
-        """Those of whom nothing is being sampled have nothing that could make way."""
+        """Slow groups of which something is being sampled: others have nothing to interrupt."""
         now = time.monotonic()
         return [
             run
@@ -258,7 +258,7 @@ class Postpone:
             if run.num_running and self._pace.is_slow(lap, now)
         ]
 
-    def _put_off(self, run: GroupRun) -> None:
+    def _postpone(self, run: GroupRun) -> None:
         lap = self._laps[run]
         lap.num_postponed += 1
         lap.is_waiting, lap.since = True, time.monotonic()
@@ -270,7 +270,7 @@ class Postpone:
         self._counters.add("groups_postponed")
 
     def _stop(self, run: GroupRun) -> None:
-        """Stops what a postponed group has under way."""
+        """Interrupts the samples of a postponed group that are under way."""
         lap = self._laps[run]
         running = {sample for sample in run.samples if sample.finish_reason is None}
         for sample in running - lap.room.samples:
@@ -278,7 +278,7 @@ class Postpone:
         self._counters.add("samples_interrupted", len(running - lap.stopped))
         lap.stopped |= running
 
-    def _let_go(self, is_batch_ready: bool) -> None:
+    def _release(self, is_batch_ready: bool) -> None:
         waiting, now = self._waiting(), time.monotonic()
         are_alone = len(waiting) == len(self._laps)
         for run in sorted(waiting, key=lambda run: run.order):
@@ -293,7 +293,7 @@ class Postpone:
 
 
 def interrupt(run: GroupRun, interrupter: Interrupter, counters: Counters) -> None:
-    """Stops all that the group has under way; its tokens stay."""
+    """Interrupts all samples of the group that are under way; their tokens stay."""
     running = [sample for sample in run.samples if sample.finish_reason is None]
     for sample in running:
         interrupter.interrupt(sample)
@@ -311,8 +311,8 @@ def build_tail(
 ) -> Tail:
     """The policy of rollout.tail.
 
-    `is_batch_ready`: whether the trainer could take a whole batch now. `next_order`: of the group
-    that will be begun next.
+    `is_batch_ready`: whether the trainer could take a whole batch now. `next_order`: the order of
+    the group that starts next.
     """
     match config.tail:
         case TailPolicy.continue_across_versions:
