@@ -288,6 +288,8 @@ class _CancellableSend:
                 await super().send_packed_command(command, check_health)  # type: ignore[misc]
         except TimeoutError:  # the connection is closed already, for it was cancelled in there
             raise exceptions.TimeoutError("Timeout writing to socket") from None
+        except RuntimeError as error:  # uvloop's, where the kernel has closed the connection
+            raise exceptions.ConnectionError(f"lost the connection to Redis: {error}") from None
         finally:
             self.socket_timeout = limit_s
 
@@ -313,7 +315,7 @@ class _CancellableSend:
             await connection.disconnect(nowait=True)
             if isinstance(error, TimeoutError):
                 raise exceptions.TimeoutError("Redis takes too long for a batch") from None
-            if isinstance(error, OSError):
+            if isinstance(error, OSError | RuntimeError):  # uvloop says it with the latter
                 raise exceptions.ConnectionError(f"lost the connection to Redis: {error}") from None
             raise
 
