@@ -5,7 +5,6 @@ Run as a script it becomes another program: `die_with_parent.py <pid of the pare
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -15,6 +14,8 @@ _PR_SET_PDEATHSIG = 1
 
 def die_with_parent(number: signal.Signals) -> None:
     """The kernel sends this process `number` when the thread that forked it ends."""
+    import ctypes  # late: a signal in the first moments of the command is not to meet a slow import
+
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 

@@ -30,8 +30,8 @@ from configs.load import load_config
 from controller.ray_environment import prepare_environment
 config = load_config([f"cluster.ray_address={sys.argv[1]}"])
 prepare_environment(config.cluster)
-from controller import supervise
-from controller.placement import start_ray
+from controller.watch import supervise
+from controller.start.placement import start_ray
 messages = Path(sys.argv[2])
 cluster = start_ray(config, {}, supervise.SETUP_HOOK, None, messages)
 print(cluster.host)

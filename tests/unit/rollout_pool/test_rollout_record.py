@@ -177,7 +177,7 @@ import asyncio, resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_rollout_record import make_group
-from rollout_pool.record import RolloutLog
+from rollout_pool.worker.record import RolloutLog
 log = RolloutLog(Path(sys.argv[1]), "worker-0", 1.0, 0)
 async def main():
     await log.write(make_group("a"), "")

@@ -332,7 +332,7 @@ async def test_a_caller_that_gives_up_ends_the_program():
 
 PARENT = """
 import asyncio, sys
-from rollout_pool.sandbox import run_python
+from rollout_pool.sandbox.run import run_python
 asyncio.run(run_python("import time; print('on', flush=True)\\nwhile True: time.sleep(1)"))
 """
 
