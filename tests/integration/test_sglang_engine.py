@@ -260,7 +260,9 @@ async def test_a_server_that_is_killed_is_told_and_leaves_nothing(engine):
     family = psutil.Process(engine.info.pid).children(recursive=True)
     shared = shared_memory_files(family_of(engine.info.pid))
     kinds = ["semaphore" if is_semaphore(path) else path.name[:12] for path in shared]
-    assert {"semaphore", "sglang_loads"} <= {*kinds}
+    assert "sglang_loads" in kinds
+    if torch.cuda.is_available():  # a process that is forked shares semaphores without a name
+        assert "semaphore" in kinds
     assert {*map(str, shared)} <= {*engine.spec.leftovers_path.read_text().splitlines()}
     os.kill(engine.info.pid, signal.SIGKILL)
     assert await asyncio.wait_for(engine.wait_dead(), 20) == -signal.SIGKILL
