@@ -34,6 +34,7 @@ from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.tasks.environments import EpisodeSource
 from rollout_pool.types import RolloutSpec
 from rollout_pool.worker.build import WorkerParts
+from rollout_pool.worker.loop import RolloutWorker
 from trainer_pool.model.scratch import byte_tokenizer
 
 KEY = "k3y-of-the-benchmark"
@@ -128,23 +129,18 @@ class _LimitedParts(WorkerParts):
         return super()._make_source(LimitedCompleter(sampler, self.lengths), chat)  # type: ignore[arg-type]
 
 
-class _FiniteRoom:
-    """Takes the place of the worker's own bound: no new group once all jobs have begun."""
+def _admit_no_more_than(num_jobs: int, worker: RolloutWorker, buffer: ReplayBuffer) -> None:
+    """The worker starts no new group once all jobs have begun, so that the work has an end."""
+    admit = worker._admit
 
-    def __init__(self, num_jobs: int, position: Callable[[], int], buffer: ReplayBuffer) -> None:
-        self._num_jobs = num_jobs
-        self._position = position
-        self._buffer = buffer
-
-    async def acquire(self) -> bool:
-        while self._position() >= self._num_jobs:
-            if (await self._buffer.stats()).retries_waiting:
+    async def admit_what_is_left() -> None:
+        while worker._stream.position >= num_jobs:
+            if (await buffer.stats()).retries_waiting:
                 break
             await asyncio.sleep(LOOK_S)
-        return True
+        await admit()
 
-    def release(self) -> None:
-        return
+    worker._admit = admit_what_is_left  # type: ignore[method-assign]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -258,10 +254,7 @@ async def pool_at(
         closing.push_async_callback(parts.close)
         await parts.prepare()
         await parts.connect([info])
-        worker = parts.worker
-        worker._room = _FiniteRoom(  # type: ignore[assignment]
-            len(jobs), lambda: worker._stream.position, buffer
-        )
+        _admit_no_more_than(len(jobs), parts.worker, buffer)
         commit = commits.next if commits is not None else None
         yield Pool(
             parts=parts,
