@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import json
 import os
-import signal
-import subprocess
 import sys
-import threading
 import uuid
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ from typing import Any
 from buffer.run_state import RunState
 from configs.choices import PauseMode
 from configs.rollout_schema import EngineConfig
+from processes.child import Child
 from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import EngineSpec, SGLangEngine
 from rollout_pool.engines.lifecycle import EngineLife
@@ -38,45 +35,14 @@ class _StandInServer:
             "seen": str(seen),
             "load_s": load_s,
         }
-        with spec.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, stand_in_server.__file__, json.dumps(fields)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-            )
-        assert self._process.stdin is not None
-        self._process.stdin.write(spec.key.encode() + b"\n")
-        self._process.stdin.flush()
-        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        threading.Thread(target=self._watch, args=(self.exited,), daemon=True).start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        command = [sys.executable, stand_in_server.__file__, json.dumps(fields)]
+        self.child = Child(command, spec.log_path, secret=spec.key)
 
     def note_family(self) -> None:
         """It leaves nothing."""
 
-    async def stop(self, timeout_s: float) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        done, _ = await asyncio.wait({self.exited}, timeout=min(timeout_s, 1.0))
-        if not done:  # it was stopped
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-            await asyncio.wait({self.exited}, timeout=timeout_s)
-
-    def _watch(self, exited: asyncio.Future[int]) -> None:
-        code = self._process.wait()
-
-        def tell() -> None:
-            if not exited.done():
-                exited.set_result(code)
-
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            exited.get_loop().call_soon_threadsafe(tell)
+    def stop(self, timeout_s: float) -> None:
+        self.child.stop(min(timeout_s, 1.0))  # a stopped one does not see its input end
 
 
 class StandInEngine(SGLangEngine):
