@@ -471,12 +471,12 @@ def _check_tools(config: Config) -> None:
         not task.tools or task.chat_template,
         "task.tools",
         task.tools,
-        "it is the chat template that tells the model of its tools: set task.chat_template=true",
+        "the chat template is what describes its tools to the model: set task.chat_template=true",
     )
 
 
 def check_weights_without_gpus(config: Config, why: str) -> None:
-    """Refuses what needs a GPU in a run that has none, or was told to use none."""
+    """Refuses what needs a GPU in a run that has none, or is set to use none."""
     require(
         config.weight_sync.commit is not CommitStrategy.ipc,
         "weight_sync.commit",

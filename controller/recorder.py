@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 
-from buffer.replay_buffer import ReplayBuffer
+from buffer.roles import OperatorBuffer
 from buffer.run_state import STREAM_START, RunState
 from controller.metrics.records import EVAL_FAILED, RESERVED_NAMES, MetricsLog, Record, Scalar
 from controller.report.panel import Panel
@@ -27,7 +27,7 @@ class Recorder:
 
     def __init__(
         self,
-        buffer: ReplayBuffer,
+        buffer: OperatorBuffer,
         state: RunState,
         log: MetricsLog,
         panel: Panel,

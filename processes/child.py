@@ -114,7 +114,7 @@ class Child:
         """Ask it to end, and kill it after `timeout_s`. Its exit code; None if it cannot be killed.
 
         `last_words` are written to its input before that is closed. Its process group is killed
-        with it unless `whole_group` is false: then somebody else ends what it started.
+        with it unless `whole_group` is false, for a caller that ends what it started by itself.
         """
         self._ask_to_end(last_words)
         if (exit_code := self.wait(timeout_s)) is not None:
@@ -145,7 +145,7 @@ def kill_group(group: int) -> None:
 
 
 async def exit_of(pid: int) -> None:
-    """Returns when the process has ended. The kernel tells; nothing is polled."""
+    """Returns when the process has ended. The kernel reports it; nothing is polled."""
     ended = asyncio.Event()
     fd = os.pidfd_open(pid)
     loop = asyncio.get_running_loop()

@@ -14,7 +14,7 @@ block is used again once nothing refers to any payload in it.
 
 The connections send without `asyncio.wait_for`, by which redis-py sends. In Python 3.11 it drops a
 cancellation that arrives in the same turn of the loop in which the bytes are written: the command
-then goes on as if it had not been cancelled, and a worker that is told to stop blocks for ever.
+then goes on as if it had not been cancelled, and a worker that is asked to stop blocks for ever.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ class _CancellableSend:
                 for _ in range(num_replies):
                     replies.append(await connection._parser.read_response(disable_decoding=True))
             return replies
-        except BaseException as error:  # what is under way cannot be told from what comes next
+        except BaseException as error:  # old and new replies would be mixed up
             if connection._writer is not None:  # what was not sent lies in memory that is not ours
                 connection._writer.transport.abort()
             await connection.disconnect(nowait=True)

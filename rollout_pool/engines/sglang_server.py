@@ -11,7 +11,6 @@ this module and sglang again. Without it they are forked from this process once 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -34,11 +33,11 @@ if not torch.cuda.is_available():
     sglang_cpu.install()
 
 from processes import tree
+from processes.die_with_parent import die_with_parent
 
 KILL_TIMEOUT_S = 5.0
 NEW_CHILDREN_S = 0.5
 """Between two looks for children that were started meanwhile."""
-_PR_SET_PDEATHSIG = 1
 
 _ending = threading.Lock()
 """Held by the thread that ends this process."""
@@ -89,7 +88,7 @@ def _begin_child(_: object) -> None:
     """In a forked child, before it does anything else."""
     tempfile.tempdir = None
     # SGLang does so, too, but only later, and without asking whether the parent is still there.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is None or os.getppid() != parent.pid:
         os._exit(1)

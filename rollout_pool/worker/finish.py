@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from buffer.replay_buffer import ReplayBuffer
+from buffer.roles import WorkerBuffer
 from buffer.types import Rerun, TrajectoryGroup
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.worker.counters import Counters
@@ -74,7 +74,7 @@ class GroupFinisher:
         *,
         config: RolloutConfig,
         generator: GroupGenerator,
-        buffer: ReplayBuffer,
+        buffer: WorkerBuffer,
         counters: Counters,
         group_log: GroupLog | None,
     ) -> None:

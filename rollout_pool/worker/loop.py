@@ -27,7 +27,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from buffer.replay_buffer import ReplayBuffer
+from buffer.roles import WorkerBuffer
 from buffer.run_state import RunState
 from buffer.staleness import is_fresh
 from buffer.types import PromptRef
@@ -82,7 +82,7 @@ class RolloutWorker:
         generator: GroupGenerator,
         sources: EpisodeSources,
         evaluator: Evaluator,
-        buffer: ReplayBuffer,
+        buffer: WorkerBuffer,
         state: RunState,
         watching: Sequence[asyncio.Future[Any]],
         interrupter: Interrupter,
