@@ -38,7 +38,7 @@ _TMPFS = Path("/dev/shm")
 def measure_wire(report: Report, *, is_short: bool) -> None:
     import ray
 
-    shape, rounds = (SMALL, 2) if is_short else (QWEN_HALF_B, 5)
+    shape, rounds, fleets = (SMALL, 1, (2,)) if is_short else (QWEN_HALF_B, 5, (1, 2))
     with tempfile.TemporaryDirectory(prefix="leash-bench-", dir=_TMPFS) as folder:
         weights = SharedWeights.write(Path(folder) / "weights", shape, "bfloat16")
         # Ray's workers are started by Ray, not by us: this is how they find the benchmark.
@@ -51,7 +51,7 @@ def measure_wire(report: Report, *, is_short: bool) -> None:
         )
         ratios = Ratios()
         try:
-            for num_receivers in (1, 2):
+            for num_receivers in fleets:
                 stage = Stage(
                     weights=weights,
                     folder=Path(folder),

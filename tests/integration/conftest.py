@@ -1,8 +1,35 @@
-"""Lets the tests of real servers share the model that those serve."""
+"""Two real SGLang servers that all tests of a session share, and the models that they serve."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
+import pytest
+import pytest_asyncio
+
 sys.path.insert(0, str(Path(__file__).parent))  # for sglang_model
+
+from sglang_model import Server, build_model
+
+
+@pytest.fixture(scope="session")
+def sglang_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sglang")
+
+
+@pytest.fixture(scope="session")
+def models(sglang_folder):
+    return {name: build_model(sglang_folder / name, seed) for seed, name in enumerate("ab")}
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def servers(sglang_folder, models):
+    """Which versions they serve, and whether any, is left over from the tests before."""
+    both = [Server(sglang_folder, f"engine-{number}") for number in range(2)]
+    await asyncio.gather(*(server.start() for server in both))
+    yield both
+    for server in both:
+        await server.close()
+    await asyncio.gather(*(server.engine.stop() for server in both))

@@ -1,4 +1,4 @@
-"""A small real model, the engine that serves it, and samples that are checked token by token."""
+"""Small real models, the servers that serve them, and samples checked token by token."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from buffer.types import SamplingParams
-from configs.choices import PauseMode
+from configs.choices import CommitStrategy, PauseMode
 from configs.rollout_schema import EngineConfig
-from rollout_pool.engines.engine import EngineSpec
+from configs.schema import WeightSyncConfig
+from rollout_pool.engines.client import SGLangClient
+from rollout_pool.engines.commit import Committer, make_strategy
+from rollout_pool.engines.engine import EngineSpec, SGLangEngine
 from rollout_pool.sampling.sample import Sample
 
 EOS = 258
@@ -77,6 +80,56 @@ def stage(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+class Server:
+    """A real server of model a, and versions that it commits by either strategy."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name = name
+        self.folder = folder
+        spec = engine_spec(folder / "a", folder / f"{name}.log", name=name)
+        self.engine = SGLangEngine(spec)
+        self.newest = -1
+        self._strategies = {}
+
+    async def start(self) -> None:
+        await self.engine.start()
+        await self.open()
+
+    async def open(self) -> None:
+        """For the server that runs now."""
+        for choice in (CommitStrategy.staged_disk, CommitStrategy.direct):
+            config = WeightSyncConfig(commit=choice, bucket_bytes=100_000)
+            strategy = make_strategy(self.engine.client, config, tp_size=1, host="127.0.0.1")
+            await strategy.check()
+            self._strategies[choice] = strategy
+
+    def client(self, stream_interval: int) -> SGLangClient:
+        """A worker's client; the caller closes it."""
+        return SGLangClient(
+            self.name,
+            self.engine.info.url,
+            key=self.engine.spec.key,
+            request_timeout_s=60,
+            keys_prefix_by_version=False,
+            stream_interval=stream_interval,
+        )
+
+    def stage(self, tensors: dict[str, torch.Tensor]) -> tuple[int, Path]:
+        """The next version's number and folder."""
+        self.newest += 1
+        return self.newest, stage(self.folder / f"{self.name}-staged-{self.newest}", tensors)
+
+    def committer(self, choice, pause_mode=PauseMode.retract):
+        return Committer(self.engine.client, self._strategies[choice], pause_mode)
+
+    async def publish(self, model, choice=CommitStrategy.staged_disk, **settings):
+        return await self.committer(choice, **settings).commit(*self.stage(served_tensors(model)))
+
+    async def close(self) -> None:
+        for strategy in self._strategies.values():
+            await strategy.close()
 
 
 def make_sample(index, *, max_new_tokens, temperature=1.0, name=""):

@@ -302,7 +302,7 @@ async def test_every_verb_works_on_a_cluster(
             assert client.keys(f"{{leash:{run}*") != []
 
 
-async def test_what_a_run_notes_besides_its_groups_works_on_a_cluster(
+async def test_run_state_works_on_a_cluster(
     cluster: list[EmbeddedServer], open_buffer: OpenBuffer
 ) -> None:
     run = _run_on_all_nodes("notes")
@@ -317,7 +317,7 @@ async def test_what_a_run_notes_besides_its_groups_works_on_a_cluster(
     await state.close()
 
 
-async def test_a_node_that_is_killed_and_comes_back_costs_nothing(
+async def test_node_that_is_killed_and_comes_back_costs_nothing(
     cluster: list[EmbeddedServer], open_buffer: OpenBuffer
 ) -> None:
     run = _run_on_all_nodes("restart")
@@ -352,14 +352,14 @@ async def test_a_node_that_is_killed_and_comes_back_costs_nothing(
             trained.append(valid)
         return trained
 
-    async def murder() -> None:
+    async def kill_one() -> None:
         for node in cluster:
             await asyncio.sleep(0.2)
             os.kill(node.pid, signal.SIGKILL)
             await asyncio.to_thread(node.wait, 5)
             await asyncio.to_thread(node.restart)
 
-    _, trained, _ = await asyncio.wait_for(asyncio.gather(produce(), train(), murder()), 60)
+    _, trained, _ = await asyncio.wait_for(asyncio.gather(produce(), train(), kill_one()), 60)
     ids = [group_id for step in trained for group_id in step]
     assert len(ids) == len(set(ids))
     assert await worker.flush(timeout_s=20)

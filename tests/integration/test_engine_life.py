@@ -155,7 +155,7 @@ async def publisher(tmp_path, state, models):
 @pytest.fixture
 async def life(tmp_path, spec, state, keeper, models):
     engine = SGLangEngine(
-        engine_spec(tmp_path / "model-0", tmp_path / "engine.log", max_restarts=3)
+        engine_spec(tmp_path / "model-0", tmp_path / "engine.log", max_restarts=1)
     )
     life = EngineLife(engine, config=spec.weight_sync, receiver="receiver-0", key=KEY, state=state)
     life.engine = engine
@@ -183,7 +183,7 @@ def part(pid, name):
     return found
 
 
-async def test_an_engine_dies_stalls_and_is_given_up_while_versions_come(
+async def test_engine_whose_parts_stall_or_die_restarts_and_is_given_up_while_versions_come(
     life, state, publisher, models
 ):
     engine = life.engine
@@ -206,24 +206,13 @@ async def test_an_engine_dies_stalls_and_is_given_up_while_versions_come(
     await until(state, {"engine-0": 0})
     await serves(0)
 
-    os.kill(engine.info.pid, signal.SIGKILL)
-    await until(state, {})
     await publisher.publish(1)
     await until(state, {"engine-0": 1})
-    await serves(1)
-
-    stalled = engine.info.pid
-    os.killpg(stalled, signal.SIGSTOP)
-    await until(state, {})  # though nothing is published that it could fail to take
-    await publisher.publish(2)
-    await until(state, {"engine-0": 2})
-    await serves(2)
-    assert not psutil.pid_exists(stalled)
-
     stopped = part(engine.info.pid, "scheduler")
     stopped.suspend()
     assert await worker.answers(10)  # the HTTP process goes on
-    await until(state, {})
+    await until(state, {})  # though nothing is published that it could fail to take
+    await publisher.publish(2)
     await until(state, {"engine-0": 2})
     await serves(2)
     assert not stopped.is_running()
@@ -232,18 +221,18 @@ async def test_an_engine_dies_stalls_and_is_given_up_while_versions_come(
     detokenizer.kill()
     async with asyncio.timeout(15):
         why = await life.wait_given_up()
-    assert why.startswith("died (exit code 1), after 3 restarts (rollout.engine.max_restarts=3)")
+    assert why.startswith("died (exit code 1), after 1 restarts (rollout.engine.max_restarts=1)")
     line = f"sglang::detokenizer (process {detokenizer.pid}) died (exit code -9)"
     assert line in engine.log_tail().splitlines()
     assert await state.engine_versions() == {}
     told = await events(state)
     assert {e["who"] for e in told} == {"engine-0"}
-    assert [e["event"] for e in told] == ["engine_lost", "engine_restarted"] * 3 + ["engine_lost"]
-    assert [e["detail"].split(" ")[0] for e in told] == ["died"] * 2 + ["did"] * 4 + ["died"]
+    assert [e["event"] for e in told] == ["engine_lost", "engine_restarted", "engine_lost"]
+    assert [e["detail"].split(" ")[0] for e in told] == ["did", "did", "died"]
     await worker.close()
 
 
-async def test_a_receiver_that_dies_comes_back_with_what_it_staged_and_leaves_nothing(
+async def test_receiver_that_dies_comes_back_with_what_it_staged_and_leaves_nothing(
     spec, keeper, state, publisher
 ):
     stage = Path(f"/dev/shm/leash-{spec.run}-{TOKEN}")

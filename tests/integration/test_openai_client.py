@@ -7,18 +7,14 @@ import itertools
 
 import pytest
 import pytest_asyncio
-from sglang_model import build_model, engine_spec, served_tensors, stage, worst_difference
+from sglang_model import worst_difference
 
 from buffer.types import SamplingParams
-from configs.choices import CommitStrategy, PauseMode, ToolParser
+from configs.choices import ToolParser
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from configs.schema import WeightSyncConfig
 from rollout_pool.endpoint.agents import AgentRunner
 from rollout_pool.endpoint.server import Endpoint
 from rollout_pool.endpoint.sessions import Serving
-from rollout_pool.engines.client import SGLangClient
-from rollout_pool.engines.commit import Committer, make_strategy
-from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.runner import EpisodeRequest
 from rollout_pool.sampling.router import Router
@@ -26,7 +22,7 @@ from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.tasks.task import Prompt
 from trainer_pool.model.scratch import byte_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 PROMPT = Prompt(index=0, is_held_out=False, text="How warm is it?")
 TURN_TOKENS = 48
@@ -50,24 +46,13 @@ WEATHER = {
 class Policy:
     """A random model behind a server, a sampler and an endpoint."""
 
-    def __init__(self, folder):
-        self.folder = folder
-        self.model = build_model(folder / "model", seed=0)
-        self.engine = SGLangEngine(engine_spec(folder / "model", folder / "engine.log"))
+    def __init__(self, server, model):
+        self.server, self.model = server, model
 
     async def open(self):
-        await self.engine.start()
-        self.client = SGLangClient(
-            self.engine.spec.name,
-            self.engine.info.url,
-            key=self.engine.spec.key,
-            request_timeout_s=60.0,
-            keys_prefix_by_version=False,
-            stream_interval=4,
-        )
-        await self.publish(0)
+        self.client = self.server.client(stream_interval=4)
         self.router = Router([self.client], 60.0, max_running_requests=32)
-        self.router.follow({self.client.name: 0}, 0, 9)
+        await self.publish()
         tokenizer = byte_tokenizer()
         tokenizer.chat_template = TEMPLATE
         chat = ChatFormat(tokenizer, chat_template=True, tool_parser=ToolParser.hermes)
@@ -82,29 +67,25 @@ class Policy:
         self.endpoint = Endpoint(serving, host="127.0.0.1")
         await self.endpoint.start()
 
-    async def publish(self, version):
-        staged = stage(self.folder / f"staged-{version}", served_tensors(self.model))
-        config = WeightSyncConfig(commit=CommitStrategy.staged_disk)
-        strategy = make_strategy(self.engine.client, config, tp_size=1, host="127.0.0.1")
-        await strategy.check()
-        await Committer(self.engine.client, strategy, PauseMode.retract).commit(version, staged)
-        await strategy.close()
+    async def publish(self):
+        """The same weights under the next number."""
+        await self.server.publish(self.model)
+        self.router.follow({self.client.name: self.server.newest}, self.server.newest, 9)
 
     async def close(self):
         await self.endpoint.close()
         await self.client.close()
-        await self.engine.stop()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def policy(tmp_path_factory):
-    policy = Policy(tmp_path_factory.mktemp("policy"))
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def policy(servers, models):
+    policy = Policy(servers[1], models["a"])
     await policy.open()
     yield policy
     await policy.close()
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def play(policy):
     """Plays one episode of an agent: the episode, and its samples as the engine gave them."""
     numbers = itertools.count()
@@ -164,21 +145,21 @@ def check_recorded(episode, samples, num_turns):
     assert covered == set(own)
 
 
-async def test_a_streamed_conversation_with_tools_is_recorded_token_by_token(policy, play):
+async def test_streamed_conversation_with_tools_is_recorded_token_by_token(policy, play):
     async def commit(turn):
-        if turn == 2:  # the same weights under another number, between two turns
-            await policy.publish(1)
-            policy.router.follow({policy.client.name: 1}, 1, 9)
+        if turn == 2:
+            await policy.publish()
 
     async def agent(session, prompt):
         return await converse(session, prompt, commit), {"turns": 3}
 
+    first = policy.server.newest
     episode, samples = await play(agent)
     assert episode.end == "done" and episode.env_parts == {"turns": 3.0}, episode.error
     check_recorded(episode, samples, 3)
     assert episode.env_reward > 3 * 3  # tokens were streamed, not told at the end
     versions = [span.version for sample in samples for span in sample.version_spans]
-    assert versions == [0, 0, 1]
+    assert versions == [first, first, first + 1]
     # The engine itself, asked for the whole conversation at once, would have said the same.
     assert worst_difference(policy.model, samples, 0.8) < 1e-4
 

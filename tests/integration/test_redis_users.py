@@ -108,7 +108,7 @@ def _granted(role: str) -> set[str]:
 
 
 @pytest.mark.parametrize("role", sorted(SCRIPTS))
-def test_a_role_is_granted_just_what_its_code_uses(role: str) -> None:
+def test_role_is_granted_just_what_its_code_uses(role: str) -> None:
     call = re.compile(r"(?:redis\.p?call|call_many)\(\s*'([A-Z]+)'")
     used = {name.lower() for script in SCRIPTS[role] for name in call.findall(source(script))}
     assert _granted(role) == used | set(SENT[role]) | set(CONNECT) | set(LOADS.get(role, ()))
@@ -328,7 +328,7 @@ async def test_no_role_may_touch_the_server_or_other_keys(urls: dict[str, str], 
     await redis.aclose()
 
 
-async def test_a_role_that_may_load_no_scripts_waits_for_the_controller(
+async def test_role_that_may_load_no_scripts_waits_for_the_controller(
     urls: dict[str, str],
 ) -> None:
     controller = ReplayBuffer(await connect(urls["controller"]), RUN, lease_timeout_s=60)
@@ -380,9 +380,7 @@ async def test_users_of_a_team_see_no_run_of_another(urls: dict[str, str]) -> No
     assert refused.returncode == 2 and "--team a-b" in refused.stderr
 
 
-async def test_the_watcher_changes_nothing(
-    open_as: Opener, urls: dict[str, str], shards: int
-) -> None:
+async def test_watcher_changes_nothing(open_as: Opener, urls: dict[str, str], shards: int) -> None:
     watcher = await open_as("watcher")
     controller = await open_as("controller")
     await controller.open(BufferConfig(shards=shards), 4)

@@ -1,4 +1,4 @@
-"""A launch over two machines, set up word for word as docs/cluster.md says."""
+"""A launch over two machines, set up word for word as docs/cluster.md says; its engine dies."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from hosts import ROOT, Host, missing, two_hosts
-from test_launch import finish, launch_command, result_of, wait_for_line
 
 from controller.metrics.records import read_metrics
+from tests.support.launches import finish, launch_command, wait_for_line
 
 pytestmark = [
     pytest.mark.slow,
@@ -141,7 +141,7 @@ def leave_something(host: Host, run: Path, name: str) -> None:
     host.check(f"echo /dev/shm/leash-{name} > {listed}")
 
 
-def test_a_launch_spans_two_hosts_that_the_page_on_clusters_sets_up(
+def test_launch_over_two_hosts_set_up_by_the_page_ends_with_the_log_of_a_dead_engine(
     tmp_path: Path, hosts: tuple[Host, Host]
 ) -> None:
     first, second = hosts
@@ -149,19 +149,26 @@ def test_a_launch_spans_two_hosts_that_the_page_on_clusters_sets_up(
     holder = second.start(f". deploy/ray.env\n{sys.executable} -c '{HOLD_ROOM}'")
     wait_for_line(holder, "held", LIMIT_S)
     runs = tmp_path / "runs"
-    settings = ("cluster.ray_address=auto", "run.prometheus_port=0")
+    settings = (
+        "cluster.ray_address=auto",
+        "run.prometheus_port=0",
+        "trainer.num_steps=1000",
+        "rollout.engine.max_restarts=0",
+    )
     launch = first.start(" ".join(launch_command(runs, RUN, *settings)))
     wait_for_line(launch, "step 2/", LIMIT_S)
     holder.communicate(timeout=LIMIT_S)
     assert holder.returncode == 0
     found = {host: listeners(host) for host in hosts}
     leave_something(second, runs / RUN, "engine-7")
+    wait_for_line(launch, "step 4/", LIMIT_S)
+    assert read_metrics(runs / RUN / "metrics.jsonl", "commit")[-1].number("version") >= 2
+    for host in hosts:  # one of them has the engine; each sees its own processes alone
+        host.check("pkill -KILL -f '[r]ollout_pool.engines.sglang_server' || true")
     output = finish(launch, LIMIT_S)
-    assert launch.returncode == 0, output[-6000:]
-    result = result_of(output)
-    assert result["steps"] == 4 and result["versions_published"] == 4
-    commits = read_metrics(runs / RUN / "metrics.jsonl", "commit")
-    assert commits[-1].number("version") == 4
+    assert launch.returncode == 1, output[-6000:]
+    assert "engine-0" in output.split("last lines of")[-1]
+    assert json.loads((runs / RUN / "result.json").read_text())["state"] == "failed"
     for host in hosts:
         assert any("ray::TrainerActor" in who for _, _, who in found[host]), host.name
         assert host.python(REMAINS).strip() == "", host.name

@@ -1,4 +1,4 @@
-"""Makes the parts in `murder/` importable, here and in the processes that the tests start."""
+"""Makes the parts in `crash/` importable, here and in the processes that the tests start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HERE = str(Path(__file__).parent)
 if _HERE not in sys.path:  # multiprocessing hands sys.path on to the processes that it starts
     sys.path.insert(0, _HERE)
 
-from murder.mortal_server import MortalServer  # noqa: E402
+from crash.mortal_server import MortalServer  # noqa: E402
 
 
 @pytest.fixture
@@ -27,9 +27,9 @@ def mortal_server(tmp_path: Path) -> Iterator[MortalServer]:
     server.stop()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tmpfs_path() -> Iterator[Path]:
-    """A folder in memory, where there is one."""
+    """A folder in memory, where there is one, for the tests of a file."""
     shared = Path("/dev/shm")
     folder = tempfile.mkdtemp(prefix="leash-soak-", dir=shared if shared.is_dir() else None)
     yield Path(folder)

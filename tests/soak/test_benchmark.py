@@ -7,7 +7,6 @@ import pytest
 pytestmark = pytest.mark.slow
 
 FIGURES = {
-    "vs_ray_1k",
     "vs_ray_16k",
     "vs_raw_set_get",
     "p99_growth_1e6",
@@ -18,6 +17,6 @@ FIGURES = {
 }
 
 
-def test_the_benchmark_of_the_buffer_ends_with_all_its_figures(benchmark_result) -> None:
+def test_buffer_benchmark_ends_with_all_its_figures(benchmark_result) -> None:
     result = benchmark_result("buffer.py", 300)
     assert set(result) >= FIGURES

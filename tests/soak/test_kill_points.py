@@ -14,14 +14,14 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from murder import processes
-from murder.checkpoints import CheckpointChain
-from murder.evidence import collect, judge
-from murder.meeting import Meeting
-from murder.rank import POINTS, run_rank
-from murder.scenario import Scenario
-from murder.size import size
-from murder.synthetic import synthetic_group
+from crash import processes
+from crash.checkpoints import CheckpointChain
+from crash.evidence import collect, judge
+from crash.meeting import Meeting
+from crash.rank import POINTS, run_rank
+from crash.scenario import Scenario
+from crash.size import size
+from crash.synthetic import synthetic_group
 
 from buffer.errors import NotOwnerError
 from buffer.types import PromptRef
@@ -108,7 +108,7 @@ def live_until(scenario: Scenario, point: str, step: int) -> None:
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_between_two_verbs_neither_loses_nor_doubles_a_group(
+def test_kill_between_two_verbs_neither_loses_nor_doubles_a_group(
     point: str, redis_url: str, tmp_path: Path
 ) -> None:
     for number in range(KILLS_PER_POINT):
@@ -157,7 +157,7 @@ def wait_until_nothing_is_leased(buffer: BlockingReplayBuffer) -> None:
 
 
 @pytest.mark.parametrize("taken_over_by", ["expiry", "reconcile"])
-def test_a_consumer_that_was_stopped_past_its_lease_changes_nothing(
+def test_consumer_that_was_stopped_past_its_lease_changes_nothing(
     taken_over_by: str, redis_url: str, tmp_path: Path
 ) -> None:
     scenario = replace(

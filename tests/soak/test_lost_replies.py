@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from murder.lossy_proxy import LossyProxy
-from murder.mortal_server import MortalServer
-from murder.play import Play
-from murder.scenario import Scenario
-from murder.size import size
+from crash.lossy_proxy import LossyProxy
+from crash.mortal_server import MortalServer
+from crash.play import Play
+from crash.scenario import Scenario
+from crash.size import size
 
 pytestmark = pytest.mark.slow
 

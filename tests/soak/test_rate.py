@@ -13,11 +13,11 @@ from statistics import median
 import psutil
 import pytest
 import redis
-from murder import full_rate, processes
-from murder.evidence import collect
-from murder.mortal_server import MortalServer
-from murder.scenario import Scenario
-from murder.size import minutes
+from crash import full_rate, processes
+from crash.evidence import collect
+from crash.mortal_server import MortalServer
+from crash.scenario import Scenario
+from crash.size import minutes
 
 pytestmark = pytest.mark.slow
 

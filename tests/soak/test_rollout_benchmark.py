@@ -21,6 +21,6 @@ _RUN_S = 600
 
 
 @pytest.mark.timeout(_RUN_S + 60)
-def test_the_benchmark_of_the_rollout_pool_ends_with_all_its_figures(benchmark_result) -> None:
+def test_rollout_benchmark_ends_with_all_its_figures(benchmark_result) -> None:
     result = benchmark_result("rollout.py", _RUN_S)
     assert set(result) >= FIGURES

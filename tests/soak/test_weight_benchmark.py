@@ -26,7 +26,7 @@ _RUN_S = 900
 
 @pytest.mark.timeout(_RUN_S + 60)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the engine wants a core of its own")
-def test_the_benchmark_of_the_checkpoint_engine_ends_with_all_its_figures(benchmark_result) -> None:
+def test_weights_benchmark_ends_with_all_its_figures(benchmark_result) -> None:
     result = benchmark_result("weight_sync.py", _RUN_S)
     assert set(result) >= FIGURES
     assert result["max_rescoring_difference"] <= 1e-3
@@ -34,7 +34,7 @@ def test_the_benchmark_of_the_checkpoint_engine_ends_with_all_its_figures(benchm
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("script", ["weights_nccl.py", "weights_commit.py"])
-def test_what_needs_a_gpu_says_that_there_is_none(script: str, tmp_path: Path) -> None:
+def test_gpu_benchmark_says_that_there_is_no_gpu(script: str, tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, str(BENCHMARKS / "gpu" / script)],
         cwd=tmp_path,

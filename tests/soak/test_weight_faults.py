@@ -2,7 +2,7 @@
 
 Every fault comes at a bucket that chance has chosen, with real processes. After each: what a
 receiver shows equals the trainer's weights bit for bit, survivors show the newest version, and
-nothing took longer than `HANG_S`. CI plays each once or twice; LEASH_SOAK_WEIGHT_FAULTS=20 the
+nothing took longer than `HANG_S`. CI plays each once; LEASH_SOAK_WEIGHT_FAULTS=20 the
 long form. LEASH_SOAK_SEED is printed by a failure.
 """
 
@@ -13,36 +13,37 @@ import contextlib
 import random
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from murder.size import size
+import pytest_asyncio
+from crash.size import size
 from weights.play import HANG_S, Play, play
 from weights.scene import SILENCE_S, Scene
 from weights.trainer import Touch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]  # every wait of a play has a bound
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(0),  # every wait of a play has a bound
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
-NUM_FAULTS = size("WEIGHT_FAULTS", 2)
+NUM_FAULTS = size("WEIGHT_FAULTS", 1)
 SEED = size("SEED", random.randrange(1 << 30))
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def the_play(
-    redis_url: str,
-    run_name: str,
-    buffer_factory: Callable[..., Awaitable[object]],
-    tmp_path: Path,
-    tmpfs_path: Path,
+    redis_url: str, tmp_path_factory: pytest.TempPathFactory, tmpfs_path: Path
 ) -> AsyncIterator[Play]:
-    await buffer_factory()  # opens the run
-    scene = Scene(url=redis_url, run=run_name, folder=tmp_path)
+    """Every test leaves it whole: all receivers show the newest version of a trainer that lives."""
+    scene = Scene(url=redis_url, folder=tmp_path_factory.mktemp("play"))
     async with play(scene, tmpfs_path, SEED) as each:
         yield each
 
 
-async def test_a_receiver_that_is_killed_costs_only_itself(the_play: Play) -> None:
+async def test_receiver_that_is_killed_costs_only_itself(the_play: Play) -> None:
     for _ in range(NUM_FAULTS):
         victim = the_play.any_receiver()
         async with the_play.at_a_bucket(the_play.any_rank()):
@@ -55,7 +56,7 @@ async def test_a_receiver_that_is_killed_costs_only_itself(the_play: Play) -> No
         await the_play.converge()  # the newest version, without another publish
 
 
-async def test_a_receiver_that_stalls_costs_only_itself(the_play: Play) -> None:
+async def test_receiver_that_stalls_costs_only_itself(the_play: Play) -> None:
     for _ in range(NUM_FAULTS):
         victim = the_play.any_receiver()
         async with the_play.at_a_bucket(the_play.any_rank()):
@@ -72,7 +73,7 @@ async def test_a_receiver_that_stalls_costs_only_itself(the_play: Play) -> None:
         await the_play.converge()
 
 
-async def test_a_version_whose_trainer_dies_is_never_visible(the_play: Play) -> None:
+async def test_version_whose_trainer_dies_is_never_visible(the_play: Play) -> None:
     for _ in range(NUM_FAULTS):
         before = the_play.version
         victim = the_play.any_rank()
@@ -86,7 +87,7 @@ async def test_a_version_whose_trainer_dies_is_never_visible(the_play: Play) -> 
         await the_play.converge()
 
 
-async def test_a_trainer_rank_that_stalls_hangs_nobody(the_play: Play) -> None:
+async def test_trainer_rank_that_stalls_hangs_no_one(the_play: Play) -> None:
     for _ in range(NUM_FAULTS):
         before = the_play.version
         victim = the_play.any_rank()
@@ -123,7 +124,7 @@ async def _never_seen_above(the_play: Play, version: int) -> None:
     the_play.check()
 
 
-async def test_a_receiver_that_joins_in_the_middle_catches_up(the_play: Play) -> None:
+async def test_receiver_that_joins_in_the_middle_catches_up(the_play: Play) -> None:
     for number in range(NUM_FAULTS):
         name = f"late-{number}"
         async with the_play.at_a_bucket(the_play.any_rank()):
@@ -144,7 +145,7 @@ async def test_publishes_back_to_back_end_with_the_last(the_play: Play) -> None:
         await the_play.converge()
 
 
-async def test_a_receiver_whose_tmpfs_is_full_costs_only_itself(
+async def test_receiver_whose_tmpfs_is_full_costs_only_itself(
     the_play: Play, tmp_path: Path
 ) -> None:
     room = tmp_path / "small"
@@ -178,7 +179,7 @@ def small_tmpfs(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-async def test_a_byte_that_flips_on_the_way_is_never_served(the_play: Play) -> None:
+async def test_byte_that_flips_on_the_way_is_never_served(the_play: Play) -> None:
     for _ in range(NUM_FAULTS):
         rank = the_play.any_rank()
         is_full = the_play.dice.random() < 0.7

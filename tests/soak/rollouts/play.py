@@ -25,6 +25,7 @@ from rollouts.ledger import Ledger
 from rollouts.picture import Camera, Picture
 from rollouts.victims import Kind, Member, members
 from tests.support.blocking import BlockingReplayBuffer
+from tests.support.launches import command_on
 
 T = TypeVar("T")
 START_S = 300.0
@@ -197,6 +198,11 @@ class Play:
         match victim.kind:
             case Kind.engine:
                 return victim.name in self.picture.engines
+            case Kind.receiver:
+                restarts = self.metrics("weights_event")
+                return any(
+                    e.values["event"] == "receiver_restarted" and e.t > kill.at for e in restarts
+                )
             case Kind.worker:
                 own = victim.name.removeprefix("worker-") + "-"
                 return any(group_id.startswith(own) for group_id in begun)
@@ -215,8 +221,8 @@ class Play:
         self.watch(lambda: self.ledger.num_steps >= last, BACK_S, f"{number} more steps")
 
     def stop(self) -> None:
-        """As Ctrl-C does; then a last look, at the data that the run left."""
-        self.process.send_signal(signal.SIGINT)
+        """From another shell; then a last look, at the data that the run left."""
+        command_on(self.run.parent, "stop")
         self.process.wait(timeout=STOP_S)
         with buffer_address(RunDir(path=self.run)) as address:
             camera = Camera(address.url, address.run, self.camera.next_event)

@@ -22,6 +22,7 @@ class Kind(StrEnum):
     worker = "worker"
     scoring = "scoring process"
     scorer = "scorer actor"
+    receiver = "receiver of weights"
 
 
 _WORDS = {
@@ -29,6 +30,7 @@ _WORDS = {
     Kind.worker: "ray::WorkerActor",
     Kind.scoring: "rollout_pool.rewards.process",
     Kind.scorer: "ray::ScorerActor",
+    Kind.receiver: "weight_sync.receiver.app",
 }
 """In the command line of such a process, and of no other of the run."""
 

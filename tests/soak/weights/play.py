@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from configs.schema import BufferConfig
 from weight_sync.buckets import plan_buckets
@@ -113,8 +114,11 @@ class Play:
 
 @contextlib.asynccontextmanager
 async def play(scene: Scene, stage: Path, seed: int) -> AsyncIterator[Play]:
-    """Two receivers and a first version that both of them show."""
+    """A new run with two receivers and a first version that both of them show."""
     print(f"LEASH_SOAK_SEED={seed}")
+    buffer = await ReplayBuffer.connect(scene.url, scene.run, BufferConfig())
+    await buffer.open(BufferConfig(), groups_per_step=4)
+    await buffer.close()
     state = await RunState.connect(scene.url, scene.run, BufferConfig())
     fleet, dice = Fleet(scene=scene, state=state, stage=stage), random.Random(seed)
     trainer = Trainer(scene)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from uuid import uuid4
 
 from configs.schema import WeightSyncConfig
 from weight_sync.layout import Layout
@@ -18,7 +19,7 @@ SILENCE_S = 3.0
 class Scene:
     url: str
     """Of Redis."""
-    run: str
+    run: str = field(default_factory=lambda: f"weights-{uuid4().hex[:8]}")
     folder: Path
     bucket_bytes: int = BUCKET_BYTES
     tensors: tuple[TensorSpec, ...] = ODD

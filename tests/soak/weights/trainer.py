@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from murder import processes
+from crash import processes
 from torch import Tensor
 
 from buffer.run_state import RunState

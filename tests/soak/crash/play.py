@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from buffer.results import BufferStats
-from murder.cast import Producers, TrainerJob
-from murder.checkpoints import CheckpointChain
-from murder.evidence import collect, judge
-from murder.push_notes import PushNotes
-from murder.scenario import Scenario
+from crash.cast import Producers, TrainerJob
+from crash.checkpoints import CheckpointChain
+from crash.evidence import collect, judge
+from crash.push_notes import PushNotes
+from crash.scenario import Scenario
 from tests.support.blocking import BlockingReplayBuffer
 
 HANG_S = 90.0

@@ -1,4 +1,4 @@
-"""Conservation under murder: everybody is killed at random moments, and nothing is lost or doubled.
+"""Conservation under crashes: every process is killed at random moments, and nothing is lost or doubled.
 
 CI runs it small; `make soak` at full size: LEASH_SOAK_GROUPS, LEASH_SOAK_KILLS (of all kinds),
 LEASH_SOAK_SERVER_KILLS and LEASH_SOAK_SEED, which a failure prints.
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from murder.mortal_server import MortalServer
-from murder.play import Play
-from murder.scenario import Scenario
-from murder.size import size
+from crash.mortal_server import MortalServer
+from crash.play import Play
+from crash.scenario import Scenario
+from crash.size import size
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ SHARDS = size("SHARDS", 1)
 
 
 @dataclass(kw_only=True, slots=True)
-class Murderer:
+class Killer:
     """Kills at moments of progress that the seed has chosen."""
 
     server: MortalServer
@@ -58,13 +58,13 @@ class Murderer:
                 time.sleep(self.dice.uniform(0, 0.3))
                 self.server.restart()
             case "producer":
-                self.play.producers.murder(self.dice.randrange(len(self.play.producers.all)))
+                self.play.producers.kill_one(self.dice.randrange(len(self.play.producers.all)))
             case _:
-                self.play.trainer.murder(self.dice.randrange(len(self.play.trainer.ranks)))
+                self.play.trainer.kill_one(self.dice.randrange(len(self.play.trainer.ranks)))
 
 
 @pytest.mark.timeout(0)  # the play watches itself: it fails when nothing moves any more
-def test_nothing_is_lost_or_trained_twice_whoever_is_killed(
+def test_killed_processes_lose_no_group_and_train_none_twice(
     mortal_server: MortalServer, tmp_path: Path
 ) -> None:
     folder = tmp_path / "soak"
@@ -72,7 +72,7 @@ def test_nothing_is_lost_or_trained_twice_whoever_is_killed(
     num_producers = 8
     scenario = Scenario(
         url=mortal_server.url,
-        run="murder",
+        run="crash",
         folder=folder,
         shards=SHARDS,
         num_producers=num_producers,
@@ -80,15 +80,15 @@ def test_nothing_is_lost_or_trained_twice_whoever_is_killed(
         capacity_groups=80,
     )
     play = Play(scenario, mortal_server.url)
-    murderer = Murderer(server=mortal_server, play=play, dice=random.Random(SEED))
+    killer = Killer(server=mortal_server, play=play, dice=random.Random(SEED))
     try:
-        outcome = play.run(murderer.act)
+        outcome = play.run(killer.act)
     except BaseException:
-        print(f"LEASH_SOAK_SEED={SEED}; killed {dict(murderer.victims)}")
+        print(f"LEASH_SOAK_SEED={SEED}; killed {dict(killer.victims)}")
         print(mortal_server.log_tail())
         raise
-    print(f"LEASH_SOAK_SEED={SEED}; killed {dict(murderer.victims)}; {outcome.summary}")
+    print(f"LEASH_SOAK_SEED={SEED}; killed {dict(killer.victims)}; {outcome.summary}")
     assert not outcome.faults, "\n".join(outcome.faults[:50])
-    assert murderer.victims.total() == NUM_KILLS
+    assert killer.victims.total() == NUM_KILLS
     assert outcome.num_acknowledged >= NUM_GROUPS
     assert outcome.num_trained > 0.5 * NUM_GROUPS, "most of the groups should have been trained"

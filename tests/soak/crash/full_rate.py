@@ -11,7 +11,7 @@ import numpy as np
 
 from buffer.replay_buffer import ReplayBuffer
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
-from murder.scenario import Scenario
+from crash.scenario import Scenario
 
 NUM_TOKENS = 1024
 GROUP_SIZE = 4

@@ -8,107 +8,66 @@ import itertools
 import os
 import signal
 
+import psutil
 import pytest
 import pytest_asyncio
 import torch
-from sglang_model import (
-    build_model,
-    engine_spec,
-    logprobs_of,
-    make_sample,
-    served_tensors,
-    stage,
-    worst_difference,
-)
+from sglang_model import logprobs_of, make_sample, worst_difference
 
-from configs.choices import CommitStrategy, PauseMode
-from configs.schema import WeightSyncConfig
-from rollout_pool.engines.client import SGLangClient
-from rollout_pool.engines.commit import Committer, make_strategy
-from rollout_pool.engines.engine import SGLangEngine
+from processes.tree import family as family_of
+from processes.tree import is_semaphore, shared_memory_files
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Interrupted
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.watch import LoadPoller
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 INTERVAL = 16
 NUM_SAMPLES = 12
 MAX_NEW_TOKENS = 600
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("resume")
-
-
-@pytest.fixture(scope="module")
-def models(folder):
-    return {name: build_model(folder / name, seed) for seed, name in enumerate("ab")}
-
-
 class Pair:
-    """Two engines that serve version 0, and a worker's view of them."""
+    """A worker's view of the two servers, which both serve model a, as the same version."""
 
-    def __init__(self, folder):
-        self.folder = folder
-        names = ("engine-0", "engine-1")
-        self.engines = [
-            SGLangEngine(engine_spec(folder / "a", folder / f"{name}.log", name=name))
-            for name in names
-        ]
-        self.clients = []
-        self.numbers = itertools.count()
-
-    async def start(self, tensors):
-        await asyncio.gather(*(engine.start() for engine in self.engines))
-        self.clients = [
-            SGLangClient(
-                engine.spec.name,
-                engine.info.url,
-                key=engine.spec.key,
-                request_timeout_s=60,
-                keys_prefix_by_version=False,
-                stream_interval=INTERVAL,
-            )
-            for engine in self.engines
-        ]
-        for engine in self.engines:
-            await self.publish(engine, tensors, 0)
+    def __init__(self, servers):
+        self.servers = servers
+        self.base = 1 + max(server.newest for server in servers)
+        self.clients = [server.client(INTERVAL) for server in servers]
         self.router = Router(self.clients, 60.0, max_running_requests=32)
         self.sampler = Sampler(self.router, max_retries=2)
         self.polling = asyncio.create_task(LoadPoller(self.router, self.clients).run())
-        self.router.follow({engine.spec.name: 0 for engine in self.engines}, 0, 9)
 
-    async def publish(self, engine, tensors, version):
-        config = WeightSyncConfig(commit=CommitStrategy.staged_disk)
-        strategy = make_strategy(engine.client, config, tp_size=1, host="127.0.0.1")
-        await strategy.check()
-        staged = stage(self.folder / f"staged-{next(self.numbers)}", tensors)
-        committer = Committer(engine.client, strategy, PauseMode.retract)
-        assert (await committer.commit(version, staged)).served_version == version
-        await strategy.close()
+    async def publish(self, server, model, number):
+        """Version `base + number`."""
+        server.newest = self.base + number - 1
+        assert (await server.publish(model)).served_version == self.base + number
 
-    async def stop(self):
+    def follow(self, first, second):
+        served = {"engine-0": self.base + first, "engine-1": self.base + second}
+        self.router.follow(served, max(served.values()), 9)
+
+    async def close(self):
         self.polling.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.polling
         for client in self.clients:
             await client.close()
-        await asyncio.gather(*(engine.stop() for engine in self.engines))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(folder, models):
-    pair = Pair(folder)
-    await pair.start(served_tensors(models["a"]))
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def pair(servers, models):
+    pair = Pair(servers)
+    for server in servers:
+        await pair.publish(server, models["a"], 0)
+    pair.follow(0, 0)
     yield pair
-    await pair.stop()
+    await pair.close()
 
 
-def spans(sample):
-    return [(span.version, span.start, span.end) for span in sample.version_spans]
+def spans(sample, base=0):
+    return [(span.version - base, span.start, span.end) for span in sample.version_spans]
 
 
 def check_whole(samples):
@@ -131,16 +90,16 @@ async def test_interrupted_samples_go_on_with_the_versions_and_logprobs_of_each_
     pair, models
 ):
     """Version 0, a commit in mid-flight, an interruption under version 1, the rest under 2."""
-    engine = pair.engines[1]
+    server = pair.servers[1]
     samples = [
         make_sample(i, max_new_tokens=MAX_NEW_TOKENS, name="interrupted-")
         for i in range(NUM_SAMPLES)
     ]
     for sample in samples:
-        sample.engine = engine.spec.name
+        sample.engine = server.name
     tasks = [asyncio.create_task(pair.sampler.complete(sample)) for sample in samples]
     await begun(samples, 1 + INTERVAL)
-    await pair.publish(engine, served_tensors(models["b"]), 1)
+    await pair.publish(server, models["b"], 1)
     at_commit = [len(sample.output_ids) for sample in samples]
     await begun(samples, max(at_commit) + 2 * INTERVAL)
     for sample in samples:
@@ -150,7 +109,7 @@ async def test_interrupted_samples_go_on_with_the_versions_and_logprobs_of_each_
     assert interrupted and all(end is None or isinstance(end, Interrupted) for end in ends)
     kept = {sample: list(sample.output_ids) for sample in interrupted}
     assert any(len(ids) % INTERVAL != 1 for ids in kept.values())  # more than had been streamed
-    await pair.publish(engine, served_tensors(models["a"]), 2)
+    await pair.publish(server, models["a"], 2)
     await asyncio.gather(*(pair.sampler.complete(sample) for sample in interrupted))
 
     check_whole(samples)
@@ -158,10 +117,11 @@ async def test_interrupted_samples_go_on_with_the_versions_and_logprobs_of_each_
     for sample in samples:
         if sample in kept:
             assert sample.output_ids[: len(kept[sample])] == kept[sample]
-            assert spans(sample)[-1][0] == 2 and spans(sample)[-1][1] == len(kept[sample])
+            version, start, _ = spans(sample, pair.base)[-1]
+            assert (version, start) == (2, len(kept[sample]))
         got = torch.tensor(sample.logprobs)
         expected = {name: logprobs_of(models[name], sample, 1.0) for name in "ab"}
-        for version, start, end in spans(sample):
+        for version, start, end in spans(sample, pair.base):
             seen.add(version)
             difference = (got - expected["aba"[version]])[start:end].abs().max()
             assert difference < 1e-3, (spans(sample), version)
@@ -169,9 +129,16 @@ async def test_interrupted_samples_go_on_with_the_versions_and_logprobs_of_each_
     assert sum(sample.num_wasted + sample.num_failures for sample in samples) == 0
 
 
-async def test_samples_of_an_engine_that_is_killed_go_on_elsewhere_and_lose_nothing(pair, models):
-    pair.router.follow({"engine-0": 0, "engine-1": 2}, 2, 9)  # both serve model a again
-    doomed = pair.engines[0]
+async def test_samples_of_a_killed_server_go_on_elsewhere_and_it_leaves_nothing(pair, models):
+    pair.follow(0, 2)  # both serve model a again
+    engine = pair.servers[0].engine
+    family = family_of(engine.info.pid)
+    shared = shared_memory_files(family)
+    kinds = ["semaphore" if is_semaphore(path) else path.name[:12] for path in shared]
+    assert "sglang_loads" in kinds
+    if torch.cuda.is_available():  # a process that is forked shares semaphores without a name
+        assert "semaphore" in kinds
+    assert {*map(str, shared)} <= {*engine.spec.leftovers_path.read_text().splitlines()}
     lengths = {}
     samples = [
         make_sample(i, max_new_tokens=MAX_NEW_TOKENS, name="killed-") for i in range(NUM_SAMPLES)
@@ -181,7 +148,8 @@ async def test_samples_of_an_engine_that_is_killed_go_on_elsewhere_and_lose_noth
         sample.on_tokens = lambda s: lengths[s].append(len(s.output_ids))
     tasks = [asyncio.create_task(pair.sampler.complete(sample)) for sample in samples]
     await begun(samples, 1 + 2 * INTERVAL)
-    os.killpg(doomed.info.pid, signal.SIGKILL)
+    os.kill(engine.info.pid, signal.SIGKILL)
+    assert await asyncio.wait_for(engine.wait_dead(), 20) == -signal.SIGKILL
     async with asyncio.timeout(120):
         await asyncio.gather(*tasks)
 
@@ -189,7 +157,7 @@ async def test_samples_of_an_engine_that_is_killed_go_on_elsewhere_and_lose_noth
     resumed = [sample for sample in samples if sample.num_failures]
     assert len(resumed) > NUM_SAMPLES // 4
     for sample in resumed:
-        (old, _, end), (new, _, _) = spans(sample)
+        (old, _, end), (new, _, _) = spans(sample, pair.base)
         assert (old, new) == (0, 2) and end >= 1 + 2 * INTERVAL
         assert end in lengths[sample]  # just what had arrived when the engine died
         assert sample.num_wasted <= INTERVAL
@@ -198,3 +166,7 @@ async def test_samples_of_an_engine_that_is_killed_go_on_elsewhere_and_lose_noth
         assert all(step >= 0 for step in steps)
     assert worst_difference(models["a"], samples, 1.0) < 1e-3
     assert [load.num_in_flight for load in pair.router.loads().values()] == [0, 0]
+
+    await engine.stop()
+    assert not psutil.wait_procs(family, timeout=20)[1]
+    assert not any(path.exists() for path in shared)

@@ -7,11 +7,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from uuid import uuid4
 
-from murder import processes
-from murder.meeting import Meeting
-from murder.producer import run_producer
-from murder.rank import run_rank
-from murder.scenario import Scenario
+from crash import processes
+from crash.meeting import Meeting
+from crash.producer import run_producer
+from crash.rank import run_rank
+from crash.scenario import Scenario
 
 
 class Failure(AssertionError):
@@ -28,7 +28,7 @@ class TrainerJob:
         self.ranks: list[BaseProcess] = []
         self._start()
 
-    def murder(self, rank: int) -> None:
+    def kill_one(self, rank: int) -> None:
         self.supervise()  # an error of its own must not go unseen in what follows
         processes.kill(self.ranks[rank])
         processes.join(self.ranks[rank], 10)
@@ -74,7 +74,7 @@ class Producers:
         self._scenario = scenario
         self.all = [self._start(number) for number in range(scenario.num_producers)]
 
-    def murder(self, number: int) -> None:
+    def kill_one(self, number: int) -> None:
         self.supervise()
         processes.kill(self.all[number])
         processes.join(self.all[number], 10)

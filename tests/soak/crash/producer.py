@@ -8,9 +8,9 @@ from uuid import uuid4
 
 from buffer.replay_buffer import ReplayBuffer
 from buffer.types import PromptRef
-from murder.push_notes import Attempt, PushNotes
-from murder.scenario import Scenario
-from murder.synthetic import synthetic_group
+from crash.push_notes import Attempt, PushNotes
+from crash.scenario import Scenario
+from crash.synthetic import synthetic_group
 
 _TASK = "soak"
 _ABANDONED = 0.01  # share of the groups that are given up

@@ -1,0 +1,192 @@
+"""Launches as a user starts them, and what must be left of one when it is over."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psutil
+
+RUN = f"run-{uuid4().hex[:8]}"
+"""Its own name: other runs on this machine stage weights in folders of theirs."""
+
+SMALL = (
+    "trainer.num_steps=4",
+    "trainer.groups_per_step=4",
+    "trainer.warm_start.num_steps=20",
+    "trainer.checkpoint_every=2",
+    "rollout.group_size=4",
+    "task.eval_size=16",
+    "run.panel=false",
+)
+
+
+def launch_command(
+    runs: Path, name: str, *overrides: str, experiment: str = "quickstart"
+) -> list[str]:
+    settings = [*SMALL, f"run.dir={runs}", f"run.name={name}", *overrides]
+    command = [sys.executable, "-m", "controller.main", "launch"]
+    return [*command, "--experiment", experiment, *settings]
+
+
+_started: list[subprocess.Popen[str]] = []
+
+
+def start(
+    runs: Path, name: str, *overrides: str, experiment: str = "quickstart"
+) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        launch_command(runs, name, *overrides, experiment=experiment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    _started.append(process)
+    return process
+
+
+def end_all(runs: Path) -> None:
+    """Ends what a failed test left: no run goes on loading the machine of the next."""
+    for process in _started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=60)
+    _started.clear()
+    for line in processes_of(runs):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(int(line.split()[0])).kill()
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 300.0) -> str:
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        raise AssertionError(f"the launch did not end:\n{output[-4000:]}") from None
+    return output
+
+
+def result_of(output: str) -> dict[str, Any]:
+    last = output.strip().splitlines()[-1]
+    assert last.startswith("RESULT "), output[-4000:]
+    result = json.loads(last.removeprefix("RESULT "))
+    assert isinstance(result, dict)
+    return result
+
+
+def processes_of(runs: Path) -> list[str]:
+    """Processes that carry a run below `runs` in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("LEASH_RUN", "").startswith(str(runs)):
+                found.append(f"{process.pid} {process.name()}")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def wait_for_line(process: subprocess.Popen[str], text: str, timeout_s: float = 300.0) -> str:
+    assert process.stdout is not None
+    seen = ""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        line = process.stdout.readline()
+        seen += line
+        if text in line:
+            return seen
+        assert line or process.poll() is None, f"ended before {text!r}:\n{seen[-4000:]}"
+    raise AssertionError(f"no {text!r} within {timeout_s} s:\n{seen[-4000:]}")
+
+
+def mapped_inodes() -> set[int]:
+    """Of files in shared memory; a semaphore is mapped under another name than it has."""
+    inodes: set[int] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                if "/dev/shm/" in line:
+                    inodes.add(int(line.split()[4]))
+    return inodes
+
+
+def abandoned_folders() -> set[str]:
+    """Of Ray and SGLang below /tmp that no living process has in its command line."""
+    kinds = ("leash-ray-*", "leash-sglang-*")
+    folders = {str(path) for kind in kinds for path in Path("/tmp").glob(kind)}
+    lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+    return {folder for folder in folders if not any(folder in line for line in lines)}
+
+
+def assert_nothing_left(runs: Path, shared_memory: set[str]) -> None:
+    assert processes_of(runs) == []
+    entries = [file for file in os.scandir("/dev/shm") if file.name not in shared_memory]
+    assert [entry.name for entry in entries if entry.name.startswith(f"leash-{RUN}")] == []
+    if new := [entry for entry in entries if entry.is_file()]:  # a run's folders are named above
+        # None of this run is alive any more: what is mapped belongs to others on this machine.
+        mapped = mapped_inodes()
+        left = [file.name for file in new if file.inode() not in mapped and os.path.exists(file)]
+        assert left == []
+    assert list(runs.glob("**/*.sock")) == []
+
+
+def orphans_listening() -> set[str]:
+    """TCP ports and named unix sockets of processes whose parent is gone: others here have one."""
+    sockets = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN"]
+    sockets += [c for c in psutil.net_connections("unix") if c.laddr]
+    found = set[str]()
+    for socket in sockets:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if socket.pid is not None and psutil.Process(socket.pid).ppid() == 1:
+                found.add(f"{psutil.Process(socket.pid).name()} {socket.laddr}")
+    return found
+
+
+def listens_beyond_loopback(runs: Path) -> list[str]:
+    """Every socket of a run below `runs` that other machines could connect to."""
+    own = {int(line.split()[0]): line for line in processes_of(runs)}
+    assert len(own) > 3
+    found = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert any(c.pid in own for c in found)
+    return [
+        f"{own[c.pid]} {c.laddr}" for c in found if c.pid in own and not is_loopback(c.laddr.ip)
+    ]
+
+
+def is_loopback(ip: str) -> bool:
+    address = ipaddress.ip_address(ip)
+    mapped = getattr(address, "ipv4_mapped", None)  # as a socket for both families shows it
+    return (mapped or address).is_loopback
+
+
+def assert_saved(run: Path) -> None:
+    """A run that was stopped in training leaves the model and the figures of its last step."""
+    result = json.loads((run / "result.json").read_text())
+    places = ("groups_trained", "groups_quarantined", "groups_ready", "groups_leased")
+    assert result["steps"] >= 2 and result["tokens_generated"] > 0
+    dropped = sum(result["groups_dropped"].values())
+    assert result["groups_pushed"] == sum(result[place] for place in places) + dropped > 0
+    assert list((run / "final_model").glob("*.safetensors"))
+    newest = (run / "checkpoints" / "latest").read_text().strip()
+    assert newest == f"step-{result['steps']:06d}", "no step is lost"
+    assert (run / "learning_by_step.png").is_file()
+
+
+def command_on(runs: Path, verb: str) -> str:
+    """What a command on the run below `runs` says."""
+    command = [sys.executable, "-m", "controller.main", verb, "--dir", str(runs)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert told.returncode == 0, told.stdout + told.stderr
+    return told.stdout
