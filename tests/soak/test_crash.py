@@ -1,4 +1,4 @@
-"""Conservation under crashes: every process is killed at random moments, and nothing is lost or doubled.
+"""Conservation under crashes: processes are killed at random, and nothing is lost or doubled.
 
 CI runs it small; `make soak` at full size: LEASH_SOAK_GROUPS, LEASH_SOAK_KILLS (of all kinds),
 LEASH_SOAK_SERVER_KILLS and LEASH_SOAK_SEED, which a failure prints.
