@@ -183,7 +183,7 @@ def _on_existing_run(arguments: argparse.Namespace) -> int:
 
             stop_run(run_dir)
         case "report":
-            from controller.report.report import print_report
+            from controller.report.summary import print_report
 
             print_report(run_dir)
         case "tune":

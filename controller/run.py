@@ -33,9 +33,9 @@ from controller.buffer_access import BufferAddress, opened
 from controller.metrics.prometheus import MetricsServer
 from controller.ray_environment import LOOPBACK
 from controller.report.panel import Panel
-from controller.report.report import write_report
+from controller.report.result import result_line
 from controller.report.startup import StartStep
-from controller.report.summary import result_line
+from controller.report.summary import write_report
 from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
 from controller.start.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, start_ray

@@ -18,8 +18,8 @@ from controller.buffer_access import BufferAddress, open_buffer, open_state
 from controller.metrics.records import Record, read_metrics
 from controller.metrics.weights import WeightsView
 from controller.report.panel import render
+from controller.report.result import training_seconds
 from controller.report.state import RunView, waits_of
-from controller.report.summary import training_seconds
 from controller.run_dir import RunDir
 from controller.watch.bottleneck import Waits, bottleneck_sentence, wait_shares
 from controller.watch.learning import learning_alarms

@@ -11,7 +11,7 @@ import select
 import signal
 
 from configs.load import ConfigError, read_config
-from controller.report.report import write_report
+from controller.report.summary import write_report
 from controller.run_dir import RunDir, RunRecord
 from processes.leftovers import remove_leftovers
 from processes.runs import end_processes, run_processes

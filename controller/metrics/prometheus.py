@@ -10,6 +10,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from socketserver import TCPServer, ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -19,28 +20,42 @@ from prometheus_client.registry import Collector
 
 from buffer.loop_thread import LoopThread
 from buffer.results import BufferStats
+from buffer.run_state import STREAM_START
 from controller.buffer_access import BufferAddress, open_buffer, open_state
-from controller.metrics.buffer_families import metric_families, one
-from controller.metrics.counters import counter_families
-from controller.metrics.weight_families import WeightsPicture, WeightsReader, weight_families
-
-Picture = tuple[BufferStats, WeightsPicture, Mapping[str, float]]
+from controller.metrics.families import (
+    WeightsPicture,
+    WeightTotals,
+    buffer_families,
+    counter_families,
+    family,
+    weight_families,
+)
 
 SCRAPE_TIMEOUT_S = 5.0
 """Below Prometheus' own default of 10 s, so that it is told when Redis does not answer."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Picture:
+    """What Redis says at one scrape."""
+
+    stats: BufferStats
+    counters: Mapping[str, float]
+    weights: WeightsPicture
+
+
 class MetricsServer:
-    """An HTTP server with threads of its own. Made by `start`; `close` it."""
+    """An HTTP server with threads of its own; `close` it. Raises ValueError for a port in use."""
 
     def __init__(self, address: BufferAddress, host: str, port: int) -> None:
         self._redis = LoopThread("prometheus")
+        self._totals = WeightTotals(address.run)
+        self._last_id = STREAM_START
         try:
             self._buffer = self._redis.run(open_buffer(address))
             self._state = self._redis.run(open_state(address))
-            self._weights = WeightsReader(self._state)
             registry = CollectorRegistry()
-            registry.register(RunCollector(address.run, self._read))
+            registry.register(RunCollector(address.run, self._read, self._totals.registry))
             self._http, self._thread = _listen(host, port, registry)
         except BaseException:
             self._redis.stop()
@@ -53,12 +68,32 @@ class MetricsServer:
         return self._redis.run(self._picture())
 
     async def _picture(self) -> Picture:
+        state = self._state
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-            return (
-                await self._buffer.stats(),
-                await self._weights.read(),
-                await self._state.counters(),
+            await self._follow_records()
+            return Picture(
+                stats=await self._buffer.stats(),
+                counters=await state.counters(),
+                weights=WeightsPicture(
+                    published=await state.published_weights(),
+                    staged=await state.staged_versions(),
+                    served=await state.engine_versions(),
+                    num_receivers=len(await state.receivers()),
+                ),
             )
+
+    async def _follow_records(self) -> None:
+        """The records since the last scrape."""
+        while True:
+            since = self._last_id
+            entries = await self._state.read_metrics(since, 0)
+            if self._last_id != since:
+                continue  # another scrape took them meanwhile
+            if not entries:
+                return
+            self._last_id = entries[-1].id
+            for entry in entries:
+                self._totals.add(entry)
 
     def close(self) -> None:
         """Ends a scrape that is under way, too."""
@@ -107,15 +142,17 @@ def _listen(
 class RunCollector(Collector):
     """What one registry asks at each scrape. `read` may raise what it likes: that is counted."""
 
-    def __init__(self, run: str, read: Callable[[], Picture]) -> None:
+    def __init__(self, run: str, read: Callable[[], Picture], totals: CollectorRegistry) -> None:
         self._run = run
         self._read = read
+        self._totals = totals
         self._num_errors = 0
         self._lock = threading.Lock()
         """Guards `_num_errors`: each scrape has a thread of its own."""
 
     def collect(self) -> Iterator[Metric]:
         """Everything; where Redis does not answer, only that it does not."""
+        run = self._run
         try:
             picture = self._read()
         except Exception:  # a scrape is answered whatever happened, and the answer counts it
@@ -124,16 +161,11 @@ class RunCollector(Collector):
             self._num_errors += picture is None
             num_errors = self._num_errors
         is_up = picture is not None
-        yield one(GaugeMetricFamily, "replay_up", "Whether Redis answered.", self._run, is_up)
-        yield one(
-            CounterMetricFamily,
-            "replay_scrape_errors",
-            "Scrapes that Redis did not answer.",
-            self._run,
-            num_errors,
-        )
+        yield family(GaugeMetricFamily, run, "replay_up", "Whether Redis answered.", is_up)
+        what = "Scrapes that Redis did not answer."
+        yield family(CounterMetricFamily, run, "replay_scrape_errors", what, num_errors)
         if picture is not None:
-            stats, weights, counters = picture
-            yield from metric_families(self._run, stats)
-            yield from counter_families(self._run, counters)
-            yield from weight_families(self._run, weights)
+            yield from buffer_families(run, picture.stats)
+            yield from counter_families(run, picture.counters)
+            yield from weight_families(run, picture.weights)
+            yield from self._totals.collect()

@@ -18,7 +18,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 Scalar = float | int | str
 EVAL_FAILED = "eval_failed"
@@ -40,6 +39,11 @@ class Record:
         value = self.values.get(name)
         return math.nan if value is None or isinstance(value, str) else float(value)
 
+    def count(self, name: str) -> int:
+        """The same of what is counted; 0 where it was not recorded."""
+        value = self.number(name)
+        return int(value) if math.isfinite(value) else 0
+
     def histogram(self, name: str) -> dict[int, int]:
         """A mapping of integers kept as a JSON string: `{"0": 12, "1": 4}`."""
         text = self.values.get(name)
@@ -57,7 +61,7 @@ class MetricsLog:
     def append(self, kind: str, values: Mapping[str, Scalar], t: float | None = None) -> Record:
         """Write one record (`t`: now) and return it as a reader will see it."""
         assert not RESERVED_NAMES & values.keys(), (kind, sorted(values))
-        known = {name: value for name, value in values.items() if _is_finite(value)}
+        known = finite_only(values)
         record = Record(t=time.time() if t is None else t, kind=kind, values=known)
         nulls = {name: None for name in values if name not in known}
         line = {"t": round(record.t, 3), "kind": kind, **known, **nulls}
@@ -70,17 +74,16 @@ class MetricsLog:
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
+def finite_only(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """The values that a float can hold: NaN is not JSON; an integer of 400 digits is no float."""
+    return {name: value for name, value in values.items() if _is_finite(value)}
+
+
 def _is_finite(value: Scalar) -> bool:
-    # NaN is not JSON; an integer of 400 digits is, and is no float.
     try:
         return isinstance(value, str) or math.isfinite(value)
     except OverflowError:

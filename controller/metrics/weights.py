@@ -95,27 +95,26 @@ class WeightsView:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WeightsResult:
-    """A whole run's. Times in seconds: median and largest; None where nothing was measured."""
+    """A whole run's. Times in seconds, `p50` and `max`; None where nothing was measured."""
 
-    num_publishes: int
-    """That travelled, version 0 among them."""
-    num_deltas: int
-    num_skipped: int
-    """Overtaken by a newer version before they were sent."""
+    versions_skipped: int
+    """Overtaken by a newer one before they were sent."""
     snapshot_s: Mapping[str, float | None]
-    """The trainer's standstill, the slowest rank's."""
+    """The trainer's standstill for a publish, of its slowest rank."""
     convergence_s: Mapping[str, float | None]
     """From the snapshot until every live engine serves the version or a later one."""
     engine_pause_s: Mapping[str, float | None]
     """One engine's standstill for one commit."""
-    bytes: int | None
+    publish_bytes: int | None
     """Of one version, whole."""
-    wire_bytes: int
-    """That left the trainer, over the whole run."""
-    density: float | None
-    """Mean share of elements that a delta held."""
-    events: Mapping[str, int]
-    """By what happened to members."""
+    weights_wire_bytes: int
+    """That left the trainer over the run, version 0 among them."""
+    publishes_delta: int
+    """Publishes that sent only what had changed."""
+    delta_density: float | None
+    """Mean share of the elements that these held."""
+    weights_events: Mapping[str, int]
+    """What happened to receivers and engines, by kind."""
 
 
 def weights_result(records: Sequence[Record]) -> WeightsResult:
@@ -127,16 +126,15 @@ def weights_result(records: Sequence[Record]) -> WeightsResult:
     events = Counter(str(r.values.get("event")) for r in records if r.kind == "weights_event")
     densities = list(_numbers(deltas, "density"))
     return WeightsResult(
-        num_publishes=len(sent),
-        num_deltas=len(deltas),
-        num_skipped=len(publishes) - len(sent),
+        versions_skipped=len(publishes) - len(sent),
         snapshot_s=_median_and_max(publishes, "snapshot_s"),
         convergence_s=_median_and_max(sent, "convergence_s"),
         engine_pause_s=_median_and_max(commits, "pause_s"),
-        bytes=int(max(_numbers(sent, "bytes"), default=0)) or None,
-        wire_bytes=int(sum(_numbers(sent, "wire_bytes"))),
-        density=statistics.fmean(densities) if densities else None,
-        events=dict(sorted(events.items())),
+        publish_bytes=int(max(_numbers(sent, "bytes"), default=0)) or None,
+        weights_wire_bytes=int(sum(_numbers(sent, "wire_bytes"))),
+        publishes_delta=len(deltas),
+        delta_density=statistics.fmean(densities) if densities else None,
+        weights_events=dict(sorted(events.items())),
     )
 
 

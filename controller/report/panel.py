@@ -16,6 +16,7 @@ from rich.text import Text
 from buffer.results import BufferStats
 from configs.printable import printable
 from controller.metrics.counters import panel_line
+from controller.metrics.records import Record
 from controller.metrics.weights import median
 from controller.report.startup import StartStep, StartSteps
 from controller.report.state import RunView
@@ -90,12 +91,12 @@ class Panel:
 def step_line(view: RunView) -> str:
     """One step in one plain line, for logs and pipes."""
     parts = [f"step {view.step}/{view.num_steps}"]
-    if view.rewards:
-        parts.append(f"reward {view.rewards[-1]:.2f} (first {view.rewards[0]:.2f})")
-    if view.evals:
-        first, last = view.evals[0], view.evals[-1]
-        since = f"first {first.accuracy:.0%}, " if len(view.evals) > 1 else ""
-        parts.append(f"eval {last.accuracy:.0%} ({since}at version {last.version})")
+    if rewards := _numbers(view.steps, "reward_mean"):
+        parts.append(f"reward {rewards[-1]:.2f} (first {rewards[0]:.2f})")
+    if accuracies := _numbers(view.evals, "accuracy"):
+        since = f"first {accuracies[0]:.0%}, " if len(accuracies) > 1 else ""
+        version = view.evals[-1].count("version_min")
+        parts.append(f"eval {accuracies[-1]:.0%} ({since}at version {version})")
     if view.last_step is not None:
         mean, largest = (view.last_step.number(f"staleness_{x}") for x in ("mean", "max"))
         parts.append(f"staleness {mean:.1f} (max {largest:.0f})")
@@ -187,10 +188,9 @@ def _section(title: str, rows: Sequence[tuple[str, RenderableType]]) -> Group:
 
 
 def _learning(view: RunView, bar_width: int) -> Group:
-    accuracies = [point.accuracy for point in view.evals]
     rows: list[tuple[str, RenderableType]] = [
-        ("reward", _trend(view.rewards, "{:.2f}", bar_width)),
-        ("held-out", _trend(accuracies, "{:.0%}", bar_width)),
+        ("reward", _trend(_numbers(view.steps, "reward_mean"), "{:.2f}", bar_width)),
+        ("held-out", _trend(_numbers(view.evals, "accuracy"), "{:.0%}", bar_width)),
     ]
     if (last := view.last_step) is not None:
         mean, largest = last.number("staleness_mean"), last.number("staleness_max")
@@ -320,6 +320,10 @@ def _bar(share: float, width: int, style: str, label: str) -> Text:
     text = Text("█" * filled, style=style)
     text.append("·" * (width - filled), style="dim")
     return text.append(f" {label}", style="default")
+
+
+def _numbers(records: Sequence[Record], name: str) -> list[float]:
+    return [record.number(name) for record in records]
 
 
 def _trend(values: Sequence[float], form: str, width: int) -> Text:

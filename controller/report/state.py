@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from buffer.results import BufferStats
@@ -13,16 +13,6 @@ from controller.watch.bottleneck import Waits, WaitShares, WaitWindow
 from controller.watch.learning import Alarm, learning_alarms
 
 RATE_HORIZON_S = 30.0
-_DROPPED = "dropped."
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class EvalPoint:
-    """Greedy accuracy on held-out prompts."""
-
-    version: int
-    """The oldest version that answered one of them."""
-    accuracy: float
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,12 +30,10 @@ class RunView:
     now: float = 0.0
     step: int = 0
     """Steps that are done."""
-    rewards: list[float] = field(default_factory=list)
-    """Mean reward of each step so far."""
-    evals: list[EvalPoint] = field(default_factory=list)
+    steps: list[Record] = field(default_factory=list)
+    evals: list[Record] = field(default_factory=list)
     eval_failure: Record | None = None
     """Of the last evaluation, if it failed."""
-    steps: list[Record] = field(default_factory=list)
     alarms: list[Alarm] = field(default_factory=list)
     """Of the last step."""
     stats: BufferStats | None = None
@@ -55,7 +43,6 @@ class RunView:
     waits: WaitWindow = field(default_factory=WaitWindow)
     weights: WeightsView = field(default_factory=WeightsView)
     _tokens: deque[tuple[float, int]] = field(default_factory=deque)
-    _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=20))
 
     def apply(self, record: Record) -> None:
         """Take in one metrics record."""
@@ -63,20 +50,17 @@ class RunView:
         if record.kind == "phase":
             self.phase = str(record.values.get("phase", self.phase))
         elif record.kind == "step":
-            self.step = int(record.number("step"))
-            self.rewards.append(record.number("reward_mean"))
+            self.step = record.count("step")
             self.steps.append(record)
             self.alarms = learning_alarms(self.steps)
-            self._step_times.append(record.t)
         elif record.kind == "eval":
-            version, accuracy = record.number("version_min"), record.number("accuracy")
-            self.evals.append(EvalPoint(version=int(version), accuracy=accuracy))
+            self.evals.append(record)
             self.eval_failure = None
         elif record.kind == EVAL_FAILED:
             self.eval_failure = record
         elif record.kind == "buffer":
             self.counters = counters_of(record)
-            self._sample(record.t, waits_of(record), int(record.number("tokens_generated")))
+            self._sample(record.t, waits_of(record), record.count("tokens_generated"))
         else:
             self.weights.apply(record)
 
@@ -110,8 +94,8 @@ class RunView:
     @property
     def seconds_per_step(self) -> float | None:
         """Over the last twenty steps; None before the second."""
-        times = self._step_times
-        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+        recent = self.steps[-20:]
+        return (recent[-1].t - recent[0].t) / (len(recent) - 1) if len(recent) > 1 else None
 
     @property
     def eta_s(self) -> float | None:
@@ -144,6 +128,7 @@ def buffer_values(
     stats: BufferStats, waits: Waits, counters: Mapping[str, float]
 ) -> Mapping[str, Scalar]:
     """A `buffer` record: what `metrics.jsonl` keeps of one sample."""
+    trained = stats.max_staleness_trained
     oldest = min(stats.engine_versions.values(), default=stats.trainer_version)
     return {
         "pushed": stats.pushed,
@@ -166,89 +151,36 @@ def buffer_values(
         "rerun": stats.rerun,
         "tokens_trained": stats.tokens_trained,
         "tokens_dropped": stats.tokens_dropped,
-        **{f"{_DROPPED}{reason}": number for reason, number in stats.dropped.items()},
-        **_if_known("max_staleness_trained", stats.max_staleness_trained),
+        **{f"dropped.{reason}": number for reason, number in stats.dropped.items()},
+        **({} if trained is None else {"max_staleness_trained": trained}),
         "tokens_generated": int(counters.get("tokens_generated", 0)),
         **{f"count.{name}": value for name, value in counters.items()},
         **{f"wait_s.{who}.{on}": seconds for (who, on), seconds in waits.items()},
     }
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class BufferTotals:
-    """The part of BufferStats that `buffer_values` keeps and a summary tells."""
-
-    pushed: int
-    trained: int
-    dropped: Mapping[str, int]
-    quarantined: int
-    ready: int
-    leased: int
-    trainer_version: int
-    max_staleness: int
-    max_staleness_largest: int
-    max_staleness_trained: int | None
-    prompts_quarantined: int
-    tokens_trained: int
-    tokens_dropped: int
-
-    @property
-    def is_conserved(self) -> bool:
-        placed = self.trained + sum(self.dropped.values()) + self.quarantined
-        return self.pushed == placed + self.ready + self.leased
-
-
-def totals_of(record: Record | None, max_staleness: int) -> BufferTotals:
-    """What a `buffer` record kept; None is of a run that has none yet."""
-    values = record.values if record is not None else {}
-
-    def number(name: str) -> int:
-        return int(values.get(name, 0))
-
-    dropped = {
-        name.removeprefix(_DROPPED): number(name) for name in values if name.startswith(_DROPPED)
-    }
-    if not dropped and number("dropped"):
-        dropped = {"reason not recorded": number("dropped")}
-    return BufferTotals(
-        pushed=number("pushed"),
-        trained=number("trained"),
-        dropped=dropped,
-        quarantined=number("quarantined"),
-        ready=number("ready"),
-        leased=number("leased"),
-        trainer_version=number("trainer_version"),
-        max_staleness=number("max_staleness") if record is not None else max_staleness,
-        max_staleness_largest=number("max_staleness_largest"),
-        max_staleness_trained=(
-            number("max_staleness_trained") if "max_staleness_trained" in values else None
-        ),
-        prompts_quarantined=number("prompts_quarantined"),
-        tokens_trained=number("tokens_trained"),
-        tokens_dropped=number("tokens_dropped"),
-    )
-
-
-def _if_known(name: str, value: int | None) -> dict[str, Scalar]:
-    return {} if value is None else {name: value}
-
-
 def waits_of(record: Record) -> dict[tuple[str, str], float]:
     """The totals that `buffer_values` kept."""
     waits = {}
-    for name in record.values:
-        kind, _, pair = name.partition(".")
-        if kind == "wait_s":
-            who, _, on = pair.partition(".")
-            waits[who, on] = record.number(name)
+    for name, pair in _below(record, "wait_s."):
+        who, _, on = pair.partition(".")
+        waits[who, on] = record.number(name)
     return waits
 
 
 def counters_of(record: Record) -> dict[str, float]:
     """The counters that `buffer_values` kept."""
-    prefix = "count."
-    return {
-        name.removeprefix(prefix): record.number(name)
-        for name in record.values
-        if name.startswith(prefix)
-    }
+    return {name: record.number(full) for full, name in _below(record, "count.")}
+
+
+def dropped_of(record: Record) -> dict[str, int]:
+    """Groups dropped, by reason, as `buffer_values` kept them."""
+    dropped = {reason: record.count(full) for full, reason in _below(record, "dropped.")}
+    if not dropped and record.count("dropped"):
+        return {"reason not recorded": record.count("dropped")}
+    return dropped
+
+
+def _below(record: Record, prefix: str) -> Iterator[tuple[str, str]]:
+    """The names that begin with `prefix`, whole and without it."""
+    return ((name, name.removeprefix(prefix)) for name in record.values if name.startswith(prefix))

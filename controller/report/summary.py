@@ -1,257 +1,78 @@
-"""How a run ended: the RESULT line for machines, `summary.md` for people."""
+"""How a run ended, for people: `summary.md` with its plots, beside `result.json`.
+
+Every end of a run writes them, and `make report` writes them anew from the files in its folder:
+after the last step, after a signal, after a failure, and when `make stop` ends what a killed
+controller left.
+"""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from buffer.results import BufferStats
+from configs.choices import TaskKind
+from configs.load import overrides_for, read_config
+from configs.rollout_schema import TaskConfig
 from configs.schema import Config
 from controller.metrics.counters import summary_rows
-from controller.metrics.records import EVAL_FAILED, Record
-from controller.metrics.weights import weights_result
-from controller.report.plots import PLOTS
-from controller.report.repeat import repeat_command, task_label
-from controller.report.state import BufferTotals
-from controller.report.timeline import LAST_TIMELINE
+from controller.metrics.records import read_metrics
+from controller.report.plots import PLOTS, write_plots
+from controller.report.result import RunResult, result_line, summarize
+from controller.report.timeline import LAST_TIMELINE, write_last_timeline
+from controller.run_dir import RunDir, RunRecord
 from controller.units import format_bytes, format_count, format_duration
-from controller.watch.learning import has_no_gradient, learning_alarms
 
 PICTURES = {**PLOTS, LAST_TIMELINE: "The last version's way to the engines"}
+CONTROLLER_GONE = "its controller is gone; `make stop` ends what is left"
 _QUIET_EVENTS = {"epoch", "joined"}
 """Every run has these; nobody needs to know."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class RunResult:
-    """What a run achieved and what it cost. Times in seconds; None: never measured."""
+def write_report(run_dir: RunDir) -> RunResult:
+    """`summary.md`, `result.json` and the plots, of what the run has recorded so far.
 
-    run: str
-    state: str
-    """finished, stopped, failed, or running."""
-    error: str | None
-    """What it failed of."""
-    experiment: str
-    seed: int
-    wall_s: float
-    steps: int
-    steps_without_gradient: int
-    """They changed nothing."""
-    alarms: Sequence[str]
-    """What kept the run from learning at its end, in words."""
-    eval_before: float | None
-    """Accuracy on held-out prompts, with the weights that RL began from."""
-    eval_after: float | None
-    """None if that evaluation failed. Of a run that did not finish: the last one made in training.
+    Raises ValueError if its settings or its records cannot be read.
     """
-    eval_version: int | None
-    """The version that `eval_after` is of."""
-    evals_failed: int
-    eval_size: int
-    eval_samples: int
-    """Answers of each prompt."""
-    pass_at_k: Mapping[int, float]
-    """Of the last evaluation, by k."""
-    reward_first: float | None
-    """Mean reward of the first steps (a tenth of them, at most ten), sampled at temperature."""
-    reward_last: float | None
-    groups_pushed: int
-    groups_trained: int
-    """Consumed and acked."""
-    groups_dropped: Mapping[str, int]
-    """By reason."""
-    groups_quarantined: int
-    groups_ready: int
-    groups_leased: int
-    is_conserved: bool
-    """pushed = trained + dropped + quarantined + ready + leased, at the end of the run."""
-    max_staleness: int
-    """The largest that was ever in force."""
-    max_staleness_by_step: Mapping[int, int]
-    """The bound in force from each of these steps on, as the samples of the buffer saw it."""
-    max_staleness_trained: int | None
-    staleness_mean: float | None
-    versions_published: int
-    """Made by training; the initial weights are version 0 and do not count."""
-    versions_skipped: int
-    """Overtaken by a newer one before they were sent."""
-    engine_pause_s: Mapping[str, float | None]
-    """`p50` and `max` of one engine's standstill for one commit."""
-    snapshot_s: Mapping[str, float | None]
-    """The same of the trainer's standstill for a publish, of its slowest rank."""
-    convergence_s: Mapping[str, float | None]
-    """The same from the snapshot until every live engine served the version or a later one."""
-    train_s: float
-    """Of the wall time, from the first step's wait for a batch to the last step's end."""
-    trainer_wait_s: float
-    """What the trainer waited for rollouts."""
-    trainer_wait_share: float | None
-    """The same as a part of `train_s`."""
-    tokens_generated: int
-    rollout: Mapping[str, float]
-    """What the rollout workers counted, by name."""
-    prompts_quarantined: int
-    tokens_dropped: int
-    """Trainable tokens of groups that the buffer dropped."""
-    tokens_trained: int
-    tokens_per_s: float | None
-    """Generated, over `train_s`."""
-    ratio_max_abs_dev: float | None
-    """Largest |importance_ratio - 1| of a trained token."""
-    logprob_diff_mean: float | None
-    """|trainer - rollout log-probability| of tokens sampled by the version being trained."""
-    logprob_diff_max: float | None
-    publish_bytes: int | None
-    """Of one version, whole."""
-    weights_wire_bytes: int
-    """That left the trainer over the run, version 0 among them."""
-    publishes_delta: int
-    """Publishes that sent only what had changed."""
-    delta_density: float | None
-    """Mean share of the elements that these held."""
-    weights_events: Mapping[str, int]
-    """What happened to receivers and engines, by kind."""
-
-
-def result_line(result: RunResult) -> str:
-    """`RESULT {json}`: the last line of a launch."""
-    return "RESULT " + json.dumps(_rounded(asdict(result)), allow_nan=False)
-
-
-def write_summary(run_dir: Path, result: RunResult, config: Config) -> None:
-    """`result.json` and `summary.md` in the run's folder; the plots are named if they are there."""
-    text = json.dumps(_rounded(asdict(result)), allow_nan=False, indent=1)
-    (run_dir / "result.json").write_text(text + "\n")
-    (run_dir / "summary.md").write_text(_summary_markdown(run_dir, result, config))
-
-
-def summarize(
-    *,
-    run: str,
-    config: Config,
-    records: Sequence[Record],
-    stats: BufferStats | BufferTotals,
-    counters: Mapping[str, float],
-    wall_s: float,
-    state: str = "finished",
-    error: str | None = None,
-) -> RunResult:
-    """The result of a run from its metrics and the buffer's last numbers (pure)."""
-    steps = [r for r in records if r.kind == "step"]
-    evals = [r for r in records if r.kind == "eval"]
-    failed = [r for r in records if r.kind == EVAL_FAILED]
-    is_last_missing = bool(failed) and failed[-1].number("version") >= config.trainer.num_steps
-    has_after = bool(evals) and not is_last_missing and (state == "finished" or len(evals) > 1)
-    after = evals[-1] if has_after else None
-    rewards = _series(steps, "reward_mean")
-    ends = max(1, min(10, len(rewards) // 10))
-    weights = weights_result(records)
-    wait_s = sum(_series(steps, "lease_wait_s"))
-    train_s = training_seconds(steps)
-    tokens_generated = int(counters.get("tokens_generated", 0))
-    return RunResult(
-        run=run,
+    config = read_config(run_dir.path / "config.yaml")
+    records = read_metrics(run_dir.metrics)
+    record = run_dir.read_record()
+    state, error = _state_of(record)
+    until = records[-1].t if records else record.ended or record.started
+    result = summarize(
+        run=run_dir.name,
+        config=config,
+        records=records,
+        wall_s=until - record.started,
         state=state,
         error=error,
-        experiment=config.experiment,
-        seed=config.run.seed,
-        wall_s=wall_s,
-        steps=len(steps),
-        steps_without_gradient=sum(map(has_no_gradient, steps)),
-        alarms=[alarm.sentence for alarm in learning_alarms(steps)],
-        eval_before=evals[0].number("accuracy") if evals else None,
-        eval_after=after.number("accuracy") if after is not None else None,
-        eval_version=int(after.number("version_min")) if after is not None else None,
-        evals_failed=len(failed),
-        eval_size=int(evals[-1].number("num_prompts")) if evals else 0,
-        eval_samples=config.rollout.eval.num_samples,
-        pass_at_k=_pass_at_k(after) if after is not None else {},
-        reward_first=_mean(rewards[:ends]),
-        reward_last=_mean(rewards[-ends:]),
-        groups_pushed=stats.pushed,
-        groups_trained=stats.trained,
-        groups_dropped=dict(stats.dropped),
-        groups_quarantined=stats.quarantined,
-        groups_ready=stats.ready,
-        groups_leased=stats.leased,
-        is_conserved=stats.is_conserved,
-        max_staleness=max(stats.max_staleness, stats.max_staleness_largest),
-        max_staleness_by_step=_staleness_bounds(records),
-        max_staleness_trained=stats.max_staleness_trained,
-        staleness_mean=_mean(_series(steps, "staleness_mean")),
-        versions_published=stats.trainer_version,
-        versions_skipped=weights.num_skipped,
-        engine_pause_s=weights.engine_pause_s,
-        snapshot_s=weights.snapshot_s,
-        convergence_s=weights.convergence_s,
-        train_s=train_s,
-        trainer_wait_s=wait_s,
-        trainer_wait_share=wait_s / train_s if train_s else None,
-        tokens_generated=tokens_generated,
-        rollout=dict(counters),
-        prompts_quarantined=stats.prompts_quarantined,
-        tokens_dropped=stats.tokens_dropped,
-        tokens_trained=stats.tokens_trained,
-        tokens_per_s=tokens_generated / train_s if train_s else None,
-        ratio_max_abs_dev=max(_series(steps, "ratio_max_abs_dev"), default=None),
-        logprob_diff_mean=_mean(_series(steps, "logprob_diff_mean")),
-        logprob_diff_max=max(_series(steps, "logprob_diff_max"), default=None),
-        publish_bytes=weights.bytes,
-        weights_wire_bytes=weights.wire_bytes,
-        publishes_delta=weights.num_deltas,
-        delta_density=weights.density,
-        weights_events=weights.events,
     )
+    write_plots(run_dir.path, records)
+    write_last_timeline(run_dir.path, records)
+    write_summary(run_dir.path, result, config)
+    return result
 
 
-def _staleness_bounds(records: Sequence[Record]) -> dict[int, int]:
-    bounds: dict[int, int] = {}
-    step, last = 1, math.nan
-    for record in records:
-        if record.kind == "step":
-            step += 1
-        elif record.kind == "buffer" and math.isfinite(bound := record.number("max_staleness")):
-            if bound != last:
-                bounds[step] = int(bound)
-            last = bound
-    return bounds
+def _state_of(record: RunRecord) -> tuple[str, str | None]:
+    if record.state == "running" and not record.is_alive:
+        return "failed", CONTROLLER_GONE
+    return record.state, record.error
 
 
-def training_seconds(steps: Sequence[Record]) -> float:
-    """From the first batch's lease to the last step's end."""
-    if not steps:
-        return 0.0
-    first = [steps[0].number(name) for name in ("lease_wait_s", "step_s")]
-    return steps[-1].t - steps[0].t + sum(x for x in first if math.isfinite(x))
+def print_report(run_dir: RunDir) -> None:
+    """The same from the command line; the last line is the result."""
+    result = write_report(run_dir)
+    print(f"{run_dir.name} ({result.state}): wrote {run_dir.path / 'summary.md'}")
+    print(result_line(result))
 
 
-def _pass_at_k(evaluation: Record) -> dict[int, float]:
-    name = "pass_at_"
-    values = {k: evaluation.number(k) for k in evaluation.values if k.startswith(name)}
-    return {int(k.removeprefix(name)): value for k, value in sorted(values.items())}
+def write_summary(folder: Path, result: RunResult, config: Config) -> None:
+    """`result.json` and `summary.md` in the run's folder; the plots are named if they are there."""
+    (folder / "result.json").write_text(result.as_json(indent=1) + "\n")
+    (folder / "summary.md").write_text(_markdown(folder, result, config))
 
 
-def _series(records: Sequence[Record], name: str) -> list[float]:
-    return [x for r in records if math.isfinite(x := r.number(name))]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _rounded(value: object) -> object:
-    """Six digits are more than any of these numbers is good for; NaN becomes null."""
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
-
-
-def _summary_markdown(run_dir: Path, result: RunResult, config: Config) -> str:
+def _markdown(folder: Path, result: RunResult, config: Config) -> str:
     title = f"# {result.run}\n\n{_headline(result)}\n"
     title += "".join(f"\n**{alarm}**\n" for alarm in result.alarms)
     sections = [
@@ -266,7 +87,7 @@ def _summary_markdown(run_dir: Path, result: RunResult, config: Config) -> str:
     plots = "".join(
         f"\n![{caption}]({name})\n"
         for name, caption in PICTURES.items()
-        if (run_dir / name).exists()
+        if (folder / name).exists()
     )
     return title + tables + plots + _again(config)
 
@@ -370,19 +191,20 @@ def _rollout_rows(result: RunResult) -> Iterator[tuple[str, str]]:
 
 
 def _weights_rows(result: RunResult) -> Iterator[tuple[str, str]]:
+    weights = result.weights
     yield "versions published", f"{result.versions_published:,}"
-    if result.versions_skipped:
-        yield "of these, overtaken before they were sent", f"{result.versions_skipped:,}"
-    if result.publish_bytes is not None:
-        yield "bytes of a version", format_bytes(result.publish_bytes)
-        yield "bytes that left the trainer", format_bytes(result.weights_wire_bytes)
-    if result.publishes_delta:
-        yield "publishes that sent only what had changed", f"{result.publishes_delta:,}"
-        yield "share of the elements in these, mean", _percent(result.delta_density)
-    yield "the trainer stood still for a publish", _spread(result.snapshot_s)
-    yield "from there until every engine served it", _spread(result.convergence_s)
-    yield "an engine stood still for a commit", _spread(result.engine_pause_s)
-    for event, count in result.weights_events.items():
+    if weights.versions_skipped:
+        yield "of these, overtaken before they were sent", f"{weights.versions_skipped:,}"
+    if weights.publish_bytes is not None:
+        yield "bytes of a version", format_bytes(weights.publish_bytes)
+        yield "bytes that left the trainer", format_bytes(weights.weights_wire_bytes)
+    if weights.publishes_delta:
+        yield "publishes that sent only what had changed", f"{weights.publishes_delta:,}"
+        yield "share of the elements in these, mean", _percent(weights.delta_density)
+    yield "the trainer stood still for a publish", _spread(weights.snapshot_s)
+    yield "from there until every engine served it", _spread(weights.convergence_s)
+    yield "an engine stood still for a commit", _spread(weights.engine_pause_s)
+    for event, count in weights.weights_events.items():
         if event not in _QUIET_EVENTS:
             yield f"receivers and engines: {event.replace('_', ' ')}", f"{count:,}"
 
@@ -417,3 +239,38 @@ def _number(value: float | None) -> str:
 
 def _tiny(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.2g}"
+
+
+# The same again -----------------------------------------------------------------------------------
+
+
+def repeat_command(config: Config) -> str | None:
+    """To be pasted into a shell in the project's folder; None if no command says these settings.
+
+    The new run gets a folder of its own. A password in an address stands there as ***.
+    """
+    overrides = overrides_for(config)
+    if overrides is None:
+        return None
+    words = " ".join(shlex.quote(override) for override in overrides)
+    if any("\n" in override for override in overrides):  # make would end its line there
+        return f".venv/bin/leash launch --experiment {config.experiment} {words}"
+    command = f"make launch EXPERIMENT={config.experiment}"
+    if not overrides:
+        return command
+    is_plain = all(shlex.quote(override) == override for override in overrides)
+    words = words.replace("$", "$$")  # make reads it first
+    return f'{command} ARGS="{words}"' if is_plain else f"{command} ARGS={shlex.quote(words)}"
+
+
+def task_label(config: TaskConfig) -> str:
+    """What tells a task from others of its kind."""
+    match config.kind:
+        case TaskKind.custom:
+            return f"custom, {config.factory}"
+        case TaskKind.alphabet_sort | TaskKind.questions if config.path is None:
+            return config.kind.name
+        case _ if config.path is not None:
+            return f"{config.kind.name}, {Path(config.path).name}"
+        case _:
+            return f"{config.kind.name}, {config.name}"

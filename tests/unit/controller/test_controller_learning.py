@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from controller_samples import STATS, step_record
+from controller_samples import step_record
 
 from configs.load import load_config
 from controller.metrics.records import Record
 from controller.report.panel import step_line
+from controller.report.result import summarize
 from controller.report.state import RunView
-from controller.report.summary import summarize, write_summary
+from controller.report.summary import write_summary
 from controller.watch.learning import learning_alarms
 
 
@@ -86,9 +87,7 @@ def test_step_line_and_summary_say_that_learning_died(tmp_path: Path) -> None:
     line = step_line(view)
     assert "no gradient, weights unchanged (15 steps) | all groups lack variance (15" in line
     assert "reward collapsed from 0.60 to 0.00" in line
-    result = summarize(
-        run="night", config=load_config([]), records=steps, stats=STATS, counters={}, wall_s=9.0
-    )
+    result = summarize(run="night", config=load_config([]), records=steps, wall_s=9.0)
     assert result.steps_without_gradient == 15 and len(result.alarms) == 3
     write_summary(tmp_path, result, load_config([]))
     summary = (tmp_path / "summary.md").read_text()

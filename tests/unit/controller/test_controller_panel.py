@@ -185,7 +185,7 @@ def test_a_step_line_says_the_essentials() -> None:
 def test_a_step_line_shows_a_lone_evaluation_as_that_of_its_version() -> None:
     view = trained_view()
     del view.evals[1:]
-    assert f"| eval 31% (at version {view.evals[0].version}) |" in step_line(view)
+    assert f"| eval 31% (at version {view.evals[0].count('version_min')}) |" in step_line(view)
 
 
 def test_a_start_step_that_fails_is_marked_and_raises() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from configs.load import load_config
-from controller.report.repeat import repeat_command, task_label
+from controller.report.summary import repeat_command, task_label
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ("-m", "controller.main", "launch")

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,8 @@ from configs.load import load_config, to_yaml
 from controller.commands.stop import stop_run
 from controller.main import main
 from controller.metrics.records import MetricsLog, Record
-from controller.report.report import write_report
-from controller.report.state import BufferTotals, buffer_values, totals_of
+from controller.report.state import buffer_values
+from controller.report.summary import write_report
 from controller.run_dir import RunDir
 from processes.leftovers import list_path, write_list
 
@@ -95,18 +95,6 @@ def test_report_from_the_command_line_ends_with_the_result(
     last = capsys.readouterr().out.splitlines()[-1]
     result = json.loads(last.removeprefix("RESULT "))
     assert (result["state"], result["steps"]) == ("running", 3)
-
-
-def test_totals_come_back_from_the_record_as_they_were() -> None:
-    values = buffer_values(STATS, {}, {})
-    totals = totals_of(Record(t=0.0, kind="buffer", values=values), max_staleness=9)
-    for field in fields(BufferTotals):
-        assert getattr(totals, field.name) == getattr(STATS, field.name), field.name
-    assert totals.is_conserved == STATS.is_conserved
-    nothing_trained = replace(STATS, max_staleness_trained=None)
-    record = Record(t=0.0, kind="buffer", values=buffer_values(nothing_trained, {}, {}))
-    assert totals_of(record, max_staleness=9).max_staleness_trained is None
-    assert totals_of(None, max_staleness=9).max_staleness == 9
 
 
 def test_stop_ends_and_removes_what_a_killed_controller_left(

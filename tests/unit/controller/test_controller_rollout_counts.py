@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from controller.metrics.counters import (
-    counter_families,
-    length_rows,
-    panel_line,
-    summary_rows,
-    wasted_share,
-)
+from controller.metrics.counters import length_rows, panel_line, summary_rows, wasted_share
+from controller.metrics.families import counter_families
 
 COUNTERS = {
     "tokens_generated": 2000.0,

@@ -20,9 +20,9 @@ from buffer.run_state import RunState
 from configs.load import load_config, to_yaml
 from configs.schema import BufferConfig
 from controller.commands.status import command_from_outside, print_status
-from controller.metrics.records import MetricsLog, Record, read_metrics
+from controller.metrics.records import MetricsLog, Record
 from controller.report.state import buffer_values
-from controller.report.summary import summarize, write_summary
+from controller.report.summary import write_report
 from controller.run_dir import RunDir
 
 
@@ -127,16 +127,7 @@ def test_a_run_that_lost_its_controller_is_told(run_dir: RunDir) -> None:
 
 
 def test_a_finished_run_shows_its_summary_and_what_held_it_back(run_dir: RunDir) -> None:
-    config = load_config([])
-    result = summarize(
-        run=run_dir.name,
-        config=config,
-        records=read_metrics(run_dir.metrics),
-        stats=STATS,
-        counters={"tokens_generated": 1000},
-        wall_s=60.0,
-    )
-    write_summary(run_dir.path, result, config)
+    write_report(run_dir)
     run_dir.end("finished")
     text = status_of(run_dir)
     assert "night: finished" in text

@@ -20,8 +20,9 @@ from buffer.results import BufferStats
 from configs.load import load_config
 from controller.metrics.records import Record
 from controller.report.plots import PLOTS, write_plots
+from controller.report.result import RunResult, result_line, summarize
 from controller.report.state import buffer_values
-from controller.report.summary import RunResult, result_line, summarize, write_summary
+from controller.report.summary import write_summary
 
 REQUIRED = {
     "run",
@@ -67,14 +68,10 @@ def run_records(num_steps: int = 20) -> list[Record]:
 
 
 def result_of(records: list[Record], stats: BufferStats = STATS) -> RunResult:
-    return summarize(
-        run="night",
-        config=load_config(["run.seed=3"]),
-        records=records,
-        stats=stats,
-        counters={"tokens_generated": 100_000.0},
-        wall_s=170.0,
-    )
+    values = buffer_values(stats, {}, {"tokens_generated": 100_000.0})
+    last = Record(t=1022.0, kind="buffer", values=values)
+    config = load_config(["run.seed=3"])
+    return summarize(run="night", config=config, records=[*records, last], wall_s=170.0)
 
 
 def test_the_result_agrees_with_the_records_by_hand() -> None:
@@ -82,15 +79,18 @@ def test_the_result_agrees_with_the_records_by_hand() -> None:
     assert (result.eval_before, result.eval_after, result.eval_size) == (0.31, 0.92, 64)
     assert result.reward_first == pytest.approx(0.5 / 20), "mean of steps 0 and 1"
     assert result.reward_last == pytest.approx(18.5 / 20), "mean of steps 18 and 19"
-    assert result.groups_trained == 1600 + 592
-    assert result.is_conserved
-    assert result.engine_pause_s == {"p50": pytest.approx(0.1), "max": 0.7}
-    assert result.snapshot_s == {"p50": 0.05, "max": 0.05}
-    assert result.convergence_s == {"p50": 0.9, "max": 0.9}
-    assert result.publish_bytes == 2_500_000
-    assert result.weights_wire_bytes == 10 * 2_500_000 + 10 * 250_000
-    assert (result.publishes_delta, result.delta_density) == (10, pytest.approx(0.05))
-    assert result.versions_skipped == 0
+    assert (result.groups_pushed, result.groups_trained) == (2260, 1600 + 592)
+    assert (result.groups_ready, result.groups_leased, result.groups_quarantined) == (32, 16, 0)
+    assert result.groups_dropped == {"stale": 20} and result.is_conserved
+    assert (result.versions_published, result.tokens_trained) == (137, 70_000)
+    assert result.weights.engine_pause_s == {"p50": pytest.approx(0.1), "max": 0.7}
+    assert result.weights.snapshot_s == {"p50": 0.05, "max": 0.05}
+    assert result.weights.convergence_s == {"p50": 0.9, "max": 0.9}
+    assert result.weights.publish_bytes == 2_500_000
+    assert result.weights.weights_wire_bytes == 10 * 2_500_000 + 10 * 250_000
+    assert result.weights.publishes_delta == 10
+    assert result.weights.delta_density == pytest.approx(0.05)
+    assert result.weights.versions_skipped == 0
     assert result.trainer_wait_s == pytest.approx(20 * 0.25)
     train_s = 19 + 0.25 + 0.5
     assert result.train_s == pytest.approx(train_s)

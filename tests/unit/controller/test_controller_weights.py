@@ -61,19 +61,19 @@ def test_a_result_is_the_sum_of_its_records_by_hand() -> None:
         event_record("excluded", "receiver-0"),
     ]
     result = weights_result(records)
-    assert (result.num_publishes, result.num_deltas, result.num_skipped) == (2, 1, 1)
+    assert (result.publishes_delta, result.versions_skipped) == (1, 1)
     assert result.snapshot_s == {"p50": 0.05, "max": 0.15}
     assert result.convergence_s == {"p50": 0.9, "max": 0.9}
     assert result.engine_pause_s == {"p50": pytest.approx(0.1), "max": 0.5}
-    assert (result.bytes, result.wire_bytes) == (2_500_000, 2_750_000)
-    assert result.density == 0.05
-    assert result.events == {"epoch": 1, "excluded": 2}
+    assert (result.publish_bytes, result.weights_wire_bytes) == (2_500_000, 2_750_000)
+    assert result.delta_density == 0.05
+    assert result.weights_events == {"epoch": 1, "excluded": 2}
 
 
 def test_a_run_that_published_nothing_has_a_result_too() -> None:
     result = weights_result([])
-    assert result.bytes is result.density is result.convergence_s["p50"] is None
-    assert result.wire_bytes == result.num_publishes == 0
+    assert result.publish_bytes is result.delta_density is result.convergence_s["p50"] is None
+    assert result.weights_wire_bytes == result.publishes_delta == 0
 
 
 def test_a_publish_that_did_not_converge_counts_for_what_it_has() -> None:
@@ -81,7 +81,7 @@ def test_a_publish_that_did_not_converge_counts_for_what_it_has() -> None:
     values = {k: v for k, v in record.values.items() if not k.startswith("converge")}
     result = weights_result([replace(record, values=values)])
     assert result.convergence_s["max"] is None
-    assert result.wire_bytes == 2_500_000
+    assert result.weights_wire_bytes == 2_500_000
 
 
 def test_engines_that_need_a_look_are_told() -> None:

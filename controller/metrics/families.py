@@ -1,0 +1,250 @@
+"""The run's numbers under the names that Prometheus knows them by, one line a metric.
+
+On the wire the name of a counter ends in `_total`. What `WeightTotals` counts is folded from the
+run's metrics stream, on from where the scrape before had read: what the stream's bound cut off
+before that is missing. Everything else is what Redis holds now.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from buffer.results import BufferStats
+from buffer.run_state import MetricsEntry
+from controller.metrics.counters import COUNTED, COUNTED_BY, Counters
+from controller.metrics.records import Record, finite_only
+from controller.metrics.weights import SKIPPED
+
+# Or each counter brings a second one that says since when it counts.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+STALENESS_BOUNDS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+SECONDS_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+"""Fixed, since histograms of which the bounds change cannot be compared over time."""
+
+
+def family(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    run: str,
+    name: str,
+    what: str,
+    value: float | None = None,
+    **by_label: Mapping[str, float] | Mapping[int, float],
+) -> Metric:
+    """A metric with its value, if it has one now, or with the values of one further label."""
+    metric = kind(name, what, labels=("run", *by_label))
+    if value is not None:
+        metric.add_metric((run,), value)
+    for values in by_label.values():
+        for key, number in values.items():
+            metric.add_metric((run, str(key)), number)
+    return metric
+
+
+def buffer_families(run: str, s: BufferStats) -> Iterator[Metric]:
+    """The buffer's numbers (pure)."""
+    gauge, counter = (
+        partial(family, GaugeMetricFamily, run),
+        partial(family, CounterMetricFamily, run),
+    )
+    yield gauge("replay_depth_groups", "Groups that wait to be trained.", s.ready)
+    yield gauge(
+        "replay_ready_groups",
+        "Groups that wait to be trained, by versions behind the trainer.",
+        staleness=s.by_staleness,
+    )
+    yield gauge("replay_running_groups", "Groups that are being generated.", s.running)
+    yield gauge("replay_leased_groups", "Groups in a batch of the trainer.", s.leased)
+    yield gauge("replay_consumed_groups", "Trained, in no durable checkpoint yet.", s.consumed)
+    yield gauge("replay_quarantined_groups", "Groups set aside as poison.", s.quarantined)
+    yield gauge("replay_quarantined_prompts", "Prompts set aside as poison.", s.prompts_quarantined)
+    yield gauge("replay_bytes", "Size of the payloads that are held.", s.bytes)
+    yield gauge("replay_capacity_groups", "buffer.capacity_groups, if set.", s.capacity_groups)
+    yield gauge("replay_capacity_bytes", "buffer.capacity_bytes, if set.", s.capacity_bytes)
+    yield gauge(
+        "replay_oldest_age_seconds",
+        "Time since the stalest ready group was pushed, if there is one.",
+        s.oldest_ready_age_s,
+    )
+    yield gauge("replay_retries_waiting", "Prompts in line to be run again.", s.retries_waiting)
+    yield gauge("replay_trainer_version", "The trainer's policy version.", s.trainer_version)
+    yield gauge("replay_max_staleness", "buffer.max_staleness at this moment.", s.max_staleness)
+    yield gauge(
+        "replay_engine_version", "Policy version that an engine serves.", engine=s.engine_versions
+    )
+    yield counter("replay_pushed", "Groups pushed.", s.pushed)
+    yield counter("replay_acked", "Groups in a durable checkpoint.", s.acked)
+    yield counter("replay_dropped", "Groups dropped.", reason=s.dropped)
+    yield counter("replay_dropped_tokens", "Tokens of dropped groups.", reason=s.dropped_tokens)
+    yield counter(
+        "replay_abandoned", "Groups given up before they were pushed.", reason=s.abandoned_by_reason
+    )
+    yield counter("replay_requeued", "Prompts put in line again.", s.requeued)
+    yield counter(
+        "replay_rerun",
+        "Prompts put in line again since their group failed or their worker died.",
+        s.rerun,
+    )
+    yield counter("replay_expired", "Groups whose lease was not renewed in time.", s.expired)
+    yield counter("replay_push_blocked", "Pushes that had to wait for room.", s.push_blocked)
+    yield counter("replay_push_blocked_seconds", "Time that they waited.", s.push_blocked_s)
+    yield counter("replay_tokens_pushed", "Tokens of pushed groups.", s.tokens_pushed)
+    yield counter("replay_tokens_trained", "Trainable tokens of trained groups.", s.tokens_trained)
+    yield counter(
+        "replay_tokens_masked", "Tokens left out of the loss as too old.", s.tokens_masked
+    )
+    yield counter("replay_tokens_dropped", "Trainable tokens of dropped groups.", s.tokens_dropped)
+    yield from _buffer_histograms(run, s)
+
+
+def _buffer_histograms(run: str, s: BufferStats) -> Iterator[Metric]:
+    trained = s.trained_by_staleness
+    by_staleness = {
+        bound: sum(number for staleness, number in trained.items() if staleness <= bound)
+        for bound in (*STALENESS_BOUNDS, math.inf)
+    }
+    total = sum(staleness * number for staleness, number in trained.items())
+    for name, what, cumulative, total_of_all in (
+        (
+            "replay_staleness_versions",
+            "Staleness of groups when they were trained.",
+            by_staleness,
+            total,
+        ),
+        (
+            "replay_age_seconds",
+            "Time from a group's push until it was trained.",
+            s.trained_by_age,
+            s.trained_age_sum_s,
+        ),
+    ):
+        metric = HistogramMetricFamily(name, what, labels=("run",))
+        buckets = [
+            ("+Inf" if bound == math.inf else str(float(bound)), float(number))
+            for bound, number in cumulative.items()
+        ]
+        metric.add_metric((run,), buckets, total_of_all)
+        yield metric
+
+
+def counter_families(run: str, counters: Counters) -> Iterator[Metric]:
+    """What the workers counted; what never counted anything is 0 (pure)."""
+    counter = partial(family, CounterMetricFamily, run)
+    for name, counted in COUNTED.items():
+        yield counter(f"rollout_{name}", counted.what, counters.get(name, 0.0))
+    for prefix, (metric, what, label) in COUNTED_BY.items():
+        start = f"{prefix}:"
+        values = {n.removeprefix(start): v for n, v in counters.items() if n.startswith(start)}
+        yield counter(metric, what, None, **{label: values})
+
+
+class WeightTotals:
+    """What the records of the weights add up to, in a registry of its own."""
+
+    def __init__(self, run: str) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._run = run
+
+        def counter(name: str, what: str, *label: str) -> Counter:
+            return Counter(name, what, ("run", *label), registry=registry)
+
+        def gauge(name: str, what: str) -> Gauge:
+            return Gauge(name, what, ("run",), registry=registry)
+
+        def times(name: str, what: str, *label: str) -> Histogram:
+            labels = ("run", *label)
+            return Histogram(name, what, labels, buckets=SECONDS_BOUNDS, registry=registry)
+
+        self._publishes = counter("weights_publishes", "Versions by how they went.", "mode")
+        self._events = counter("weights_events", "What happened to members.", "event")
+        self._bytes = counter("weights_bytes", "Bytes of published versions.").labels(run)
+        self._wire_bytes = counter("weights_wire_bytes", "Bytes that were sent.").labels(run)
+        self._density = gauge("weights_delta_density", "Share of elements in the last delta.")
+        self._epoch = gauge("weights_epoch", "Membership epoch of the last publish.")
+        self._of_publish = {
+            "snapshot_s": times("weights_snapshot_seconds", "Trainer's standstill for a publish."),
+            "encode_s": times("weights_encode_seconds", "Finding what changed, of a delta."),
+            "wire_s": times("weights_wire_seconds", "First byte sent to last bucket received."),
+            "verify_s": times(
+                "weights_verify_seconds", "Checking the staged bytes, the slowest receiver."
+            ),
+            "convergence_s": times(
+                "weights_convergence_seconds", "Snapshot until every live engine serves it."
+            ),
+        }
+        self._of_commit = {
+            "pause_s": times(
+                "weights_commit_pause_seconds", "An engine's standstill for one commit.", "engine"
+            ),
+            "load_s": times(
+                "weights_commit_load_seconds",
+                "Part of it in which the weights were loaded.",
+                "engine",
+            ),
+            "gate_wait_s": times(
+                "weights_commit_gate_seconds", "Waiting for others to be done, before it.", "engine"
+            ),
+        }
+
+    def add(self, entry: MetricsEntry) -> None:
+        """One record; those of other kinds change nothing."""
+        record = Record(t=0.0, kind=entry.kind, values=finite_only(entry.record))
+        if record.kind == "publish":
+            _observe(self._of_publish, record, self._run)
+            self._add_publish(record)
+        elif record.kind == "commit":
+            _observe(self._of_commit, record, self._run, str(record.values.get("engine")))
+        elif record.kind == "weights_event":
+            self._events.labels(self._run, str(record.values.get("event"))).inc()
+
+    def _add_publish(self, publish: Record) -> None:
+        mode = str(publish.values.get("mode"))
+        self._publishes.labels(self._run, mode).inc()
+        if mode == SKIPPED:
+            return
+        for name, total in (("bytes", self._bytes), ("wire_bytes", self._wire_bytes)):
+            if (number := publish.number(name)) > 0:  # false for NaN, too
+                total.inc(number)
+        gauges = {"epoch": self._epoch} | ({"density": self._density} if mode == "delta" else {})
+        for name, gauge in gauges.items():
+            if math.isfinite(number := publish.number(name)):
+                gauge.labels(self._run).set(number)
+
+
+def _observe(times: Mapping[str, Histogram], record: Record, *labels: str) -> None:
+    for name, histogram in times.items():
+        if math.isfinite(seconds := record.number(name)):
+            histogram.labels(*labels).observe(seconds)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WeightsPicture:
+    """What Redis says of the weights at one scrape."""
+
+    published: int | None
+    staged: Mapping[str, int]
+    served: Mapping[str, int]
+    num_receivers: int
+
+
+def weight_families(run: str, picture: WeightsPicture) -> Iterator[Metric]:
+    """Where the versions are (pure)."""
+    gauge = partial(family, GaugeMetricFamily, run)
+    yield gauge(
+        "weights_published_version", "Newest version that engines may take.", picture.published
+    )
+    yield gauge("weights_receivers", "Receivers that are registered.", picture.num_receivers)
+    yield gauge("weights_engines", "Engines that serve a version.", len(picture.served))
+    yield gauge("weights_staged_version", "Newest at a receiver.", receiver=picture.staged)
+    yield gauge("weights_served_version", "What an engine serves.", engine=picture.served)

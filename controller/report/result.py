@@ -1,0 +1,221 @@
+"""What a run achieved and what it cost: the RESULT line for machines, `result.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from configs.schema import Config
+from controller.metrics.records import EVAL_FAILED, Record
+from controller.metrics.weights import WeightsResult, weights_result
+from controller.report.state import counters_of, dropped_of
+from controller.watch.learning import has_no_gradient, learning_alarms
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RunResult:
+    """Times in seconds; None: never measured."""
+
+    run: str
+    state: str
+    """finished, stopped, failed, or running."""
+    error: str | None
+    experiment: str
+    seed: int
+    wall_s: float
+    steps: int
+    steps_without_gradient: int
+    """They changed nothing."""
+    alarms: Sequence[str]
+    """What kept the run from learning at its end, in words."""
+    eval_before: float | None
+    """Accuracy on held-out prompts, with the weights that RL began from."""
+    eval_after: float | None
+    """None if that evaluation failed. Of a run that did not finish: the last one made in training.
+    """
+    eval_version: int | None
+    """The version that `eval_after` is of."""
+    evals_failed: int
+    eval_size: int
+    eval_samples: int
+    """Answers of each prompt."""
+    pass_at_k: Mapping[int, float]
+    """Of the last evaluation, by k."""
+    reward_first: float | None
+    """Mean reward of the first steps (a tenth of them, at most ten), sampled at temperature."""
+    reward_last: float | None
+    groups_pushed: int
+    groups_trained: int
+    """Consumed and acked."""
+    groups_dropped: Mapping[str, int]
+    """By reason."""
+    groups_quarantined: int
+    groups_ready: int
+    groups_leased: int
+    is_conserved: bool
+    """pushed = trained + dropped + quarantined + ready + leased, at the end of the run."""
+    max_staleness: int
+    """The largest that was ever in force."""
+    max_staleness_by_step: Mapping[int, int]
+    """The bound in force from each of these steps on, as the samples of the buffer saw it."""
+    max_staleness_trained: int | None
+    staleness_mean: float | None
+    versions_published: int
+    """Made by training; the initial weights are version 0 and do not count."""
+    weights: WeightsResult
+    """Its fields stand beside the others in the RESULT line."""
+    train_s: float
+    """Of the wall time, from the first step's wait for a batch to the last step's end."""
+    trainer_wait_s: float
+    """Time that the trainer waited for rollouts."""
+    trainer_wait_share: float | None
+    """The same as a part of `train_s`."""
+    tokens_generated: int
+    rollout: Mapping[str, float]
+    """Counters of the rollout workers, by name."""
+    prompts_quarantined: int
+    tokens_dropped: int
+    """Trainable tokens of groups that the buffer dropped."""
+    tokens_trained: int
+    tokens_per_s: float | None
+    """Generated, over `train_s`."""
+    ratio_max_abs_dev: float | None
+    """Largest |importance_ratio - 1| of a trained token."""
+    logprob_diff_mean: float | None
+    """|trainer - rollout log-probability| of tokens sampled by the version being trained."""
+    logprob_diff_max: float | None
+
+    def as_json(self, indent: int | None = None) -> str:
+        """One flat object; a number that was not measured is null."""
+        fields = asdict(self)
+        return json.dumps(
+            _rounded({**fields, **fields.pop("weights")}), allow_nan=False, indent=indent
+        )
+
+
+def result_line(result: RunResult) -> str:
+    """`RESULT {json}`: the last line of a launch."""
+    return f"RESULT {result.as_json()}"
+
+
+def summarize(
+    *,
+    run: str,
+    config: Config,
+    records: Sequence[Record],
+    wall_s: float,
+    state: str = "finished",
+    error: str | None = None,
+) -> RunResult:
+    """The result of a run from its metrics (pure)."""
+    steps = [r for r in records if r.kind == "step"]
+    evals = [r for r in records if r.kind == "eval"]
+    failed = [r for r in records if r.kind == EVAL_FAILED]
+    is_last_missing = bool(failed) and failed[-1].number("version") >= config.trainer.num_steps
+    has_after = bool(evals) and not is_last_missing and (state == "finished" or len(evals) > 1)
+    after = evals[-1] if has_after else None
+    rewards = _series(steps, "reward_mean")
+    ends = max(1, min(10, len(rewards) // 10))
+    wait_s, train_s = sum(_series(steps, "lease_wait_s")), training_seconds(steps)
+    last = next((r for r in reversed(records) if r.kind == "buffer"), None)
+    last = last or Record(
+        t=0.0, kind="buffer", values={"max_staleness": config.buffer.max_staleness}
+    )
+    counters, dropped = counters_of(last), dropped_of(last)
+    pushed, trained, quarantined, ready, leased = (
+        last.count(name) for name in ("pushed", "trained", "quarantined", "ready", "leased")
+    )
+    placed = trained + sum(dropped.values()) + quarantined + ready + leased
+    return RunResult(
+        run=run,
+        state=state,
+        error=error,
+        experiment=config.experiment,
+        seed=config.run.seed,
+        wall_s=wall_s,
+        steps=len(steps),
+        steps_without_gradient=sum(map(has_no_gradient, steps)),
+        alarms=[alarm.sentence for alarm in learning_alarms(steps)],
+        eval_before=evals[0].number("accuracy") if evals else None,
+        eval_after=after.number("accuracy") if after is not None else None,
+        eval_version=after.count("version_min") if after is not None else None,
+        evals_failed=len(failed),
+        eval_size=evals[-1].count("num_prompts") if evals else 0,
+        eval_samples=config.rollout.eval.num_samples,
+        pass_at_k=_pass_at_k(after) if after is not None else {},
+        reward_first=_mean(rewards[:ends]),
+        reward_last=_mean(rewards[-ends:]),
+        groups_pushed=pushed,
+        groups_trained=trained,
+        groups_dropped=dropped,
+        groups_quarantined=quarantined,
+        groups_ready=ready,
+        groups_leased=leased,
+        is_conserved=pushed == placed,
+        max_staleness=max(last.count("max_staleness"), last.count("max_staleness_largest")),
+        max_staleness_by_step=_staleness_bounds(records),
+        max_staleness_trained=(
+            last.count("max_staleness_trained") if "max_staleness_trained" in last.values else None
+        ),
+        staleness_mean=_mean(_series(steps, "staleness_mean")),
+        versions_published=last.count("trainer_version"),
+        weights=weights_result(records),
+        train_s=train_s,
+        trainer_wait_s=wait_s,
+        trainer_wait_share=wait_s / train_s if train_s else None,
+        tokens_generated=last.count("tokens_generated"),
+        rollout=counters,
+        prompts_quarantined=last.count("prompts_quarantined"),
+        tokens_dropped=last.count("tokens_dropped"),
+        tokens_trained=last.count("tokens_trained"),
+        tokens_per_s=last.count("tokens_generated") / train_s if train_s else None,
+        ratio_max_abs_dev=max(_series(steps, "ratio_max_abs_dev"), default=None),
+        logprob_diff_mean=_mean(_series(steps, "logprob_diff_mean")),
+        logprob_diff_max=max(_series(steps, "logprob_diff_max"), default=None),
+    )
+
+
+def _staleness_bounds(records: Sequence[Record]) -> dict[int, int]:
+    bounds: dict[int, int] = {}
+    step, last = 1, math.nan
+    for record in records:
+        if record.kind == "step":
+            step += 1
+        elif record.kind == "buffer" and math.isfinite(bound := record.number("max_staleness")):
+            if bound != last:
+                bounds[step] = int(bound)
+            last = bound
+    return bounds
+
+
+def training_seconds(steps: Sequence[Record]) -> float:
+    """From the first batch's lease to the last step's end."""
+    if not steps:
+        return 0.0
+    first = [steps[0].number(name) for name in ("lease_wait_s", "step_s")]
+    return steps[-1].t - steps[0].t + sum(x for x in first if math.isfinite(x))
+
+
+def _pass_at_k(evaluation: Record) -> dict[int, float]:
+    name = "pass_at_"
+    values = {k: evaluation.number(k) for k in evaluation.values if k.startswith(name)}
+    return {int(k.removeprefix(name)): value for k, value in sorted(values.items())}
+
+
+def _series(records: Sequence[Record], name: str) -> list[float]:
+    return [x for r in records if math.isfinite(x := r.number(name))]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _rounded(value: object) -> object:
+    """Six digits are more than any of these numbers is good for; NaN becomes null."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
