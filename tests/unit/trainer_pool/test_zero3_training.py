@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from weight_sync.types import ReceiverSpec
 SCRIPT = Path(__file__).with_name("zero3_rank.py")
 NUM_STEPS = 4
 TEMPERATURE = 0.7
-TIMEOUT_S = 180.0
 
 pytestmark = pytest.mark.slow
 
@@ -42,42 +42,46 @@ class Outcome:
     export: Path
 
 
-def run_ranks(folder: Path, scenario: str, num_ranks: int) -> Outcome:
-    listener = socket.create_server(("127.0.0.1", 0))
-    os.set_inheritable(listener.fileno(), True)
-    host, port = listener.getsockname()
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(num_ranks)}
-    environment |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
-    processes = []
-    for rank in range(num_ranks):
-        arguments = [folder, rank, num_ranks, listener.fileno(), host, port, scenario]
-        log = (folder / f"{scenario}-{num_ranks}-{rank}.log").open("w")
-        with log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, SCRIPT, *map(str, arguments)],
-                    env={**environment, "RANK": str(rank)},
-                    pass_fds=[listener.fileno()] if rank == 0 else [],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
+class Ranks:
+    """The process that forks the ranks of each scenario."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        with (folder / "ranks.log").open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, SCRIPT, folder],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**environment, "GLOO_SOCKET_IFNAME": "lo"},
+                start_new_session=True,
             )
-    listener.close()
-    try:
-        codes = [process.wait(TIMEOUT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    logs = [(folder / f"{scenario}-{num_ranks}-{rank}.log") for rank in range(num_ranks)]
-    assert codes == [0] * num_ranks, "\n".join(log.read_text()[-3000:] for log in logs)
-    result_folder = folder / f"{scenario}-{num_ranks}"
-    return Outcome(
-        results=json.loads((result_folder / "results.json").read_text()),
-        weights=dict(np.load(result_folder / "weights.npz")),
-        export=result_folder / "export",
-    )
+
+    def run(self, scenario: str, num_ranks: int) -> Outcome:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(scenario, num_ranks, file=self._process.stdin, flush=True)
+        codes = self._process.stdout.readline().split()
+        output = self.folder / f"{scenario}-{num_ranks}"
+        logs = [*self.folder.glob(f"{output.name}-*.log"), self.folder / "ranks.log"]
+        assert codes == ["0"] * num_ranks, "\n".join(log.read_text()[-3000:] for log in logs)
+        return Outcome(
+            results=json.loads((output / "results.json").read_text()),
+            weights=dict(np.load(output / "weights.npz")),
+            export=output / "export",
+        )
+
+    def close(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Iterator[Ranks]:
+    ranks = Ranks(folder)
+    yield ranks
+    ranks.close()
 
 
 def make_group(
@@ -143,13 +147,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_rank(folder: Path) -> Outcome:
-    return run_ranks(folder, "whole_run", 1)
+def one_rank(ranks: Ranks) -> Outcome:
+    return ranks.run("whole_run", 1)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folder: Path) -> Outcome:
-    return run_ranks(folder, "whole_run", 2)
+def two_ranks(ranks: Ranks) -> Outcome:
+    return ranks.run("whole_run", 2)
 
 
 def test_one_and_two_ranks_give_the_same_stats_and_weights(
@@ -207,8 +211,8 @@ def test_on_policy_batch_has_importance_ratio_one(two_ranks: Outcome) -> None:
 
 
 @pytest.fixture(scope="module")
-def resumed(folder: Path, one_rank: Outcome, two_ranks: Outcome) -> Outcome:
-    return run_ranks(folder, "resume", 2)
+def resumed(ranks: Ranks, one_rank: Outcome, two_ranks: Outcome) -> Outcome:
+    return ranks.run("resume", 2)
 
 
 def test_resume_in_fresh_processes_continues_identically(
@@ -255,7 +259,7 @@ def test_step_without_any_gradient_changes_nothing_and_is_counted(
 
 
 async def test_what_two_ranks_publish_is_what_they_export_cast_to_the_serving_dtype(
-    folder: Path,
+    folder: Path, ranks: Ranks
 ) -> None:
     spec = ReceiverSpec(
         name="node-0",
@@ -272,7 +276,7 @@ async def test_what_two_ranks_publish_is_what_they_export_cast_to_the_serving_dt
     client = ReceiverClient("node-0", info.url, "a-key")
     try:
         (folder / "receivers.json").write_text(json.dumps({"node-0": info.url}))
-        outcome = await asyncio.to_thread(run_ranks, folder, "publish", 2)
+        outcome = await asyncio.to_thread(ranks.run, "publish", 2)
         staged = await client.newest(-1, timeout_s=10.0)
         assert staged is not None and staged.version == NUM_STEPS
         found = load_file(Path(staged.path) / "model.safetensors")

@@ -1,16 +1,20 @@
-"""One rank of the ZeRO-3 tests, run as a process: takes part in a scenario and writes what it saw.
+"""The ranks of the ZeRO-3 tests: processes that take part in a scenario and write what they saw.
 
-    python zero3_rank.py FOLDER RANK NUM_RANKS LISTENER_FD HOST PORT SCENARIO
+    python zero3_rank.py FOLDER
 
-`FOLDER` holds the model and the batches of all ranks, and in `receivers.json` who is published to;
-results go to `FOLDER/SCENARIO-NUM_RANKS`.
+For each line "SCENARIO NUM_RANKS" of its input it forks that many ranks, which saves each of them
+the seconds of importing torch and DeepSpeed, and prints their exit codes. `FOLDER` holds the model
+and the batches of all ranks, and in `receivers.json` who is published to; results go to
+`FOLDER/SCENARIO-NUM_RANKS`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -230,12 +234,14 @@ class Scenario:
             )
 
 
-def main() -> None:
-    folder, rank, num_ranks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    listener = socket.socket(fileno=int(sys.argv[4])) if rank == 0 else None
-    host, port, name = sys.argv[5], int(sys.argv[6]), sys.argv[7]
+def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ranks: int) -> None:
+    host, port = listener.getsockname()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
     address = RankAddress(rank=rank, num_ranks=num_ranks, host=host, port=port, uses_gpu=False)
-    ranks = join_ranks(address, Backend.gloo, 60.0, listener)
+    if rank != 0:
+        listener.close()
+    ranks = join_ranks(address, Backend.gloo, 60.0, listener if rank == 0 else None)
     engine = Zero3Engine(str(folder / "model"), config_for(num_ranks), address)
     output = folder / f"{name}-{num_ranks}"
     scenario = Scenario(folder, output, engine, ranks)
@@ -250,6 +256,36 @@ def main() -> None:
     ranks.barrier()
     engine.close()
     leave_ranks()
+
+
+def fork_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ranks: int) -> int:
+    """Its process id."""
+    pid = os.fork()
+    if pid != 0:
+        return pid
+    code = 1
+    try:
+        log = os.open(folder / f"{name}-{num_ranks}-{rank}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        run_rank(folder, listener, name, rank, num_ranks)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        name, num_ranks = line.split()[0], int(line.split()[1])
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            pids = [
+                fork_rank(Path(sys.argv[1]), listener, name, rank, num_ranks)
+                for rank in range(num_ranks)
+            ]
+        print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids), flush=True)
 
 
 if __name__ == "__main__":
