@@ -16,9 +16,11 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, fields, replace
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.choices import TaskKind
 from configs.rollout_schema import RewardConfig, TaskConfig
 from configs.schema import Config
-from configs.settings import all_sections, all_settings
+from configs.settings import all_sections, all_settings, setting_named
 
 CONFIG_DIR = Path(__file__).resolve().parent
 GROUPS = tuple(sorted(folder.name for folder in CONFIG_DIR.iterdir() if any(folder.glob("*.yaml"))))
@@ -69,7 +71,7 @@ def _settings(overrides: Sequence[str], experiment: str) -> DictConfig:
     choices = {"experiment": experiment} | {n: text for n, text in pairs if n in GROUPS}
     for group, option in choices.items():
         _check_option(group, option)
-    composed = _compose(choices)
+    composed = deepcopy(_compose(tuple(choices.items())))
     composed["experiment"] = choices["experiment"]
     values = [(name, _value(name, text)) for name, text in pairs if name not in GROUPS]
     _forget_other_task(composed, values)
@@ -163,7 +165,7 @@ def _plain(value: Any) -> Any:
 
 
 def _as_override(name: str, value: Any) -> str:
-    setting = next((s for s in all_settings() if s.name == name), None)
+    setting = setting_named(name)
     if setting is not None and setting.annotation is str and value is not None:
         return _as_text(value)
     if name == "task.rewards":
@@ -178,8 +180,11 @@ def _as_override(name: str, value: Any) -> str:
 
 def _as_text(value: str) -> str:
     """Text as `_value` reads it: quoted where it would be taken for something else."""
-    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-    return f"'{value}'" if is_quoted or value == "null" else value
+    return f"'{value}'" if _is_quoted(value) or value == "null" else value
+
+
+def _is_quoted(text: str) -> bool:
+    return len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
 
 
 def to_yaml(config: Config) -> str:
@@ -231,10 +236,9 @@ def _split(override: str) -> tuple[str, str]:
 
 def _value(name: str, text: str) -> object:
     """What the command line says for a setting, whose name is checked here."""
-    setting = next((s for s in all_settings() if s.name == name), None)
+    setting = setting_named(name)
     if setting is not None and setting.annotation is str:
-        is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-        return None if text == "null" else _literal(text[1:-1] if is_quoted else text)
+        return None if text == "null" else _literal(text[1:-1] if _is_quoted(text) else text)
     is_open = any(s.is_open and name.startswith(f"{s.name}.") for s in all_settings())
     if setting is None and not is_open and name not in all_sections():
         raise ConfigError(f"{name}: {_unknown(name)}")
@@ -264,14 +268,15 @@ def _check_option(group: str, option: str) -> None:
         )
 
 
-def _compose(choices: Mapping[str, str]) -> DictConfig:
-    """The YAML files by `choices` (group -> file), untyped, with every variable filled in."""
+@cache
+def _compose(choices: tuple[tuple[str, str], ...]) -> DictConfig:
+    """The YAML files by `choices` (group, file), untyped, with every variable filled in."""
     try:
         with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
-            lines = [f"{group}={option}" for group, option in choices.items()]
+            lines = [f"{group}={option}" for group, option in choices]
             composed = compose("config", overrides=lines)
         OmegaConf.set_struct(composed, False)
-        for group, option in choices.items():
+        for group, option in choices:
             if group != "experiment":
                 # Hydra lets the experiment win over such a file, but this one was asked for.
                 file = CONFIG_DIR / group / f"{option}.yaml"
@@ -302,7 +307,7 @@ def _to_schema(composed: DictConfig) -> Config:
 
 def _explain(error: OmegaConfBaseException, composed: DictConfig) -> str:
     name = error.full_key or ""
-    setting = next((s for s in all_settings() if s.name == name), None)
+    setting = setting_named(name)
     if setting is not None:
         return f"{name}={OmegaConf.select(composed, name)!r}: expected {setting.expected}"
     if name in all_sections():
@@ -311,38 +316,33 @@ def _explain(error: OmegaConfBaseException, composed: DictConfig) -> str:
 
 
 def _anchor_paths(config: Config) -> None:
-    config.run.dir = str(Path(config.run.dir).expanduser().absolute())
-    if config.buffer.password_file is not None:
-        file = Path(config.buffer.password_file).expanduser().absolute()
-        config.buffer.password_file = str(file)
-    if config.task.path is not None:
-        config.task.path = str(Path(config.task.path).expanduser().absolute())
-    if config.task.eval_path is not None:
-        config.task.eval_path = str(Path(config.task.eval_path).expanduser().absolute())
-    _anchor_code(config)
-    # A hub name looks like a path too; only a folder that exists, or can be nothing else, is one.
-    path = config.model.path
-    if path is not None and (Path(path).expanduser().is_dir() or path[0] in "./~"):
-        config.model.path = str(Path(path).expanduser().absolute())
-
-
-def _anchor_code(config: Config) -> None:
-    """The file of each `file.py:name`."""
-    task = config.task
-    for name in ("factory", "env", "agent"):
-        if (place := getattr(task, name)) is not None:
-            setattr(task, name, _absolute_code(place))
+    """Relative paths mean the folder that the command was given in."""
+    run, buffer, task, model = config.run, config.buffer, config.task, config.model
+    run.dir = _absolute(run.dir)
+    buffer.password_file = buffer.password_file and _absolute(buffer.password_file)
+    task.path = task.path and _absolute(task.path)
+    task.eval_path = task.eval_path and _absolute(task.eval_path)
+    task.factory = task.factory and _absolute_code(task.factory)
+    task.env = task.env and _absolute_code(task.env)
+    task.agent = task.agent and _absolute_code(task.agent)
     task.tools = [_absolute_code(tool) for tool in task.tools]
     for reward in task.rewards.values():
-        if reward.function is not None:
-            reward.function = _absolute_code(reward.function)
+        reward.function = reward.function and _absolute_code(reward.function)
+    # A hub name looks like a path too; only a folder that exists, or can be nothing else, is one.
+    if model.path is not None and (
+        Path(model.path).expanduser().is_dir() or model.path[0] in "./~"
+    ):
+        model.path = _absolute(model.path)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def _absolute_code(name: str) -> str:
+    """The file of `file.py:name`; a module's name stays."""
     file, colon, function = name.rpartition(":")
-    if not file.endswith(".py"):
-        return name
-    return f"{Path(file).expanduser().absolute()}{colon}{function}"
+    return f"{_absolute(file)}{colon}{function}" if file.endswith(".py") else name
 
 
 def _unknown(name: str) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from configs.bounds import (
+from configs.checks import (
     CODE,
     CODE_PATTERN,
     FINITE,
     LARGEST_COUNT,
+    MAX_PORT,
     NOT_EMPTY,
     NOT_NEGATIVE,
     PORT,
@@ -17,22 +19,23 @@ from configs.bounds import (
     SECONDS,
     SEED,
     SHARE,
+    Rule,
+    Section,
     at_least,
-    check_bounds,
     matching,
     within,
 )
 from configs.choices import Dtype, OnLongPrompt, RewardKind, TailPolicy, TaskKind, ToolParser
-from configs.rules import require
 
-MAX_PORT = 65535
 VARIABLE = matching("[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable, not its value")
 TOOLS = matching(rf"python|{CODE_PATTERN}", "python, module:name or file.py:name")
 
 
 @dataclass(kw_only=True, slots=True)
-class SamplingConfig:
+class SamplingConfig(Section):
     """How rollouts are drawn. All of it travels with every group, and the trainer goes by that."""
+
+    SECTION: ClassVar[str] = "rollout.sampling"
 
     temperature: float = field(default=1.0, metadata=POSITIVE)
     """A greedy rollout, at 0, would have no gradient."""
@@ -43,29 +46,28 @@ class SamplingConfig:
     presence_penalty: float = field(default=0.0, metadata=FINITE)
     repetition_penalty: float = field(default=1.0, metadata=POSITIVE)
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "rollout.sampling")
-        require(
+    def rules(self) -> Iterator[Rule]:
+        yield Rule(
             self.top_p == 1.0 and self.top_k == -1 and self.min_p == 0.0,
-            "rollout.sampling.top_p/top_k/min_p",
-            (self.top_p, self.top_k, self.min_p),
+            "top_p/top_k/min_p",
             "truncated sampling makes the recorded log-probabilities those of another distribution "
             "than the trainer's, so importance ratios would be wrong; use top_p=1, top_k=-1 and "
             "min_p=0 (rollout.eval may truncate: nothing is trained on its answers)",
         )
-        require(
-            self.frequency_penalty == self.presence_penalty == 0.0
-            and self.repetition_penalty == 1.0,
-            "rollout.sampling.frequency_penalty/presence_penalty/repetition_penalty",
-            (self.frequency_penalty, self.presence_penalty, self.repetition_penalty),
+        has_no_penalty = self.frequency_penalty == self.presence_penalty == 0.0
+        yield Rule(
+            has_no_penalty and self.repetition_penalty == 1.0,
+            "frequency_penalty/presence_penalty/repetition_penalty",
             "a penalty changes the distribution by what was written before, which the trainer does "
             "not compute, so importance ratios would be wrong; use 0, 0 and 1",
         )
 
 
 @dataclass(kw_only=True, slots=True)
-class EvalConfig:
+class EvalConfig(Section):
     """How held-out prompts are answered."""
+
+    SECTION: ClassVar[str] = "rollout.eval"
 
     num_samples: int = field(default=1, metadata=at_least(1))
     """Answers a prompt: pass@k and mean@k are given for k up to this."""
@@ -79,19 +81,19 @@ class EvalConfig:
     """Let one of several engines stay at the version that is evaluated and answer alone; with a
     single engine answers are of that version or later ones, and tagged so."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "rollout.eval")
-        require(
+    def rules(self) -> Iterator[Rule]:
+        yield Rule(
             self.num_samples == 1 or self.temperature > 0,
-            "rollout.eval.num_samples",
-            self.num_samples,
+            "num_samples",
             "greedy answers are all the same: set rollout.eval.temperature above 0",
         )
 
 
 @dataclass(kw_only=True, slots=True)
-class OpenAIConfig:
+class OpenAIConfig(Section):
     """An OpenAI-compatible endpoint in front of the engines, one at each worker."""
+
+    SECTION: ClassVar[str] = "rollout.openai"
 
     port: int | None = field(default=None, metadata=PORT)
     """Of worker 0; worker 1 listens on the next one, and so on. 0 takes free ports (written to
@@ -99,13 +101,12 @@ class OpenAIConfig:
     session_timeout_s: float = field(default=3600.0, metadata=SECONDS)
     """A session in which nothing is asked for this long is given up."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "rollout.openai")
-
 
 @dataclass(kw_only=True, slots=True)
-class EngineConfig:
+class EngineConfig(Section):
     """One SGLang server."""
+
+    SECTION: ClassVar[str] = "rollout.engine"
 
     tp_size: int = field(default=1, metadata=at_least(1))
     dtype: Dtype = Dtype.auto
@@ -125,12 +126,11 @@ class EngineConfig:
     extra_args: list[str] = field(default_factory=list)
     """Further arguments for the server's command line."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "rollout.engine")
-
 
 @dataclass(kw_only=True, slots=True)
-class RolloutConfig:
+class RolloutConfig(Section):
+    SECTION: ClassVar[str] = "rollout"
+
     num_engines: int = field(default=1, metadata=at_least(1))
     num_workers: int = field(default=1, metadata=at_least(1))
     group_size: int = field(default=8, metadata=at_least(2))
@@ -170,21 +170,18 @@ class RolloutConfig:
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "rollout")
+    def rules(self) -> Iterator[Rule]:
         if (port := self.openai.port) is not None:
             most = MAX_PORT - self.num_workers + 1
-            require(
-                0 <= port <= most,
-                "rollout.openai.port",
-                port,
-                f"must lie in 0..{most}: each of {self.num_workers} workers takes the next one",
-            )
+            fix = f"must lie in 0..{most}: each of {self.num_workers} workers takes the next one"
+            yield Rule(port <= most, "openai.port", fix)
 
 
 @dataclass(kw_only=True, slots=True)
-class RewardConfig:
+class RewardConfig(Section):
     """One part of the reward; its name is its key in `task.rewards`."""
+
+    SECTION: ClassVar[str] = "task.rewards.*"
 
     kind: RewardKind = RewardKind.task
     weight: float = field(default=1.0, metadata=FINITE)
@@ -210,32 +207,20 @@ class RewardConfig:
     max_per_second: float | None = field(default=None, metadata=POSITIVE)
     """http, judge, teacher: the most requests a second from one worker; None for no limit."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "task.rewards.*")
-        name = f"task.rewards.*.kind={self.kind.name}"
-        remote = self.kind in (RewardKind.http, RewardKind.judge, RewardKind.teacher)
-        require(
-            not remote or bool(self.url),
-            "task.rewards.*.url",
-            self.url,
-            f"{name} needs the address of the service",
-        )
-        require(
-            self.kind is not RewardKind.function or bool(self.function),
-            "task.rewards.*.function",
-            self.function,
-            f"{name} needs module:name or file.py:name",
-        )
-        require(
-            self.kind not in (RewardKind.judge, RewardKind.teacher) or bool(self.model),
-            "task.rewards.*.model",
-            self.model,
-            f"{name} needs the model's name",
-        )
+    def rules(self) -> Iterator[Rule]:
+        name, kind = f"task.rewards.*.kind={self.kind.name}", self.kind
+        is_model = kind in (RewardKind.judge, RewardKind.teacher)
+        has_url = bool(self.url) or not (is_model or kind is RewardKind.http)
+        yield Rule(has_url, "url", f"{name} needs the address of the service")
+        has_function = bool(self.function) or kind is not RewardKind.function
+        yield Rule(has_function, "function", f"{name} needs module:name or file.py:name")
+        yield Rule(bool(self.model) or not is_model, "model", f"{name} needs the model's name")
 
 
 @dataclass(kw_only=True, slots=True)
-class TaskConfig:
+class TaskConfig(Section):
+    SECTION: ClassVar[str] = "task"
+
     kind: TaskKind = TaskKind.reasoning_gym
     name: str = field(default="chain_sum", metadata=NOT_EMPTY)
     """reasoning_gym: the task's name. gsm8k, math: the Hugging Face data set (unless `path` is
@@ -279,17 +264,14 @@ class TaskConfig:
     eval_size: int = field(default=128, metadata=at_least(1))
     seed: int = field(default=0, metadata=SEED)
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "task")
-        require(
+    def rules(self) -> Iterator[Rule]:
+        yield Rule(
             (self.kind is TaskKind.custom) == (self.factory is not None),
-            "task.factory",
-            self.factory,
+            "factory",
             "task.kind=custom needs module:name or file.py:name, and no other kind has one",
         )
-        require(
+        yield Rule(
             self.agent is None or self.env is None,
-            "task.agent",
-            self.agent,
+            "agent",
             "an agent brings its own environment: leave task.env out",
         )

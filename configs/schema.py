@@ -7,10 +7,12 @@ rule raises ValueError naming the field, its value and the fix.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 from urllib.parse import urlsplit
 
-from configs.bounds import (
+from configs.checks import (
     NOT_EMPTY,
     NOT_NEGATIVE,
     NUM_BYTES,
@@ -19,8 +21,9 @@ from configs.bounds import (
     SECONDS,
     SEED,
     SHARE,
+    Rule,
+    Section,
     at_least,
-    check_bounds,
     matching,
     within,
 )
@@ -38,7 +41,6 @@ from configs.choices import (
     TaskKind,
 )
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from configs.rules import require
 
 RUN_NAME = matching(
     "[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
@@ -50,8 +52,10 @@ RAY_ADDRESS = matching(r"auto|(ray://)?\S+:\d{1,5}", "auto or HOST:PORT")
 
 
 @dataclass(kw_only=True, slots=True)
-class ScratchModelConfig:
+class ScratchModelConfig(Section):
     """A small Qwen3 with a byte-level tokenizer, built with random weights when the run starts."""
+
+    SECTION: ClassVar[str] = "model.scratch"
 
     hidden_size: int = field(default=128, metadata=at_least(1))
     intermediate_size: int = field(default=384, metadata=at_least(1))
@@ -61,38 +65,29 @@ class ScratchModelConfig:
     head_dim: int = field(default=32, metadata=at_least(1))
     max_position_embeddings: int = field(default=2048, metadata=at_least(1))
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "model.scratch")
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            "model.scratch.num_kv_heads",
-            self.num_kv_heads,
-            f"must divide model.scratch.num_heads={self.num_heads}",
-        )
-        require(
-            self.head_dim % 2 == 0,
-            "model.scratch.head_dim",
-            self.head_dim,
-            "must be even: positions turn pairs of it",
-        )
+    def rules(self) -> Iterator[Rule]:
+        fix = f"must divide model.scratch.num_heads={self.num_heads}"
+        yield Rule(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", fix)
+        yield Rule(self.head_dim % 2 == 0, "head_dim", "must be even: positions turn pairs of it")
 
 
 @dataclass(kw_only=True, slots=True)
-class ModelConfig:
+class ModelConfig(Section):
     """Exactly one of `path` and `scratch` says where the initial policy comes from."""
+
+    SECTION: ClassVar[str] = "model"
 
     path: str | None = field(default=None, metadata=NOT_EMPTY)
     """Hugging Face name or a local folder."""
     scratch: ScratchModelConfig | None = None
     trust_remote_code: bool = False
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "model")
-
 
 @dataclass(kw_only=True, slots=True)
-class WarmStartConfig:
+class WarmStartConfig(Section):
     """Supervised learning on the task's own answers before RL begins (0 steps: none)."""
+
+    SECTION: ClassVar[str] = "trainer.warm_start"
 
     num_steps: int = field(default=0, metadata=at_least(0))
     batch_size: int = field(default=64, metadata=at_least(1))
@@ -101,12 +96,11 @@ class WarmStartConfig:
     """Share of the demonstrations whose last answer repeats what was asked instead: a teacher that
     is often wrong, so that rewards have something to teach."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "trainer.warm_start")
-
 
 @dataclass(kw_only=True, slots=True)
-class TrainerConfig:
+class TrainerConfig(Section):
+    SECTION: ClassVar[str] = "trainer"
+
     num_ranks: int | None = field(default=None, metadata=at_least(1))
     """ZeRO-3 ranks. None is 2, or 1 where there are too few GPUs for that."""
     num_steps: int = field(default=100, metadata=at_least(1))
@@ -137,21 +131,12 @@ class TrainerConfig:
     """Longest that one collective among the trainer ranks may take."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "trainer")
-        require(
-            self.groups_per_step >= self.ranks,
-            "trainer.groups_per_step",
-            self.groups_per_step,
-            f"every rank needs a group: at least trainer.num_ranks={self.ranks}",
-        )
-        require(
-            self.num_minibatches <= self.groups_per_step // self.ranks,
-            "trainer.num_minibatches",
-            self.num_minibatches,
-            "at most trainer.groups_per_step // trainer.num_ranks = "
-            f"{self.groups_per_step // self.ranks}",
-        )
+    def rules(self) -> Iterator[Rule]:
+        fix = f"every rank needs a group: at least trainer.num_ranks={self.ranks}"
+        yield Rule(self.groups_per_step >= self.ranks, "groups_per_step", fix)
+        most = self.groups_per_step // self.ranks
+        fix = f"at most trainer.groups_per_step // trainer.num_ranks = {most}"
+        yield Rule(self.num_minibatches <= most, "num_minibatches", fix)
 
     @property
     def ranks(self) -> int:
@@ -160,7 +145,9 @@ class TrainerConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class BufferConfig:
+class BufferConfig(Section):
+    SECTION: ClassVar[str] = "buffer"
+
     url: str | None = None
     """redis://[user@]host:port/db or unix://; None starts a server for this run. Its password comes
     from `password_file` or from LEASH_REDIS_PASSWORD in the environment."""
@@ -196,38 +183,25 @@ class BufferConfig:
     appendfsync: AppendFsync = AppendFsync.everysec
     start_timeout_s: float = field(default=30.0, metadata=SECONDS)
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "buffer")
+    def rules(self) -> Iterator[Rule]:
+        fix = f"must be at least buffer.shards={self.shards}, or null for no limit"
         for name, limit in (
             ("capacity_groups", self.capacity_groups),
             ("capacity_bytes", self.capacity_bytes),
         ):
-            require(
-                limit is None or limit >= self.shards,
-                f"buffer.{name}",
-                limit,
-                f"must be at least buffer.shards={self.shards}, or null for no limit",
-            )
-        require(
-            self.password_file is None or self.url is not None,
-            "buffer.password_file",
-            self.password_file,
-            "belongs to a server of yours: set buffer.url too",
+            yield Rule(limit is None or limit >= self.shards, name, fix)
+        if self.url is None:
+            fix = "belongs to a server of yours: set buffer.url too"
+            yield Rule(self.password_file is None, "password_file", fix)
+            return
+        is_known = self.url.split("://")[0] in {"redis", "rediss", "unix"}
+        yield Rule(is_known, "url", "must begin with redis://, rediss:// or unix://")
+        yield Rule(
+            _has_server(self.url),
+            "url",
+            "must name a server, as in redis://host:6379/0, its port at most 65535, or a socket, "
+            "as in unix:///path",
         )
-        if self.url is not None:
-            require(
-                self.url.split("://")[0] in {"redis", "rediss", "unix"},
-                "buffer.url",
-                self.url,
-                "must begin with redis://, rediss:// or unix://",
-            )
-            require(
-                _has_server(self.url),
-                "buffer.url",
-                self.url,
-                "must name a server, as in redis://host:6379/0, its port at most 65535, or a "
-                "socket, as in unix:///path",
-            )
 
 
 def _has_server(url: str) -> bool:
@@ -239,7 +213,9 @@ def _has_server(url: str) -> bool:
 
 
 @dataclass(kw_only=True, slots=True)
-class WeightSyncConfig:
+class WeightSyncConfig(Section):
+    SECTION: ClassVar[str] = "weight_sync"
+
     backend: Backend = Backend.auto
     bucket_bytes: int = field(default=32 * 2**20, metadata=NUM_BYTES)
     """Size of one message; a tensor may span several, and several share one."""
@@ -247,10 +223,7 @@ class WeightSyncConfig:
     """Buckets that are on their way at once, for each member."""
     num_staged: int = field(default=2, metadata=at_least(2))
     """Versions that a receiver has room for: the one it offers and the one that arrives."""
-    stage_dir: str | None = field(
-        default=None,
-        metadata=STAGE_DIR,
-    )
+    stage_dir: str | None = field(default=None, metadata=STAGE_DIR)
     """Folder of the staged versions, on every node; None is /dev/shm."""
     commit: CommitStrategy = CommitStrategy.staged_disk
     pause_mode: PauseMode = PauseMode.retract
@@ -268,18 +241,18 @@ class WeightSyncConfig:
     min_bandwidth: float = field(default=50e6, metadata=within(1))
     """Bytes per second below which a member counts as stalled."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "weight_sync")
-        require(
+    def rules(self) -> Iterator[Rule]:
+        yield Rule(
             self.full_every == 1 or self.max_delta_density > 0,
-            "weight_sync.full_every",
-            self.full_every,
+            "full_every",
             "with max_delta_density=0 every version is sent in full: raise it, or set full_every=1",
         )
 
 
 @dataclass(kw_only=True, slots=True)
-class ClusterConfig:
+class ClusterConfig(Section):
+    SECTION: ClassVar[str] = "cluster"
+
     ray_address: str | None = field(default=None, metadata=RAY_ADDRESS)
     """Address of a Ray cluster ("auto" finds a running one); None starts Ray on this machine."""
     num_cpus: int | None = field(default=None, metadata=at_least(1))
@@ -299,12 +272,11 @@ class ClusterConfig:
     stop_timeout_s: float = field(default=20.0, metadata=SECONDS)
     """For each part of an end: the step under way and the model, each pool, Redis."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "cluster")
-
 
 @dataclass(kw_only=True, slots=True)
-class RunConfig:
+class RunConfig(Section):
+    SECTION: ClassVar[str] = "run"
+
     name: str | None = field(default=None, metadata=RUN_NAME)
     """Folder of the run below `dir`; None is the experiment's name with date and time."""
     dir: str = field(default="runs", metadata=NOT_EMPTY)
@@ -316,12 +288,9 @@ class RunConfig:
     prometheus_port: int | None = field(default=None, metadata=PORT)
     """Port on cluster.host where Prometheus may read the metrics; 0 takes a free one, None none."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "run")
-
 
 @dataclass(kw_only=True, slots=True)
-class Config:
+class Config(Section):
     """A whole run."""
 
     experiment: str = "quickstart"
@@ -334,162 +303,123 @@ class Config:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
-    def __post_init__(self) -> None:
-        check_joint_rules(self)
+    def rules(self) -> Iterator[Rule]:
+        """Those that join settings of several sections."""
+        yield from self._model_rules()
+        yield from self._weight_rules()
+        yield from self._tail_rules()
+        yield from self._task_rules()
+        if self.cluster.gpus_per_rank == 0:
+            yield from self.rules_without_gpus("cluster.gpus_per_rank=0")
 
+    def _model_rules(self) -> Iterator[Rule]:
+        model = self.model
+        yield Rule(
+            model.path is not None or model.scratch is not None,
+            "model.path",
+            "name a Hugging Face model or a folder, or choose model=tiny (which builds one)",
+        )
+        yield Rule(
+            model.path is None or model.scratch is None,
+            "model.path",
+            "model.scratch would build another model; add model=pretrained to leave that out",
+        )
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+        yield Rule(
+            longest <= self.trainer.micro_batch_tokens,
+            "trainer.micro_batch_tokens",
+            "a trajectory of rollout.max_prompt_tokens + rollout.max_response_tokens = "
+            f"{longest} tokens must fit in one forward pass",
+        )
+        if model.scratch is not None:
+            most = model.scratch.max_position_embeddings
+            yield Rule(
+                longest <= most,
+                "rollout.max_prompt_tokens + rollout.max_response_tokens",
+                f"must fit in model.scratch.max_position_embeddings={most}",
+                longest,
+            )
 
-# Rules that join settings of several sections -----------------------------------------------------
-
-
-def check_joint_rules(config: Config) -> None:
-    """Raises ValueError naming the setting, its value and the fix."""
-    _check_model(config)
-    _check_lengths(config)
-    _check_weights(config)
-    _check_tail(config)
-    _check_rewards(config)
-    _check_tools(config)
-    if config.cluster.gpus_per_rank == 0:
-        check_weights_without_gpus(config, "cluster.gpus_per_rank=0")
-
-
-def _check_model(config: Config) -> None:
-    model = config.model
-    require(
-        model.path is not None or model.scratch is not None,
-        "model.path",
-        model.path,
-        "name a Hugging Face model or a folder, or choose model=tiny (which builds one)",
-    )
-    require(
-        model.path is None or model.scratch is None,
-        "model.path",
-        model.path,
-        "model.scratch would build another model; add model=pretrained to leave that out",
-    )
-
-
-def _check_lengths(config: Config) -> None:
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    require(
-        longest <= config.trainer.micro_batch_tokens,
-        "trainer.micro_batch_tokens",
-        config.trainer.micro_batch_tokens,
-        "a trajectory of rollout.max_prompt_tokens + rollout.max_response_tokens = "
-        f"{longest} tokens must fit in one forward pass",
-    )
-    if config.model.scratch is not None:
-        require(
-            longest <= config.model.scratch.max_position_embeddings,
-            "rollout.max_prompt_tokens + rollout.max_response_tokens",
-            longest,
-            "must fit in model.scratch.max_position_embeddings="
-            f"{config.model.scratch.max_position_embeddings}",
+    def _weight_rules(self) -> Iterator[Rule]:
+        engine, sync = self.rollout.engine, self.weight_sync
+        yield Rule(
+            not (engine.radix_cache and sync.pause_mode is PauseMode.retract),
+            "rollout.engine.radix_cache",
+            "a retracted request would find its old prefix in the cache; "
+            "set weight_sync.pause_mode=in_place or rollout.engine.radix_cache=false",
+        )
+        yield Rule(
+            sync.commit_timeout_s < engine.request_timeout_s,
+            "weight_sync.commit_timeout_s",
+            "a request that waits for a commit must not be given up before it: set less than "
+            f"rollout.engine.request_timeout_s={engine.request_timeout_s:g}",
         )
 
-
-def _check_weights(config: Config) -> None:
-    engine, sync = config.rollout.engine, config.weight_sync
-    require(
-        not (engine.radix_cache and sync.pause_mode is PauseMode.retract),
-        "rollout.engine.radix_cache",
-        True,
-        "a retracted request would find its old prefix in the cache; "
-        "set weight_sync.pause_mode=in_place or rollout.engine.radix_cache=false",
-    )
-    require(
-        sync.commit_timeout_s < engine.request_timeout_s,
-        "weight_sync.commit_timeout_s",
-        sync.commit_timeout_s,
-        "a request that waits for a commit must not be given up before it: set less than "
-        f"rollout.engine.request_timeout_s={engine.request_timeout_s:g}",
-    )
-
-
-def _check_tail(config: Config) -> None:
-    rollout, buffer = config.rollout, config.buffer
-    is_synchronous = buffer.max_staleness == 0
-    require(
-        not (rollout.tail is TailPolicy.postpone and buffer.on_stale is OnStale.wait),
-        "rollout.tail",
-        rollout.tail.name,
-        "with buffer.on_stale=wait the trainer waits for the very groups that are put off; choose "
-        "another buffer.on_stale, or rollout.tail=continue_across_versions",
-    )
-    require(
-        not is_synchronous or rollout.tail is TailPolicy.continue_across_versions,
-        "rollout.tail",
-        rollout.tail.name,
-        "with buffer.max_staleness=0 no group outlives a version, so none can be put off to a "
-        "later one; raise buffer.max_staleness, or set rollout.tail=continue_across_versions",
-    )
-    require(
-        not is_synchronous
-        or rollout.oversampling <= 1
-        or buffer.on_stale not in (OnStale.requeue, OnStale.drop),
-        "rollout.oversampling",
-        rollout.oversampling,
-        "with buffer.max_staleness=0 each publish throws the surplus away, which are the groups "
-        "with the longest answers: what is trained would be biased to short ones; set 1, or raise "
-        "buffer.max_staleness",
-    )
-
-
-def _check_rewards(config: Config) -> None:
-    task = config.task
-    kinds = [reward.kind for reward in task.rewards.values()]
-    parts = [r for r in task.rewards.values() if r.kind is not RewardKind.teacher]
-    require(
-        not task.rewards or bool(parts),
-        "task.rewards",
-        [kind.name for kind in kinds],
-        "a teacher gives no reward, so all of a group would be 0 and teach nothing; add another "
-        "part, as in task.rewards.right.kind=task",
-    )
-    require(
-        not parts or any(reward.weight for reward in parts),
-        "task.rewards.*.weight",
-        [reward.weight for reward in parts],
-        "every reward would be 0 and teach nothing; give one part another weight",
-    )
-    require(
-        task.kind is not TaskKind.code
-        or RewardKind.code_tests in kinds
-        or task.env is not None
-        or task.agent is not None,
-        "task.rewards",
-        [kind.name for kind in kinds],
-        "an answer of task.kind=code is scored by running its tests; set "
-        "task.rewards={tests: {kind: code_tests}}, or name who gives the reward in task.env or "
-        "task.agent",
-    )
-
-
-def _check_tools(config: Config) -> None:
-    task = config.task
-    require(
-        not task.tools or task.chat_template,
-        "task.tools",
-        task.tools,
-        "the chat template is what describes its tools to the model: set task.chat_template=true",
-    )
-
-
-def check_weights_without_gpus(config: Config, why: str) -> None:
-    """Refuses what needs a GPU in a run that has none, or is set to use none."""
-    require(
-        config.weight_sync.commit is not CommitStrategy.ipc,
-        "weight_sync.commit",
-        CommitStrategy.ipc.name,
-        f"it shares GPU memory, and {why}: choose staged_disk",
-    )
-    for section, backend in (
-        ("weight_sync", config.weight_sync.backend),
-        ("trainer", config.trainer.backend),
-    ):
-        require(
-            backend is not Backend.nccl,
-            f"{section}.backend",
-            Backend.nccl.name,
-            f"it needs GPUs, and {why}: choose auto or gloo",
+    def _tail_rules(self) -> Iterator[Rule]:
+        rollout, buffer = self.rollout, self.buffer
+        is_synchronous = buffer.max_staleness == 0
+        yield Rule(
+            not (rollout.tail is TailPolicy.postpone and buffer.on_stale is OnStale.wait),
+            "rollout.tail",
+            "with buffer.on_stale=wait the trainer waits for the very groups that are put off; "
+            "choose another buffer.on_stale, or rollout.tail=continue_across_versions",
         )
+        yield Rule(
+            not is_synchronous or rollout.tail is TailPolicy.continue_across_versions,
+            "rollout.tail",
+            "with buffer.max_staleness=0 no group outlives a version, so none can be put off to a "
+            "later one; raise buffer.max_staleness, or set rollout.tail=continue_across_versions",
+        )
+        throws_away = buffer.on_stale in (OnStale.requeue, OnStale.drop)
+        yield Rule(
+            not (is_synchronous and throws_away and rollout.oversampling > 1),
+            "rollout.oversampling",
+            "with buffer.max_staleness=0 each publish throws the surplus away, which are the "
+            "groups with the longest answers: what is trained would be biased to short ones; set "
+            "1, or raise buffer.max_staleness",
+        )
+
+    def _task_rules(self) -> Iterator[Rule]:
+        task = self.task
+        kinds = [reward.kind for reward in task.rewards.values()]
+        shown = [kind.name for kind in kinds]
+        parts = [r for r in task.rewards.values() if r.kind is not RewardKind.teacher]
+        yield Rule(
+            not task.rewards or bool(parts),
+            "task.rewards",
+            "a teacher gives no reward, so all of a group would be 0 and teach nothing; add "
+            "another part, as in task.rewards.right.kind=task",
+            shown,
+        )
+        yield Rule(
+            not parts or any(reward.weight for reward in parts),
+            "task.rewards.*.weight",
+            "every reward would be 0 and teach nothing; give one part another weight",
+            [reward.weight for reward in parts],
+        )
+        brings_rewards = task.env is not None or task.agent is not None
+        yield Rule(
+            task.kind is not TaskKind.code or RewardKind.code_tests in kinds or brings_rewards,
+            "task.rewards",
+            "an answer of task.kind=code is scored by running its tests; set "
+            "task.rewards={tests: {kind: code_tests}}, or name who gives the reward in task.env or "
+            "task.agent",
+            shown,
+        )
+        yield Rule(
+            not task.tools or task.chat_template,
+            "task.tools",
+            "the chat template is what describes its tools to the model: set "
+            "task.chat_template=true",
+        )
+
+    def rules_without_gpus(self, why: str) -> Iterator[Rule]:
+        """What needs a GPU in a run that has none, or is set to use none; `hold` them."""
+        yield Rule(
+            self.weight_sync.commit is not CommitStrategy.ipc,
+            "weight_sync.commit",
+            f"it shares GPU memory, and {why}: choose staged_disk",
+        )
+        fix = f"it needs GPUs, and {why}: choose auto or gloo"
+        yield Rule(self.weight_sync.backend is not Backend.nccl, "weight_sync.backend", fix)
+        yield Rule(self.trainer.backend is not Backend.nccl, "trainer.backend", fix)

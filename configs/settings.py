@@ -18,7 +18,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from configs import choices, rollout_schema, schema
-from configs.bounds import Bound, bound_of
+from configs.checks import Bound, bound_of
 
 TYPE_WORDS: dict[object, str] = {
     bool: "true or false",
@@ -76,6 +76,10 @@ def describe_type(annotation: object) -> str:
 def all_settings() -> tuple[Setting, ...]:
     """Every leaf of `schema.Config`, in the order of the file."""
     return tuple(_walk(schema.Config, prefix=""))
+
+
+def setting_named(name: str) -> Setting | None:
+    return next((setting for setting in all_settings() if setting.name == name), None)
 
 
 @cache

@@ -10,7 +10,14 @@ from typing import TypeVar
 
 from buffer.redis.address import MASK, PASSWORD_VARIABLE, has_password, with_password
 from buffer.redis.address import address as server_address
-from buffer.redis.connection import DamagedRunError, DiskFullError, MemoryFullError, NotAllowedError
+from buffer.redis.client import BufferRedis
+from buffer.redis.connection import (
+    DamagedRunError,
+    DiskFullError,
+    MemoryFullError,
+    NotAllowedError,
+    connect,
+)
 from buffer.redis.server import EmbeddedServer
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
@@ -108,6 +115,16 @@ async def opened(address: BufferAddress) -> AsyncIterator[ReplayBuffer]:
         yield buffer
     finally:
         await buffer.close()
+
+
+@asynccontextmanager
+async def raw_client(address: BufferAddress) -> AsyncIterator[BufferRedis]:
+    """A client of its Redis, for what no verb of the buffer reads."""
+    redis = await connect(address.url, tls_ca_file=address.settings.tls_ca_file)
+    try:
+        yield redis
+    finally:
+        await redis.aclose()
 
 
 async def answer(address: BufferAddress, question: Awaitable[T]) -> T:

@@ -17,6 +17,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,6 @@ EXIT_BAD_INPUT = 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    from controller.commands.parser import add_buffer_verbs, add_run_verb
-
     parser = argparse.ArgumentParser(prog="leash", description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb, what in (("launch", "train"), ("dry-run", "print config and plan, start nothing")):
@@ -48,17 +47,52 @@ def _parser() -> argparse.ArgumentParser:
             help="a file of configs/experiment (default: %(default)s)",
         )
         sub.add_argument("overrides", nargs="*", help="settings, as buffer.max_staleness=4")
-    for verb, what in (
-        ("status", "what a run does now and what holds it back"),
-        ("stop", "end a run and whatever is left of it"),
-        ("report", "write summary, plots and result of a run anew"),
-    ):
-        add_run_verb(verbs, verb, what)
-    tune = add_run_verb(verbs, "tune", "change a setting of a running job")
+
+    def on_run(verb: str, what: str, function: str) -> argparse.ArgumentParser:
+        """A verb on a run that exists; `function` gets its folder and the further arguments."""
+        sub = verbs.add_parser(verb, help=what)
+        sub.add_argument("--run", help="name of the run (default: the newest)")
+        sub.add_argument("--dir", default="runs", help="folder that holds the runs")
+        sub.set_defaults(function=function)
+        return sub
+
+    def on_buffer(verb: str, what: str, function: str) -> argparse.ArgumentParser:
+        """One that looks into the run's buffer, also after the run's end."""
+        sub = on_run(verb, what, function)
+        sub.add_argument("--url", help="Redis of the buffer, where the run's folder does not tell")
+        return sub
+
+    on_run("status", "what a run does now and what holds it back", "commands.status:print_status")
+    on_run("stop", "end a run and whatever is left of it", "commands.stop:stop_run")
+    on_run("report", "write summary, plots and result of a run anew", "report.summary:print_report")
+    tune = on_run("tune", "change a setting of a running job", "commands.tune:set_max_staleness")
     tune.add_argument("--max-staleness", type=int, required=True)
-    timeline = add_run_verb(verbs, "timeline", "draw one version's way to the engines")
+    timeline = on_run(
+        "timeline", "draw one version's way to the engines", "report.timeline:draw_timeline"
+    )
     timeline.add_argument("--version", type=int, help="default: the newest that all engines took")
-    add_buffer_verbs(verbs)
+    depth = on_buffer("depth", "what the buffer holds, in one line", "commands.depth:print_depth")
+    depth.add_argument("--watch", action="store_true", help="draw it again until Ctrl-C")
+    trace = on_buffer("trace", "the life of one group", "commands.trace:print_trace")
+    trace.add_argument("group_id", metavar="group", help="id of the group")
+    show = on_buffer("show", "what a group says, token by token", "commands.show:print_group")
+    show.add_argument(
+        "group_id", metavar="group", nargs="?", help="id of the group (default: the last recorded)"
+    )
+    quarantine = on_buffer(
+        "quarantine", "groups that are kept but not trained", "commands.quarantine:quarantine"
+    )
+    choice = quarantine.add_mutually_exclusive_group()
+    choice.add_argument("--release", metavar="ID", help="let this group be trained again")
+    choice.add_argument("--discard", metavar="ID", help="drop this group")
+    dump = on_buffer(
+        "buffer-dump", "write the buffer's groups to a file", "commands.dump:dump_to_file"
+    )
+    dump.add_argument("file", type=Path, help="the file to write")
+    load = on_buffer(
+        "buffer-load", "push the groups of such a file", "commands.dump:load_from_file"
+    )
+    load.add_argument("file", type=Path, help="a file that buffer-dump wrote")
     return parser
 
 
@@ -167,35 +201,15 @@ def _dry_run(config: Config) -> int:
 
 
 def _on_existing_run(arguments: argparse.Namespace) -> int:
-    from controller.commands.parser import on_buffer
     from controller.run_dir import RunDir
 
     run_dir = RunDir.find(arguments.dir, arguments.run)
     if arguments.verb in ("stop", "report", "timeline"):  # they write into the run's folder
         os.umask(run_dir.umask)
-    match arguments.verb:
-        case "status":
-            from controller.commands.status import print_status
-
-            print_status(run_dir)
-        case "stop":
-            from controller.commands.stop import stop_run
-
-            stop_run(run_dir)
-        case "report":
-            from controller.report.summary import print_report
-
-            print_report(run_dir)
-        case "tune":
-            from controller.commands.tune import set_max_staleness
-
-            set_max_staleness(run_dir, arguments.max_staleness)
-        case "timeline":
-            from controller.report.timeline import draw_timeline
-
-            print(draw_timeline(run_dir, arguments.version))
-        case _:
-            on_buffer(run_dir, arguments)
+    module, _, function = arguments.function.partition(":")
+    common = ("verb", "run", "dir", "function")
+    further = {name: value for name, value in vars(arguments).items() if name not in common}
+    getattr(import_module(f"controller.{module}"), function)(run_dir, **further)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Keeps the run's history and picture while it trains: Redis -> metrics.jsonl and the panel."""
+"""Keeps the run's history and picture while it trains: Redis -> metrics.jsonl and `show`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from buffer.roles import OperatorBuffer
 from buffer.run_state import STREAM_START, RunState
 from controller.metrics.records import EVAL_FAILED, RESERVED_NAMES, MetricsLog, Record, Scalar
-from controller.report.panel import Panel
 from controller.report.state import RunView, buffer_values
 
 PICTURE_S = 0.5
@@ -30,14 +29,14 @@ class Recorder:
         buffer: OperatorBuffer,
         state: RunState,
         log: MetricsLog,
-        panel: Panel,
+        show: Callable[[RunView], None],
         view: RunView,
         on_step: Callable[[Record], None],
     ) -> None:
         self._buffer = buffer
         self._state = state
         self._log = log
-        self._panel = panel
+        self._show = show
         self._view = view
         self._on_step = on_step
         self._last_id = STREAM_START
@@ -46,7 +45,7 @@ class Recorder:
         """Write one record of the controller's own, and show it."""
         record = self._log.append(kind, values)
         self._view.apply(record)
-        self._panel.show(self._view)
+        self._show(self._view)
         return record
 
     async def follow_metrics(self) -> None:
@@ -87,7 +86,7 @@ class Recorder:
         waits = await self._state.waits()
         counters = await self._state.counters()
         self._view.observe(now, stats, waits, counters)
-        self._panel.show(self._view)
+        self._show(self._view)
         return buffer_values(stats, waits, counters)
 
 

@@ -177,24 +177,16 @@ class Run:
         buffer = self._config.buffer
         with self._step("Redis") as step:
             if buffer.url is None:
-                self._server = EmbeddedServer.start(
-                    self._dir.path / "redis",
-                    buffer,
-                    self._host,
-                    self._dir.log_of("redis"),
-                )
-                cleanup.callback(self._server.stop, self._config.cluster.stop_timeout_s)
-            if buffer.url is None:
-                self._redis_url = self._server_url()
+                log = self._dir.log_of("redis")
+                server = EmbeddedServer.start(self._dir.path / "redis", buffer, self._host, log)
+                cleanup.callback(server.stop, self._config.cluster.stop_timeout_s)
+                self._server, self._redis_url = server, server.url
+                step.say("started here")
             else:
                 self._redis_url = with_password(buffer.url, buffer.password_file)
+                step.say("the server of buffer.url")
             asyncio.run(self._open_buffer())
             self._dir.write_redis_url(self._redis_url)
-            step.say("the server of buffer.url" if self._server is None else "started here")
-
-    def _server_url(self) -> str:
-        assert self._server is not None
-        return self._server.url
 
     async def _open_buffer(self) -> None:
         config = self._config

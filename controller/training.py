@@ -110,7 +110,7 @@ class Training:
             num_workers=config.rollout.num_workers,
         )
         self._recorder = Recorder(
-            self._buffer, self._state, log, self._panel, view, self._evaluate_if_due
+            self._buffer, self._state, log, self._panel.show, view, self._evaluate_if_due
         )
 
     async def _phases(self, tasks: asyncio.TaskGroup) -> None:

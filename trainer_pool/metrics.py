@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -79,18 +79,6 @@ class StepStats:
         return {**flat, **parts, "staleness_counts": json.dumps(self.staleness_counts)}
 
 
-@dataclass(kw_only=True, slots=True)
-class UpdateNorms:
-    """Gradient norm of each update of a step; None where it was skipped. The same on every rank."""
-
-    norms: list[float | None] = field(default_factory=list)
-
-    @property
-    def mean(self) -> float:
-        applied = [norm for norm in self.norms if norm is not None]
-        return _share(sum(applied), len(applied))
-
-
 _SUMS = (
     "loss",
     "tokens",
@@ -158,10 +146,13 @@ class StepTally:
         groups: Sequence[TrajectoryGroup],
         group_ids: Sequence[str],
         version: int,
-        norms: UpdateNorms,
+        norms: Sequence[float | None],
         learning_rate: float,
     ) -> StepStats:
-        """Stats of the whole batch, equal on every rank; `groups` is this rank's share of it."""
+        """Stats of the whole batch, equal on every rank; `groups` is this rank's share of it.
+
+        `norms`: of the gradient of each update, None where it was skipped.
+        """
         table = _group_table(groups, group_ids, version)
         mine = torch.cat([self._sums.cpu(), self._maxima.cpu(), table.view(-1)])
         every = ranks.gather(mine)
@@ -227,7 +218,7 @@ def _stats(
     maxima: dict[str, float],
     table: Tensor,
     reward_parts: dict[str, float],
-    norms: UpdateNorms,
+    norms: Sequence[float | None],
     learning_rate: float,
 ) -> StepStats:
     present = table[table[:, 0] > 0]
@@ -235,16 +226,17 @@ def _stats(
     staleness = [int(value) for value in present[:, 1].tolist()]
     num_groups, num_episodes = len(present), columns["episodes"]
     num_tokens, num_compared = sums["tokens"], sums["diff_tokens"]
+    applied = [norm for norm in norms if norm is not None]
     reward_mean = _share(columns["reward"], num_episodes)
     variance = _share(columns["reward_squared"], num_episodes) - reward_mean**2
     return StepStats(
         num_groups=len(present),
         num_tokens=int(sums["tokens"]),
-        num_updates=len(norms.norms),
-        num_skipped_updates=norms.norms.count(None),
-        num_empty_updates=norms.norms.count(0.0),
-        loss=_share(sums["loss"], len(norms.norms)),
-        grad_norm=norms.mean,
+        num_updates=len(norms),
+        num_skipped_updates=norms.count(None),
+        num_empty_updates=norms.count(0.0),
+        loss=_share(sums["loss"], len(norms)),
+        grad_norm=_share(sum(applied), len(applied)),
         lr=learning_rate,
         reward_mean=reward_mean,
         reward_std=max(variance, 0.0) ** 0.5,

@@ -24,7 +24,7 @@ from trainer_pool.algorithms.advantages import grpo_advantages
 from trainer_pool.algorithms.losses import policy_loss
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
-from trainer_pool.metrics import StepStats, StepTally, UpdateNorms
+from trainer_pool.metrics import StepStats, StepTally
 from trainer_pool.model.logprobs import selected_logprobs
 from trainer_pool.model.zero3 import Zero3Engine
 
@@ -67,7 +67,7 @@ def train_step(
     """
     minibatches = plan_minibatches(batch, config, ranks)
     proximal = _proximal_logprobs(engine, minibatches)
-    tally, norms = StepTally(engine.device), UpdateNorms()
+    tally, norms = StepTally(engine.device), list[float | None]()
     for minibatch, known in zip(minibatches, proximal, strict=True):
         for micro_batch, proximal_BP in zip(minibatch.micro_batches, known, strict=True):
             _accumulate(
@@ -79,7 +79,7 @@ def train_step(
                 num_tokens=minibatch.num_tokens,
             )
         before_update()
-        norms.norms.append(engine.step(learning_rate))
+        norms.append(engine.step(learning_rate))
     return tally.total(
         ranks,
         groups=batch.groups,

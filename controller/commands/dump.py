@@ -8,9 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from buffer.export import DumpReport, LoadReport, dump_buffer, load_buffer, read_header
-from buffer.redis.connection import connect
 from configs.printable import printable
-from controller.buffer_access import ANSWER_TIMEOUT_S, BufferAddress, buffer_address, opened
+from controller.buffer_access import (
+    ANSWER_TIMEOUT_S,
+    BufferAddress,
+    buffer_address,
+    opened,
+    raw_client,
+)
 from controller.run_dir import RunDir
 from controller.units import format_bytes
 
@@ -31,11 +36,8 @@ def dump_to_file(run_dir: RunDir, file: Path, url: str | None = None) -> None:
 
 
 async def _dump(address: BufferAddress, file: Path) -> DumpReport:
-    redis = await connect(address.url, tls_ca_file=address.settings.tls_ca_file)
-    try:
+    async with raw_client(address) as redis:
         return await dump_buffer(redis, address.run, file)
-    finally:
-        await redis.aclose()
 
 
 def load_from_file(run_dir: RunDir, file: Path, url: str | None = None) -> None:

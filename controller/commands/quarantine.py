@@ -18,16 +18,55 @@ from controller.run_dir import RunDir, RunDirError
 from controller.units import format_count, format_duration
 
 
-def list_quarantine(
-    run_dir: RunDir, url: str | None = None, console: Console | None = None
+def quarantine(
+    run_dir: RunDir, *, release: str | None, discard: str | None, url: str | None
+) -> None:
+    """Lists what is in quarantine, or takes the group or prompt of this name out of it.
+
+    A group that is released goes back to ready, its leases forgotten; a prompt runs again with a
+    clean record. A group that is discarded is dropped with its payload, a prompt is forgotten.
+    Raises RunDirError if it is not in quarantine.
+    """
+    name = discard if release is None else release
+    with buffer_address(run_dir, url) as address:
+        if name is None:
+            _list(run_dir.name, *ask(address, _both))
+            return
+        was_there = ask(address, lambda buffer: _take_out(buffer, name, release is not None))
+    if not was_there:
+        raise RunDirError(
+            f"{name}: no such group or prompt is in quarantine at {run_dir.name}; `make "
+            "quarantine` lists those that are"
+        )
+    what = "is dropped for good"
+    if release is not None:
+        is_group = _prompt_of(name) is None
+        what = "is ready to be trained again" if is_group else "is in line to be run again"
+    print(f"{run_dir.name}: {name} {what}")
+
+
+async def _take_out(buffer: ReplayBuffer, name: str, is_release: bool) -> bool:
+    prompt = _prompt_of(name)
+    if prompt is None:
+        return await (buffer.release(name) if is_release else buffer.discard(name))
+    prompts = buffer.prompt_quarantine
+    return await (prompts.release(*prompt) if is_release else prompts.discard(*prompt))
+
+
+def _prompt_of(name: str) -> tuple[str, int] | None:
+    """Task and index, if it is a prompt's name."""
+    task, colon, index = name.rpartition(":")
+    return (task, int(index)) if colon and index.isdecimal() else None
+
+
+def _list(
+    run: str, groups: Sequence[QuarantinedGroup], prompts: Sequence[QuarantinedPrompt]
 ) -> None:
     """A line a group and a line a prompt, the latest last."""
-    console = console or Console()
-    with buffer_address(run_dir, url) as address:
-        groups, prompts = ask(address, _both)
+    console = Console()
     if not groups and not prompts:
         console.print(
-            f"{run_dir.name}: no group and no prompt is in quarantine",
+            f"{run}: no group and no prompt is in quarantine",
             highlight=False,
             markup=False,
         )
@@ -90,48 +129,3 @@ def _since(at: float) -> str:
 def prompt_name(task: str, index: int) -> str:
     """How a prompt is called on the command line; no group's id holds a colon."""
     return f"{task}:{index}"
-
-
-def release_group(run_dir: RunDir, name: str, url: str | None = None) -> None:
-    """A group goes back to ready, its leases forgotten; a prompt runs again with a clean record.
-
-    Raises RunDirError if it is not in quarantine.
-    """
-    prompt = _prompt_of(name)
-    with buffer_address(run_dir, url) as address:
-        if prompt is None:
-            was_there = ask(address, lambda buffer: buffer.release(name))
-        else:
-            was_there = ask(address, lambda buffer: buffer.prompt_quarantine.release(*prompt))
-    _require(was_there, run_dir, name)
-    what = "is ready to be trained again" if prompt is None else "is in line to be run again"
-    print(f"{run_dir.name}: {name} {what}")
-
-
-def discard_group(run_dir: RunDir, name: str, url: str | None = None) -> None:
-    """A group is dropped with its payload, a prompt is forgotten.
-
-    Raises RunDirError if it is not in quarantine.
-    """
-    prompt = _prompt_of(name)
-    with buffer_address(run_dir, url) as address:
-        if prompt is None:
-            was_there = ask(address, lambda buffer: buffer.discard(name))
-        else:
-            was_there = ask(address, lambda buffer: buffer.prompt_quarantine.discard(*prompt))
-    _require(was_there, run_dir, name)
-    print(f"{run_dir.name}: {name} is dropped for good")
-
-
-def _prompt_of(name: str) -> tuple[str, int] | None:
-    """Task and index, if it is a prompt's name."""
-    task, colon, index = name.rpartition(":")
-    return (task, int(index)) if colon and index.isdecimal() else None
-
-
-def _require(was_there: bool, run_dir: RunDir, name: str) -> None:
-    if not was_there:
-        raise RunDirError(
-            f"{name}: no such group or prompt is in quarantine at {run_dir.name}; `make "
-            "quarantine` lists those that are"
-        )

@@ -22,12 +22,11 @@ from rich.style import Style
 from rich.text import Text
 
 from buffer.export import read_payload
-from buffer.redis.connection import connect
 from buffer.redis.keys import check_group_id
 from buffer.types import Trajectory, TrajectoryGroup
 from configs.load import read_config
 from configs.printable import printable
-from controller.buffer_access import answer, buffer_address
+from controller.buffer_access import BufferAddress, answer, buffer_address, raw_client
 from controller.run_dir import RunDir, RunDirError
 from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
 from rollout_pool.worker.record import read_recorded
@@ -228,17 +227,13 @@ def _find(run_dir: RunDir, group_id: str | None, url: str | None) -> tuple[Traje
 
 
 def _held(run_dir: RunDir, group_id: str, url: str | None) -> TrajectoryGroup | None:
+    async def read(address: BufferAddress) -> TrajectoryGroup | None:
+        async with raw_client(address) as redis:
+            shards = address.settings.shards
+            return await answer(address, read_payload(redis, address.run, group_id, shards))
+
     with buffer_address(run_dir, url) as address:
-
-        async def ask() -> TrajectoryGroup | None:
-            redis = await connect(address.url, tls_ca_file=address.settings.tls_ca_file)
-            try:
-                shards = address.settings.shards
-                return await answer(address, read_payload(redis, address.run, group_id, shards))
-            finally:
-                await redis.aclose()
-
-        return asyncio.run(ask())
+        return asyncio.run(read(address))
 
 
 def _tokenizer(run_dir: RunDir) -> Tokenizer:

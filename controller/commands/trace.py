@@ -18,11 +18,10 @@ from datetime import datetime
 from rich.console import Console
 
 from buffer.export import read_group
-from buffer.redis.connection import connect
 from buffer.redis.keys import check_group_id
 from buffer.results import GroupEvent
 from configs.printable import printable
-from controller.buffer_access import BufferAddress, answer, buffer_address, opened
+from controller.buffer_access import BufferAddress, answer, buffer_address, opened, raw_client
 from controller.run_dir import RunDir, RunDirError
 from controller.units import format_duration
 
@@ -86,15 +85,10 @@ def _why_no_events(address: BufferAddress) -> str:
 
 async def _look(address: BufferAddress, group_id: str) -> tuple[list[GroupEvent], str | None]:
     """The group's events, and its state now if anything is known of it."""
-    settings = address.settings
-    async with opened(address) as buffer:
+    async with opened(address) as buffer, raw_client(address) as redis:
         events = await answer(address, buffer.events(group_id))
-    redis = await connect(address.url, tls_ca_file=settings.tls_ca_file)
-    try:
-        group = read_group(redis, address.run, group_id, settings.shards)
+        group = read_group(redis, address.run, group_id, address.settings.shards)
         return events, (await answer(address, group)).get("state")
-    finally:
-        await redis.aclose()
 
 
 def tell_life(run: str, group_id: str, events: Sequence[GroupEvent], now: float) -> list[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
@@ -27,10 +27,43 @@ BLUE, ORANGE, GREEN, PINK, SKY, GREY = (
     "#8C8C8C",
 )
 INK, FAINT = "#2B2B2B", "#D9D9D9"
-SIZE_INCHES, DPI = (8.0, 4.2), 144
 UPDATES_INCHES = (10.0, 6.4)
 TITLE_PAD, LEGEND_ROOM = 12, 16
 """Points between picture and title, and what a legend of one line between them takes."""
+STYLE: dict[str, Any] = {
+    "figure.figsize": (8.0, 4.2),
+    "figure.dpi": 144,
+    "figure.constrained_layout.use": True,
+    "figure.titlesize": 12,
+    "figure.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlepad": TITLE_PAD,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": FAINT,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "legend.title_fontsize": 9,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    **{
+        f"{axis}tick.{name}": value
+        for axis in "xy"
+        for name, value in {
+            "color": INK,
+            "labelsize": 9,
+            "major.size": 0,
+            "minor.size": 0,
+        }.items()
+    },
+}
 MAX_AREA_SAMPLES = 600
 """More would be narrower than a pixel."""
 
@@ -56,14 +89,13 @@ TIME_PARTS = (
 
 def write_plots(folder: Path, records: Sequence[Record]) -> list[Path]:
     """Draw every plot that the records have data for; returns the files, each named in `PLOTS`."""
-    written = []
-    for name, figure in figures(records):
-        figure.savefig(folder / name)
-        written.append(folder / name)
-    return written
+    written = {folder / name: figure for name, figure in figures(records).items()}
+    for path, figure in written.items():
+        figure.savefig(path)
+    return list(written)
 
 
-def figures(records: Sequence[Record]) -> Iterator[tuple[str, Figure]]:
+def figures(records: Sequence[Record]) -> dict[str, Figure]:
     """Each plot that the records have data for, by its name in `PLOTS`."""
     drawings: dict[str, Callable[[Axes, Sequence[Record]], bool]] = {
         "learning_by_step.png": _learning_by_step,
@@ -73,27 +105,18 @@ def figures(records: Sequence[Record]) -> Iterator[tuple[str, Figure]]:
         "time_shares.png": _time_shares,
         "weights.png": _weights,
     }
-    if any(r.kind == "step" for r in records):
-        yield "updates.png", _updates(records)
-    for name, draw in drawings.items():
-        figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        if not draw(axes, records):
-            continue
-        _dress(axes, PLOTS[name], TITLE_PAD + LEGEND_ROOM * name.startswith("learning"))
-        yield name, figure
-
-
-def _dress(axes: Axes, title: str, pad: float) -> None:
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=pad)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(FAINT)
-    axes.tick_params(colors=INK, length=0, labelsize=9)
-    axes.yaxis.grid(visible=True, color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.xaxis.label.set_color(INK)
-    axes.yaxis.label.set_color(INK)
+    drawn = {}
+    with rc_context(STYLE):
+        if any(r.kind == "step" for r in records):
+            drawn["updates.png"] = _updates(records)
+        for name, draw in drawings.items():
+            figure = Figure()
+            axes = figure.add_subplot()
+            if draw(axes, records):
+                pad = TITLE_PAD + LEGEND_ROOM * name.startswith("learning")
+                axes.set_title(PLOTS[name], pad=pad)
+                drawn[name] = figure
+    return drawn
 
 
 def _learning_by_step(axes: Axes, records: Sequence[Record]) -> bool:
@@ -212,16 +235,13 @@ _UPDATES: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
 
 def _updates(records: Sequence[Record]) -> Figure:
     steps = [r for r in records if r.kind == "step"]
-    figure = Figure(figsize=UPDATES_INCHES, dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    title = PLOTS["updates.png"]
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+    figure = Figure(figsize=UPDATES_INCHES)
+    figure.suptitle(PLOTS["updates.png"], x=0.01, ha="left")
     every: Any = figure.subplots(2, 3, sharex=True)
     for axes, (title, lines) in zip(every.flat, _UPDATES, strict=True):
         _draw_series(axes, steps, lines)
-        _dress(axes, "", 0)
         # One height for all, whether a legend is below the title or not.
-        axes.set_title(title, loc="left", fontsize=10, color=INK, pad=LEGEND_ROOM)
+        axes.set_title(title, fontsize=10, fontweight="normal", pad=LEGEND_ROOM)
     _mark_empty_updates(every.flat[1], steps)
     for axes in every[-1]:
         axes.set_xlabel("training step")
@@ -403,7 +423,6 @@ def _legend_above(axes: Axes, fontsize: int = 9) -> None:
         loc="lower left",
         bbox_to_anchor=(-0.01, 0.99),
         ncols=3,
-        frameon=False,
         fontsize=fontsize,
         borderaxespad=0.2,
         handlelength=1.4,
@@ -419,10 +438,7 @@ def _legend_outside(axes: Axes, title: str | None = None) -> None:
         labels[::-1],
         loc="center left",
         bbox_to_anchor=(1.01, 0.5),
-        frameon=False,
-        fontsize=9,
         title=title,
-        title_fontsize=9,
         alignment="left",
     )
     legend.set_in_layout(True)

@@ -8,14 +8,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console, RenderableType
-from rich.live import Live
-from rich.spinner import Spinner
-from rich.table import Table
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, Task, TaskID, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 NAME_WIDTH = 32
@@ -24,87 +22,69 @@ NAME_WIDTH = 32
 class StartStep:
     """One step under way."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.detail = ""
-        self._started = time.monotonic()
-        self._spinner = Spinner("dots", style="cyan")
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._started
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
 
     def say(self, detail: str) -> None:
-        """Tell what the step is at, in a few words."""
-        self.detail = detail
-
-    def line(self, mark: RenderableType) -> Table:
-        row = Table.grid(padding=(0, 1))
-        # A minimum as well: a long detail would squeeze a column that only has a width.
-        row.add_column(width=1, min_width=1)
-        row.add_column(width=NAME_WIDTH, min_width=NAME_WIDTH)
-        row.add_column(width=9, min_width=9, justify="right")
-        row.add_column(style="dim", no_wrap=True, overflow="ellipsis")
-        row.add_row(mark, self.name, f"{self.elapsed_s:.1f} s", Text(f"  {self.detail}"))
-        return row
-
-    def text(self, mark: Text) -> Text:
-        figures = f" {self.name:<{NAME_WIDTH}} {self.elapsed_s:>7.1f} s   "
-        return Text.assemble(mark, figures, (self.detail, "dim"))
-
-    def spinning(self) -> Table:
-        return self.line(self._spinner)
+        """Show what the step is at, in a few words."""
+        self._progress.update(self._task, detail=detail)
 
 
 class StartSteps:
     """Draws the steps under way below those that are done; steps may begin in several threads.
 
-    Where the output is no terminal, a step is one line when it ends. The lock guards `_active` and
-    `_live`; rich's own thread only reads them.
+    Where the output is no terminal, a step is one line when it ends.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._active: list[StartStep] = []
-        self._live: Live | None = None
+        self._progress = Progress(
+            SpinnerColumn(style="cyan"),
+            TextColumn("{task.description}", table_column=Column(width=NAME_WIDTH)),
+            _Seconds(table_column=Column(width=9, justify="right")),
+            TextColumn("  {task.fields[detail]}", style="dim", markup=False),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._num_active = 0
         self._lock = threading.Lock()
+        """Guards `_num_active`, by which the drawing begins and ends."""
 
     @contextmanager
     def step(self, name: str) -> Iterator[StartStep]:
         """Name what happens inside; an exception marks the step as failed and goes on."""
-        step = StartStep(name)
-        self._begin(step)
+        task = self._begin(name)
         try:
-            yield step
+            yield StartStep(self._progress, task)
         except BaseException:
-            self._end(step, Text("✗", style="bold red"))
+            self._end(task, Text("✗", style="bold red"))
             raise
-        self._end(step, Text("✓", style="bold green"))
+        self._end(task, Text("✓", style="bold green"))
 
-    def _begin(self, step: StartStep) -> None:
+    def _begin(self, name: str) -> TaskID:
         with self._lock:
-            self._active.append(step)
-            if self._live is None and self._console.is_terminal:
-                self._live = Live(
-                    console=self._console,
-                    transient=True,
-                    refresh_per_second=8,
-                    get_renderable=self._draw,
-                )
-                self._live.start()
+            self._num_active += 1
+            self._progress.start()
+            return self._progress.add_task(name, total=None, detail="")
 
-    def _end(self, step: StartStep, mark: Text) -> None:
+    def _end(self, task_id: TaskID, mark: Text) -> None:
         with self._lock:
-            self._active.remove(step)
-            live = self._live
-            if live is not None and not self._active:
-                self._live = None
-                live.stop()
-        # Not the table: a line that stays shows its whole detail, however long.
-        self._console.print(step.text(mark), soft_wrap=True, highlight=False)
+            (task,) = (task for task in self._progress.tasks if task.id == task_id)
+            self._progress.remove_task(task_id)
+            self._num_active -= 1
+            if not self._num_active and self._console.is_terminal:
+                self._progress.stop()
+        # Not the row of the table: a line that stays shows its whole detail, however long.
+        row = f" {task.description:<{NAME_WIDTH}} {task.elapsed or 0:>7.1f} s   "
+        line = Text.assemble(mark, row, (task.fields["detail"], "dim"))
+        self._console.print(line, soft_wrap=True, highlight=False)
 
-    def _draw(self) -> RenderableType:
-        rows = Table.grid()
-        for step in tuple(self._active):
-            rows.add_row(step.spinning())
-        return rows
+
+class _Seconds(TextColumn):
+    def __init__(self, table_column: Column) -> None:
+        super().__init__("", table_column=table_column)
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.elapsed or 0:.1f} s")

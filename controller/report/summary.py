@@ -8,7 +8,7 @@ controller left.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from configs.choices import TaskKind
@@ -16,11 +16,11 @@ from configs.load import overrides_for, read_config
 from configs.rollout_schema import TaskConfig
 from configs.schema import Config
 from controller.metrics.counters import summary_rows
-from controller.metrics.records import read_metrics
+from controller.metrics.records import Record, read_metrics
 from controller.report.plots import PLOTS, write_plots
 from controller.report.result import RunResult, result_line, summarize
 from controller.report.timeline import LAST_TIMELINE, write_last_timeline
-from controller.run_dir import RunDir, RunRecord
+from controller.run_dir import RunDir
 from controller.units import format_bytes, format_count, format_duration
 
 PICTURES = {**PLOTS, LAST_TIMELINE: "The last version's way to the engines"}
@@ -34,10 +34,19 @@ def write_report(run_dir: RunDir) -> RunResult:
 
     Raises ValueError if its settings or its records cannot be read.
     """
-    config = read_config(run_dir.path / "config.yaml")
     records = read_metrics(run_dir.metrics)
+    write_plots(run_dir.path, records)
+    write_last_timeline(run_dir.path, records)
+    return write_summary(run_dir, records)
+
+
+def write_summary(run_dir: RunDir, records: Sequence[Record]) -> RunResult:
+    """Those without the plots, which are named in it if they are there."""
+    config = read_config(run_dir.path / "config.yaml")
     record = run_dir.read_record()
-    state, error = _state_of(record)
+    state, error = record.state, record.error
+    if state == "running" and not record.is_alive:
+        state, error = "failed", CONTROLLER_GONE
     until = records[-1].t if records else record.ended or record.started
     result = summarize(
         run=run_dir.name,
@@ -47,16 +56,9 @@ def write_report(run_dir: RunDir) -> RunResult:
         state=state,
         error=error,
     )
-    write_plots(run_dir.path, records)
-    write_last_timeline(run_dir.path, records)
-    write_summary(run_dir.path, result, config)
+    (run_dir.path / "result.json").write_text(result.as_json(indent=1) + "\n")
+    (run_dir.path / "summary.md").write_text(summary_markdown(run_dir.path, result, config))
     return result
-
-
-def _state_of(record: RunRecord) -> tuple[str, str | None]:
-    if record.state == "running" and not record.is_alive:
-        return "failed", CONTROLLER_GONE
-    return record.state, record.error
 
 
 def print_report(run_dir: RunDir) -> None:
@@ -66,13 +68,8 @@ def print_report(run_dir: RunDir) -> None:
     print(result_line(result))
 
 
-def write_summary(folder: Path, result: RunResult, config: Config) -> None:
-    """`result.json` and `summary.md` in the run's folder; the plots are named if they are there."""
-    (folder / "result.json").write_text(result.as_json(indent=1) + "\n")
-    (folder / "summary.md").write_text(_markdown(folder, result, config))
-
-
-def _markdown(folder: Path, result: RunResult, config: Config) -> str:
+def summary_markdown(folder: Path, result: RunResult, config: Config) -> str:
+    """The page, with the pictures that lie in `folder`."""
     title = f"# {result.run}\n\n{_headline(result)}\n"
     title += "".join(f"\n**{alarm}**\n" for alarm in result.alarms)
     sections = [

@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from controller.metrics.records import Record, read_metrics
-from controller.report.plots import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PINK, SKY
+from controller.report.plots import BLUE, FAINT, GREEN, GREY, ORANGE, PINK, SKY, STYLE
 from controller.run_dir import RunDir
 from controller.units import format_bytes, format_duration
 
@@ -75,8 +75,8 @@ class Timeline:
     bars: tuple[Bar, ...]
 
 
-def draw_timeline(run_dir: RunDir, version: int | None = None) -> Path:
-    """Draws `version` (None: the newest that every engine took) into the run's folder.
+def draw_timeline(run_dir: RunDir, version: int | None = None) -> None:
+    """Draws `version` (None: the newest that every engine took) and prints the picture's path.
 
     Raises ValueError if the run recorded no such publish.
     """
@@ -89,7 +89,7 @@ def draw_timeline(run_dir: RunDir, version: int | None = None) -> Path:
         )
     path = run_dir.path / f"timeline-v{timeline.version}.svg"
     write_timeline(timeline, path)
-    return path
+    print(path)
 
 
 def write_last_timeline(folder: Path, records: Sequence[Record]) -> None:
@@ -208,13 +208,19 @@ def _clip(bars: Iterator[Bar], start: float, stop: float) -> Iterator[Bar]:
 
 def write_timeline(timeline: Timeline, path: Path) -> None:
     """The picture, in the format that the file's ending names (svg or png)."""
-    height = 1.6 + 0.42 * len(timeline.rows)
-    figure = Figure(figsize=(9.0, height), dpi=144, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    _draw_bars(axes, timeline)
-    _draw_frame(axes, timeline)
-    figure.savefig(path)
+    with rc_context(STYLE | {"axes.spines.left": False, "axes.grid.axis": "x"}):
+        figure = Figure(figsize=(9.0, 1.6 + 0.42 * len(timeline.rows)))
+        axes = figure.add_subplot()
+        _draw_bars(axes, timeline)
+        axes.set_title(timeline.title, fontsize=11, pad=10)
+        axes.set_yticks([-number for number in range(len(timeline.rows))], labels=timeline.rows)
+        axes.set_xlabel("seconds since the snapshot began")
+        drawn = {bar.what for bar in timeline.bars}
+        patches = [
+            Patch(color=color, label=what) for what, color in _COLORS.items() if what in drawn
+        ]
+        axes.legend(handles=patches, loc="center left", bbox_to_anchor=(1.01, 0.5))
+        figure.savefig(path)
 
 
 def _draw_bars(axes: Axes, timeline: Timeline) -> None:
@@ -228,24 +234,3 @@ def _draw_bars(axes: Axes, timeline: Timeline) -> None:
             color=_COLORS[bar.what],
             zorder=2 if bar.what in _THIN else 3,
         )
-
-
-def _draw_frame(axes: Axes, timeline: Timeline) -> None:
-    axes.set_title(timeline.title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=10)
-    axes.set_yticks([-number for number in range(len(timeline.rows))], labels=timeline.rows)
-    axes.set_xlabel("seconds since the snapshot began")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
-    axes.tick_params(colors=INK, length=0, labelsize=9)
-    axes.xaxis.grid(visible=True, color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    drawn = {bar.what for bar in timeline.bars}
-    axes.legend(
-        handles=[
-            Patch(color=color, label=what) for what, color in _COLORS.items() if what in drawn
-        ],
-        loc="center left",
-        bbox_to_anchor=(1.01, 0.5),
-        frameon=False,
-        fontsize=9,
-    )

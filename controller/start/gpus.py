@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from configs.choices import Backend
-from configs.schema import Config, check_weights_without_gpus
+from configs.schema import Config
 from controller.start.model_size import ModelSize
 from controller.units import format_bytes
 
@@ -66,14 +66,14 @@ def choose_devices(
     """
     wanted = config.cluster.gpus_per_rank
     if wanted == 0:
-        check_weights_without_gpus(config, "cluster.gpus_per_rank=0")
+        config.hold(config.rules_without_gpus("cluster.gpus_per_rank=0"))
         return _on_cpu(config, "cluster.gpus_per_rank=0")
     if num_gpus is None:
         if wanted is None:
             return _on_cpu(config, "how many GPUs the cluster has is not known yet")
         return _own_gpus(config, config.trainer.ranks, "as many GPUs as that needs")
     if num_gpus == 0 and wanted is None:
-        check_weights_without_gpus(config, "there is no GPU")
+        config.hold(config.rules_without_gpus("there is no GPU"))
         return _on_cpu(config, "there is no GPU")
     engine_gpus = config.rollout.num_engines * config.rollout.engine.tp_size
     if config.trainer.ranks + engine_gpus <= num_gpus:
@@ -119,7 +119,7 @@ def _cpu_instead(config: Config, what: str, gpu_bytes: int | None) -> Devices:
             f"cluster.gpus_per_rank={config.cluster.gpus_per_rank}: {why}; choose a smaller model, "
             "add GPUs, or set cluster.gpus_per_rank=0 to run on the CPU"
         )
-    check_weights_without_gpus(config, why)
+    config.hold(config.rules_without_gpus(why))
     return _on_cpu(config, why)
 
 

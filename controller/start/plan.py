@@ -41,9 +41,9 @@ class PlannedProcess:
     """One kind of process; all but `count` is said of each."""
 
     what: str
-    count: int
-    num_gpus: float
-    num_threads: int | None
+    count: int = 1
+    num_gpus: float = 0
+    num_threads: int | None = None
     """Torch threads; None where torch computes nothing."""
     memory: str
     """An estimate in words: device memory on a GPU, host memory elsewhere."""
@@ -182,16 +182,12 @@ def _plain_processes(config: Config) -> tuple[PlannedProcess, ...]:
     worker = PlannedProcess(
         what="rollout worker",
         count=config.rollout.num_workers,
-        num_gpus=0,
-        num_threads=None,
         memory=format_bytes(WORKER_PROCESS_BYTES),
         note="keeps groups in flight",
     )
     scorer = PlannedProcess(
         what="reward actor",
         count=config.rollout.reward_actors,
-        num_gpus=0,
-        num_threads=None,
         memory=format_bytes(WORKER_PROCESS_BYTES),
         note=f"{config.rollout.reward_processes} scoring processes each",
     )
@@ -199,9 +195,6 @@ def _plain_processes(config: Config) -> tuple[PlannedProcess, ...]:
         return (worker, scorer)
     redis = PlannedProcess(
         what="Redis server",
-        count=1,
-        num_gpus=0,
-        num_threads=None,
         memory=format_bytes(_buffer_bytes(config)),
         note=f"replay buffer, fsync {config.buffer.appendfsync.name}",
     )
@@ -216,9 +209,6 @@ def _receiver(config: Config, model: ModelSize, uses_gpu: bool) -> PlannedProces
         memory = format_bytes(staged + WORKER_PROCESS_BYTES)
     return PlannedProcess(
         what="weights receiver",
-        count=1,
-        num_gpus=0,
-        num_threads=None,
         memory=memory,
         note=f"one a node; stages in {config.weight_sync.stage_dir or DEFAULT_STAGE_DIR}",
     )

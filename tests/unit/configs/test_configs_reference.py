@@ -13,7 +13,7 @@ from enum import Enum
 import pytest
 
 from configs import choices
-from configs.bounds import Bound, Range, bound_of
+from configs.checks import bound_of
 from configs.choices import OnStale
 from configs.load import CONFIG_DIR, GROUPS, options
 from configs.reference import PAGE, reference_markdown
@@ -45,24 +45,27 @@ def test_every_number_and_text_has_a_bound_beside_its_field() -> None:
     assert in_rewards == {"kind", "prompt"}
 
 
-def outside(bound: Bound) -> Iterator[object]:
-    """Values next to the bound's limits, and those that no comparison catches."""
-    if not isinstance(bound, Range):
-        return
+def outside(words: str) -> Iterator[float]:
+    """Values next to the limits that a number's bound names, and those that no comparison finds."""
+    limits, _, also = words.partition(", or ")
+    if " to " in limits:
+        limits = "at least {} and at most {}".format(*limits.split(" to "))
     yield from (math.nan, math.inf, -math.inf)
-    steps = {bound.least: -1, bound.most: 1, bound.above: 0, bound.below: 0}
-    yield from (limit + step for limit, step in steps.items() if math.isfinite(limit))
+    steps = {"at least": -1, "at most": 1, "above": 0, "below": 0}
+    for word, limit in re.findall(r"(at least|at most|above|below) (\S+)", limits):
+        value = float(limit)
+        value += steps[word] * max(1.0, abs(value) * 1e-9)  # words have 15 digits
+        if value != float(also or "nan"):
+            yield value
 
 
 def test_values_beyond_a_bound_are_refused_by_name() -> None:
     tried = 0
     for setting in all_settings():
-        if setting.bound is None:
+        if setting.bound is None or setting.annotation not in (int, float):
             continue
         leaf = setting.name.rpartition(".")[2]
-        for value in outside(setting.bound):
-            if isinstance(setting.bound, Range) and value == setting.bound.also:
-                continue
+        for value in outside(setting.bound.words):
             with pytest.raises(ValueError, match=re.escape(f"{setting.name}={value!r}: must be ")):
                 setting.section(**{leaf: value})
             tried += 1

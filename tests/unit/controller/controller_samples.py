@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from math import inf
 
@@ -10,7 +12,7 @@ import numpy as np
 
 from buffer.redis.connection import connect
 from buffer.replay_buffer import ReplayBuffer
-from buffer.results import BufferStats
+from buffer.results import BufferStats, Lease
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig
 from controller.metrics.records import Record
@@ -192,20 +194,31 @@ def small_group(group_id: str, version: int = 0, num_tokens: int = 8) -> Traject
     return TrajectoryGroup(group_id=group_id, prompt=prompt, trajectories=both)
 
 
-async def fill(url: str, run: str, *, pushed: int = 0, leased: int = 0, **settings: object) -> None:
-    """Opens the buffer of `run`, pushes group-0, group-1, ... and leases the first of them.
-
-    `settings` are fields of BufferConfig.
-    """
+@asynccontextmanager
+async def opened(
+    url: str, run: str, groups_per_step: int = 4, **settings: object
+) -> AsyncIterator[ReplayBuffer]:
+    """The buffer of `run`, open for the length of a block; `settings` are of BufferConfig."""
     config = BufferConfig(**settings)  # type: ignore[arg-type]
     buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=60, shards=config.shards)
     try:
-        await buffer.open(config, groups_per_step=max(leased, 4))
+        await buffer.open(config, groups_per_step=groups_per_step)
+        yield buffer
+    finally:
+        await buffer.close()
+
+
+async def lease(buffer: ReplayBuffer, step: int = 0, num_groups: int = 1) -> Lease:
+    """A whole batch for the only rank."""
+    return await buffer.lease(
+        step=step, version=0, num_groups=num_groups, share=0, num_shares=1, timeout_s=5
+    )
+
+
+async def fill(url: str, run: str, *, pushed: int = 0, leased: int = 0, **settings: object) -> None:
+    """Opens the buffer, pushes group-0, group-1, ... and leases the first of them."""
+    async with opened(url, run, max(leased, 4), **settings) as buffer:
         for number in range(pushed):
             await buffer.push(small_group(f"group-{number}"))
         if leased:
-            await buffer.lease(
-                step=0, version=0, num_groups=leased, share=0, num_shares=1, timeout_s=5
-            )
-    finally:
-        await buffer.close()
+            await lease(buffer, num_groups=leased)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import signal
 import subprocess
 import sys
@@ -87,20 +88,22 @@ def test_the_watch_draws_lines_until_the_run_is_over(live_run: RunDir) -> None:
 
 @pytest.mark.slow
 def test_the_watch_of_a_server_that_is_gone_ends_with_a_word(
-    live_run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    live_run: RunDir, tmp_path: Path
 ) -> None:
     server = EmbeddedServer.start(
         tmp_path / "redis", BufferConfig(), "127.0.0.1", tmp_path / "redis.log"
     )
     live_run.write_redis_url(server.url)
     fill_now(live_run, pushed=1)
-    timer = threading.Timer(1.0, server.stop, [5.0])
-    timer.start()
-    assert main(["depth", "--watch", "--dir", str(live_run.path.parent)]) == EXIT_FAILED
-    timer.join()
-    printed = capsys.readouterr()
-    assert "ready 1" in printed.out
-    assert "did not answer within" in printed.err and printed.err.count("\n") == 1
+
+    class StopsServer(io.StringIO):
+        def write(self, text: str) -> int:
+            if "ready 1" in text:
+                server.stop(5.0)
+            return super().write(text)
+
+    with pytest.raises(ConnectionError, match="did not answer within .*: it is gone or busy"):
+        print_depth(live_run, watch=True, console=Console(file=StopsServer(), width=200))
 
 
 def test_ctrl_c_ends_the_watch_with_success(live_run: RunDir) -> None:

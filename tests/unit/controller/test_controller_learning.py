@@ -12,7 +12,7 @@ from controller.metrics.records import Record
 from controller.report.panel import step_line
 from controller.report.result import summarize
 from controller.report.state import RunView
-from controller.report.summary import write_summary
+from controller.report.summary import summary_markdown
 from controller.watch.learning import learning_alarms
 
 
@@ -89,7 +89,6 @@ def test_step_line_and_summary_say_that_learning_died(tmp_path: Path) -> None:
     assert "reward collapsed from 0.60 to 0.00" in line
     result = summarize(run="night", config=load_config([]), records=steps, wall_s=9.0)
     assert result.steps_without_gradient == 15 and len(result.alarms) == 3
-    write_summary(tmp_path, result, load_config([]))
-    summary = (tmp_path / "summary.md").read_text()
+    summary = summary_markdown(tmp_path, result, load_config([]))
     assert "**Reward collapsed from 0.60 to 0.00: go back" in summary
     assert "| steps without any gradient, which changed nothing | 15 |" in summary

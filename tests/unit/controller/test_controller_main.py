@@ -1,16 +1,11 @@
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from configs.load import load_config
-from configs.schema import ScratchModelConfig
 from controller.main import EXIT_BAD_INPUT, main
-from controller.start.warm_start import supervised_examples
-from rollout_pool.episodes.tokenizer import load_tokenizer
-from trainer_pool.model.scratch import build_scratch_model
 
 BAD_LINE = '{"question": "a", "answer": "#### 1"}\n{"question": 3}\n'
 
@@ -37,6 +32,18 @@ def test_bad_input_is_one_message_and_starts_nothing(
     assert not runs.exists()
 
 
+def test_a_port_in_use_is_refused_before_anything_that_takes_long(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = [f"run.dir={tmp_path / 'runs'}", f"run.prometheus_port={port}"]
+        assert main(["launch", *settings]) == EXIT_BAD_INPUT
+    printed = capfd.readouterr()
+    assert printed.err.startswith(f"leash: run.prometheus_port={port}: cannot listen on")
+    assert "Ray" not in printed.out and not (tmp_path / "runs").exists()
+
+
 def test_a_bad_line_of_a_task_file_is_named_by_its_number(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,20 +66,3 @@ def test_an_unknown_option_is_refused(capfd: pytest.CaptureFixture[str]) -> None
         main(["launch", "--experimnt", "x"])
     assert exit_info.value.code == 2
     assert "unrecognized arguments: --experimnt" in capfd.readouterr().err
-
-
-def test_supervised_examples_are_the_tasks_own_answers_with_an_end(tmp_path: Path) -> None:
-    build_scratch_model(ScratchModelConfig(), tmp_path, seed=0)
-    settings = {"num_steps": 2, "batch_size": 3, "echo_fraction": 0}
-    config = load_config([f"trainer.warm_start.{name}={value}" for name, value in settings.items()])
-    tokenizer = load_tokenizer(str(tmp_path), trust_remote_code=False)
-    examples = supervised_examples(config, str(tmp_path))
-    assert len(examples) == 6
-    for example in examples:
-        learnt = example.tokens[example.loss_mask == 1]
-        given = example.tokens[example.loss_mask == 0]
-        word = tokenizer.decode(given.tolist()).removesuffix(" =")
-        answer = tokenizer.decode(learnt.tolist(), skip_special_tokens=True)
-        assert answer == word[::-1]
-        assert learnt[-1] == tokenizer.eos_token_id
-        assert np.all(np.diff(example.loss_mask.astype(int)) >= 0), "the prompt, then the answer"

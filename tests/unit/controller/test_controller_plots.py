@@ -36,7 +36,7 @@ def run_records(num_steps: int) -> list[Record]:
 
 
 def drawn(records: list[Record]) -> dict[str, Figure]:
-    plots = dict(figures(records))
+    plots = figures(records)
     for figure in plots.values():
         figure.draw_without_rendering()
     return plots

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -13,20 +12,25 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from controller_samples import event_record, fill, skipped_record, small_group, weights_records
+from controller_samples import (
+    event_record,
+    fill,
+    lease,
+    opened,
+    skipped_record,
+    small_group,
+    weights_records,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from buffer.redis.connection import connect
 from buffer.redis.server import EmbeddedServer
-from buffer.replay_buffer import ReplayBuffer
 from buffer.results import BufferStats
 from buffer.run_state import RunState
 from configs.choices import OnStale
 from configs.schema import BufferConfig
 from controller.buffer_access import BufferAddress
-from controller.main import EXIT_BAD_INPUT
 from controller.metrics.prometheus import SCRAPE_TIMEOUT_S, MetricsServer
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -49,14 +53,13 @@ def labels(run: str, **more: str) -> frozenset[tuple[str, str]]:
 
 async def live_then_stats(url: str, run: str) -> BufferStats:
     """Some of everything: two groups trained (one acked), a stale one dropped, one running."""
-    await fill(url, run, pushed=5, max_staleness=0, on_stale=OnStale.drop, capacity_bytes=10**6)
-    buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=60)
-    try:
+    settings = {"max_staleness": 0, "on_stale": OnStale.drop, "capacity_bytes": 10**6}
+    async with opened(url, run, **settings) as buffer:
+        for number in range(5):
+            await buffer.push(small_group(f"group-{number}"))
         for step in range(2):
-            lease = await buffer.lease(
-                step=step, version=0, num_groups=1, share=0, num_shares=1, timeout_s=5
-            )
-            await buffer.consume(lease, lease.group_ids)
+            batch = await lease(buffer, step)
+            await buffer.consume(batch, batch.group_ids)
         await buffer.ack(0)
         await buffer.publish_version(1)
         await buffer.sweep()
@@ -65,8 +68,6 @@ async def live_then_stats(url: str, run: str) -> BufferStats:
         for number in range(2):
             await buffer.push(small_group(f"fresh-{number}", version=number))
         return await buffer.stats()
-    finally:
-        await buffer.close()
 
 
 def test_a_scrape_tells_what_the_buffer_tells(redis_url: str, run_name: str) -> None:
@@ -216,18 +217,3 @@ def test_a_port_in_use_is_told_by_the_name_of_its_setting(redis_url: str, run_na
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=rf"run\.prometheus_port={port}: cannot listen"):
             MetricsServer(address, "127.0.0.1", port)
-
-
-@pytest.mark.slow
-def test_a_launch_whose_port_is_in_use_says_so_and_leaves_nothing(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        settings = [f"run.dir={tmp_path}", "run.name=night", f"run.prometheus_port={port}"]
-        command = [sys.executable, "-m", "controller.main", "launch", *settings]
-        launch = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert launch.returncode == EXIT_BAD_INPUT
-    assert launch.stderr.startswith(f"leash: run.prometheus_port={port}: cannot listen on")
-    assert "Ray" not in launch.stdout, "it comes before everything that takes long"
-    assert list(tmp_path.iterdir()) == [], "there is no run yet"
-    left = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(p.info["cmdline"])]
-    assert left == []

@@ -5,31 +5,22 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from controller_samples import small_group
+from controller_samples import lease, opened, small_group
 
 from buffer.redis.connection import connect
-from buffer.replay_buffer import ReplayBuffer
 from buffer.results import BufferStats, Failure
 from buffer.types import PromptRef
-from configs.schema import BufferConfig
 from controller.main import EXIT_BAD_INPUT, main
 from controller.run_dir import RunDir
 
 
-async def poison(url: str, run: str, group_id: str = "poison") -> None:
+async def poison(url: str, run: str) -> None:
     """Puts a group into quarantine: it is leased twice and given back both times."""
-    buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=60)
-    try:
-        await buffer.open(BufferConfig(max_attempts=2), groups_per_step=4)
-        await buffer.push(small_group(group_id))
+    async with opened(url, run, max_attempts=2) as buffer:
+        await buffer.push(small_group("poison"))
         for step in range(2):
-            lease = await buffer.lease(
-                step=step, version=0, num_groups=1, share=0, num_shares=1, timeout_s=5
-            )
-            await buffer.nack(lease, "it broke the trainer")
+            await buffer.nack(await lease(buffer, step), "it broke the trainer")
         assert (await buffer.stats()).quarantined == 1
-    finally:
-        await buffer.close()
 
 
 def test_escapes_in_names_and_reasons_do_not_reach_the_terminal(
@@ -55,11 +46,8 @@ def test_escapes_in_names_and_reasons_do_not_reach_the_terminal(
 
 
 async def stats_of(url: str, run: str) -> BufferStats:
-    buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=60)
-    try:
+    async with opened(url, run) as buffer:
         return await buffer.stats()
-    finally:
-        await buffer.close()
 
 
 def test_poison_is_listed_released_and_discarded(
@@ -95,14 +83,10 @@ def test_a_discarded_group_is_dropped_and_counted(
 
 
 async def put_a_prompt_aside(url: str, run: str) -> None:
-    buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=60)
-    try:
-        await buffer.open(BufferConfig(), groups_per_step=4)
+    async with opened(url, run) as buffer:
         group_id = (await buffer.admit("g", 5)).group_id
         failure = await buffer.fail(group_id, PromptRef(task="chain sum", index=17), 1)
         assert failure == Failure(num_failures=1, is_quarantined=True)
-    finally:
-        await buffer.close()
 
 
 def test_prompts_are_listed_beside_groups_and_leave_by_their_names(

@@ -46,7 +46,7 @@ async def test_what_no_process_of_ours_writes_is_left_out(
     redis = Redis.from_url(redis_url)
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         panel = Panel(enabled=False, console=Console(file=StringIO()))
-        recorder = Recorder(buffer, state, log, panel, view, steps.append)
+        recorder = Recorder(buffer, state, log, panel.show, view, steps.append)
         for kind, values in FOREIGN:
             entry = {"kind": kind, "record": json.dumps(values)}
             await redis.xadd(Keys(run_name)("metrics"), entry)

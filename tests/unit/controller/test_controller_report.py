@@ -16,9 +16,9 @@ from configs.environment import RUN_VARIABLE
 from configs.load import load_config, to_yaml
 from controller.commands.stop import stop_run
 from controller.main import main
-from controller.metrics.records import MetricsLog, Record
+from controller.metrics.records import MetricsLog, Record, read_metrics
 from controller.report.state import buffer_values
-from controller.report.summary import write_report
+from controller.report.summary import write_report, write_summary
 from controller.run_dir import RunDir
 from processes.leftovers import list_path, write_list
 
@@ -59,19 +59,20 @@ def test_report_of_a_stopped_run_has_summary_plots_and_result(run_dir: RunDir) -
     written = json.loads((run_dir.path / "result.json").read_text())
     assert written["state"] == "stopped" and written["steps"] == 8
     assert {"learning_by_step.png", "timeline.png"} <= set(os.listdir(run_dir.path))
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in run_dir.path.glob("*.png"))
 
 
 def test_report_of_a_run_with_one_evaluation_claims_no_rise(run_dir: RunDir) -> None:
     train(run_dir, num_steps=4, evals={0: 0.25})
     run_dir.end("stopped")
-    result = write_report(run_dir)
+    result = write_summary(run_dir, read_metrics(run_dir.metrics))
     assert (result.eval_before, result.eval_after, result.eval_version) == (0.25, None, None)
     assert "points" not in (run_dir.path / "summary.md").read_text()
 
 
 def test_report_of_a_run_that_failed_in_its_start_says_of_what(run_dir: RunDir) -> None:
     run_dir.end("failed", "engine-0 died (exit code -9); the last lines of it:\nloading")
-    result = write_report(run_dir)
+    result = write_summary(run_dir, read_metrics(run_dir.metrics))
     assert (result.state, result.steps, result.groups_pushed) == ("failed", 0, 0)
     summary = (run_dir.path / "summary.md").read_text()
     assert "**Failed** after 0 steps" in summary
@@ -82,7 +83,7 @@ def test_report_of_a_run_that_failed_in_its_start_says_of_what(run_dir: RunDir) 
 def test_report_of_a_run_whose_controller_was_killed_says_so(run_dir: RunDir) -> None:
     train(run_dir, num_steps=2, evals={})
     run_dir.write_record(replace(run_dir.read_record(), process_started=0.0))
-    result = write_report(run_dir)
+    result = write_summary(run_dir, read_metrics(run_dir.metrics))
     assert result.state == "failed"
     assert result.error is not None and "`make stop`" in result.error
 

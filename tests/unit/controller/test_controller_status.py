@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from controller_samples import STATS, eval_record, step_record
+from controller_samples import STATS, eval_record, opened, step_record
 from rich.console import Console
 
 from buffer.redis.connection import connect
-from buffer.redis.server import EmbeddedServer
-from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from configs.load import load_config, to_yaml
-from configs.schema import BufferConfig
 from controller.commands.status import command_from_outside, print_status
-from controller.metrics.records import MetricsLog, Record
+from controller.metrics.records import MetricsLog, Record, read_metrics
 from controller.report.state import buffer_values
-from controller.report.summary import write_report
+from controller.report.summary import write_summary
 from controller.run_dir import RunDir
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
+def run_dir(tmp_path: Path, run_name: str) -> RunDir:
     """A run of this very process that has trained ten steps."""
-    run_dir = RunDir.create(str(tmp_path), "night", "quickstart")
+    run_dir = RunDir.create(str(tmp_path), run_name, "quickstart")
     (run_dir.path / "config.yaml").write_text(to_yaml(load_config([])))
     with MetricsLog(run_dir.metrics) as log:
         log.append("phase", {"phase": "training"}, t=1000.0)
@@ -49,15 +45,6 @@ def _append(log: MetricsLog, record: Record) -> None:
     log.append(record.kind, record.values, t=record.t)
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    server = EmbeddedServer.start(
-        tmp_path / "redis", BufferConfig(), "127.0.0.1", tmp_path / "redis.log"
-    )
-    yield server
-    server.stop(timeout_s=5)
-
-
 def status_of(run_dir: RunDir) -> str:
     console = Console(width=100)
     with console.capture() as capture:
@@ -66,26 +53,24 @@ def status_of(run_dir: RunDir) -> str:
 
 
 async def _begin_run(url: str, run: str) -> None:
-    buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=10)
     state = RunState(await connect(url), run)
-    await buffer.open(BufferConfig(max_staleness=2), groups_per_step=16)
-    await buffer.admit("group-0", timeout_s=5)
+    async with opened(url, run, groups_per_step=16, max_staleness=2) as buffer:
+        await buffer.admit("group-0", timeout_s=5)
     await state.record_commits({"engine-0": 0})
     await state.add_wait("trainer", "rollout", 7.5)
     await state.count("tokens_generated", 1234)
-    await buffer.close()
     await state.close()
 
 
-def test_a_run_that_goes_on_is_shown_live(run_dir: RunDir, server: EmbeddedServer) -> None:
-    asyncio.run(_begin_run(server.url, run_dir.name))
-    run_dir.write_redis_url(server.url)
+def test_a_run_that_goes_on_is_shown_live(run_dir: RunDir, redis_url: str) -> None:
+    asyncio.run(_begin_run(redis_url, run_dir.name))
+    run_dir.write_redis_url(redis_url)
     text = status_of(run_dir)
     assert "step 10 of 60" in text
     assert "1 running" in text
     assert "1 of 48 groups" in text
     assert "REDISCLI_AUTH=" in text and "redis-cli -u" not in text
-    assert server.url not in text, "the password stays in its file"
+    assert redis_url not in text, "the password stays in its file"
 
 
 @pytest.mark.parametrize(
@@ -127,9 +112,9 @@ def test_a_run_that_lost_its_controller_is_told(run_dir: RunDir) -> None:
 
 
 def test_a_finished_run_shows_its_summary_and_what_held_it_back(run_dir: RunDir) -> None:
-    write_report(run_dir)
+    write_summary(run_dir, read_metrics(run_dir.metrics))
     run_dir.end("finished")
     text = status_of(run_dir)
-    assert "night: finished" in text
+    assert f"{run_dir.name}: finished" in text
     assert "Where the groups went" in text
     assert "Rollouts are the bottleneck: the trainer waited 55% of the run" in text

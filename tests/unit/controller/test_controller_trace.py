@@ -6,12 +6,9 @@ import asyncio
 import re
 
 import pytest
-from controller_samples import fill, small_group
+from controller_samples import fill, lease, opened, small_group
 
-from buffer.redis.connection import connect
-from buffer.replay_buffer import ReplayBuffer
 from buffer.results import GroupEvent
-from configs.schema import BufferConfig
 from controller.commands.trace import tell_life
 from controller.main import EXIT_BAD_INPUT, main
 from controller.run_dir import RunDir
@@ -57,17 +54,11 @@ def test_the_life_of_a_group_that_waits_goes_on_until_now() -> None:
 
 
 async def train_one(url: str, run: str) -> None:
-    buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=60)
-    try:
-        await buffer.open(BufferConfig(), groups_per_step=4)
+    async with opened(url, run) as buffer:
         await buffer.admit("mine", timeout_s=5)
         await buffer.push(small_group("mine"))
-        lease = await buffer.lease(
-            step=0, version=0, num_groups=1, share=0, num_shares=1, timeout_s=5
-        )
-        await buffer.consume(lease, lease.group_ids)
-    finally:
-        await buffer.close()
+        batch = await lease(buffer)
+        await buffer.consume(batch, batch.group_ids)
 
 
 def test_the_command_tells_the_life_of_a_real_group(

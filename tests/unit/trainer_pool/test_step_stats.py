@@ -14,7 +14,7 @@ from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from trainer_pool.algorithms.losses import PolicyLoss
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import Row, pack
-from trainer_pool.metrics import StepStats, StepTally, UpdateNorms
+from trainer_pool.metrics import StepStats, StepTally
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def stats_of(ranks: Collectives, tally: StepTally, *, norms: list[float | None])
         groups=[group],
         group_ids=["g"],
         version=4,
-        norms=UpdateNorms(norms=norms),
+        norms=norms,
         learning_rate=0.1,
     )
 

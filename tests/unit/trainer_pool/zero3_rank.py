@@ -2,10 +2,10 @@
 
     python zero3_rank.py FOLDER
 
-For each line "SCENARIO NUM_RANKS" of its input it forks that many ranks, which saves each of them
-the seconds of importing torch and DeepSpeed, and prints their exit codes. `FOLDER` holds the model
-and the batches of all ranks, and in `receivers.json` who is published to; results go to
-`FOLDER/SCENARIO-NUM_RANKS`.
+For each line "SCENARIO NUM_RANKS" of its input it forks that many ranks and prints their exit
+codes; torch, DeepSpeed and what these load at first use are imported once for all of them. `FOLDER`
+holds the model and the batches of all ranks, and in `receivers.json` who is published to; results
+go to `FOLDER/SCENARIO-NUM_RANKS`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (loaded with every optimizer)
 import numpy as np
 import torch
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (loaded with the model)
 
 from buffer.wire.codec import decode_group
 from configs.choices import Backend
