@@ -1,6 +1,6 @@
 """Every setting of a run, with its one default and the rules that join them.
 
-A section is handed to the component that it configures and to nobody else. Types are those that
+A section is handed to the component that it configures and to no other. Types are those that
 OmegaConf can check; `load.py` turns YAML and command-line overrides into one `Config`. A broken
 rule raises ValueError naming the field, its value and the fix.
 """

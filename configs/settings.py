@@ -91,7 +91,8 @@ def reward_settings() -> tuple[Setting, ...]:
 @cache
 def all_sections() -> dict[str, type]:
     """Dotted name of every section, e.g. `trainer.warm_start`, and its dataclass."""
-    return dict(_walk_sections(schema.Config, prefix=""))
+    sections = {setting.name.rpartition(".")[0]: setting.section for setting in all_settings()}
+    return {name: section for name, section in sections.items() if name}
 
 
 def _walk(section: type, prefix: str) -> Iterator[Setting]:
@@ -112,15 +113,6 @@ def _walk(section: type, prefix: str) -> Iterator[Setting]:
             doc=docs.get(field.name, ""),
             bound=bound_of(field),
         )
-
-
-def _walk_sections(section: type, prefix: str) -> Iterator[tuple[str, type]]:
-    hints = get_type_hints(section)
-    for field in fields(section):
-        annotation, _ = _without_none(hints[field.name])
-        if is_dataclass(annotation) and isinstance(annotation, type):
-            yield prefix + field.name, annotation
-            yield from _walk_sections(annotation, f"{prefix}{field.name}.")
 
 
 def _without_none(annotation: Any) -> tuple[Any, bool]:

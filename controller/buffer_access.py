@@ -47,7 +47,7 @@ def buffer_address(run_dir: RunDir, url: str | None = None) -> Iterator[BufferAd
     """The address of the run's buffer; `url` says it where the run's folder does not.
 
     The data of a run that is over and had a server of its own is served for as long as the context
-    lasts. Raises RunDirError if nothing tells where the buffer is, and ConnectionError for what the
+    lasts. Raises RunDirError if nothing says where the buffer is, and ConnectionError for what the
     server refuses inside.
     """
     settings = read_config(run_dir.path / "config.yaml").buffer
@@ -136,7 +136,7 @@ async def answer(address: BufferAddress, question: Awaitable[T]) -> T:
     except TimeoutError:
         raise ConnectionError(
             f"Redis at {server_address(address.url)} did not answer within {ANSWER_TIMEOUT_S:g} s: "
-            f"it is gone or busy; `make status` tells how {address.run} is"
+            f"it is gone or busy; `make status` says how {address.run} is"
         ) from None
 
 

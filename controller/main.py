@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     def on_buffer(verb: str, what: str, function: str) -> argparse.ArgumentParser:
         """One that looks into the run's buffer, also after the run's end."""
         sub = on_run(verb, what, function)
-        sub.add_argument("--url", help="Redis of the buffer, where the run's folder does not tell")
+        sub.add_argument("--url", help="Redis of the buffer, if the run's folder does not name it")
         return sub
 
     on_run("status", "what a run does now and what holds it back", "commands.status:print_status")
@@ -101,16 +101,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     # SIGINT, too: a shell's background job would ignore it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    return _telling(lambda: _dispatch(_parse(argv)))
+    return _reporting(lambda: _dispatch(_parse(argv)))
 
 
-def _telling(what: Callable[[], int]) -> int:
+def _reporting(what: Callable[[], int]) -> int:
     try:
         return what()
     except (KeyboardInterrupt, Stopped):
         print("leash: stopped", file=sys.stderr)
         return EXIT_STOPPED
-    except ValueError as error:  # bad input of any kind, named by whoever looked at it
+    except ValueError as error:  # bad input of any kind, whose message names it
         print(f"leash: {printable(str(error))}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except (RuntimeError, TimeoutError, OSError) as error:
@@ -134,7 +134,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _dispatch(arguments: argparse.Namespace) -> int:
     if arguments.verb == "launch":
         return run_guarded(
-            lambda stop, tell: _telling(lambda: _launch(arguments, stop, tell)), _finish_launch
+            lambda stop, tell: _reporting(lambda: _launch(arguments, stop, tell)), _finish_launch
         )
     if arguments.verb == "dry-run":
         from configs.load import load_config
@@ -195,8 +195,8 @@ def _dry_run(config: Config) -> int:
     console.print(to_yaml(config), highlight=False, markup=False)
     console.print(plan_here(config).render())
     if comes_later:
-        told = f"Not looked at before a launch: {', '.join(comes_later)}"
-        console.print(told, highlight=False, markup=False)
+        later = f"Not looked at before a launch: {', '.join(comes_later)}"
+        console.print(later, highlight=False, markup=False)
     return 0
 
 

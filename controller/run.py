@@ -88,7 +88,7 @@ def launch(config: Config, stop: StopRequest, tell_folder: Callable[[str], None]
 
 
 def _report(run_dir: RunDir, panel: Panel) -> None:
-    """Writes what came of the run, however it ended; one that finished tells its result."""
+    """Writes what came of the run, however it ended; one that finished prints its result."""
     try:
         result = write_report(run_dir)
     except Exception as error:  # whatever a report fails of must not hide how the run ended
@@ -97,7 +97,7 @@ def _report(run_dir: RunDir, panel: Panel) -> None:
     if result.state == "finished":
         print(result_line(result))
     else:
-        panel.say(f"{run_dir.path / 'summary.md'} tells how far it came")
+        panel.say(f"{run_dir.path / 'summary.md'} says how far it came")
 
 
 class Run:
@@ -114,7 +114,7 @@ class Run:
         self._redis_url = ""
         is_local = config.cluster.ray_address is None
         self._host = config.cluster.host or (LOOPBACK if is_local else "")
-        """Address on which the servers of this machine listen; "" until the cluster tells it."""
+        """Address on which the servers of this machine listen; "" until the cluster is asked."""
         self._shared_memory: frozenset[Path] = frozenset()
         self._is_gpu_shared = False
         self._weights_key = secrets.token_urlsafe(32)
@@ -164,7 +164,7 @@ class Run:
         return pools
 
     def _start_servers(self, cleanup: contextlib.ExitStack) -> RayCluster:
-        """Ray takes the longest and comes last, unless it has to tell our address."""
+        """Ray takes the longest and comes last, unless our address is known to it alone."""
         cluster = None
         if not self._host:
             cluster = self._start_ray(cleanup)

@@ -212,7 +212,7 @@ class RunDir:
         (self.path / "redis.url").unlink(missing_ok=True)
 
     def make_temporary(self) -> Path:
-        """A folder for what must not outlive the run, which nobody but its owner can enter.
+        """A folder for what must not outlive the run, which its owner alone can enter.
 
         It is noted before it is made, so that `remove_temporary` finds it whatever happens.
         """

@@ -86,7 +86,7 @@ class StopRequest:
     def interrupting(self) -> Iterator[None]:
         """A signal breaks off the block, which may be broken off anywhere; raises Stopped."""
         self.check()
-        told, sys.unraisablehook = sys.unraisablehook, _say_nothing_of_interrupts
+        before, sys.unraisablehook = sys.unraisablehook, _say_nothing_of_interrupts
         self._may_raise = True
         try:
             yield
@@ -96,7 +96,7 @@ class StopRequest:
             raise
         finally:
             self._may_raise = False
-            sys.unraisablehook = told
+            sys.unraisablehook = before
         self.check()  # where a callback had swallowed the exception
 
     async def wait(self) -> None:
@@ -158,12 +158,12 @@ def _watch(controller: int, signals: set[signal.Signals]) -> tuple[bool, int]:
         if pid == controller:
             return was_asked, os.waitstatus_to_exitcode(status)
         # SIGCHLD ends the wait at once; the limit is for another thread that took it.
-        told = signal.sigtimedwait(signals, _LOOK_S)
-        if told is None or told.si_signo == signal.SIGCHLD:
+        received = signal.sigtimedwait(signals, _LOOK_S)
+        if received is None or received.si_signo == signal.SIGCHLD:
             continue
         was_asked = True
         # Not SIGTERM, for which Ray has a handler of its own while it starts.
-        os.kill(controller, signal.SIGHUP if told.si_signo == signal.SIGHUP else signal.SIGINT)
+        os.kill(controller, signal.SIGHUP if received.si_signo == signal.SIGHUP else signal.SIGINT)
 
 
 def _become_controller(
@@ -175,7 +175,7 @@ def _become_controller(
         stop = StopRequest()
         stop.listen()
         die_with_parent(signal.SIGINT)
-        if os.getppid() != guard:  # it died before the kernel knew whom to tell
+        if os.getppid() != guard:  # it died before the kernel knew of this process
             stop.set()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = run(stop, lambda path: _write_once(folder, path))

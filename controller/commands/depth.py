@@ -43,7 +43,7 @@ async def _watch(run_dir: RunDir, address: BufferAddress, console: Console) -> N
         with _drawing(console) as draw:
             draw(depth_line(address.run, await answer(address, buffer.stats())))
             while run_dir.read_record().is_running:
-                # The picture's own pace: no event tells of every change.
+                # The picture's own pace: there is no event for every change.
                 await asyncio.sleep(REDRAW_S if console.is_terminal else LINE_EVERY_S)
                 try:
                     draw(depth_line(address.run, await answer(address, buffer.stats())))

@@ -20,7 +20,7 @@ from controller.run_dir import RunDir
 from controller.units import format_bytes
 
 MAX_TOLD = 5
-"""Unreadable groups that are told one by one."""
+"""Unreadable groups that are named one by one."""
 
 
 def dump_to_file(run_dir: RunDir, file: Path, url: str | None = None) -> None:
@@ -61,7 +61,7 @@ def load_from_file(run_dir: RunDir, file: Path, url: str | None = None) -> None:
 
 
 async def _load(address: BufferAddress, file: Path, is_running: bool) -> tuple[LoadReport, bool]:
-    if not is_running:  # nobody makes room there: a full buffer is told soon
+    if not is_running:  # nothing makes room there: a full buffer is an error soon
         settings = replace(address.settings, wait_timeout_s=ANSWER_TIMEOUT_S)
         address = replace(address, settings=settings)
     async with opened(address) as buffer:

@@ -56,7 +56,7 @@ def print_status(run_dir: RunDir, console: Console | None = None) -> None:
 
 
 def _live_view(run_dir: RunDir, started: float, url: str) -> RunView:
-    """What `metrics.jsonl` tells of the past and Redis of the present."""
+    """What `metrics.jsonl` says of the past and Redis of the present."""
     config = read_config(run_dir.path / "config.yaml")
     view = RunView(
         run=run_dir.name,
@@ -105,7 +105,7 @@ def _bottleneck(records: list[Record]) -> str | None:
     view = WeightsView()
     for record in records:
         view.apply(record)
-    # An engine that was late at the end tells nothing of the whole run.
+    # An engine that was late at the end says nothing of the whole run.
     pace = view.pace(seconds / len(steps), trainer_version=0, engine_versions={})
     shares = wait_shares(waits_of(last), seconds)
     return bottleneck_sentence(shares, int(last.number("max_staleness")), "of the run", pace)

@@ -96,7 +96,7 @@ def _grace_s(run_dir: RunDir) -> float:
 
 
 def _has_ended(pid: int, timeout_s: float) -> bool:
-    """Waits for it; the kernel tells also of a process that its parent has not reaped yet."""
+    """Waits for it; the kernel reports also a process that its parent has not reaped yet."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""`make trace GROUP=...`: the life of one group, told from the buffer's audit stream.
+"""`make trace GROUP=...`: the life of one group, from the buffer's audit stream.
 
 2025-11-21  w0-17 of night: consumed
 14:20:31.102              admitted (version 10)

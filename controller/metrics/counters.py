@@ -99,7 +99,7 @@ def wasted_share(counters: Counters, tokens_dropped: int) -> float | None:
     None before the first. `tokens_dropped`: by the buffer (`BufferStats.tokens_dropped`)."""
     generated = counters.get("tokens_generated", 0.0)
     wasted = counters.get("tokens_wasted", 0.0) + tokens_dropped
-    # Workers tell their counts a moment after the buffer its own.
+    # Workers send their counts a moment after the buffer its own.
     return min(1.0, wasted / generated) if generated else None
 
 
@@ -107,7 +107,7 @@ def summary_rows(counters: Counters, tokens_dropped: int) -> Iterator[tuple[str,
     """What a run's summary says of its generation."""
     share = wasted_share(counters, tokens_dropped)
     if share is not None:
-        yield "tokens that nobody could use", f"{share:.1%}"
+        yield "tokens that could not be used", f"{share:.1%}"
     for row in length_rows(counters):
         took = f", {format_duration(row.seconds)} each" if row.completed else ""
         yield (

@@ -1,7 +1,8 @@
 """Serves the numbers of buffer and weights to Prometheus, read from Redis at each scrape.
 
-Prometheus asks without a password, so whoever reaches the port can read the numbers (and nothing
-else: no text of a trajectory is among them). Only this machine can, unless cluster.host says more.
+Prometheus asks without a password, so everyone who reaches the port can read the numbers, but
+nothing else: no text of a trajectory is among them. Only this machine can, unless cluster.host says
+more.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from controller.metrics.families import (
 )
 
 SCRAPE_TIMEOUT_S = 5.0
-"""Below Prometheus' own default of 10 s, so that it is told when Redis does not answer."""
+"""Below Prometheus' own default of 10 s, so that it gets an answer when Redis gives none."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -1,4 +1,4 @@
-"""What a run's records tell of its weights on their way from the trainer to the engines (pure).
+"""What a run's records say of its weights on their way from the trainer to the engines (pure).
 
 Three kinds of record, all times in seconds and `*_at` as Unix time:
 

@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from controller.metrics.records import Record
 from controller.watch.learning import has_no_gradient
 
-# Okabe and Ito's colours: told apart by colour-blind readers too.
+# Okabe and Ito's colours: colour-blind readers can tell them apart.
 BLUE, ORANGE, GREEN, PINK, SKY, GREY = (
     "#0072B2",
     "#D55E00",

@@ -26,7 +26,7 @@ from controller.units import format_bytes, format_count, format_duration
 PICTURES = {**PLOTS, LAST_TIMELINE: "The last version's way to the engines"}
 CONTROLLER_GONE = "its controller is gone; `make stop` ends what is left"
 _QUIET_EVENTS = {"epoch", "joined"}
-"""Every run has these; nobody needs to know."""
+"""Every run has these."""
 
 
 def write_report(run_dir: RunDir) -> RunResult:
@@ -261,7 +261,7 @@ def repeat_command(config: Config) -> str | None:
 
 
 def task_label(config: TaskConfig) -> str:
-    """What tells a task from others of its kind."""
+    """What distinguishes a task from others of its kind."""
     match config.kind:
         case TaskKind.custom:
             return f"custom, {config.factory}"

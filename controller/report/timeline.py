@@ -115,7 +115,7 @@ def find_timeline(records: Sequence[Record], version: int | None = None) -> Time
 
 
 def make_timeline(publish: Record, records: Sequence[Record]) -> Timeline:
-    """What `records` tell of the time in which one version travelled (pure)."""
+    """What `records` say of the time in which one version travelled (pure)."""
     version = int(publish.number("version"))
     of_version = [r for r in records if r.kind == "commit" and r.number("version") == version]
     # An engine that was started again takes the version a second time: the first one counts.

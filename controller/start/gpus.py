@@ -59,7 +59,7 @@ class Devices:
 def choose_devices(
     config: Config, model: ModelSize, num_gpus: int | None, gpu_bytes: int | None
 ) -> Devices:
-    """`num_gpus` None: nobody was asked, so what the run needs counts as there. `gpu_bytes`:
+    """`num_gpus` None: it is not known, so what the run needs counts as there. `gpu_bytes`:
     memory of one GPU, if it is known.
 
     Raises ValueError if the settings ask for more than there is.

@@ -24,7 +24,7 @@ class ModelSize:
     kv_elements: int | None
     """Elements of keys and values that one token adds to the KV cache, over all layers."""
     source: str
-    """Where the numbers come from, as the reader is told."""
+    """Where the numbers come from, in words."""
 
 
 def model_size(config: ModelConfig) -> ModelSize:

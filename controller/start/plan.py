@@ -102,7 +102,7 @@ def make_plan(
     """The plan on a machine or cluster with `num_gpus` GPUs of `gpu_bytes` each and `num_cpus`
     cores.
 
-    `num_gpus` None: nobody was asked (a dry run for a cluster), so what it needs counts as there.
+    `num_gpus` None: it is not known (a dry run for a cluster), so what it needs counts as there.
     Raises ValueError if the GPUs are fewer than the settings ask for.
     """
     model = model_size(config.model)

@@ -150,10 +150,10 @@ def _check_model(config: Config) -> None:
 
 
 def _check_ports(config: Config) -> None:
-    """Whether this machine's servers can listen where they are told to."""
+    """Whether this machine's servers can listen at their addresses."""
     host = config.cluster.host or (LOOPBACK if config.cluster.ray_address is None else None)
     if host is None:
-        return  # the cluster tells it
+        return  # Ray knows it once it runs
     if not _is_free(host, 0):
         raise ValueError(f"cluster.host={host!r}: no interface of this machine has that address")
     wanted = {"run.prometheus_port": (config.run.prometheus_port, 1)}
@@ -207,7 +207,7 @@ def check_shared_memory(config: Config, plan: Plan) -> None:
     folder = next(path for path in (staged, *staged.parents) if path.exists())
     slots = config.weight_sync.num_staged
     size = (plan.model.num_params or 0) * getattr(torch, plan.serving_dtype).itemsize
-    # Sizes that a model's name tells are rounded.
+    # Sizes in a model's name are rounded.
     needed = int(SURE_SHARE * slots * size)
     what = f"{slots} slots of about {size} bytes"
     if str(folder) == DEFAULT_STAGE_DIR:

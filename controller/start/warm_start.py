@@ -56,7 +56,7 @@ def imitate(
         tokens      a b   = b a e +   c   = c b a e
         loss_mask   0 0 0 0 1 1 1 0 0 0 0 0 1 1 1 1
 
-    Raises ValueError if it does not begin with somebody else and end with the assistant.
+    Raises ValueError if it does not begin with another role and end with the assistant.
     """
     if not messages or messages[0].role == "assistant" or messages[-1].role != "assistant":
         raise ValueError(

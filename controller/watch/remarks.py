@@ -11,7 +11,7 @@ from controller.units import format_bytes, format_duration
 
 
 def buffer_remarks(stats: BufferStats) -> list[str]:
-    """A sentence for each thing that somebody may want to do something about."""
+    """A sentence for each thing that may call for action."""
     remarks = (_blocked(stats), _quarantined(stats), _poisonous(stats))
     return [sentence for sentence in remarks if sentence]
 
@@ -37,7 +37,7 @@ def eval_failed_words(record: Record) -> str:
 
 
 def _blocked(stats: BufferStats) -> str:
-    # A push is counted when its wait ends: a full buffer is told before the first one.
+    # A push is counted when its wait ends: a full buffer is reported before the first one.
     full, times = _full(stats), stats.push_blocked
     waited = (
         f"{times} push{'es' if times != 1 else ''} waited {format_duration(stats.push_blocked_s)}"

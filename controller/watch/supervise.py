@@ -118,7 +118,7 @@ def wait_for_all(
     tell: Callable[[str], None],
     stop: StopRequest,
 ) -> dict[str, T]:
-    """Results by process name; `tell` hears each name as it is done.
+    """Results by process name; `tell` gets each name as it is done.
 
     Raises for the first that fails, or is missing at `timeout_s`, and Stopped.
     """

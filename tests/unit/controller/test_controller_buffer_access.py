@@ -74,30 +74,28 @@ def test_a_password_that_the_folder_does_not_keep_is_asked_for(
     assert "set LEASH_REDIS_PASSWORD" in error and "secret" not in error
 
 
-def in_a_process_of_its_own(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+SHOW = """
+import os, sys
+from buffer.redis.address import with_password
+print(*map(with_password, sys.argv[1:]), os.environ.get("LEASH_REDIS_PASSWORD"))
+"""
 
 
 def test_a_password_comes_from_the_environment_and_is_inherited_by_no_process() -> None:
-    show = "import os; from buffer.redis.address import with_password as w; print({}, {})"
-    left = "os.environ.get('LEASH_REDIS_PASSWORD')"
-    for url, full in (
-        ("redis://h:1/0", "redis://:p%40%2F%3Aw@h:1/0"),
-        ("rediss://me@h/0?ssl_certfile=F", "rediss://me:p%40%2F%3Aw@h/0?ssl_certfile=F"),
-        ("redis://me@h:1?password=***", "redis://me:p%40%2F%3Aw@h:1"),
-        ("redis://me:***@h:1", "redis://me:p%40%2F%3Aw@h:1"),
-        ("unix:///run/redis.sock", "unix://:p%40%2F%3Aw@/run/redis.sock"),
-        ("redis://me:own@h:1", "redis://me:own@h:1"),
-    ):
-        code = show.format(f"w({url!r})", left)
-        assert in_a_process_of_its_own(code, LEASH_REDIS_PASSWORD="p@/:w") == f"{full} None"
+    urls = {
+        "redis://h:1/0": "redis://:p%40%2F%3Aw@h:1/0",
+        "rediss://me@h/0?ssl_certfile=F": "rediss://me:p%40%2F%3Aw@h/0?ssl_certfile=F",
+        "redis://me@h:1?password=***": "redis://me:p%40%2F%3Aw@h:1",
+        "redis://me:***@h:1": "redis://me:p%40%2F%3Aw@h:1",
+        "unix:///run/redis.sock": "unix://:p%40%2F%3Aw@/run/redis.sock",
+        "redis://me:own@h:1": "redis://me:own@h:1",
+    }
+    printed = subprocess.check_output(
+        [sys.executable, "-c", SHOW, *urls],
+        text=True,
+        env={**os.environ, "LEASH_REDIS_PASSWORD": "p@/:w"},
+    )
+    assert printed.split() == [*urls.values(), "None"]
 
 
 def test_a_password_comes_from_a_file(tmp_path: Path) -> None:

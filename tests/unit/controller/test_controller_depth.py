@@ -102,7 +102,7 @@ def test_the_watch_of_a_server_that_is_gone_ends_with_a_word(
                 server.stop(5.0)
             return super().write(text)
 
-    with pytest.raises(ConnectionError, match="did not answer within .*: it is gone or busy"):
+    with pytest.raises(ConnectionError, match=r"did not answer within .*: it is gone or busy"):
         print_depth(live_run, watch=True, console=Console(file=StopsServer(), width=200))
 
 

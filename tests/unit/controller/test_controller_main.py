@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import controller.run  # noqa: F401  (or the process that each launch forks imports torch and Ray)
 from controller.main import EXIT_BAD_INPUT, main
 
 BAD_LINE = '{"question": "a", "answer": "#### 1"}\n{"question": 3}\n'
@@ -16,6 +17,7 @@ BAD_LINE = '{"question": "a", "answer": "#### 1"}\n{"question": 3}\n'
         (["bufer.max_staleness=1"], "did you mean buffer.max_staleness?"),
         (["buffer.max_staleness=two"], "expected an integer"),
         (["cluster.gpus_per_rank=1"], "need 3 GPUs, and Ray has 0"),
+        (["cluster.num_gpus=999"], "cluster.num_gpus=999: this machine has "),
         (["task=gsm8k", "task.path=/nowhere.jsonl"], "there is no such file"),
         (["model=pretrained", "model.path=/nowhere/model"], "model.path='/nowhere/model'"),
         (["task.name=spell_bakward"], "did you mean spell_backward?"),

@@ -9,7 +9,8 @@ import pytest
 
 from configs.load import load_config
 from configs.schema import ScratchModelConfig
-from controller.start.preflight import check_inputs, check_plan
+from controller.start.plan import make_plan
+from controller.start.preflight import check_inputs, check_plan, check_shared_memory
 from trainer_pool.model.scratch import build_scratch_model, byte_tokenizer
 
 TOOLS = ("task.chat_template=true", "task.tools=[python]", "task.max_turns=2")
@@ -95,3 +96,30 @@ def test_a_port_that_is_taken_and_a_foreign_address_are_refused_before_the_start
 def test_the_shipped_model_takes_tools_as_it_stands() -> None:
     room = ("rollout.max_prompt_tokens=768", "rollout.max_response_tokens=256")
     assert check_plan(load_config([*TOOLS, *room])) == []
+
+
+HUGE = (
+    "model.scratch.hidden_size=65536",
+    "model.scratch.intermediate_size=262144",
+    "model.scratch.num_layers=2000",
+    "cluster.gpus_per_rank=0",
+)
+
+
+def test_shared_memory_without_room_for_the_staged_weights_is_refused_before_the_start() -> None:
+    config = load_config([*HUGE])
+    with pytest.raises(ValueError, match=r"weight_sync.stage_dir: no room in /dev/shm for 2 slots"):
+        check_inputs(config)
+
+
+def test_a_stage_folder_of_its_own_counts_the_staged_weights_alone(tmp_path: Path) -> None:
+    config = load_config([*HUGE, f"weight_sync.stage_dir={tmp_path}/not/there/yet"])
+    with pytest.raises(
+        ValueError, match=f"no room in {tmp_path} for 2 slots of about [0-9]+ bytes \\("
+    ):
+        check_shared_memory(config, make_plan(config, 0, 2))
+
+
+def test_shared_memory_has_room_for_the_quickstart() -> None:
+    config = load_config([])
+    check_shared_memory(config, make_plan(config, 0, 2))

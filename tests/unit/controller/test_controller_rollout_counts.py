@@ -27,7 +27,7 @@ def test_lengths_are_told_shortest_first_with_the_time_that_a_group_took() -> No
 
 def test_the_summary_tells_what_happened_and_no_more() -> None:
     rows = dict(summary_rows(COUNTERS, 0))
-    assert rows["tokens that nobody could use"] == "2.5%"
+    assert rows["tokens that could not be used"] == "2.5%"
     assert rows["groups stopped in favour of others"] == "3"
     assert rows["groups that the end of the run cut short"] == "5"
     assert "0 given up" in rows["groups whose longest sample had <=1k tokens"]
@@ -38,7 +38,7 @@ def test_the_summary_tells_what_happened_and_no_more() -> None:
 def test_tokens_that_the_buffer_dropped_are_wasted_too() -> None:
     assert wasted_share(COUNTERS, 150) == 0.1
     assert wasted_share(COUNTERS, 9999) == 1.0  # the buffer tells its counts first
-    assert dict(summary_rows(COUNTERS, 150))["tokens that nobody could use"] == "10.0%"
+    assert dict(summary_rows(COUNTERS, 150))["tokens that could not be used"] == "10.0%"
     assert "10.0% of tokens wasted" in panel_line(COUNTERS, 150)
 
 

@@ -76,16 +76,6 @@ def test_an_unknown_run_is_told_with_those_that_exist(tmp_path: Path) -> None:
         RunDir.find(str(tmp_path), "b")
 
 
-def test_temporary_folders_go_with_the_run(tmp_path: Path) -> None:
-    run = RunDir.create(str(tmp_path), "a", "quickstart")
-    temporary = run.make_temporary()
-    (temporary / "below").mkdir()
-    assert os.path.samefile(run.path / "ray", temporary)
-    run.remove_temporary()
-    run.remove_temporary()
-    assert not temporary.exists() and not (run.path / "ray").is_symlink()
-
-
 def test_a_controller_on_another_machine_is_believed_by_its_record(tmp_path: Path) -> None:
     """Process ids of another machine say nothing here."""
     run = RunDir.create(str(tmp_path), "a", "quickstart")
@@ -159,14 +149,15 @@ def test_unknown_group_is_refused_with_the_fix(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def test_temporary_folder_is_private_and_noted_in_the_run(tmp_path: Path) -> None:
+def test_temporary_folder_is_private_noted_in_the_run_and_goes_with_it(tmp_path: Path) -> None:
     run = RunDir.create(str(tmp_path), "a", "quickstart")
     temporary = run.make_temporary()
-    try:
-        assert mode(temporary) == oct(0o700) and run.temporary == temporary
-        # The longest of Ray's socket paths below it, with a seven-digit process id.
-        sockets = "ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-        assert len(str(temporary / sockets)) <= 107
-    finally:
-        run.remove_temporary()
-    assert not temporary.exists()
+    (temporary / "below").mkdir()
+    assert mode(temporary) == oct(0o700) and run.temporary == temporary
+    assert os.path.samefile(run.path / "ray", temporary)
+    # The longest of Ray's socket paths below it, with a seven-digit process id.
+    sockets = "ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+    assert len(str(temporary / sockets)) <= 107
+    run.remove_temporary()
+    run.remove_temporary()
+    assert not temporary.exists() and not (run.path / "ray").is_symlink()
