@@ -16,6 +16,7 @@ from buffer.results import BufferStats, Lease
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig
 from controller.metrics.records import Record
+from controller.report.state import buffer_values
 
 STATS = BufferStats(
     pushed=2260,
@@ -174,6 +175,24 @@ def weights_records(version: int, at: float, mode: str = "full") -> list[Record]
 def eval_record(version: int, t: float, accuracy: float) -> Record:
     values = {"version_min": version, "version_max": version, "accuracy": accuracy}
     return Record(t=t, kind="eval", values={**values, "num_prompts": 64, "seconds": 0.8})
+
+
+def run_records(num_steps: int = 20) -> list[Record]:
+    """What a run records that learns, with two evaluations and a receiver that was left out."""
+    records = [eval_record(0, 999.0, 0.31)]
+    for step in range(num_steps):
+        t = 1000.0 + step
+        waits = {("trainer", "rollout"): step * 0.25}
+        records.append(step_record(step, t, reward=step / 20))
+        values = buffer_values(
+            replace(STATS, running=step % 5), waits, {"tokens_generated": step * 100}
+        )
+        records.append(Record(t=t, kind="buffer", values=values))
+        records += weights_records(step + 1, t, mode="delta" if step % 2 else "full")
+    records.append(eval_record(num_steps, 1020.0, 0.92))
+    records.append(commit_record("engine-1", num_steps, 1021.0, pause_s=0.7))
+    records.append(event_record("excluded", "receiver-0"))
+    return records
 
 
 def small_group(group_id: str, version: int = 0, num_tokens: int = 8) -> TrajectoryGroup:

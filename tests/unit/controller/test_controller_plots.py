@@ -10,8 +10,8 @@ from controller_samples import (
     commit_record,
     eval_record,
     publish_record,
+    run_records,
     step_record,
-    weights_records,
 )
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -24,15 +24,6 @@ from controller.report.state import buffer_values
 def buffer_record(t: float, ready: int, leased: int = 0) -> Record:
     stats = replace(STATS, running=0, ready=ready, leased=leased)
     return Record(t=t, kind="buffer", values=buffer_values(stats, {}, {}))
-
-
-def run_records(num_steps: int) -> list[Record]:
-    records = [eval_record(0, 999.0, 0.31)]
-    for step in range(num_steps):
-        t = 1000.0 + step
-        records += [step_record(step, t, reward=step / num_steps), buffer_record(t, ready=step)]
-        records += weights_records(step + 1, t)
-    return [*records, eval_record(num_steps, 1000.0 + num_steps, 0.92)]
 
 
 def drawn(records: list[Record]) -> dict[str, Figure]:
@@ -127,7 +118,7 @@ def test_shares_of_time_say_what_they_are_shares_of() -> None:
 def test_evaluation_is_drawn_over_the_versions_that_answered() -> None:
     records = run_records(8)
     middle = eval_record(2, 1004.0, 0.5)
-    records.insert(-1, replace(middle, values={**middle.values, "version_max": 6}))
+    records.insert(1, replace(middle, values={**middle.values, "version_max": 6}))
     axes = drawn(records)["learning_by_step.png"].axes[0]
     bars = [tuple(x for x, _ in bar) for bar in axes.collections[0].get_segments()]
     assert bars[1] == (2, 6)

@@ -7,14 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from controller_samples import (
-    STATS,
-    commit_record,
-    eval_record,
-    event_record,
-    step_record,
-    weights_records,
-)
+from controller_samples import STATS, run_records, step_record
 
 from buffer.results import BufferStats
 from configs.load import load_config
@@ -48,23 +41,6 @@ REQUIRED = {
     "tokens_generated",
     "tokens_trained",
 }
-
-
-def run_records(num_steps: int = 20) -> list[Record]:
-    records = [eval_record(0, 999.0, 0.31)]
-    for step in range(num_steps):
-        t = 1000.0 + step
-        waits = {("trainer", "rollout"): step * 0.25}
-        records.append(step_record(step, t, reward=step / 20))
-        values = buffer_values(
-            replace(STATS, running=step % 5), waits, {"tokens_generated": step * 100}
-        )
-        records.append(Record(t=t, kind="buffer", values=values))
-        records += weights_records(step + 1, t, mode="delta" if step % 2 else "full")
-    records.append(eval_record(num_steps, 1020.0, 0.92))
-    records.append(commit_record("engine-1", num_steps, 1021.0, pause_s=0.7))
-    records.append(event_record("excluded", "receiver-0"))
-    return records
 
 
 def result_of(records: list[Record], stats: BufferStats = STATS) -> RunResult:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,12 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from buffer.loop_thread import LoopThread
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from buffer.wire.codec import encode_group
 from configs.schema import ScratchModelConfig
 from trainer_pool.model.scratch import build_scratch_model
-from weight_sync.receiver.client import ReceiverClient
+from weight_sync.receiver.client import ReceiverClient, StagedVersion
 from weight_sync.receiver.process import ReceiverProcess
 from weight_sync.types import ReceiverSpec
 
@@ -146,13 +146,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+Staged = Callable[[], StagedVersion | None]
+"""The newest version at the receiver that two ranks publish to."""
+
+
+@pytest.fixture(scope="module")
+def staged(folder: Path) -> Iterator[Staged]:
+    spec = ReceiverSpec(
+        name="node-0",
+        host="127.0.0.1",
+        folder=str(folder / "staged"),
+        num_slots=2,
+        num_buffers=2,
+        timeout_s=30.0,
+        min_bandwidth=50e6,
+        key="a-key",
+    )
+    loop = LoopThread("receiver")
+    receiver = ReceiverProcess(spec, folder / "receiver.log")
+    info = loop.run(receiver.start())
+    client = ReceiverClient("node-0", info.url, "a-key")
+    (folder / "receivers.json").write_text(json.dumps({"node-0": info.url}))
+    yield lambda: loop.run(client.newest(-1, timeout_s=10.0))
+    loop.stop(client.close(), receiver.stop())
+
+
 @pytest.fixture(scope="module")
 def one_rank(ranks: Ranks) -> Outcome:
     return ranks.run("whole_run", 1)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(ranks: Ranks) -> Outcome:
+def two_ranks(ranks: Ranks, staged: Staged) -> Outcome:
     return ranks.run("whole_run", 2)
 
 
@@ -258,34 +283,15 @@ def test_step_without_any_gradient_changes_nothing_and_is_counted(
         assert outcome.results["changed_without_gradient"] == []
 
 
-async def test_what_two_ranks_publish_is_what_they_export_cast_to_the_serving_dtype(
-    folder: Path, ranks: Ranks
+def test_what_two_ranks_publish_is_what_they_export_cast_to_the_serving_dtype(
+    two_ranks: Outcome, staged: Staged
 ) -> None:
-    spec = ReceiverSpec(
-        name="node-0",
-        host="127.0.0.1",
-        folder=str(folder / "staged"),
-        num_slots=2,
-        num_buffers=2,
-        timeout_s=30.0,
-        min_bandwidth=50e6,
-        key="a-key",
-    )
-    receiver = ReceiverProcess(spec, folder / "receiver.log")
-    info = await receiver.start()
-    client = ReceiverClient("node-0", info.url, "a-key")
-    try:
-        (folder / "receivers.json").write_text(json.dumps({"node-0": info.url}))
-        outcome = await asyncio.to_thread(ranks.run, "publish", 2)
-        staged = await client.newest(-1, timeout_s=10.0)
-        assert staged is not None and staged.version == NUM_STEPS
-        found = load_file(Path(staged.path) / "model.safetensors")
-    finally:
-        await client.close()
-        await receiver.stop()
-    assert outcome.results["published"][-1] == NUM_STEPS
+    newest = staged()
+    assert newest is not None and newest.version == NUM_STEPS
+    assert two_ranks.results["published"][-1] == NUM_STEPS
+    found = load_file(Path(newest.path) / "model.safetensors")
     # The output head is tied to the embedding: it is not among them.
-    assert len(found) == outcome.results["num_tensors"] == len(outcome.weights)
+    assert len(found) == two_ranks.results["num_tensors"] == len(two_ranks.weights)
     assert "lm_head.weight" not in found and "model.embed_tokens.weight" in found
-    for name, weights in outcome.weights.items():
+    for name, weights in two_ranks.weights.items():
         assert torch.equal(found[name], torch.from_numpy(weights).to(torch.bfloat16)), name

@@ -4,8 +4,8 @@
 
 For each line "SCENARIO NUM_RANKS" of its input it forks that many ranks and prints their exit
 codes; torch, DeepSpeed and what these load at first use are imported once for all of them. `FOLDER`
-holds the model and the batches of all ranks, and in `receivers.json` who is published to; results
-go to `FOLDER/SCENARIO-NUM_RANKS`.
+holds the model, the batches of all ranks and, in `receivers.json`, the receiver of two ranks;
+results go to `FOLDER/SCENARIO-NUM_RANKS`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,10 @@ class Scenario:
         self.checkpoint = folder / f"checkpoint-{ranks.num_ranks}"
 
     def whole_run(self) -> None:
-        self.train(0, NUM_STEPS)
+        if self.ranks.num_ranks == 1:
+            self.train(0, NUM_STEPS)
+        else:
+            self.train_and_publish()
         self.write()
         self.step_without_gradient()
         self.warm_start()
@@ -129,7 +132,7 @@ class Scenario:
         except ValueError as error:
             self.results["refusal"] = str(error)
 
-    def publish(self) -> None:
+    def train_and_publish(self) -> None:
         """Every step's weights as bfloat16, in full and as deltas; waits for the last one only."""
         board = NoticeBoard(json.loads((self.folder / "receivers.json").read_text()))
 
@@ -149,18 +152,24 @@ class Scenario:
         )
         weights.publish(0, self.engine.shards())
         weights.wait_committed(0, 60.0)
-        for step in range(NUM_STEPS):
-            self.train(step, step + 1, weights.guard)
-            weights.publish(step + 1, self.engine.shards())
+        self.train(
+            0,
+            NUM_STEPS,
+            weights.guard,
+            lambda version: weights.publish(version, self.engine.shards()),
+        )
         weights.wait_committed(NUM_STEPS, 60.0)
         self.results["num_tensors"] = len(self.engine.layout("bfloat16").tensors)
         self.results["published"] = board.published
-        self.write()
         self.ranks.barrier()
         weights.close()
 
     def train(
-        self, first: int, last: int, before_update: Callable[[], None] = lambda: None
+        self,
+        first: int,
+        last: int,
+        before_update: Callable[[], None] = lambda: None,
+        after_step: Callable[[int], object] = lambda version: None,
     ) -> None:
         steps = []
         calls: list[str] = []
@@ -189,6 +198,7 @@ class Scenario:
             steps.append(stats.record())
             if step + 1 == SAVE_AFTER:
                 self.engine.save(self.checkpoint)
+            after_step(step + 1)
         self.results["steps"] = steps
         self.results["calls"] = calls
 
@@ -247,12 +257,7 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
     engine = Zero3Engine(str(folder / "model"), config_for(num_ranks), address)
     output = folder / f"{name}-{num_ranks}"
     scenario = Scenario(folder, output, engine, ranks)
-    scenarios = {
-        "whole_run": scenario.whole_run,
-        "resume": scenario.resume,
-        "publish": scenario.publish,
-    }
-    scenarios[name]()
+    {"whole_run": scenario.whole_run, "resume": scenario.resume}[name]()
     if rank == 0:
         (output / "results.json").write_text(json.dumps(scenario.results))
     ranks.barrier()
