@@ -90,9 +90,8 @@ class RunResult:
     def as_json(self, indent: int | None = None) -> str:
         """One flat object; a number that was not measured is null."""
         fields = asdict(self)
-        return json.dumps(
-            _rounded({**fields, **fields.pop("weights")}), allow_nan=False, indent=indent
-        )
+        fields |= fields.pop("weights")
+        return json.dumps(_rounded(fields), allow_nan=False, indent=indent)
 
 
 def result_line(result: RunResult) -> str:
