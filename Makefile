@@ -20,7 +20,7 @@ BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock check-lock launch dry-run status stop report tune timeline depth trace show quarantine buffer-dump buffer-load \
-	test test-fast soak bench bench-weights bench-rollout lint format typecheck docs clean
+	test test-unit test-machine test-servers test-fast soak bench bench-weights bench-rollout lint format typecheck docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -74,11 +74,18 @@ buffer-load: install ## read them from a file: make buffer-load FILE=path [RUN=n
 	@$(LEASH) buffer-load $(BUFFER_FLAG) $(if $(FILE),'$(FILE)')
 
 # A file's tests stay in one worker, so that it starts what they share once.
-PARALLEL := tests/unit -n 2 --dist loadfile
+# One worker more than the two cores that they are for: a third of the time is spent in waits.
+PARALLEL := tests/unit -n 3 --dist loadfile
 
-test: install ## all tests, those with real servers too: most unit tests in parallel, then the rest
+test: test-unit test-machine test-servers ## all tests, those with real servers too
+
+test-unit: install
 	@$(PYTHON_BIN) -m pytest $(PARALLEL) -m "not machine" --durations=20
+
+test-machine: install
 	@$(PYTHON_BIN) -m pytest $$(grep -rl --include='*.py' 'mark\.machine' tests/unit) -m machine
+
+test-servers: install
 	@$(PYTHON_BIN) -m pytest tests --ignore=tests/unit --durations=40
 
 test-fast: install ## unit tests alone
