@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from benchmarks.groups import GroupMaker
 from benchmarks.leash_rate import open_buffer
 from benchmarks.team import Team
-from buffer.replay_buffer import ReplayBuffer
+from buffer.connect import Buffer
 from configs.choices import OnStale
 from configs.schema import BufferConfig
 
@@ -72,7 +72,7 @@ def fill(url: str, run: str, num_groups: int) -> float:
 class _Probe:
     """Pushes a batch and takes it out again, so that the depth stays."""
 
-    def __init__(self, buffer: ReplayBuffer) -> None:
+    def __init__(self, buffer: Buffer) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self._buffer = buffer
         self._maker = GroupMaker(_TOKENS, size=1)

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from benchmarks.groups import GroupMaker
 from benchmarks.leash_rate import open_buffer
-from buffer.replay_buffer import ReplayBuffer
+from buffer.connect import Buffer
 from configs.schema import BufferConfig
 
 _AT_ONCE = 32
@@ -57,7 +57,7 @@ async def footprint(url: str, num_groups: int, num_tokens: int, size: int) -> Fo
     return footprint
 
 
-async def _push_all(buffer: ReplayBuffer, maker: GroupMaker, num_groups: int) -> None:
+async def _push_all(buffer: Buffer, maker: GroupMaker, num_groups: int) -> None:
     numbers = iter(range(num_groups))
 
     async def one_after_the_other() -> None:

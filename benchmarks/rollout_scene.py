@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.rollout_work import Job, Lengths, LimitedCompleter, Tally, WorkSize
+from buffer.connect import Buffer, connect_buffer
 from buffer.redis.server import EmbeddedServer
-from buffer.replay_buffer import ReplayBuffer
 from buffer.results import Lease
 from buffer.run_state import RunState
 from configs.choices import OnStale, PauseMode, TaskKind
@@ -129,7 +129,7 @@ class _LimitedParts(WorkerParts):
         return super()._make_source(LimitedCompleter(sampler, self.lengths), chat)  # type: ignore[arg-type]
 
 
-def _admit_no_more_than(num_jobs: int, worker: RolloutWorker, buffer: ReplayBuffer) -> None:
+def _admit_no_more_than(num_jobs: int, worker: RolloutWorker, buffer: Buffer) -> None:
     """The worker starts no new group once all jobs have begun, so that the work has an end."""
     admit = worker._admit
 
@@ -148,7 +148,7 @@ class Pool:
     """One worker with its buffer, ready to run."""
 
     parts: WorkerParts
-    buffer: ReplayBuffer
+    buffer: Buffer
     state: RunState
     consumer: Consumer
 
@@ -158,7 +158,7 @@ class Consumer:
 
     def __init__(
         self,
-        buffer: ReplayBuffer,
+        buffer: Buffer,
         state: RunState,
         commit: Callable[[], object] | None,
         batch_groups: int,
@@ -226,7 +226,7 @@ async def pool_at(
         work = Path(closing.enter_context(tempfile.TemporaryDirectory(dir=folder)))
         server = EmbeddedServer.start(work / "redis", settings, "127.0.0.1", work / "redis.log")
         closing.callback(server.stop, 10.0)
-        buffer = await ReplayBuffer.connect(server.url, name, settings)
+        buffer = await connect_buffer(server.url, name, settings)
         closing.push_async_callback(buffer.close)
         await buffer.open(settings, size.batch_groups)
         state = await RunState.connect(server.url, name, settings)

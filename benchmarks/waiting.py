@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from benchmarks.groups import GroupMaker
 from benchmarks.leash_rate import open_buffer
-from buffer.replay_buffer import ReplayBuffer
+from buffer.connect import Buffer
 from configs.schema import BufferConfig
 
 _STEP = 4
@@ -34,7 +34,7 @@ class WakeUp:
 class _Stage:
     """One trainer and one producer, each with a buffer object of its own."""
 
-    def __init__(self, trainer: ReplayBuffer, producer: ReplayBuffer) -> None:
+    def __init__(self, trainer: Buffer, producer: Buffer) -> None:
         self.trainer, self.producer = trainer, producer
         self.step = 0
         self.maker = GroupMaker(8, size=1)

@@ -40,8 +40,8 @@ from benchmarks.weights_engines import (
 )
 from benchmarks.weights_model import SharedWeights, views_of
 from benchmarks.weights_trainer import Moved, Trainer, TrainerSpec
+from buffer.connect import connect_buffer
 from buffer.redis.server import EmbeddedServer
-from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from configs.choices import CommitStrategy
 from configs.schema import BufferConfig, WeightSyncConfig
@@ -238,7 +238,7 @@ class Fleet:
             settings = BufferConfig()
             redis = EmbeddedServer.start(folder, settings, "127.0.0.1", folder / "redis.log")
             stack.callback(redis.stop, timeout_s=10)
-            buffer = await ReplayBuffer.connect(redis.url, _RUN, settings)
+            buffer = await connect_buffer(redis.url, _RUN, settings)
             await buffer.open(settings, 4)
             await buffer.close()
             state = await RunState.connect(redis.url, _RUN, settings)

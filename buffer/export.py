@@ -45,8 +45,8 @@ from buffer.redis.client import DamagedRunError
 from buffer.redis.keys import Keys
 from buffer.redis.replies import number, readable, setting_number
 from buffer.redis.scripts import RunNotOpenError
-from buffer.replay_buffer import ReplayBuffer
-from buffer.shards import shard_of
+from buffer.roles import WorkerBuffer
+from buffer.sharded import shard_of
 from buffer.staleness import renumber
 from buffer.types import TrajectoryGroup
 from buffer.wire.chunks import MAX_CHUNKS, join_payload, num_chunks
@@ -383,7 +383,7 @@ async def dump_buffer(redis: Redis, run: str, path: Path) -> DumpReport:
 
 
 async def load_buffer(
-    buffer: ReplayBuffer, path: Path, *, include_consumed: bool = False
+    buffer: WorkerBuffer, path: Path, *, include_consumed: bool = False
 ) -> LoadReport:
     """Pushes the ready and leased groups of a dump into a run that is open; both become ready.
 

@@ -8,35 +8,39 @@
                        +----+------------------+----> dropped:REASON   stale, lineage, full, ...
                                                '----> quarantined      leased too often, unreadable
 
-Each verb is one atomic script a shard, bounded in work and idempotent: after a lost reply, a
-timeout or a crash, send it again. Between any two of them
+Each verb is one atomic script, bounded in work and idempotent: after a lost reply, a timeout or a
+crash, send it again. Between any two of them
 
     pushed = acked + consumed + dropped + quarantined + ready + leased
-
-With `shards` > 1 the groups are spread over complete buffers, each with its part of every limit.
-The first is home: it keeps which groups a step's batch has, and is told last of what must hold in
-all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
-from collections.abc import Collection, Mapping
-from typing import cast
-from zlib import crc32
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from time import monotonic
+from typing import Any, NamedTuple, cast
 
-from buffer.durability import PushKeeper
+from buffer.durability import Durability
 from buffer.errors import BufferFullError, NotOwnerError
-from buffer.lease import BatchFormer, LeaseRequest, Leasing, OneShardFormer
-from buffer.push import Pusher
-from buffer.quarantine import PromptQuarantine
-from buffer.reconcile import take_over
-from buffer.redis.client import BufferConnectionError, BufferRedis
-from buffer.redis.connection import connect
+from buffer.lease import (
+    BatchNotReady,
+    Formed,
+    LeaseRequest,
+    Payload,
+    new_token,
+    renew_until_lost,
+)
+from buffer.push import PendingPush, PushReply, Space
+from buffer.redis.batching import Batcher, Message
+from buffer.redis.client import BufferRedis, DamagedRunError
 from buffer.redis.keys import Keys, check_group_id
-from buffer.redis.replies import readable, setting_number
+from buffer.redis.payloads import Allocate, Blocks
+from buffer.redis.replies import number, readable, setting_number, texts
+from buffer.redis.scripts import Argument, Scripts
 from buffer.redis.settings import initial_settings
 from buffer.redis.wakeups import Deadline, WakeStreams
 from buffer.results import (
@@ -47,20 +51,45 @@ from buffer.results import (
     Lease,
     PushResult,
     QuarantinedGroup,
+    QuarantinedPrompt,
     Reconciled,
-    sum_stats,
+    parse_events,
+    parse_stats,
+    quarantined_prompt,
+    read_prompt,
+    write_prompt,
 )
-from buffer.shard import Admitted, Shard
-from buffer.sharded_lease import ShardedFormer
-from buffer.shards import ShardSet, id_in_shard, shard_of
 from buffer.types import PromptRef, Rerun, TrajectoryGroup
+from buffer.wire.chunks import join_payload, num_chunks
 from configs.schema import BufferConfig
 
-__all__ = ["BufferFullError", "BufferStats", "Lease", "NotOwnerError", "PushResult", "ReplayBuffer"]
+BOUND = 32
+"""Groups that one call of a script may move: far below 10 ms, also at a busy server."""
+_MAX_IDS = 128
+"""Ids that one call of a script may be given."""
+_EVENTS_AT_ONCE = 500
+_ORPHAN_EXPIRY_MS = 600_000
+"""A payload whose push never committed disappears by itself."""
+
+
+class NoRoom(NamedTuple):
+    """No credit for a group now."""
+
+    last_wake: str
+    """Entry of wake:room to wait behind."""
+    in_use: int
+    limit: int
 
 
 class ReplayBuffer:
-    """One run's buffer as one process sees it. Made in, and used from, one event loop."""
+    """One run's buffer as one process sees it. Made in, and used from, one event loop.
+
+    buffer = await connect_buffer(url, run, settings)
+    admission = await buffer.admit("group-1", timeout_s=60)         # a worker
+    await buffer.push(group)
+    lease = await buffer.lease(step=1, version=0, ...)              # a trainer rank
+    await buffer.consume(lease, lease.group_ids)
+    """
 
     def __init__(
         self,
@@ -68,44 +97,28 @@ class ReplayBuffer:
         run: str,
         *,
         lease_timeout_s: float,
-        shards: int = 1,
         wait_timeout_s: float = 600.0,
         compress: bool = False,
+        shard: int = 0,
     ) -> None:
         """`redis` comes from `connect`; `close` closes its connections too.
 
-        `shards` must be what the run was opened with. `wait_timeout_s` is for pushes that do not
-        name their own.
+        `wait_timeout_s` is for pushes that do not name their own. `shard` is the hash tag that the
+        buffer lives at.
         """
+        self.keys = Keys(run, shard)
         self._redis = redis
+        self._scripts = Scripts(redis, self.keys)
         self._wake = WakeStreams(redis)
-        keys = [Keys(run, shard) for shard in range(shards)]
-        self._shards = ShardSet([Shard(redis, k) for k in keys])
-        self._pushers = [
-            Pusher(shard, PushKeeper(redis, k("marker")), self._wake)
-            for shard, k in zip(self._shards, keys, strict=True)
-        ]
-        former: BatchFormer = (
-            ShardedFormer(self._shards) if shards > 1 else OneShardFormer(self._shards.home)
-        )
-        self._leasing = Leasing(self._shards, former, self._wake)
-        self.prompt_quarantine = PromptQuarantine(self._shards)
+        self._pushes = Batcher(partial(self._scripts.exchange, "rollout/push_groups", (BOUND,)))
+        self._durability = Durability(redis, self.keys("marker"), self._wake)
+        self._line = asyncio.Lock()
+        """Held by the one blocked push that waits for room; the others wait for it, in order."""
+        self._blocks = Blocks()
         self._lease_ms = int(1000 * lease_timeout_s)
         self._wait_timeout_s = wait_timeout_s
         self._compress = compress
         self._lineage = ""
-
-    @classmethod
-    async def connect(cls, url: str, run: str, settings: BufferConfig) -> ReplayBuffer:
-        """A buffer with connections of its own to `url`. Raises BufferConnectionError."""
-        return cls(
-            await connect(url, tls_ca_file=settings.tls_ca_file),
-            run,
-            lease_timeout_s=settings.lease_timeout_s,
-            shards=settings.shards,
-            wait_timeout_s=settings.wait_timeout_s,
-            compress=settings.compress,
-        )
 
     async def open(
         self, settings: BufferConfig, groups_per_step: int, oversampling: float = 1.0
@@ -117,23 +130,21 @@ class ReplayBuffer:
         Raises ValueError if they could never work: no room for one batch, or other shards than the
         run has.
         """
-        num_shards = len(self._shards)
-        there = await self._setting("num_shards")
-        if settings.shards != num_shards or (there is not None and there != num_shards):
-            raise ValueError(
-                f"buffer.shards={settings.shards}: this ReplayBuffer has {num_shards}, and the run "
-                f"in Redis {there or 'none yet'}; a run keeps the number that it began with"
-            )
-        capacity = settings.capacity_groups
-        if capacity is not None and capacity < groups_per_step:
-            raise ValueError(
-                f"buffer.capacity_groups={capacity}: a batch of trainer.groups_per_step="
-                f"{groups_per_step} would never fit; make it at least that"
-            )
-        for number, shard in reversed(list(enumerate(self._shards))):  # home last: then all is open
-            await shard.open(
-                initial_settings(settings, groups_per_step, number, num_shards, oversampling)
-            )
+        check_settings(settings, groups_per_step, 1, await self.setting("num_shards"))
+        await self._create(settings, groups_per_step, oversampling)
+
+    async def _create(
+        self, settings: BufferConfig, groups_per_step: int, oversampling: float
+    ) -> None:
+        await self._scripts.load()  # for those who may not: all but the controller's user
+        initial = initial_settings(
+            settings, groups_per_step, self.keys.shard, settings.shards, oversampling
+        )
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for name, value in initial.items():
+                pipe.hsetnx(self.keys("settings"), name, value)
+            await pipe.execute()
+        await self._scripts.run("run_state/note_server")
 
     # Rollout side ----------------------------------------------------------------------------
 
@@ -145,28 +156,23 @@ class ReplayBuffer:
         how full the buffer is.
         """
         check_group_id(group_id)
-        deadline, num_shards = Deadline(timeout_s), len(self._shards)
-        # Where to begin: the same for a retry, and all shards in turn for many ids.
-        first = crc32(group_id.encode())
-        while True:
-            seen, in_use, limit = dict[str, str](), 0, 0
-            for k in (number % num_shards for number in range(first, first + num_shards)):
-                name = id_in_shard(group_id, k, num_shards)
-                try:
-                    reply = await self._shards[k].admit(name, self._lease_ms)
-                except asyncio.CancelledError:  # the caller does not know this name
-                    await asyncio.shield(self._shards[k].abandon(name, "stopped"))
-                    raise
-                if isinstance(reply, Admitted):
-                    return Admission(name, reply.version)
-                seen[self._shards[k].keys.wake("room")] = reply.last_wake
-                in_use, limit = in_use + reply.in_use, limit + reply.limit
+        deadline = Deadline(timeout_s)
+        while isinstance(reply := await self.try_admit(group_id), NoRoom):
             if not deadline.left_s:
-                raise TimeoutError(
-                    f"no room for group {group_id} within {timeout_s:g} s: {in_use} groups are "
-                    f"running, ready or leased and {limit} may be; the trainer consumed none"
-                )
-            await self._wake.wait(seen, deadline.left_s)
+                raise no_room(group_id, timeout_s, reply.in_use, reply.limit)
+            await self._wake.wait({self.keys.wake("room"): reply.last_wake}, deadline.left_s)
+        return reply
+
+    async def try_admit(self, group_id: str) -> Admission | NoRoom:
+        """A credit for the group, if there is room now; a second call for it renews the credit."""
+        try:
+            reply = await self._scripts.run("rollout/admit_group", group_id, self._lease_ms)
+        except asyncio.CancelledError:  # the caller does not know whether it has a credit
+            await asyncio.shield(self.abandon(group_id, "stopped"))
+            raise
+        if reply[0] == b"admitted":
+            return Admission(group_id, int(reply[1]))
+        return NoRoom(reply[1].decode(), int(reply[2]), int(reply[3]))
 
     async def begin(self, group_id: str, prompt: PromptRef, worker: int, position: int) -> bool:
         """Notes, in one step, which prompt an admitted group runs and how far its worker is.
@@ -176,7 +182,8 @@ class ReplayBuffer:
         time that this happens to a prompt it is put into quarantine. False, with nothing noted, if
         the group is not running.
         """
-        return await self._shards.of(group_id).begin(group_id, prompt, worker, position)
+        arguments = (group_id, write_prompt(prompt), worker, position)
+        return bool(await self._scripts.run("rollout/begin_group", *arguments))
 
     async def fail(self, group_id: str, prompt: PromptRef, max_failures: int) -> Failure | None:
         """Ends a running group that could not be completed; its prompt runs again.
@@ -184,20 +191,30 @@ class ReplayBuffer:
         At `max_failures` of one prompt, by whichever worker, it goes to quarantine instead. None,
         with nothing changed, if the group was not running.
         """
-        return await self._shards.of(group_id).fail(group_id, prompt, max_failures)
+        reply = await self._scripts.run(
+            "rollout/fail_group", group_id, write_prompt(prompt), max_failures
+        )
+        if reply is None:
+            return None
+        return Failure(num_failures=int(reply[0]), is_quarantined=bool(reply[1]))
 
     async def reclaim(self, worker: int) -> int:
         """Ends all groups that a worker ran in an earlier life; how many. Their prompts run again.
 
         They are those whose ids begin with "<worker>-": call it before the worker admits any.
         """
-        return sum(await self._shards.each(lambda shard: shard.reclaim(f"{worker}-")))
+        cursor, total = "0", 0
+        while True:
+            reply = await self._scripts.run(
+                "rollout/reclaim_worker", f"{worker}-", cursor, _MAX_IDS, self._lease_ms
+            )
+            cursor, total = reply[0].decode(), total + int(reply[1])
+            if cursor == "0":
+                return total
 
     async def renew_credits(self, group_ids: Collection[str]) -> int:
         """Keeps the credits of a worker's running groups; returns how many are still its own."""
-        return await self._shards.sum(
-            group_ids, lambda shard, ids: shard.renew_credits(ids, self._lease_ms)
-        )
+        return await self._sum("rollout/renew_credits", (self._lease_ms,), list(group_ids))
 
     async def abandon(
         self,
@@ -212,23 +229,77 @@ class ReplayBuffer:
         is a duplicate. False if the group was not running: its push had arrived, or it had lost its
         credit.
         """
-        return await self._shards.of(group_id).abandon(group_id, reason, rerun, prompt)
+        assert (prompt is None) == (rerun is Rerun.never), "name the prompt that is to run again"
+        text = "" if prompt is None else write_prompt(prompt)
+        arguments = (group_id, reason, rerun.value, text)
+        return bool(await self._scripts.run("rollout/abandon_group", *arguments))
 
     async def push(self, group: TrajectoryGroup, timeout_s: float | None = None) -> PushResult:
-        """Hands a finished group over, and keeps it until the server has it on disk.
+        """Hands a finished group over.
 
         While the buffer is full it waits (on_full=block; TimeoutError after `timeout_s` tells what
         is full), drops the stalest ready groups, or raises BufferFullError. Raises ValueError if
         the group cannot be encoded, or is larger than all the room there is.
         """
-        pusher = self._pushers[shard_of(group.group_id, len(self._shards))]
-        timeout_s = self._wait_timeout_s if timeout_s is None else timeout_s
-        return await pusher.push(group, timeout_s, compress=self._compress)
+        pending = PendingPush(group, self._compress)
+        deadline = Deadline(self._wait_timeout_s if timeout_s is None else timeout_s)
+        if not self._line.locked():
+            reply = await self._send(pending, blocked_ms=0)
+            if reply.word != "full":
+                return PushResult(reply.word)
+            if reply.on_full == "error":
+                raise BufferFullError(pending.full(reply))
+        # A payload is large: one that was refused is sent again only when there is room, and only
+        # by the first in line, so that a hundred blocked groups do not race for the place of one.
+        blocked_at = monotonic()
+        try:
+            async with asyncio.timeout(deadline.left_s):
+                await self._line.acquire()
+        except TimeoutError:
+            raise pending.timeout(deadline, await self._space(pending.num_bytes)) from None
+        try:
+            while True:
+                self._wake.check_open()  # the one before in line may have ended by `close`
+                while not (space := await self._space(pending.num_bytes)).has_room:
+                    if not deadline.left_s:
+                        raise pending.timeout(deadline, space)
+                    seen = {self.keys.wake("room"): space.last_wake}
+                    await self._wake.wait(seen, deadline.left_s)
+                blocked_ms = int(1000 * (monotonic() - blocked_at))
+                reply = await self._send(pending, max(1, blocked_ms))
+                if reply.word != "full":  # else another process was faster
+                    return PushResult(reply.word)
+        finally:
+            self._line.release()
+
+    async def _send(self, pending: PendingPush, blocked_ms: int) -> PushReply:
+        """Payload and commit in one round trip, which other pushes of this process share."""
+
+        def message(allocate: Allocate) -> Message:
+            values = pending.encode(self.keys.payload(pending.group_id), allocate)
+            arguments = (*pending.arguments, len(values) - 1, blocked_ms)
+            return self._scripts.after_sets(values, _ORPHAN_EXPIRY_MS, *arguments)
+
+        await self._durability.note_server()
+        while True:
+            reply = PushReply.parse(await self._pushes.send(message, pending.memory_bytes))
+            if reply.word == "too_large":
+                raise ValueError(pending.too_large(reply))
+            if reply.word not in ("missing", "again"):
+                return reply
+
+    async def _space(self, num_bytes: int) -> Space:
+        """Whether a push of so many bytes would find room now."""
+        reply = await self._scripts.run("rollout/check_room", num_bytes)
+        return Space(bool(reply[0]), reply[1].decode(), int(reply[2]), int(reply[3]))
 
     async def flush(self, timeout_s: float) -> bool:
-        """Waits until all that this object pushed is on disk; whether it came so far in time."""
-        deadline = Deadline(timeout_s)
-        return all([await pusher.flush(deadline.left_s) for pusher in self._pushers])
+        """Waits until all that this object pushed is on disk, and at a replica where one is.
+
+        False if it did not come so far in time, or if the server was restarted since: groups that
+        it lost are running again, and so will their prompts.
+        """
+        return await self._durability.flush(timeout_s)
 
     async def take_retry(self, group_id: str | None = None) -> PromptRef | None:
         """A prompt to run again before the stream's next one, if there is any.
@@ -236,14 +307,9 @@ class ReplayBuffer:
         With a running group it is one of the group's shard, and in the same step the group's own,
         as if by `begin`: a worker that dies then loses nothing.
         """
-        if group_id is not None:
-            return await self._shards.of(group_id).take_retry("", group_id)
-        token = secrets.token_hex(8)
-        for shard in self._shards:
-            prompt = await shard.take_retry(token)
-            if prompt is not None:
-                return prompt
-        return None
+        token = secrets.token_hex(8) if group_id is None else ""
+        reply = await self._scripts.run("rollout/take_retry", token, group_id or "")
+        return None if reply is None else read_prompt(readable(reply))
 
     # Trainer side ----------------------------------------------------------------------------
 
@@ -269,13 +335,73 @@ class ReplayBuffer:
         or was leased with other arguments, and NotOwnerError if this object has reconciled and
         another lineage took over since.
         """
-        if not 0 <= share < num_shares <= num_groups:
-            raise ValueError(
-                f"share={share}, num_shares={num_shares}, num_groups={num_groups}: "
-                "0 <= share < num_shares <= num_groups must hold"
-            )
-        request = LeaseRequest(step, version, num_groups, num_shares, self._lease_ms, self._lineage)
-        return await self._leasing.lease(request, share, timeout_s)
+        request = LeaseRequest(step, version, num_groups, num_shares, self._lineage)
+        request.check(share)
+        deadline, lease_token = Deadline(timeout_s), new_token()
+        while not isinstance(batch := await self._form(request, lease_token), Formed):
+            await batch.wait(self._wake, request, deadline)
+        groups = await self.open_groups(batch, batch.share_of(share, num_shares))
+        return batch.lease(request, groups)
+
+    async def _form(self, request: LeaseRequest, lease_token: str) -> Formed | BatchNotReady:
+        """The step's batch, formed with this token if there is none yet."""
+        step, version, num_groups, num_shares, lineage = request
+        arguments = (step, version, num_groups, num_shares, self._lease_ms, lease_token, lineage)
+        while True:
+            reply = await self._scripts.run("trainer/form_batch", *arguments, BOUND)
+            match reply[0].decode():
+                case "leased":
+                    return Formed.parse(reply[1:])
+                case "wait":
+                    _, last_wake, ready, until_ms, blocking, at = reply
+                    seen = {self.keys.wake("batch"): last_wake.decode()}
+                    return BatchNotReady(
+                        seen, int(ready), int(until_ms), readable(blocking), int(at)
+                    )
+                case "done":
+                    raise request.is_consumed()
+                case "conflict":
+                    raise request.conflict(*map(int, reply[1:]))
+                case "not_owner":
+                    raise request.taken_over()
+
+    async def open_groups(self, batch: Formed, group_ids: Sequence[str]) -> list[TrajectoryGroup]:
+        """Fetches and decodes groups of a batch. Those that cannot be read go to quarantine."""
+        groups = []
+        for group_id, payload in zip(group_ids, await self._payloads(group_ids), strict=True):
+            reason = "payload_missing"  # deleted by hand; one that a sibling dropped is left alone
+            if payload is not None:
+                try:
+                    groups.append(batch.open(group_id, payload))
+                    continue
+                except ValueError:
+                    reason = "undecodable"
+            await self._scripts.run("trainer/quarantine_group", batch.lease_token, reason, group_id)
+        return groups
+
+    async def _payloads(self, group_ids: Sequence[str]) -> list[Payload | None]:
+        """The payload of each group; None if it is gone, b"" if it cannot be one."""
+        if not group_ids:
+            return []
+        keys = [self.keys.payload(group_id) for group_id in group_ids]
+        try:
+            return [
+                None if first is None else await self._joined(key, first)
+                for key, first in zip(keys, await self._values(keys), strict=True)
+            ]
+        except (DamagedRunError, ValueError):  # of one: it must not spoil the others
+            if len(group_ids) == 1:
+                return [b""]
+            return [payload for i in group_ids for payload in await self._payloads([i])]
+
+    async def _joined(self, key: str, first: memoryview) -> Payload:
+        more = num_chunks(first)
+        if not more:
+            return first
+        return join_payload(first, await self._values([f"{key}:{i + 1}" for i in range(more)]))
+
+    async def _values(self, keys: Sequence[str]) -> list[memoryview | None]:
+        return cast("list[memoryview | None]", await self._redis.receive(keys, self._blocks.take))
 
     async def validate(self, lease: Lease, version: int) -> frozenset[str]:
         """Ids of the batch that may be trained at `version`, seen just before the step.
@@ -284,52 +410,28 @@ class ReplayBuffer:
         would need more of their tokens masked than were go back to ready. Empty if the lease was
         lost: lease the step again.
         """
-        kept = await self._shards.holding(
-            lease.group_ids,
-            lambda shard, ids: shard.validate(
-                version=version,
-                owner=lease.owner,
-                lease_ms=self._lease_ms,
-                oldest=lease.oldest,
-                ids=ids,
-            ),
-        )
-        return frozenset(group_id for ids in kept for group_id in ids)
+        arguments = (version, lease.lease_token, self._lease_ms, _masked_below(lease))
+        kept: list[str] = []
+        for part in _parts(lease.group_ids):
+            kept += texts(await self._scripts.run("trainer/validate_lease", *arguments, *part))
+        return frozenset(kept)
 
     async def renew(self, lease: Lease) -> int:
         """Extends the lease of a long step; how many groups it still holds, 0 if it was lost."""
-        return await self._shards.sum(
-            lease.group_ids, lambda shard, ids: shard.renew(lease.owner, self._lease_ms, ids)
-        )
+        arguments = (lease.lease_token, self._lease_ms)
+        return await self._sum("trainer/renew_lease", arguments, lease.group_ids)
 
     async def keep_renewed(self, lease: Lease) -> None:
         """Renews the lease until this is cancelled, or the lease is lost."""
-        while True:
-            await asyncio.sleep(self._lease_ms / 3000)
-            with contextlib.suppress(BufferConnectionError):  # the lease may outlast the outage
-                if await self.renew(lease) == 0:
-                    return
+        await renew_until_lost(self.renew, lease, self._lease_ms)
 
     async def consume(self, lease: Lease, group_ids: Collection[str]) -> int:
         """Marks groups as trained; returns how many of them are, by this lease.
 
         0 for a lease that was lost meanwhile: the groups are ready again or leased anew.
         """
-
-        async def consume(shard: Shard, ids: list[str]) -> int:
-            return await shard.consume(
-                owner=lease.owner,
-                step=lease.step,
-                version=lease.version,
-                oldest=lease.oldest,
-                ids=ids,
-            )
-
-        total = await self._shards.sum(sorted(group_ids), consume)
-        if total and len(self._shards) > 1:
-            # The step is done, also if none of its groups is at home.
-            await consume(self._shards.home, [])
-        return total
+        arguments = (lease.lease_token, lease.step, lease.version, _masked_below(lease))
+        return await self._sum("trainer/consume_groups", arguments, sorted(group_ids))
 
     async def ack(self, upto_step: int, lineage: str | None = None) -> int:
         """Forgets groups of all steps up to one whose checkpoint is durable; returns how many.
@@ -337,43 +439,39 @@ class ReplayBuffer:
         Raises NotOwnerError, with nothing changed, if `lineage` is not the buffer's current one.
         """
         total = 0
-        for shard in self._shards.home_last:
-            while True:
-                reply = await shard.ack(upto_step, lineage or "")
-                if not reply.is_owner:
-                    raise NotOwnerError(
-                        f"lineage={lineage!r} acknowledges step {upto_step}, but another trainer "
-                        "took this buffer over; end this one"
-                    )
-                total += reply.count
-                if not reply.is_more:
-                    break
-        return total
+        while True:
+            reply = await self._scripts.run("trainer/ack_steps", upto_step, lineage or "", BOUND)
+            if reply[0] == b"not_owner":
+                raise NotOwnerError(
+                    f"lineage={lineage!r} acknowledges step {upto_step}, but another trainer "
+                    "took this buffer over; end this one"
+                )
+            number_acked, is_more = reply
+            total += int(number_acked)
+            if not is_more:
+                return total
 
     async def nack(self, lease: Lease, reason: str) -> int:
         """Gives the groups of a lease back that are not consumed; returns how many went back."""
-        return await self._shards.sum(
-            lease.group_ids, lambda shard, ids: shard.nack(lease.owner, reason, ids)
-        )
+        arguments = (lease.lease_token, reason)
+        return await self._sum("trainer/return_groups", arguments, lease.group_ids)
 
     async def publish_version(self, version: int) -> None:
-        """Tells everybody the trainer's version.
+        """Makes `version` the trainer's.
 
         Raises ValueError if it is below the last one, and NotOwnerError if this object has
         reconciled and another lineage took over since.
         """
-        for shard in self._shards.home_last:
-            reply = await shard.publish(version, self._lineage)
-            if reply.word == "not_owner":
-                raise NotOwnerError(
-                    f"lineage={self._lineage!r} publishes version {version}, but another trainer "
-                    "took this buffer over; end this one"
-                )
-            if reply.word == "older":
-                raise ValueError(
-                    f"version={version}: {reply.version} was published before, and versions only "
-                    "grow"
-                )
+        reply = await self._scripts.run("trainer/publish_version", version, self._lineage)
+        if reply[0] == b"not_owner":
+            raise NotOwnerError(
+                f"lineage={self._lineage!r} publishes version {version}, but another trainer "
+                "took this buffer over; end this one"
+            )
+        if reply[0] == b"older":
+            raise ValueError(
+                f"version={version}: {int(reply[1])} was published before, and versions only grow"
+            )
 
     async def reconcile(
         self,
@@ -398,17 +496,43 @@ class ReplayBuffer:
         Raises NotOwnerError if a later lineage took over, and ValueError for a version that was
         used.
         """
-        reconciled = await take_over(
-            self._redis,
-            self._shards,
-            lineage,
-            step=step,
-            version=version,
-            resume_version=resume_version,
-            consumed_group_ids=consumed_group_ids,
-        )
-        self._lineage = lineage
-        return reconciled
+        await self.begin_reconcile(lineage, step, version, resume_version)
+        return await self.finish_reconcile(lineage, consumed_group_ids)
+
+    async def begin_reconcile(
+        self, lineage: str, step: int, version: int, resume_version: int
+    ) -> None:
+        """Makes `lineage` the owner: from here on every older one is fenced out.
+
+        Until `finish_reconcile` is done no batch is formed.
+        """
+        arguments = (lineage, step, version, resume_version)
+        reply = await self._scripts.run("trainer/begin_reconcile", *arguments)
+        if reply[0] == b"behind":
+            raise ValueError(
+                f"resume_version={resume_version}: version {int(reply[1])} was published "
+                "before; resume above it, for a number never names other weights"
+            )
+        if reply[0] == b"not_owner":
+            raise _taken_over(lineage)
+
+    async def finish_reconcile(
+        self, lineage: str, consumed_group_ids: Collection[str]
+    ) -> Reconciled:
+        """Acknowledges what the checkpoint contains, then sorts the rest in bounded parts."""
+        for part in _parts(sorted(consumed_group_ids)):
+            if not await self._scripts.run("trainer/ack_reconciled", lineage, *part):
+                raise _taken_over(lineage)
+        while True:
+            reply = await self._scripts.run("trainer/reconcile_groups", lineage, BOUND)
+            if reply[0] == b"not_owner":
+                raise _taken_over(lineage)
+            is_more, acked, requeued, dropped, quarantined = map(int, reply)
+            if not is_more:
+                self._lineage = lineage
+                return Reconciled(
+                    acked=acked, requeued=requeued, dropped=dropped, quarantined=quarantined
+                )
 
     # Either side -----------------------------------------------------------------------------
 
@@ -419,49 +543,26 @@ class ReplayBuffer:
         groups that became stale are dropped.
         """
         total = 0
-        for shard in self._shards:
-            while True:
-                swept = await shard.sweep()
-                total += swept.expired + swept.dropped + swept.credits
-                if not swept.is_more:
-                    break
-        return total
-
-    async def quarantined(self) -> list[QuarantinedGroup]:
-        """The groups in quarantine, the longest there first."""
-        lists = await self._shards.each(Shard.quarantined)
-        groups = [
-            QuarantinedGroup(
-                group_id=record.group_id,
-                at=record.at_ms / 1000,
-                reason=record.reason,
-                attempts=record.attempts,
-                num_tokens=record.num_tokens,
-            )
-            for records in lists
-            for record in records
-        ]
-        return sorted(groups, key=lambda group: group.at)
-
-    async def release(self, group_id: str) -> bool:
-        """Gives a group in quarantine another chance: ready, as if it had never been leased."""
-        return await self._shards.of(group_id).release(group_id)
-
-    async def discard(self, group_id: str) -> bool:
-        """Drops a group in quarantine."""
-        return await self._shards.of(group_id).discard(group_id)
+        while True:
+            moved = await self._scripts.run("run_state/sweep_groups", BOUND, self._lease_ms)
+            total += sum(map(int, moved))
+            if max(moved) < BOUND:
+                return total
 
     async def stats(self) -> BufferStats:
         """The buffer's numbers; with one shard all of one moment, with several each shard's."""
-        return sum_stats(await self._shards.each(Shard.stats))
-
-    async def staleness_histogram(self) -> Mapping[int, int]:
-        """Number of ready groups by how far they lag behind the trainer's version."""
-        return (await self.stats()).by_staleness
+        return parse_stats(await self._scripts.run("inspect/read_stats"))
 
     async def events(self, group_id: str) -> list[GroupEvent]:
         """What happened to a group, as far as the audit stream still tells; oldest first."""
-        return await self._shards.of(group_id).events(group_id)
+        found: list[GroupEvent] = []
+        position = "-"
+        while position:
+            arguments = (group_id, position, _EVENTS_AT_ONCE)
+            next_position, entries = await self._scripts.run("inspect/read_events", *arguments)
+            found += parse_events(entries)
+            position = next_position.decode()
+        return found
 
     async def set_max_staleness(self, value: int) -> None:
         """Changes the bound of a running job: higher at once, lower at the next sweep or lease.
@@ -470,25 +571,133 @@ class ReplayBuffer:
         """
         if value < 0:
             raise ValueError(f"buffer.max_staleness={value}: must be at least 0")
-        for shard in self._shards.home_last:
-            await shard.tune(value)
+        await self._scripts.run("run_state/set_max_staleness", value)
 
     async def get_max_staleness(self) -> int:
-        value = await self._setting("max_staleness")
+        value = await self.setting("max_staleness")
         return value if value is not None else (await self.stats()).max_staleness
 
-    async def close(self) -> None:
-        """Ends every wait in this object with BufferClosedError and closes the connections.
+    async def setting(self, name: str) -> int | None:
+        """A setting of the run that is a whole number; None before the run is opened."""
+        value = cast("bytes | None", await self._redis.hget(self.keys("settings"), name))
+        return None if value is None else int(setting_number(name, readable(value)))
 
-        What was pushed and is not known to be on disk is no longer kept: `flush` first.
-        """
-        await self._wake.close()
-        for pusher in self._pushers:
-            await pusher.close()
+    async def close(self) -> None:
+        """Ends every wait in this object with BufferClosedError and closes the connections."""
+        await self.end_waits()
         await self._redis.aclose()
 
-    async def _setting(self, name: str) -> int | None:
-        """A setting of the home shard; None before the run is opened."""
-        key = self._shards.home.keys("settings")
-        value = cast("bytes | None", await self._redis.hget(key, name))
-        return None if value is None else int(setting_number(name, readable(value)))
+    async def end_waits(self) -> None:
+        await self._wake.close()
+        await self._pushes.close()
+
+    # Quarantine ------------------------------------------------------------------------------
+
+    async def quarantined(self) -> list[QuarantinedGroup]:
+        """The groups in quarantine, the longest there first."""
+        found: list[Any] = await self._redis.zrange(
+            self.keys("quarantined"), 0, -1, withscores=True
+        )
+        groups = []
+        for part in _parts(found):
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for group_id, _ in part:
+                    name = self.keys.group(readable(group_id))
+                    pipe.hmget(name, ["why", "leases", "tokens"])
+                replies = await pipe.execute(raise_on_error=False)
+            for (group_id, at_ms), fields in zip(part, replies, strict=True):
+                if isinstance(fields, Exception):  # overwritten while it was here
+                    fields = (b"damaged", None, None)
+                why, leases, tokens = fields
+                if why is not None:  # else it has just left
+                    groups.append(
+                        QuarantinedGroup(
+                            group_id=readable(group_id),
+                            at=int(at_ms) / 1000 if abs(at_ms) < 2**53 else 0.0,
+                            reason=readable(why),
+                            attempts=number(leases),
+                            num_tokens=number(tokens),
+                        )
+                    )
+        return groups
+
+    async def release(self, group_id: str) -> bool:
+        """Gives a group in quarantine another chance: ready, as if it had never been leased.
+
+        False if it was not there. Raises ValueError if too little is left of it for that.
+        """
+        reply = await self._scripts.run("inspect/release_group", group_id)
+        if reply == -1:
+            raise ValueError(
+                f"group {group_id}: what Redis held of it was deleted or overwritten, so that it "
+                "cannot be trained; discard it"
+            )
+        return bool(reply)
+
+    async def discard(self, group_id: str) -> bool:
+        """Drops a group in quarantine; False if it was not there."""
+        return bool(await self._scripts.run("inspect/discard_group", group_id))
+
+    async def quarantined_prompts(self) -> list[QuarantinedPrompt]:
+        """The prompts that failed too often, or over which two workers died; the longest first."""
+        found = cast(
+            "dict[bytes, bytes]", await self._redis.hgetall(self.keys("quarantined_prompts"))
+        )
+        prompts = []
+        for name, text in found.items():
+            with suppress(ValueError):  # none that we have written
+                prompts.append(quarantined_prompt(readable(name), readable(text)))
+        return sorted(prompts, key=lambda prompt: prompt.at)
+
+    async def release_prompt(self, task: str, index: int) -> bool:
+        """Runs a prompt in quarantine again, with a clean record; False if it was not there."""
+        return bool(await self._scripts.run("inspect/release_prompt", task, index, 1))
+
+    async def discard_prompt(self, task: str, index: int) -> bool:
+        """Forgets a prompt in quarantine; it is not run again. False if it was not there."""
+        return bool(await self._scripts.run("inspect/release_prompt", task, index, 0))
+
+    async def _sum(self, script: str, arguments: Sequence[Argument], ids: Sequence[str]) -> int:
+        total = 0
+        for part in _parts(ids):
+            total += int(await self._scripts.run(script, *arguments, *part))
+        return total
+
+
+def check_settings(
+    settings: BufferConfig, groups_per_step: int, num_shards: int, there: int | None
+) -> None:
+    """`there` is the number of shards that the run was opened with, if it was."""
+    if settings.shards != num_shards or (there is not None and there != num_shards):
+        raise ValueError(
+            f"buffer.shards={settings.shards}: this ReplayBuffer has {num_shards}, and the run "
+            f"in Redis {there or 'none yet'}; a run keeps the number that it began with"
+        )
+    capacity = settings.capacity_groups
+    if capacity is not None and capacity < groups_per_step:
+        raise ValueError(
+            f"buffer.capacity_groups={capacity}: a batch of trainer.groups_per_step="
+            f"{groups_per_step} would never fit; make it at least that"
+        )
+
+
+def no_room(group_id: str, timeout_s: float, in_use: int, limit: int) -> TimeoutError:
+    return TimeoutError(
+        f"no room for group {group_id} within {timeout_s:g} s: {in_use} groups are "
+        f"running, ready or leased and {limit} may be; the trainer consumed none"
+    )
+
+
+def _taken_over(lineage: str) -> NotOwnerError:
+    return NotOwnerError(
+        f"lineage={lineage!r}: a later trainer took this buffer over; end this one"
+    )
+
+
+def _masked_below(lease: Lease) -> int | str:
+    return "" if lease.mask_below_version is None else lease.mask_below_version
+
+
+def _parts(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(items), _MAX_IDS):
+        yield items[start : start + _MAX_IDS]

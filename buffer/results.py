@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 from math import inf
@@ -239,47 +238,6 @@ def parse_stats(reply: list[Any]) -> BufferStats:
     )
 
 
-def sum_stats(parts: Sequence[BufferStats]) -> BufferStats:
-    """The numbers of all shards of a run together; what holds for the run is the home shard's."""
-    home = parts[0]
-    if len(parts) == 1:
-        return home
-    summed = {
-        field.name: _merged(field.name, [getattr(part, field.name) for part in parts])
-        for field in fields(BufferStats)
-        if field.name not in _OF_THE_RUN
-    }
-    return replace(home, **summed)
-
-
-_OF_THE_RUN = {
-    "engine_versions",
-    "engines_gone",
-    "max_staleness",
-    "max_staleness_largest",
-    "groups_per_step",
-    "oversampling",
-    "num_shards",
-    "lineage",
-}
-# A trainer that died while it published left a version that not all shards know; it is used up.
-_LARGEST = {"trainer_version", "max_staleness_trained", "oldest_ready_age_s"}
-
-
-def _merged(name: str, values: Sequence[Any]) -> Any:
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    if name in _LARGEST:
-        return max(known)
-    if not isinstance(known[0], Mapping):
-        return sum(known)
-    merged: Counter[Any] = Counter()
-    for mapping in known:
-        merged.update(mapping)
-    return dict(merged)
-
-
 class _Settings:
     """The settings of a shard, as texts that may be anything."""
 
@@ -396,13 +354,13 @@ class Lease:
     step: int
     version: int
     """Version of the weights that the step starts from."""
-    owner: str
-    """Token that fences the lease: without it consume and nack have no effect."""
+    lease_token: str
+    """Fences the lease: without it consume and nack have no effect."""
     group_ids: tuple[str, ...]
     """The whole batch as it was formed, in the same order at every rank."""
     groups: tuple[TrajectoryGroup, ...]
     """This rank's share. Groups dropped since the batch was formed are missing."""
-    oldest: int | None
+    mask_below_version: int | None
     """Tokens sampled before this version are out of the loss; None unless on_stale=mask_tokens."""
     deadline: float
     """Unix time by the server's clock after which the groups may be leased anew."""

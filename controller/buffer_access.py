@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from buffer.connect import Buffer, connect_buffer
 from buffer.redis.address import MASK, PASSWORD_VARIABLE, has_password, with_password
 from buffer.redis.address import address as server_address
 from buffer.redis.client import BufferRedis
@@ -19,7 +20,6 @@ from buffer.redis.connection import (
     connect,
 )
 from buffer.redis.server import EmbeddedServer
-from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from configs.load import read_config
 from configs.schema import BufferConfig
@@ -97,9 +97,9 @@ def _known_url(run_dir: RunDir, settings: BufferConfig) -> str | None:
     return url
 
 
-async def open_buffer(address: BufferAddress) -> ReplayBuffer:
+async def open_buffer(address: BufferAddress) -> Buffer:
     """A client of the buffer; close it. Raises BufferConnectionError."""
-    return await ReplayBuffer.connect(address.url, address.run, address.settings)
+    return await connect_buffer(address.url, address.run, address.settings)
 
 
 async def open_state(address: BufferAddress) -> RunState:
@@ -108,7 +108,7 @@ async def open_state(address: BufferAddress) -> RunState:
 
 
 @asynccontextmanager
-async def opened(address: BufferAddress) -> AsyncIterator[ReplayBuffer]:
+async def opened(address: BufferAddress) -> AsyncIterator[Buffer]:
     """The same for the length of a block."""
     buffer = await open_buffer(address)
     try:
@@ -140,7 +140,7 @@ async def answer(address: BufferAddress, question: Awaitable[T]) -> T:
         ) from None
 
 
-def ask(address: BufferAddress, verb: Callable[[ReplayBuffer], Awaitable[T]]) -> T:
+def ask(address: BufferAddress, verb: Callable[[Buffer], Awaitable[T]]) -> T:
     """One verb of the buffer, from a command that has no event loop."""
 
     async def call() -> T:

@@ -8,11 +8,11 @@ from uuid import uuid4
 
 import pytest
 
+from buffer.connect import Buffer, connect_buffer
 from buffer.redis.server import EmbeddedServer
-from buffer.replay_buffer import ReplayBuffer
 from configs.schema import BufferConfig
 
-BufferFactory = Callable[..., Awaitable[ReplayBuffer]]
+BufferFactory = Callable[..., Awaitable[Buffer]]
 
 
 @pytest.fixture(scope="session")
@@ -37,11 +37,11 @@ async def buffer_factory(redis_url: str, run_name: str) -> AsyncIterator[BufferF
     Keywords are groups_per_step and the fields of BufferConfig. A second call in the same test is
     another client of the same run.
     """
-    opened: list[ReplayBuffer] = []
+    opened: list[Buffer] = []
 
-    async def make(groups_per_step: int = 4, **settings: object) -> ReplayBuffer:
+    async def make(groups_per_step: int = 4, **settings: object) -> Buffer:
         config = BufferConfig(**settings)  # type: ignore[arg-type]
-        buffer = await ReplayBuffer.connect(redis_url, run_name, config)
+        buffer = await connect_buffer(redis_url, run_name, config)
         opened.append(buffer)
         await buffer.open(config, groups_per_step)
         return buffer

@@ -22,8 +22,8 @@ from uuid import uuid4
 
 import torch
 
+from buffer.connect import connect_buffer
 from buffer.loop_thread import LoopThread
-from buffer.replay_buffer import ReplayBuffer
 from buffer.results import Lease
 from buffer.roles import TrainerBuffer
 from buffer.run_state import RunState
@@ -65,7 +65,7 @@ class TrainerRank:
         )
         self._loop = LoopThread("redis")
         self._buffer: TrainerBuffer = self._loop.run(
-            ReplayBuffer.connect(spec.redis_url, spec.run, spec.buffer)
+            connect_buffer(spec.redis_url, spec.run, spec.buffer)
         )
         self._run_state = self._loop.run(RunState.connect(spec.redis_url, spec.run, spec.buffer))
         self._weights: CheckpointEngine | None = None
@@ -209,7 +209,7 @@ class TrainerRank:
                     timeout_s=self._spec.buffer.wait_timeout_s,
                 )
             )
-            if not self._ranks.all_equal(_fingerprint(lease.owner)):
+            if not self._ranks.all_equal(_fingerprint(lease.lease_token)):
                 continue
             kept_ids = self._still_trainable(lease)
             if kept_ids:

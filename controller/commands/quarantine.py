@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from buffer.replay_buffer import ReplayBuffer
+from buffer.connect import Buffer
 from buffer.results import QuarantinedGroup, QuarantinedPrompt
 from configs.printable import printable
 from controller.buffer_access import ask, buffer_address
@@ -85,8 +85,8 @@ def _list(
     )
 
 
-async def _both(buffer: ReplayBuffer) -> tuple[list[QuarantinedGroup], list[QuarantinedPrompt]]:
-    return await buffer.quarantined(), await buffer.prompt_quarantine.prompts()
+async def _both(buffer: Buffer) -> tuple[list[QuarantinedGroup], list[QuarantinedPrompt]]:
+    return await buffer.quarantined(), await buffer.quarantined_prompts()
 
 
 def _group_table(groups: Sequence[QuarantinedGroup]) -> Table:

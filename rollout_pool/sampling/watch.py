@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
-from buffer.replay_buffer import ReplayBuffer
+from buffer.roles import WorkerBuffer
 from buffer.run_state import RunState
 from rollout_pool.sampling.engine_client import EngineError, LoadSource
 from rollout_pool.sampling.router import Router
@@ -55,7 +55,7 @@ class EngineWatch:
     """Follows the run's engines and its trainer for one router."""
 
     def __init__(
-        self, router: Router, state: RunState, buffer: ReplayBuffer, loads: LoadPoller
+        self, router: Router, state: RunState, buffer: WorkerBuffer, loads: LoadPoller
     ) -> None:
         self._router = router
         self._loads = loads

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from buffer.replay_buffer import ReplayBuffer
+from buffer.connect import Buffer, connect_buffer
 from buffer.run_state import RunState
 from buffer.types import SamplingParams
 from rollout_pool.cancelling import end_tasks
@@ -71,7 +71,7 @@ class WorkerParts:
         self._scorer: EpisodeScorer | None = None
         self._endpoint: Endpoint | None = None
         self._agents: AgentRunner | None = None
-        self._buffer: ReplayBuffer | None = None
+        self._buffer: Buffer | None = None
         self._state: RunState | None = None
         self._task: Task | None = None
         self._tokenizer: Tokenizer | None = None
@@ -114,7 +114,7 @@ class WorkerParts:
 
     async def _reach_redis(self) -> None:
         spec = self._spec
-        self._buffer = await ReplayBuffer.connect(spec.redis_url, spec.run, spec.buffer)
+        self._buffer = await connect_buffer(spec.redis_url, spec.run, spec.buffer)
         self._state = await RunState.connect(spec.redis_url, spec.run, spec.buffer)
         self._position = (await self._state.task_positions()).get(self._index, 0)
 

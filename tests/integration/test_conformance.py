@@ -22,11 +22,11 @@ import pytest
 import redis as blocking_redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
+from buffer.connect import Buffer, buffer_on
 from buffer.errors import NotOwnerError
 from buffer.redis.connection import connect
 from buffer.redis.keys import Keys
 from buffer.redis.server import EmbeddedServer, ServerStartError, find_binary
-from buffer.replay_buffer import ReplayBuffer
 from buffer.results import Lease, PushResult
 from buffer.run_state import RunState
 from buffer.types import PromptRef, Rerun, Trajectory, TrajectoryGroup, VersionSpan
@@ -37,7 +37,7 @@ HOST = "127.0.0.1"
 PASSWORD = "of-every-node"
 NUM_NODES = 3
 GROUPS_PER_STEP = 6
-OpenBuffer = Callable[..., Awaitable[ReplayBuffer]]
+OpenBuffer = Callable[..., Awaitable[Buffer]]
 
 
 def _programs() -> list[Path]:
@@ -141,17 +141,11 @@ def _run_on_all_nodes(purpose: str) -> str:
 @pytest.fixture
 async def open_buffer() -> AsyncIterator[OpenBuffer]:
     """`open_buffer(url, run, max_staleness=1)`; closed at the end."""
-    opened: list[ReplayBuffer] = []
+    opened: list[Buffer] = []
 
-    async def make(url: str, run: str, **settings: object) -> ReplayBuffer:
+    async def make(url: str, run: str, **settings: object) -> Buffer:
         config = BufferConfig(**settings)  # type: ignore[arg-type]
-        buffer = ReplayBuffer(
-            await connect(url),
-            run,
-            lease_timeout_s=config.lease_timeout_s,
-            shards=config.shards,
-            wait_timeout_s=20,
-        )
+        buffer = buffer_on(await connect(url), run, replace(config, wait_timeout_s=20))
         opened.append(buffer)
         await buffer.open(config, GROUPS_PER_STEP)
         return buffer
@@ -179,7 +173,7 @@ def _group(group_id: str, version: int, index: int = 0, num_tokens: int = 32) ->
     )
 
 
-async def _produce(buffer: ReplayBuffer, name: str, version: int, number: int) -> list[str]:
+async def _produce(buffer: Buffer, name: str, version: int, number: int) -> list[str]:
     """Admits, keeps alive and pushes; the ids."""
     credits = [await buffer.admit(f"{name}-{index}", 10) for index in range(number)]
     ids = [credit.group_id for credit in credits]
@@ -191,7 +185,7 @@ async def _produce(buffer: ReplayBuffer, name: str, version: int, number: int) -
     return ids
 
 
-async def _lease(buffer: ReplayBuffer, step: int, version: int, num_shares: int = 2) -> list[Lease]:
+async def _lease(buffer: Buffer, step: int, version: int, num_shares: int = 2) -> list[Lease]:
     return [
         await buffer.lease(
             step=step,
@@ -205,7 +199,7 @@ async def _lease(buffer: ReplayBuffer, step: int, version: int, num_shares: int 
     ]
 
 
-async def _train(buffer: ReplayBuffer, step: int, version: int) -> frozenset[str]:
+async def _train(buffer: Buffer, step: int, version: int) -> frozenset[str]:
     """A whole step; ids of what was trained."""
     leases = await _lease(buffer, step, version)
     assert leases[0].group_ids == leases[1].group_ids
@@ -219,7 +213,7 @@ async def _train(buffer: ReplayBuffer, step: int, version: int) -> frozenset[str
     return valid
 
 
-async def _scenario(buffer: ReplayBuffer, other: ReplayBuffer) -> None:
+async def _scenario(buffer: Buffer, other: Buffer) -> None:
     """`buffer` is the trainer's, `other` a rollout worker's."""
     # A lease waits for what a producer pushes a moment later.
     waiting = asyncio.create_task(_train(buffer, 0, 0))
@@ -251,7 +245,7 @@ async def _scenario(buffer: ReplayBuffer, other: ReplayBuffer) -> None:
 
     # The leash gets shorter: what is too old is dropped.
     await _produce(other, "third", 3, 2)
-    assert await other.staleness_histogram() == {1: 2}
+    assert (await other.stats()).by_staleness == {1: 2}
     await other.set_max_staleness(0)
     assert await buffer.get_max_staleness() == 0
     assert await other.sweep() == 2

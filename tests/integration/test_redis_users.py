@@ -14,6 +14,7 @@ import pytest
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
+from buffer.connect import Buffer, buffer_on
 from buffer.export import dump_buffer
 from buffer.redis.connection import NotAllowedError, connect
 from buffer.redis.scripts import script_names, source
@@ -153,7 +154,7 @@ def _for_its_version() -> list[str]:
     return ["--redis-7.0"] if "v=7.0" in run.stdout else []
 
 
-Opener = Callable[[str], Awaitable[ReplayBuffer]]
+Opener = Callable[[str], Awaitable[Buffer]]
 
 
 @pytest.fixture(params=[1, 2])
@@ -163,10 +164,10 @@ def shards(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 async def open_as(urls: dict[str, str], shards: int) -> AsyncIterator[Opener]:
-    opened: list[ReplayBuffer] = []
+    opened: list[Buffer] = []
 
-    async def make(role: str) -> ReplayBuffer:
-        buffer = ReplayBuffer(await connect(urls[role]), RUN, lease_timeout_s=60, shards=shards)
+    async def make(role: str) -> Buffer:
+        buffer = buffer_on(await connect(urls[role]), RUN, BufferConfig(shards=shards))
         opened.append(buffer)
         return buffer
 
@@ -189,7 +190,7 @@ def _group(group_id: str, version: int) -> TrajectoryGroup:
     return TrajectoryGroup(group_id=group_id, prompt=prompt, trajectories=(trajectory,))
 
 
-async def _push(rollout: ReplayBuffer, name: str, version: int) -> str:
+async def _push(rollout: Buffer, name: str, version: int) -> str:
     credit = await rollout.admit(name, 5)
     await rollout.renew_credits([credit.group_id])
     await rollout.push(_group(credit.group_id, version), 5)
@@ -227,8 +228,8 @@ async def test_each_role_can_do_its_work(
     retry = await rollout.admit("9-again", 5)
     await rollout.take_retry(retry.group_id)
     await rollout.abandon(retry.group_id, "stopped")
-    assert len(await watcher.prompt_quarantine.prompts()) == 1
-    assert await controller.prompt_quarantine.release("sums", 2)
+    assert len(await watcher.quarantined_prompts()) == 1
+    assert await controller.release_prompt("sums", 2)
     assert await rollout.get_max_staleness() == 2
     await states["rollout"].add_wait("rollout", "trainer", 1.0)
     await states["rollout"].count("tokens_generated", 8)
@@ -281,7 +282,7 @@ async def test_each_role_can_do_its_work(
         await redis.aclose()
 
     assert (await watcher.stats()).ready == 1
-    assert await watcher.staleness_histogram() == {0: 1}
+    assert (await watcher.stats()).by_staleness == {0: 1}
     assert await watcher.quarantined() == []
     assert [event.event for event in await watcher.events(kept)][:2] == ["admitted", "pushed"]
     assert len(await states["watcher"].read_metrics("0-0", 0)) == 2

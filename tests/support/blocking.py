@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from buffer.connect import connect_buffer
 from buffer.loop_thread import LoopThread
-from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from configs.schema import BufferConfig
 from tests.support.invariants import find_violations
@@ -33,7 +33,7 @@ class _Blocking:
 
 class BlockingReplayBuffer(_Blocking):
     def __init__(self, url: str, run: str, settings: BufferConfig) -> None:
-        super().__init__(ReplayBuffer.connect(url, run, settings))
+        super().__init__(connect_buffer(url, run, settings))
 
     def find_violations(self) -> list[str]:
         return self._loop.run(find_violations(self._target))

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from redis.exceptions import NoScriptError
 
+from buffer.connect import Buffer
 from buffer.redis.replies import readable, texts
 from buffer.redis.scripts import assemble
 from buffer.replay_buffer import ReplayBuffer
 from buffer.results import BufferStats
-from buffer.shard import Shard
+from buffer.sharded import ShardedReplayBuffer
 
 _KEYS_AT_ONCE = 1000
 _GROUPS_AT_ONCE = 100
@@ -31,16 +32,16 @@ class _Sizes(NamedTuple):
     tokens: int = 0
 
 
-async def find_violations(buffer: ReplayBuffer) -> list[str]:
+async def find_violations(buffer: Buffer) -> list[str]:
     """What is wrong, in words; nothing if all is well. Looks at every group: not cheap."""
-    shards = list(buffer._shards)
+    shards = buffer.shards if isinstance(buffer, ShardedReplayBuffer) else [buffer]
     found = [await find_violations_of_shard(shard) for shard in shards]
     if len(shards) == 1:
         return found[0]
     return [f"shard {k}: {text}" for k, part in enumerate(found) for text in part]
 
 
-async def find_violations_of_shard(shard: Shard) -> list[str]:
+async def find_violations_of_shard(shard: ReplayBuffer) -> list[str]:
     before = await shard.stats()
     violations = [] if before.is_conserved else [_law(before)]
     group_ids, steps = await _names(shard)
@@ -60,7 +61,7 @@ async def find_violations_of_shard(shard: Shard) -> list[str]:
     return violations
 
 
-async def _run(shard: Shard, name: str, *arguments: str | int) -> Any:
+async def _run(shard: ReplayBuffer, name: str, *arguments: str | int) -> Any:
     text = _source(name)
     digest = sha1(text.encode(), usedforsecurity=False).hexdigest()
     redis, prefix = shard._redis, shard.keys.prefix
@@ -75,7 +76,7 @@ def _source(name: str) -> str:
     return assemble(Path(__file__).parent / "lua" / f"{name}.lua")
 
 
-async def _names(shard: Shard) -> tuple[list[str], list[str]]:
+async def _names(shard: ReplayBuffer) -> tuple[list[str], list[str]]:
     """Ids of all groups that anything is kept of, and steps with a record."""
     groups: dict[str, None] = {}
     steps: dict[str, None] = {}

@@ -8,9 +8,9 @@ local function forget_batch(step)
   redis.call('ZREM', BATCHES, step)
 end
 
-local function write_batch(step, owner, version, num_groups, num_shares, ids, tokens, oldest)
-  redis.call('HSET', lease_key(step), 'owner', owner, 'version', version, 'groups', num_groups,
-    'shares', num_shares, 'ids', ids, 'tokens', tokens, 'oldest', oldest)
+local function write_batch(step, lease_token, version, num_groups, num_shares, ids, tokens, masked_below)
+  redis.call('HSET', lease_key(step), 'owner', lease_token, 'version', version, 'groups', num_groups,
+    'shares', num_shares, 'ids', ids, 'tokens', tokens, 'oldest', masked_below)
   redis.call('ZADD', BATCHES, step, step)
 end
 

@@ -12,9 +12,9 @@ local function fields_of(id, ...)
   return {}
 end
 
--- The fence: the group is leased, and by this owner. After a rollback all owners are of the past.
-local function is_held(id, owner)
+-- The fence: the group is leased, and by this lease. After a rollback all leases are of the past.
+local function is_held(id, lease_token)
   if is_reconciling then return false end
   local held = fields_of(id, 'state', 'owner')
-  return held[1] == 'leased' and held[2] == owner
+  return held[1] == 'leased' and held[2] == lease_token
 end

@@ -1,11 +1,11 @@
 -- @include lib/group
 
--- Which of the ids this owner still holds, how many it has consumed, and what was renumbered.
-local function held_by(owner, ids)
+-- Which of the ids a lease still holds, how many it has consumed, and what was renumbered.
+local function held_by(lease_token, ids)
   local held, num_consumed, moved = {}, 0, {}
   for _, id in ipairs(ids) do
     local group = fields_of(id, 'state', 'owner', 'moved', 'versions')
-    if group[2] == owner then
+    if group[2] == lease_token then
       if group[1] == 'consumed' then num_consumed = num_consumed + 1 end
       if group[1] == 'leased' then
         held[#held + 1] = id

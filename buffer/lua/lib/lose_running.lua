@@ -5,9 +5,12 @@
 -- @include lib/tombstones
 
 -- The worker that ran these groups is gone. Their prompts run again, but only once for this reason; the
--- groups themselves end, also if they are pushed after all.
-local function lose_running(ids, reason)
+-- groups themselves end, also if they are pushed after all. Where the
+-- credit ended by `lost_before` (see lib/server) nothing is held against the prompt: the server may have
+-- lost the push.
+local function lose_running(ids, reason, lost_before)
   local prompts, lost = redis.call('HMGET', PROMPTS, unpack(ids)), {}
+  local deadlines = redis.call('ZMSCORE', CREDITS, unpack(ids))
   leave_running(ids)
   audit(ids, 'abandoned', 'r', reason)
   count('abandoned:' .. reason, #ids)
@@ -15,7 +18,7 @@ local function lose_running(ids, reason)
     local prompt = prompts[i] and read_prompt(prompts[i])
     if prompt then
       lost[#lost + 1] = id
-      prompt.reruns = prompt.reruns + 1
+      if finite(deadlines[i], LARGEST) > lost_before then prompt.reruns = prompt.reruns + 1 end
       if prompt.reruns > 1 then quarantine_prompt(id, prompt, 'worker_died', prompt.reruns)
       else rerun(id, write_prompt(prompt)) end
     end

@@ -30,12 +30,12 @@ end
 
 -- ready -> leased, of whole groups. Returns the tokens of each, and {id, versions...} of those that
 -- were renumbered.
-local function take(ids, fields, owner, deadline, step)
+local function take(ids, fields, lease_token, deadline, step)
   local tokens, moved, deadlines = {}, {}, {}
   leave_ready(ids)
   for i, id in ipairs(ids) do
     local group = fields[id]
-    redis.call('HSET', group_key(id), 'state', 'leased', 'owner', owner, 'leases', finite(group[2], 0) + 1)
+    redis.call('HSET', group_key(id), 'state', 'leased', 'owner', lease_token, 'leases', finite(group[2], 0) + 1)
     tokens[i] = whole(finite(group[1]))
     if group[3] then
       moved[#moved + 1] = id
@@ -44,7 +44,7 @@ local function take(ids, fields, owner, deadline, step)
     deadlines[2 * i - 1], deadlines[2 * i] = deadline, id
   end
   call_many('ZADD', LEASED, deadlines)
-  audit(ids, 'leased', 's', step, 'o', owner)
+  audit(ids, 'leased', 's', step, 'o', lease_token)
   return tokens, moved
 end
 

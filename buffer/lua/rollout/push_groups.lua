@@ -3,7 +3,7 @@
 --       tokens, bytes, task, index, attempt, further chunks, ms that the push was blocked.
 -- Reply: for each group {'stored'} | {'duplicate'} | {'stale'} | {'abandoned_lineage'}
 --      | {'missing'} (the payload is gone: send it again) | {'again'} (more to evict)
---      | {'full' or 'too_large', last wake id, groups, bytes, capacity in groups, in bytes, on_full}
+--      | {'full' or 'too_large', groups, bytes, capacity in groups, in bytes, on_full}
 -- @include lib/audit
 -- @include lib/capacity
 -- @include lib/drop
@@ -91,7 +91,7 @@ local function commit(id, min_text, max_text, before, tokens, trainable, bytes, 
   local function full(word)
     unlink(payload)
     local function limit(number) return number < math.huge and whole(number) or '' end
-    return {word, last_wake('room'), used_groups(), used_bytes(), limit(max_groups), limit(max_bytes),
+    return {word, used_groups(), used_bytes(), limit(max_groups), limit(max_bytes),
       rules[6] or 'block'}
   end
 

@@ -1,14 +1,15 @@
 -- Tidies up: expired credits end, expired leases go back to ready, then stale ready groups are dropped.
--- ARGV: bound of work.   Reply: {expired, dropped, credits}; one at the bound means there may be more.
+-- ARGV: bound of work, ms that a credit lasts.   Reply: {expired, dropped, credits}; one at the bound means there may be more.
 -- @include lib/leash
 -- @include lib/lose_running
 -- @include lib/running
+-- @include lib/server
 -- @include lib/tidy
-local bound = bound_of(ARGV[1])
+local bound, lost_before = bound_of(ARGV[1]), lost_with_server(ARGV[2])
 local lost = redis.call('ZRANGE', CREDITS, '-inf', whole(now_ms()), 'BYSCORE', 'LIMIT', '0', bound)
 if #lost > 0 then
+  lose_running(lost, 'expired', lost_before)
   call_many('ZREM', CREDITS, lost)
-  lose_running(lost, 'expired')
 end
 local num_expired = expire_leases(bound)
 return {num_expired, drop_stale_ready(trainer_version, bound), #lost}

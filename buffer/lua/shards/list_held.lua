@@ -1,6 +1,6 @@
--- Which groups an owner still holds in this shard.
--- ARGV: owner token, group ids...
--- Reply: {{ids held}, number consumed by this owner, deadline ms, {id, versions...}}
+-- Which groups a lease still holds in this shard.
+-- ARGV: lease token, group ids...
+-- Reply: {{ids held}, number consumed by it, deadline ms, {id, versions...}}
 -- @include lib/held
 local held, num_consumed, moved = held_by(ARGV[1], {unpack(ARGV, 2)})
 local deadline = held[1] and deadline_of(held[1]) or '0'

@@ -1,6 +1,6 @@
 -- At the home shard, for a batch that lies in several: what is known of a step, else the lock to form it.
--- ARGV: step, token, ms that the lock lasts, lineage ('' for any), owner of a void record ('' for none).
--- Reply: {'batch', owner, version, groups, shares, {ids}, {tokens}, mask below, 1 if done}
+-- ARGV: step, token, ms that the lock lasts, lineage ('' for any), lease token of a void record ('' for none).
+-- Reply: {'batch', lease token, version, groups, shares, {ids}, {tokens}, mask below, 1 if done}
 --      | {'locked'} | {'busy', last id of wake:forming, ms until the lock expires} | {'done'}
 --      | {'wait', last id of wake:batch, -1} (a takeover is under way) | {'not_owner'}
 -- @include lib/batch_record

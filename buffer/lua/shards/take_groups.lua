@@ -1,26 +1,26 @@
--- Leases these groups to an owner, those of them that are ready and fresh.
--- ARGV: version, owner token, lease in ms, step, group ids...
+-- Leases these groups, those of them that are ready and fresh.
+-- ARGV: version, lease token, lease in ms, step, group ids...
 -- Reply: {{ids}, {tokens}, deadline ms, mask below, {id, versions...}}
 -- @include lib/group
 -- @include lib/leash
 -- @include lib/take
-local version, owner, ids = tonumber(ARGV[1]), ARGV[2], {}
+local version, lease_token, ids = tonumber(ARGV[1]), ARGV[2], {}
 local cutoff = oldest_fresh(version) * SEQ_RANGE
 for i = 5, #ARGV do
   local score = not is_reconciling and redis.call('ZSCORE', READY, ARGV[i])
-  -- What this owner took before is given again: a reply may have been lost.
+  -- What was taken with this token before is given again: a reply may have been lost.
   if score and tonumber(score) >= cutoff then ids[#ids + 1] = ARGV[i] end
 end
 local deadline = whole(now_ms() + tonumber(ARGV[3]))
 if #ids > 0 then
   local groups, fields = whole_groups(ids)
-  if #groups > 0 then take(groups, fields, owner, deadline, ARGV[4]) end
+  if #groups > 0 then take(groups, fields, lease_token, deadline, ARGV[4]) end
 end
 local tokens, moved = {}, {}
 ids = {}
 for i = 5, #ARGV do
   local group = fields_of(ARGV[i], 'state', 'owner', 'tokens', 'moved', 'versions')
-  if group[1] == 'leased' and group[2] == owner then
+  if group[1] == 'leased' and group[2] == lease_token then
     ids[#ids + 1], tokens[#tokens + 1] = ARGV[i], whole(finite(group[3], 0))
     if group[4] then
       moved[#moved + 1] = ARGV[i]

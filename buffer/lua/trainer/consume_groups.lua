@@ -1,12 +1,12 @@
--- The step is done: leased -> consumed, for the groups that this owner still holds.
--- ARGV: owner token, step, version trained, version below which tokens were masked ('' for none), ids...
--- Reply: how many of them are consumed by this owner (the same number when it is sent again).
+-- The step is done: leased -> consumed, for the groups that are still held by this lease.
+-- ARGV: lease token, step, version trained, version below which tokens were masked ('' for none), ids...
+-- Reply: how many of them are consumed by this lease (the same number when it is sent again).
 -- With no ids only the step's record is marked: its groups lie in other shards.
 -- @include lib/audit
 -- @include lib/group
 -- @include lib/masking
-local owner, step, version, masked_below = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-if is_reconciling then return 0 end -- the owner is of a lineage that was rolled back
+local lease_token, step, version, masked_below = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+if is_reconciling then return 0 end -- the lease is of a lineage that was rolled back
 local total, ids, steps, largest = 0, {}, {}, nil
 local trained, masked_out, num_bytes, total_age_ms, by_staleness = 0, 0, 0, 0, {}
 
@@ -20,9 +20,9 @@ for i = 5, #ARGV do
   local id = ARGV[i]
   local group = fields_of(id, 'state', 'owner', 'min_version', 'trainable', 'versions', 'bytes',
     'pushed_at')
-  if group[2] == owner and group[1] == 'consumed' then
+  if group[2] == lease_token and group[1] == 'consumed' then
     total = total + 1
-  elseif group[2] == owner and group[1] == 'leased' then
+  elseif group[2] == lease_token and group[1] == 'leased' then
     ids[#ids + 1] = id
     steps[#steps + 1] = step
     steps[#steps + 1] = id
@@ -54,7 +54,7 @@ if #ids > 0 then
   end
   wake('room')
 end
-if (total > 0 or #ARGV == 4) and redis.call('HGET', key('lease:' .. step), 'owner') == owner then
+if (total > 0 or #ARGV == 4) and redis.call('HGET', key('lease:' .. step), 'owner') == lease_token then
   redis.call('HSET', key('lease:' .. step), 'done', '1')
 end
 return total

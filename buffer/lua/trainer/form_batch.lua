@@ -1,7 +1,7 @@
 -- Gives the global batch of one step: the first rank to come forms it, the others get the same one.
--- ARGV: step, version, number of groups, number of shares, lease in ms, owner token, lineage ('' for
+-- ARGV: step, version, number of groups, number of shares, lease in ms, lease token, lineage ('' for
 --       any), bound of work.
--- Reply: {'leased', owner, deadline ms, {ids}, {tokens}, {ids still held}, mask below, {id, versions...}}
+-- Reply: {'leased', lease token, deadline ms, {ids}, {tokens}, {ids still held}, mask below, {id, versions...}}
 --      | {'wait', last wake id, ready, ms until the next lease expires or -1, running group, its version}
 --      | {'again'} (more to tidy up than one call may) | {'done'} (the step is trained) | {'not_owner'}
 --      | {'conflict', version, groups, shares} (the step was leased with other arguments)
@@ -11,7 +11,7 @@
 -- @include lib/take
 -- @include lib/tidy
 local step, version, num_groups, num_shares = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
-local lease_ms, owner, bound = tonumber(ARGV[5]), ARGV[6], bound_of(ARGV[8])
+local lease_ms, lease_token, bound = tonumber(ARGV[5]), ARGV[6], bound_of(ARGV[8])
 
 if num_groups > MAX_BATCH then return redis.error_reply('ERR a batch has 65536 groups at most') end
 if ARGV[7] ~= '' and ARGV[7] ~= lineage then return {'not_owner'} end
@@ -51,7 +51,7 @@ for i = 1, #chosen, 2 do candidates[#candidates + 1] = chosen[i] end
 ids, fields = whole_groups(candidates)
 if #ids < num_groups then return {'again'} end -- what was damaged is out of the way now
 local deadline, moved = whole(now_ms() + lease_ms), nil
-tokens, moved = take(ids, fields, owner, deadline, step)
-write_batch(step, owner, ARGV[2], ARGV[3], num_shares, table.concat(ids, ' '),
+tokens, moved = take(ids, fields, lease_token, deadline, step)
+write_batch(step, lease_token, ARGV[2], ARGV[3], num_shares, table.concat(ids, ' '),
   table.concat(tokens, ' '), mask_below(version))
-return {'leased', owner, deadline, ids, tokens, ids, mask_below(version), moved}
+return {'leased', lease_token, deadline, ids, tokens, ids, mask_below(version), moved}

@@ -1,5 +1,5 @@
--- Puts a leased group aside that its owner cannot use: leased -> quarantined.
--- ARGV: owner token, reason, group id.   Reply: 1 if it is in quarantine now, else 0.
+-- Puts a leased group aside that its rank cannot use: leased -> quarantined.
+-- ARGV: lease token, reason, group id.   Reply: 1 if it is in quarantine now, else 0.
 -- @include lib/group
 -- @include lib/quarantined
 local group = fields_of(ARGV[3], 'state', 'bytes')

@@ -1,4 +1,4 @@
--- Extends a lease. ARGV: owner token, lease in ms, group ids...   Reply: how many are still held.
+-- Extends a lease. ARGV: lease token, lease in ms, group ids...   Reply: how many are still held.
 -- @include lib/group
 local deadlines, total = {}, 0
 local deadline = whole(now_ms() + tonumber(ARGV[2]))

@@ -1,10 +1,10 @@
--- Gives leased groups back: leased -> ready (or quarantine), for those that this owner still holds.
--- ARGV: owner token, reason, group ids...   Reply: how many went back.
+-- Gives leased groups back: leased -> ready (or quarantine), for those that this lease still holds.
+-- ARGV: lease token, reason, group ids...   Reply: how many went back.
 -- @include lib/group
 -- @include lib/return
-local owner, total = ARGV[1], 0
+local lease_token, total = ARGV[1], 0
 for i = 3, #ARGV do
-  if is_held(ARGV[i], owner) then
+  if is_held(ARGV[i], lease_token) then
     return_leased(ARGV[i], 'nacked', 'r', ARGV[2])
     total = total + 1
   end

@@ -1,5 +1,5 @@
 -- The last gate before the step: which groups of a lease may still be trained. Renews their deadline.
--- ARGV: version, owner token, lease in ms, version below which tokens were masked ('' for none), ids...
+-- ARGV: version, lease token, lease in ms, version below which tokens were masked ('' for none), ids...
 -- Reply: the ids that stay.
 -- @include lib/drop
 -- @include lib/group
@@ -8,14 +8,14 @@
 -- @include lib/quarantined
 -- @include lib/ready
 -- @include lib/return
-local version, owner, masked_below = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[4])
+local version, lease_token, masked_below = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[4])
 local deadline, oldest = whole(now_ms() + tonumber(ARGV[3])), oldest_fresh(version)
 local fresh, deadlines, stale = {}, {}, {}
 
 for i = 5, is_reconciling and 0 or #ARGV do
   local id = ARGV[i]
   local group = fields_of(id, 'state', 'owner', 'min_version', 'max_version', 'versions')
-  if group[1] == 'leased' and group[2] == owner then
+  if group[1] == 'leased' and group[2] == lease_token then
     local gate = gate_of(group[3], group[4])
     if not gate then
       redis.call('ZREM', LEASED, id)

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from buffer.replay_buffer import ReplayBuffer
+from buffer.connect import Buffer
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from crash.scenario import Scenario
 
@@ -59,9 +59,7 @@ async def _train(scenario: Scenario, rank: int, barrier: Any, is_over: Any) -> N
     await buffer.close()
 
 
-async def _step(
-    buffer: ReplayBuffer, scenario: Scenario, rank: int, step: int, barrier: Any
-) -> bool:
+async def _step(buffer: Buffer, scenario: Scenario, rank: int, step: int, barrier: Any) -> bool:
     """Whether the ranks are still in step: not when the end came in the midst of it."""
     try:
         lease = await buffer.lease(

@@ -103,7 +103,7 @@ class Rank:
     def _lease_together(self) -> Lease | None:
         while True:
             lease = self._lease()
-            words = self._seat.share(None if lease is None else lease.owner)
+            words = self._seat.share(None if lease is None else lease.lease_token)
             if len(set(words)) == 1 and lease is not None:
                 return lease
             # Not all have one, or one of them saw a batch that expired: ask again for the same.

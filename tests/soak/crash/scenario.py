@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from buffer.connect import Buffer, connect_buffer
 from buffer.redis.connection import BufferConnectionError
-from buffer.replay_buffer import ReplayBuffer
 from configs.choices import OnStale
 from configs.schema import BufferConfig
 from tests.support.blocking import BlockingReplayBuffer
@@ -70,11 +70,11 @@ class Scenario:
                     raise
                 time.sleep(0.05)
 
-    async def buffer(self) -> ReplayBuffer:
+    async def buffer(self) -> Buffer:
         deadline = time.monotonic() + _CONNECT_S
         while True:
             try:
-                return await ReplayBuffer.connect(self.url, self.run, self.settings)
+                return await connect_buffer(self.url, self.run, self.settings)
             except BufferConnectionError:
                 if time.monotonic() > deadline:
                     raise

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from buffer.connect import Buffer, buffer_on
 from buffer.redis.connection import connect
-from buffer.replay_buffer import ReplayBuffer
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig
 from tests.support.invariants import find_violations
@@ -64,59 +64,41 @@ def make_group() -> GroupMaker:
     return _group
 
 
-def _checked(verb: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def call(self: ReplayBuffer, *args: Any, **kwargs: Any) -> Any:
-        result = await verb(self, *args, **kwargs)
-        stats = await self.stats()
-        assert stats.is_conserved, stats
-        assert await find_violations(self) == []
-        return result
-
-    return call
+CHECKED_VERBS = (
+    *("admit", "abandon", "begin", "fail", "reclaim", "push", "take_retry", "renew_credits"),
+    *("lease", "validate", "consume", "ack", "nack", "renew", "reconcile", "publish_version"),
+    *("release", "discard", "sweep", "set_max_staleness"),
+)
 
 
-class CheckedBuffer(ReplayBuffer):
-    """Asserts after each verb that no group was lost or doubled."""
+def check_verbs(buffer: Any) -> None:
+    """From now on each verb of the buffer asserts that no group was lost or doubled."""
 
-    admit = _checked(ReplayBuffer.admit)
-    abandon = _checked(ReplayBuffer.abandon)
-    begin = _checked(ReplayBuffer.begin)
-    fail = _checked(ReplayBuffer.fail)
-    reclaim = _checked(ReplayBuffer.reclaim)
-    push = _checked(ReplayBuffer.push)
-    take_retry = _checked(ReplayBuffer.take_retry)
-    lease = _checked(ReplayBuffer.lease)
-    validate = _checked(ReplayBuffer.validate)
-    consume = _checked(ReplayBuffer.consume)
-    ack = _checked(ReplayBuffer.ack)
-    nack = _checked(ReplayBuffer.nack)
-    renew = _checked(ReplayBuffer.renew)
-    renew_credits = _checked(ReplayBuffer.renew_credits)
-    reconcile = _checked(ReplayBuffer.reconcile)
-    release = _checked(ReplayBuffer.release)
-    discard = _checked(ReplayBuffer.discard)
-    sweep = _checked(ReplayBuffer.sweep)
-    publish_version = _checked(ReplayBuffer.publish_version)
-    set_max_staleness = _checked(ReplayBuffer.set_max_staleness)
+    def checked(verb: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            result = await verb(*args, **kwargs)
+            stats = await buffer.stats()
+            assert stats.is_conserved, stats
+            assert await find_violations(buffer) == []
+            return result
+
+        return call
+
+    for name in CHECKED_VERBS:
+        setattr(buffer, name, checked(getattr(buffer, name)))
 
 
 @pytest.fixture
 async def checked_buffer(
     redis_url: str, run_name: str
-) -> AsyncIterator[Callable[..., Awaitable[CheckedBuffer]]]:
+) -> AsyncIterator[Callable[..., Awaitable[Buffer]]]:
     """Like `buffer_factory`, with the law checked after every verb."""
-    opened: list[CheckedBuffer] = []
+    opened: list[Buffer] = []
 
-    async def make(groups_per_step: int = 4, **settings: Any) -> CheckedBuffer:
+    async def make(groups_per_step: int = 4, **settings: Any) -> Buffer:
         config = BufferConfig(**settings)
-        buffer = CheckedBuffer(
-            await connect(redis_url),
-            run_name,
-            lease_timeout_s=config.lease_timeout_s,
-            shards=config.shards,
-            wait_timeout_s=config.wait_timeout_s,
-            compress=config.compress,
-        )
+        buffer = buffer_on(await connect(redis_url), run_name, config)
+        check_verbs(buffer)
         opened.append(buffer)
         await buffer.open(config, groups_per_step)
         return buffer

@@ -15,7 +15,7 @@ from buffer.admission import admission_limit, engine_lag
 from buffer.errors import BufferFullError, NotOwnerError
 from buffer.redis.settings import quota
 from buffer.results import Failure, PushResult, Reconciled
-from buffer.shards import id_in_shard, shard_of
+from buffer.sharded import id_in_shard, shard_of
 from buffer.types import PromptRef, Rerun
 from configs.choices import OnFull, OnStale, Selector
 from configs.schema import BufferConfig

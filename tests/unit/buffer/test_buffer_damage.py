@@ -12,17 +12,19 @@ from typing import Any, cast
 import pytest
 from redis.asyncio import Redis
 
+from buffer.connect import Buffer
+from buffer.errors import BufferFullError, NotOwnerError
 from buffer.export import dump_buffer
 from buffer.redis.client import BufferRedis
 from buffer.redis.connection import DamagedRunError, connect
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import _FOLDER
-from buffer.replay_buffer import BufferFullError, NotOwnerError, ReplayBuffer
 from buffer.run_state import RunState
+from buffer.sharded import shard_of
 from buffer.types import PromptRef, Rerun, TrajectoryGroup
 from tests.support.invariants import find_violations
 
-BufferFactory = Callable[..., Awaitable[ReplayBuffer]]
+BufferFactory = Callable[..., Awaitable[Buffer]]
 GroupMaker = Callable[..., TrajectoryGroup]
 HOSTILE = (b"inf", b"-inf", b"nan", b"1e300", b"-1", b"9" * 400, b"abc", b"", b"\xff\xfe\x1b[2J")
 EXPLAINED = (DamagedRunError, TimeoutError, ValueError, BufferFullError, NotOwnerError)
@@ -36,7 +38,7 @@ async def redis(redis_url: str) -> Any:
     await client.aclose()
 
 
-async def _lease(buffer: ReplayBuffer, number: int = 2, step: int = 1) -> Any:
+async def _lease(buffer: Buffer, number: int = 2, step: int = 1) -> Any:
     return await buffer.lease(
         step=step, version=0, num_groups=number, share=0, num_shares=1, timeout_s=0.1
     )
@@ -93,7 +95,7 @@ async def test_lease_puts_a_group_without_its_hash_into_quarantine(
     for shard in range(shards):
         await redis.unlink(Keys(run_name, shard).group(gone))
         await redis.unlink(Keys(run_name, shard).group(overwritten))
-    where = _shard_with(buffer, overwritten)
+    where = shard_of(overwritten, shards)
     await redis.lpush(Keys(run_name, where).group(overwritten), "a list")
 
     batch = await _lease(buffer)
@@ -111,10 +113,6 @@ async def test_lease_puts_a_group_without_its_hash_into_quarantine(
 @pytest.fixture(params=[1, 2])
 def shards(request: pytest.FixtureRequest) -> int:
     return int(request.param)
-
-
-def _shard_with(buffer: ReplayBuffer, group_id: str) -> int:
-    return list(buffer._shards).index(buffer._shards.of(group_id))
 
 
 async def test_lease_survives_names_that_no_push_could_give(
@@ -149,7 +147,7 @@ async def test_a_payload_of_another_type_goes_to_quarantine(
     assert [group.reason for group in await buffer.quarantined()] == ["undecodable"]
 
 
-async def _life(buffer: ReplayBuffer, state: RunState, make_group: GroupMaker) -> list[Exception]:
+async def _life(buffer: Buffer, state: RunState, make_group: GroupMaker) -> list[Exception]:
     """Every verb once; what they raised."""
     prompt = PromptRef(task="sums", index=3)
     raised: list[Exception] = []
@@ -173,7 +171,7 @@ async def _life(buffer: ReplayBuffer, state: RunState, make_group: GroupMaker) -
     await call(buffer.stats())
     await call(find_violations(buffer))
     await call(buffer.quarantined())
-    await call(buffer.prompt_quarantine.prompts())
+    await call(buffer.quarantined_prompts())
     await call(buffer.events("one"))
     batch = await call(_lease(buffer, 2, 1))
     if batch is not None:
@@ -298,7 +296,7 @@ async def test_no_key_of_another_type_ends_a_verb_unexplained(
 
 
 async def _begin(
-    buffer: ReplayBuffer, redis: Redis, keys: Keys, fresh: Any, make_group: GroupMaker
+    buffer: Buffer, redis: Redis, keys: Keys, fresh: Any, make_group: GroupMaker
 ) -> None:
     """A run with something in most of its keys, for a client that has not taken it over."""
     buffer._lineage = ""
@@ -309,7 +307,8 @@ async def _begin(
     for name in ("put-away", "one", "two", "three"):
         await buffer.push(make_group(name), 1)
     batch = await buffer.lease(step=0, version=0, num_groups=1, share=0, num_shares=1, timeout_s=1)
-    await buffer._shards.home.quarantine(batch.owner, "test", batch.group_ids[0])
+    arguments = (batch.lease_token, "test", batch.group_ids[0])
+    await buffer._scripts.run("trainer/quarantine_group", *arguments)  # type: ignore[union-attr]
     await buffer.lease(step=1, version=0, num_groups=2, share=0, num_shares=1, timeout_s=1)
     await buffer.admit("runs", 1)
     await buffer.begin("runs", PromptRef(task="sums", index=3), 0, 1)

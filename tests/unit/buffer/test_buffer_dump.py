@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
+from buffer.connect import Buffer, buffer_on
 from buffer.export import dump_buffer, load_buffer, read_dump, read_header
 from buffer.redis.connection import connect
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import RunNotOpenError
-from buffer.replay_buffer import ReplayBuffer
 from buffer.wire.codec import encode_group
 from configs.schema import BufferConfig
 
@@ -37,14 +37,14 @@ def other_name() -> str:
 @pytest.fixture
 async def other_run(
     redis_url: str, other_name: str
-) -> AsyncIterator[Callable[..., Awaitable[ReplayBuffer]]]:
+) -> AsyncIterator[Callable[..., Awaitable[Buffer]]]:
     """Opens the run `other_name`."""
-    opened: list[ReplayBuffer] = []
+    opened: list[Buffer] = []
 
-    async def make(**settings: Any) -> ReplayBuffer:
+    async def make(**settings: Any) -> Buffer:
         config = BufferConfig(**settings)
         redis = await connect(redis_url)
-        buffer = ReplayBuffer(redis, other_name, lease_timeout_s=60, shards=config.shards)
+        buffer = buffer_on(redis, other_name, config)
         opened.append(buffer)
         await buffer.open(config, 4)
         return buffer
@@ -54,7 +54,7 @@ async def other_run(
         await buffer.close()
 
 
-async def _fill(buffer: ReplayBuffer, make_group: Any) -> None:
+async def _fill(buffer: Buffer, make_group: Any) -> None:
     """Two groups of each state: ready, leased and consumed; one more was acked."""
     for number in range(7):
         await buffer.push(make_group(f"g{number}", number // 4, index=number, num_tokens=20))
@@ -199,7 +199,7 @@ async def test_a_dump_of_several_shards_is_loaded_into_any_number(
     num_shards: int,
     other_name: str,
 ) -> None:
-    source = ReplayBuffer(await connect(redis_url), run_name, lease_timeout_s=60, shards=2)
+    source = buffer_on(await connect(redis_url), run_name, BufferConfig(shards=2))
     await source.open(BufferConfig(shards=2), 4)
     names = [f"g{number}@{number % 2}" for number in range(4)] + ["plain", "other"]
     for name in names:

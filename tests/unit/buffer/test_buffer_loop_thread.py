@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from buffer.connect import Buffer, connect_buffer
 from buffer.loop_thread import LoopThread
 from buffer.redis.wakeups import BufferClosedError
-from buffer.replay_buffer import ReplayBuffer
 from buffer.results import Lease, PushResult
 from configs.schema import BufferConfig
 
@@ -25,15 +25,13 @@ def loop() -> Iterator[LoopThread]:
 
 
 @pytest.fixture
-def buffer(loop: LoopThread, redis_url: str, run_name: str) -> ReplayBuffer:
-    buffer = loop.run(ReplayBuffer.connect(redis_url, run_name, BufferConfig(lease_timeout_s=60)))
+def buffer(loop: LoopThread, redis_url: str, run_name: str) -> Buffer:
+    buffer = loop.run(connect_buffer(redis_url, run_name, BufferConfig(lease_timeout_s=60)))
     loop.run(buffer.open(BufferConfig(), 2))
     return buffer
 
 
-def test_ranks_in_threads_share_a_batch(
-    loop: LoopThread, buffer: ReplayBuffer, make_group: Any
-) -> None:
+def test_ranks_in_threads_share_a_batch(loop: LoopThread, buffer: Buffer, make_group: Any) -> None:
     leases: list[Lease] = []
 
     def rank(share: int) -> None:
@@ -56,7 +54,7 @@ def test_ranks_in_threads_share_a_batch(
     loop.stop(buffer.close())
 
 
-def test_stop_from_another_thread_ends_a_wait(loop: LoopThread, buffer: ReplayBuffer) -> None:
+def test_stop_from_another_thread_ends_a_wait(loop: LoopThread, buffer: Buffer) -> None:
     errors: list[Exception] = []
 
     def wait() -> None:

@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -28,11 +29,11 @@ from hypothesis.stateful import (
 from plain_buffer import Batch, PlainBuffer
 from redis.asyncio import Redis
 
+from buffer.connect import Buffer, buffer_on
 from buffer.errors import BufferFullError, NotOwnerError
 from buffer.redis.connection import connect
 from buffer.redis.keys import Keys
 from buffer.redis.server import EmbeddedServer
-from buffer.replay_buffer import ReplayBuffer
 from buffer.results import Lease
 from buffer.run_state import RunState
 from buffer.types import PromptRef, Rerun
@@ -105,14 +106,9 @@ class BufferMachine(RuleBasedStateMachine):
         self.run(self.buffer.publish_version(FIRST_VERSION))
         self.model.publish(FIRST_VERSION)
 
-    def new_buffer(self) -> ReplayBuffer:
-        return ReplayBuffer(
-            self.client.redis,
-            self.name,
-            lease_timeout_s=LONG_S,
-            shards=self.config.shards,
-            wait_timeout_s=0,
-        )
+    def new_buffer(self) -> Buffer:
+        settings = replace(self.config, lease_timeout_s=LONG_S)
+        return buffer_on(self.client.redis, self.name, settings)
 
     def teardown(self) -> None:
         if hasattr(self, "buffer"):
@@ -255,11 +251,7 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(data=st.data(), run_again=st.booleans())
     def let_a_prompt_go(self, data: st.DataObject, run_again: bool) -> None:
         _, task, index = data.draw(st.sampled_from(sorted(self.model.poisonous)))
-        leave = (
-            self.buffer.prompt_quarantine.release
-            if run_again
-            else self.buffer.prompt_quarantine.discard
-        )
+        leave = self.buffer.release_prompt if run_again else self.buffer.discard_prompt
         for _ in range(2):
             self.agree(
                 leave(task, index),
@@ -313,7 +305,7 @@ class BufferMachine(RuleBasedStateMachine):
         assert batch is not None
         got = {g.group_id: Counter(g.tokens_by_version) for lease in leases for g in lease.groups}
         assert got == self.model.fetch(batch)
-        assert leases[0].oldest == batch.oldest
+        assert leases[0].mask_below_version == batch.oldest
         self.leases.append((leases[0], batch))
         self.has_leased = True
 
@@ -458,7 +450,7 @@ class BufferMachine(RuleBasedStateMachine):
         assert (stats.pushed, stats.abandoned) == (model.pushed, model.abandoned)
         assert stats.retries_waiting == sum(map(len, model.retries))
         assert stats.prompts_quarantined == len(model.poisonous)
-        poisonous = self.run(self.buffer.prompt_quarantine.prompts())
+        poisonous = self.run(self.buffer.quarantined_prompts())
         assert sorted((p.task, p.index, p.reason, p.times) for p in poisonous) == sorted(
             (task, index, *why) for (_, task, index), why in model.poisonous.items()
         )

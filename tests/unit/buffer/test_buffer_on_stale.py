@@ -26,7 +26,7 @@ async def test_over_age_tokens_are_masked_and_the_others_trained(
     assert await buffer.push(make_group("fresh", 2)) is PushResult.stored
     assert await buffer.push(make_group("old", 0)) is PushResult.stale
     lease = await buffer.lease(step=0, version=2, num_groups=2, **STEP)
-    assert lease.oldest == 1
+    assert lease.mask_below_version == 1
     groups = {group.group_id: group for group in lease.groups}
     assert dict(groups["half-old"].tokens_by_version) == {2: 4}  # 2 of 5 in each of 2 trajectories
     assert dict(groups["fresh"].tokens_by_version) == {2: 10}
@@ -57,7 +57,7 @@ async def test_a_group_that_needs_more_masking_than_it_got_goes_back(
     await buffer.push(make_group("mixed", 0, newest=2))
     await buffer.push(make_group("fresh", 2))
     lease = await buffer.lease(step=0, version=2, num_groups=2, **STEP)
-    assert lease.oldest == 0 and lease.num_tokens == 32
+    assert lease.mask_below_version == 0 and lease.num_tokens == 32
     await buffer.set_max_staleness(1)
     assert await buffer.validate(lease, 2) == {"fresh"}
     await buffer.consume(lease, ["fresh"])

@@ -39,7 +39,7 @@ async def test_the_prompt_of_a_dead_worker_runs_once_more_and_then_is_put_aside(
     assert await buffer.take_retry(again) == prompt  # a lost reply costs nothing
     assert await buffer.reclaim(3) == 1
     assert await buffer.take_retry() is None
-    (poisonous,) = await buffer.prompt_quarantine.prompts()
+    (poisonous,) = await buffer.quarantined_prompts()
     assert (poisonous.task, poisonous.index) == ("long words", 7)
     assert (poisonous.reason, poisonous.times) == ("worker_died", 2)
     stats = await buffer.stats()
@@ -47,8 +47,8 @@ async def test_the_prompt_of_a_dead_worker_runs_once_more_and_then_is_put_aside(
     assert (stats.running, stats.rerun, stats.prompts_quarantined) == (1, 1, 1)
     events = [event.event for event in await buffer.events(again)]
     assert events == ["admitted", "begun", "abandoned", "prompt_quarantined"]
-    assert await buffer.prompt_quarantine.release("long words", 7)
-    assert not await buffer.prompt_quarantine.release("long words", 7)
+    assert await buffer.release_prompt("long words", 7)
+    assert not await buffer.release_prompt("long words", 7)
     assert await buffer.take_retry() == PROMPT
 
 
@@ -129,10 +129,10 @@ async def test_failures_of_a_prompt_are_counted_across_workers(checked_buffer: A
     assert prompt == PROMPT
     assert await buffer.fail(other, prompt, 2) == Failure(num_failures=2, is_quarantined=True)
     assert await buffer.fail(other, prompt, 2) is None
-    (poisonous,) = await buffer.prompt_quarantine.prompts()
+    (poisonous,) = await buffer.quarantined_prompts()
     assert (poisonous.reason, poisonous.times) == ("failed", 2)
-    assert await buffer.prompt_quarantine.discard("long words", 7)
-    assert await buffer.prompt_quarantine.prompts() == []
+    assert await buffer.discard_prompt("long words", 7)
+    assert await buffer.quarantined_prompts() == []
     assert await buffer.take_retry() is None
     failure = await buffer.fail(await _begun(buffer, "0-2-a"), PROMPT, 2)
     assert failure == Failure(num_failures=1, is_quarantined=False)  # a clean record
@@ -150,10 +150,10 @@ async def test_a_prompt_that_left_the_quarantine_has_no_failures(
         group_id = (await buffer.admit(name, 1)).group_id
         assert await buffer.take_retry(group_id) is not None
         await buffer.reclaim(0)
-    (poisonous,) = await buffer.prompt_quarantine.prompts()
+    (poisonous,) = await buffer.quarantined_prompts()
     assert poisonous.reason == "worker_died"
-    quarantine = buffer.prompt_quarantine
-    assert await (quarantine.release if runs_again else quarantine.discard)("long words", 7)
+    leave = buffer.release_prompt if runs_again else buffer.discard_prompt
+    assert await leave("long words", 7)
     assert await buffer.fail(await _begun(buffer, "0-3-a"), PROMPT, 3) == Failure(
         num_failures=1, is_quarantined=False
     )
@@ -198,11 +198,11 @@ def test_prompts_of_older_runs_can_be_read() -> None:
 async def test_oversampling_admits_more_than_the_leash_has_room_for(
     redis_url: str, run_name: str, shards: int
 ) -> None:
-    from buffer.replay_buffer import ReplayBuffer
+    from buffer.connect import buffer_on
     from configs.schema import BufferConfig
 
     config = BufferConfig(max_staleness=1, shards=shards)
-    buffer = ReplayBuffer(await connect(redis_url), run_name, lease_timeout_s=60, shards=shards)
+    buffer = buffer_on(await connect(redis_url), run_name, config)
     await buffer.open(config, 4, oversampling=1.3)
     for n in range(10):  # floor(2 * 4 * 1.3)
         await buffer.admit(f"g{n}", 0)

@@ -11,7 +11,7 @@ from buffer.admission import admission_limit, engine_lag
 from buffer.balance import split_by_tokens
 from buffer.redis.keys import Keys, check_group_id
 from buffer.redis.settings import quota
-from buffer.shards import id_in_shard, ids_by_shard, shard_of
+from buffer.sharded import id_in_shard, ids_by_shard, shard_of
 from buffer.staleness import (
     is_fresh,
     mask_over_age,

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from buffer.lease import BatchNotReady, Formed, LeaseRequest
 from buffer.redis.connection import connect
 from buffer.redis.keys import Keys
 from buffer.run_state import RunState
-from buffer.shard import Locked, Shard
-from configs.choices import OnFull, Selector
+from buffer.sharded import Locked, Record, Shard, ShardedReplayBuffer
+from configs.choices import OnFull, OnStale, Selector
 
 STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "timeout_s": 0}
 
@@ -115,7 +116,7 @@ async def test_ranks_share_one_batch_and_a_restarted_one_gets_its_share_again(
     for i in range(9):
         await clients[0].push(make_group(f"g{i}"))
     leases = await asyncio.wait_for(asyncio.gather(*waiting), 5)
-    assert len({(lease.owner, lease.group_ids) for lease in leases}) == 1
+    assert len({(lease.lease_token, lease.group_ids) for lease in leases}) == 1
     shares = [[group.group_id for group in lease.groups] for lease in leases]
     assert sorted(itertools.chain(*shares)) == sorted(leases[0].group_ids)
     restarted = await checked_buffer(shards=3)
@@ -123,6 +124,102 @@ async def test_ranks_share_one_batch_and_a_restarted_one_gets_its_share_again(
     assert [group.group_id for group in again.groups] == shares[2]
     with pytest.raises(ValueError, match=r"step=3 was leased with .*= 0, 8, 4"):
         await restarted.lease(step=3, version=0, num_groups=8, **STEP)
+
+
+@pytest.fixture
+async def shards(buffer_factory: Any) -> tuple[Shard, ...]:
+    """Two shards of which the first holds groups a, b and c, leased in batches of 3."""
+    buffer = await buffer_factory(shards=2, max_staleness=5)
+    assert isinstance(buffer, ShardedReplayBuffer)
+    return buffer.shards
+
+
+REQUEST = LeaseRequest(step=1, version=0, num_groups=3, num_shares=1, lineage="")
+BATCH = Formed("t1", 0, ("a", "b", "far"), (16, 16, 5), frozenset(), None, {})
+
+
+async def test_batch_is_taken_under_the_lock_of_its_step(
+    shards: tuple[Shard, ...], make_group: Any
+) -> None:
+    home = shards[0]
+    for name in "abc":
+        await home.push(make_group(name))
+    for _ in range(2):  # each call is sent twice, as after a lost reply
+        assert await home.lock_step(REQUEST, "t1", 60_000) == Locked()
+    waiting = await home.lock_step(REQUEST, "t2", 60_000)
+    assert isinstance(waiting, BatchNotReady) and waiting.until_ms > 0
+    assert list(waiting.seen) == [home.keys.wake("forming")]
+    peek = await home.peek(0, 2)
+    assert [c.group_id for c in peek.candidates] == ["a", "b"] and peek.ready == 3
+    for _ in range(2):
+        taken = await home.take(REQUEST, "t1", 60_000, ["a", "b", "unknown"])
+        assert taken.ids == ("a", "b") and taken.tokens == (16, 16)
+    assert await home._redis.hget(home.keys.group("a"), "leases") == b"1"
+    assert not await home.record(REQUEST, BATCH._replace(lease_token="t2"))
+    for _ in range(2):
+        assert await home.record(REQUEST, BATCH)
+    found = await home.lock_step(REQUEST, "t2", 60_000)
+    assert isinstance(found, Record) and found.ids == ("a", "b", "far")
+    assert found.tokens == (16, 16, 5) and not found.is_done
+    held = await home.held("t1", ["a", "b", "c"])
+    assert held.ids == {"a", "b"} and held.num_consumed == 0 and held.deadline_ms > 0
+    await home.mark_done(BATCH.lease(REQUEST, ()))
+    done = await home.lock_step(REQUEST, "t2", 60_000)
+    assert isinstance(done, Record) and done.is_done
+
+
+async def test_void_record_makes_way(shards: tuple[Shard, ...]) -> None:
+    home = shards[0]
+    await home.lock_step(REQUEST, "t1", 60_000)
+    await home.record(REQUEST, BATCH)
+    assert isinstance(await home.lock_step(REQUEST, "t2", 60_000, "other"), Record)
+    assert await home.lock_step(REQUEST, "t2", 60_000, "t1") == Locked()
+    assert await home.unlock("t2") and not await home.unlock("t2")
+
+
+async def test_lock_ends_by_itself(shards: tuple[Shard, ...]) -> None:
+    await shards[0].lock_step(REQUEST, "dead", 5)
+    await asyncio.sleep(0.01)
+    assert await shards[0].lock_step(REQUEST, "t", 60_000) == Locked()
+
+
+async def test_peek_tidies_up_and_names_the_group_that_is_waited_for(
+    buffer_factory: Any, make_group: Any
+) -> None:
+    buffer = await buffer_factory(shards=2, max_staleness=0, on_stale=OnStale.wait)
+    shard = buffer.shards[0]
+    await shard.push(make_group("a"))
+    await shard.admit("slow", 0)
+    await shard.publish_version(1)
+    peek = await shard.peek(1, 5)
+    assert (peek.candidates, peek.blocking) == ((), "slow")
+    assert (await shard.stats()).dropped == {"stale": 1}
+    await shard.abandon("slow", "late")
+    assert len(await shard._redis.xrevrange(shard.keys("wake:batch"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("selector", "order"),
+    [(Selector.stalest, "bac"), (Selector.freshest, "cab"), (Selector.fifo, "abc")],
+)
+async def test_candidates_can_be_merged_by_their_keys(
+    buffer_factory: Any, make_group: Any, selector: Selector, order: str
+) -> None:
+    shard = (await buffer_factory(shards=2, selector=selector, max_staleness=5)).shards[0]
+    for name, version in (("a", 2), ("b", 1), ("c", 3)):
+        await shard.push(make_group(name, version))
+    candidates = (await shard.peek(3, 5)).candidates
+    assert "".join(c.group_id for c in candidates) == order
+    assert list(candidates) == sorted(candidates)
+
+
+async def test_take_refuses_what_went_stale_since_the_peek(
+    shards: tuple[Shard, ...], make_group: Any
+) -> None:
+    await shards[0].push(make_group("a"))
+    await shards[0].publish_version(6)
+    request = REQUEST._replace(version=6)
+    assert (await shards[0].take(request, "t", 60_000, ["a"])).ids == ()
 
 
 @pytest.mark.parametrize("has_taken", [False, True])
@@ -133,17 +230,18 @@ async def test_a_former_that_died_half_way_leaves_groups_that_come_back(
     for i in range(6):
         await buffer.push(make_group(f"g{i}@{i % 3}"))
     redis = await connect(redis_url)
-    shards = [Shard(redis, Keys(run_name, k)) for k in range(3)]
-    assert isinstance(await shards[0].lock_step(0, "dead", 200), Locked)
+    shards = buffer.shards
+    request = LeaseRequest(0, 0, 6, 1, "")
+    assert isinstance(await shards[0].lock_step(request, "dead", 200), Locked)
     if has_taken:
         for k in (1, 2):
-            taken = await shards[k].take(0, [f"g{k}@{k}"], "dead", 250, 0)
+            taken = await shards[k].take(request, "dead", 250, [f"g{k}@{k}"])
             assert taken.ids == (f"g{k}@{k}",)
     async with asyncio.timeout(2):
         lease = await buffer.lease(
             step=0, version=0, num_groups=6, share=0, num_shares=1, timeout_s=5
         )
-    assert len(lease.group_ids) == 6 and lease.owner != "dead"
+    assert len(lease.group_ids) == 6 and lease.lease_token != "dead"
     assert not await shards[0].unlock("dead")
     await redis.aclose()
 
@@ -159,7 +257,7 @@ async def test_a_batch_that_was_lost_as_a_whole_makes_way_for_a_new_one(
     calm = await checked_buffer(shards=3)
     assert await calm.sweep() == 3
     new = await calm.lease(step=0, version=0, num_groups=3, **STEP)
-    assert new.owner != old.owner
+    assert new.lease_token != old.lease_token
     assert await hasty.consume(old, old.group_ids) == await hasty.nack(old, "late") == 0
     assert await calm.consume(new, new.group_ids) == 3
 

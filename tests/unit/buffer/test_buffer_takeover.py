@@ -122,21 +122,15 @@ async def test_a_version_that_was_published_is_never_used_again(
 
 
 async def test_a_trainer_that_died_while_it_published_is_resumed_above_that(
-    buffer_factory: Any, redis_url: str, run_name: str
+    buffer_factory: Any,
 ) -> None:
-    from buffer.redis.connection import connect
-    from buffer.redis.keys import Keys
-    from buffer.shard import Shard
-
     buffer = await buffer_factory(shards=3)
-    redis = await connect(redis_url)
-    await Shard(redis, Keys(run_name, 2)).publish(1)  # the other two were not told
+    await buffer.shards[2].publish_version(1)  # the other two do not know it
     with pytest.raises(ValueError, match="resume_version=1: version 1 was published"):
         await buffer.reconcile("next", step=0, version=0, resume_version=1)
     assert (await buffer.stats()).lineage == ""
     await buffer.reconcile("next", step=0, version=0, resume_version=2)
     assert (await buffer.stats()).trainer_version == 2
-    await redis.aclose()
 
 
 async def test_a_group_that_is_leased_again_and_again_goes_to_quarantine(

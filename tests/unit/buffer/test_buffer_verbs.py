@@ -51,7 +51,7 @@ async def test_every_verb_may_be_sent_twice(checked_buffer: Any, make_group: Any
     assert await buffer.push(make_group("g")) is PushResult.duplicate
     first = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
     again = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
-    assert (first.owner, first.group_ids) == (again.owner, again.group_ids)
+    assert (first.lease_token, first.group_ids) == (again.lease_token, again.group_ids)
     assert await buffer.validate(first, 0) == await buffer.validate(first, 0) == {"g"}
     assert await buffer.consume(first, ["g"]) == await buffer.consume(first, ["g"]) == 1
     await buffer.publish_version(1)
@@ -135,7 +135,7 @@ async def test_ranks_share_one_batch_balanced_by_tokens(
         return got
 
     first, second = await asyncio.gather(lease(0), lease(1))
-    assert first.owner == second.owner
+    assert first.lease_token == second.lease_token
     assert first.group_ids == second.group_ids == ("a", "b", "c", "d")
     assert {g.group_id for g in first.groups} == {"a", "b"}
     assert {g.group_id for g in second.groups} == {"c", "d"}
@@ -154,7 +154,7 @@ async def test_a_rank_that_comes_late_gets_its_own_share_without_what_was_droppe
     await buffer.set_max_staleness(0)
     assert await buffer.validate(early, 1) == {"c", "d"}
     late = await buffer.lease(share=1, **shares)
-    assert late.group_ids == early.group_ids and late.owner == early.owner
+    assert late.group_ids == early.group_ids and late.lease_token == early.lease_token
     whole = {g.group_id for g in early.groups} | {g.group_id for g in late.groups}
     assert {"c", "d"} <= whole
     assert not {"a", "b"} & {g.group_id for g in late.groups}
@@ -332,7 +332,7 @@ async def test_selectors_choose_who_is_trained_first(
     assert "".join(taken) == order
 
 
-# Leases and owners ----------------------------------------------------------------------------
+# Leases and their tokens -----------------------------------------------------------------------
 
 
 async def test_nack_returns_what_is_not_consumed(checked_buffer: Any, make_group: Any) -> None:
@@ -346,7 +346,7 @@ async def test_nack_returns_what_is_not_consumed(checked_buffer: Any, make_group
     assert (stats.ready, stats.consumed, stats.leased) == (2, 1, 0)
 
 
-async def test_an_expired_lease_returns_and_its_old_owner_is_fenced(
+async def test_an_expired_lease_returns_and_its_token_is_fenced(
     checked_buffer: Any, make_group: Any
 ) -> None:
     zombie = await checked_buffer(lease_timeout_s=0.02)
@@ -356,7 +356,7 @@ async def test_an_expired_lease_returns_and_its_old_owner_is_fenced(
     healthy = await checked_buffer(lease_timeout_s=60)
     assert await healthy.sweep() == 2
     new = await healthy.lease(step=0, version=0, num_groups=2, **STEP)
-    assert new.owner != old.owner and new.group_ids == old.group_ids
+    assert new.lease_token != old.lease_token and new.group_ids == old.group_ids
     assert await zombie.validate(old, 0) == frozenset()
     assert await zombie.consume(old, old.group_ids) == 0
     assert await zombie.nack(old, "late") == 0

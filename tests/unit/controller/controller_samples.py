@@ -10,8 +10,8 @@ from math import inf
 
 import numpy as np
 
+from buffer.connect import Buffer, buffer_on
 from buffer.redis.connection import connect
-from buffer.replay_buffer import ReplayBuffer
 from buffer.results import BufferStats, Lease
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig
@@ -216,10 +216,10 @@ def small_group(group_id: str, version: int = 0, num_tokens: int = 8) -> Traject
 @asynccontextmanager
 async def opened(
     url: str, run: str, groups_per_step: int = 4, **settings: object
-) -> AsyncIterator[ReplayBuffer]:
+) -> AsyncIterator[Buffer]:
     """The buffer of `run`, open for the length of a block; `settings` are of BufferConfig."""
     config = BufferConfig(**settings)  # type: ignore[arg-type]
-    buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=60, shards=config.shards)
+    buffer = buffer_on(await connect(url), run, config)
     try:
         await buffer.open(config, groups_per_step=groups_per_step)
         yield buffer
@@ -227,7 +227,7 @@ async def opened(
         await buffer.close()
 
 
-async def lease(buffer: ReplayBuffer, step: int = 0, num_groups: int = 1) -> Lease:
+async def lease(buffer: Buffer, step: int = 0, num_groups: int = 1) -> Lease:
     """A whole batch for the only rank."""
     return await buffer.lease(
         step=step, version=0, num_groups=num_groups, share=0, num_shares=1, timeout_s=5

@@ -12,8 +12,8 @@ from controller_samples import step_record
 from redis.asyncio import Redis
 from rich.console import Console
 
+from buffer.connect import connect_buffer
 from buffer.redis.keys import Keys
-from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from configs.schema import BufferConfig
 from controller.metrics.records import MetricsLog, Record, read_metrics
@@ -39,7 +39,7 @@ async def test_what_no_process_of_ours_writes_is_left_out(
     redis_url: str, run_name: str, tmp_path: Path
 ) -> None:
     state = await RunState.connect(redis_url, run_name, BufferConfig())
-    buffer = await ReplayBuffer.connect(redis_url, run_name, BufferConfig())
+    buffer = await connect_buffer(redis_url, run_name, BufferConfig())
     await buffer.open(BufferConfig(), groups_per_step=4)
     steps: list[Record] = []
     view = RunView(run=run_name, num_steps=3, started=0.0)

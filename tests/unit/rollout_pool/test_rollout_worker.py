@@ -424,7 +424,7 @@ async def test_a_poisonous_prompt_is_put_aside_and_the_worker_goes_on(make_worke
     await until(ready(buffer, 2 * GROUPS_PER_STEP))
     worker.stop()
     assert (await running).num_failed == 3
-    (poisonous,) = await buffer.prompt_quarantine.prompts()
+    (poisonous,) = await buffer.quarantined_prompts()
     assert (poisonous.index, poisonous.reason, poisonous.times) == (1, "failed", 3)
     assert (await state.counters())["prompts_quarantined"] == 1
     lease = await consume(buffer, 0, num_groups=4)

@@ -1,0 +1,36 @@
+"""Opens the way to a run's buffer, which lies in one shard or in several."""
+
+from __future__ import annotations
+
+from buffer.redis.client import BufferRedis
+from buffer.redis.connection import connect
+from buffer.replay_buffer import ReplayBuffer
+from buffer.sharded import ShardedReplayBuffer
+from configs.schema import BufferConfig
+
+Buffer = ReplayBuffer | ShardedReplayBuffer
+
+
+def buffer_on(redis: BufferRedis, run: str, settings: BufferConfig) -> Buffer:
+    """The buffer of a run by its settings. `close` closes the connections of `redis`, too."""
+    if settings.shards == 1:
+        return ReplayBuffer(
+            redis,
+            run,
+            lease_timeout_s=settings.lease_timeout_s,
+            wait_timeout_s=settings.wait_timeout_s,
+            compress=settings.compress,
+        )
+    return ShardedReplayBuffer(
+        redis,
+        run,
+        shards=settings.shards,
+        lease_timeout_s=settings.lease_timeout_s,
+        wait_timeout_s=settings.wait_timeout_s,
+        compress=settings.compress,
+    )
+
+
+async def connect_buffer(url: str, run: str, settings: BufferConfig) -> Buffer:
+    """A buffer with connections of its own to `url`. Raises BufferConnectionError."""
+    return buffer_on(await connect(url, tls_ca_file=settings.tls_ca_file), run, settings)

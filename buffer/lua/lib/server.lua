@@ -1,0 +1,13 @@
+-- Which server this is, and when the run was last seen to move to another one.
+
+-- A server that was killed has lost the last moments; whoever ran a group then may have pushed it. So
+-- a group that nobody has renewed since shows no worker's death. Returns the deadline up to which a
+-- credit of `credit_ms` is one of before.
+local function lost_with_server(credit_ms)
+  local server = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
+  local known = redis.call('HMGET', SETTINGS, 'server', 'server_ms')
+  if known[1] == server then return finite(known[2], -LARGEST) + finite(credit_ms, 0) end
+  local seen_ms = known[1] and now_ms() or -LARGEST
+  redis.call('HSET', SETTINGS, 'server', server, 'server_ms', whole(seen_ms))
+  return seen_ms + finite(credit_ms, 0)
+end

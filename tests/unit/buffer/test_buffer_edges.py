@@ -1,0 +1,418 @@
+"""What the model does not see of one shard: keys, counters, bounds of work, a call sent again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from buffer.errors import NotOwnerError
+from buffer.replay_buffer import BOUND, ReplayBuffer
+from buffer.results import Lease, PushResult, Reconciled
+from buffer.types import PromptRef
+from configs.choices import OnFull, OnStale, Selector
+from tests.support.invariants import find_violations
+
+STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "timeout_s": 0}
+
+
+async def _fill(buffer: Any, make_group: Any, names: Any, version: int = 0) -> None:
+    for name in names:
+        assert await buffer.push(make_group(name, version)) is PushResult.stored
+
+
+async def _lease(buffer: Any, step: int, version: int, num_groups: int) -> Lease:
+    lease: Lease = await buffer.lease(step=step, version=version, num_groups=num_groups, **STEP)
+    return lease
+
+
+async def _train(buffer: Any, step: int, version: int, num_groups: int) -> Lease:
+    lease = await _lease(buffer, step, version, num_groups)
+    assert await buffer.consume(lease, lease.group_ids) == num_groups
+    return lease
+
+
+async def _group(buffer: ReplayBuffer, group_id: str) -> dict[str, str]:
+    fields: Any = await buffer._redis.hgetall(buffer.keys.group(group_id))
+    return {name.decode(): value.decode() for name, value in fields.items()}
+
+
+async def _quarantine(buffer: ReplayBuffer, lease: Lease, group_id: str) -> int:
+    arguments = (lease.lease_token, "undecodable", group_id)
+    return int(await buffer._scripts.run("trainer/quarantine_group", *arguments))
+
+
+# Rollout side ---------------------------------------------------------------------------------
+
+
+async def test_running_groups_are_ordered_by_the_oldest_version_they_can_hold(
+    checked_buffer: Any,
+) -> None:
+    buffer = await checked_buffer()
+    await buffer.publish_version(5)
+    engines = {"e0": "5", "e1": "4"}
+    await buffer._redis.hset(buffer.keys("engine_versions"), mapping=engines)
+    assert (await buffer.admit("g", 0)).version == 5
+    assert await buffer._redis.zscore(buffer.keys("running"), "g") == 4
+
+
+async def test_take_retry_that_is_sent_again_gives_the_same_prompt(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=0)
+    await buffer.publish_version(1)
+    assert await buffer.push(make_group("old", 0)) is PushResult.stale
+    first = await buffer._scripts.run("rollout/take_retry", "token", "")
+    assert first is not None
+    assert await buffer._scripts.run("rollout/take_retry", "token", "") == first
+    assert await buffer.take_retry() is None
+
+
+async def test_duplicate_push_ends_a_credit_that_a_late_admission_took(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer()
+    await buffer.admit("g", 0)
+    await buffer.push(make_group("g"))
+    await buffer.admit("g", 0)  # a retry of the admission that arrives late
+    assert await buffer.push(make_group("g")) is PushResult.duplicate
+    stats = await buffer.stats()
+    assert (stats.running, stats.pushed, stats.tokens) == (0, 1, 16)
+    assert stats.oldest_ready_age_s is not None and stats.oldest_ready_age_s < 10
+
+
+async def test_group_is_kept_in_a_small_hash(checked_buffer: Any, make_group: Any) -> None:
+    buffer = await checked_buffer()
+    await buffer.push(make_group("g", 0, newest=2))
+    assert await buffer._redis.object("encoding", buffer.keys.group("g")) == b"listpack"
+
+
+async def _commit(buffer: ReplayBuffer, values: list[tuple[str, bytes]], num_chunks: int) -> Any:
+    arguments = ("g", 0, 0, "0:4", 10, 4, 100, "sums", 0, 0, num_chunks, 0)
+    message = buffer._scripts.after_sets(list(values), 60_000, *arguments)
+    (answer,) = await buffer._scripts.exchange("rollout/push_groups", [BOUND], [message])
+    return answer
+
+
+async def test_payload_in_chunks_lives_and_dies_as_one(buffer_factory: Any) -> None:
+    buffer = await buffer_factory()
+    first = buffer.keys.payload("g")
+    keys = [first, f"{first}:1", f"{first}:2"]
+    assert await _commit(buffer, [(key, b"part") for key in keys], 2) == [b"stored"]
+    assert [await buffer._redis.pttl(key) for key in keys] == [-1] * 3
+    await buffer.consume(await _lease_of_garbage(buffer), ["g"])
+    await buffer.ack(1)
+    assert await buffer._redis.exists(*keys) == 0
+
+
+async def _lease_of_garbage(buffer: ReplayBuffer) -> Lease:
+    """Holds group g, whose payload nothing could decode."""
+    arguments = (1, 0, 1, 1, 60_000, "token", "")
+    assert (await buffer._scripts.run("trainer/form_batch", *arguments, BOUND))[0] == b"leased"
+    return Lease(
+        step=1,
+        version=0,
+        lease_token="token",
+        group_ids=("g",),
+        groups=(),
+        mask_below_version=None,
+        deadline=0.0,
+    )
+
+
+async def test_chunk_that_expired_before_the_commit_is_asked_for_again(buffer_factory: Any) -> None:
+    buffer = await buffer_factory()
+    first = buffer.keys.payload("g")
+    assert await _commit(buffer, [(first, b"index"), (f"{first}:1", b"part")], 2) == [b"missing"]
+    assert await buffer._redis.pttl(first) > 0
+    assert (await buffer.stats()).pushed == 0
+
+
+@pytest.mark.parametrize("reason", ["stale", "lineage"])
+async def test_push_that_is_refused_leaves_a_tombstone_only(
+    checked_buffer: Any, make_group: Any, reason: str
+) -> None:
+    buffer = await checked_buffer(max_staleness=1, remember_s=50.0)
+    await buffer.publish_version(3)
+    group = make_group("g", 1, index=7, attempt=1)
+    if reason == "lineage":
+        await buffer.reconcile("b", step=1, version=0, resume_version=4)
+        assert await buffer.push(group) is PushResult.abandoned_lineage
+    else:
+        assert await buffer.push(group) is PushResult.stale
+    assert await buffer.push(group) is PushResult.duplicate
+    assert await _group(buffer, "g") == {"state": f"dropped:{reason}"}
+    assert 0 < await buffer._redis.ttl(buffer.keys.group("g")) <= 50
+    assert await buffer._redis.exists(buffer.keys.payload("g")) == 0
+    stats = await buffer.stats()
+    assert (stats.pushed, stats.dropped, stats.bytes) == (1, {reason: 1}, 0)
+    attempt = 2 if reason == "stale" else 1  # a rollback is not the prompt's fault
+    assert await buffer.take_retry() == PromptRef(task="sums", index=7, attempt=attempt)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "bucket"), [(1024, "<=1k"), (1025, "<=4k"), (16384, "<=16k"), (70_000, ">64k")]
+)
+async def test_drops_are_counted_by_length(
+    checked_buffer: Any, make_group: Any, tokens: int, bucket: str
+) -> None:
+    buffer = await checked_buffer(max_staleness=0, on_stale=OnStale.drop)
+    await buffer.publish_version(1)
+    group = make_group("g", 0, num_tokens=tokens, size=1)
+    assert await buffer.push(group) is PushResult.stale
+    stats = await buffer.stats()
+    assert stats.dropped_by_length == {bucket: 1} and stats.retries_waiting == 0
+    assert stats.dropped_tokens == {"stale": tokens}
+
+
+async def test_bytes_of_ready_and_leased_groups_take_capacity_and_no_others(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer()
+    await buffer.push(make_group("a"))
+    size = (await buffer.stats()).bytes
+    await buffer._redis.hset(buffer.keys("settings"), "capacity_bytes", 2 * size)
+    await buffer.push(make_group("b"))
+    with pytest.raises(TimeoutError, match=f"full with 2 groups and {2 * size} bytes"):
+        await buffer.push(make_group("c"), 0)
+    with pytest.raises(ValueError, match=f"may hold {2 * size}: raise buffer.capacity_bytes"):
+        await buffer.push(make_group("huge", num_tokens=10_000))
+    await _train(buffer, 1, 0, 2)
+    assert (await buffer.stats()).bytes_consumed == 2 * size
+    await _fill(buffer, make_group, "cd")
+    lease = await _lease(buffer, 2, 0, 2)
+    with pytest.raises(TimeoutError):
+        await buffer.push(make_group("e"), 0)
+    assert await _quarantine(buffer, lease, "c") == 1
+    assert await _quarantine(buffer, lease, "c") == 1  # sent again
+    assert (await buffer.stats()).bytes_quarantined == size
+    assert await buffer.push(make_group("e"), 0) is PushResult.stored
+
+
+async def test_drop_stalest_evicts_more_than_one_call_may_for_a_large_group(
+    buffer_factory: Any, make_group: Any
+) -> None:
+    buffer = await buffer_factory(on_full=OnFull.drop_stalest)
+    await _fill(buffer, make_group, [f"g{number}" for number in range(2 * BOUND + 1)])
+    held = (await buffer.stats()).bytes
+    await buffer._redis.hset(buffer.keys("settings"), "capacity_bytes", held)
+    large = make_group("large", num_tokens=held // 20)
+    assert await buffer.push(large) is PushResult.stored
+    stats = await buffer.stats()
+    assert stats.dropped["full"] > BOUND and stats.bytes <= held
+    assert await find_violations(buffer) == []
+
+
+# Trainer side ---------------------------------------------------------------------------------
+
+
+async def test_what_was_trained_is_counted_once_by_age_and_leaves_a_tombstone(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer()
+    await _fill(buffer, make_group, "abcd")
+    lease = await _lease(buffer, 1, 0, 4)
+    for _ in range(2):
+        assert await buffer.consume(lease, "ab") == 2
+    assert [await buffer.nack(lease, "half") for _ in range(2)] == [2, 0]
+    assert [await buffer.ack(1) for _ in range(2)] == [2, 0]
+    stats = await buffer.stats()
+    assert stats.counters["nacked:half"] == 2 and stats.trained_by_staleness == {0: 2}
+    assert stats.trained_by_age[1.0] == stats.trained_by_age[float("inf")] == 2
+    assert await _group(buffer, "a") == {"state": "acked"}
+    assert await buffer._redis.exists(buffer.keys("lease:1")) == 0
+
+
+async def test_ack_works_in_bounded_parts(
+    checked_buffer: Any, make_group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffer.replay_buffer.BOUND", 2)
+    buffer = await checked_buffer()
+    await _fill(buffer, make_group, "abcde")
+    await _train(buffer, 1, 0, 5)
+    assert await buffer.ack(5) == 5
+    with pytest.raises(ValueError, match="consumed before"):
+        await _lease(buffer, 1, 0, 1)
+
+
+async def test_validate_returns_groups_that_need_more_masking_and_keeps_those_with_a_gap(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=2, on_stale=OnStale.mask_tokens)
+    await buffer.publish_version(4)
+    for name, oldest, newest in (("more", 2, 4), ("fine", 4, 4), ("gone", 2, 3), ("gap", 1, 4)):
+        await buffer.push(make_group(name, oldest, newest=newest))
+    lease = await _lease(buffer, 1, 4, 4)
+    assert lease.mask_below_version == 2
+    await buffer.set_max_staleness(0)
+    assert await buffer.validate(lease, 4) == {"fine", "gap"}  # gap: only its 1 was masked
+    assert (await _group(buffer, "more"))["state"] == "ready"
+    assert (await _group(buffer, "gone"))["state"] == "dropped:stale"
+    assert (await _lease(buffer, 2, 4, 1)).mask_below_version == 4
+
+
+async def test_group_of_which_nothing_is_left_counts_as_masked(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(on_stale=OnStale.mask_tokens)
+    await buffer.push(make_group("g", 0))
+    lease = await _lease(buffer, 1, 0, 1)
+    await buffer.consume(replace(lease, version=3, mask_below_version=2), ["g"])
+    stats = await buffer.stats()
+    assert (stats.tokens_masked, stats.tokens_trained) == (10, 0)
+    assert stats.trained_by_staleness == {1: 1}
+
+
+@pytest.mark.parametrize("selector", [Selector.freshest, Selector.fifo])
+async def test_wait_takes_those_first_whose_last_chance_it_is(
+    checked_buffer: Any, make_group: Any, selector: Selector
+) -> None:
+    buffer = await checked_buffer(max_staleness=1, on_stale=OnStale.wait, selector=selector)
+    await buffer.publish_version(1)
+    for name, version in (("a", 1), ("b", 1), ("brink", 0), ("c", 1)):
+        await buffer.push(make_group(name, version))
+    second = "c" if selector is Selector.freshest else "a"
+    assert (await _lease(buffer, 1, 1, 2)).group_ids == ("brink", second)
+
+
+# Takeovers ------------------------------------------------------------------------------------
+
+
+async def test_training_a_group_clears_it_of_suspicion(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_attempts=1)
+    await buffer.push(make_group("g"))
+    await _train(buffer, 1, 0, 1)
+    done = await buffer.reconcile("b", step=0, version=0, resume_version=0)
+    assert done == Reconciled(acked=0, requeued=1, dropped=0, quarantined=0)
+
+
+async def test_poison_group_is_put_aside_by_a_restore_unless_the_checkpoint_has_it(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_attempts=1)
+    await buffer.push(make_group("g"))
+    await _lease(buffer, 1, 0, 1)
+    done = await buffer.reconcile("b", step=0, version=0, resume_version=0)
+    assert (done.requeued, done.quarantined) == (0, 1)
+    done = await buffer.reconcile(
+        "c", step=1, version=0, resume_version=0, consumed_group_ids=["g", "lost"]
+    )
+    assert done.acked == 1 and (await buffer.stats()).bytes_quarantined == 0
+    # The server lost this one, and its producer may push it again.
+    assert await buffer.push(make_group("lost")) is PushResult.duplicate
+
+
+async def test_zombie_changes_nothing_in_the_middle_of_a_takeover(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    zombie, heir = await checked_buffer(), await checked_buffer()
+    await zombie.reconcile("a", step=0, version=0, resume_version=0)
+    await _fill(zombie, make_group, "xy")
+    held = await _lease(zombie, 1, 0, 2)
+    await heir.begin_reconcile("b", 0, 0, 0)
+    assert await zombie.consume(held, held.group_ids) == 0
+    assert await zombie.renew(held) == await zombie.nack(held, "late") == 0
+    assert await zombie.validate(held, 0) == frozenset()
+    for refused in (
+        _lease(zombie, 1, 0, 2),
+        zombie.ack(9, "a"),
+        zombie.finish_reconcile("a", ["x"]),
+        zombie.begin_reconcile("a", 0, 0, 0),
+    ):
+        with pytest.raises(NotOwnerError):
+            await refused
+    with pytest.raises(TimeoutError):  # its groups are not back yet
+        await _lease(heir, 1, 0, 2)
+    await heir.finish_reconcile("b", [])
+    assert await zombie.consume(held, held.group_ids) == 0
+    assert len((await _lease(heir, 1, 0, 2)).groups) == 2
+
+
+@pytest.mark.parametrize("selector", list(Selector))
+async def test_restore_that_is_cut_off_is_finished_by_the_next(
+    checked_buffer: Any, make_group: Any, selector: Selector
+) -> None:
+    buffer = await checked_buffer(max_staleness=9, selector=selector)
+    await buffer.publish_version(4)
+    for number in range(6):
+        await buffer.push(make_group(f"g{number}", number % 4))
+    await buffer.begin_reconcile("b", 3, 3, 5)
+    for _ in range(3):
+        await buffer._scripts.run("trainer/reconcile_groups", "b", 1)
+    # Pushes and sweeps go on meanwhile; nothing is dropped as stale by half of a renumbering.
+    await buffer.push(make_group("late", 2))
+    await buffer.set_max_staleness(4)
+    await buffer.sweep()
+    # Its trainer dies; another one restores the same checkpoint.
+    done = await buffer.reconcile("c", step=3, version=3, resume_version=6)
+    assert done.dropped == 0
+    moved = {f"g{number}": number % 4 + 3 for number in range(6)} | {"late": 5}
+    for name, version in moved.items():
+        assert (await _group(buffer, name))["min_version"] == str(version), name
+    assert (await buffer.stats()).by_staleness == {0: 1, 1: 2, 2: 2, 3: 2}
+
+
+async def test_push_from_before_a_rollback_is_renumbered_with_mask_tokens(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=2, on_stale=OnStale.mask_tokens)
+    await buffer.publish_version(6)
+    await buffer.reconcile("b", step=3, version=3, resume_version=7)
+    for name, oldest, newest in (("both", 3, 7), ("new", 7, 7), ("old", 2, 2)):
+        assert await buffer.push(make_group(name, oldest, newest=newest)) is PushResult.stored
+    assert await buffer.push(make_group("older", 0)) is PushResult.stale
+    late = make_group("gone", 3, newest=5)
+    assert await buffer.push(late) is PushResult.abandoned_lineage
+    assert (await buffer.stats()).by_staleness == {0: 2, 1: 1}
+    for _ in range(2):  # also when it asks again
+        lease = await _lease(buffer, 4, 7, 3)
+        versions = {group.group_id: tuple(group.tokens_by_version) for group in lease.groups}
+        assert versions == {"both": (7,), "new": (7,), "old": (6,)}
+
+
+async def test_quarantined_groups_are_renumbered_when_they_are_released(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=9)
+    await buffer.publish_version(5)
+    await buffer.push(make_group("keep", 3))
+    await buffer.push(make_group("gone", 4))
+    lease = await _lease(buffer, 4, 5, 2)
+    for name in lease.group_ids:
+        await _quarantine(buffer, lease, name)
+    await buffer.reconcile("b", step=3, version=3, resume_version=6)
+    assert await buffer.release("keep") and await buffer.release("gone")
+    assert (await _group(buffer, "keep"))["min_version"] == "6"
+    assert (await _group(buffer, "gone"))["state"] == "dropped:lineage"
+
+
+async def test_restoring_a_checkpoint_of_a_lost_branch_drops_all(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=9)
+    await buffer.publish_version(5)
+    await buffer.push(make_group("a", 3))
+    await buffer.reconcile("b", step=3, version=3, resume_version=6)
+    await buffer.push(make_group("b", 6))
+    # Version 4 was given up by lineage b.
+    done = await buffer.reconcile("c", step=4, version=4, resume_version=7)
+    assert (done.dropped, (await _group(buffer, "a"))["state"]) == (2, "dropped:lineage")
+
+
+async def test_only_the_last_rollbacks_are_kept_and_older_versions_count_as_gone(
+    buffer_factory: Any, make_group: Any
+) -> None:
+    buffer = await buffer_factory(max_staleness=99)
+    await buffer.push(make_group("kept", 0))
+    for number in range(40):
+        await buffer.reconcile(f"l{number}", step=0, version=number, resume_version=number + 1)
+    gaps = (await buffer._redis.hget(buffer.keys("settings"), "gaps")).decode().split()
+    assert len(gaps) == 32 and gaps[0].startswith("-1:")
+    assert (await _group(buffer, "kept"))["min_version"] == "40"
+    assert await buffer.push(make_group("late", 0)) is PushResult.abandoned_lineage
+    assert await buffer.push(make_group("recent", 39)) is PushResult.stored
+    assert (await _group(buffer, "recent"))["min_version"] == "40"
+    assert await find_violations(buffer) == []
