@@ -73,34 +73,6 @@ async def test_blocked_pushes_stand_in_line_and_send_their_payload_once_each(
     await redis.aclose()
 
 
-async def test_bytes_are_bounded_too(checked_buffer: Any, make_group: Any) -> None:
-    size = len(encode_group(make_group("a")))
-    buffer = await checked_buffer(groups_per_step=1, capacity_bytes=2 * size)
-    await buffer.push(make_group("a"))
-    await buffer.push(make_group("b"))
-    waiting = asyncio.create_task(buffer.push(make_group("c"), 10))
-    await _blocked(waiting)
-    lease = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
-    await buffer.consume(lease, lease.group_ids)
-    assert await asyncio.wait_for(waiting, 2) is PushResult.stored
-    with pytest.raises(ValueError, match=r"group big has \d+ bytes .* raise buffer.capacity_bytes"):
-        await buffer.push(make_group("big", num_tokens=5000), 1)
-
-
-async def test_the_stalest_groups_make_way_if_the_user_says_so(
-    checked_buffer: Any, make_group: Any
-) -> None:
-    buffer = await checked_buffer(
-        groups_per_step=1, capacity_groups=2, on_full=OnFull.drop_stalest, max_staleness=5
-    )
-    await buffer.publish_version(2)
-    for name, version in (("a", 1), ("b", 0), ("c", 2)):
-        assert await buffer.push(make_group(name, version)) is PushResult.stored
-    stats = await buffer.stats()
-    assert stats.dropped == {"full": 1} and stats.by_staleness == {0: 1, 1: 1}
-    assert await buffer.take_retry() is None
-
-
 async def test_what_is_leased_never_makes_way(checked_buffer: Any, make_group: Any) -> None:
     buffer = await checked_buffer(groups_per_step=1, capacity_groups=1, on_full=OnFull.drop_stalest)
     await buffer.push(make_group("a"))
@@ -136,15 +108,6 @@ async def test_close_ends_blocked_pushes(buffer_factory: Any, make_group: Any) -
 async def test_a_capacity_that_no_batch_fits_in_is_refused(buffer_factory: Any) -> None:
     with pytest.raises(ValueError, match=r"capacity_groups=3.*groups_per_step=4"):
         await buffer_factory(groups_per_step=4, capacity_groups=3)
-
-
-async def test_what_was_pushed_is_known_to_be_on_disk_after_a_flush(
-    buffer_factory: Any, make_group: Any
-) -> None:
-    buffer = await buffer_factory()
-    assert await buffer.flush(0)  # nothing was pushed
-    await buffer.push(make_group("a"))
-    assert await buffer.flush(10)
 
 
 async def test_nothing_is_thrown_out_for_a_group_that_would_not_fit_all_the_same(

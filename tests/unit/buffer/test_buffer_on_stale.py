@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from buffer.results import PushResult
-from configs.choices import OnStale, Selector
+from configs.choices import OnStale
 
 STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "timeout_s": 0}
 
@@ -35,34 +35,6 @@ async def test_over_age_tokens_are_masked_and_the_others_trained(
     stats = await buffer.stats()
     assert (stats.tokens_masked, stats.tokens_trained) == (6, 14)
     assert stats.max_staleness_trained == 0 and stats.dropped == {"stale": 1}
-
-
-async def test_a_group_whose_newest_token_is_too_old_is_dropped(
-    checked_buffer: Any, make_group: Any
-) -> None:
-    buffer = await checked_buffer(max_staleness=1, on_stale=OnStale.mask_tokens)
-    await buffer.push(make_group("a", 0, newest=1))
-    await buffer.publish_version(2)
-    assert await buffer.sweep() == 0
-    await buffer.publish_version(3)
-    assert await buffer.sweep() == 1
-    assert (await buffer.stats()).dropped == {"stale": 1}
-
-
-async def test_a_group_that_needs_more_masking_than_it_got_goes_back(
-    checked_buffer: Any, make_group: Any
-) -> None:
-    buffer = await checked_buffer(max_staleness=2, on_stale=OnStale.mask_tokens)
-    await buffer.publish_version(2)
-    await buffer.push(make_group("mixed", 0, newest=2))
-    await buffer.push(make_group("fresh", 2))
-    lease = await buffer.lease(step=0, version=2, num_groups=2, **STEP)
-    assert lease.mask_below_version == 0 and lease.num_tokens == 32
-    await buffer.set_max_staleness(1)
-    assert await buffer.validate(lease, 2) == {"fresh"}
-    await buffer.consume(lease, ["fresh"])
-    again = await buffer.lease(step=1, version=2, num_groups=1, **STEP)
-    assert dict(again.groups[0].tokens_by_version) == {2: 4}
 
 
 # wait -----------------------------------------------------------------------------------------
@@ -105,18 +77,6 @@ async def test_a_group_that_is_given_up_is_waited_for_no_longer(
     assert (await asyncio.wait_for(waiting, 2)).group_ids == ("a",)
 
 
-@pytest.mark.parametrize("selector", [Selector.freshest, Selector.fifo])
-async def test_with_wait_the_last_chance_of_a_group_comes_before_the_selector(
-    checked_buffer: Any, make_group: Any, selector: Selector
-) -> None:
-    buffer = await checked_buffer(max_staleness=1, on_stale=OnStale.wait, selector=selector)
-    await buffer.publish_version(1)
-    await buffer.push(make_group("new", 1))
-    await buffer.push(make_group("at-the-brink", 0))
-    lease = await buffer.lease(step=0, version=1, num_groups=1, **STEP)
-    assert lease.group_ids == ("at-the-brink",)
-
-
 async def test_a_restore_makes_no_running_group_look_older(
     checked_buffer: Any, make_group: Any
 ) -> None:
@@ -151,16 +111,6 @@ async def test_a_credit_that_nobody_renews_is_given_back(checked_buffer: Any) ->
     assert await buffer.renew_credits(["lives", "dead"]) == 1
     stats = await buffer.stats()
     assert stats.abandoned_by_reason == {"expired": 1} and stats.running == 1
-
-
-async def test_a_group_of_an_expired_credit_may_still_be_pushed(
-    checked_buffer: Any, make_group: Any
-) -> None:
-    buffer = await checked_buffer(lease_timeout_s=0.01)
-    await buffer.admit("slow", 0)
-    await asyncio.sleep(0.02)
-    assert await buffer.sweep() == 1
-    assert await buffer.push(make_group("slow")) is PushResult.stored
 
 
 async def test_a_longer_leash_wakes_a_lease_that_waits_for_a_running_group(
