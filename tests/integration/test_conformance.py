@@ -356,6 +356,7 @@ async def test_node_that_is_killed_and_comes_back_costs_nothing(
     _, trained, _ = await asyncio.wait_for(asyncio.gather(produce(), train(), kill_one()), 60)
     ids = [group_id for step in trained for group_id in step]
     assert len(ids) == len(set(ids))
+    assert not await worker.flush(timeout_s=20)  # servers were restarted: it cannot say so
     assert await worker.flush(timeout_s=20)
     stats = await trainer.stats()
     assert stats.is_conserved
@@ -364,7 +365,7 @@ async def test_node_that_is_killed_and_comes_back_costs_nothing(
 
 
 @pytest.mark.slow
-async def test_pushes_survive_a_primary_whose_replica_takes_over(
+async def test_prompts_survive_a_primary_whose_replica_takes_over(
     cluster: list[EmbeddedServer],
     open_buffer: OpenBuffer,
     program: Path,
@@ -377,16 +378,22 @@ async def test_pushes_survive_a_primary_whose_replica_takes_over(
         await asyncio.to_thread(_follow, replica, lost)
         worker = await open_buffer(cluster[1].url, run, shards=NUM_NODES, max_staleness=20)
         await worker.publish_version(0)
+        ids = [(await worker.admit(f"0-{index}", 5)).group_id for index in range(60)]
+        for index, group_id in enumerate(ids):
+            await worker.begin(group_id, PromptRef(task="sums", index=index), 0, index)
         await asyncio.to_thread(_wait_for_replica, lost)
         # What is pushed now does not reach it: 13 MB do not fit into the sockets' buffers.
         os.kill(replica.pid, signal.SIGSTOP)
-        pushes = [worker.push(_group(f"group-{index}", 0, index, 40_000)) for index in range(60)]
+        pushes = [worker.push(_group(name, 0, index, 40_000)) for index, name in enumerate(ids)]
         assert set(await asyncio.gather(*pushes)) == {PushResult.stored}
         os.kill(lost.pid, signal.SIGKILL)
         os.kill(replica.pid, signal.SIGCONT)
-        assert await worker.flush(timeout_s=30)
+        assert not await worker.flush(timeout_s=30)
         stats = await worker.stats()
-        assert (stats.pushed, stats.ready, stats.is_conserved) == (60, 60, True)
+        assert stats.running > 0 and stats.ready + stats.running == 60 and stats.is_conserved
+        assert await worker.reclaim(0) == stats.running
+        prompts = [await worker.take_retry() for _ in range(stats.running)]
+        assert all(prompt is not None and prompt.reruns == 0 for prompt in prompts)
         assert await find_violations(worker) == []
     finally:
         replica.stop(timeout_s=5)
