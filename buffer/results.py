@@ -83,7 +83,7 @@ class BufferStats:
     engine_versions: Mapping[str, int]
     """Of the engines that serve one."""
     rerun: int = 0
-    """Prompts put in line again since their group failed, their worker died, or whoever outside
+    """Prompts put in line again since their group failed, their worker died, or the agent outside
     played their group left."""
     prompts_quarantined: int = 0
     """Prompts that are put aside now: they failed too often, or two workers died over them."""

@@ -138,7 +138,7 @@ class PromptRef:
     """How often its group has gone stale before."""
     reruns: int = 0
     """How often a worker died over it before. Not kept with a group that was pushed: a prompt whose
-    group came to its end kills nobody."""
+    group came to its end kills no worker."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)

@@ -1,8 +1,8 @@
 -- Which server this is, and when the run was last seen to move to another one.
 
--- A server that was killed has lost the last moments; whoever ran a group then may have pushed it. So
--- a group that nobody has renewed since shows no worker's death. Returns the deadline up to which a
--- credit of `credit_ms` is one of before.
+-- A server that was killed may have lost its last moments, and in them the push of a group. So a credit
+-- that was not renewed since shows no worker's death. Returns the deadline up to which a credit that
+-- lasts `credit_ms` was last renewed before.
 local function lost_with_server(credit_ms)
   local server = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
   local known = redis.call('HMGET', SETTINGS, 'server', 'server_ms')

@@ -292,7 +292,7 @@ async def test_opening_again_keeps_what_the_run_has(checked_buffer: Any) -> None
     assert (stats.trainer_version, stats.max_staleness, stats.groups_per_step) == (9, 5, 4)
 
 
-async def test_a_run_that_nobody_opened_is_named(redis_url: str, make_group: Any) -> None:
+async def test_run_that_was_not_opened_is_named(redis_url: str, make_group: Any) -> None:
     buffer = ReplayBuffer(await connect(redis_url), "no-such-run", lease_timeout_s=1)
     with pytest.raises(RunNotOpenError, match="'no-such-run' is not open"):
         await buffer.stats()
