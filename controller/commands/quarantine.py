@@ -45,12 +45,11 @@ def quarantine(
     print(f"{run_dir.name}: {name} {what}")
 
 
-async def _take_out(buffer: ReplayBuffer, name: str, is_release: bool) -> bool:
+async def _take_out(buffer: Buffer, name: str, is_release: bool) -> bool:
     prompt = _prompt_of(name)
     if prompt is None:
         return await (buffer.release(name) if is_release else buffer.discard(name))
-    prompts = buffer.prompt_quarantine
-    return await (prompts.release(*prompt) if is_release else prompts.discard(*prompt))
+    return await (buffer.release_prompt if is_release else buffer.discard_prompt)(*prompt)
 
 
 def _prompt_of(name: str) -> tuple[str, int] | None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from buffer.replay_buffer import ReplayBuffer
+from buffer.connect import connect_buffer
 from buffer.run_state import RunState
 from configs.schema import BufferConfig
 from weight_sync.buckets import plan_buckets
@@ -116,7 +116,7 @@ class Play:
 async def play(scene: Scene, stage: Path, seed: int) -> AsyncIterator[Play]:
     """A new run with two receivers and a first version that both of them show."""
     print(f"LEASH_SOAK_SEED={seed}")
-    buffer = await ReplayBuffer.connect(scene.url, scene.run, BufferConfig())
+    buffer = await connect_buffer(scene.url, scene.run, BufferConfig())
     await buffer.open(BufferConfig(), groups_per_step=4)
     await buffer.close()
     state = await RunState.connect(scene.url, scene.run, BufferConfig())
