@@ -7,6 +7,7 @@ import re
 import time
 from asyncio import sleep
 from collections.abc import Awaitable, Callable, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 from redis import exceptions
@@ -14,7 +15,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.connection import ConnectionPool
 
-from buffer.redis.payloads import Allocate, Value, receive
+from buffer.redis.payloads import Allocate, PayloadConnection, PayloadConnections, Value
 
 T = TypeVar("T")
 
@@ -89,6 +90,10 @@ class BufferRedis(Redis):
         return client
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
+        blocked_s = _blocks_for_s(args)
+        if blocked_s:
+            options["blocked_s"] = blocked_s
+
         async def attempt() -> Any:
             return await Redis.execute_command(self.node_for(args), *args, **options)  # type: ignore[no-untyped-call]
 
@@ -108,44 +113,45 @@ class BufferRedis(Redis):
 
         Returns the replies as they come, error replies among them.
         """
-        return await self._use_connection(
-            ("GET", key), lambda connection: connection.exchange(parts, num_replies)
-        )
+        replies = await self._use_connection(key, lambda one: one.exchange(parts, num_replies))
+        return [
+            explained(reply, self.where) if isinstance(reply, exceptions.ResponseError) else reply
+            for reply in replies
+        ]
 
     async def receive(self, keys: Sequence[str], allocate: Allocate) -> list[Value]:
         """The values of keys of one slot, in memory of `allocate`; None where there is no key."""
-        replies = await self._use_connection(
-            ("GET", keys[0]), lambda connection: receive(connection, keys, allocate)
-        )
+        replies = await self._use_connection(keys[0], lambda one: one.receive(keys, allocate))
         for reply in replies:
-            if isinstance(reply, Exception):
-                raise reply
+            if isinstance(reply, exceptions.ResponseError):
+                raise explained(reply, self.where)
         return replies
 
     async def _use_connection(
-        self, routed: tuple[str, str], use: Callable[[Any], Awaitable[list[Any]]]
+        self, key: str, call: Callable[[PayloadConnection], Awaitable[list[Any]]]
     ) -> list[Any]:
-        """What `use` gets as replies over a connection for this command; errors are explained."""
+        """The replies to a call on a payload connection to the server that holds the key."""
+        routed = ("GET", key)
 
         async def attempt() -> list[Any]:
             node = self.node_for(routed)
-            pool: Any = node.connection_pool
-            connection = await pool.get_connection()
-            try:
-                replies = await use(connection)
-            finally:
-                await pool.release(connection)
+            async with node.payload_connections.one() as connection:
+                replies = await call(connection)
             node.reached_at = time.monotonic()
             for reply in replies:
                 if isinstance(reply, _AWAY):
                     raise reply
             return replies
 
-        replies = await self.patiently(attempt, routed)
-        return [
-            explained(reply, self.where) if isinstance(reply, exceptions.ResponseError) else reply
-            for reply in replies
-        ]
+        return await self.patiently(attempt, routed)
+
+    @cached_property
+    def payload_connections(self) -> PayloadConnections:
+        return PayloadConnections(self.connection_pool)
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await self.payload_connections.aclose()
+        await super().aclose(close_connection_pool)
 
     def node_for(self, command: tuple[Any, ...]) -> BufferRedis:
         """The client of the server that holds the command's key."""
@@ -185,19 +191,15 @@ class BufferRedis(Redis):
         except exceptions.ClusterDownError:
             return float("-inf")
 
-    async def _send_command_parse_response(
-        self, conn: Any, command_name: Any, *args: Any, **options: Any
-    ) -> Any:
-        blocked_s = _blocks_for_s(args)
-        self.reached_at = time.monotonic()  # the pool has just given us a connection that lives
-        if not blocked_s:
-            return await super()._send_command_parse_response(conn, command_name, *args, **options)  # type: ignore[no-untyped-call]
-        usual = conn.socket_timeout
-        conn.socket_timeout = usual + blocked_s  # the connection is ours alone until the reply
+    async def parse_response(self, connection: Any, command_name: Any, **options: Any) -> Any:
+        blocked_s = options.pop("blocked_s", 0.0)
+        self.reached_at = time.monotonic()  # the command was sent, so there is a server
+        usual = connection.socket_timeout
+        connection.socket_timeout = usual + blocked_s  # it is ours alone until the reply
         try:
-            return await super()._send_command_parse_response(conn, command_name, *args, **options)  # type: ignore[no-untyped-call]
+            return await super().parse_response(connection, command_name, **options)
         finally:
-            conn.socket_timeout = usual
+            connection.socket_timeout = usual
 
 
 class _PatientPipeline(Pipeline):

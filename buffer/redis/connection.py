@@ -1,7 +1,13 @@
-"""Connects to Redis and refuses a server on which groups could get lost."""
+"""Connects to Redis and refuses a server on which groups could get lost.
+
+The connections send without `asyncio.wait_for`, by which redis-py sends. In Python 3.11 it drops a
+cancellation that arrives in the same turn of the loop in which the bytes are written: the command
+then goes on as if it had not been cancelled, and a worker that is asked to stop blocks for ever.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 from typing import Any
@@ -30,7 +36,6 @@ from buffer.redis.client import (
     NotAllowedError,
 )
 from buffer.redis.cluster import ClusterRedis
-from buffer.redis.payloads import TcpConnection, TlsConnection, UnixConnection
 
 __all__ = [
     "MAX_BLOCK_S",
@@ -48,10 +53,41 @@ MAX_BLOCK_S = 60.0
 """Longest that one blocking command waits at the server: who waits sends one command a minute."""
 MIN_VERSION = (7, 0)
 
+
+class _CancellableSend:
+    """For a connection of redis-py."""
+
+    socket_timeout: float | None
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        limit_s, self.socket_timeout = self.socket_timeout, None  # None: it sends without wait_for
+        try:
+            async with asyncio.timeout(limit_s):
+                await super().send_packed_command(command, check_health)  # type: ignore[misc]
+        except TimeoutError:  # the connection is closed already, for it was cancelled in there
+            raise exceptions.TimeoutError("Timeout writing to socket") from None
+        except RuntimeError as error:  # uvloop's, where the kernel has closed the connection
+            raise exceptions.ConnectionError(f"lost the connection to Redis: {error}") from None
+        finally:
+            self.socket_timeout = limit_s
+
+
+class _TcpConnection(_CancellableSend, Connection):
+    """redis://"""
+
+
+class _TlsConnection(_CancellableSend, SSLConnection):
+    """rediss://"""
+
+
+class _UnixConnection(_CancellableSend, UnixDomainSocketConnection):
+    """unix://"""
+
+
 _CONNECTIONS = {
-    Connection: TcpConnection,
-    SSLConnection: TlsConnection,
-    UnixDomainSocketConnection: UnixConnection,
+    Connection: _TcpConnection,
+    SSLConnection: _TlsConnection,
+    UnixDomainSocketConnection: _UnixConnection,
 }
 _UNREACHABLE = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
 _OF_THE_POOL = ("connection_class", "max_connections")
@@ -139,7 +175,7 @@ def _options(url: str, where: str, tls_ca_file: str | None) -> dict[str, Any]:
             if hasattr(socket, name)
         }
     if tls_ca_file is not None:
-        if options["connection_class"] is not TlsConnection:
+        if options["connection_class"] is not _TlsConnection:
             raise BufferConnectionError(
                 f"buffer.tls_ca_file is set but buffer.url at {where} does not begin with "
                 "rediss://: correct one of them"

@@ -5,30 +5,30 @@
                                                 │         │
                                             scratch    recv_into a block: the value's own memory
 
-redis-py and asyncio would copy each byte two to four times. Only as many values are asked for at
-once as make some megabytes, for the server holds in memory what it was asked for.
+The connections are our own: redis-py and asyncio's streams would copy each byte two to four times.
+Only as many values are asked for at once as make some megabytes, for the server holds in memory
+what it was asked for.
 
 Memory is used again: what malloc hands out for a payload of a megabyte was given back to the kernel
 after the last one, and a fault for each of its pages costs many times what it takes to fill it. A
 block is used again once nothing refers to any payload in it.
-
-The connections send without `asyncio.wait_for`, by which redis-py sends. In Python 3.11 it drops a
-cancellation that arrives in the same turn of the loop in which the bytes are written: the command
-then goes on as if it had not been cancelled, and a worker that is asked to stop blocks for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, cast
 from weakref import finalize
 
 import numpy as np
+from hiredis import Reader, pack_command
 from numpy.typing import NDArray
 from redis import exceptions
-from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.connection import ConnectionPool
 
 Allocate = Callable[[int], memoryview]
 """Writable memory of so many bytes; what is in it is left from before."""
@@ -105,94 +105,227 @@ Value = memoryview | None | Exception
 """What a GET is answered: read-only bytes, None for no such key, or an error reply."""
 
 _BYTES_AHEAD = 4 << 20
-_SCRATCH_BYTES = 1 << 16
+SCRATCH_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 12
+_PIECE_BYTES = 1 << 18
 _END = b"\r\n"
+_NO_REPLY = object()
+
+_ERROR_REPLIES: dict[str, Callable[[str], Exception]] = {
+    "ASK": exceptions.AskError,
+    "CLUSTERDOWN": exceptions.ClusterDownError,
+    "LOADING": exceptions.BusyLoadingError,
+    "MASTERDOWN": exceptions.MasterDownError,
+    "MOVED": exceptions.MovedError,
+    "NOAUTH": exceptions.AuthenticationError,
+    "NOPERM": exceptions.NoPermissionError,
+    "NOSCRIPT": exceptions.NoScriptError,
+    "OOM": exceptions.OutOfMemoryError,
+    "READONLY": exceptions.ReadOnlyError,
+    "TRYAGAIN": exceptions.TryAgainError,
+    "WRONGPASS": exceptions.AuthenticationError,
+}
 
 
-async def receive(connection: Any, keys: Sequence[str], allocate: Allocate) -> list[Value]:
-    """The values of these keys over a connection of redis-py that is ours alone and idle.
-
-    Raises the ConnectionError or TimeoutError of redis-py; the connection is closed then.
-    """
-    transport = connection._writer.transport
-    if transport.is_closing():
-        raise exceptions.ConnectionError("Connection closed by server.")
-    usual = transport.get_protocol()
-    receiver = _Receiver(usual, allocate, connection._parser.parse_error)
-    transport.set_protocol(receiver)
-    try:
-        num_asked = 0
-        while len(receiver.values) < len(keys):
-            num_ahead = receiver.num_ahead()
-            # Never back: values that turn out larger than those before leave fewer to ask for.
-            upto = max(num_asked, min(len(receiver.values) + num_ahead, len(keys)))
-            transport.write(b"".join(map(_get, keys[num_asked:upto])))
-            num_asked = upto
-            halfway = max(len(receiver.values) + 1, upto - num_ahead // 2)
-            enough = upto if upto == len(keys) else halfway
-            async with asyncio.timeout(connection.socket_timeout):
-                await receiver.wait_for(enough)
-        receiver.check_end(len(keys))
-        transport.set_protocol(usual)
-    except BaseException as error:  # what is under way would be taken for replies to what is next
-        transport.set_protocol(usual)
-        transport.abort()
-        await connection.disconnect(nowait=True)
-        if isinstance(error, TimeoutError):
-            raise exceptions.TimeoutError("Redis takes too long for a payload") from None
-        raise
-    return receiver.values
+def error_of(reply: str) -> Exception:
+    """The exception for an error reply, of the class that redis-py has for it."""
+    code, _, text = reply.partition(" ")
+    if code in _ERROR_REPLIES:
+        return _ERROR_REPLIES[code](text)
+    if "max number of clients reached" in text:
+        return exceptions.ConnectionError(text)
+    return exceptions.ResponseError(text if code == "ERR" else reply)
 
 
-def _get(key: str) -> bytes:
-    raw = key.encode()
-    return b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(raw), raw)
+class PayloadConnections:
+    """Connections to one server, made as they are needed and kept for the next call."""
+
+    def __init__(self, pool: ConnectionPool) -> None:
+        """Those of `pool`, which are redis-py's, say where to go and as which user."""
+        self._pool = pool
+        self._idle: list[PayloadConnection] = []
+        self._is_closed = False
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[PayloadConnection]:
+        """A connection for one call.
+
+        Raises the ConnectionError or TimeoutError of redis-py; the connection is closed then.
+        """
+        connection: PayloadConnection | None = None
+        try:
+            connection = await self._take()
+            yield connection
+        except BaseException as error:  # what is under way would be taken for the next replies
+            if connection is not None:
+                connection.abort()
+            if isinstance(error, TimeoutError):
+                raise exceptions.TimeoutError("Redis takes too long for a payload") from None
+            if isinstance(error, OSError | RuntimeError):  # uvloop says it with the latter
+                raise exceptions.ConnectionError(f"lost the connection to Redis: {error}") from None
+            raise
+        if self._is_closed:
+            connection.abort()
+        else:
+            self._idle.append(connection)
+
+    async def _take(self) -> PayloadConnection:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_usable:
+                return connection
+            connection.abort()
+        return await PayloadConnection.open(self._pool.make_connection())  # type: ignore[no-untyped-call]
+
+    async def aclose(self) -> None:
+        self._is_closed = True
+        for connection in self._idle:
+            connection.abort()
+        self._idle.clear()
+        await asyncio.sleep(0)  # in this turn of the loop the sockets are closed
 
 
-class _Receiver(asyncio.BufferedProtocol):
-    """Takes the place of a connection's usual protocol while values arrive."""
+class PayloadConnection(asyncio.BufferedProtocol):
+    """One connection to a server, for one call at a time. A call that fails leaves it unusable."""
 
-    def __init__(
-        self,
-        usual: Any,
-        allocate: Allocate,
-        parse_error: Callable[[str], Exception],
-    ) -> None:
-        self.values: list[Value] = []
-        self._usual = usual
-        self._allocate = allocate
-        self._parse_error = parse_error
-        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._transport: asyncio.Transport | None = None
+        self._reader: Any = Reader(
+            protocolError=exceptions.InvalidResponse, replyError=error_of, notEnoughData=_NO_REPLY
+        )
+        self._replies: list[Any] = []
+        self._allocate: Allocate | None = None
+        """Replies are values, and are read into this memory; None: they are of any kind."""
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._end = 0
         """So much of `scratch` is filled with what is not understood yet."""
         self._value = memoryview(b"")
         """The value that is being filled, with the line end behind it; empty between two."""
         self._filled = 0
         self._num_wanted = 0
-        self._done: asyncio.Future[None] | None = None
+        self._arrived: asyncio.Future[None] | None = None
+        self._may_write = asyncio.Event()
+        self._may_write.set()
         self._error: Exception | None = None
 
-    def num_ahead(self) -> int:
+    @classmethod
+    async def open(cls, like: Any) -> PayloadConnection:
+        """Connects to the place and as the user of a connection of redis-py."""
+        made = cls(like.socket_timeout)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(like.socket_connect_timeout):
+                if hasattr(like, "path"):
+                    await loop.create_unix_connection(lambda: made, like.path)
+                else:
+                    context = like.ssl_context.get() if hasattr(like, "ssl_context") else None
+                    await loop.create_connection(lambda: made, like.host, like.port, ssl=context)
+                    made._keep_alive(like.socket_keepalive_options)
+                await made._introduce(like)
+        except BaseException:
+            made.abort()
+            raise
+        return made
+
+    def _keep_alive(self, options: dict[int, int]) -> None:
+        assert self._transport is not None
+        sock = self._transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in options.items():
+            sock.setsockopt(socket.IPPROTO_TCP, name, value)
+
+    async def _introduce(self, like: Any) -> None:
+        commands: list[tuple[str | int, ...]] = []
+        if like.username or like.password:
+            user = (like.username,) if like.username else ()
+            commands.append(("AUTH", *user, like.password or ""))
+        if like.db:
+            commands.append(("SELECT", like.db))
+        packed = [pack_command(cast(Any, command)) for command in commands]
+        for reply in await self.exchange(packed, len(packed)):
+            if isinstance(reply, Exception):
+                raise reply
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is open, and everything that came was asked for."""
+        assert self._transport is not None
+        is_clean = not self._replies and not self._reader.has_data()
+        return self._error is None and is_clean and not self._transport.is_closing()
+
+    def abort(self) -> None:
+        """Closes it at once: what was not sent lies in memory that is not ours."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def exchange(self, parts: Sequence[bytes | memoryview], num_replies: int) -> list[Any]:
+        """Sends packed commands and reads the replies to them, errors among them."""
+        async with asyncio.timeout(self._timeout_s):
+            for part in _joined(parts):
+                await self._write(part)
+        async with asyncio.timeout(self._timeout_s):
+            await self._wait_for(num_replies)
+        return self._take_replies(num_replies)
+
+    async def receive(self, keys: Sequence[str], allocate: Allocate) -> list[Value]:
+        """The values of these keys."""
+        self._allocate = allocate
+        num_asked = 0
+        while len(self._replies) < len(keys):
+            num_ahead = self._num_ahead()
+            # Never back: values that turn out larger than those before leave fewer to ask for.
+            upto = max(num_asked, min(len(self._replies) + num_ahead, len(keys)))
+            async with asyncio.timeout(self._timeout_s):
+                await self._write(b"".join(map(_get, keys[num_asked:upto])))
+                num_asked = upto
+                halfway = max(len(self._replies) + 1, upto - num_ahead // 2)
+                await self._wait_for(upto if upto == len(keys) else halfway)
+        self._allocate = None
+        return self._take_replies(len(keys))
+
+    def _num_ahead(self) -> int:
         """Values to have under way: few until it is known how large they are."""
-        sizes = [len(value) for value in self.values[-8:] if isinstance(value, memoryview)]
+        sizes = [len(value) for value in self._replies[-8:] if isinstance(value, memoryview)]
         if not sizes:
             return 4
         return max(2, _BYTES_AHEAD * len(sizes) // (sum(sizes) + 64 * len(sizes)))
 
-    def check_end(self, num_values: int) -> None:
-        """Raises InvalidResponse if anything but these values came: who knows whose they are."""
-        if len(self.values) != num_values or self._end or self._value:
-            raise exceptions.InvalidResponse(
-                f"{num_values} GETs are answered {len(self.values)} values and {self._end} bytes"
-            )
+    async def _write(self, data: bytes | memoryview) -> None:
+        if self._error is not None:
+            raise self._error
+        assert self._transport is not None
+        self._transport.write(data)
+        await self._may_write.wait()
 
-    async def wait_for(self, num_values: int) -> None:
+    async def _wait_for(self, num_replies: int) -> None:
         """Until there are so many, in all. Raises the error that ended the connection."""
-        self._num_wanted = num_values
-        self._done = asyncio.get_running_loop().create_future()
-        self._tell()
-        await self._done
+        self._num_wanted = num_replies
+        self._arrived = asyncio.get_running_loop().create_future()
+        self._wake()
+        await self._arrived
+
+    def _take_replies(self, num_wanted: int) -> list[Any]:
+        """Raises InvalidResponse if anything but these came: it cannot be said whose they are."""
+        replies, self._replies = self._replies, []
+        if len(replies) != num_wanted or self._end or self._value:
+            raise exceptions.InvalidResponse(
+                f"{num_wanted} commands are answered {len(replies)} replies and {self._end} bytes"
+            )
+        return replies
+
+    def _wake(self) -> None:
+        if self._arrived is None or self._arrived.done():
+            return
+        if self._error is not None:
+            self._arrived.set_exception(self._error)
+        elif len(self._replies) >= self._num_wanted:
+            self._arrived.set_result(None)
+
+    # Called by the transport -----------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._value[self._filled :] if self._value else self._scratch[self._end :]
@@ -203,32 +336,53 @@ class _Receiver(asyncio.BufferedProtocol):
                 self._filled += nbytes
                 if self._filled == len(self._value):
                     self._finish_value()
-            else:
+            elif self._allocate is not None:
                 self._end += nbytes
-                self._read_scratch()
+                self._read_scratch(self._allocate)
+            else:
+                self._reader.feed(self._scratch, 0, nbytes)
+                while (reply := self._reader.gets()) is not _NO_REPLY:
+                    self._replies.append(reply)
         except Exception as error:
             self._error = error
-        self._tell()
+        self._wake()
 
-    def _read_scratch(self) -> None:
+    def eof_received(self) -> None:
+        self.connection_lost(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        why = exc or "the server closed it"
+        self._error = exceptions.ConnectionError(f"lost the connection to Redis: {why}")
+        self._may_write.set()
+        self._wake()
+
+    def pause_writing(self) -> None:
+        self._may_write.clear()
+
+    def resume_writing(self) -> None:
+        self._may_write.set()
+
+    # Values ----------------------------------------------------------------------------------
+
+    def _read_scratch(self, allocate: Allocate) -> None:
         text = self._scratch[: self._end].tobytes()
         start = 0
         while not self._value and (end := text.find(_END, start)) >= 0:
             line, start = text[start:end], end + len(_END)
-            start = self._read_line(line, start)
+            start = self._read_line(line, start, allocate)
         self._end -= start
         if self._end > _LONGEST_LINE_BYTES:
             raise exceptions.InvalidResponse(f"no end of the line {text[start : start + 40]!r}")
         self._scratch[: self._end] = text[start:]
 
-    def _read_line(self, line: bytes, start: int) -> int:
+    def _read_line(self, line: bytes, start: int, allocate: Allocate) -> int:
         """Understands the head of a reply; returns where in `scratch` the next one begins."""
         if line == b"$-1":
-            self.values.append(None)
+            self._replies.append(None)
         elif line[:1] == b"-":
-            self.values.append(self._parse_error(line[1:].decode(errors="replace")))
+            self._replies.append(error_of(line[1:].decode(errors="replace")))
         elif line[:1] == b"$":
-            self._value = self._allocate(int(line[1:]) + len(_END))
+            self._value = allocate(int(line[1:]) + len(_END))
             self._filled = min(len(self._value), self._end - start)
             self._value[: self._filled] = self._scratch[start : start + self._filled]
             start += self._filled
@@ -241,83 +395,13 @@ class _Receiver(asyncio.BufferedProtocol):
     def _finish_value(self) -> None:
         value, self._value = self._value, memoryview(b"")
         if value[-len(_END) :] != _END:
-            raise exceptions.InvalidResponse("a value does not end where it was said to")
-        self.values.append(value[: -len(_END)].toreadonly())
-
-    def _tell(self) -> None:
-        if self._done is None or self._done.done():
-            return
-        if self._error is not None:
-            self._done.set_exception(self._error)
-        elif len(self.values) >= self._num_wanted:
-            self._done.set_result(None)
-
-    def eof_received(self) -> bool | None:
-        self._error = exceptions.ConnectionError("Connection closed by server.")
-        self._tell()
-        passed_on: bool | None = self._usual.eof_received()
-        return passed_on
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._error = exceptions.ConnectionError(f"lost the connection to Redis: {exc}")
-        self._tell()
-        self._usual.connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        self._usual.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._usual.resume_writing()
+            raise exceptions.InvalidResponse("a value does not end where its length says")
+        self._replies.append(value[: -len(_END)].toreadonly())
 
 
-_PIECE_BYTES = 1 << 18
-
-
-class _CancellableSend:
-    """For a connection of redis-py: `send_packed_command` without `wait_for`, and `exchange`."""
-
-    socket_timeout: float | None
-
-    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-        connection: Any = self
-        if not connection.is_connected:  # with the timeouts of its own
-            await connection.connect_check_health(check_health=False)
-        limit_s, self.socket_timeout = self.socket_timeout, None  # None: it sends without wait_for
-        try:
-            async with asyncio.timeout(limit_s):
-                await super().send_packed_command(command, check_health)  # type: ignore[misc]
-        except TimeoutError:  # the connection is closed already, for it was cancelled in there
-            raise exceptions.TimeoutError("Timeout writing to socket") from None
-        except RuntimeError as error:  # uvloop's, where the kernel has closed the connection
-            raise exceptions.ConnectionError(f"lost the connection to Redis: {error}") from None
-        finally:
-            self.socket_timeout = limit_s
-
-    async def exchange(self, parts: Sequence[bytes | memoryview], num_replies: int) -> list[Any]:
-        """Sends packed commands and reads the replies to them, errors among them.
-
-        Raises the ConnectionError or TimeoutError of redis-py; the connection is closed then.
-        """
-        connection: Any = self
-        try:
-            async with asyncio.timeout(self.socket_timeout):
-                for part in _joined(parts):
-                    connection._writer.write(part)
-                    await connection._writer.drain()
-            replies = []
-            async with asyncio.timeout(self.socket_timeout):
-                for _ in range(num_replies):
-                    replies.append(await connection._parser.read_response(disable_decoding=True))
-            return replies
-        except BaseException as error:  # old and new replies would be mixed up
-            if connection._writer is not None:  # what was not sent lies in memory that is not ours
-                connection._writer.transport.abort()
-            await connection.disconnect(nowait=True)
-            if isinstance(error, TimeoutError):
-                raise exceptions.TimeoutError("Redis takes too long for a batch") from None
-            if isinstance(error, OSError | RuntimeError):  # uvloop says it with the latter
-                raise exceptions.ConnectionError(f"lost the connection to Redis: {error}") from None
-            raise
+def _get(key: str) -> bytes:
+    raw = key.encode()
+    return b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(raw), raw)
 
 
 def _joined(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
@@ -341,15 +425,3 @@ def _joined(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]
             yield b"".join(small)
             small, num_bytes = [], 0
     yield b"".join(small)
-
-
-class TcpConnection(_CancellableSend, Connection):
-    """redis://"""
-
-
-class TlsConnection(_CancellableSend, SSLConnection):
-    """rediss://"""
-
-
-class UnixConnection(_CancellableSend, UnixDomainSocketConnection):
-    """unix://"""

@@ -389,23 +389,31 @@ async def test_a_node_of_a_cluster_without_slots_is_refused_with_the_fix(start: 
         await connect(server.url)
 
 
-def test_write_to_a_closed_connection_is_a_lost_one_under_uvloop(server: EmbeddedServer) -> None:
+@pytest.mark.parametrize("turns", [0, 1, 10])
+def test_write_to_a_closed_connection_is_a_lost_one_under_uvloop(
+    server: EmbeddedServer, turns: int
+) -> None:
     """Ray's actors run uvloop, which raises a plain RuntimeError where asyncio has an OSError."""
     ping = b"*1\r\n$4\r\nPING\r\n"
 
     async def write_after_close() -> None:
         client = await connect(server.url)
-        for is_batch in (False, True):
-            connection = await client.connection_pool.get_connection()
-            connection._writer.transport.abort()
-            for _ in range(10):  # turns of the loop, in which it closes the handle
-                await asyncio.sleep(0)
-            with pytest.raises(exceptions.ConnectionError):
-                if is_batch:
-                    await connection.exchange([ping], 1)
-                await connection.send_packed_command([ping], check_health=False)
-            await client.connection_pool.release(connection)
+        connection = await client.connection_pool.get_connection()
+        connection._writer.transport.abort()
+        for _ in range(10):  # turns of the loop, in which it closes the handle
+            await asyncio.sleep(0)
+        with pytest.raises(exceptions.ConnectionError):
+            await connection.send_packed_command([ping], check_health=False)
+        await client.connection_pool.release(connection)
+        with pytest.raises(exceptions.ConnectionError):
+            async with client.payload_connections.one() as ours:
+                assert await ours.exchange([ping], 1) == [b"PONG"]
+                ours.abort()
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                await ours.exchange([ping], 1)
         assert await client.ping()
+        assert await client.exchange([ping], 1, "key") == [b"PONG"]
         await client.aclose()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -13,7 +13,7 @@ from redis import exceptions
 
 from buffer.redis.client import BufferRedis
 from buffer.redis.connection import connect
-from buffer.redis.payloads import _SCRATCH_BYTES, BLOCK_BYTES, BLOCKS_KEPT, Blocks
+from buffer.redis.payloads import BLOCK_BYTES, BLOCKS_KEPT, SCRATCH_BYTES, Blocks
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ async def _store(redis: BufferRedis, prefix: str, sizes: list[int]) -> dict[str,
 
 
 async def test_values_of_any_size_come_back(redis: BufferRedis, run_name: str) -> None:
-    edges = [_SCRATCH_BYTES + shift for shift in range(-12, 3)]
+    edges = [SCRATCH_BYTES + shift for shift in range(-12, 3)]
     sizes = [0, 1, 2, 3, 5_000_000, *edges, *range(0, 3000, 7), 70_000, 1_000_000, 1]
     values = await _store(redis, run_name, sizes)
     missing = f"{{{run_name}}}:missing"
