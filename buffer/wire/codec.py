@@ -2,14 +2,14 @@
 
     offset  header
     0       4s   magic b"LSHG"
-    4       u16  format version (3)
+    4       u16  format version (4)
     6       u16  flags: 1 = the body is compressed
     8       u32  CRC-32 of everything after the header
     12      u32  bytes of the description, with which the body begins
     16      the body; if compressed: u64 bytes of the body, then the body as one zstd frame
 
     body    description: group, prompt and sampling; for each trajectory lengths, episode, reward,
-            names (buffer/wire/header.py)
+            names; a MessagePack map (buffer/wire/header.py)
             arrays, each padded with zeros to start at a multiple of 8; the first four hold those of
             all trajectories, one after the other, so that a group is checked in a few calls
               tokens i32[T], rollout_logprobs f32[T], mask runs u32[r], spans u32[s, 3]
@@ -33,11 +33,11 @@ from numpy.typing import NDArray
 
 from buffer.redis.payloads import Allocate, fresh
 from buffer.types import FloatArray, IntArray, Trajectory, TrajectoryGroup
-from buffer.wire.header import ColumnLayout, Description, Head, check_column, describe
+from buffer.wire.header import Column, Description, Head, check_column, describe
 from buffer.wire.masks import F4, I4, U4, Array, FlatGroup, exactly
 
 MAGIC = b"LSHG"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MAX_BODY_BYTES = 2**32
 MAX_COMPRESSION = 16
 """A body that claims to be more than this many times as long as its frame is refused as a bomb,
@@ -92,7 +92,7 @@ def decode_group(data: bytes | memoryview) -> TrajectoryGroup:
     """
     description, arrays = _open(data)
     said = Description.read(description)
-    heads = said.heads
+    heads = said.trajectories
     lengths = [head.num_tokens for head in heads]
     run_counts = [head.num_runs for head in heads]
     span_counts = [head.num_spans for head in heads]
@@ -197,7 +197,7 @@ class _Arrays:
             raise ValueError(f"{len(self._body) - self._at} bytes too many after the arrays")
 
 
-def _read_column(arrays: _Arrays, layout: ColumnLayout, num_tokens: int) -> Array:
+def _read_column(arrays: _Arrays, layout: Column, num_tokens: int) -> Array:
     column = arrays.array(layout.dtype, num_tokens * max(1, layout.width))
     check_column(layout.name, column)
     return column.reshape(num_tokens, layout.width) if layout.width else column
@@ -214,7 +214,7 @@ def _open(data: bytes | memoryview) -> tuple[bytes, _Arrays]:
     if version != FORMAT_VERSION or flags & ~_COMPRESSED:
         raise ValueError(
             f"trajectory group in format {version} with flags {flags:#x}; "
-            f"this program reads format {FORMAT_VERSION}: update it"
+            f"this program reads format {FORMAT_VERSION}: use the version of Leash that wrote it"
         )
     body = view[_HEADER.size :]
     if crc32(body) != crc:

@@ -20,7 +20,7 @@ import zstandard
 
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from buffer.wire.codec import decode_group, encode_group
-from buffer.wire.header import COLUMN_DTYPES
+from buffer.wire.header import COLUMN_TYPES
 
 NUM_INPUTS = int(os.environ.get("LEASH_SOAK_FUZZ", "50000"))
 SEED = int(os.environ.get("LEASH_SOAK_SEED", "1"))
@@ -48,7 +48,7 @@ def _trajectory(random: np.random.Generator, num_tokens: int, num_columns: int) 
     spans = ((3, 0, cut), (4, cut, num_tokens)) if cut else ((3, 0, num_tokens),)
     columns = {}
     for number in range(num_columns):
-        dtype = COLUMN_DTYPES[int(random.integers(len(COLUMN_DTYPES)))]
+        dtype = COLUMN_TYPES[int(random.integers(len(COLUMN_TYPES)))]
         shape = (num_tokens,) if number % 2 else (num_tokens, 1 + number)
         columns[f"column{number}"] = random.integers(0, 100, shape).astype(dtype)
     return Trajectory(
@@ -225,7 +225,7 @@ def test_no_forged_length_makes_the_reader_take_much_memory() -> None:
 def test_a_compression_bomb_is_refused_before_it_is_unpacked() -> None:
     zeros = bytes(2**28)
     frame = zstandard.ZstdCompressor(level=1).compress(zeros)
-    head = b"LSHG\x03\x00\x01\x00" + bytes(8)
+    head = b"LSHG\x04\x00\x01\x00" + bytes(8)
     for claimed in (len(zeros), 1000, 2**40):
         bomb = _seal(head, struct.pack("<Q", claimed) + frame)
         assert _peak_of_decoding(bomb) < 1_000_000
@@ -235,7 +235,7 @@ def test_a_bomb_that_grows_no_more_than_tokens_could_not_is_refused_too() -> Non
     raw = b"".join(sha256(b"%d" % i).digest() + bytes(4000) for i in range(2**13))
     frame = zstandard.ZstdCompressor(level=1).compress(raw)
     assert 16 < len(raw) / len(frame) < 1000
-    head = b"LSHG\x03\x00\x01\x00" + bytes(8)
+    head = b"LSHG\x04\x00\x01\x00" + bytes(8)
     assert _peak_of_decoding(_seal(head, struct.pack("<Q", len(raw)) + frame)) < 1_000_000
 
 
