@@ -3,42 +3,34 @@
 A dump changes nothing, and may be loaded into another run. The groups in it are those that each
 shard held at one moment (of all shards, if there are several, within milliseconds). Each appears
 once, with the state and hash of the moment when its turn came. One that was acked or dropped until
-then is left out and counted as gone. Groups that arrive meanwhile are not in it. The file:
+then is left out and counted as gone. Groups that arrive meanwhile are not in it.
 
-    header   one line of text: LEASH-DUMP <format version> <CRC-32 of the JSON, 8 hex digits> <JSON>
-    record   4s b"LSHR", u32 CRC-32, u32 bytes of metadata, u64 bytes of payload, metadata, payload
-    ...      one record a group
-    end      4s b"LSHE", u32 CRC-32, u32 bytes of metadata, u64 0, metadata
+The file is a zip archive whose members are stored as they are, in this order:
 
-The header's JSON object holds `run`, `created` (Unix seconds), and `shards`: for each of the
-buffer's shards its `settings` and `stats`, as Redis had them. `head -n 1 FILE` shows it.
-
-A record's metadata is a JSON object with `group_id`, `state` (ready, leased, consumed or
-quarantined) and `fields`, the group's hash as Redis had it. The payload is the group in the wire
-format (see codec.py), joined if it was stored in chunks; no bytes if it was gone.
-
-The end record's metadata holds `groups` (number of records by state), `gone` (groups that were
-finished while the dump was made, and are not in it) and `checksum`: the CRC-32 of the CRCs of the
-header and of all records, in order. Nothing follows it, so that a file that was cut off is noticed.
-
-Numbers are little-endian, JSON is UTF-8. The CRC of a record is of everything in it that follows.
+    header.json   `format`, `run`, `created` (Unix seconds), and `shards`: for each of the buffer's
+                  shards its `settings` and `stats`, as Redis had them
+    groups/0 ...  one a group: a line of JSON with `group_id`, `state` (ready, leased, consumed or
+                  quarantined) and `fields`, the group's hash as Redis had it; then the payload, the
+                  group in the wire format (see codec.py), joined if it was stored in chunks; no
+                  bytes if it was gone
+    end.json      `groups` (number of them by state) and `gone` (groups that were finished while the
+                  dump was made, and are not in it)
 """
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 import time
-import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self, cast
+from typing import Any, Literal, Self, TypeVar, cast, get_args
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
+import msgspec
 from redis.asyncio import Redis
 
 from buffer.redis.client import DamagedRunError
@@ -52,15 +44,15 @@ from buffer.types import TrajectoryGroup
 from buffer.wire.chunks import MAX_CHUNKS, join_payload, num_chunks
 from buffer.wire.codec import decode_group
 
-FORMAT_VERSION = 1
-STATES = ("ready", "leased", "consumed", "quarantined")
+FORMAT_VERSION = 2
+State = Literal["ready", "leased", "consumed", "quarantined"]
+STATES: tuple[str, ...] = get_args(State)
+T = TypeVar("T")
 
-_MAGIC = b"LEASH-DUMP"
-_GROUP, _END = b"LSHR", b"LSHE"
-_FRAME = struct.Struct("<4sIIQ")
-_CHECKED = struct.Struct("<IQ")
-_CRC = struct.Struct("<I")
-_MAX_HEADER_BYTES = 2**24
+_MAGIC_OF_FORMAT_1 = b"LEASH-DUMP 1"
+_HEADER, _END = "header.json", "end.json"
+_UNREADABLE = (BadZipFile, EOFError, NotImplementedError, OSError, ValueError)
+"""What zipfile raises for a damaged archive; OSError for a place outside of the file."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -79,6 +71,7 @@ class DumpHeader:
     created: float
     """Unix seconds."""
     shards: Sequence[DumpedShard]
+    format: int = FORMAT_VERSION
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -86,12 +79,16 @@ class DumpedGroup:
     """One group as it was in Redis."""
 
     group_id: str
-    state: str
-    """ready, leased, consumed or quarantined."""
+    state: State
     fields: Mapping[str, str]
     """Its hash."""
-    payload: bytes
+    payload: bytes = b""
     """The group in the wire format; empty if it was gone."""
+
+
+class _End(msgspec.Struct):
+    groups: dict[str, int]
+    gone: int
 
 
 class DumpWriter:
@@ -103,43 +100,29 @@ class DumpWriter:
 
     def __init__(self, path: Path, header: DumpHeader) -> None:
         self.path = path
+        self.counts: Counter[str] = Counter()
+        """Groups written, by state."""
         self.num_gone = 0
         """Groups to be counted as finished meanwhile."""
-        self.num_bytes = 0
         self._part = path.with_name(path.name + ".part")
         self._header = header
-        self._counts: Counter[str] = Counter()
-        self._checksum = 0
-        self._file: BinaryIO | None = None
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Groups written, by state."""
-        return dict(self._counts)
+        self._zip: ZipFile | None = None
 
     def __enter__(self) -> Self:
-        try:
-            self._file = self._part.open("wb")
-            text = _json(asdict(self._header))
-            crc = zlib.crc32(text)
-            self._checksum = zlib.crc32(_CRC.pack(crc))
-            self._write(b"%s %d %08x %s\n" % (_MAGIC, FORMAT_VERSION, crc, text))
-        except OSError as error:
-            self._discard()
-            raise self._told(error) from error
+        with self._naming_the_file():
+            self._zip = ZipFile(self._part, "w")
+            self._add(_HEADER, msgspec.json.encode(self._header))
         return self
 
     def write(self, group: DumpedGroup) -> None:
         """Adds a group. Raises ValueError for an unknown state."""
         if group.state not in STATES:
             raise ValueError(f"group {group.group_id}: state {group.state!r} is none of {STATES}")
-        metadata = {"group_id": group.group_id, "state": group.state, "fields": dict(group.fields)}
-        try:
-            crc = self._write_frame(_GROUP, _json(metadata), group.payload)
-        except OSError as error:
-            raise self._told(error) from error
-        self._checksum = zlib.crc32(_CRC.pack(crc), self._checksum)
-        self._counts[group.state] += 1
+        fields = {"group_id": group.group_id, "state": group.state, "fields": group.fields}
+        with self._naming_the_file():
+            name = f"groups/{self.counts.total()}"
+            self._add(name, b"%b\n%b" % (msgspec.json.encode(fields), group.payload))
+        self.counts[group.state] += 1
 
     def __exit__(
         self,
@@ -150,80 +133,67 @@ class DumpWriter:
         if kind is not None:
             self._discard()
             return
+        with self._naming_the_file():
+            self._add(_END, msgspec.json.encode(_End(dict(self.counts), self.num_gone)))
+            assert self._zip is not None
+            self._zip.close()
+            _sync(self._part)
+            self._part.replace(self.path)
+            _sync(self.path.parent)  # the new name must reach the disk too
+
+    def _add(self, name: str, data: bytes) -> None:
+        assert self._zip is not None, "use it in a with statement"
+        self._zip.writestr(name, data)
+
+    @contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
         try:
-            self._finish()
-        except OSError as failure:
+            yield
+        except OSError as error:
             self._discard()
-            raise self._told(failure) from failure
-
-    def _finish(self) -> None:
-        assert self._file is not None
-        end = {"groups": dict(self._counts), "gone": self.num_gone, "checksum": self._checksum}
-        self._write_frame(_END, _json(end), b"")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._part.replace(self.path)
-        folder = os.open(self.path.parent, os.O_RDONLY)  # the new name must reach the disk too
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-    def _write_frame(self, magic: bytes, metadata: bytes, payload: bytes) -> int:
-        crc = _crc_of(metadata, payload)
-        self._write(_FRAME.pack(magic, crc, len(metadata), len(payload)))
-        self._write(metadata)
-        self._write(payload)
-        return crc
-
-    def _write(self, data: bytes) -> None:
-        assert self._file is not None, "use it in a with statement"
-        self._file.write(data)
-        self.num_bytes += len(data)
+            raise OSError(
+                error.errno,
+                f"the dump could not be written ({error.strerror}); no partial file is left. Make "
+                "room or choose another place",
+                str(self.path),
+            ) from error
 
     def _discard(self) -> None:
-        if self._file is None:  # the partial file could not be made, so one there is not ours
+        if self._zip is None:  # the partial file could not be made, so one there is not ours
             return
         with suppress(OSError):  # what is left in its buffer does not fit the disk either
-            self._file.close()
+            self._zip.close()
         self._part.unlink(missing_ok=True)
 
-    def _told(self, error: OSError) -> OSError:
-        return OSError(
-            error.errno,
-            f"the dump could not be written ({error.strerror}); no partial file is left. Make room "
-            "or choose another place",
-            str(self.path),
-        )
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_header(path: Path) -> DumpHeader:
     """The header alone. Raises ValueError if the file is no dump, and OSError."""
-    with path.open("rb") as file:
-        return _Source(path, file).header()[0]
+    with _Source(path) as source:
+        return source.header()
 
 
 def read_dump(path: Path) -> Iterator[DumpedGroup]:
     """The groups of a dump, one after the other, each checked before it is given out.
 
-    Raises ValueError, which names file and record, where the file is damaged. That it was cut off
-    shows only at the end, so use `check_dump` first if nothing may be done by halves.
+    Raises ValueError, which names file and member, where the file is damaged. Use `check_dump`
+    first if nothing may be done by halves.
     """
-    with path.open("rb") as file:
-        source = _Source(path, file)
-        _, crc = source.header()
-        checksum = zlib.crc32(_CRC.pack(crc))
+    with _Source(path) as source:
+        source.header()
         counts: Counter[str] = Counter()
-        while True:
-            magic, crc, metadata, payload = source.frame()
-            if magic == _END:
-                break
-            group = source.group(metadata, payload)
-            checksum = zlib.crc32(_CRC.pack(crc), checksum)
+        while source.next_name() != _END:
+            group = source.group(f"groups/{counts.total()}")
             counts[group.state] += 1
             yield group
-        source.check_end(metadata, {"groups": dict(counts), "checksum": checksum})
+        source.check_end(counts)
 
 
 def check_dump(path: Path) -> Mapping[str, int]:
@@ -232,101 +202,80 @@ def check_dump(path: Path) -> Mapping[str, int]:
 
 
 class _Source:
-    """An open dump, with errors that say where."""
+    """An open dump, read member by member, with errors that say where."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path, self._file = path, file
-        self._size = os.fstat(file.fileno()).st_size
-        self._record = 0
-
-    def header(self) -> tuple[DumpHeader, int]:
-        line = self._file.readline(_MAX_HEADER_BYTES)
-        words = line.split(b" ", 3)
-        if words[0] != _MAGIC or len(words) < 4:
-            raise ValueError(f"{self._path} is no dump of a replay buffer: check the file's name")
-        if words[1] != b"%d" % FORMAT_VERSION:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._size = path.stat().st_size
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC_OF_FORMAT_1)) == _MAGIC_OF_FORMAT_1:
+                raise self._other_format(1)
+        try:
+            self._zip = ZipFile(path)
+        except _UNREADABLE as error:
             raise ValueError(
-                f"{self._path} is a dump in format {words[1].decode(errors='replace')}; "
-                f"this program reads format {FORMAT_VERSION}: update it"
-            )
-        text = words[3].removesuffix(b"\n")
-        crc = zlib.crc32(text)
-        if not line.endswith(b"\n") or words[2] != b"%08x" % crc:
-            raise self._broken("the header is damaged")
-        try:
-            fields = json.loads(text)
-            shards = [DumpedShard(**shard) for shard in fields.pop("shards")]
-            return DumpHeader(**fields, shards=shards), crc
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise self._broken(f"the header cannot be read: {error}") from None
+                f"{path} is no dump of a replay buffer, or it was cut off or damaged: {error}. "
+                "Check the file's name, or copy or make the dump again"
+            ) from None
+        self._members = self._zip.infolist()
+        self._at = 0
 
-    def frame(self) -> tuple[bytes, int, dict[str, Any], bytes]:
-        """Magic, CRC, metadata and payload of the next record."""
-        self._record += 1
-        head = self._file.read(_FRAME.size)
-        if len(head) < _FRAME.size:
-            raise self._broken("the file ends before the end record: it was cut off")
-        magic, crc, metadata_bytes, payload_bytes = _FRAME.unpack(head)
-        if magic not in (_GROUP, _END):
-            raise self._broken(f"a record cannot begin with {magic!r}")
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._zip.close()
+
+    def next_name(self) -> str:
+        if self._at == len(self._members):
+            raise self._broken(_END, "it is missing: the file was damaged")
+        return self._members[self._at].filename
+
+    def header(self) -> DumpHeader:
+        header = self._parsed(_HEADER, self._next(_HEADER), DumpHeader)
+        if header.format != FORMAT_VERSION:
+            raise self._other_format(header.format)
+        return header
+
+    def group(self, name: str) -> DumpedGroup:
+        text, _, payload = self._next(name).partition(b"\n")
+        return replace(self._parsed(name, text, DumpedGroup), payload=payload)
+
+    def check_end(self, counts: Mapping[str, int]) -> None:
+        end = self._parsed(_END, self._next(_END), _End)
+        if end.groups != counts or self._at < len(self._members):
+            raise self._broken(_END, f"it says {end.groups}, but the file holds {dict(counts)}")
+
+    def _next(self, name: str) -> bytes:
+        """The next member, which has to be this one."""
+        if self.next_name() != name:
+            raise self._broken(name, f"{self.next_name()!r} stands in its place")
+        member = self._members[self._at]
+        self._at += 1
         # Compared before reading: a damaged length must not ask for more memory than there is file.
-        if metadata_bytes + payload_bytes > self._size - self._file.tell():
-            raise self._broken(
-                "it is longer than the rest of the file, which is damaged or cut off"
-            )
-        metadata, payload = self._file.read(metadata_bytes), self._file.read(payload_bytes)
-        if _crc_of(metadata, payload) != crc:
-            raise self._broken("its checksum does not agree: its bytes were damaged")
+        is_stored = member.compress_type == ZIP_STORED and member.file_size == member.compress_size
+        if not is_stored or member.file_size > self._size or member.flag_bits & ~0x800:
+            raise self._broken(name, "its entry in the archive's directory is damaged")
         try:
-            fields = json.loads(metadata)
-        except (ValueError, RecursionError) as error:
-            raise self._broken(f"its metadata cannot be read: {error}") from None
-        if not isinstance(fields, dict):
-            raise self._broken("its metadata is no JSON object")
-        return magic, crc, fields, payload
+            return self._zip.read(member)
+        except _UNREADABLE as error:
+            raise self._broken(name, f"its bytes were damaged: {error}") from None
 
-    def group(self, metadata: dict[str, Any], payload: bytes) -> DumpedGroup:
+    def _parsed(self, name: str, text: bytes, kind: type[T]) -> T:
         try:
-            group = DumpedGroup(**metadata, payload=payload)
-        except TypeError as error:
-            raise self._broken(f"its metadata is not that of a group: {error}") from None
-        if group.state not in STATES or not isinstance(group.fields, dict):
-            raise self._broken(f"a group cannot be {group.state!r} with {group.fields!r}")
-        return group
+            return msgspec.json.decode(text, type=kind)
+        except ValueError as error:
+            raise self._broken(name, f"it cannot be read: {error}") from None
 
-    def check_end(self, metadata: dict[str, Any], found: dict[str, Any]) -> None:
-        if any(metadata.get(name) != value for name, value in found.items()):
-            raise self._broken(f"the end record says {metadata}, but the file holds {found}")
-        if self._file.read(1):
-            raise self._broken("bytes follow the end record")
+    def _broken(self, name: str, why: str) -> ValueError:
+        return ValueError(f"{self._path}, {name}: {why}. Copy or make the dump again")
 
-    def _broken(self, why: str) -> ValueError:
-        place = f"record {self._record}" if self._record else "header"
-        return ValueError(f"{self._path}, {place}: {why}. Copy or make the dump again")
+    def _other_format(self, version: object) -> ValueError:
+        return ValueError(
+            f"{self._path} is a dump in format {version}; this program reads format "
+            f"{FORMAT_VERSION}: use the version of Leash that wrote it"
+        )
 
-
-def _crc_of(metadata: bytes, payload: bytes) -> int:
-    lengths = _CHECKED.pack(len(metadata), len(payload))
-    return zlib.crc32(payload, zlib.crc32(metadata, zlib.crc32(lengths)))
-
-
-def _json(fields: Mapping[str, Any]) -> bytes:
-    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-__all__ = [
-    "DumpHeader",
-    "DumpReport",
-    "DumpWriter",
-    "DumpedGroup",
-    "DumpedShard",
-    "LoadReport",
-    "check_dump",
-    "dump_buffer",
-    "load_buffer",
-    "read_dump",
-    "read_header",
-]
 
 _BATCH_GROUPS = 256
 _BATCH_BYTES = 32 * 2**20
@@ -379,7 +328,7 @@ async def dump_buffer(redis: Redis, run: str, path: Path) -> DumpReport:
                     dump.num_gone += 1
                 else:
                     dump.write(group)
-    return DumpReport(groups=dump.counts, gone=dump.num_gone, bytes=dump.num_bytes)
+    return DumpReport(groups=dict(dump.counts), gone=dump.num_gone, bytes=path.stat().st_size)
 
 
 async def load_buffer(
@@ -389,7 +338,7 @@ async def load_buffer(
 
     May be repeated: a group that is there already is a duplicate. Consumed groups are trained
     already, so they come along only if asked for; quarantined ones never do. Nothing is pushed
-    from a file that is damaged: ValueError names the record. A full buffer raises what a push does.
+    from a file that is damaged: ValueError names the member. A full buffer raises what a push does.
     """
     check_dump(path)
     wanted = {"ready", "leased"} | ({"consumed"} if include_consumed else set())
@@ -490,7 +439,9 @@ def _dumped(
         payload = b"" if first is None else bytes(join_payload(first, rest))
     except ValueError:  # what is left of it would not help anybody
         payload = b""
-    return DumpedGroup(group_id=group_id, state=state, fields=fields, payload=payload)
+    return DumpedGroup(
+        group_id=group_id, state=cast("State", state), fields=fields, payload=payload
+    )
 
 
 def _restored(dumped: DumpedGroup) -> TrajectoryGroup:
@@ -522,7 +473,7 @@ async def read_group(redis: Redis, run: str, group_id: str, num_shards: int) -> 
         fields, running = await pipe.execute()
     if not fields and running is not None:
         return {"state": "running"}
-    return {readable(name): readable(value) for name, value in fields.items()}
+    return _texts(fields)
 
 
 async def read_payload(

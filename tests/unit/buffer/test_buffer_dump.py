@@ -159,7 +159,7 @@ async def test_nothing_is_loaded_from_a_file_that_was_cut_off(
     await dump_buffer(redis, run_name, path)
     path.write_bytes(path.read_bytes()[:-1])
     target = await other_run()
-    with pytest.raises(ValueError, match="one, record 7"):
+    with pytest.raises(ValueError, match=r"one is no dump .* cut off"):
         await load_buffer(target, path)
     assert (await target.stats()).pushed == 0
 
