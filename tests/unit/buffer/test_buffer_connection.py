@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,7 +22,8 @@ from redis import Redis, exceptions
 
 from buffer.redis.cluster import key_of
 from buffer.redis.connection import BufferConnectionError, DiskFullError, MemoryFullError, connect
-from buffer.redis.server import EmbeddedServer, ServerStartError, find_binary
+from buffer.redis.payloads import fresh
+from buffer.redis.server import EmbeddedServer
 from configs.schema import BufferConfig
 
 HOST = "127.0.0.1"
@@ -71,9 +74,9 @@ async def test_connect_reaches_a_unix_socket(start: Start, tmp_path: Path) -> No
     path = tmp_path / "socket"
     server = start(unixsocket=str(path))
     password = urlsplit(server.url).password
-    client = await connect(f"unix://{path}?password={password}")
+    client = await connect(f"unix://{path}?password={password}&db=0")
     await client.set("key", "value")
-    assert await client.get("key") == b"value"
+    assert await client.receive(["key"], fresh) == [b"value"]
     await client.aclose()
 
 
@@ -317,51 +320,47 @@ def _make_certificates(folder: Path) -> None:
 
 
 @pytest.fixture
-def tls_server(tmp_path: Path) -> Iterator[tuple[EmbeddedServer, str]]:
-    """A server that wants client certificates, and its TLS URL."""
+async def tls_url(server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[str]:
+    """Where TLS is taken off for the server, for clients that show a certificate."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl program to make certificates with")
     _make_certificates(tmp_path)
-    named = [Path(name) for name in os.environ.get("LEASH_TEST_SERVERS", "").split(":") if name]
-    for binary in [*named, find_binary()]:
-        with socket.create_server((HOST, 0)) as free:
-            port = free.getsockname()[1]
-        try:
-            server = EmbeddedServer.start(
-                tmp_path / "redis",
-                BufferConfig(),
-                HOST,
-                tmp_path / "log",
-                extra={
-                    "tls-port": str(port),
-                    "tls-ca-cert-file": str(tmp_path / "ca.crt"),
-                    "tls-cert-file": str(tmp_path / "server.crt"),
-                    "tls-key-file": str(tmp_path / "server.key"),
-                    "tls-auth-clients": "yes",
-                },
-                binary=binary,
-            )
-        except ServerStartError:
-            continue
-        yield server, f"rediss://:{urlsplit(server.url).password}@{HOST}:{port}/0"
-        server.stop(timeout_s=5)
-        return
-    pytest.skip("no server program here was built with TLS")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tmp_path / "ca.crt")
+    context.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+    context.verify_mode = ssl.CERT_REQUIRED
+    parts = urlsplit(server.url)
+
+    async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(1 << 16):
+                target.write(data)
+                await target.drain()
+        target.close()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_server, to_server = await asyncio.open_connection(HOST, parts.port)
+        await asyncio.gather(copy(reader, to_server), copy(from_server, writer))
+
+    async with await asyncio.start_server(forward, HOST, 0, ssl=context) as proxy:
+        port = proxy.sockets[0].getsockname()[1]
+        yield f"rediss://:{parts.password}@{HOST}:{port}/0"
 
 
 async def test_a_tls_server_is_checked_and_shown_our_certificate(
-    tls_server: tuple[EmbeddedServer, str], tmp_path: Path
+    tls_url: str, tmp_path: Path
 ) -> None:
-    _, url = tls_server
     ours = f"?ssl_certfile={tmp_path}/client.crt&ssl_keyfile={tmp_path}/client.key"
-    client = await connect(url + ours, tls_ca_file=str(tmp_path / "ca.crt"))
-    await client.set("key", b"x" * 3_000_000)
-    assert await client.get("key") == b"x" * 3_000_000
+    client = await connect(tls_url + ours, tls_ca_file=str(tmp_path / "ca.crt"))
+    value = os.urandom(3_000_000)
+    command = [b"*3\r\n$3\r\nSET\r\n$3\r\nkey\r\n$3000000\r\n", memoryview(value), b"\r\n"]
+    assert await client.exchange(command, 1, "key") == [b"OK"]
+    assert await client.get("key") == value
+    assert await client.receive(["key"] * 3, fresh) == [value] * 3
     await client.aclose()
     with pytest.raises(BufferConnectionError, match=r"not trusted.*buffer\.tls_ca_file"):
-        await connect(url + ours)
+        await connect(tls_url + ours)
     with pytest.raises(BufferConnectionError, match="cannot reach Redis"):
-        await connect(url, tls_ca_file=str(tmp_path / "ca.crt"))
+        await connect(tls_url, tls_ca_file=str(tmp_path / "ca.crt"))
 
 
 async def test_a_ca_file_that_is_not_there_or_of_no_use_is_refused(tmp_path: Path) -> None:
