@@ -86,18 +86,28 @@ class EmbeddedServer:
 
     def __init__(
         self,
-        command: list[str],
         folder: Path,
-        log_path: Path,
-        start_timeout_s: float,
+        config: BufferConfig,
         host: str,
+        log_path: Path,
         port: int,
         password: str,
+        extra: Mapping[str, str],
+        binary: Path,
     ) -> None:
         self.url = f"redis://default:{password}@{host}:{port}/0"
         self._host, self._port, self._password = host, port, password
-        self._command, self._folder, self._log_path = command, folder, log_path
-        self._start_timeout_s = start_timeout_s
+        self._folder, self._log_path = folder, log_path
+        self._start_timeout_s = config.start_timeout_s
+        self._command = [str(binary), str(folder / "server.conf")]
+        self._config = _CONFIG.format(
+            host=host,
+            port=port,
+            password=password,
+            folder=_quoted(folder),
+            log=_quoted(log_path.resolve()),
+            appendfsync=config.appendfsync.value,
+        ) + "".join(f"{name} {value}\n" for name, value in extra.items())
         self._child: Child | None = None
 
     @classmethod
@@ -122,59 +132,35 @@ class EmbeddedServer:
         time.
         """
         binary = binary or find_binary()
+        password = password or secrets.token_urlsafe(24)
         folder.mkdir(parents=True, exist_ok=True)
         log_path.parent.mkdir(parents=True, exist_ok=True)
+        folder = folder.resolve()
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             chosen = port if port is not None else _free_port(host)
+            server = cls(folder, config, host, log_path, chosen, password, extra, binary)
             try:
-                return cls._start_at(
-                    binary, folder.resolve(), config, host, log_path, chosen, password, extra
-                )
-            except _PortTakenError:  # somebody took the free port before the server could
+                server.restart()
+                return server
+            except _PortTakenError:  # another process took the free port before the server could
                 if port is not None or attempt == _PORT_ATTEMPTS:
                     raise
         raise AssertionError("unreachable")
-
-    @classmethod
-    def _start_at(
-        cls,
-        binary: Path,
-        folder: Path,
-        config: BufferConfig,
-        host: str,
-        log_path: Path,
-        port: int,
-        password: str | None,
-        extra: Mapping[str, str],
-    ) -> EmbeddedServer:
-        password = password or secrets.token_urlsafe(24)
-        config_path = folder / "server.conf"
-        text = _CONFIG.format(
-            host=host,
-            port=port,
-            password=password,
-            folder=_quoted(folder),
-            log=_quoted(log_path.resolve()),
-            appendfsync=config.appendfsync.value,
-        )
-        command = [str(binary), str(config_path)]
-        server = cls(command, folder, log_path, config.start_timeout_s, host, port, password)
-        server._run(text + "".join(f"{name} {value}\n" for name, value in extra.items()))
-        return server
 
     def restart(self) -> None:
         """Starts a server that ended again: its data, its URL, but a new process.
 
         Raises ServerStartError if it still runs, or as `start` does.
         """
-        self._run((self._folder / "server.conf").read_text())
-
-    def _run(self, config: str) -> None:
         lock = _lock_folder(self._folder)
         try:
             _refuse_taken_port(self._host, self._port)
-            _write_private(self._folder / "server.conf", config)
-            self._spawn(lock)
+            _write_private(self._folder / "server.conf", self._config)
+            self._child = Child(
+                self._command, self._log_path, environment=_ENVIRONMENT, pass_fds=(lock,)
+            )
+        except OSError as error:
+            raise ServerStartError(f"cannot run {self._command[0]}: {error}") from error
         finally:
             os.close(lock)  # the server holds its own copy: the lock lives as long as it does
         try:
@@ -199,14 +185,6 @@ class EmbeddedServer:
     def _running(self) -> Child:
         assert self._child is not None
         return self._child
-
-    def _spawn(self, lock: int) -> None:
-        try:
-            self._child = Child(
-                self._command, self._log_path, environment=_ENVIRONMENT, pass_fds=(lock,)
-            )
-        except OSError as error:
-            raise ServerStartError(f"cannot run {self._command[0]}: {error}") from error
 
     def _wait_until_ready(self) -> None:
         client = redis.Redis(
