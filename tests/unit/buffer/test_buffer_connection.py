@@ -63,10 +63,10 @@ def _client(url: str) -> Redis:
 # Connecting -----------------------------------------------------------------------------------
 
 
-async def test_connect_reaches_the_server(server: EmbeddedServer) -> None:
-    client = await connect(server.url)
-    await client.set("key", "value")
-    assert await client.get("key") == b"value"
+async def test_connect_reaches_the_server(redis_url: str, run_name: str) -> None:
+    client = await connect(redis_url)
+    await client.set(run_name, "value")
+    assert await client.get(run_name) == b"value"
     await client.aclose()
 
 
@@ -92,9 +92,9 @@ async def test_an_unreachable_server_is_named_with_the_fix() -> None:
     ("user", "message"), [(":hunter2@", "refuses the user or password"), ("", "wants a password")]
 )
 async def test_a_wrong_password_is_named_and_never_shown(
-    server: EmbeddedServer, user: str, message: str
+    redis_url: str, user: str, message: str
 ) -> None:
-    port = urlsplit(server.url).port
+    port = urlsplit(redis_url).port
     with pytest.raises(BufferConnectionError, match=f"{HOST}:{port}.*{message}") as info:
         await connect(f"redis://{user}{HOST}:{port}/0")
     assert "hunter2" not in str(info.value)
@@ -190,29 +190,30 @@ def _is_loading(url: str) -> bool:
         return False
 
 
-async def test_a_blocked_read_may_last_longer_than_a_reply(server: EmbeddedServer) -> None:
-    client = await connect(f"{server.url}?socket_timeout=0.2")
-    assert not await client.xread({"stream": "0-0"}, 1, 600)
-    with _client(server.url) as probe:
+async def test_a_blocked_read_may_last_longer_than_a_reply(redis_url: str, run_name: str) -> None:
+    client = await connect(f"{redis_url}?socket_timeout=0.2")
+    assert not await client.xread({run_name: "0-0"}, 1, 600)
+    with _client(redis_url) as probe:
         before = probe.info("stats")["total_connections_received"]
-    assert await client.get("key") is None
-    with _client(server.url) as probe:  # its own is one more; ours lives
+    assert await client.get(run_name) is None
+    with _client(redis_url) as probe:  # its own is one more; ours lives
         assert probe.info("stats")["total_connections_received"] == before + 1
     await client.aclose()
 
 
 async def test_a_wait_ends_at_whatever_turn_of_the_loop_it_is_cancelled(
-    server: EmbeddedServer,
+    redis_url: str,
+    run_name: str,
 ) -> None:
-    client = await connect(server.url)
+    client = await connect(redis_url)
     for turns in range(200):
-        waiting = asyncio.create_task(client.xread({"stream": "0-0"}, 1, 60_000))
+        waiting = asyncio.create_task(client.xread({run_name: "0-0"}, 1, 60_000))
         for _ in range(1 + turns % 40):
             await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait({waiting}, timeout=5)
         assert waiting.cancelled()
-    assert await client.get("key") is None  # no reply of another command is left over
+    assert await client.get(run_name) is None  # no reply of another command is left over
     await client.aclose()
 
 
@@ -320,7 +321,7 @@ def _make_certificates(folder: Path) -> None:
 
 
 @pytest.fixture
-async def tls_url(server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[str]:
+async def tls_url(redis_url: str, tmp_path: Path) -> AsyncIterator[str]:
     """Where TLS is taken off for the server, for clients that show a certificate."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl program to make certificates with")
@@ -328,7 +329,7 @@ async def tls_url(server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[str]:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tmp_path / "ca.crt")
     context.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
     context.verify_mode = ssl.CERT_REQUIRED
-    parts = urlsplit(server.url)
+    parts = urlsplit(redis_url)
 
     async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
@@ -347,15 +348,16 @@ async def tls_url(server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[str]:
 
 
 async def test_a_tls_server_is_checked_and_shown_our_certificate(
-    tls_url: str, tmp_path: Path
+    tls_url: str, run_name: str, tmp_path: Path
 ) -> None:
     ours = f"?ssl_certfile={tmp_path}/client.crt&ssl_keyfile={tmp_path}/client.key"
     client = await connect(tls_url + ours, tls_ca_file=str(tmp_path / "ca.crt"))
     value = os.urandom(3_000_000)
-    command = [b"*3\r\n$3\r\nSET\r\n$3\r\nkey\r\n$3000000\r\n", memoryview(value), b"\r\n"]
-    assert await client.exchange(command, 1, "key") == [b"OK"]
-    assert await client.get("key") == value
-    assert await client.receive(["key"] * 3, fresh) == [value] * 3
+    head = f"*3\r\n$3\r\nSET\r\n${len(run_name)}\r\n{run_name}\r\n${len(value)}\r\n"
+    command = [head.encode(), memoryview(value), b"\r\n"]
+    assert await client.exchange(command, 1, run_name) == [b"OK"]
+    assert await client.get(run_name) == value
+    assert await client.receive([run_name] * 3, fresh) == [value] * 3
     await client.aclose()
     with pytest.raises(BufferConnectionError, match=r"not trusted.*buffer\.tls_ca_file"):
         await connect(tls_url + ours)
@@ -390,13 +392,13 @@ async def test_a_node_of_a_cluster_without_slots_is_refused_with_the_fix(start: 
 
 @pytest.mark.parametrize("turns", [0, 1, 10])
 def test_write_to_a_closed_connection_is_a_lost_one_under_uvloop(
-    server: EmbeddedServer, turns: int
+    redis_url: str, run_name: str, turns: int
 ) -> None:
     """Ray's actors run uvloop, which raises a plain RuntimeError where asyncio has an OSError."""
     ping = b"*1\r\n$4\r\nPING\r\n"
 
     async def write_after_close() -> None:
-        client = await connect(server.url)
+        client = await connect(redis_url)
         connection = await client.connection_pool.get_connection()
         connection._writer.transport.abort()
         for _ in range(10):  # turns of the loop, in which it closes the handle
@@ -412,7 +414,7 @@ def test_write_to_a_closed_connection_is_a_lost_one_under_uvloop(
                     await asyncio.sleep(0)
                 await ours.exchange([ping], 1)
         assert await client.ping()
-        assert await client.exchange([ping], 1, "key") == [b"PONG"]
+        assert await client.exchange([ping], 1, run_name) == [b"PONG"]
         await client.aclose()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
