@@ -155,7 +155,7 @@ def _options(url: str, where: str, tls_ca_file: str | None) -> dict[str, Any]:
             "socket_timeout": SOCKET_TIMEOUT_S,
             "socket_connect_timeout": _CONNECT_TIMEOUT_S,
             "socket_read_size": _READ_BYTES,
-            "max_connections": 4096,  # one for every group that is being pushed at the moment
+            "max_connections": 4096,  # no call is refused one
             "retry": Retry(NoBackoff(), 0),  # the client repeats, and knows for how long
             **parse_url(url),
         }

@@ -84,7 +84,7 @@ class Scripts:
         deadline = time.monotonic() + self._redis.try_for_s
         while True:
             try:
-                return await self._evaluate(name, arguments)
+                return await self._redis.evalsha(digest(name), 1, self._prefix, *arguments)
             except NoScriptError as error:
                 # A new server, or a restarted one: scripts do not survive.
                 await self._have_loaded(name, deadline, error)
@@ -155,9 +155,6 @@ class Scripts:
             _error(islice(rest, message.num_replies)) or answer
             for message, answer in zip(messages, answers, strict=True)
         ]
-
-    async def _evaluate(self, name: str, arguments: tuple[Argument, ...]) -> Any:
-        return await self._redis.evalsha(digest(name), 1, self._prefix, *arguments)
 
     def explain(self, error: ResponseError) -> Exception:
         """The error to raise for one that a script replied with."""
