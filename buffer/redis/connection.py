@@ -38,19 +38,14 @@ from buffer.redis.client import (
 from buffer.redis.cluster import ClusterRedis
 
 __all__ = [
-    "MAX_BLOCK_S",
-    "MIN_VERSION",
     "BufferConnectionError",
     "DamagedRunError",
     "DiskFullError",
     "MemoryFullError",
     "NotAllowedError",
-    "address",
     "connect",
 ]
 
-MAX_BLOCK_S = 60.0
-"""Longest that one blocking command waits at the server: who waits sends one command a minute."""
 MIN_VERSION = (7, 0)
 
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from buffer.redis.connection import MAX_BLOCK_S
-
+MAX_BLOCK_S = 60.0
+"""Longest that one blocking command waits at the server: a waiter sends one command a minute."""
 LOOK_AGAIN_S = 300.0
 """Longest that a wait believes that nothing changed: a crash of the server may lose an event."""
 

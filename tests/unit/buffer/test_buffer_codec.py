@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
-from buffer.wire.chunks import join_payload, split_payload
 from buffer.wire.codec import FORMAT_VERSION, decode_group, encode_group
 from buffer.wire.header import COLUMN_TYPES
 
@@ -169,13 +168,6 @@ def test_a_group_of_eight_160k_token_trajectories_comes_back_with_its_columns(
         _assert_same(one, other)
     assert copy.tokens_by_version == group.tokens_by_version
     assert (copy.min_version, copy.max_version) == (0, 7)
-
-
-def test_a_group_above_64_mb_comes_back_from_its_chunks() -> None:
-    group = _agentic_group(22, 160_000)
-    first, *rest = split_payload(encode_group(group))
-    assert len(rest) == 2
-    assert decode_group(join_payload(first, rest)).num_tokens == group.num_tokens
 
 
 def test_compression_makes_real_groups_smaller_and_never_one_larger(make_group: Any) -> None:
