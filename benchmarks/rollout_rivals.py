@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.rollout_work import Job, Tally, WorkSize, new_sample
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.sampling.sample import Interrupted, Sample
-from rollout_pool.sampling.sampler import Completer
+from rollout_pool.sampling.sample import Completer, Interrupted, Sample
 
 Commit = Callable[[], Awaitable[None]]
 MAX_PUT_OFF = 2

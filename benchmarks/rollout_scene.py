@@ -31,7 +31,7 @@ from configs.schema import BufferConfig, WeightSyncConfig
 from rollout_pool.engines.engine import EngineInfo, EngineSpec, SGLangEngine
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.sampling.sampler import Sampler
-from rollout_pool.tasks.environments import EpisodeSource
+from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.types import RolloutSpec
 from rollout_pool.worker.build import WorkerParts
 from rollout_pool.worker.loop import RolloutWorker

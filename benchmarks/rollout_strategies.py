@@ -26,7 +26,8 @@ from benchmarks.rollout_work import encode as encode_text
 from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.sampling.router import Router
-from rollout_pool.sampling.sampler import Completer, Sampler
+from rollout_pool.sampling.sample import Completer
+from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.watch import LoadPoller
 
 Rival = Callable[

@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.rollout_task import text_of
 from buffer.types import SamplingParams
-from rollout_pool.sampling.sample import Sample
-from rollout_pool.sampling.sampler import Completer
+from rollout_pool.sampling.sample import Completer, Sample
 from trainer_pool.model.scratch import byte_tokenizer
 
 P99 = 2.326

@@ -45,9 +45,10 @@ from buffer.redis.server import EmbeddedServer
 from buffer.run_state import RunState
 from configs.choices import CommitStrategy
 from configs.schema import BufferConfig, WeightSyncConfig
-from rollout_pool.engines.commit import Committer, make_strategy
+from rollout_pool.engines.commit import Committer
 from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.engines.follower import VersionPin, WeightFollower
+from rollout_pool.engines.strategies import make_strategy
 from weight_sync.layout import Layout
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.receiver.process import ReceiverProcess

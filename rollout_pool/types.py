@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
@@ -78,16 +78,6 @@ class EvalReport:
 
     def record(self) -> dict[str, float | int | str]:
         """Flat, for a metrics log: mean_at_<k> and pass_at_<k> for each k."""
-        return {
-            "version_min": self.version_min,
-            "version_max": self.version_max,
-            "accuracy": self.accuracy,
-            "score_mean": self.score_mean,
-            "num_prompts": self.num_prompts,
-            "num_samples": self.num_samples,
-            "num_failed": self.num_failed,
-            "num_unscored": self.num_unscored,
-            "seconds": self.seconds,
-            **{f"mean_at_{k}": value for k, value in self.mean_at_k.items()},
-            **{f"pass_at_{k}": value for k, value in self.pass_at_k.items()},
-        }
+        flat = asdict(self)
+        by_name = {"mean_at": flat.pop("mean_at_k"), "pass_at": flat.pop("pass_at_k")}
+        return flat | {f"{name}_{k}": v for name, by_k in by_name.items() for k, v in by_k.items()}

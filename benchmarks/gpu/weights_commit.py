@@ -33,8 +33,9 @@ from benchmarks.weights_model import (
 )
 from configs.choices import CommitStrategy
 from configs.schema import WeightSyncConfig
-from rollout_pool.engines.commit import Committer, make_strategy
+from rollout_pool.engines.commit import Committer
 from rollout_pool.engines.engine import SGLangEngine
+from rollout_pool.engines.strategies import make_strategy
 from weight_sync.layout import Layout
 
 SHAPES = {"0.5B": QWEN_HALF_B, "1.5B": QWEN_1_5B, "7B": QWEN_7B}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from controller.units import format_count, format_duration
-from rollout_pool.worker import counters as tally
+from rollout_pool.worker import group_run as tally
 
 Counters = Mapping[str, float]
 

@@ -32,7 +32,7 @@ from rollout_pool.tasks.environments import PYTHON, environment_factory, load_to
 from rollout_pool.tasks.programs import CodeTask
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Task, TaskStream, demonstrations
-from rollout_pool.worker.prompts import PromptReader
+from rollout_pool.worker.loop import PromptReader
 from trainer_pool.model.checkpoint_names import check_names, parameter_names
 from trainer_pool.model.scratch import byte_tokenizer
 

@@ -23,9 +23,9 @@ from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.server import Endpoint
 from rollout_pool.endpoint.sessions import Outcome, Session
 from rollout_pool.episodes.episode import Episode
-from rollout_pool.episodes.runner import EpisodeRequest
+from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.tasks.dotted import load_callable
-from rollout_pool.tasks.environments import EpisodeSource
+from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, Task
 
 if TYPE_CHECKING:

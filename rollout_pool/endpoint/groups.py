@@ -17,8 +17,8 @@ from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.errors import ApiError
 from rollout_pool.endpoint.sessions import Session, SessionLost, Sessions
 from rollout_pool.episodes.episode import Episode
-from rollout_pool.episodes.runner import EpisodeRequest
-from rollout_pool.tasks.environments import EpisodeSource
+from rollout_pool.episodes.request import EpisodeRequest
+from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt
 
 MAX_WAITING = 1024

@@ -23,13 +23,16 @@ from rollout_pool.endpoint.answers import RETRY_GRACE_S, Answer
 from rollout_pool.endpoint.errors import ApiError
 from rollout_pool.endpoint.history import Conversations, Texts
 from rollout_pool.episodes.chat import ChatFormat
-from rollout_pool.episodes.clock import EpisodeClock
 from rollout_pool.episodes.env import Message
 from rollout_pool.episodes.episode import Branches, Episode
-from rollout_pool.episodes.runner import HEEDS_INTERRUPT_S, EpisodeFailed, EpisodeRequest
+from rollout_pool.episodes.request import (
+    HEEDS_INTERRUPT_S,
+    EpisodeClock,
+    EpisodeFailed,
+    EpisodeRequest,
+)
 from rollout_pool.episodes.tokenizer import Tokenizer
-from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
-from rollout_pool.sampling.sampler import Completer
+from rollout_pool.sampling.sample import Completer, Interrupted, Sample, SampleFailed
 
 log = logging.getLogger(__name__)
 

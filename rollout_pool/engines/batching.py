@@ -1,32 +1,39 @@
-"""Samples on their way to one engine and back: who shares a call, and what each is told.
+"""Samples on their way to one engine and back: which share a call, and what each gets.
 
     generate(sample) ─┐                             ┌─► part ─► its sample
     generate(sample) ─┼─ one turn of the loop ─► call ─► part ─► its sample ─► its end
     generate(sample) ─┘                             └─► ...
 
 A call of n samples costs both sides a fraction of n calls, and yet each sample has a fate of its
-own: it is told its end when that comes, is stopped alone, and fails alone unless the call fails.
+own: it ends when it is complete, is stopped alone, and fails alone unless the call fails.
+
+The server streams disjoint parts. A part that is not a sample's last has `weight_version`, what the
+server calls its weights at that moment; the last has `weight_versions`, exact spans over all tokens
+of the request. Read in the source of SGLang 0.5.20.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from buffer.types import VersionSpan
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.engines.wire import (
-    STREAM_INTERVAL,
-    generate_body,
-    new_tokens,
-    read_spans,
-    read_version,
-)
-from rollout_pool.sampling.answer import Answer
 from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, SampleRefused
-from rollout_pool.sampling.sample import Sample
+from rollout_pool.sampling.sample import Answer, Sample
 
+ROUNDING = 1e-3
+"""A certain token's log-probability may come out this much above 0."""
+STREAM_INTERVAL = 64
+"""Tokens between two parts of an answer. A killed engine costs each of its samples half of them on
+the average, which is written anew in a second or two. A part costs both processes about what some
+hundred bytes do, so larger ones would save nearly nothing."""
+_VERSION = re.compile("[0-9]+")
 MAX_SAMPLES = 32
 """In one call: the server's work for each part grows with the number of samples in its call."""
 CALL_GAP_S = 0.005
@@ -72,24 +79,19 @@ class _Request:
             self.outcome.set_exception(error)
 
 
-class GenerateCalls:
-    """All that is in flight between this process and one engine. See EngineClient.generate."""
+class GenerateCalls(ABC):
+    """All that is in flight between this process and one engine: an EngineClient but for HTTP."""
 
     def __init__(
         self,
         name: str,
         *,
-        call: Callable[[Mapping[str, object]], AsyncGenerator[dict[str, Any]]],
-        abort: Callable[[str], Awaitable[None]],
         keys_prefix_by_version: bool,
         stream_interval: int = STREAM_INTERVAL,
         vocab_size: int | None = None,
     ) -> None:
-        """`call` gives the parts of a call's answer and raises EngineError; `abort` never raises
-        and takes seconds at most. `vocab_size`: of the engine's model, None if that is unknown."""
+        """`vocab_size`: of the engine's model, None if that is unknown."""
         self._name = name
-        self._call = call
-        self._abort = abort
         self._keys_prefix = keys_prefix_by_version
         self._stream_interval = stream_interval
         self._vocab_size = vocab_size
@@ -102,13 +104,28 @@ class GenerateCalls:
         """Calls whose answer has not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_preemptions = 0
+        """See LoadSource.num_preemptions."""
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @abstractmethod
+    def _stream(self, body: Mapping[str, object]) -> AsyncGenerator[dict[str, Any]]:
+        """The parts of a call's answer. Raises EngineError."""
+
+    @abstractmethod
+    async def _abort(self, request_id: str) -> None:
+        """Takes seconds at most, and never raises."""
 
     def note_version(self, version: int) -> None:
+        """The engine serves `version` now, so prefixes of older ones are of no use."""
         self._latest_version = max(self._latest_version, version)
 
     async def generate(
-        self, sample: Sample, request_id: str, on_arrival: Callable[[], None] | None
+        self, sample: Sample, request_id: str, on_arrival: Callable[[], None] | None = None
     ) -> None:
+        """See EngineClient.generate."""
         self._check_tokens(sample)
         request = _Request(sample, request_id, on_arrival)
         assert request_id not in self._requests, request_id
@@ -123,6 +140,7 @@ class GenerateCalls:
             del self._requests[request_id]
 
     def stop(self, request_id: str) -> None:
+        """See EngineClient.stop."""
         request = self._requests.get(request_id)
         if request is None or request.is_stopping:
             return
@@ -181,7 +199,7 @@ class GenerateCalls:
         error: Exception | None = None
         self._num_open += 1
         try:
-            async with aclosing(self._call(self._body(requests))) as parts:
+            async with aclosing(self._stream(self._body(requests))) as parts:
                 async for part in parts:
                     self._take(part, pending)
         except CallRefused as refusal:
@@ -237,14 +255,14 @@ class GenerateCalls:
             except (BadLogprobs, EngineError) as error:
                 self._fail(request, error, is_over=reason is not None)
             else:
-                self._tell(request, is_over=reason is not None)
+                self._report_arrival(request, is_over=reason is not None)
         if reason is not None:
             del pending[meta["id"]]
             self._count_preemptions(meta)
             request.end()
             request.over.set()
 
-    def _tell(self, request: _Request, *, is_over: bool) -> None:
+    def _report_arrival(self, request: _Request, *, is_over: bool) -> None:
         if request.on_arrival is None:
             return
         try:
@@ -309,26 +327,26 @@ class GenerateCalls:
 
     # Stop -----------------------------------------------------------------------------------------
 
-    async def _stop(self, request: _Request, is_told: asyncio.Event | None = None) -> None:
+    async def _stop(self, request: _Request, is_asked: asyncio.Event | None = None) -> None:
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 while not request.over.is_set():
                     await self._abort(request.wire_id)
-                    if is_told is not None:
-                        is_told.set()
+                    if is_asked is not None:
+                        is_asked.set()
                     await _wait_for(request.over, STOP_AGAIN_S)
         except TimeoutError:
             request.end(EngineError(f"{self._name} did not stop a sample in {STOP_TIMEOUT_S:g} s"))
 
     async def _give_up(self, request: _Request) -> None:
-        """Nobody waits for it any more: free the engine of it."""
+        """Frees the engine of a cancelled request; returns when it has been asked to."""
         if request in self._unsent or request.over.is_set():
             return
-        is_told = asyncio.Event()
-        task = self._keep(self._stop(request, is_told))
-        told = asyncio.create_task(is_told.wait())
-        await asyncio.wait({told, task}, return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+        is_asked = asyncio.Event()
+        task = self._keep(self._stop(request, is_asked))
+        asked = asyncio.create_task(is_asked.wait())
+        await asyncio.wait({asked, task}, return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
 
 
 async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
@@ -337,3 +355,108 @@ async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
             await event.wait()
     except TimeoutError:
         return
+
+
+# The form of requests and answers -----------------------------------------------------------------
+
+
+def generate_body(
+    samples: Mapping[str, Sample], extra_key: str | None, stream_interval: int
+) -> dict[str, object]:
+    """One call for all samples, by their request ids; each has its own sampling."""
+    body: dict[str, object] = {
+        "rid": list(samples),
+        "input_ids": [[*sample.prompt, *sample.output_ids] for sample in samples.values()],
+        "sampling_params": [_sampling(sample, stream_interval) for sample in samples.values()],
+        "return_logprob": True,
+        "stream": True,
+    }
+    if extra_key is not None:
+        body["extra_key"] = extra_key
+    return body
+
+
+def _sampling(sample: Sample, stream_interval: int) -> dict[str, object]:
+    params = sample.sampling
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "frequency_penalty": params.frequency_penalty,
+        "presence_penalty": params.presence_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "max_new_tokens": sample.num_left,
+        "stream_interval": stream_interval,
+    }
+
+
+def new_tokens(
+    engine: str, answer: Mapping[str, Any], num_gathered: int
+) -> tuple[list[int], list[float]]:
+    """Tokens of one part that are new, with their log-probabilities.
+
+    `num_gathered` tokens of the request came before. Raises SampleRefused, BadLogprobs.
+    """
+    meta = answer["meta_info"]
+    output_ids: list[int] = answer["output_ids"]
+    pairs = meta.get("output_token_logprobs") or []
+    number = meta["completion_tokens"] - num_gathered
+    if len(output_ids) > number >= 0 and _is_abort(meta):
+        # One that is given up while it is queued ends with its last token and with all of its
+        # log-probabilities once more; if parts were joined, the new ones come first.
+        output_ids, pairs = output_ids[:number], pairs[:number]
+    if len(output_ids) != number:
+        raise SampleRefused(
+            f"{engine}: {num_gathered} tokens and {len(output_ids)} more were not the "
+            f"{meta['completion_tokens']} that the sample has"
+        )
+    if [pair[1] for pair in pairs] != output_ids:
+        raise BadLogprobs("the log-probabilities are those of other tokens than were returned")
+    return output_ids, _floats([pair[0] for pair in pairs])
+
+
+def _floats(logprobs: list[Any]) -> list[float]:
+    try:
+        if not logprobs or (math.isfinite(math.fsum(logprobs)) and max(logprobs) <= ROUNDING):
+            return logprobs
+    except (TypeError, ValueError, OverflowError):
+        pass
+    return check_logprobs(logprobs)  # slower, and says which
+
+
+def _is_abort(meta: Mapping[str, Any]) -> bool:
+    return meta["finish_reason"] is not None and meta["finish_reason"]["type"] == "abort"
+
+
+def read_spans(engine: str, spans: Sequence[Mapping[str, Any]], length: int) -> list[VersionSpan]:
+    """Spans over the `length` tokens of a request. Raises SampleRefused if they are not that."""
+    end, parsed = 0, []
+    for span in spans:
+        if span["start"] != end or span["end"] <= end:
+            break
+        end = span["end"]
+        version = read_version(engine, span["version"])
+        parsed.append(VersionSpan(version=version, start=span["start"], end=end))
+    if end != length:
+        raise SampleRefused(
+            f"{engine}: the version spans {list(spans)} do not cover {length} tokens"
+        )
+    return parsed
+
+
+def read_version(engine: str, text: str) -> int:
+    """Raises SampleRefused for what is no number of a policy version."""
+    if not _VERSION.fullmatch(text):
+        raise SampleRefused(
+            f"{engine} served weights of version {text!r}, which no trainer published"
+        )
+    return int(text)
+
+
+def check_logprobs(logprobs: Sequence[object]) -> list[float]:
+    """The log-probabilities as floats. Raises BadLogprobs for any that none can be."""
+    for place, value in enumerate(logprobs):
+        if not isinstance(value, float | int) or not math.isfinite(value) or value > ROUNDING:
+            raise BadLogprobs(f"log-probability of token {place} is {value!r}")
+    return [float(value) for value in logprobs]  # type: ignore[arg-type]

@@ -1,24 +1,22 @@
 """The only place that knows SGLang's HTTP API.
 
-One client a process and engine. How samples share a call is decided in
-`batching`; `wire` knows the form of requests and answers.
+One client a process and engine. `batching` decides how samples share a call to /generate, and knows
+the form of that call and its answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
 import httpx
 
 from configs.choices import PauseMode
-from rollout_pool.engines.batching import CallRefused, GenerateCalls
-from rollout_pool.engines.wire import STREAM_INTERVAL, read_version
+from rollout_pool.engines.batching import STREAM_INTERVAL, CallRefused, GenerateCalls, read_version
 from rollout_pool.sampling.engine_client import EngineError, EngineLoad
-from rollout_pool.sampling.sample import Sample
 from weight_sync.types import GroupSpec, TensorSpec
 
 CONNECT_TIMEOUT_S = 10.0
@@ -31,7 +29,7 @@ _FROM_IPC = "/update_weights_from_ipc"
 _BEGIN_UPDATE = "/begin_weight_update"
 
 
-class SGLangClient:
+class SGLangClient(GenerateCalls):
     """Calls one server at `url`, from one event loop. Every method may raise EngineError.
 
     `request_timeout_s` bounds the silence between two parts of an answer, not the whole of it.
@@ -52,11 +50,8 @@ class SGLangClient:
         `stream_interval`: tokens of a sample between two arrivals. `vocab_size`: tokens that the
         model has embeddings for, which the server does not say; a sample with another token is
         refused before it is sent, for it would end the server."""
-        self._name = name
-        self._calls = GenerateCalls(
+        super().__init__(
             name,
-            call=self._stream,
-            abort=self._abort,
             keys_prefix_by_version=keys_prefix_by_version,
             stream_interval=stream_interval,
             vocab_size=vocab_size,
@@ -76,33 +71,8 @@ class SGLangClient:
         )
 
     @property
-    def name(self) -> str:
-        return self._name
-
-    @property
     def url(self) -> str:
         return str(self._http.base_url)
-
-    def note_version(self, version: int) -> None:
-        """The engine serves `version` now, so prefixes of older ones are of no use."""
-        self._calls.note_version(version)
-
-    # Generation ----------------------------------------------------------------------------------
-
-    async def generate(
-        self, sample: Sample, request_id: str, on_arrival: Callable[[], None] | None = None
-    ) -> None:
-        """See `EngineClient.generate`."""
-        await self._calls.generate(sample, request_id, on_arrival)
-
-    def stop(self, request_id: str) -> None:
-        """See `EngineClient.stop`."""
-        self._calls.stop(request_id)
-
-    @property
-    def num_preemptions(self) -> int:
-        """See `LoadSource.num_preemptions`."""
-        return self._calls.num_preemptions
 
     async def load(self) -> EngineLoad | None:
         """See `LoadSource.load`."""
@@ -252,7 +222,7 @@ class SGLangClient:
         return False
 
     async def close(self) -> None:
-        await self._calls.close()
+        await super().close()
         await self._http.aclose()
 
     async def _routes(self) -> Mapping[str, object]:

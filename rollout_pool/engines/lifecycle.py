@@ -15,14 +15,18 @@ import asyncio
 import contextlib
 import logging
 
+import psutil
+
 from buffer.run_state import RunState
 from configs.schema import WeightSyncConfig
+from processes import tree
 from processes.silence import wait_silent
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.engines.commit import Committer, Strategy, TornEngine, make_strategy
+from rollout_pool.engines.client import SGLangClient
+from rollout_pool.engines.commit import Committer, TornEngine
 from rollout_pool.engines.engine import EngineInfo, SGLangEngine
 from rollout_pool.engines.follower import VersionPin, WeightFollower
-from rollout_pool.engines.liveness import EnginePulse
+from rollout_pool.engines.strategies import Strategy, make_strategy
 from rollout_pool.sampling.engine_client import EngineError
 
 log = logging.getLogger(__name__)
@@ -219,3 +223,30 @@ class EngineLife:
         except EngineError as error:  # it has just been started and answers nothing
             return str(error)
         raise AssertionError("unreachable")
+
+
+class EnginePulse:
+    """Whether one start of an engine's server is alive, however busy, or paused, it may be.
+
+    Its HTTP process answers while the scheduler loads weights or is paused. So it can't tell of a
+    scheduler that was stopped; the state of the process does.
+    """
+
+    def __init__(self, client: SGLangClient, pid: int) -> None:
+        """`pid` is the server's, which is ready: all its processes are there."""
+        self._client = client
+        self._family = tree.family(pid)
+
+    async def answers(self, timeout_s: float) -> bool:
+        return not self._is_stopped() and await self._client.answers(timeout_s)
+
+    def _is_stopped(self) -> bool:
+        """By a signal; who looks at a process with a debugger stops it in another way."""
+        return any(_status(process) == psutil.STATUS_STOPPED for process in self._family)
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return str(process.status())
+    except psutil.NoSuchProcess:  # the server ends when one of its processes has ended
+        return str(psutil.STATUS_DEAD)

@@ -10,7 +10,7 @@ rendered behind a stand-in, and only that part is taken. It makes no difference 
 to earlier turns, such as leaving their thoughts out.
 
 With a template only the model can end a turn or begin one: where the words of a user, a
-system, an environment or a tool spell a special token they are not that token (see `plain_words`).
+system, an environment or a tool spell a special token they are not that token (see `PlainWords`).
 An assistant's message is taken as it is written.
 """
 
@@ -26,8 +26,7 @@ from jinja2 import TemplateError
 
 from configs.choices import ToolParser
 from rollout_pool.episodes.env import Completion, Message, ToolCall, ToolSpec
-from rollout_pool.episodes.plain_words import PlainWords
-from rollout_pool.episodes.tokenizer import Tokenizer
+from rollout_pool.episodes.tokenizer import PlainWords, Tokenizer
 from rollout_pool.episodes.tool_calls import parse_tool_calls
 
 STAND_IN = "-an-answer-stands-here-"

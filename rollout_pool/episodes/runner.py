@@ -14,101 +14,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from buffer.types import SamplingParams
 from configs.choices import OnLongPrompt
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.episodes.chat import ChatFormat
-from rollout_pool.episodes.clock import EpisodeClock
 from rollout_pool.episodes.env import Completion, Env, Message, Observation, Step, ToolSpec
 from rollout_pool.episodes.episode import Branches, Episode
-from rollout_pool.sampling.sample import Interrupted, Priority, Sample
-from rollout_pool.sampling.sampler import Completer
+from rollout_pool.episodes.request import (
+    HEEDS_INTERRUPT_S,
+    EpisodeClock,
+    EpisodeFailed,
+    EpisodeRequest,
+)
+from rollout_pool.sampling.sample import Completer, Sample
 
 log = logging.getLogger(__name__)
-
-HEEDS_INTERRUPT_S = 10.0
-"""So soon a sample has stopped that was interrupted when its episode's time was over; a later one
-is cancelled, and what it had is lost."""
-
-
-class EpisodeFailed(RuntimeError):
-    """An episode of which there is nothing: no token was sampled. The message says why."""
-
-
-def _note_nothing(sample: Sample) -> None:
-    return
-
-
-async def go_on(sample: Sample) -> None:
-    """An interrupted sample is completed at once."""
-
-
-@dataclass(kw_only=True, slots=True)
-class EpisodeRequest:
-    """How an episode is to be sampled, and who follows its samples."""
-
-    session: str
-    """Unique in the run; ids of its samples are made from it."""
-    sampling: SamplingParams
-    order: int = 0
-    """The position of its group among the others; see Sample."""
-    priority: Priority = Priority.rollout
-    min_version: int = 0
-    engine: str | None = None
-    on_sample: Callable[[Sample], None] = _note_nothing
-    """Called for each sample before it is requested."""
-    on_end: Callable[[Sample], None] = _note_nothing
-    """Called for a sample once it is no longer requested and its numbers are final. One that fails
-    or is cancelled need not come here."""
-    may_go_on: Callable[[Sample], Awaitable[None]] = go_on
-    """Awaited before an interrupted sample is completed. The episode's clock stands still, as it
-    does while a sample waits for a slot at an engine."""
-
-    def new_sample(
-        self, number: int, prompt: list[int], max_new_tokens: int, clock: EpisodeClock
-    ) -> Sample:
-        """The episode's sample `number`, which is announced by `on_sample`."""
-        sample = Sample(
-            sample_id=f"{self.session}.{number}",
-            prompt=prompt,
-            sampling=self.sampling,
-            max_new_tokens=max_new_tokens,
-            session=self.session,
-            priority=self.priority,
-            order=self.order,
-            min_version=self.min_version,
-            engine=self.engine,
-            on_wait=clock.note_wait,
-        )
-        self.on_sample(sample)
-        return sample
-
-    async def complete(
-        self,
-        sample: Sample,
-        completer: Completer,
-        clock: EpisodeClock,
-        *,
-        is_over: Callable[[], bool],
-    ) -> bool:
-        """Completes `sample`, which goes on after each interruption once it may.
-
-        False if it was interrupted when `is_over`: it holds what it has, and the rest is never
-        requested. Raises what the completer raises otherwise.
-        """
-        while True:
-            try:
-                await completer.complete(sample)
-                return True
-            except Interrupted:
-                if is_over():
-                    return False
-            with clock.standing_still():
-                await self.may_go_on(sample)
 
 
 class EpisodeRunner:

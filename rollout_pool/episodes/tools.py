@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import json
+import types
+import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +29,7 @@ from rollout_pool.episodes.env import (
     ToolCall,
     ToolSpec,
 )
+from rollout_pool.sandbox.run import REASONS, SandboxResult, run_python
 
 MAX_RESULT_CHARS = 8192
 """A longer result is cut in the middle."""
@@ -135,3 +139,123 @@ def shorten(text: str, limit: int = MAX_RESULT_CHARS) -> str:
         return text
     half = limit // 2
     return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+# A function of the user's -------------------------------------------------------------------------
+
+_JSON_TYPES: dict[object, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+
+
+def function_tool(function: Callable[..., Any], setting: str) -> Tool:
+    """A tool of the function's own name. An async function runs in the event loop, another one in
+    a thread.
+
+    Raises ValueError naming `setting` for a function without a docstring, or with arguments that
+    JSON has no name for.
+    """
+    description = inspect.getdoc(function)
+    if not description:
+        raise ValueError(f"{setting}: the function needs a docstring that tells the model its use")
+    signature = inspect.signature(function)
+    spec = ToolSpec(
+        name=function.__name__,
+        description=description,
+        parameters=_schema(function, signature, setting),
+    )
+
+    async def run(arguments: Mapping[str, Any]) -> str:
+        try:
+            bound = signature.bind(**arguments)
+        except TypeError as error:
+            raise ToolError(f"{spec.name}: {error}") from error
+        if inspect.iscoroutinefunction(function):
+            return as_text(await function(*bound.args, **bound.kwargs))
+        return as_text(await asyncio.to_thread(function, *bound.args, **bound.kwargs))
+
+    return Tool(spec=spec, run=run)
+
+
+def _schema(
+    function: Callable[..., Any], signature: inspect.Signature, setting: str
+) -> dict[str, Any]:
+    hints = typing.get_type_hints(function)
+    properties: dict[str, Any] = {}
+    required = []
+    for parameter in signature.parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(
+                f"{setting}: argument {parameter.name!r} must be one that is passed by its name"
+            )
+        what = f"{setting}: argument {parameter.name!r}"
+        properties[parameter.name] = _type_schema(hints.get(parameter.name, str), what)
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def _type_schema(hint: Any, what: str) -> dict[str, Any]:
+    """Of an annotation: the types of JSON, lists and dicts of them, Literal, unions of all that."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint in _JSON_TYPES:
+        return {"type": _JSON_TYPES[hint]}
+    if hint is Any:
+        return {}
+    if origin is typing.Literal:
+        return {"enum": list(inner)}
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_type_schema(option, what) for option in inner]}
+    if origin is list:
+        return {"type": "array", "items": _type_schema(inner[0], what)}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _type_schema(inner[1], what)}
+    raise ValueError(
+        f"{what} is annotated as {hint!r}, which JSON has no name for; use str, int, float, bool, "
+        "list, dict, Literal or a union of these"
+    )
+
+
+# Python ------------------------------------------------------------------------------------------
+
+MAX_OUTPUT_CHARS = 4096
+"""Limit of standard output, and of standard error."""
+
+SPEC = ToolSpec(
+    name="python",
+    description=(
+        "Runs a Python program on its own, without network, and returns what it prints. Nothing is "
+        "kept from one call to the next."
+    ),
+    parameters={
+        "type": "object",
+        "properties": {"code": {"type": "string", "description": "The whole program."}},
+        "required": ["code"],
+    },
+)
+
+
+def python_tool() -> Tool:
+    return Tool(spec=SPEC, run=_run)
+
+
+async def _run(arguments: Mapping[str, Any]) -> str:
+    code = arguments.get("code")
+    if not isinstance(code, str) or set(arguments) != {"code"}:
+        raise ToolError('python takes one argument, "code", a text')
+    return _shown(await run_python(code))
+
+
+def _shown(result: SandboxResult) -> str:
+    parts = [shorten(result.stdout, MAX_OUTPUT_CHARS)]
+    if result.stderr:
+        parts.append(f"standard error:\n{shorten(result.stderr, MAX_OUTPUT_CHARS)}")
+    if result.reason is not None:
+        parts.append(f"{REASONS[result.reason]} (exit code {result.exit_code})")
+    return "\n".join(part for part in parts if part) or "(no output)"

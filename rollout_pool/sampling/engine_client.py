@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from buffer.types import VersionSpan
 from rollout_pool.sampling.sample import Sample
-
-ROUNDING = 1e-3
-"""A certain token's log-probability may come out this much above 0."""
 
 
 class EngineError(RuntimeError):
@@ -82,21 +77,3 @@ class LoadSource(Protocol):
     async def load(self) -> EngineLoad | None:
         """None if it lives but cannot report it. Raises EngineError if it does not answer."""
         ...
-
-
-def check_logprobs(logprobs: Sequence[object]) -> list[float]:
-    """The log-probabilities as floats. Raises BadLogprobs for any that none can be."""
-    for place, value in enumerate(logprobs):
-        if not isinstance(value, float | int) or not math.isfinite(value) or value > ROUNDING:
-            raise BadLogprobs(f"log-probability of token {place} is {value!r}")
-    return [float(value) for value in logprobs]  # type: ignore[arg-type]
-
-
-def merge_spans(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
-    """Neighbours of the same version become one."""
-    merged: list[VersionSpan] = []
-    for span in spans:
-        if merged and merged[-1].version == span.version and merged[-1].end == span.start:
-            span = VersionSpan(version=span.version, start=merged.pop().start, end=span.end)
-        merged.append(span)
-    return merged

@@ -12,7 +12,6 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 
 from rollout_pool.sampling.concurrency import AdaptiveLimit, LoadSample
@@ -134,26 +133,6 @@ EVALUATION_SHARE = 1 / 8
 """Share of an engine's limit that evaluation samples have beside the slots of the rollouts."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class EngineReport:
-    """How this process uses an engine, for messages of errors."""
-
-    serves: int | None
-    """The version that it serves; None while it serves nothing."""
-    may_roll_out: bool
-    """Whether its tokens are new enough to be trained on."""
-    limit: int
-    """Samples that may be in flight at once."""
-    num_in_flight: int
-    num_waiting: int
-    """Samples that would go there if it had a slot; they may be waiting for other engines too."""
-    breaker: BreakerState
-    kv_usage: float | None
-    """None while the engine has reported no load."""
-    num_queued: int | None
-    """In the engine's own queue, from all its clients."""
-
-
 class EngineState:
     """Slots, load and health of one engine."""
 
@@ -169,7 +148,6 @@ class EngineState:
         self._num_in_flight = dict.fromkeys(Priority, 0)
         self._tokens = 0
         self._others_tokens = 0.0
-        self._load: EngineLoad | None = None
         self._is_silent = False
 
     @property
@@ -185,14 +163,19 @@ class EngineState:
     def num_in_flight(self) -> int:
         return sum(self._num_in_flight.values())
 
+    @property
+    def limit(self) -> int:
+        """Samples that may be in flight at once."""
+        return self._limit.value
+
     def has_slot(self, priority: Priority) -> bool:
         """Evaluation samples have slots beside the limit: an evaluation neither waits for slots of
         the rollouts nor takes any from them."""
-        beside = max(1, int(EVALUATION_SHARE * self._limit.value))
+        beside = max(1, int(EVALUATION_SHARE * self.limit))
         num_evaluations = self._num_in_flight[Priority.evaluation]
         if priority is Priority.evaluation and num_evaluations < beside:
             return True
-        return self.num_in_flight - min(beside, num_evaluations) < self._limit.value
+        return self.num_in_flight - min(beside, num_evaluations) < self.limit
 
     def may_serve(self, min_version: int, *, is_pinned: bool) -> bool:
         """Whether it serves what such a sample needs, whatever its health.
@@ -235,7 +218,6 @@ class EngineState:
     def note_load(self, load: EngineLoad | None, num_preempted: int) -> None:
         """`load` is None if the engine lives but cannot report it."""
         self._is_silent = False
-        self._load = load
         if load is None or not load.capacity:
             return
         self._others_tokens = self._estimate_others(load) if self._has_others else 0.0
@@ -253,7 +235,6 @@ class EngineState:
     def note_silence(self) -> None:
         """The engine did not report its load."""
         self._is_silent = True
-        self._load = None
 
     def _estimate_others(self, load: EngineLoad) -> float:
         """Requests that are not ours are taken to be like ours, or as the engine's average."""
@@ -263,18 +244,6 @@ class EngineState:
             return 0.0
         each = self._tokens / own if own else load.num_tokens / number
         return (number - own) * each
-
-    def report(self, num_waiting: int) -> EngineReport:
-        return EngineReport(
-            serves=self.serves,
-            may_roll_out=self.may_roll_out,
-            limit=self._limit.value,
-            num_in_flight=self.num_in_flight,
-            num_waiting=num_waiting,
-            breaker=self.breaker.state,
-            kv_usage=None if self._load is None else self._load.kv_usage,
-            num_queued=None if self._load is None else self._load.num_queued,
-        )
 
 
 class Slot:

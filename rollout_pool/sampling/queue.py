@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -71,11 +71,6 @@ class WaitingLine:
     def queues(self, priority: Priority) -> dict[QueueKey, list[Waiter]]:
         """None of them empty, each in order. A copy of the mapping, not of the queues."""
         return dict(self._queues[priority])
-
-    def sizes(self) -> Iterator[tuple[Needs, int]]:
-        for queues in self._queues.values():
-            for key, queue in queues.items():
-                yield key.needs, len(queue)
 
     def find(self, sample: Sample) -> Waiter | None:
         return self._of_sample.get(sample)

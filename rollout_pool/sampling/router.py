@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from buffer.staleness import is_fresh
 from rollout_pool.sampling.engine_client import EngineClient, EngineLoad
-from rollout_pool.sampling.engine_state import EngineReport, EngineState, Slot, StickySessions
+from rollout_pool.sampling.engine_state import EngineState, Slot, StickySessions
 from rollout_pool.sampling.queue import Needs, QueueKey, StarvationTimer, Waiter, WaitingLine
 from rollout_pool.sampling.sample import Interrupted, Priority, Sample
 
@@ -45,7 +45,7 @@ class Router:
         """`wait_timeout_s`: longest that a sample waits while nothing at all progresses
         (buffer.wait_timeout_s). The engines' slots are shared with the other workers."""
         assert engines
-        self._engines = {
+        self.engines = {
             engine.name: EngineState(engine, max_running_requests, num_workers)
             for engine in engines
         }
@@ -66,7 +66,7 @@ class Router:
         trainer's."""
         now = time.monotonic()
         self._starvation.note_progress()
-        for engine in self._engines.values():
+        for engine in self.engines.values():
             serves = versions.get(engine.name)
             if serves is None and engine.serves is not None:
                 self._sessions.lose(engine.name)
@@ -80,12 +80,12 @@ class Router:
 
     def note_load(self, engine: str, load: EngineLoad | None, num_preempted: int) -> None:
         """Takes an engine's report of its load; None if it lives but cannot report it."""
-        self._engines[engine].note_load(load, num_preempted)
+        self.engines[engine].note_load(load, num_preempted)
         self.serve()
 
     def note_silence(self, engine: str) -> None:
         """An engine did not answer when it was asked for its load."""
-        self._engines[engine].note_silence()
+        self.engines[engine].note_silence()
 
     def note_end(self, sample: Sample) -> None:
         """A sample has ended; its length is an estimate of how long others may become."""
@@ -93,15 +93,12 @@ class Router:
         known = length if self._mean_length is None else self._mean_length
         self._mean_length = LENGTHS_KEPT * known + (1 - LENGTHS_KEPT) * length
 
-    # Assignment -----------------------------------------------------------------------------------
+    @property
+    def num_waiting(self) -> int:
+        """Samples that wait for a slot."""
+        return len(self._line)
 
-    def loads(self) -> dict[str, EngineReport]:
-        """By engine, for messages of errors."""
-        sizes = list(self._line.sizes())
-        return {
-            name: engine.report(sum(size for needs, size in sizes if _may_serve(engine, needs)))
-            for name, engine in self._engines.items()
-        }
+    # Assignment -----------------------------------------------------------------------------------
 
     async def assign(self, sample: Sample, failed: Mapping[str, float] | None = None) -> Slot:
         """A slot for the sample, which its owner must release.
@@ -111,8 +108,8 @@ class Router:
         Raises TimeoutError naming the engines when nothing has progressed for so long, Interrupted
         after `withdraw`, and ValueError for an engine that does not exist.
         """
-        if sample.engine is not None and sample.engine not in self._engines:
-            raise ValueError(f"there is no {sample.engine} among {', '.join(self._engines)}")
+        if sample.engine is not None and sample.engine not in self.engines:
+            raise ValueError(f"there is no {sample.engine} among {', '.join(self.engines)}")
         waiter = Waiter(
             sample=sample,
             tokens=self._expected_tokens(sample),
@@ -154,7 +151,7 @@ class Router:
 
     def _last_progress(self, needs: Needs) -> float:
         """When an engine that may serve such needs last made progress with any sample."""
-        engines = self._engines.values()
+        engines = self.engines.values()
         return max(
             (engine.last_progress for engine in engines if _may_serve(engine, needs)),
             default=float("-inf"),
@@ -169,11 +166,11 @@ class Router:
         version = waiter.sample.min_version
         what = f" for version {version} or later" if version else ""
         busy = "; ".join(
-            f"{name}: {report.num_in_flight} of {report.limit} slots taken, "
-            f"breaker {report.breaker.value}"
-            for name, report in self.loads().items()
+            f"{name}: {engine.num_in_flight} of {engine.limit} slots taken, "
+            f"breaker {engine.breaker.state.value}"
+            for name, engine in self.engines.items()
         )
-        who = waiter.sample.engine or f"none of {', '.join(self._engines)}"
+        who = waiter.sample.engine or f"none of {', '.join(self.engines)}"
         is_not = "could not" if waiter.sample.engine else "could"
         return (
             f"{who} {is_not} be given a request{what} for "
@@ -184,7 +181,7 @@ class Router:
 
     def serve(self) -> None:
         """Gives a slot to every sample that can have one."""
-        if not len(self._line):
+        if not self.num_waiting:
             return
         now = time.monotonic()
         for priority in Priority:
@@ -214,7 +211,7 @@ class Router:
         """The first of a queue that can be served, and where."""
         healthy = [
             engine
-            for engine in self._engines.values()
+            for engine in self.engines.values()
             if _may_serve(engine, key.needs) and engine.is_healthy(now)
         ]
         if others := [engine for engine in healthy if engine.name not in key.failed]:
@@ -229,7 +226,7 @@ class Router:
 
     def _choose(self, waiter: Waiter, free: list[EngineState]) -> EngineState:
         least = min(free, key=lambda engine: engine.tokens)
-        home = self._engines.get(self._sessions.home(waiter.sample.session) or "")
+        home = self.engines.get(self._sessions.home(waiter.sample.session) or "")
         if home in free:
             assert home is not None
             most = OVERLOAD_FACTOR * least.tokens + OVERLOAD_SAMPLES * waiter.tokens
@@ -250,8 +247,8 @@ class Router:
 
     def _set_alarm(self, now: float) -> None:
         """Samples that wait for an engine to mend are served then, even if nothing else happens."""
-        times = [engine.breaker.retry_at for engine in self._engines.values()]
-        at = min((time for time in times if time > now), default=None) if len(self._line) else None
+        times = [engine.breaker.retry_at for engine in self.engines.values()]
+        at = min((time for time in times if time > now), default=None) if self.num_waiting else None
         if self._alarm is not None:
             if self._alarm.when() == at:
                 return

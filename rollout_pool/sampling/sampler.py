@@ -9,30 +9,11 @@ complete(sample): slot ──► engine ──► ended
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, SampleRefused
 from rollout_pool.sampling.engine_state import Slot
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
-
-
-class Completer(Protocol):
-    """Completes samples."""
-
-    async def complete(self, sample: Sample) -> None:
-        """Goes on from where the sample stands until it has ended.
-
-        Raises SampleFailed, Interrupted if `interrupt` was called meanwhile, and TimeoutError if no
-        engine could be asked; what the sample has stays in it. When cancelled, it stops the
-        engine's request.
-        """
-        ...
-
-    def interrupt(self, sample: Sample) -> None:
-        """Lets `complete` raise Interrupted soon, with all tokens so far and their versions in the
-        sample; nothing happens if it is not under way, or ends by itself before."""
-        ...
 
 
 @dataclass(kw_only=True, slots=True)

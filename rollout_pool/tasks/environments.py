@@ -7,14 +7,15 @@ user's, and programs elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.env import Env
 from rollout_pool.episodes.episode import Episode
-from rollout_pool.episodes.runner import EpisodeFailed, EpisodeRequest, EpisodeRunner
-from rollout_pool.episodes.tools import Tool, ToolEnv
+from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
+from rollout_pool.episodes.runner import EpisodeRunner
+from rollout_pool.episodes.tools import Tool, ToolEnv, function_tool, python_tool
 from rollout_pool.tasks.dotted import load_callable
+from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, Task
 
 PYTHON = "python"
@@ -23,23 +24,6 @@ CALL_SHARE = 0.9
 whole step is over, which would end the episode."""
 
 EnvironmentFactory = Callable[[Prompt], Env]
-
-
-class EpisodeSource(Protocol):
-    """Plays episodes: an environment with the model, a user's agent, or a program elsewhere."""
-
-    is_external: bool = False
-    """Whether programs elsewhere play: how long they take, and that they fail, says nothing about
-    the prompt or the model."""
-
-    async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
-        """The finished episode. Raises SampleFailed, TimeoutError if no engine could be asked, and
-        EpisodeFailed if there is nothing that could be scored."""
-        ...
-
-    def give_up(self, why: str) -> None:
-        """The group of its episodes will not be finished; they are about to be cancelled."""
-        return
 
 
 class EnvEpisodes(EpisodeSource):
@@ -102,13 +86,8 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
 
 
 def _load_tool(name: str) -> Tool:
-    # Imported here: most runs have no tools.
     if name == PYTHON:
-        from rollout_pool.episodes.python_tool import python_tool
-
         return python_tool()
-    from rollout_pool.episodes.function_tool import function_tool
-
     if ":" not in name:
         raise ValueError(
             f"task.tools={name!r}: there is {PYTHON}; write a function of your own as module:name"

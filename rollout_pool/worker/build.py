@@ -21,20 +21,18 @@ from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer, vocab_size
 from rollout_pool.rewards.part import PartScore
-from rollout_pool.rewards.pool import RewardPool
 from rollout_pool.rewards.scoring import EpisodeScorer
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.watch import EngineWatch, LoadPoller
-from rollout_pool.tasks.environments import EnvEpisodes, EpisodeSource, environment_factory
+from rollout_pool.tasks.environments import EnvEpisodes, environment_factory
 from rollout_pool.tasks.registry import build_task
+from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Task, TaskStream
 from rollout_pool.types import RolloutSpec
 from rollout_pool.worker.evaluate import Evaluator
-from rollout_pool.worker.generate import GroupGenerator
-from rollout_pool.worker.group_run import EpisodeSources
-from rollout_pool.worker.loop import RolloutWorker
-from rollout_pool.worker.prompts import PromptReader
+from rollout_pool.worker.finish import GroupGenerator
+from rollout_pool.worker.loop import PromptReader, RolloutWorker
 from rollout_pool.worker.record import RolloutLog
 
 REPORT_WAITS_S = 2.0
@@ -56,18 +54,17 @@ class WorkerParts:
         spec: RolloutSpec,
         index: int,
         *,
-        scoring: Scoring | None = None,
+        scoring: Scoring,
         host: str = "127.0.0.1",
     ) -> None:
-        """`scoring`: None has scoring processes of the worker's own. `host`: where its endpoint
-        listens, if it has one."""
+        """`host`: where its endpoint listens, if it has one."""
         self._spec = spec
         self._index = index
         self._host = host
         self._clients: list[SGLangClient] = []
         self._worker: RolloutWorker | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._scoring = scoring or self._own_scoring()
+        self._scoring = scoring
         self._scorer: EpisodeScorer | None = None
         self._endpoint: Endpoint | None = None
         self._agents: AgentRunner | None = None
@@ -77,16 +74,6 @@ class WorkerParts:
         self._tokenizer: Tokenizer | None = None
         self._vocab_size = 0
         self._position = 0
-
-    def _own_scoring(self) -> RewardPool:
-        log_path = Path(self._spec.run_dir) / "logs" / f"rewards-{self._index}.log"
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        return RewardPool(
-            self._spec.task,
-            num_processes=self._spec.config.reward_processes,
-            timeout_s=self._spec.config.reward_timeout_s,
-            log_path=log_path,
-        )
 
     @property
     def worker(self) -> RolloutWorker:
@@ -163,9 +150,13 @@ class WorkerParts:
                 sampling=SamplingParams(**dataclasses.asdict(config.sampling)),
                 group_size=config.group_size,
             ),
-            sources=EpisodeSources(source, external),
+            source=source,
+            external=external,
             evaluator=Evaluator(
-                source=source, scorer=self._scorer, task=self._task, reader=reader, config=config
+                source=source,
+                scorer=self._scorer,
+                prompts=[p for p in self._task.eval_prompts() if reader.accepts(p)],
+                config=config,
             ),
             buffer=self._buffer,
             state=self._state,

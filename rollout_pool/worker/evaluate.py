@@ -18,13 +18,12 @@ from buffer.types import SamplingParams
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.episode import Episode
-from rollout_pool.episodes.runner import EpisodeFailed, EpisodeRequest
+from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
 from rollout_pool.rewards.score import Scorer
 from rollout_pool.sampling.sample import Priority, SampleFailed
-from rollout_pool.tasks.environments import EpisodeSource
-from rollout_pool.tasks.task import Prompt, Task
+from rollout_pool.tasks.source import EpisodeSource
+from rollout_pool.tasks.task import Prompt
 from rollout_pool.types import EvalReport
-from rollout_pool.worker.prompts import PromptReader
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +65,7 @@ class Evaluator:
         *,
         source: EpisodeSource,
         scorer: Scorer,
-        task: Task,
-        reader: PromptReader,
+        prompts: Sequence[Prompt],
         config: RolloutConfig,
     ) -> None:
         self._source = source
@@ -77,7 +75,7 @@ class Evaluator:
         self._sampling = SamplingParams(
             temperature=config.eval.temperature, top_p=config.eval.top_p, top_k=config.eval.top_k
         )
-        self._prompts = [p for p in task.eval_prompts() if reader.accepts(p)]
+        self._prompts = prompts
         if not self._prompts:
             raise ValueError(
                 "rollout.max_prompt_tokens: every held-out prompt is longer and was skipped; "

@@ -11,16 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
 from buffer.types import PromptRef, TrajectoryGroup
-from rollout_pool.episodes.runner import go_on
+from rollout_pool.episodes.request import go_on
 from rollout_pool.sampling.sample import Sample
-from rollout_pool.tasks.environments import EpisodeSource
+from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt
+
+SEND_EVERY_S = 1.0
+LENGTHS = ((256, "<=256"), (1024, "<=1k"), (4096, "<=4k"), (16384, "<=16k"), (65536, "<=64k"))
+"""From 1k on, the buckets of the groups that the buffer drops."""
+LONGER = ">64k"
 
 
 class Verdict(Enum):
@@ -33,15 +39,20 @@ class Verdict(Enum):
 
 
 @dataclass(kw_only=True, slots=True)
-class _Ended:
-    """Sums over the samples that have ended."""
+class Spent:
+    """Sums over samples: what they are and what they cost."""
 
     num_tokens: int = 0
     longest: int = 0
+    """Number of tokens of the longest."""
     oldest_version: int | None = None
+    """The oldest version that sampled one of the tokens; None before the first token."""
     num_failures: int = 0
+    """Requests that failed."""
     num_refused: int = 0
+    """Answers refused because of their log-probabilities."""
     num_wasted: int = 0
+    """Tokens that were sampled and then lost."""
 
     def add(self, sample: Sample) -> None:
         self.num_tokens += len(sample.output_ids)
@@ -49,9 +60,8 @@ class _Ended:
         self.num_failures += sample.num_failures
         self.num_refused += sample.num_refused
         self.num_wasted += sample.num_wasted
-        if (version := sample.oldest_version) is not None:
-            known = self.oldest_version
-            self.oldest_version = version if known is None else min(known, version)
+        versions = (self.oldest_version, sample.oldest_version)
+        self.oldest_version = min((v for v in versions if v is not None), default=None)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -79,7 +89,7 @@ class GroupRun:
     """No later step could train its oldest token."""
     num_unscored: int = 0
     """Number of episodes with an unscored reward part."""
-    _ended: _Ended = field(default_factory=_Ended, init=False)
+    _ended: Spent = field(default_factory=Spent, init=False)
     _is_given_up: bool = field(default=False, init=False)
 
     def note_sample(self, sample: Sample) -> None:
@@ -100,40 +110,17 @@ class GroupRun:
             self.source.give_up(why)
 
     @property
-    def oldest_version(self) -> int | None:
-        """The oldest version that sampled one of its tokens; None before the first token."""
-        versions = [self._ended.oldest_version, *(one.oldest_version for one in self.samples)]
-        return min((version for version in versions if version is not None), default=None)
+    def spent(self) -> Spent:
+        """By all its samples so far."""
+        spent = replace(self._ended)
+        for sample in self.samples:
+            spent.add(sample)
+        return spent
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens sampled so far."""
-        return self._ended.num_tokens + sum(len(one.output_ids) for one in self.samples)
-
-    @property
-    def longest(self) -> int:
-        """Number of tokens of its longest sample so far."""
-        return max([self._ended.longest, *(len(one.output_ids) for one in self.samples)])
-
-    @property
-    def num_failures(self) -> int:
-        """Requests that failed."""
-        return self._ended.num_failures + sum(one.num_failures for one in self.samples)
-
-    @property
-    def num_running(self) -> int:
+    def running(self) -> list[Sample]:
         """Samples that have not ended, including interrupted ones."""
-        return sum(sample.finish_reason is None for sample in self.samples)
-
-    @property
-    def num_refused(self) -> int:
-        """Answers refused because of their log-probabilities."""
-        return self._ended.num_refused + sum(one.num_refused for one in self.samples)
-
-    @property
-    def num_wasted(self) -> int:
-        """Tokens that were sampled and then lost."""
-        return self._ended.num_wasted + sum(one.num_wasted for one in self.samples)
+        return [sample for sample in self.samples if sample.finish_reason is None]
 
 
 class ExternalGroups(Protocol):
@@ -148,18 +135,89 @@ class ExternalGroups(Protocol):
         ...
 
 
-class EpisodeSources:
-    """Chooses who plays the next group: a program elsewhere that waits for one, else `own`."""
+def length_bucket(num_tokens: int) -> str:
+    """The bucket of a sample of `num_tokens` tokens."""
+    return next((name for most, name in LENGTHS if num_tokens <= most), LONGER)
 
-    def __init__(self, own: EpisodeSource, external: ExternalGroups | None = None) -> None:
-        self._own = own
-        self._external = external
 
-    def take(self) -> EpisodeSource:
-        external = None if self._external is None else self._external.take()
-        return external or self._own
+class CounterStore(Protocol):
+    """The part of RunState that is used here."""
 
-    def close(self) -> None:
-        """No further group starts; those that programs elsewhere wait for are refused."""
-        if self._external is not None:
-            self._external.close()
+    async def count(self, name: str, amount: float = 1) -> None: ...
+
+
+class Counters:
+    """Counts that have not been sent yet. Used in one event loop."""
+
+    def __init__(self, store: CounterStore) -> None:
+        self._store = store
+        self._unsent: Counter[str] = Counter()
+        self._sending: asyncio.Task[None] | None = None
+
+    def add(self, name: str, amount: float = 1) -> None:
+        if amount:
+            self._unsent[name] += amount  # type: ignore[assignment]  # seconds are no integers
+
+    # How a group ended ----------------------------------------------------------------------------
+
+    def add_samples(self, run: GroupRun) -> None:
+        """The cost of a group's samples, however the group ended."""
+        spent = run.spent
+        self.add("tokens_generated", spent.num_tokens + spent.num_wasted)
+        self.add("tokens_wasted", spent.num_wasted)
+        self.add("samples_retried", spent.num_failures)
+        self.add("logprobs_refused", spent.num_refused)
+        self.add("rewards_failed", run.num_unscored)
+
+    def add_completed(self, run: GroupRun, group: TrajectoryGroup) -> None:
+        """A complete group, by the length of its longest sample, and how its episodes ended."""
+        self._add_length("completed", run)
+        ends = {trajectory.episode: trajectory.finish_reason for trajectory in group.trajectories}
+        for end in ends.values():
+            self.add(f"episodes_ended:{end}")
+
+    def add_given_up(self, run: GroupRun) -> None:
+        """A group that will never be pushed: all its tokens are wasted."""
+        self._add_length("given_up", run)
+        self.add("tokens_wasted", run.spent.num_tokens)
+
+    def add_stopped(self, run: GroupRun) -> None:
+        """A group cut short by the end of the run; nothing was wrong with it."""
+        self.add("groups_stopped")
+        self.add("tokens_stopped", run.spent.num_tokens)
+
+    def _add_length(self, what: str, run: GroupRun) -> None:
+        bucket = length_bucket(run.spent.longest)
+        self.add(f"{what}:{bucket}")
+        self.add(f"{what}_s:{bucket}", time.monotonic() - run.started)
+
+    # Sending --------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Sends every second. Never returns."""
+        while True:
+            await asyncio.sleep(SEND_EVERY_S)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Sends all that was added so far. What could not be sent stays for the next flush."""
+        # A cancelled flush leaves its sending to come to its end, so that nothing is sent twice;
+        # the next flush waits for it.
+        if self._sending is not None:
+            await asyncio.wait([self._sending])
+        self._sending = asyncio.create_task(self._send())
+        await asyncio.shield(self._sending)
+
+    async def _send(self) -> None:
+        sent, self._unsent = self._unsent, Counter()
+        results = await asyncio.gather(
+            *(self._store.count(name, amount) for name, amount in sent.items()),
+            return_exceptions=True,
+        )
+        errors = []
+        for name, result in zip(sent, results, strict=True):
+            if isinstance(result, BaseException):
+                self.add(name, sent[name])
+                errors.append(result)
+        if errors:
+            raise errors[0]

@@ -24,23 +24,24 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
 
 from buffer.roles import WorkerBuffer
 from buffer.run_state import RunState
 from buffer.staleness import is_fresh
 from buffer.types import PromptRef
-from configs.choices import OnStale
+from configs.choices import OnLongPrompt, OnStale
+from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import end_tasks
+from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.env import Message, system_message
+from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, Task, TaskStream
 from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
-from rollout_pool.worker.counters import Counters
 from rollout_pool.worker.evaluate import Evaluator
-from rollout_pool.worker.finish import GroupFinisher, GroupLog
-from rollout_pool.worker.generate import GroupGenerator
-from rollout_pool.worker.group_run import EpisodeSources, GroupRun
-from rollout_pool.worker.prompts import PromptReader
+from rollout_pool.worker.finish import GroupFinisher, GroupGenerator, GroupLog
+from rollout_pool.worker.group_run import Counters, ExternalGroups, GroupRun
 from rollout_pool.worker.stragglers import Interrupter, build_tail
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,8 @@ class RolloutWorker:
         stream: TaskStream,
         reader: PromptReader,
         generator: GroupGenerator,
-        sources: EpisodeSources,
+        source: EpisodeSource,
+        external: ExternalGroups | None = None,
         evaluator: Evaluator,
         buffer: WorkerBuffer,
         state: RunState,
@@ -90,7 +92,8 @@ class RolloutWorker:
         stop_again_s: float = STOP_AGAIN_S,
     ) -> None:
         """`watching` keeps the router informed of the engines: if any of it ends, so does the
-        worker. `interrupter` completes the samples of `sources`.
+        worker. `interrupter` completes the samples of `source`, which plays the groups that no
+        program elsewhere (`external`) has asked for.
         """
         self._index = index
         self._spec = spec
@@ -98,7 +101,8 @@ class RolloutWorker:
         self._stream = stream
         self._reader = reader
         self._prompts = reader.stream(stream)
-        self._sources = sources
+        self._source = source
+        self._external = external
         self._evaluator = evaluator
         self._buffer = buffer
         self._state = state
@@ -212,7 +216,8 @@ class RolloutWorker:
         self._is_ending = True
         admission = self._admission
         await end_tasks([*background, *([] if admission is None else [admission])])
-        self._sources.close()
+        if self._external is not None:
+            self._external.close()
         for run in self._runs:
             run.give_up("the run is ending")
         await end_tasks([run.work for run in self._runs if run.work], self._stop_again_s)
@@ -253,7 +258,7 @@ class RolloutWorker:
             return
         ref, prompt = taken
         # The source is chosen last: a program that has left meanwhile costs no credit or prompt.
-        source = self._sources.take()
+        source = (self._external.take() if self._external else None) or self._source
         self._start(GroupRun(group_id=group_id, ref=ref, prompt=prompt, source=source, order=order))
 
     async def _note_wait(self, started: float) -> None:
@@ -317,7 +322,7 @@ class RolloutWorker:
                 continue  # a long step; the trainer's own waits notice a dead one
             max_staleness = await self._buffer.get_max_staleness()
             for run in self._runs:
-                oldest = run.oldest_version
+                oldest = run.spent.oldest_version
                 if oldest is None or is_fresh(version, oldest, max_staleness):
                     continue
                 assert run.work is not None
@@ -334,3 +339,45 @@ class RolloutWorker:
         while True:
             await asyncio.sleep(self._spec.buffer.lease_timeout_s / 3)
             await self._buffer.renew_credits([run.group_id for run in self._runs])
+
+
+class PromptReader:
+    """Holds prompts to `max_prompt_tokens`; no prompt is ever cut.
+
+    Measures a prompt as a question with one answer would open. With the `chat` of the episodes,
+    whose ChatFormat keeps the last texts, such a prompt is tokenized once.
+    """
+
+    def __init__(self, chat: ChatFormat, task: TaskConfig, rollout: RolloutConfig) -> None:
+        self._chat = chat
+        self._system = [] if task.system_prompt is None else [system_message(task.system_prompt)]
+        self._max_tokens = rollout.max_prompt_tokens
+        self._on_long = rollout.on_long_prompt
+        self.num_skipped = 0
+
+    def accepts(self, prompt: Prompt) -> bool:
+        """False for a prompt that is too long and may be skipped; it is counted.
+
+        Raises ValueError for one that is too long if `on_long_prompt` is refuse, or empty.
+        """
+        num_tokens = len(self.opening(prompt))
+        if not num_tokens:
+            raise ValueError(f"prompt {prompt.index} has no tokens: {prompt.text!r}")
+        if num_tokens <= self._max_tokens:
+            return True
+        if self._on_long is OnLongPrompt.refuse:
+            which = "held-out prompt" if prompt.is_held_out else "prompt"
+            raise ValueError(
+                f"rollout.max_prompt_tokens={self._max_tokens}: {which} {prompt.index} has "
+                f"{num_tokens} tokens; raise the limit, or set rollout.on_long_prompt=skip"
+            )
+        self.num_skipped += 1
+        return False
+
+    def opening(self, prompt: Prompt) -> list[int]:
+        """The tokens before the first answer."""
+        return self._chat.first([*self._system, Message(role="user", content=prompt.text)])
+
+    def stream(self, prompts: TaskStream) -> Iterator[Prompt]:
+        """The prompts of a stream that are short enough."""
+        return filter(self.accepts, prompts)

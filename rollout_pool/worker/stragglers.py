@@ -28,8 +28,7 @@ from typing import Protocol
 from configs.choices import TailPolicy
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.sampling.sample import Sample
-from rollout_pool.worker.counters import Counters
-from rollout_pool.worker.group_run import GroupRun
+from rollout_pool.worker.group_run import Counters, GroupRun
 
 PUBLISH_TIMEOUT_S = 60.0
 RESUME_AFTER_S = 30.0
@@ -93,34 +92,24 @@ class WaitingRoom:
                 released.set_result(None)
 
 
-class Tail(Protocol):
-    """What happens to the slow groups of one worker: it knows each from `begin` until `end`."""
+class Tail:
+    """What happens to the slow groups of one worker, which it knows from `begin` until `end`.
+
+    Nothing, here: continue_across_versions.
+    """
 
     def begin(self, run: GroupRun) -> None:
         """Before the group's first sample."""
-        ...
 
     def end(self, run: GroupRun, *, is_done: bool) -> None:
         """`is_done`: the group is complete."""
-        ...
 
     async def run(self) -> None:
         """Interrupts, postpones and releases groups. Never returns."""
-        ...
-
-
-class ContinueAcrossVersions:
-    def begin(self, run: GroupRun) -> None:
-        return
-
-    def end(self, run: GroupRun, *, is_done: bool) -> None:
-        return
-
-    async def run(self) -> None:
         await asyncio.Event().wait()
 
 
-class InterruptAndResume:
+class InterruptAndResume(Tail):
     def __init__(self, interrupter: Interrupter, versions: Versions, counters: Counters) -> None:
         self._interrupter = interrupter
         self._versions = versions
@@ -145,7 +134,10 @@ class InterruptAndResume:
             self._room.close()
             try:
                 for run in self._runs:
-                    interrupt(run, self._interrupter, self._counters)
+                    running = run.running
+                    for sample in running:
+                        self._interrupter.interrupt(sample)
+                    self._counters.add("samples_interrupted", len(running))
                 with contextlib.suppress(TimeoutError):
                     await self._versions.wait_engines_at(version, RESUME_AFTER_S)
             finally:
@@ -203,7 +195,7 @@ class Pace:
         return lap.num_postponed >= self._max_postponements
 
 
-class Postpone:
+class Postpone(Tail):
     def __init__(
         self,
         interrupter: Interrupter,
@@ -253,9 +245,7 @@ class Postpone:
         """Slow groups of which something is being sampled: others have nothing to interrupt."""
         now = time.monotonic()
         return [
-            run
-            for run, lap in self._laps.items()
-            if run.num_running and self._pace.is_slow(lap, now)
+            run for run, lap in self._laps.items() if run.running and self._pace.is_slow(lap, now)
         ]
 
     def _postpone(self, run: GroupRun) -> None:
@@ -272,7 +262,7 @@ class Postpone:
     def _stop(self, run: GroupRun) -> None:
         """Interrupts the samples of a postponed group that are under way."""
         lap = self._laps[run]
-        running = {sample for sample in run.samples if sample.finish_reason is None}
+        running = {*run.running}
         for sample in running - lap.room.samples:
             self._interrupter.interrupt(sample)
         self._counters.add("samples_interrupted", len(running - lap.stopped))
@@ -292,14 +282,6 @@ class Postpone:
         self._counters.add("samples_resumed")
 
 
-def interrupt(run: GroupRun, interrupter: Interrupter, counters: Counters) -> None:
-    """Interrupts all samples of the group that are under way; their tokens stay."""
-    running = [sample for sample in run.samples if sample.finish_reason is None]
-    for sample in running:
-        interrupter.interrupt(sample)
-    counters.add("samples_interrupted", len(running))
-
-
 def build_tail(
     config: RolloutConfig,
     *,
@@ -316,7 +298,7 @@ def build_tail(
     """
     match config.tail:
         case TailPolicy.continue_across_versions:
-            return ContinueAcrossVersions()
+            return Tail()
         case TailPolicy.interrupt_and_resume:
             return InterruptAndResume(interrupter, versions, counters)
         case TailPolicy.postpone:

@@ -15,8 +15,9 @@ from configs.choices import CommitStrategy, PauseMode
 from configs.rollout_schema import EngineConfig
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines.client import SGLangClient
-from rollout_pool.engines.commit import Committer, make_strategy
+from rollout_pool.engines.commit import Committer
 from rollout_pool.engines.engine import EngineSpec, SGLangEngine
+from rollout_pool.engines.strategies import make_strategy
 from rollout_pool.sampling.sample import Sample
 
 EOS = 258

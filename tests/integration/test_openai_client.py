@@ -16,7 +16,7 @@ from rollout_pool.endpoint.agents import AgentRunner
 from rollout_pool.endpoint.server import Endpoint
 from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.episodes.chat import ChatFormat
-from rollout_pool.episodes.runner import EpisodeRequest
+from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.tasks.task import Prompt

@@ -165,7 +165,7 @@ async def test_samples_of_a_killed_server_go_on_elsewhere_and_it_leaves_nothing(
         steps = [b - a for a, b in itertools.pairwise([0, *lengths[sample]])]
         assert all(step >= 0 for step in steps)
     assert worst_difference(models["a"], samples, 1.0) < 1e-3
-    assert [load.num_in_flight for load in pair.router.loads().values()] == [0, 0]
+    assert [engine.num_in_flight for engine in pair.router.engines.values()] == [0, 0]
 
     await engine.stop()
     assert not psutil.wait_procs(family, timeout=20)[1]

@@ -18,7 +18,8 @@ from controller.start.preflight import check_task
 from controller.start.warm_start import imitate, supervised_examples
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import Message, ToolSpec
-from rollout_pool.episodes.runner import EpisodeRequest, EpisodeRunner
+from rollout_pool.episodes.request import EpisodeRequest
+from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tokenizer import load_tokenizer
 from rollout_pool.sampling.sample import Sample
 from rollout_pool.tasks.environments import environment_factory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from configs.choices import Dtype, PauseMode
 from configs.rollout_schema import EngineConfig
-from rollout_pool.engines.arguments import server_arguments
+from rollout_pool.engines.engine import server_arguments
 
 
 def arguments(config=None, *, pause_mode=PauseMode.retract, uses_gpu=False, trust=False):

@@ -8,7 +8,7 @@ import pytest
 
 from buffer.types import SamplingParams, VersionSpan
 from configs.choices import PauseMode
-from rollout_pool.engines.wire import new_tokens
+from rollout_pool.engines.batching import new_tokens
 from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, EngineLoad, SampleRefused
 from rollout_pool.sampling.sample import Sample
 from weight_sync.types import GroupSpec, TensorSpec

@@ -10,9 +10,9 @@ from buffer.types import SamplingParams, VersionSpan
 from configs.choices import ToolParser
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.episodes.chat import ChatFormat
-from rollout_pool.episodes.clock import EpisodeClock
 from rollout_pool.episodes.env import SingleTurn
-from rollout_pool.episodes.runner import EpisodeFailed, EpisodeRequest, EpisodeRunner
+from rollout_pool.episodes.request import EpisodeClock, EpisodeFailed, EpisodeRequest
+from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from trainer_pool.model.scratch import byte_tokenizer

@@ -9,7 +9,8 @@ import pytest
 
 from configs.choices import CommitStrategy, PauseMode
 from configs.schema import WeightSyncConfig
-from rollout_pool.engines.commit import Committer, StagedDisk, TornEngine, make_strategy
+from rollout_pool.engines.commit import Committer, TornEngine
+from rollout_pool.engines.strategies import StagedDisk, make_strategy
 from rollout_pool.sampling.engine_client import EngineError
 
 FOLDER = Path("/dev/shm/of-this-version")

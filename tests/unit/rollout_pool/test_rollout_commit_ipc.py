@@ -12,8 +12,7 @@ import torch
 import zmq
 from safetensors.torch import save_file
 
-from rollout_pool.engines.commit_ipc import send_weights
-from rollout_pool.engines.staged_file import StagedFile
+from rollout_pool.engines.strategies import StagedFile, send_weights
 from rollout_pool.sampling.engine_client import EngineError
 
 ADDRESS = "inproc://leash-test"

@@ -19,7 +19,7 @@ from rollout_pool.sampling.sample import Priority, SampleFailed
 from rollout_pool.tasks.environments import EnvEpisodes
 from rollout_pool.tasks.task import Prompt
 from rollout_pool.worker.evaluate import EvaluationFailed, Evaluator, pass_at_k, sample_sizes
-from rollout_pool.worker.prompts import PromptReader
+from rollout_pool.worker.loop import PromptReader
 
 
 class Letters:
@@ -105,14 +105,13 @@ def make():
         )
         tokenizer = Letters()
         chat = ChatFormat(tokenizer, chat_template=False, tool_parser=ToolParser.hermes)
-        oracle = Oracle(answer)
+        oracle, reader = Oracle(answer), PromptReader(chat, task, rollout)
         evaluator = Evaluator(
             source=EnvEpisodes(
                 EpisodeRunner(oracle, chat, task, rollout), Questions(num_prompts).environment
             ),
             scorer=Yes(),
-            task=Questions(num_prompts),
-            reader=PromptReader(chat, task, rollout),
+            prompts=[p for p in Questions(num_prompts).eval_prompts() if reader.accepts(p)],
             config=rollout,
         )
         return evaluator, oracle

@@ -10,8 +10,9 @@ from buffer.redis.connection import connect
 from buffer.run_state import STREAM_START, RunState
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines import follower
-from rollout_pool.engines.commit import Committer, StagedDisk, TornEngine
+from rollout_pool.engines.commit import Committer, TornEngine
 from rollout_pool.engines.follower import MAX_FAILURES, VersionPin, WeightFollower
+from rollout_pool.engines.strategies import StagedDisk
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from rollout_pool.sampling.sample import Interrupted, SampleFailed
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.tasks.environments import EnvEpisodes
 from rollout_pool.tasks.task import Prompt
-from rollout_pool.worker.generate import GroupFailed, GroupGenerator, make_trajectories
+from rollout_pool.worker.finish import GroupFailed, GroupGenerator, make_trajectories
 from rollout_pool.worker.group_run import GroupRun
 from trainer_pool.model.scratch import byte_tokenizer
 
@@ -223,8 +223,8 @@ async def test_a_group_has_its_episodes_in_order_each_with_its_own_reward(model,
         b"3?2",
         b"3?3",
     ]
-    assert (current.num_tokens, current.oldest_version, group.min_version) == (8, 6, 6)
-    assert current.num_running == current.num_unscored == 0
+    assert (current.spent.num_tokens, current.spent.oldest_version, group.min_version) == (8, 6, 6)
+    assert current.running == [] and current.num_unscored == 0
 
 
 async def test_all_members_are_asked_for_in_the_same_turn_of_the_loop(model, scorer):
@@ -247,7 +247,11 @@ async def test_an_episode_is_scored_while_its_siblings_still_generate(model, sco
     async with asyncio.timeout(5):
         await scorer.has_scored.wait()
         assert scorer.scored == ["2"]
-        assert (current.num_running, current.num_tokens, current.oldest_version) == (3, 5, 6)
+        assert (len(current.running), current.spent.num_tokens, current.spent.oldest_version) == (
+            3,
+            5,
+            6,
+        )
         gate.set()
         await running
     assert sorted(scorer.scored) == ["0", "1", "2", "3"]
@@ -297,7 +301,7 @@ async def test_branches_share_the_group_and_a_broken_episode_keeps_its_place(mod
     assert [t.finish_reason for t in group.trajectories] == ["stop"] * 4 + ["env_error"] + [
         "stop"
     ] * 2
-    assert current.num_tokens == 14
+    assert current.spent.num_tokens == 14
 
 
 async def test_what_could_not_be_scored_is_counted(model, scorer):
@@ -324,17 +328,33 @@ async def test_a_flight_adds_up_what_its_samples_say(model, scorer):
     gate = asyncio.Event()
     model.gates = {0: gate}
     current = new_run()
-    assert current.oldest_version is None and current.num_running == 0
+    assert current.spent.oldest_version is None and len(current.running) == 0
     running = asyncio.create_task(generate(current, model, scorer))
-    await reaches(lambda: current.num_running == 1)
+    await reaches(lambda: len(current.running) == 1)
     [sample] = current.samples
     sample.num_refused, sample.num_wasted, sample.num_failures = 1, 10, 2
-    assert (current.num_refused, current.num_wasted, current.num_failures) == (1, 10, 2)
-    assert (current.num_tokens, current.longest, current.oldest_version) == (7, 2, 6)
+    assert (current.spent.num_refused, current.spent.num_wasted, current.spent.num_failures) == (
+        1,
+        10,
+        2,
+    )
+    assert (current.spent.num_tokens, current.spent.longest, current.spent.oldest_version) == (
+        7,
+        2,
+        6,
+    )
     gate.set()
     await running
-    assert (current.num_refused, current.num_wasted, current.num_failures) == (1, 10, 2)
-    assert (current.num_tokens, current.longest, current.oldest_version) == (8, 2, 6)
+    assert (current.spent.num_refused, current.spent.num_wasted, current.spent.num_failures) == (
+        1,
+        10,
+        2,
+    )
+    assert (current.spent.num_tokens, current.spent.longest, current.spent.oldest_version) == (
+        8,
+        2,
+        6,
+    )
 
 
 async def test_of_samples_that_have_ended_a_flight_keeps_numbers_alone(model, scorer):
@@ -342,11 +362,11 @@ async def test_of_samples_that_have_ended_a_flight_keeps_numbers_alone(model, sc
     model.gates = {2: gate}
     current = new_run()
     running = asyncio.create_task(generate(current, model, scorer))
-    await reaches(lambda: current.num_tokens == 7)
+    await reaches(lambda: current.spent.num_tokens == 7)
     assert {sample.sample_id for sample in current.samples} == {"g.2.0"}
     gate.set()
     await running
-    assert current.samples == set() and current.num_tokens == 8
+    assert current.samples == set() and current.spent.num_tokens == 8
 
 
 async def test_the_oldest_version_of_a_sample_that_has_ended_is_known(model, scorer):
@@ -354,8 +374,8 @@ async def test_the_oldest_version_of_a_sample_that_has_ended_is_known(model, sco
     model.gates = {3: gate}
     current = new_run()
     running = asyncio.create_task(generate(current, model, scorer))
-    await reaches(lambda: current.num_tokens == 7)
-    assert current.num_running == 1 and current.oldest_version == 6
+    await reaches(lambda: current.spent.num_tokens == 7)
+    assert len(current.running) == 1 and current.spent.oldest_version == 6
     gate.set()
     await running
 
@@ -370,11 +390,11 @@ async def test_an_interrupted_member_waits_until_the_flight_lets_it_go_on(model,
 
     current = new_run(may_go_on=may_go_on)
     running = asyncio.create_task(generate(current, model, scorer))
-    await reaches(lambda: current.num_running == 1)
+    await reaches(lambda: len(current.running) == 1)
     [sample] = [sample for sample in current.samples if sample.finish_reason is None]
     model.interrupt(sample)
     await reaches(lambda: waiting == [sample])
-    assert not running.done() and current.num_running == 1
+    assert not running.done() and len(current.running) == 1
     may.set()
     async with asyncio.timeout(5):
         group = await running
@@ -388,7 +408,7 @@ async def test_a_group_given_up_ends_its_episodes_and_its_scoring_first(model, s
     running = asyncio.create_task(generate(current, model, scorer))
     async with asyncio.timeout(5):
         await scorer.has_scored.wait()
-        assert current.oldest_version == 6  # known from the first tokens on
+        assert current.spent.oldest_version == 6  # known from the first tokens on
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -410,7 +430,7 @@ async def test_over_http_an_interrupted_sample_resumes_with_its_tokens_and_their
     )
     current = new_run()
     running = asyncio.create_task(generate(current, sampler, scorer))
-    await reaches(lambda: current.num_running == 1 and current.num_tokens == 7)
+    await reaches(lambda: len(current.running) == 1 and current.spent.num_tokens == 7)
     [sample] = [sample for sample in current.samples if sample.finish_reason is None]
     assert sample.sample_id == held
     fake.version = "7"

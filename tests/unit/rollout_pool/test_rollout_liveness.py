@@ -14,7 +14,7 @@ import pytest
 
 from processes.silence import wait_silent
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.engines.liveness import EnginePulse
+from rollout_pool.engines.lifecycle import EnginePulse
 
 
 async def no(timeout_s):

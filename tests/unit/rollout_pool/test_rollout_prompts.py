@@ -8,7 +8,7 @@ from configs.choices import OnLongPrompt
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.tasks.task import Prompt
-from rollout_pool.worker.prompts import PromptReader
+from rollout_pool.worker.loop import PromptReader
 from trainer_pool.model.scratch import byte_tokenizer
 
 TEMPLATE = """

@@ -11,7 +11,8 @@ from configs.choices import OnLongPrompt, ToolParser
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import Message, Observation, SingleTurn, Step, ToolSpec
-from rollout_pool.episodes.runner import EpisodeFailed, EpisodeRequest, EpisodeRunner
+from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
+from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.sampling.sample import Interrupted, Priority, SampleFailed
 from trainer_pool.model.scratch import byte_tokenizer
 

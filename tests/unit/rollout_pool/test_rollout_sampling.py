@@ -92,7 +92,7 @@ async def test_a_sample_whose_engine_dies_goes_on_elsewhere_from_where_it_stood(
     assert body["sampling_params"][0]["max_new_tokens"] == 5
     assert (sample.num_attempts, sample.num_failures, sample.num_refused) == (2, 1, 0)
     assert sample.num_wasted == 5  # at most as many as were left to it
-    assert [load.num_in_flight for load in router.loads().values()] == [0, 0]
+    assert [engine.num_in_flight for engine in router.engines.values()] == [0, 0]
 
 
 async def test_a_sample_refused_for_its_logprobs_is_asked_for_elsewhere_and_counted(
@@ -231,4 +231,4 @@ async def test_a_cancelled_sample_is_stopped_at_its_engine_and_leaves_its_place(
     with pytest.raises(asyncio.CancelledError):
         await completing
     assert fake.aborted == ["g.0.1!"]
-    assert [load.num_in_flight for load in router.loads().values()] == [0, 0]
+    assert [engine.num_in_flight for engine in router.engines.values()] == [0, 0]

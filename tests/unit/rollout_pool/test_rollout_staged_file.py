@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollout_pool.engines.staged_file import StagedFile
+from rollout_pool.engines.strategies import StagedFile
 
 
 @pytest.fixture

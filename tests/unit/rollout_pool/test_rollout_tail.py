@@ -14,12 +14,11 @@ from configs.choices import TailPolicy
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.episode import Episode
-from rollout_pool.episodes.runner import EpisodeRequest
+from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.sampling.sample import Sample
-from rollout_pool.tasks.environments import EpisodeSource
+from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt
-from rollout_pool.worker.counters import Counters, length_bucket
-from rollout_pool.worker.group_run import GroupRun
+from rollout_pool.worker.group_run import Counters, GroupRun, length_bucket
 from rollout_pool.worker.stragglers import (
     MIN_RECENT,
     Lap,

@@ -15,7 +15,7 @@ from rollout_pool.episodes.tokenizer import load_tokenizer
 from rollout_pool.tasks.gsm8k import is_same_answer
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Prompt, TaskStream, demonstrations
-from rollout_pool.worker.prompts import PromptReader
+from rollout_pool.worker.loop import PromptReader
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 EXPRESSION = r": (.*=)$"

@@ -13,8 +13,9 @@ from configs.load import load_config
 from controller.start.preflight import check_task
 from controller.start.warm_start import imitate
 from rollout_pool.episodes.chat import ChatFormat
-from rollout_pool.episodes.function_tool import function_tool
-from rollout_pool.episodes.runner import EpisodeRequest, EpisodeRunner
+from rollout_pool.episodes.request import EpisodeRequest
+from rollout_pool.episodes.runner import EpisodeRunner
+from rollout_pool.episodes.tools import function_tool
 from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.environments import environment_factory, load_tools
 from rollout_pool.tasks.registry import build_task

@@ -11,9 +11,7 @@ import pytest
 from configs.choices import TaskKind
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.env import Completion, Observation, SingleTurn, Step, ToolCall
-from rollout_pool.episodes.function_tool import function_tool
-from rollout_pool.episodes.python_tool import python_tool
-from rollout_pool.episodes.tools import MAX_CALLS, ToolEnv, shorten
+from rollout_pool.episodes.tools import MAX_CALLS, ToolEnv, function_tool, python_tool, shorten
 from rollout_pool.tasks.environments import environment_factory, load_tools
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Prompt

@@ -17,16 +17,16 @@ from configs.schema import BufferConfig, WeightSyncConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import SingleTurn
-from rollout_pool.episodes.runner import EpisodeFailed, EpisodeRunner
+from rollout_pool.episodes.request import EpisodeFailed
+from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.rewards.score import Score
 from rollout_pool.sampling.sample import Interrupted, SampleFailed
-from rollout_pool.tasks.environments import EnvEpisodes, EpisodeSource
+from rollout_pool.tasks.environments import EnvEpisodes
+from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, TaskStream
 from rollout_pool.types import RolloutSpec
-from rollout_pool.worker.generate import GroupFailed, GroupGenerator
-from rollout_pool.worker.group_run import EpisodeSources
-from rollout_pool.worker.loop import RolloutWorker
-from rollout_pool.worker.prompts import PromptReader
+from rollout_pool.worker.finish import GroupFailed, GroupGenerator
+from rollout_pool.worker.loop import PromptReader, RolloutWorker
 
 GROUPS_PER_STEP = 2
 TASK = TaskConfig()
@@ -262,7 +262,8 @@ async def make_worker(scribe, scorer, state, redis_url, run_name, buffer_factory
                 sampling=SamplingParams(),
                 group_size=2,
             ),
-            sources=EpisodeSources(make.source, external),
+            source=make.source,
+            external=external,
             evaluator=None,
             buffer=buffer,
             state=state,

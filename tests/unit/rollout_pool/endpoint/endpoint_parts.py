@@ -17,7 +17,7 @@ from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from rollout_pool.endpoint.server import Endpoint
 from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.episodes.chat import ChatFormat
-from rollout_pool.episodes.runner import EpisodeRequest
+from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.sampling.sample import Interrupted
 from trainer_pool.model.scratch import byte_tokenizer
 

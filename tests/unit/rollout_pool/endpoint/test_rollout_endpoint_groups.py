@@ -13,7 +13,7 @@ from openai import APIStatusError
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from rollout_pool.endpoint.groups import MAX_WAITING
 from rollout_pool.endpoint.sessions import SessionLost
-from rollout_pool.episodes.runner import EpisodeRequest
+from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.tasks.task import Prompt
 
 PROMPT = Prompt(index=3, is_held_out=False, text="hello")

@@ -8,7 +8,7 @@ import openai
 import pytest
 from endpoint_parts import MODEL, check_branch, eventually, said_in
 
-from rollout_pool.episodes.runner import EpisodeFailed
+from rollout_pool.episodes.request import EpisodeFailed
 from rollout_pool.sampling.sample import SampleFailed
 
 USER = {"role": "user", "content": "hello"}

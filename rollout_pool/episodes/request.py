@@ -1,0 +1,159 @@
+"""How an episode is sampled: the request, its interrupt loop, and the time that it has."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from buffer.types import SamplingParams
+from rollout_pool.sampling.sample import Completer, Interrupted, Priority, Sample
+
+HEEDS_INTERRUPT_S = 10.0
+"""So soon a sample has stopped that was interrupted when its episode's time was over; a later one
+is cancelled, and what it had is lost."""
+
+
+class EpisodeClock:
+    """Runs from the start, except while anything holds it. Used in one event loop.
+
+        launch      waits for a place     at an engine      must not go on      at an engine   step
+        ──►         ░░░░░░░░░░░░░░░░░░    ▓▓▓▓▓▓▓▓▓▓▓▓▓▓    ░░░░░░░░░░░░░░░     ▓▓▓▓▓▓▓▓▓▓▓    ▓▓▓▓
+
+    Waiting is no fault of the prompt: many episodes that wait for few engines must not look slow.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._left_s = seconds
+        """When it was last let go."""
+        self._since = time.monotonic()
+        self._num_holds = 0
+        self._ring: Callable[[], None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def left_s(self) -> float:
+        gone_s = 0.0 if self._num_holds else time.monotonic() - self._since
+        return max(0.0, self._left_s - gone_s)
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        self.note_wait(True)
+        try:
+            yield
+        finally:
+            self.note_wait(False)
+
+    def note_wait(self, is_waiting: bool) -> None:
+        """Something began or ended to wait; of several that wait at once, until the last ends."""
+        if is_waiting:
+            self._left_s = self.left_s
+            self._num_holds += 1
+        else:
+            self._num_holds -= 1
+            assert self._num_holds >= 0
+            if not self._num_holds:
+                self._since = time.monotonic()
+        self._set_timer()
+
+    @contextmanager
+    def alarm(self, ring: Callable[[], None]) -> Iterator[None]:
+        """`ring` is called once if the time is over in here. One alarm at a time."""
+        assert self._ring is None
+        self._ring = ring
+        self._set_timer()
+        try:
+            yield
+        finally:
+            self._ring = None
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._ring is not None and not self._num_holds:
+            self._timer = asyncio.get_running_loop().call_later(self.left_s, self._over)
+
+    def _over(self) -> None:
+        ring, self._ring, self._timer = self._ring, None, None
+        if ring is not None:
+            ring()
+
+
+class EpisodeFailed(RuntimeError):
+    """An episode of which there is nothing: no token was sampled. The message says why."""
+
+
+def _note_nothing(sample: Sample) -> None:
+    return
+
+
+async def go_on(sample: Sample) -> None:
+    """An interrupted sample is completed at once."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EpisodeRequest:
+    """How an episode is to be sampled, and who follows its samples."""
+
+    session: str
+    """Unique in the run; ids of its samples are made from it."""
+    sampling: SamplingParams
+    order: int = 0
+    """The position of its group among the others; see Sample."""
+    priority: Priority = Priority.rollout
+    min_version: int = 0
+    engine: str | None = None
+    on_sample: Callable[[Sample], None] = _note_nothing
+    """Called for each sample before it is requested."""
+    on_end: Callable[[Sample], None] = _note_nothing
+    """Called for a sample once it is no longer requested and its numbers are final. One that fails
+    or is cancelled need not come here."""
+    may_go_on: Callable[[Sample], Awaitable[None]] = go_on
+    """Awaited before an interrupted sample is completed. The episode's clock stands still, as it
+    does while a sample waits for a slot at an engine."""
+
+    def new_sample(
+        self, number: int, prompt: list[int], max_new_tokens: int, clock: EpisodeClock
+    ) -> Sample:
+        """The episode's sample `number`, which is announced by `on_sample`."""
+        sample = Sample(
+            sample_id=f"{self.session}.{number}",
+            prompt=prompt,
+            sampling=self.sampling,
+            max_new_tokens=max_new_tokens,
+            session=self.session,
+            priority=self.priority,
+            order=self.order,
+            min_version=self.min_version,
+            engine=self.engine,
+            on_wait=clock.note_wait,
+        )
+        self.on_sample(sample)
+        return sample
+
+    async def complete(
+        self,
+        sample: Sample,
+        completer: Completer,
+        clock: EpisodeClock,
+        *,
+        is_over: Callable[[], bool],
+    ) -> bool:
+        """Completes `sample`, which goes on after each interruption once it may.
+
+        False if it was interrupted when `is_over`: it holds what it has, and the rest is never
+        requested. Raises what the completer raises otherwise.
+        """
+        while True:
+            try:
+                await completer.complete(sample)
+                return True
+            except Interrupted:
+                if is_over():
+                    return False
+            with clock.standing_still():
+                await self.may_go_on(sample)
