@@ -317,7 +317,7 @@ class RolloutPool:
         return {**engines, **self._start_receivers(), **scorers, **workers}
 
     def _start_receivers(self) -> dict[str, Pending[None]]:
-        # The references are kept: a task whose result nobody wants is not started again.
+        # The references are kept: a task whose result is not wanted is not started again.
         self._keeping = {
             receiver.name: receiver.handle.keep.remote(
                 self._engines[engine].handle.gpu_ids.remote()
@@ -353,7 +353,7 @@ class RolloutPool:
         return next(engine.handle for engine in self._engines if engine.name == name)
 
     def stop(self) -> dict[str, Pending[None]]:
-        """Tell the workers to end `run`."""
+        """Let the workers end `run`."""
         return {worker.name: worker.handle.stop.remote() for worker in self._workers}
 
     def deaths(self) -> dict[str, Pending[str]]:
@@ -394,7 +394,7 @@ def clear_other_hosts(run_dir: Path, timeout_s: float) -> None:
 
 
 def _log_to_stderr() -> None:
-    """Which is the process's own log. httpx would tell of every request."""
+    """Standard error is the process's own log. httpx would log every request."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
@@ -404,7 +404,7 @@ def engine_name(index: int) -> str:
 
 
 def engine_spec(spec: RolloutSpec, index: int, host: str) -> EngineSpec:
-    """What engine `index` of the pool is built from. Its server logs where its actor logs."""
+    """The spec of engine `index` of the pool. Its server logs where its actor logs."""
     name = engine_name(index)
     return EngineSpec(
         name=name,

@@ -35,7 +35,7 @@ class RolloutSpec:
     weights_key: str = field(repr=False)
     """The same for the receivers of weights."""
     gpu_share: float = 1.0
-    """Of each GPU that an engine uses: less than 1 where it shares it with a trainer rank."""
+    """Share of each GPU that an engine uses: less than 1 where a trainer rank has the rest."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -63,7 +63,7 @@ class EvalReport:
     """Share of answers that got rollout.eval.full_score or more."""
     score_mean: float
     num_prompts: int
-    """Those with all their answers; the others count for nothing."""
+    """Number of prompts with all their answers; the others count for nothing."""
     seconds: float
     num_samples: int = 1
     """Answers of each prompt."""

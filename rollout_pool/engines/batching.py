@@ -61,7 +61,7 @@ class _Request:
     ) -> None:
         self.sample = sample
         self.wire_id = request_id
-        """As the engine knows it."""
+        """Its id at the engine."""
         self.on_arrival = on_arrival
         self.answer: Answer | None = None
         """None until it is sent."""

@@ -21,7 +21,7 @@ from weight_sync.types import GroupSpec, TensorSpec
 
 CONNECT_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 60.0
-"""For calls that an engine answers at once unless it is ill."""
+"""For calls that a healthy engine answers at once."""
 ABORT_TIMEOUT_S = 5.0
 LOAD_TIMEOUT_S = 5.0
 _FROM_DISK = "/update_weights_from_disk"
@@ -263,7 +263,7 @@ class SGLangClient(GenerateCalls):
 
 
 def _update(version: int) -> dict[str, object]:
-    """What every load says. With requests pending a flush fails an assertion that ends the server.
+    """Part of every load. With requests pending a flush fails an assertion that ends the server.
 
     An abort would give up requests that are to go on.
     """

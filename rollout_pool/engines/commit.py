@@ -15,10 +15,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from configs.choices import PauseMode
 from rollout_pool.engines.client import SGLangClient
-from rollout_pool.engines.strategies import Strategy
 from rollout_pool.sampling.engine_client import EngineError
 
 
@@ -39,11 +39,34 @@ class CommitReport:
     pause_s: float
     """From the call that stops decoding until the one that lets it go on has returned."""
     load_s: float
-    """Of that, for the load alone."""
+    """The part of it that the load took."""
     paused_at: float
     """Unix time at which the pause began."""
     served_version: int
-    """What the engine says that it serves now."""
+    """The version that the engine itself reports now."""
+
+
+class Strategy(Protocol):
+    """One way in which an engine takes a staged version. Made anew for each start of a server."""
+
+    @property
+    def name(self) -> str:
+        """Its value of weight_sync.commit."""
+        ...
+
+    async def check(self) -> None:
+        """Raises ValueError, naming the setting and the fix, if it can't work with this server."""
+        ...
+
+    async def prepare(self, folder: Path) -> None:
+        """Whatever can be done while the engine still decodes. Raises EngineError."""
+        ...
+
+    async def load(self, version: int, folder: Path) -> None:
+        """Load `folder`/model.safetensors into the paused engine. Raises anything if it fails."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class Committer:

@@ -1,4 +1,4 @@
-"""One SGLang server as a child process: starts it, tells when it is ready and when it has died."""
+"""One SGLang server as a child process: its start, its readiness, its end."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class EngineSpec:
     log_path: Path
     """Where the server's output goes."""
     leftovers_path: Path
-    """Lists what a killed server would leave, for whoever clears up when this process is dead."""
+    """Lists what a killed server would leave, to be removed when this process is dead."""
     num_threads: int
     """Torch threads of a server without a GPU."""
     uses_gpu: bool
     seed: int
-    """Of its sampling; engines must differ, or they would give the same samples."""
+    """For its sampling; engines must differ, or they would give the same samples."""
     key: str = field(repr=False)
     """What a request must carry for the server to answer it."""
 
@@ -86,7 +86,7 @@ class SGLangEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Of the server that was started last."""
+        """The server that was started last."""
         assert self._info is not None, "start() comes first"
         return self._info
 
@@ -128,8 +128,8 @@ class SGLangEngine:
             )
 
     async def restart(self) -> EngineInfo:
-        """End what is left of the server and start another one at the same URL, so that whoever
-        talks to it may go on. Raises EngineError like `start`; it may be called again then.
+        """End what is left of the server and start another one at the same URL, so that
+        its clients may go on. Raises EngineError like `start`; it may be called again then.
         """
         assert self._reserved is not None, "start() comes first"
         await self._end_server(RESTART_STOP_S)
@@ -178,7 +178,7 @@ class SGLangEngine:
 
     def _launch(self, port: int) -> None:
         spec = self.spec
-        served_name = f"leash-{spec.name}-{uuid.uuid4().hex[:8]}"  # nobody else answers to it
+        served_name = f"leash-{spec.name}-{uuid.uuid4().hex[:8]}"  # no other server answers to it
         arguments = server_arguments(
             spec.config,
             pause_mode=spec.pause_mode,
@@ -253,7 +253,7 @@ class _Server:
         )
 
     def note_family(self) -> None:
-        """What would be left if the server were killed: its children and their shared memory."""
+        """Notes what the server would leave if it were killed: children and shared memory."""
         family = tree.family(self.child.pid)
         self._children = family[1:]
         if not (found := tree.shared_memory_files(family)) <= self._shared_memory:
@@ -284,7 +284,7 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if not any(word.startswith("--dist-init-addr") for word in spec.config.extra_args):
         # All ranks of the server run on this machine, and so does their sender. gloo would listen
-        # where the machine's name leads, and asks whoever connects for no key.
+        # where the machine's name leads, and accepts every connection.
         environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = "lo"
     return environment
 
@@ -343,7 +343,7 @@ def server_arguments(
     arguments += ["--max-running-requests", str(config.max_running_requests)]
     arguments += ["--random-seed", str(seed)]
     arguments += ["--skip-tokenizer-init"]  # token ids in, token ids out
-    # Each part of an answer has only what is new; otherwise all that came before is told again.
+    # Each part of an answer has only what is new; otherwise it repeats all that came before.
     arguments += ["--incremental-streaming-output"]
     arguments += ["--log-level-http", "warning"]  # a line a request would drown the log
     if trust_remote_code:

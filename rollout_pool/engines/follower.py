@@ -1,6 +1,6 @@
 """Keeps one engine at the newest version that the receiver beside it offers.
 
-    a newer version is offered ── gate of the fleet ── the NEWEST one now ── commit ── tell
+    a newer version is offered ── gate of the fleet ── the NEWEST one now ── commit ── report
               ▲                   max_concurrent_commits     held staged                 │
               └──────────────────────────────────────────────────────────────────────────┘
 
@@ -36,9 +36,9 @@ LOOK_AGAIN_S = 0.5
 ANSWER_TIMEOUT_S = 5.0
 """For an engine that is about to commit; a slower one is asked again."""
 SLACK_S = 30.0
-"""What the gate and the hold outlast a commit by."""
+"""The gate and the hold outlast a commit by so much."""
 MAX_FAILURES = 3
-"""So many commits in a row that could not even begin: the engine is ill."""
+"""So many commits in a row that could not even begin: the engine is restarted."""
 
 
 class WeightFollower:
@@ -155,14 +155,14 @@ class WeightFollower:
             try:
                 report = await self._commit(staged)
             except EngineError:
-                self._pin.note_served(self._served)  # a torn one is lost, which is told elsewhere
+                self._pin.note_served(self._served)  # EngineLife reports a torn one as lost
                 raise
             finally:
                 await self._let_go(staged)
         finally:
             await self._state.leave_commit(self._engine)
         self._served, self._num_failures = staged.version, 0
-        await self._tell(
+        await self._report(
             report,
             {
                 "from_version": before,
@@ -192,7 +192,7 @@ class WeightFollower:
                 f"weight_sync.commit_timeout_s={limit_s:g}"
             ) from error
 
-    async def _tell(self, report: CommitReport, way: dict[str, float | int]) -> None:
+    async def _report(self, report: CommitReport, way: dict[str, float | int]) -> None:
         record: dict[str, float | int | str] = {
             "engine": report.engine,
             "version": report.version,
@@ -207,7 +207,7 @@ class WeightFollower:
         await self._state.append_metrics(record, "commit")
 
     def _note_failure(self, error: EngineError) -> None:
-        """Of a commit that could not begin: the engine goes on, and may be better in a moment."""
+        """A commit could not begin: the engine goes on, and may be better in a moment."""
         self._num_failures += 1
         if self._num_failures >= MAX_FAILURES:
             raise TornEngine(f"{self._num_failures} commits in a row failed: {error}") from error
@@ -243,13 +243,13 @@ class WeightFollower:
 
 
 class VersionPin:
-    """An agreement between who wants an engine held and the one that commits to it.
+    """An agreement between an evaluation that wants an engine held and its follower, which commits.
 
         free ──► wanted ── the engine serves it ──► pinned ── release ──► free
                     └── it went past it, it was lost, given up ─────────────▲
 
-    Everything here happens at once, in one event loop; so between `take` and `note_served` nobody
-    can be promised the version that is about to be replaced.
+    Everything here happens at once, in one event loop; so between `take` and `note_served` no
+    one can be promised the version that is about to be replaced.
     """
 
     def __init__(self) -> None:
@@ -267,12 +267,12 @@ class VersionPin:
     def is_pinned(self) -> bool:
         return self._is_pinned.is_set()
 
-    # Who wants it ---------------------------------------------------------------------------------
+    # The evaluation's side ------------------------------------------------------------------------
 
     async def want(self, version: int, timeout_s: float) -> bool:
         """Whether the engine now serves exactly this version, and stays there until `release`.
 
-        Waits for it; False at once if it is too late, or if somebody else wants one.
+        Waits for it; False at once if it is too late, or if another version is wanted.
         """
         if self._wanted is not None or self._taken > version:
             return False

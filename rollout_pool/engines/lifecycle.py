@@ -23,10 +23,10 @@ from processes import tree
 from processes.silence import wait_silent
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.engines.client import SGLangClient
-from rollout_pool.engines.commit import Committer, TornEngine
+from rollout_pool.engines.commit import Committer, Strategy, TornEngine
 from rollout_pool.engines.engine import EngineInfo, SGLangEngine
 from rollout_pool.engines.follower import VersionPin, WeightFollower
-from rollout_pool.engines.strategies import Strategy, make_strategy
+from rollout_pool.engines.strategies import make_strategy
 from rollout_pool.sampling.engine_client import EngineError
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class EngineLife:
             await self._engine.stop()
             raise
         self._living = asyncio.create_task(self._live())
-        self._living.add_done_callback(self._tell_end)
+        self._living.add_done_callback(self._report_end)
         return info
 
     async def wait_given_up(self) -> str:
@@ -114,7 +114,7 @@ class EngineLife:
             await end_tasks({guarding})
 
     async def _guard(self, limit_s: float) -> None:
-        """Ends a hold that nobody ends, or that would leave the run without an engine."""
+        """Ends a hold that lasts too long, or that would leave the run without an engine."""
         try:
             async with asyncio.timeout(limit_s):
                 served = await self._state.engine_versions()
@@ -132,7 +132,7 @@ class EngineLife:
             await end_tasks({self._living}, CLEAR_UP_S)
         await self._engine.stop(timeout_s)
 
-    def _tell_end(self, living: asyncio.Task[str]) -> None:
+    def _report_end(self, living: asyncio.Task[str]) -> None:
         if living.cancelled() or self._given_up.done():
             return
         if (error := living.exception()) is not None:
@@ -228,7 +228,7 @@ class EngineLife:
 class EnginePulse:
     """Whether one start of an engine's server is alive, however busy, or paused, it may be.
 
-    Its HTTP process answers while the scheduler loads weights or is paused. So it can't tell of a
+    Its HTTP process answers while the scheduler loads weights or is paused. It cannot report a
     scheduler that was stopped; the state of the process does.
     """
 

@@ -28,7 +28,7 @@ STAGE_DIR = "/dev/shm"
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Between two starts of a receiver that keeps dying."""
 FIRST_START_S = 60.0
-"""As long the first start is tried: an earlier keeper's receiver may still hold the folder."""
+"""The first start is tried for so long: an earlier keeper's receiver may still hold the folder."""
 KILL_AFTER_S = 2.0
 """A receiver that is silent is asked to end, and killed then."""
 CLEAR_UP_S = 5.0
@@ -159,7 +159,7 @@ class ReceiverKeeper:
             await client.close()
 
     def _make_folder(self) -> None:
-        """Noted first, for whoever clears up when this process is dead."""
+        """Noted first, so that it is removed even if this process is killed."""
         write_list(self._leftovers, [self._folder])
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

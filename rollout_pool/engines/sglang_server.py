@@ -1,7 +1,7 @@
 """The SGLang server process: `python -m rollout_pool.engines.sglang_server <folder> <arguments>`.
 
 Its standard input brings one line, the key that every request must carry, and nothing more. The
-server lives exactly as long as that pipe: whoever started it holds the other end, so a parent that
+server lives exactly as long as that pipe: its parent holds the other end, so a parent that
 is killed never leaves a server behind. SGLang's own SIGTERM is no way to stop it: it waits for
 running requests, which a paused server never ends.
 
@@ -97,7 +97,7 @@ def _begin_child(_: object) -> None:
 def _meet_in(folder: str) -> None:
     """The server's ranks meet through a file of this folder, not through a TCPStore.
 
-    SGLang's store would listen on every interface and answer whoever connects. All ranks run on
+    SGLang's store would listen on every interface and answer every connection. All ranks run on
     this machine: `--dist-init-addr`, which spreads them over several, keeps SGLang's own way.
     """
     os.environ.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{folder}/rendezvous")
@@ -140,7 +140,7 @@ def _end_with_child(socket_folder: str) -> None:
         for child in [child for child in children if child.sentinel in over]:
             child.join(KILL_TIMEOUT_S)
             title = children.pop(child)
-            if child.exitcode != 0:  # 0: it has done its work, or told the server why it ends
+            if child.exitcode != 0:  # 0: it has done its work, or has reported why it ends
                 _end(socket_folder, f"{title} died (exit code {child.exitcode})")
 
 

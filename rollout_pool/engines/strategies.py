@@ -21,7 +21,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ import numpy.typing as npt
 from configs.choices import CommitStrategy
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines.client import SGLangClient
+from rollout_pool.engines.commit import Strategy
 from rollout_pool.sampling.engine_client import EngineError
 from weight_sync.types import GroupSpec, TensorSpec
 
@@ -38,33 +39,10 @@ if TYPE_CHECKING:
     import zmq
 
 
-class Strategy(Protocol):
-    """One way in which an engine takes a staged version. Made anew for each start of a server."""
-
-    @property
-    def name(self) -> str:
-        """As weight_sync.commit has it."""
-        ...
-
-    async def check(self) -> None:
-        """Raises ValueError, naming the setting and the fix, if it can't work with this server."""
-        ...
-
-    async def prepare(self, folder: Path) -> None:
-        """Whatever can be done while the engine still decodes. Raises EngineError."""
-        ...
-
-    async def load(self, version: int, folder: Path) -> None:
-        """Load `folder`/model.safetensors into the paused engine. Raises anything if it fails."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 def make_strategy(
     client: SGLangClient, config: WeightSyncConfig, *, tp_size: int, host: str
 ) -> Strategy:
-    """What weight_sync.commit asks for, for one server, which listens on `host`."""
+    """The strategy of weight_sync.commit, for one server, which listens on `host`."""
     match config.commit:
         case CommitStrategy.staged_disk:
             return StagedDisk(client, config.commit_timeout_s)
@@ -194,7 +172,7 @@ class Direct:
 
 
 ALIGNMENT = 256
-"""Of each tensor in the buffer, in bytes."""
+"""Alignment of each tensor in the buffer, in bytes."""
 
 
 class Ipc:

@@ -16,7 +16,6 @@ An assistant's message is taken as it is written.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -118,8 +117,8 @@ class ChatFormat:
             text=text,
             content=parsed.content if has_calls else text,
             tool_calls=tuple(
-                dataclasses.replace(call, call_id=f"c{next(self._num_calls):08d}")
-                for call in parsed.calls
+                ToolCall(call_id=f"c{next(self._num_calls):08d}", name=name, arguments=arguments)
+                for name, arguments in parsed.calls
             ),
             bad_call=parsed.bad_call,
             finish_reason=finish_reason,

@@ -114,5 +114,5 @@ class Branches:
         return max(extended, key=lambda branch: len(branch.tokens), default=None)
 
     def finish(self) -> list[Branch]:
-        """Those that there are; empty if no turn was added."""
+        """All branches; none if no turn was added."""
         return list(self._branches)

@@ -67,7 +67,7 @@ def vocab_size(model_path: str, tokenizer: Tokenizer, *, trust_remote_code: bool
 ZERO_WIDTH_SPACE = "\u200b"
 _MARK = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 """Some models' marks are not listed as special tokens. Others that are not (<think>, <tool_call>,
-HTML, runs of spaces) are words that anybody may use."""
+HTML, runs of spaces) are words for everyone."""
 
 
 class PlainWords:

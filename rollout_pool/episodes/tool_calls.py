@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.choices import ToolParser
-from rollout_pool.episodes.env import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -28,14 +27,18 @@ SHOWN = 80
 """Characters of a broken call that are quoted."""
 
 
+Call = tuple[str, dict[str, Any]]
+"""Name of the tool, and its arguments."""
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ParsedAnswer:
     """One answer, taken apart."""
 
     content: str
     """What stands around the calls; the text as it was if there is none."""
-    calls: tuple[ToolCall, ...] = ()
-    """In the order in which they were written; `call_id` is the place among them."""
+    calls: tuple[Call, ...] = ()
+    """In the order in which they were written."""
     bad_call: str | None = None
     """Why the first thing that should have been a call is none."""
 
@@ -48,16 +51,12 @@ def parse_tool_calls(parser: ToolParser, text: str) -> ParsedAnswer:
         return ParsedAnswer(content=text)
     return ParsedAnswer(
         content=(thoughts + content).strip(),
-        calls=tuple(
-            ToolCall(call_id=str(place), name=name, arguments=arguments)
-            for place, (name, arguments) in enumerate(calls)
-        ),
+        calls=tuple(calls),
         bad_call=bad_call,
     )
 
 
-_Call = tuple[str, dict[str, Any]]
-_Parsed = tuple[str, list[_Call], str | None]
+_Parsed = tuple[str, list[Call], str | None]
 """Content, calls, why one is none."""
 
 
@@ -115,7 +114,7 @@ def _parse_llama3(text: str) -> _Parsed:
         if not _LLAMA_START.match(text):
             return text, [], None
         before, tag, rest = "", "", text
-    calls: list[_Call] = []
+    calls: list[Call] = []
     while True:
         try:
             value, end = _read_json(rest)
@@ -160,7 +159,7 @@ def _read_json(text: str) -> tuple[Any, int]:
         raise _BadCall(f"not valid JSON ({reason}): {written[:SHOWN]!r}") from None
 
 
-def _as_call(value: Any) -> _Call:
+def _as_call(value: Any) -> Call:
     """Keys besides the name and the arguments are of no account."""
     if not isinstance(value, dict):
         raise _BadCall(f"a call must be a JSON object, not {_shown(value)}")

@@ -111,7 +111,7 @@ class ToolEnv:
 
 
 class ToolError(Exception):
-    """Told to the model in these words alone."""
+    """The model reads this message alone."""
 
 
 def _bad_call_message(why: str) -> Message:
@@ -202,7 +202,7 @@ def _schema(
 
 
 def _type_schema(hint: Any, what: str) -> dict[str, Any]:
-    """Of an annotation: the types of JSON, lists and dicts of them, Literal, unions of all that."""
+    """The JSON schema of an annotation: JSON's types, lists and dicts of them, Literal, unions."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint in _JSON_TYPES:
         return {"type": _JSON_TYPES[hint]}

@@ -54,7 +54,7 @@ class EngineClient(Protocol):
         called after each time. `request_id` must be unique among all that the engine ever gets, and
         none may begin with another. Returns without a finish_reason only after `stop`. Raises
         EngineError or BadLogprobs; what has arrived before stays in the sample and is good. When
-        cancelled, the engine is told to stop.
+        cancelled, the engine is asked to stop.
         """
         ...
 

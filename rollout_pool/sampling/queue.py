@@ -22,7 +22,7 @@ _arrivals = count()
 
 
 class Needs(NamedTuple):
-    """What decides which engines may serve a sample."""
+    """The requirements that decide which engines may serve a sample."""
 
     engine: str | None
     """The only engine that may serve it, if one was named."""
@@ -30,7 +30,7 @@ class Needs(NamedTuple):
 
 
 class QueueKey(NamedTuple):
-    """What the samples of one queue have in common."""
+    """The samples of one queue have these in common."""
 
     needs: Needs
     failed: frozenset[str]
@@ -52,7 +52,7 @@ class Waiter:
     key: QueueKey = field(init=False)
 
     def __post_init__(self) -> None:
-        # As they are now: it is found in the line by them when it leaves.
+        # Taken now: the line finds it by them when it leaves.
         self.order = (self.sample.order, next(_arrivals))
         needs = Needs(self.sample.engine, self.sample.min_version)
         self.key = QueueKey(needs, frozenset(self.failed))
@@ -99,7 +99,7 @@ def _order(waiter: Waiter) -> tuple[int, int]:
 
 @dataclass(kw_only=True, slots=True)
 class _Waiters:
-    """Those with the same needs, first come first."""
+    """Waiters with the same needs, first come first."""
 
     progress_at: float = float("-inf")
     """When an engine that may serve them was last seen to make progress."""

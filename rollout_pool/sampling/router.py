@@ -59,7 +59,7 @@ class Router:
         self._alarm: asyncio.TimerHandle | None = None
         self._situation = "nothing is known of them yet"
 
-    # What it learns ---------------------------------------------------------------------------
+    # Reports ----------------------------------------------------------------------------------
 
     def follow(self, versions: Mapping[str, int], trainer: int, max_staleness: int) -> None:
         """Takes the version that each engine serves now (without those that serve none), and the

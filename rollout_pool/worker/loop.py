@@ -159,9 +159,7 @@ class RolloutWorker:
         if self._error is not None:
             raise self._error
         if not await self._buffer.flush(FLUSH_TIMEOUT_S):
-            log.warning(
-                "Redis may lose the last groups: it has not confirmed that they are on its disk"
-            )
+            log.warning("Redis has not confirmed that the last groups are on its disk")
         return WorkerReport(
             num_groups=self._finisher.num_groups,
             num_failed=self._finisher.num_failed,

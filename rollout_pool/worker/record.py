@@ -3,8 +3,8 @@
     rollouts/worker-0.jsonl      a line a group; when it is full it becomes worker-0.jsonl.1,
     rollouts/worker-0.jsonl.1    that one .2, ... and the oldest is removed
 
-Which groups is decided by their ids alone, so that it can be said beforehand. Trouble with the disk
-costs lines and nothing else.
+The ids of the groups alone decide which, so that it is known beforehand. A disk that fails costs
+lines and nothing else.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Recorded:
 
     group: TrajectoryGroup
     text: str
-    """Of the prompt, as its task words it."""
+    """The prompt, as its task words it."""
     at: float
     """Unix time."""
     worker: str
@@ -204,7 +204,7 @@ def _numbers(name: str, numbers: NDArray[Any]) -> Iterator[str]:
 def _piece(numbers: NDArray[Any]) -> str:
     """Read again as the type that they had, they are the same."""
     if numbers.dtype in (np.float16, np.float32) and np.isfinite(numbers).all():
-        # Nine digits tell any two of them apart, and are half as long as all of a float64's.
+        # Nine digits distinguish any two of them, and are half as long as all of a float64's.
         return ",".join([f"{number:.9g}" for number in numbers.tolist()])
     return json.dumps(numbers.tolist(), separators=(",", ":"))[1:-1]
 
