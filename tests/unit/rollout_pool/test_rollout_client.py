@@ -10,7 +10,7 @@ from buffer.types import SamplingParams, VersionSpan
 from configs.choices import PauseMode
 from rollout_pool.engines.batching import new_tokens
 from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, EngineLoad, SampleRefused
-from rollout_pool.sampling.sample import Sample
+from tests.support.rollout import make_sample, spans, until
 from weight_sync.types import GroupSpec, TensorSpec
 
 GROUP = GroupSpec(
@@ -25,18 +25,6 @@ GROUP = GroupSpec(
 )
 
 
-def make_sample(number=0, **fields):
-    return Sample(
-        **{
-            "sample_id": f"g.{number}",
-            "prompt": [5, 6, 7],
-            "sampling": SamplingParams(temperature=0.7),
-            "max_new_tokens": 8,
-            **fields,
-        }
-    )
-
-
 async def ask(client, sample, on_arrival=None):
     """The sample, or what was raised."""
     try:
@@ -48,16 +36,6 @@ async def ask(client, sample, on_arrival=None):
 
 async def ask_all(client, samples):
     return await asyncio.gather(*(ask(client, sample) for sample in samples))
-
-
-def spans(sample):
-    return [(span.version, span.start, span.end) for span in sample.version_spans]
-
-
-async def until(holds):
-    async with asyncio.timeout(10):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def test_samples_of_one_moment_share_a_call_and_each_gets_its_own_tokens(
@@ -231,15 +209,6 @@ async def test_a_version_that_no_trainer_published_is_refused(
     assert sample.output_ids == [] and sample.num_wasted > 0
 
 
-@pytest.mark.parametrize("told", [[("1", 0, 2)], [("1", 1, 3)], [("1", 0, 1), ("2", 2, 3)]])
-async def test_spans_that_leave_a_token_without_a_version_are_refused(
-    fake, client, make_reply, told
-):
-    fake.reply = lambda rid: make_reply(versions=told)
-    error = await ask(client, make_sample())
-    assert isinstance(error, SampleRefused) and "do not cover 3 tokens" in str(error)
-
-
 @pytest.mark.parametrize(
     "logprobs",
     [[-0.5, None, -0.5], [-0.5, float("nan"), -0.5], [-0.5, float("-inf"), -0.5], [-0.5, 0.1, 0.0]],
@@ -255,36 +224,26 @@ async def test_logprobs_that_cannot_be_trained_on_are_refused_for_their_sample_a
     assert samples[0].num_wasted == 2
 
 
-async def test_missing_logprobs_are_refused(fake, client, make_reply):
-    fake.reply = lambda rid: make_reply(logprobs=[-0.5])
-    assert isinstance(await ask(client, make_sample()), BadLogprobs)
-
-
-async def test_a_sample_that_the_engine_aborts_is_told_and_keeps_its_tokens(
-    fake, client, make_reply
+@pytest.mark.parametrize(
+    ("reply", "error", "message", "num_kept"),
+    [
+        ({"finish_type": "abort"}, EngineError, "gave a sample up", 3),
+        ({"finish_type": "abort", "abort_status": 500}, SampleRefused, "gave a sample up", 1),
+        ({"finish_type": None}, EngineError, "engine-0 ended an answer before 1 of its samples", 1),
+        ({"logprobs": [-0.5]}, BadLogprobs, "those of other tokens", 1),
+        ({"versions": [("1", 0, 2)]}, SampleRefused, "do not cover 3 tokens", 1),
+        ({"versions": [("1", 1, 3)]}, SampleRefused, "do not cover 3 tokens", 1),
+        ({"versions": [("1", 0, 1), ("2", 2, 3)]}, SampleRefused, "do not cover 3 tokens", 1),
+    ],
+)
+async def test_broken_answer_is_an_error_and_tokens_before_it_stay(
+    fake, client, make_reply, reply, error, message, num_kept
 ):
-    fake.reply = lambda rid: make_reply(finish_type="abort")
+    fake.reply = lambda rid: make_reply(**reply)
     sample = make_sample()
-    error = await ask(client, sample)
-    assert isinstance(error, EngineError) and "gave a sample up" in str(error)
-    assert len(sample.output_ids) == 3 and sample.finish_reason is None
-
-
-async def test_what_comes_with_an_engines_own_error_is_no_sample(fake, client, make_reply):
-    fake.reply = lambda rid: make_reply(finish_type="abort", abort_status=500)
-    sample = make_sample()
-    error = await ask(client, sample)
-    assert isinstance(error, SampleRefused) and "gave a sample up" in str(error)
-    assert sample.output_ids == [11]
-
-
-async def test_an_answer_that_ends_early_is_an_error_that_names_the_engine(
-    fake, client, make_reply
-):
-    fake.reply = lambda rid: make_reply(finish_type=None)
-    error = await ask(client, make_sample())
-    assert isinstance(error, EngineError)
-    assert "engine-0 ended an answer before 1 of its samples" in str(error)
+    raised = await ask(client, sample)
+    assert isinstance(raised, error) and message in str(raised)
+    assert len(sample.output_ids) == num_kept and sample.finish_reason is None
 
 
 async def test_a_refused_call_is_an_error_with_the_engines_words(fake, client):
@@ -302,15 +261,15 @@ async def test_one_bad_sample_does_not_fail_those_that_shared_its_call(fake, cli
     assert [samples[i].finish_reason for i in (0, 2, 3)] == ["stop"] * 3
 
 
-async def test_silence_longer_than_the_limit_is_an_error_but_a_long_answer_is_not(
-    fake, client, make_reply
-):
-    fake.reply = lambda rid: make_reply(delay_s=3.0)  # the client's limit is 2 s
+async def test_silence_longer_than_the_limit_is_an_error_but_a_long_answer_is_not(fake, make_reply):
+    client = fake.client("engine-0", request_timeout_s=0.8)
+    fake.reply = lambda rid: make_reply(delay_s=1.2)
     error = await ask(client, make_sample())
     assert "engine-0 did not answer /generate: ReadTimeout" in str(error)
-    fake.reply = lambda rid: make_reply(delay_s=0.6 * (1 + int(rid[2])))  # 4.8 s in all
+    fake.reply = lambda rid: make_reply(delay_s=0.2 * (1 + int(rid[2])))  # 1.6 s in all
     samples = [make_sample(i) for i in range(8)]
     assert await ask_all(client, samples) == samples
+    await client.close()
 
 
 async def test_nobody_listening_is_an_error_that_names_the_engine(fake):
@@ -398,16 +357,10 @@ async def test_prefixes_are_keyed_by_the_latest_version_seen(fake):
     fake.version = "12"
     await ask(client, make_sample(0))
     await ask(client, make_sample(1))
-    assert [body["extra_key"] for body in fake.bodies("/generate")] == ["v0", "v12"]
-    await client.close()
-
-
-async def test_a_version_that_the_run_tells_of_keys_prefixes_too(fake):
-    client = fake.client("engine-0", keys_prefix_by_version=True)
-    client.note_version(7)
-    client.note_version(6)
-    await ask(client, make_sample())
-    assert [body["extra_key"] for body in fake.bodies("/generate")] == ["v7"]
+    client.note_version(14)
+    client.note_version(13)
+    await ask(client, make_sample(2))
+    assert [body["extra_key"] for body in fake.bodies("/generate")] == ["v0", "v12", "v14"]
     await client.close()
 
 

@@ -6,18 +6,14 @@ import asyncio
 
 import pytest
 
-from buffer.types import SamplingParams, VersionSpan
-from configs.choices import ToolParser
+from buffer.types import SamplingParams
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.request import EpisodeClock, EpisodeFailed, EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
-from trainer_pool.model.scratch import byte_tokenizer
-
-TOKENIZER = byte_tokenizer()
+from tests.support.rollout import EOS, plain_chat, write
 
 
 class SlowEngine:
@@ -42,9 +38,7 @@ class SlowEngine:
                 return
         except TimeoutError:
             pass
-        sample.output_ids.append(TOKENIZER.eos_token_id)
-        sample.logprobs.append(-0.5)
-        sample.version_spans.append(VersionSpan(version=0, start=0, end=1))
+        write(sample, [EOS], version=0)
         sample.finish_reason = "stop"
         on_arrival()
 
@@ -56,7 +50,7 @@ def make_runner(engine: SlowEngine, timeout_s: float) -> EpisodeRunner:
     """With a single place for all of its samples."""
     router = Router([engine], wait_timeout_s=30.0, max_running_requests=1)
     router.follow({"engine-0": 0}, 0, 0)
-    chat = ChatFormat(TOKENIZER, chat_template=False, tool_parser=ToolParser.hermes)
+    chat = plain_chat()
     task = TaskConfig(episode_timeout_s=timeout_s)
     return EpisodeRunner(Sampler(router, max_retries=1), chat, task, RolloutConfig())
 

@@ -8,10 +8,9 @@ from itertools import combinations
 
 import pytest
 
-from buffer.types import SamplingParams, VersionSpan
-from configs.choices import OnLongPrompt, ToolParser
+from buffer.types import SamplingParams
+from configs.choices import OnLongPrompt
 from configs.rollout_schema import EvalConfig, RolloutConfig, TaskConfig
-from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.rewards.score import Score
@@ -20,19 +19,7 @@ from rollout_pool.tasks.environments import EnvEpisodes
 from rollout_pool.tasks.task import Prompt
 from rollout_pool.worker.evaluate import EvaluationFailed, Evaluator, pass_at_k, sample_sizes
 from rollout_pool.worker.loop import PromptReader
-
-
-class Letters:
-    """A tokenizer with a token a letter."""
-
-    eos_token_id = 0
-    added_tokens_decoder: dict[int, object] = {}  # noqa: RUF012
-
-    def encode(self, text, *, add_special_tokens=True):
-        return [ord(letter) for letter in text]
-
-    def decode(self, token_ids, *, skip_special_tokens=False):
-        return "".join(chr(t) for t in token_ids if t or not skip_special_tokens)
+from tests.support.rollout import EOS, plain_chat, write
 
 
 class Questions:
@@ -76,10 +63,7 @@ class Oracle:
         await asyncio.sleep(0)
         if isinstance(said, Exception):
             raise said
-        sample.output_ids += [*map(ord, said), 0]
-        number = len(sample.output_ids)
-        sample.logprobs += [-0.5] * number
-        sample.version_spans.append(VersionSpan(version=self.version, start=0, end=number))
+        write(sample, [*map(ord, said), EOS], self.version)
         sample.finish_reason = "stop"
 
     def interrupt(self, sample):
@@ -103,8 +87,7 @@ def make():
             max_prompt_tokens=max_prompt_tokens,
             on_long_prompt=OnLongPrompt.skip,
         )
-        tokenizer = Letters()
-        chat = ChatFormat(tokenizer, chat_template=False, tool_parser=ToolParser.hermes)
+        chat = plain_chat()
         oracle, reader = Oracle(answer), PromptReader(chat, task, rollout)
         evaluator = Evaluator(
             source=EnvEpisodes(

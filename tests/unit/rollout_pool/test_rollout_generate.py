@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from buffer.types import PromptRef, SamplingParams, VersionSpan
-from configs.choices import ToolParser
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import Message, Observation, SingleTurn, Step
 from rollout_pool.episodes.episode import Branch, Episode
 from rollout_pool.episodes.runner import EpisodeRunner
@@ -21,11 +19,9 @@ from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.tasks.environments import EnvEpisodes
 from rollout_pool.tasks.task import Prompt
 from rollout_pool.worker.finish import GroupFailed, GroupGenerator, make_trajectories
-from rollout_pool.worker.group_run import GroupRun
-from trainer_pool.model.scratch import byte_tokenizer
+from rollout_pool.worker.group_run import GroupRun, Spent
+from tests.support.rollout import EOS, plain_chat, until, write
 
-TOKENIZER = byte_tokenizer()
-EOS = TOKENIZER.eos_token_id
 SAMPLING = SamplingParams(temperature=0.8)
 
 
@@ -55,12 +51,12 @@ class Model:
         if place in self.errors:
             raise self.errors[place]
         if not sample.output_ids:
-            self._write(sample, ord(str(place)))
+            write(sample, [ord(str(place))], 6 + place, -0.25)
             stop = self._interrupted.setdefault(sample, asyncio.Event())
             await self._wait(sample, stop)
             if stop.is_set():
                 raise Interrupted
-        self._write(sample, EOS)
+        write(sample, [EOS], 6 + place, -0.25)
         sample.finish_reason = "stop"
 
     async def _wait(self, sample, stop):
@@ -76,13 +72,6 @@ class Model:
         finally:
             for wait in waits:
                 wait.cancel()
-
-    def _write(self, sample, token):
-        place = len(sample.output_ids)
-        sample.output_ids.append(token)
-        sample.logprobs.append(-0.25)
-        version = 6 + place_of(sample)
-        sample.version_spans.append(VersionSpan(version=version, start=place, end=place + 1))
 
     def interrupt(self, sample):
         self._interrupted[sample].set()
@@ -146,19 +135,13 @@ def new_run(**more):
 
 
 async def generate(run, model, scorer, env_factory=None, **task):
-    chat = ChatFormat(TOKENIZER, chat_template=False, tool_parser=ToolParser.hermes)
+    chat = plain_chat()
     config = TaskConfig(**{"max_turns": 4, **task})
     run.source = EnvEpisodes(
         EpisodeRunner(model, chat, config, RolloutConfig()),
         Words().environment if env_factory is None else env_factory,
     )
     return await GroupGenerator(scorer=scorer, sampling=SAMPLING, group_size=4).generate(run)
-
-
-async def reaches(condition):
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def branch(tokens, loss_mask, finish_reason="stop", version=7):
@@ -218,10 +201,7 @@ async def test_a_group_has_its_episodes_in_order_each_with_its_own_reward(model,
     assert [t.reward_parts for t in group.trajectories] == [{"half": i / 2} for i in range(4)]
     assert [t.episode for t in group.trajectories] == [0, 1, 2, 3]
     assert [bytes(t.tokens[:3].tolist()) for t in group.trajectories] == [
-        b"3?0",
-        b"3?1",
-        b"3?2",
-        b"3?3",
+        f"3?{i}".encode() for i in range(4)
     ]
     assert (current.spent.num_tokens, current.spent.oldest_version, group.min_version) == (8, 6, 6)
     assert current.running == [] and current.num_unscored == 0
@@ -231,12 +211,7 @@ async def test_all_members_are_asked_for_in_the_same_turn_of_the_loop(model, sco
     await generate(new_run(order=5), model, scorer)
     assert model.asked_at_once == 4
     assert {sample.order for sample in model.asked} == {5}
-    assert sorted(sample.sample_id for sample in model.asked) == [
-        "g.0.0",
-        "g.1.0",
-        "g.2.0",
-        "g.3.0",
-    ]
+    assert sorted(sample.sample_id for sample in model.asked) == [f"g.{i}.0" for i in range(4)]
 
 
 async def test_an_episode_is_scored_while_its_siblings_still_generate(model, scorer):
@@ -247,11 +222,7 @@ async def test_an_episode_is_scored_while_its_siblings_still_generate(model, sco
     async with asyncio.timeout(5):
         await scorer.has_scored.wait()
         assert scorer.scored == ["2"]
-        assert (len(current.running), current.spent.num_tokens, current.spent.oldest_version) == (
-            3,
-            5,
-            6,
-        )
+        assert len(current.running) == 3 and current.spent.num_tokens == 5
         gate.set()
         await running
     assert sorted(scorer.scored) == ["0", "1", "2", "3"]
@@ -324,63 +295,25 @@ async def test_an_episode_that_no_service_could_score_fails_its_group(model, sco
     assert current.num_unscored == 1 and model.stopped == [3]
 
 
-async def test_a_flight_adds_up_what_its_samples_say(model, scorer):
+async def test_run_adds_up_its_samples_and_keeps_only_numbers_of_the_ended(model, scorer):
     gate = asyncio.Event()
-    model.gates = {0: gate}
+    model.gates = {0: gate, 2: gate}
     current = new_run()
-    assert current.spent.oldest_version is None and len(current.running) == 0
+    assert current.spent == Spent()
     running = asyncio.create_task(generate(current, model, scorer))
-    await reaches(lambda: len(current.running) == 1)
-    [sample] = current.samples
-    sample.num_refused, sample.num_wasted, sample.num_failures = 1, 10, 2
-    assert (current.spent.num_refused, current.spent.num_wasted, current.spent.num_failures) == (
-        1,
-        10,
-        2,
-    )
-    assert (current.spent.num_tokens, current.spent.longest, current.spent.oldest_version) == (
-        7,
-        2,
-        6,
-    )
+    await until(lambda: current.spent.num_tokens == 6)
+    assert {sample.sample_id for sample in current.samples} == {"g.0.0", "g.2.0"}
+    for sample in current.running:
+        sample.num_refused, sample.num_wasted, sample.num_failures = 1, 10, 2
+    costs = {"num_refused": 2, "num_wasted": 20, "num_failures": 4, "longest": 2}
+    assert current.spent == Spent(num_tokens=6, oldest_version=6, **costs)
     gate.set()
     await running
-    assert (current.spent.num_refused, current.spent.num_wasted, current.spent.num_failures) == (
-        1,
-        10,
-        2,
-    )
-    assert (current.spent.num_tokens, current.spent.longest, current.spent.oldest_version) == (
-        8,
-        2,
-        6,
-    )
+    assert current.samples == set()
+    assert current.spent == Spent(num_tokens=8, oldest_version=6, **costs)
 
 
-async def test_of_samples_that_have_ended_a_flight_keeps_numbers_alone(model, scorer):
-    gate = asyncio.Event()
-    model.gates = {2: gate}
-    current = new_run()
-    running = asyncio.create_task(generate(current, model, scorer))
-    await reaches(lambda: current.spent.num_tokens == 7)
-    assert {sample.sample_id for sample in current.samples} == {"g.2.0"}
-    gate.set()
-    await running
-    assert current.samples == set() and current.spent.num_tokens == 8
-
-
-async def test_the_oldest_version_of_a_sample_that_has_ended_is_known(model, scorer):
-    gate = asyncio.Event()
-    model.gates = {3: gate}
-    current = new_run()
-    running = asyncio.create_task(generate(current, model, scorer))
-    await reaches(lambda: current.spent.num_tokens == 7)
-    assert len(current.running) == 1 and current.spent.oldest_version == 6
-    gate.set()
-    await running
-
-
-async def test_an_interrupted_member_waits_until_the_flight_lets_it_go_on(model, scorer):
+async def test_interrupted_member_waits_until_its_run_lets_it_go_on(model, scorer):
     model.gates = {2: asyncio.Event()}
     waiting, may = [], asyncio.Event()
 
@@ -390,10 +323,10 @@ async def test_an_interrupted_member_waits_until_the_flight_lets_it_go_on(model,
 
     current = new_run(may_go_on=may_go_on)
     running = asyncio.create_task(generate(current, model, scorer))
-    await reaches(lambda: len(current.running) == 1)
-    [sample] = [sample for sample in current.samples if sample.finish_reason is None]
+    await until(lambda: len(current.running) == 1)
+    [sample] = current.running
     model.interrupt(sample)
-    await reaches(lambda: waiting == [sample])
+    await until(lambda: waiting == [sample])
     assert not running.done() and len(current.running) == 1
     may.set()
     async with asyncio.timeout(5):
@@ -430,8 +363,8 @@ async def test_over_http_an_interrupted_sample_resumes_with_its_tokens_and_their
     )
     current = new_run()
     running = asyncio.create_task(generate(current, sampler, scorer))
-    await reaches(lambda: len(current.running) == 1 and current.spent.num_tokens == 7)
-    [sample] = [sample for sample in current.samples if sample.finish_reason is None]
+    await until(lambda: len(current.running) == 1 and current.spent.num_tokens == 7)
+    [sample] = current.running
     assert sample.sample_id == held
     fake.version = "7"
     sampler.interrupt(sample)

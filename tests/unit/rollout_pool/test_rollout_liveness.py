@@ -15,6 +15,7 @@ import pytest
 from processes.silence import wait_silent
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.engines.lifecycle import EnginePulse
+from tests.support.rollout import until
 
 
 async def no(timeout_s):
@@ -71,12 +72,6 @@ def server():
         os.kill(each, signal.SIGKILL)
     process.stdin.close()
     process.wait()
-
-
-async def until(condition, timeout_s=10.0):
-    async with asyncio.timeout(timeout_s):
-        while not await condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_an_engine_is_alive_while_its_scheduler_works_or_waits_and_not_while_it_is_stopped(

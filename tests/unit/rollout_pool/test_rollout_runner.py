@@ -7,17 +7,14 @@ import asyncio
 import pytest
 
 from buffer.types import SamplingParams, VersionSpan
-from configs.choices import OnLongPrompt, ToolParser
+from configs.choices import OnLongPrompt
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import Message, Observation, SingleTurn, Step, ToolSpec
 from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.sampling.sample import Interrupted, Priority, SampleFailed
-from trainer_pool.model.scratch import byte_tokenizer
+from tests.support.rollout import EOS, plain_chat, write
 
-TOKENIZER = byte_tokenizer()
-EOS = TOKENIZER.eos_token_id
 VERSION = 4
 
 
@@ -40,7 +37,8 @@ class Model:
         if isinstance(line, Exception):
             raise line
         tokens = [*line.removesuffix("...").encode()]
-        self._write(sample, tokens if line.endswith("...") else [*tokens, EOS])
+        tokens = tokens if line.endswith("...") else [*tokens, EOS]
+        write(sample, tokens[: sample.num_left], VERSION)
         if line.endswith("..."):
             self.hangs.set()
             await stop.wait()
@@ -49,16 +47,6 @@ class Model:
         if stop.is_set():
             raise Interrupted
         sample.finish_reason = "stop" if sample.output_ids[-1] == EOS else "length"
-
-    def _write(self, sample, tokens):
-        tokens = tokens[: sample.num_left]
-        start = len(sample.output_ids)
-        if not tokens:
-            return
-        sample.output_ids += tokens
-        sample.logprobs += [-0.5] * len(tokens)
-        span = VersionSpan(version=VERSION, start=start, end=len(sample.output_ids))
-        sample.version_spans.append(span)
 
     def interrupt(self, sample):
         if not self.is_deaf and sample in self._interrupted:
@@ -97,7 +85,7 @@ class Talk:
 
 def runner(model, rollout=None, heeds_interrupt_s=5.0, **task):
     config = TaskConfig(**{"max_turns": 8, **task})
-    chat = ChatFormat(TOKENIZER, chat_template=False, tool_parser=ToolParser.hermes)
+    chat = plain_chat()
     return EpisodeRunner(
         model, chat, config, rollout or RolloutConfig(), heeds_interrupt_s=heeds_interrupt_s
     )

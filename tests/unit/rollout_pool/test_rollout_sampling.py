@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from buffer.types import SamplingParams
 from rollout_pool.sampling.router import Router
-from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
+from rollout_pool.sampling.sample import Interrupted, SampleFailed
 from rollout_pool.sampling.sampler import Sampler
+from tests.support.rollout import make_sample, spans, until
 
 
 @pytest.fixture
@@ -24,30 +24,8 @@ def sampler(router):
     return Sampler(router, max_retries=1)
 
 
-def make_sample(number=0, **fields):
-    return Sample(
-        **{
-            "sample_id": f"g.{number}",
-            "prompt": [5, 6, 7],
-            "sampling": SamplingParams(),
-            "max_new_tokens": 8,
-            **fields,
-        }
-    )
-
-
-def spans(sample):
-    return [(span.version, span.start, span.end) for span in sample.version_spans]
-
-
 def rids(fake):
     return [rid for body in fake.bodies("/generate") for rid in body["rid"]]
-
-
-async def until(holds):
-    async with asyncio.timeout(10):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_sample_ends_with_its_owner_told_at_each_arrival(

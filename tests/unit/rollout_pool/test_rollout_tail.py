@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from buffer.types import PromptRef, SamplingParams
+from buffer.types import PromptRef
 from configs.choices import TailPolicy
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.cancelling import end_tasks
@@ -28,6 +28,7 @@ from rollout_pool.worker.stragglers import (
     WaitingRoom,
     build_tail,
 )
+from tests.support.rollout import make_sample, until
 
 
 class CountStore:
@@ -102,7 +103,7 @@ class Scene:
             source=source or Unasked(),
         )
         for n in range(num_samples):
-            run.note_sample(_sample(f"0-{order}.{n}"))
+            run.note_sample(make_sample(n, prompt=[1]))
         self.tail.begin(run)
         return run
 
@@ -120,10 +121,6 @@ class Scene:
         return self.store.counts
 
 
-def _sample(name: str) -> Sample:
-    return Sample(sample_id=name, prompt=[1], sampling=SamplingParams(), max_new_tokens=8)
-
-
 class Unasked(EpisodeSource):
     """A worker's own source, which plays nothing here."""
 
@@ -135,12 +132,6 @@ class Stranger(Unasked):
     """A program elsewhere that takes all the time in the world."""
 
     is_external = True
-
-
-async def _until(condition, timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def _stopped(run: GroupRun) -> list[asyncio.Task[None]]:
@@ -161,7 +152,7 @@ async def test_samples_wait_for_the_new_version_and_the_stalest_goes_first() -> 
     async with scene.running():
         await asyncio.sleep(0)
         scene.versions.tell(trainer=1)
-        await _until(lambda: len(scene.interrupted) == 5)
+        await until(lambda: len(scene.interrupted) == 5)
         assert ended not in scene.interrupted
         resumed = [asyncio.create_task(go_on(f, s)) for f in runs for s in f.samples - {ended}]
         await asyncio.sleep(0.05)
@@ -178,7 +169,7 @@ async def test_a_sample_that_is_told_late_does_not_wait_for_the_next_version() -
     async with scene.running():
         await asyncio.sleep(0)
         scene.versions.tell(trainer=1, engines=1)
-        await _until(lambda: len(scene.interrupted) == 2)
+        await until(lambda: len(scene.interrupted) == 2)
         await asyncio.sleep(0.05)
         await asyncio.wait_for(asyncio.gather(*_stopped(run)), 1)
 
@@ -219,7 +210,7 @@ async def test_a_slow_group_waits_while_a_batch_is_ready_and_goes_on_when_it_is_
         scene.is_full = True
         # `other` becomes slow as well at the first look: a third keeps both from being alone.
         keeper = asyncio.create_task(_keep_one_young(scene))
-        await _until(lambda: slow.samples <= set(scene.interrupted))
+        await until(lambda: slow.samples <= set(scene.interrupted))
         assert slow.order == 100 and {sample.order for sample in slow.samples} == {100}
         waiting = _stopped(slow)
         await asyncio.sleep(0.05)
@@ -228,7 +219,7 @@ async def test_a_slow_group_waits_while_a_batch_is_ready_and_goes_on_when_it_is_
         await asyncio.wait_for(asyncio.gather(*waiting), 3)
         before = len(scene.interrupted)
         scene.is_full = True  # once more: the last time, after which it goes first
-        await _until(lambda: slow.samples <= set(scene.interrupted[before:]))
+        await until(lambda: slow.samples <= set(scene.interrupted[before:]))
         assert slow.order == 0 and {sample.order for sample in slow.samples} == {0}
         await asyncio.wait_for(asyncio.gather(*_stopped(slow)), 3)
         after = scene.interrupted.count(next(iter(slow.samples)))
@@ -267,14 +258,14 @@ async def test_a_turn_that_a_postponed_group_begins_is_stopped_as_well() -> None
     async with scene.running():
         keeper = asyncio.create_task(_keep_one_young(scene))
         scene.is_full = True
-        await _until(lambda: scene.interrupted == [talking])
+        await until(lambda: scene.interrupted == [talking])
         waiting = asyncio.create_task(slow.may_go_on(talking))
-        later = _sample("0-10.0.1")
+        later = make_sample(1)
         slow.note_sample(later)
         assert isinstance(scene.tail, Postpone)
         for _ in range(2 * MIN_RECENT):
             scene.tail._pace.note(60.0)  # so that it has not waited for long enough
-        await _until(lambda: later in scene.interrupted)
+        await until(lambda: later in scene.interrupted)
         assert scene.interrupted == [talking, later] and not waiting.done()
         await end_tasks([keeper, waiting])
     assert await scene.counted() == {"groups_postponed": 1, "samples_interrupted": 2}

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import ClassVar
 
 import pytest
 
 from buffer.redis.connection import connect
 from buffer.run_state import RunState
-from buffer.types import PromptRef, SamplingParams, VersionSpan
-from configs.choices import OnLongPrompt, TailPolicy, ToolParser
+from buffer.types import PromptRef, SamplingParams
+from configs.choices import OnLongPrompt, TailPolicy
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.request import EpisodeFailed
 from rollout_pool.episodes.runner import EpisodeRunner
@@ -27,25 +25,10 @@ from rollout_pool.tasks.task import Prompt, TaskStream
 from rollout_pool.types import RolloutSpec
 from rollout_pool.worker.finish import GroupFailed, GroupGenerator
 from rollout_pool.worker.loop import PromptReader, RolloutWorker
+from tests.support.rollout import plain_chat, until, write
 
 GROUPS_PER_STEP = 2
 TASK = TaskConfig()
-
-
-class Letters:
-    """One token a letter."""
-
-    eos_token_id = 0
-    added_tokens_decoder: ClassVar[dict[int, object]] = {}
-
-    def encode(self, text, *, add_special_tokens=True):
-        return [ord(letter) for letter in text]
-
-    def decode(self, token_ids, *, skip_special_tokens=False):
-        return "".join(chr(token) for token in token_ids if token)
-
-    def apply_chat_template(self, conversation, *, add_generation_prompt, tokenize):
-        raise AssertionError("not asked for")
 
 
 class Numbers:
@@ -98,7 +81,7 @@ class Scribe:
             sample.num_failures += 1
             raise SampleFailed("the engine is out of order")
         stop = self._stops[sample] = asyncio.Event()
-        self._write(sample, [ord("0")] if not sample.output_ids else [])
+        write(sample, [ord("0")] if not sample.output_ids else [], self.version)
         try:
             if self.holding(sample):
                 waits = [asyncio.create_task(event.wait()) for event in (stop, self.go)]
@@ -114,20 +97,12 @@ class Scribe:
                 await self.go.wait()
             raise
         await asyncio.sleep(self.pause_s)
-        self._write(sample, [*map(ord, self.answer(sample)), 0])
+        write(sample, [*map(ord, self.answer(sample)), 0], self.version)
         sample.finish_reason = "stop"
 
     def interrupt(self, sample):
         if sample in self._stops:
             self._stops[sample].set()
-
-    def _write(self, sample, tokens):
-        if tokens:
-            start = len(sample.output_ids)
-            sample.output_ids += tokens
-            sample.logprobs += [-0.5] * len(tokens)
-            span = VersionSpan(version=self.version, start=start, end=len(sample.output_ids))
-            sample.version_spans = [*sample.version_spans, span]
 
 
 class SlowBuffer:
@@ -246,8 +221,7 @@ async def make_worker(scribe, scorer, state, redis_url, run_name, buffer_factory
             engine_key="a-key",
             weights_key="another-key",
         )
-        task, tokenizer = Numbers(), Letters()
-        chat = ChatFormat(tokenizer, chat_template=False, tool_parser=ToolParser.hermes)
+        task, chat = Numbers(), plain_chat()
         watching = asyncio.get_running_loop().create_future()
         position = (await state.task_positions()).get(0, 0)
         make.source = EnvEpisodes(EpisodeRunner(scribe, chat, TASK, config), task.environment)
@@ -286,11 +260,13 @@ async def make_worker(scribe, scorer, state, redis_url, run_name, buffer_factory
         await asyncio.wait([task], timeout=10)
 
 
-async def until(condition, timeout_s=20.0):
-    """Waits for something that another task or the server will do."""
-    async with asyncio.timeout(timeout_s):
-        while not await condition():
-            await asyncio.sleep(0.02)
+async def fill(make_worker, **settings):
+    """The buffer that a worker has filled and then left, and the worker's report."""
+    worker, buffer = await make_worker(**settings)
+    running = await make_worker.start(worker)
+    await until(ready(buffer, 2 * GROUPS_PER_STEP))
+    worker.stop()
+    return buffer, await running
 
 
 def ready(buffer, number):
@@ -349,11 +325,7 @@ async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_agai
     played = [External(make_worker.source) for _ in range(GROUPS_PER_STEP)]
     external.groups = list(played)
     running = await make_worker.start(worker)
-
-    async def are_running():
-        return len(scribe.asked) == 2 * GROUPS_PER_STEP
-
-    await until(are_running)
+    await until(lambda: len(scribe.asked) == 2 * GROUPS_PER_STEP)
     scribe.holding = lambda sample: False
     scribe.version = 1
     await buffer.publish_version(1)
@@ -380,11 +352,7 @@ async def test_a_group_that_can_still_make_it_is_left_alone(make_worker, scribe)
     scribe.holding = lambda sample: True
     worker, buffer = await make_worker(max_staleness=1)
     running = await make_worker.start(worker)
-
-    async def are_running():
-        return len(scribe.asked) == 4 * GROUPS_PER_STEP
-
-    await until(are_running)
+    await until(lambda: len(scribe.asked) == 4 * GROUPS_PER_STEP)
     await buffer.publish_version(1)
     await asyncio.sleep(0.3)
     assert not scribe.cancelled
@@ -405,11 +373,8 @@ async def test_the_prompt_of_a_failed_group_runs_again_and_its_group_is_whole(
         return is_first
 
     scribe.failing = fails_once
-    worker, buffer = await make_worker()
-    running = await make_worker.start(worker)
-    await until(ready(buffer, 2 * GROUPS_PER_STEP))
-    worker.stop()
-    assert (await running).num_failed == 1
+    buffer, report = await fill(make_worker)
+    assert report.num_failed == 1
     stats = await buffer.stats()
     assert stats.abandoned_by_reason == {"failed": 1} and stats.rerun == 1
     lease = await consume(buffer, 0, num_groups=4)
@@ -420,11 +385,8 @@ async def test_the_prompt_of_a_failed_group_runs_again_and_its_group_is_whole(
 
 async def test_a_poisonous_prompt_is_put_aside_and_the_worker_goes_on(make_worker, scribe, state):
     scribe.failing = lambda sample: sample.prompt == [ord("1")]
-    worker, buffer = await make_worker(max_group_failures=3)
-    running = await make_worker.start(worker)
-    await until(ready(buffer, 2 * GROUPS_PER_STEP))
-    worker.stop()
-    assert (await running).num_failed == 3
+    buffer, report = await fill(make_worker, max_group_failures=3)
+    assert report.num_failed == 3
     (poisonous,) = await buffer.quarantined_prompts()
     assert (poisonous.index, poisonous.reason, poisonous.times) == (1, "failed", 3)
     assert (await state.counters())["prompts_quarantined"] == 1
@@ -457,11 +419,7 @@ async def test_a_group_that_fails_gives_its_credit_back_whatever_comes_meanwhile
     )
     buffer.before["fail"] = asyncio.Event()
     running = await make_worker.start(worker)
-
-    async def is_failing():
-        return "fail" in buffer.waiting and len(scribe.asked) >= 4
-
-    await until(is_failing)
+    await until(lambda: "fail" in buffer.waiting and len(scribe.asked) >= 4)
     scribe.failing = lambda sample: False
     if ending == "publish":
         scribe.version = 1
@@ -486,11 +444,7 @@ async def test_a_worker_that_ends_while_it_admits_a_group_gives_the_credit_back(
     worker, buffer = await make_worker()
     buffer.before = {"take_retry": asyncio.Event(), "abandon": asyncio.Event()}
     running = await make_worker.start(worker)
-
-    async def is_admitting():
-        return "take_retry" in buffer.waiting
-
-    await until(is_admitting)
+    await until(lambda: "take_retry" in buffer.waiting)
     assert (await buffer.stats()).running == 1
     worker.stop()
     await asyncio.sleep(1.2)  # its loops are told to end again and again
@@ -505,11 +459,7 @@ async def test_a_group_that_is_stopped_before_its_push_arrived_is_counted_as_sto
     worker, buffer = await make_worker()
     buffer.before["push"] = asyncio.Event()
     running = await make_worker.start(worker)
-
-    async def are_pushing():
-        return buffer.waiting.count("push") == 4
-
-    await until(are_pushing)
+    await until(lambda: buffer.waiting.count("push") == 4)
     worker.stop()
     assert (await running).num_groups == 0
     counters = await state.counters()
@@ -536,11 +486,7 @@ async def test_a_group_that_does_not_heed_its_end_is_told_again(make_worker, scr
     scribe.holding, scribe.is_deaf = lambda sample: True, True
     worker, buffer = await make_worker(stop_again_s=0.2)
     running = await make_worker.start(worker)
-
-    async def are_running():
-        return len(scribe.asked) == 8
-
-    await until(are_running)
+    await until(lambda: len(scribe.asked) == 8)
     worker.stop()
     async with asyncio.timeout(10):
         await running
@@ -606,11 +552,7 @@ async def test_a_worker_that_died_runs_its_prompts_again_and_goes_on_where_it_wa
         prompt = PromptRef(task="numbers", index=serial)
         await buffer.begin(f"0-{serial}-dead", prompt, 0, serial + 1)
     scribe.holding = lambda sample: False
-    worker, buffer = await make_worker()
-    running = await make_worker.start(worker)
-    await until(ready(buffer, 2 * GROUPS_PER_STEP))
-    worker.stop()
-    await running
+    buffer, _ = await fill(make_worker)
     lease = await consume(buffer, 0, num_groups=4)
     assert sorted(group.prompt.index for group in lease.groups) == [0, 1, 2, 3]
     stats = await buffer.stats()
@@ -627,11 +569,7 @@ async def test_interrupted_groups_keep_their_tokens_and_end_with_those_of_the_ne
     scribe.holding = lambda sample: True
     worker, buffer = await make_worker(tail=TailPolicy.interrupt_and_resume)
     running = await make_worker.start(worker)
-
-    async def are_running():
-        return len(scribe.asked) == 4 * GROUPS_PER_STEP
-
-    await until(are_running)
+    await until(lambda: len(scribe.asked) == 4 * GROUPS_PER_STEP)
     scribe.holding = lambda sample: False
     scribe.version = 1
     await buffer.publish_version(1)
@@ -683,11 +621,7 @@ async def test_groups_without_variance_are_left_out_and_others_run(make_worker, 
     scribe.answer = lambda sample: (
         "0" if int(chr(sample.prompt[0])) % 2 else str(int(sample.sample_id.split(".")[1]))
     )
-    worker, buffer = await make_worker(filter_zero_variance=True)
-    running = await make_worker.start(worker)
-    await until(ready(buffer, 2 * GROUPS_PER_STEP))
-    worker.stop()
-    await running
+    buffer, _ = await fill(make_worker, filter_zero_variance=True)
     lease = await consume(buffer, 0, num_groups=4)
     assert sorted(group.prompt.index for group in lease.groups) == [0, 2, 4, 6]
     stats = await buffer.stats()
@@ -700,11 +634,7 @@ async def test_without_the_filter_or_beyond_its_budget_nothing_is_left_out(
     make_worker, scribe, state
 ):
     scribe.answer = lambda sample: "0"
-    worker, buffer = await make_worker(filter_zero_variance=True, max_filtered_ratio=0.5)
-    running = await make_worker.start(worker)
-    await until(ready(buffer, 2 * GROUPS_PER_STEP))
-    worker.stop()
-    await running
+    await fill(make_worker, filter_zero_variance=True, max_filtered_ratio=0.5)
     assert (await state.counters())["zero_variance_kept"] == 4
 
 
@@ -713,19 +643,11 @@ async def test_equal_rewards_of_a_broken_scorer_do_not_leave_groups_out(
 ):
     scribe.answer = lambda sample: "0"
     scorer.failures = {"judge": "no answer"}
-    worker, buffer = await make_worker(filter_zero_variance=True)
-    running = await make_worker.start(worker)
-    await until(ready(buffer, 2 * GROUPS_PER_STEP))
-    worker.stop()
-    await running
+    await fill(make_worker, filter_zero_variance=True)
     counters = await state.counters()
     assert counters["rewards_failed"] == 8 and "groups_filtered" not in counters
 
 
 async def test_prompts_that_are_too_long_are_passed_over(make_worker, scribe, state):
-    worker, buffer = await make_worker(max_prompt_tokens=1, on_long_prompt=OnLongPrompt.skip)
-    running = await make_worker.start(worker)
-    await until(ready(buffer, 2 * GROUPS_PER_STEP))
-    worker.stop()
-    await running
+    await fill(make_worker, max_prompt_tokens=1, on_long_prompt=OnLongPrompt.skip)
     assert set(scribe.asked) == {"0", "1", "2", "3"}

@@ -1,0 +1,75 @@
+"""What the tests of the rollout pool share: a tokenizer, samples that write themselves, waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from buffer.types import SamplingParams, VersionSpan
+from configs.choices import ToolParser
+from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.sampling.sample import Sample
+
+
+class Letters:
+    """A tokenizer with one token a byte. Unlike a real one it needs no heavy library."""
+
+    eos_token_id = 0
+    added_tokens_decoder: ClassVar[Mapping[int, Any]] = {}
+
+    def __len__(self) -> int:
+        return 256
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [*text.encode()]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        written = bytes(t for t in token_ids if t or not skip_special_tokens)
+        return written.decode(errors="replace")
+
+    def apply_chat_template(self, conversation: Any, **_settings: Any) -> str:
+        raise AssertionError("not asked for")
+
+
+EOS = Letters.eos_token_id
+
+
+def plain_chat() -> ChatFormat:
+    """Letters, without a template."""
+    return ChatFormat(Letters(), chat_template=False, tool_parser=ToolParser.hermes)
+
+
+def make_sample(number: int = 0, **fields: Any) -> Sample:
+    return Sample(
+        **{
+            "sample_id": f"g.{number}",
+            "prompt": [5, 6, 7],
+            "sampling": SamplingParams(temperature=0.7),
+            "max_new_tokens": 8,
+            **fields,
+        }
+    )
+
+
+def write(sample: Sample, tokens: Sequence[int], version: int, logprob: float = -0.5) -> None:
+    """Appends to the sample what an engine at `version` wrote."""
+    if tokens:
+        start = len(sample.output_ids)
+        sample.output_ids += tokens
+        sample.logprobs += [logprob] * len(tokens)
+        sample.version_spans.append(
+            VersionSpan(version=version, start=start, end=len(sample.output_ids))
+        )
+
+
+def spans(sample: Sample) -> list[tuple[int, int, int]]:
+    return [(span.version, span.start, span.end) for span in sample.version_spans]
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 20.0) -> None:
+    """Waits for something that another task or a server will do."""
+    async with asyncio.timeout(timeout_s):
+        while not (await is_so if inspect.isawaitable(is_so := condition()) else is_so):
+            await asyncio.sleep(0.01)
