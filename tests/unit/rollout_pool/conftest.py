@@ -8,9 +8,9 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import uvicorn
@@ -19,7 +19,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from buffer.redis.connection import connect
+from buffer.run_state import RunState
 from rollout_pool.engines.client import SGLangClient
+
+F = TypeVar("F", "FakeSGLang", "FakeReceiver")
 
 
 @dataclass
@@ -50,7 +54,72 @@ class Reply:
     num_retractions: int = 0
 
 
-class FakeSGLang:
+class _Server:
+    """A real HTTP server in a thread, for one application after the other."""
+
+    idle: ClassVar[list[_Server]] = []
+    """Servers that no test uses: a start costs more than most tests."""
+
+    def __init__(self) -> None:
+        self._app: Starlette | None = None
+        config = uvicorn.Config(
+            self, host="127.0.0.1", port=0, log_level="critical", lifespan="off", ws="none"
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + 10
+        while not self._server.started:
+            assert time.monotonic() < deadline, "the fake server did not start"
+            time.sleep(0.01)
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+
+    @classmethod
+    def take(cls, app: Starlette) -> _Server:
+        server = cls.idle.pop() if cls.idle else cls()
+        server._app = app
+        return server
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        assert self._app is not None
+        await self._app(scope, receive, send)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._server.force_exit = True
+        self._thread.join(timeout=10)
+
+
+class _Fake:
+    """Answers at `url` between `start` and `stop`."""
+
+    url = ""
+    _server: _Server | None = None
+
+    def _serve(self, routes: list[Route]) -> None:
+        self._server = _Server.take(Starlette(routes=routes))
+        self.url = self._server.url
+
+    def stop(self) -> None:
+        """Nothing listens at the port any more."""
+        assert self._server is not None
+        self._server.stop()
+        self._server = None
+
+    def leave(self) -> None:
+        """Another test may have the server."""
+        if self._server is not None:
+            _Server.idle.append(self._server)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_servers() -> Iterator[None]:
+    yield
+    while _Server.idle:
+        _Server.idle.pop().stop()
+
+
+class FakeSGLang(_Fake):
     """Answers as `reply` says for a request id; remembers every call."""
 
     def __init__(self) -> None:
@@ -75,9 +144,7 @@ class FakeSGLang:
         self.aborted: list[str] = []
         self.num_lost_aborts = 0
         """Aborts still to come that are ignored, as those that overtake their request are."""
-        self.url = ""
         self._aborting: dict[str, asyncio.Event] = {}
-        self._server: _Server | None = None
 
     def bodies(self, path: str) -> list[dict[str, Any]]:
         return [body for called, body in self.calls if called == path]
@@ -205,19 +272,14 @@ class FakeSGLang:
             Route("/openapi.json", self._openapi),
             Route("/ready", self._ready),
         ]
-        self._server = _Server(Starlette(routes=routes))
-        self.url = self._server.start()
-
-    def stop(self) -> None:
-        assert self._server is not None
-        self._server.stop()
+        self._serve(routes)
 
     def client(self, name: str, **settings: Any) -> SGLangClient:
         settings = {"request_timeout_s": 2.0, "keys_prefix_by_version": False, **settings}
         return SGLangClient(name, self.url, key="a-key", **settings)
 
 
-class FakeReceiver:
+class FakeReceiver(_Fake):
     """Offers the versions in `offered`, by their folders; remembers who held what."""
 
     def __init__(self) -> None:
@@ -226,25 +288,17 @@ class FakeReceiver:
         self.log: list[tuple[str, int, str]] = []
         self.is_gone: set[int] = set()
         """Versions that were offered a moment ago and are not staged any more."""
-        self._server = _Server(
-            Starlette(
-                routes=[
-                    Route("/newest", self._newest),
-                    Route("/hold", self._hold, methods=["POST"]),
-                    Route("/let_go", self._let_go, methods=["POST"]),
-                ]
-            )
-        )
-        self.url = ""
 
     def offer(self, version: int) -> None:
         self.offered[version] = f"/dev/shm/staged/{version}"
 
     def start(self) -> None:
-        self.url = self._server.start()
-
-    def stop(self) -> None:
-        self._server.stop()
+        routes = [
+            Route("/newest", self._newest),
+            Route("/hold", self._hold, methods=["POST"]),
+            Route("/let_go", self._let_go, methods=["POST"]),
+        ]
+        self._serve(routes)
 
     async def _newest(self, request: Request) -> Response:
         above = int(request.query_params["above"])
@@ -268,34 +322,6 @@ class FakeReceiver:
         self.held.discard((body["version"], body["who"]))
         self.log.append(("let_go", body["version"], body["who"]))
         return JSONResponse({})
-
-
-class _Server:
-    """A real HTTP server in a thread."""
-
-    def __init__(self, app: Starlette) -> None:
-        self._app = app
-        self._server: uvicorn.Server | None = None
-
-    def start(self) -> str:
-        """Its URL."""
-        config = uvicorn.Config(
-            self._app, host="127.0.0.1", port=0, log_level="critical", lifespan="off", ws="none"
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
-        self._thread.start()
-        deadline = time.monotonic() + 10
-        while not self._server.started:
-            assert time.monotonic() < deadline, "the fake server did not start"
-            time.sleep(0.01)
-        return f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
-
-    def stop(self) -> None:
-        assert self._server is not None
-        self._server.should_exit = True
-        self._server.force_exit = True
-        self._thread.join(timeout=10)
 
 
 def _part(
@@ -331,36 +357,41 @@ def _spans(versions: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
     return [{"version": version, "start": start, "end": end} for version, start, end in versions]
 
 
+def _started(fake: F) -> Iterator[F]:
+    fake.start()
+    yield fake
+    fake.leave()
+
+
 @pytest.fixture
 def fake() -> Iterator[FakeSGLang]:
-    server = FakeSGLang()
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def receiver() -> Iterator[FakeReceiver]:
-    receiver = FakeReceiver()
-    receiver.start()
-    yield receiver
-    receiver.stop()
-
-
-@pytest.fixture
-def other_receiver() -> Iterator[FakeReceiver]:
-    receiver = FakeReceiver()
-    receiver.start()
-    yield receiver
-    receiver.stop()
+    yield from _started(FakeSGLang())
 
 
 @pytest.fixture
 def other_fake() -> Iterator[FakeSGLang]:
-    server = FakeSGLang()
-    server.start()
-    yield server
-    server.stop()
+    yield from _started(FakeSGLang())
+
+
+@pytest.fixture
+def receiver() -> Iterator[FakeReceiver]:
+    yield from _started(FakeReceiver())
+
+
+@pytest.fixture
+def other_receiver() -> Iterator[FakeReceiver]:
+    yield from _started(FakeReceiver())
+
+
+@pytest.fixture
+async def state(
+    redis_url: str, run_name: str, buffer_factory: Callable[[], Awaitable[object]]
+) -> AsyncGenerator[RunState]:
+    """Of a run whose buffer is there."""
+    await buffer_factory()
+    state = RunState(await connect(redis_url), run_name)
+    yield state
+    await state.close()
 
 
 @pytest.fixture

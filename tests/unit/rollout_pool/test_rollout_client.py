@@ -278,7 +278,6 @@ async def test_nobody_listening_is_an_error_that_names_the_engine(fake):
     error = await ask(client, make_sample())
     assert isinstance(error, EngineError) and "engine-9 did not answer /generate" in str(error)
     await client.close()
-    fake.start()
 
 
 async def test_giving_up_tells_the_engine_which_samples_to_stop(fake, client, make_reply):

@@ -6,21 +6,12 @@ import asyncio
 
 import pytest
 
-from buffer.redis.connection import connect
-from buffer.run_state import STREAM_START, RunState
+from buffer.run_state import STREAM_START
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines import follower
 from rollout_pool.engines.commit import Committer, TornEngine
 from rollout_pool.engines.follower import MAX_FAILURES, VersionPin, WeightFollower
 from rollout_pool.engines.strategies import StagedDisk
-
-
-@pytest.fixture
-async def state(redis_url, run_name, buffer_factory):
-    await buffer_factory()
-    state = RunState(await connect(redis_url), run_name)
-    yield state
-    await state.close()
 
 
 @pytest.fixture
@@ -155,7 +146,6 @@ async def test_a_receiver_that_comes_back_elsewhere_is_found(
     await serves(state, 4)
     await state.forget_receiver("receiver-0")
     assert not following.done()
-    receiver.start()
 
 
 async def test_a_receiver_that_dies_under_a_long_poll_is_found_again(
@@ -168,7 +158,6 @@ async def test_a_receiver_that_dies_under_a_long_poll_is_found_again(
     other_receiver.offer(1)
     await state.register_receiver("receiver-0", other_receiver.url)
     await serves(state, 1)
-    receiver.start()
 
 
 async def test_a_version_that_is_gone_at_the_gate_is_not_loaded(fake, follow, state, receiver):

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from buffer.redis.connection import connect
-from buffer.run_state import STREAM_START, RunState
+from buffer.run_state import STREAM_START
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines import lifecycle
 from rollout_pool.engines.lifecycle import EngineLife
@@ -42,14 +41,6 @@ class ThreadEngine:
 
     async def stop(self, timeout_s):
         await self.client.close()
-
-
-@pytest.fixture
-async def state(redis_url, run_name, buffer_factory):
-    await buffer_factory()
-    state = RunState(await connect(redis_url), run_name)
-    yield state
-    await state.close()
 
 
 async def serves(state, wanted):

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.redis.connection import connect
-from buffer.run_state import STREAM_START, RunState
+from buffer.run_state import STREAM_START
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
 from rollout_pool.engines import receiver_keeper
@@ -25,14 +24,6 @@ pytestmark = pytest.mark.slow
 
 KEY = "k3y-of-the-weights"
 TOKEN = "t0ken"
-
-
-@pytest.fixture
-async def state(redis_url, run_name, buffer_factory):
-    await buffer_factory()
-    state = RunState(await connect(redis_url), run_name)
-    yield state
-    await state.close()
 
 
 @pytest.fixture

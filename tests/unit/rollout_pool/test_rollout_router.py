@@ -524,7 +524,6 @@ async def test_the_poller_tells_the_router_what_engines_say_of_themselves(
     polling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await polling
-    other_fake.start()
 
 
 async def test_a_better_limit_lets_the_next_in_at_once():
