@@ -141,9 +141,7 @@ async def stub_at(latency_s: float) -> AsyncIterator[EngineInfo]:
     assert process.stdout is not None and process.stdin is not None
     port = int(await process.stdout.readline())
     try:
-        yield EngineInfo(
-            name="engine-0", url=f"http://127.0.0.1:{port}", pid=process.pid, num_ranks=1
-        )
+        yield EngineInfo(name="engine-0", url=f"http://127.0.0.1:{port}", pid=process.pid)
     finally:
         process.stdin.close()
         await process.wait()

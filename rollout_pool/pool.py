@@ -434,43 +434,36 @@ def _place(
     group: PlacementGroup,
     bundle: int,
     *,
-    num_gpus: float = 0,
     environment: Mapping[str, str] | None = None,
-    max_restarts: int = 0,
-    max_task_retries: int = 0,
+    **options: Any,
 ) -> _Member:
+    """An actor in a bundle, which holds the cores. `options` are Ray's."""
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=bundle
     )
-    handle = (
-        ray.remote(actor)
-        .options(
-            num_cpus=0,  # the bundle holds the cores
-            num_gpus=num_gpus,
-            max_restarts=max_restarts,
-            max_task_retries=max_task_retries,
-            scheduling_strategy=strategy,
-            runtime_env={"env_vars": {PROCESS_VARIABLE: name, **(environment or {})}},
-        )
-        .remote(*arguments)
-    )
-    return _Member(name=name, handle=handle)
+    options = {"num_cpus": 0, "scheduling_strategy": strategy, **options}
+    return _create(actor, name, arguments, environment or {}, options)
 
 
 def _place_scorer(spec: RolloutSpec, index: int) -> _Member:
     """Scoring processes on whichever node has the fewest; Ray starts them anew when they die."""
-    name, config = f"scorer-{index}", spec.config
-    log_path = Path(spec.run_dir) / "logs" / f"rewards-{index}.log"
+    config, log_path = spec.config, Path(spec.run_dir) / "logs" / f"rewards-{index}.log"
+    arguments = (spec.task, config.reward_processes, config.reward_timeout_s, str(log_path))
+    options = {"num_cpus": 1, "max_restarts": -1, "scheduling_strategy": "SPREAD"}
+    options["name"] = _scorer_name(spec, index)
+    return _create(ScorerActor, f"scorer-{index}", arguments, {}, options)
+
+
+def _create(
+    actor: type,
+    name: str,
+    arguments: tuple[object, ...],
+    environment: Mapping[str, str],
+    options: Mapping[str, Any],
+) -> _Member:
+    variables = {PROCESS_VARIABLE: name, **environment}
     handle = (
-        ray.remote(ScorerActor)
-        .options(
-            name=_scorer_name(spec, index),
-            num_cpus=1,
-            max_restarts=-1,
-            scheduling_strategy="SPREAD",
-            runtime_env={"env_vars": {PROCESS_VARIABLE: name}},
-        )
-        .remote(spec.task, config.reward_processes, config.reward_timeout_s, str(log_path))
+        ray.remote(actor).options(runtime_env={"env_vars": variables}, **options).remote(*arguments)
     )
     return _Member(name=name, handle=handle)
 

@@ -42,8 +42,6 @@ class CommitReport:
     """The part of it that the load took."""
     paused_at: float
     """Unix time at which the pause began."""
-    served_version: int
-    """The version that the engine itself reports now."""
 
 
 class Strategy(Protocol):
@@ -111,7 +109,6 @@ class Committer:
             pause_s=pause_s,
             load_s=load_s,
             paused_at=paused_at,
-            served_version=served,
         )
 
     async def close(self) -> None:

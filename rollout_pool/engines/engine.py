@@ -69,8 +69,6 @@ class EngineInfo:
     name: str
     url: str
     pid: int
-    num_ranks: int
-    """Members that it brings to a weight group."""
 
 
 class SGLangEngine:
@@ -225,7 +223,6 @@ class SGLangEngine:
             name=self.spec.name,
             url=_url(self.spec.host, port),
             pid=server.child.pid,
-            num_ranks=self.spec.config.tp_size,
         )
         return self._info
 

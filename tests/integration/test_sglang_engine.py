@@ -59,7 +59,7 @@ async def test_logprobs_are_those_of_the_published_weights(
     for model, temperature in ((model_b, 1.0), (model_a, 0.7)):
         report = await server.publish(model, choice)
         version = server.newest
-        assert report.served_version == report.version == version
+        assert report.version == version
         assert report.strategy == choice.value and 0 < report.load_s <= report.pause_s < 10
         ends = await sample(engine.client, 32, max_new_tokens=64, temperature=temperature)
         assert worst_difference(model, ends, temperature) < 1e-4

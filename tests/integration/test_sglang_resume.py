@@ -42,7 +42,7 @@ class Pair:
     async def publish(self, server, model, number):
         """Version `base + number`."""
         server.newest = self.base + number - 1
-        assert (await server.publish(model)).served_version == self.base + number
+        assert (await server.publish(model)).version == self.base + number
 
     def follow(self, first, second):
         served = {"engine-0": self.base + first, "engine-1": self.base + second}

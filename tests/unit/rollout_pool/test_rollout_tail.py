@@ -18,6 +18,7 @@ from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.sampling.sample import Sample
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt
+from rollout_pool.worker import stragglers
 from rollout_pool.worker.group_run import Counters, GroupRun, length_bucket
 from rollout_pool.worker.stragglers import (
     MIN_RECENT,
@@ -29,6 +30,11 @@ from rollout_pool.worker.stragglers import (
     build_tail,
 )
 from tests.support.rollout import make_sample, until
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stragglers, "LOOK_EVERY_S", 0.25)
 
 
 class CountStore:
@@ -204,7 +210,7 @@ async def test_a_slow_group_waits_while_a_batch_is_ready_and_goes_on_when_it_is_
     await _land_quick_groups(scene)
     slow = scene.start(10)
     async with scene.running():
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(0.4)
         other = scene.start(11)
         assert not scene.interrupted  # the trainer still lacks groups
         scene.is_full = True
@@ -223,7 +229,7 @@ async def test_a_slow_group_waits_while_a_batch_is_ready_and_goes_on_when_it_is_
         assert slow.order == 0 and {sample.order for sample in slow.samples} == {0}
         await asyncio.wait_for(asyncio.gather(*_stopped(slow)), 3)
         after = scene.interrupted.count(next(iter(slow.samples)))
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.6)
         assert scene.interrupted.count(next(iter(slow.samples))) == after == 2
         await end_tasks([keeper])
         scene.tail.end(slow, is_done=True)
@@ -244,7 +250,7 @@ async def test_the_last_group_of_all_is_never_put_off() -> None:
     await _land_quick_groups(scene)
     slow, scene.is_full = scene.start(10), True
     async with scene.running():
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.6)
     assert not scene.interrupted
     scene.tail.end(slow, is_done=True)
 
@@ -280,7 +286,7 @@ async def test_a_group_of_which_nothing_is_sampled_makes_way_to_nobody() -> None
     async with scene.running():
         keeper = asyncio.create_task(_keep_one_young(scene))
         scene.is_full = True
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.6)
         await end_tasks([keeper])
     assert not scene.interrupted and await scene.counted() == {}
 
@@ -293,7 +299,7 @@ async def test_groups_from_outside_are_neither_postponed_nor_part_of_the_median(
     async with scene.running():
         keeper = asyncio.create_task(_keep_one_young(scene))
         scene.is_full = True
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.6)
         await end_tasks([keeper])
     for _ in range(MIN_RECENT + 1):
         other = scene.start(11, source=Stranger())
