@@ -242,18 +242,6 @@ async def test_an_engine_that_is_released_without_a_newer_version_is_counted_aga
     await serves(state, 2)
 
 
-async def test_a_version_that_was_skipped_cannot_be_pinned(follow, state, receiver, pin):
-    follow()
-    receiver.offer(1)
-    await serves(state, 1)
-    wanting = asyncio.create_task(pin.want(2, 60.0))
-    await asyncio.sleep(0)
-    receiver.offer(3)  # the newest is taken, and 2 is gone
-    assert not await wanting
-    await serves(state, 3)
-    assert not await pin.want(2, 60.0)
-
-
 async def test_an_engine_at_the_gate_does_not_go_past_the_version_it_was_pinned_at(
     fake, follow, state, receiver, pin
 ):

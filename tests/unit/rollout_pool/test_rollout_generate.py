@@ -13,9 +13,7 @@ from rollout_pool.episodes.env import Message, Observation, SingleTurn, Step
 from rollout_pool.episodes.episode import Branch, Episode
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.rewards.score import Score
-from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Interrupted, SampleFailed
-from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.tasks.environments import EnvEpisodes
 from rollout_pool.tasks.task import Prompt
 from rollout_pool.worker.finish import GroupFailed, GroupGenerator, make_trajectories
@@ -346,33 +344,3 @@ async def test_a_group_given_up_ends_its_episodes_and_its_scoring_first(model, s
         with pytest.raises(asyncio.CancelledError):
             await running
     assert sorted(model.stopped) == [1, 2, 3] and scorer.num_cancelled == 1
-
-
-async def test_over_http_an_interrupted_sample_resumes_with_its_tokens_and_their_versions(
-    fake, client, scorer, make_reply
-):
-    router = Router([client], wait_timeout_s=20.0)
-    router.follow({"engine-0": 0}, 0, 0)
-    sampler = Sampler(router, max_retries=1)
-    fake.version = "6"
-    held = "g.2.0"
-    fake.reply = lambda rid: (
-        make_reply(output_ids=[50], at_abort=[51], never_ends=True)
-        if rid == f"{held}.1!"
-        else make_reply(output_ids=[52, EOS])
-    )
-    current = new_run()
-    running = asyncio.create_task(generate(current, sampler, scorer))
-    await until(lambda: len(current.running) == 1 and current.spent.num_tokens == 7)
-    [sample] = current.running
-    assert sample.sample_id == held
-    fake.version = "7"
-    sampler.interrupt(sample)
-    async with asyncio.timeout(10):
-        group = await running
-    resumed = group.trajectories[2]
-    assert resumed.tokens.tolist() == [*b"3?", 50, 51, 52, EOS]
-    assert resumed.token_versions().tolist()[-2:] == [7, 7] and resumed.min_version == 6
-    assert fake.bodies("/generate")[-1]["input_ids"] == [[*b"3?", 50, 51]]
-    assert [len(t.tokens) for t in group.trajectories] == [4, 4, 6, 4]
-    assert [t.reward for t in group.trajectories] == [4, 4, 234, 4]

@@ -117,11 +117,6 @@ async def test_a_hold_that_nobody_ends_ends_by_itself(life, state, receiver):
     await life.release()
 
 
-async def test_a_version_that_was_passed_cannot_be_held(life, state):
-    assert not await life.hold(2, wait_s=60.0, limit_s=60.0)
-    assert await state.engine_versions() == {"engine-0": 3, "engine-9": 3}
-
-
 async def test_the_only_engine_is_not_held(life, state, receiver):
     await state.forget_engine("engine-9")
     assert not await life.hold(3, wait_s=5.0, limit_s=60.0)

@@ -35,6 +35,15 @@ async def test_nothing_is_promised_while_another_version_is_being_committed(
     assert await wanting
 
 
+async def test_version_that_was_passed_can_no_longer_be_had(pin: VersionPin) -> None:
+    wanting = asyncio.create_task(pin.want(5, 60.0))
+    await asyncio.sleep(0)
+    assert pin.take(6)
+    assert not await wanting
+    pin.note_served(6)
+    assert not await pin.want(5, 60.0)
+
+
 async def test_a_commit_that_could_not_begin_leaves_the_version_before(pin: VersionPin) -> None:
     assert pin.take(5)
     pin.note_served(4)
