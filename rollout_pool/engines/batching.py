@@ -417,12 +417,16 @@ def new_tokens(
 
 
 def _floats(logprobs: list[Any]) -> list[float]:
+    """Raises BadLogprobs, with the place, for one that is missing, not finite or above 0."""
     try:
         if not logprobs or (math.isfinite(math.fsum(logprobs)) and max(logprobs) <= ROUNDING):
             return logprobs
     except (TypeError, ValueError, OverflowError):
         pass
-    return check_logprobs(logprobs)  # slower, and says which
+    for place, value in enumerate(logprobs):
+        if not isinstance(value, float | int) or not math.isfinite(value) or value > ROUNDING:
+            raise BadLogprobs(f"log-probability of token {place} is {value!r}")
+    return [float(value) for value in logprobs]
 
 
 def _is_abort(meta: Mapping[str, Any]) -> bool:
@@ -452,11 +456,3 @@ def read_version(engine: str, text: str) -> int:
             f"{engine} served weights of version {text!r}, which no trainer published"
         )
     return int(text)
-
-
-def check_logprobs(logprobs: Sequence[object]) -> list[float]:
-    """The log-probabilities as floats. Raises BadLogprobs for any that none can be."""
-    for place, value in enumerate(logprobs):
-        if not isinstance(value, float | int) or not math.isfinite(value) or value > ROUNDING:
-            raise BadLogprobs(f"log-probability of token {place} is {value!r}")
-    return [float(value) for value in logprobs]  # type: ignore[arg-type]

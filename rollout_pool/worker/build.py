@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from buffer.connect import Buffer, connect_buffer
 from buffer.run_state import RunState
-from buffer.types import SamplingParams
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.agents import AgentRunner, find_agent
 from rollout_pool.endpoint.server import Endpoint
@@ -31,7 +29,6 @@ from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Task, TaskStream
 from rollout_pool.types import RolloutSpec
 from rollout_pool.worker.evaluate import Evaluator
-from rollout_pool.worker.finish import GroupGenerator
 from rollout_pool.worker.loop import PromptReader, RolloutWorker
 from rollout_pool.worker.record import RolloutLog
 
@@ -145,11 +142,7 @@ class WorkerParts:
             task=self._task,
             stream=TaskStream(self._task, self._index, config.num_workers, self._position),
             reader=reader,
-            generator=GroupGenerator(
-                scorer=self._scorer,
-                sampling=SamplingParams(**dataclasses.asdict(config.sampling)),
-                group_size=config.group_size,
-            ),
+            scorer=self._scorer,
             source=source,
             external=external,
             evaluator=Evaluator(

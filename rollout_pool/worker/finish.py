@@ -1,4 +1,4 @@
-"""How a group ends: pushed to the buffer, or its credit and its prompt given back.
+"""Makes a group of a prompt, and ends it: pushed, or its credit and its prompt given back.
 
     whole     ──► pushed
               └─► filtered: its rewards are all equal
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import asdict
 from typing import Protocol
 
 import numpy as np
@@ -79,13 +80,14 @@ class GroupFinisher:
         self,
         *,
         config: RolloutConfig,
-        generator: GroupGenerator,
+        scorer: Scorer,
         buffer: WorkerBuffer,
         counters: Counters,
         group_log: GroupLog | None,
     ) -> None:
         self._config = config
-        self._generator = generator
+        self._scorer = scorer
+        self._sampling = SamplingParams(**asdict(config.sampling))
         self._buffer = buffer
         self._counters = counters
         self._group_log = group_log
@@ -103,7 +105,9 @@ class GroupFinisher:
 
         May be cancelled at any moment; `finish` must follow, however this ends.
         """
-        group = run.group = await self._generator.generate(run)
+        group = run.group = await generate_group(
+            run, self._scorer, self._sampling, self._config.group_size
+        )
         self._failures_in_a_row = 0
         if self._filter is not None:
             run.verdict = self._filter.judge(group, run.num_unscored)
@@ -195,64 +199,59 @@ class GroupFailed(RuntimeError):
     """One of a group's episodes failed, so there is no group; the message says why."""
 
 
-class GroupGenerator:
-    """Makes groups of `group_size` episodes, any number of groups at once."""
+async def generate_group(
+    run: GroupRun, scorer: Scorer, sampling: SamplingParams, group_size: int
+) -> TrajectoryGroup:
+    """The finished group of so many episodes, each scored as soon as it ends.
 
-    def __init__(
-        self,
-        *,
-        scorer: Scorer,
-        sampling: SamplingParams,
-        group_size: int,
-    ) -> None:
-        self._scorer = scorer
-        self._sampling = sampling
-        self._group_size = group_size
+        source ──┬─ episode 3 ended ─► scorer ─┐
+                 ├─ episode 0 ended ─► scorer ─┼─► group, when all n are there
+                 └─ ...                        ┘
 
-    async def generate(self, run: GroupRun) -> TrajectoryGroup:
-        """The finished group; `run` is kept up to date meanwhile.
+    A group is indivisible: it has all its n episodes, or it fails. `run` is kept up to date
+    meanwhile. When it is cancelled, its episodes and their scoring end first. Raises GroupFailed.
+    """
+    # All begin in the same turn of the event loop, so that their requests can go out as one.
+    members = [
+        asyncio.create_task(_member(run, place, scorer, sampling)) for place in range(group_size)
+    ]
+    try:
+        trajectories = await asyncio.gather(*members)
+    except (SampleFailed, EpisodeFailed, GroupFailed) as error:
+        run.give_up(str(error))
+        if isinstance(error, GroupFailed):
+            raise
+        raise GroupFailed(f"group {run.group_id} of prompt {run.ref.index}: {error}") from error
+    finally:
+        await end_tasks(members)
+    return TrajectoryGroup(
+        group_id=run.group_id,
+        prompt=run.ref,
+        trajectories=tuple(one for of_member in trajectories for one in of_member),
+        sampling=sampling,
+    )
 
-        When it is cancelled, its episodes and their scoring end first. Raises GroupFailed.
-        """
-        # All begin in the same turn of the event loop, so that their requests can go out as one.
-        members = [
-            asyncio.create_task(self._member(run, place)) for place in range(self._group_size)
-        ]
-        try:
-            trajectories = await asyncio.gather(*members)
-        except (SampleFailed, EpisodeFailed, GroupFailed) as error:
-            run.give_up(str(error))
-            if isinstance(error, GroupFailed):
-                raise
-            raise GroupFailed(f"group {run.group_id} of prompt {run.ref.index}: {error}") from error
-        finally:
-            await end_tasks(members)
-        return TrajectoryGroup(
-            group_id=run.group_id,
-            prompt=run.ref,
-            trajectories=tuple(one for of_member in trajectories for one in of_member),
-            sampling=self._sampling,
+
+async def _member(
+    run: GroupRun, place: int, scorer: Scorer, sampling: SamplingParams
+) -> list[Trajectory]:
+    request = EpisodeRequest(
+        session=f"{run.group_id}.{place}",
+        sampling=sampling,
+        order=run.order,
+        on_sample=run.note_sample,
+        on_end=run.note_end,
+        may_go_on=run.may_go_on,
+    )
+    episode = await run.source.run(run.prompt, request)
+    score = await scorer.score(run.prompt, episode)
+    run.num_unscored += bool(score.failures)
+    if score.is_unscored:
+        raise GroupFailed(
+            f"group {run.group_id} of prompt {run.ref.index}: episode {place} could not "
+            f"be scored: {score.reasons}"
         )
-
-    async def _member(self, run: GroupRun, place: int) -> list[Trajectory]:
-        prompt = run.prompt
-        request = EpisodeRequest(
-            session=f"{run.group_id}.{place}",
-            sampling=self._sampling,
-            order=run.order,
-            on_sample=run.note_sample,
-            on_end=run.note_end,
-            may_go_on=run.may_go_on,
-        )
-        episode = await run.source.run(prompt, request)
-        score = await self._scorer.score(prompt, episode)
-        run.num_unscored += bool(score.failures)
-        if score.is_unscored:
-            raise GroupFailed(
-                f"group {run.group_id} of prompt {run.ref.index}: episode {place} could not "
-                f"be scored: {score.reasons}"
-            )
-        return make_trajectories(episode, score, place)
+    return make_trajectories(episode, score, place)
 
 
 def make_trajectories(episode: Episode, score: Score, place: int) -> list[Trajectory]:

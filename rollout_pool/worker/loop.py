@@ -24,7 +24,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from buffer.roles import WorkerBuffer
@@ -36,11 +36,12 @@ from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import Message, system_message
+from rollout_pool.rewards.score import Scorer
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, Task, TaskStream
 from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
 from rollout_pool.worker.evaluate import Evaluator
-from rollout_pool.worker.finish import GroupFinisher, GroupGenerator, GroupLog
+from rollout_pool.worker.finish import GroupFinisher, GroupLog
 from rollout_pool.worker.group_run import Counters, ExternalGroups, GroupRun
 from rollout_pool.worker.stragglers import Interrupter, build_tail
 
@@ -80,7 +81,7 @@ class RolloutWorker:
         task: Task,
         stream: TaskStream,
         reader: PromptReader,
-        generator: GroupGenerator,
+        scorer: Scorer,
         source: EpisodeSource,
         external: ExternalGroups | None = None,
         evaluator: Evaluator,
@@ -100,7 +101,7 @@ class RolloutWorker:
         self._task = task
         self._stream = stream
         self._reader = reader
-        self._prompts = reader.stream(stream)
+        self._prompts = filter(reader.accepts, stream)
         self._source = source
         self._external = external
         self._evaluator = evaluator
@@ -126,7 +127,7 @@ class RolloutWorker:
         self._counters = Counters(state)
         self._finisher = GroupFinisher(
             config=spec.config,
-            generator=generator,
+            scorer=scorer,
             buffer=buffer,
             counters=self._counters,
             group_log=group_log,
@@ -375,7 +376,3 @@ class PromptReader:
     def opening(self, prompt: Prompt) -> list[int]:
         """The tokens before the first answer."""
         return self._chat.first([*self._system, Message(role="user", content=prompt.text)])
-
-    def stream(self, prompts: TaskStream) -> Iterator[Prompt]:
-        """The prompts of a stream that are short enough."""
-        return filter(self.accepts, prompts)

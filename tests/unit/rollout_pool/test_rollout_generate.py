@@ -16,7 +16,7 @@ from rollout_pool.rewards.score import Score
 from rollout_pool.sampling.sample import Interrupted, SampleFailed
 from rollout_pool.tasks.environments import EnvEpisodes
 from rollout_pool.tasks.task import Prompt
-from rollout_pool.worker.finish import GroupFailed, GroupGenerator, make_trajectories
+from rollout_pool.worker.finish import GroupFailed, generate_group, make_trajectories
 from rollout_pool.worker.group_run import GroupRun, Spent
 from tests.support.rollout import EOS, plain_chat, until, write
 
@@ -139,7 +139,7 @@ async def generate(run, model, scorer, env_factory=None, **task):
         EpisodeRunner(model, chat, config, RolloutConfig()),
         Words().environment if env_factory is None else env_factory,
     )
-    return await GroupGenerator(scorer=scorer, sampling=SAMPLING, group_size=4).generate(run)
+    return await generate_group(run, scorer, SAMPLING, 4)
 
 
 def branch(tokens, loss_mask, finish_reason="stop", version=7):

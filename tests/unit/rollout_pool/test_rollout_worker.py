@@ -9,7 +9,7 @@ import pytest
 
 from buffer.redis.connection import connect
 from buffer.run_state import RunState
-from buffer.types import PromptRef, SamplingParams
+from buffer.types import PromptRef
 from configs.choices import OnLongPrompt, TailPolicy
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
@@ -23,7 +23,7 @@ from rollout_pool.tasks.environments import EnvEpisodes
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, TaskStream
 from rollout_pool.types import RolloutSpec
-from rollout_pool.worker.finish import GroupFailed, GroupGenerator
+from rollout_pool.worker.finish import GroupFailed
 from rollout_pool.worker.loop import PromptReader, RolloutWorker
 from tests.support.rollout import plain_chat, until, write
 
@@ -231,11 +231,7 @@ async def make_worker(scribe, scorer, state, redis_url, run_name, buffer_factory
             task=task,
             stream=TaskStream(task, 0, 1, position),
             reader=PromptReader(chat, TASK, config),
-            generator=GroupGenerator(
-                scorer=scorer,
-                sampling=SamplingParams(),
-                group_size=2,
-            ),
+            scorer=scorer,
             source=make.source,
             external=external,
             evaluator=None,
