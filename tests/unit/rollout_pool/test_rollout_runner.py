@@ -67,8 +67,8 @@ class Talk:
 
     async def step(self, completion):
         self.heard.append(completion)
-        said = await self._next(self.lines.pop(0) if self.lines else Step())
-        return said if isinstance(said, Step) else Step(observation=said)
+        line = await self._next(self.lines.pop(0) if self.lines else Step())
+        return line if isinstance(line, Step) else Step(observation=line)
 
     async def close(self):
         self.num_closed += 1
@@ -79,8 +79,12 @@ class Talk:
         if line == "...":
             await asyncio.Event().wait()
         if isinstance(line, str):
-            return Observation(messages=(Message(role="user", content=line),))
+            return said(line)
         return line
+
+
+def said(content, **more):
+    return Observation(messages=(Message(role="user", content=content),), **more)
 
 
 def runner(model, rollout=None, heeds_interrupt_s=5.0, **task):
@@ -132,7 +136,7 @@ async def test_turns_follow_each_other_token_by_token_and_rewards_add_up():
     env = Talk(
         "1? ",
         Step(
-            observation=Observation(messages=(Message(role="user", content=" 2? "),)),
+            observation=said(" 2? "),
             reward=0.5,
             info={"close": 1.0, "turns": 1.0},
         ),
@@ -171,9 +175,7 @@ async def test_a_tool_call_reaches_the_environment_and_its_answer_is_not_trained
 
 async def test_a_rewritten_history_goes_on_in_a_branch():
     model = Model("a", "b", "c")
-    summary = Observation(
-        messages=(Message(role="user", content="in short: a. 2? "),), replaces_history=True
-    )
+    summary = said("in short: a. 2? ", replaces_history=True)
     episode = await runner(model).run(Talk("1? ", summary, " 3? "), ask())
     assert [text_of(branch) for branch in episode.branches] == [
         "1? [a|]",
@@ -191,7 +193,7 @@ async def test_a_rewritten_history_goes_on_in_a_branch():
 async def test_the_last_turn_is_still_judged():
     env = Talk("1", Step(observation=None, reward=1.0))
     assert (await runner(Model("a"), max_turns=1).run(env, ask())).end == "done"
-    more = Observation(messages=(Message(role="user", content="more"),))
+    more = said("more")
     env = Talk("1", Step(observation=more, reward=1.0), Step(observation=more, reward=2.0))
     episode = await runner(Model("a", "b"), max_turns=2).run(env, ask())
     assert (episode.end, episode.num_turns, episode.env_reward) == ("max_turns", 2, 3.0)
@@ -212,9 +214,7 @@ async def test_all_that_follows_the_prompt_stays_within_max_response_tokens():
 
 async def test_a_history_too_long_to_go_on_leaves_the_conversation_as_it_was():
     rollout = RolloutConfig(max_response_tokens=5)
-    long = Observation(
-        messages=(Message(role="user", content="far too long"),), replaces_history=True
-    )
+    long = said("far too long", replaces_history=True)
     episode = await runner(Model("a"), rollout).run(Talk("1", long), ask())
     assert episode.end == "length" and episode.answer == "a" and len(episode.branches) == 1
 
@@ -244,7 +244,7 @@ async def test_a_first_prompt_that_is_too_long_is_refused_by_name():
 
 
 async def test_an_environment_that_breaks_ends_its_episode_with_what_was_sampled():
-    more = Observation(messages=(Message(role="user", content="2"),))
+    more = said("2")
     env = Talk("1", Step(observation=more, reward=0.5), KeyError("gone"))
     episode = await runner(Model("a", "b")).run(env, ask())
     assert (episode.end, episode.error) == ("env_error", "step: KeyError: 'gone'")
@@ -253,28 +253,19 @@ async def test_an_environment_that_breaks_ends_its_episode_with_what_was_sampled
 
 
 @pytest.mark.parametrize(
-    ("step", "told"),
+    ("line", "error"),
     [
         (Step(reward=float("nan")), "the environment's reward is nan"),
         (Step(info={"speed": float("inf")}), "the environment's speed is inf"),
         (Step(reward="good"), "could not convert string to float"),
         (Step(info=None), "NoneType"),
+        (TimeoutError("of mine"), "step: TimeoutError: of mine"),
+        ("\ud800", "observation: "),  # no tokenizer takes it
     ],
 )
-async def test_a_step_that_is_none_or_has_no_number_costs_its_episode_alone(step, told):
-    episode = await runner(Model("a")).run(Talk("1", step), ask())
-    assert episode.end == "env_error" and told in episode.error
-    assert text_of(episode.branches[0]) == "1[a|]"
-
-
-async def test_a_timeout_of_the_environments_own_is_its_error():
-    episode = await runner(Model("a")).run(Talk("1", TimeoutError("of mine")), ask())
-    assert (episode.end, episode.error) == ("env_error", "step: TimeoutError: of mine")
-
-
-async def test_words_that_no_tokenizer_takes_end_the_episode():
-    episode = await runner(Model("a")).run(Talk("1", "\ud800"), ask())
-    assert episode.end == "env_error" and episode.error.startswith("observation: ")
+async def test_bad_step_costs_its_episode_alone(line, error):
+    episode = await runner(Model("a")).run(Talk("1", line), ask())
+    assert episode.end == "env_error" and error in episode.error
     assert text_of(episode.branches[0]) == "1[a|]"
 
 
