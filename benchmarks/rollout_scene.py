@@ -30,6 +30,7 @@ from configs.rollout_schema import EngineConfig, RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
 from rollout_pool.engines.engine import EngineInfo, EngineSpec, SGLangEngine
 from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.rewards.pool import RewardPool
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.types import RolloutSpec
@@ -249,7 +250,13 @@ async def pool_at(
             engine_key=KEY,
             weights_key=KEY,
         )
-        parts = _LimitedParts(spec, 0)
+        scoring = RewardPool(
+            spec.task,
+            num_processes=reward_processes,
+            timeout_s=rollout.reward_timeout_s,
+            log_path=work / "rewards.log",
+        )
+        parts = _LimitedParts(spec, 0, scoring=scoring)
         parts.lengths = Lengths(jobs)
         closing.push_async_callback(parts.close)
         await parts.prepare()
