@@ -5,6 +5,7 @@
         ├─► failed, too old, stopped           `GroupFinisher.finish`: always follows
 
 While it runs, its samples are visible here: how old and how long they are, and what they cost.
+`Counters` gathers that of all groups that ended, and sends it to the run every second.
 """
 
 from __future__ import annotations
