@@ -33,7 +33,7 @@ class Reply:
     output_ids: list[int] = field(default_factory=lambda: [11, 12, 2])
     logprobs: list[float | None] | None = None
     versions: list[tuple[str, int, int]] | None = None
-    """Told at the end; the server's own at its beginning, if None."""
+    """Reported at the end; the server's own at its beginning, if None."""
     finish_type: str | None = "stop"
     """None: the stream ends without the sample's end."""
     delay_s: float = 0.0
@@ -44,13 +44,13 @@ class Reply:
     parts: list[int] | None = None
     """Lengths of all parts but the last."""
     labels: list[str] | None = None
-    """The server's version as it is told with each of these parts."""
+    """The server's version as it stands in each of these parts."""
     breaks: bool = False
     """The connection is lost after those parts."""
     at_abort: list[int] = field(default_factory=list)
     """Further tokens that were written when the abort came."""
     abort_status: int | None = None
-    """Of an abort that nobody asked for: the engine's own error."""
+    """Of an abort without a request: the engine's own error."""
     num_retractions: int = 0
 
 

@@ -79,7 +79,7 @@ STRICT = """
 {%- set ns = namespace(is_called=false) -%}
 {%- for message in messages -%}
 {%- if message.role == 'tool' -%}
-{%- if not ns.is_called -%}{{ raise_exception('a tool answers and nobody called it') }}{%- endif -%}
+{%- if not ns.is_called -%}{{ raise_exception('a tool answers without a call') }}{%- endif -%}
 <|start|>{{ message.name }}: {{ message.content }}<|end|>
 {%- elif message.role == 'system' and not loop.first -%}
 {{ raise_exception('the system message comes first') }}
@@ -173,7 +173,7 @@ def test_turn_by_turn_gives_the_tokens_of_the_whole_conversation(template, has_s
     assert tokens == chat.first(messages)
 
 
-def test_tools_are_told_once_and_tool_answers_stand_as_the_template_writes_them():
+def test_tools_are_shown_once_and_tool_answers_stand_as_the_template_writes_them():
     made = TOKENIZERS[CHATML]
     chat = chat_of(made)
     tool = ToolSpec(name="add", description="Adds.", parameters={"type": "object"})
@@ -216,7 +216,7 @@ def test_the_models_own_spelling_is_kept():
         ("", "<|im_end|>\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"),
     ],
 )
-def test_a_turn_is_ended_once_whoever_ends_it(ending, appended):
+def test_turn_is_ended_once_by_model_or_template(ending, appended):
     made = TOKENIZERS[CHATML]
     chat = chat_of(made)
     tokens = [*chat.first([say("user", "?")]), *made.encode("an answer" + ending)]
@@ -330,7 +330,7 @@ def test_words_that_spell_special_tokens_are_not_those_tokens(template):
     assert list(conversations(FORGED)) == list(conversations("words"))
 
 
-def test_nor_are_those_in_what_is_told_of_a_tool():
+def test_marks_in_the_description_of_a_tool_are_not_tokens():
     made = TOKENIZERS[CHATML]
 
     def marks(text):

@@ -119,7 +119,7 @@ async def test_a_sample_goes_on_from_the_tokens_that_it_has(fake, client, make_r
     assert spans(sample) == [(7, 0, 1), (8, 1, 3), (9, 3, 5)]
 
 
-async def test_a_sample_is_told_when_it_ends_and_not_when_its_siblings_do(fake, client, make_reply):
+async def test_sample_ends_when_it_is_complete_and_not_with_its_siblings(fake, client, make_reply):
     fake.reply = lambda rid: make_reply(delay_s=0.0 if rid == "g.1.1!" else 0.4)
     tasks = [asyncio.create_task(ask(client, make_sample(i))) for i in range(2)]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -272,7 +272,7 @@ async def test_silence_longer_than_the_limit_is_an_error_but_a_long_answer_is_no
     await client.close()
 
 
-async def test_nobody_listening_is_an_error_that_names_the_engine(fake):
+async def test_closed_port_is_an_error_that_names_the_engine(fake):
     client = fake.client("engine-9")
     fake.stop()
     error = await ask(client, make_sample())
@@ -280,7 +280,7 @@ async def test_nobody_listening_is_an_error_that_names_the_engine(fake):
     await client.close()
 
 
-async def test_giving_up_tells_the_engine_which_samples_to_stop(fake, client, make_reply):
+async def test_cancelled_samples_are_stopped_at_the_engine(fake, client, make_reply):
     fake.reply = lambda rid: make_reply(never_ends=rid != "g.0.1!")
     task = asyncio.create_task(ask_all(client, [make_sample(i) for i in range(3)]))
     await until(lambda: fake.calls)
@@ -371,7 +371,7 @@ async def test_preemptions_are_counted_and_pauses_for_commits_are_not(fake, clie
     assert client.num_preemptions == 1
 
 
-async def test_an_engine_tells_its_load_or_that_it_cannot(fake, client):
+async def test_load_is_reported_or_none(fake, client):
     assert await client.load() is None
     fake.load = {
         "num_running_reqs": 5,

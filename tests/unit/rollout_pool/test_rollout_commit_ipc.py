@@ -101,7 +101,7 @@ def test_every_tensor_arrives_through_two_halves_of_one_buffer(meet, staged, ten
     assert all(torch.equal(engine.loaded[name], tensor) for name, tensor in tensors.items())
 
 
-def test_an_engine_that_cannot_load_is_told_with_its_words_and_let_go(meet, staged):
+def test_failed_load_raises_the_engines_own_words_and_frees_it(meet, staged):
     leading, buffer, engine = meet(fails_at=1)
     with pytest.raises(EngineError, match="could not load a batch: no such parameter"):
         send_weights(leading, "a handle", buffer, staged.batches(600), lambda: None)

@@ -56,7 +56,7 @@ def test_the_limit_never_leaves_its_bounds(most, looks):
 
 
 @given(most=st.integers(1, 256), looks=st.lists(SAMPLES, max_size=20), last=SAMPLES)
-def test_trouble_never_raises_it_and_ease_never_lowers_it(most, looks, last):
+def test_overload_never_raises_it_and_ease_never_lowers_it(most, looks, last):
     limit = AdaptiveLimit(most)
     for look in [seen(), *looks]:
         limit.update(look)
@@ -94,7 +94,7 @@ def test_it_does_not_grow_while_it_is_not_used():
     assert limit.value == START
 
 
-def test_after_a_fall_it_is_back_soon_then_careful_and_bold_again_when_the_trouble_is_past():
+def test_after_a_fall_it_is_back_soon_then_careful_and_bold_again_when_the_overload_is_past():
     limit = AdaptiveLimit(256)
     limit.update(seen(num_in_flight=100, num_running=100, kv_usage=0.96))
     assert limit.value == 80
@@ -103,14 +103,14 @@ def test_after_a_fall_it_is_back_soon_then_careful_and_bold_again_when_the_troub
     assert values[35:38] == [125, 126, 134]
 
 
-@pytest.mark.parametrize("trouble", [{"num_preempted": 1}, {"kv_usage": 0.97}])
-def test_it_falls_once_for_one_cause_and_again_only_when_it_is_kept(trouble):
+@pytest.mark.parametrize("overload", [{"num_preempted": 1}, {"kv_usage": 0.97}])
+def test_it_falls_once_for_one_cause_and_again_only_when_it_is_kept(overload):
     limit = AdaptiveLimit(100)
     limit.update(seen(num_in_flight=100, num_running=100))
     for _ in range(4):
-        limit.update(seen(num_in_flight=95, num_running=95, **trouble))
+        limit.update(seen(num_in_flight=95, num_running=95, **overload))
     assert limit.value == 76  # of the 95 that were there
-    limit.update(seen(num_in_flight=70, num_running=70, **trouble))
+    limit.update(seen(num_in_flight=70, num_running=70, **overload))
     assert limit.value == 56
 
 
@@ -137,7 +137,7 @@ def test_a_new_engine_is_learnt_anew():
 
 
 class Engine:
-    """Runs samples whose lengths nobody knows, and preempts those that do not fit."""
+    """Runs samples of unknown lengths, and preempts those that do not fit."""
 
     def __init__(self, capacity, dice):
         self.capacity = capacity
@@ -237,7 +237,7 @@ def test_failures_with_successes_between_them_do_not_open_it():
     assert breaker.state is BreakerState.closed
 
 
-def test_a_trial_that_tells_nothing_lets_the_next_one_in():
+def test_undecided_trial_lets_the_next_one_in():
     breaker = Breaker()
     for now in range(3):
         breaker.fail(begun=now, now=now)

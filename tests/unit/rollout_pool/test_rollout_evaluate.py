@@ -1,4 +1,4 @@
-"""Evaluation: real episodes over a completer that answers as it is told."""
+"""Evaluation: real episodes over a completer that gives the answers it was handed."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ async def test_a_version_that_is_gone_at_the_gate_is_not_loaded(fake, follow, st
     assert loads(fake) == [2]
 
 
-async def test_a_torn_engine_is_told_and_recorded_nowhere(fake, follow, state, receiver):
+async def test_torn_engine_raises_and_is_recorded_nowhere(fake, follow, state, receiver):
     fake.refused = {"/update_weights_from_disk"}
     following = follow()
     receiver.offer(5)
@@ -215,7 +215,7 @@ async def test_a_pinned_engine_stays_at_its_version_and_then_takes_the_newest(
     follow()
     receiver.offer(1)
     wanting = asyncio.create_task(pin.want(1, 20.0))
-    assert await wanting  # it was told in time, and waited for
+    assert await wanting  # it asked in time, and waited
     assert await state.engine_versions() == {"engine-0": 1}
     await state.forget_engine("engine-0")
     receiver.offer(2)

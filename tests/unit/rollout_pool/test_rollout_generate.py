@@ -1,4 +1,4 @@
-"""From a prompt to a group, with a model that says what it was told to say."""
+"""From a prompt to a group, with a model with prepared answers."""
 
 from __future__ import annotations
 

@@ -72,14 +72,14 @@ async def test_an_engine_that_stalls_without_any_commit_is_lost_and_started_agai
     assert await events(state) == []
 
     fake.slow["/model_info"] = 600.0
-    await serves(state, {})  # and nobody published anything
+    await serves(state, {})  # and nothing was published
     await serves(state, {"engine-0": 4})
-    told = await events(state)
-    assert [(e["event"], e["who"]) for e in told] == [
+    noted = await events(state)
+    assert [(e["event"], e["who"]) for e in noted] == [
         ("engine_lost", "engine-0"),
         ("engine_restarted", "engine-0"),
     ]
-    assert all("did not answer for" in str(e["detail"]) for e in told)
+    assert all("did not answer for" in str(e["detail"]) for e in noted)
     await life.stop()
 
 
@@ -105,12 +105,12 @@ async def test_a_held_engine_is_withdrawn_until_it_is_released(life, state, rece
     receiver.offer(4)
     await asyncio.sleep(0.3)
     assert await state.engine_versions() == {"engine-9": 3}
-    assert not await life.hold(4, wait_s=5.0, limit_s=60.0)  # it is somebody's already
+    assert not await life.hold(4, wait_s=5.0, limit_s=60.0)  # it is held already
     await life.release()
     await serves(state, {"engine-0": 4, "engine-9": 3})
 
 
-async def test_a_hold_that_nobody_ends_ends_by_itself(life, state, receiver):
+async def test_hold_ends_by_itself_at_its_limit(life, state, receiver):
     assert await life.hold(3, wait_s=5.0, limit_s=0.3)
     receiver.offer(4)
     await serves(state, {"engine-0": 4, "engine-9": 3})

@@ -22,12 +22,12 @@ async def no(timeout_s):
     return False
 
 
-async def test_who_answers_nothing_for_the_whole_time_is_silent():
+async def test_no_answer_for_the_whole_time_is_silence():
     async with asyncio.timeout(20):
         assert await wait_silent(no, 0.2) >= 0.2
 
 
-async def test_who_answers_once_in_the_time_is_not_silent():
+async def test_one_answer_in_the_time_is_no_silence():
     number = 0
 
     async def sometimes(timeout_s):
@@ -42,7 +42,7 @@ async def test_who_answers_once_in_the_time_is_not_silent():
     await end_tasks({waiting})
 
 
-async def test_time_in_which_the_one_who_asks_stands_still_proves_nothing():
+async def test_standstill_of_the_asking_process_proves_nothing():
     number = 0
 
     async def after_a_standstill(timeout_s):

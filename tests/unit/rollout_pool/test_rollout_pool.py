@@ -18,7 +18,7 @@ def member(name, *methods):
     return _Member(name=name, handle=SimpleNamespace(**calls))
 
 
-def test_the_run_is_told_when_a_receiver_is_kept_no_more():
+def test_deaths_include_a_receiver_that_is_kept_no_more():
     pool = RolloutPool(
         [member("engine-0", "start", "gpu_ids", "wait_dead")],
         {0: member("receiver-0", "start", "keep")},

@@ -1,4 +1,4 @@
-"""Which engine gets a sample, who gets it first, and when nobody does."""
+"""Which engine gets a sample, which sample comes first, and when none does."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_load_that_other_workers_put_on_an_engine_counts():
     assert [(await place(two, 200)).engine.name for _ in range(3)] == ["engine-1"] * 3
 
 
-async def test_load_that_nobody_else_can_have_put_there_does_not_count():
+async def test_load_without_other_workers_does_not_count():
     two = router(2)
     stale = EngineLoad(num_running=7, num_queued=1, num_tokens=800, capacity=9000, kv_usage=0.1)
     two.note_load("engine-0", stale, 0)
@@ -177,12 +177,12 @@ async def test_a_sample_waits_for_the_version_that_it_needs():
 async def test_an_engine_asked_for_by_name_is_taken_though_it_is_held_at_an_old_version():
     three = router(3, {"engine-0": 9, "engine-1": 3}, trainer=9)
     assert await name_of(three, engine="engine-1", min_version=3) == "engine-1"
-    assert await name_of(three, engine="engine-2") == "engine-2"  # whoever holds it knows why
+    assert await name_of(three, engine="engine-2") == "engine-2"  # its holder knows why
     with pytest.raises(ValueError, match=r"no engine-7 among engine-0, engine-1, engine-2"):
         await name_of(three, engine="engine-7")
 
 
-async def test_an_engine_is_told_which_version_its_requests_will_meet():
+async def test_engine_learns_which_version_its_requests_will_meet():
     engine = NamedEngine("engine-0")
     Router([engine], 5.0).follow({"engine-0": 6}, 7, 2)
     assert engine.version == 6
@@ -216,7 +216,7 @@ async def test_evaluations_come_after_rollouts_but_one_at_each_engine_always_has
     rollouts[0] = await third
     await turn()
     assert not second.done()
-    rollouts[0].release()  # nobody of higher priority waits
+    rollouts[0].release()  # no sample of higher priority waits
     (await second).release()
     first.release()
 
@@ -291,7 +291,7 @@ async def test_a_sample_waits_until_an_engine_is_at_an_allowed_version():
     assert await waiting == "engine-0"
 
 
-async def test_a_sample_that_waits_too_long_is_told_why():
+async def test_timeout_says_why_no_engine_took_the_sample():
     one = router(1, {"engine-0": 3}, trainer=5, max_staleness=1, wait_timeout_s=0.05)
     with pytest.raises(
         TimeoutError,
@@ -474,7 +474,7 @@ async def test_when_an_engine_dies_each_of_thousands_of_samples_costs_what_one_d
     await end(waiting)
 
 
-async def test_thousands_that_have_waited_in_vain_are_told_so_without_looking_at_each_other():
+async def test_thousands_of_timeouts_cost_what_each_one_does():
     two, work = router(2, {}, wait_timeout_s=0.3), Work()
     waiting = await crowd_at(two, 2000, {})
     with work.counted():
@@ -483,7 +483,7 @@ async def test_thousands_that_have_waited_in_vain_are_told_so_without_looking_at
     assert all(isinstance(task.exception(), TimeoutError) for task in waiting)
 
 
-async def test_one_that_has_not_mended_for_itself_holds_up_nobody_for_whom_it_has():
+async def test_sample_that_must_wait_for_its_engine_holds_up_no_other():
     """Both failed at the only engine, one before it got tokens again and one after."""
     one = router(1)
     earlier = (await place(one)).fail()
@@ -499,9 +499,7 @@ async def test_one_that_has_not_mended_for_itself_holds_up_nobody_for_whom_it_ha
 # Loads -----------------------------------------------------------------------------------------
 
 
-async def test_the_poller_tells_the_router_what_engines_say_of_themselves(
-    fake, client, other_fake, other_client
-):
+async def test_poller_reports_loads_to_the_router(fake, client, other_fake, other_client):
     fake.load = {
         "num_running_reqs": 1,
         "num_waiting_reqs": 3,

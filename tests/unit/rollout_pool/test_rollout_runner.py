@@ -1,4 +1,4 @@
-"""Episodes with environments of all manners, and a model that says what it was told to say."""
+"""Episodes with environments of all manners, and a model with prepared lines."""
 
 from __future__ import annotations
 
@@ -360,8 +360,8 @@ async def test_a_sample_that_fails_fails_the_episode_and_the_environment_is_clos
     with pytest.raises(SampleFailed, match="no engine"):
         await runner(Model("a", SampleFailed("no engine"))).run(env, ask())
     assert env.num_closed == 1
-    with pytest.raises(TimeoutError, match="nobody to ask"):
-        await runner(Model(TimeoutError("nobody to ask"))).run(Talk("1"), ask())
+    with pytest.raises(TimeoutError, match="no engine to ask"):
+        await runner(Model(TimeoutError("no engine to ask"))).run(Talk("1"), ask())
 
 
 async def test_a_cancelled_episode_closes_its_environment():

@@ -28,14 +28,12 @@ def rids(fake):
     return [rid for body in fake.bodies("/generate") for rid in body["rid"]]
 
 
-async def test_a_sample_ends_with_its_owner_told_at_each_arrival(
-    fake, other_fake, sampler, make_reply
-):
+async def test_owner_is_called_at_each_arrival_and_the_end(fake, other_fake, sampler, make_reply):
     fake.reply = lambda rid: make_reply(output_ids=[1, 2, 3, 4], parts=[1, 2])
-    told = []
-    sample = make_sample(on_tokens=lambda s: told.append((len(s.output_ids), s.finish_reason)))
+    seen = []
+    sample = make_sample(on_tokens=lambda s: seen.append((len(s.output_ids), s.finish_reason)))
     await sampler.complete(sample)
-    assert told == [(1, None), (3, None), (4, "stop")]
+    assert seen == [(1, None), (3, None), (4, "stop")]
     assert (sample.num_attempts, sample.num_failures, sample.num_wasted) == (1, 0, 0)
     await sampler.complete(sample)  # it has ended: nothing is asked
     assert rids(fake) == ["g.0.1!"] and rids(other_fake) == []
@@ -190,11 +188,11 @@ async def test_a_sample_that_has_reached_its_limit_is_ended_without_another_requ
     fake, other_fake, sampler, make_reply
 ):
     fake.reply = lambda rid: make_reply(output_ids=[1, 2, 3], parts=[1, 2], breaks=True)
-    told = []
-    sample = make_sample(max_new_tokens=3, on_tokens=lambda s: told.append(s.finish_reason))
+    seen = []
+    sample = make_sample(max_new_tokens=3, on_tokens=lambda s: seen.append(s.finish_reason))
     await sampler.complete(sample)
     assert (sample.output_ids, sample.finish_reason) == ([1, 2, 3], "length")
-    assert told == [None, None, "length"]
+    assert seen == [None, None, "length"]
     assert rids(other_fake) == []
 
 

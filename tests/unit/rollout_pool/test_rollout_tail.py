@@ -169,7 +169,7 @@ async def test_samples_wait_for_the_new_version_and_the_stalest_goes_first() -> 
     assert await scene.counted() == {"samples_interrupted": 5, "samples_resumed": 5}
 
 
-async def test_a_sample_that_is_told_late_does_not_wait_for_the_next_version() -> None:
+async def test_sample_interrupted_late_does_not_wait_for_the_next_version() -> None:
     scene = Scene(TailPolicy.interrupt_and_resume)
     run = scene.start(1)
     async with scene.running():
@@ -180,7 +180,7 @@ async def test_a_sample_that_is_told_late_does_not_wait_for_the_next_version() -
         await asyncio.wait_for(asyncio.gather(*_stopped(run)), 1)
 
 
-async def test_a_waiting_room_that_nobody_opens_lets_go_all_the_same() -> None:
+async def test_waiting_room_lets_go_after_its_limit() -> None:
     room, scene = WaitingRoom(), Scene(TailPolicy.continue_across_versions)
     room.close()
     (sample,) = scene.start(1, num_samples=1).samples
@@ -277,7 +277,7 @@ async def test_a_turn_that_a_postponed_group_begins_is_stopped_as_well() -> None
     assert await scene.counted() == {"groups_postponed": 1, "samples_interrupted": 2}
 
 
-async def test_a_group_of_which_nothing_is_sampled_makes_way_to_nobody() -> None:
+async def test_group_without_running_samples_is_not_postponed() -> None:
     scene = Scene(TailPolicy.postpone)
     await _land_quick_groups(scene)
     scored = scene.start(10)
@@ -327,16 +327,16 @@ class Gate:
         self.counts[name] += amount  # type: ignore[assignment]
 
 
-async def test_counts_that_are_being_told_when_the_worker_ends_are_told_once() -> None:
+async def test_counts_being_sent_when_the_worker_ends_are_sent_once() -> None:
     gate = Gate()
     counters = Counters(gate)
     counters.add("groups", 3)
     counters.add("tokens", 0.5)
-    telling = asyncio.create_task(counters.flush())
+    sending = asyncio.create_task(counters.flush())
     await asyncio.sleep(0.01)
-    telling.cancel()
-    await asyncio.wait([telling])
-    assert telling.cancelled()
+    sending.cancel()
+    await asyncio.wait([sending])
+    assert sending.cancelled()
     counters.add("groups")
     last = asyncio.create_task(counters.flush())
     await asyncio.sleep(0.01)
@@ -345,7 +345,7 @@ async def test_counts_that_are_being_told_when_the_worker_ends_are_told_once() -
     assert gate.counts == {"groups": 4, "tokens": 0.5}
 
 
-async def test_what_could_not_be_told_is_told_later() -> None:
+async def test_counts_that_failed_are_sent_later() -> None:
     gate = Gate()
     gate.is_open.set()
     gate.breaks = "tokens"

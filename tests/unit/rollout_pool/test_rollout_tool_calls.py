@@ -81,7 +81,7 @@ def test_what_is_no_call_says_why_and_spoils_no_other(written, reason):
         assert calls_of(parsed) == ([("g", {})] if good in text else [])
 
 
-def test_text_behind_a_call_that_was_not_closed_is_told_and_the_next_call_is_found():
+def test_text_behind_an_unclosed_call_is_reported_and_the_next_call_is_found():
     parsed = hermes('<tool_call>{"name": "f"} so <tool_call>{"name": "g"}</tool_call> done')
     assert calls_of(parsed) == [("f", {}), ("g", {})]
     assert parsed.bad_call == "there is text between a call and its </tool_call>"

@@ -84,7 +84,7 @@ async def test_the_calls_of_one_answer_run_at_the_same_time_and_keep_their_order
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "message"),
     [
         (
             call("multiply", a=1),
@@ -97,15 +97,15 @@ async def test_the_calls_of_one_answer_run_at_the_same_time_and_keep_their_order
         (call("slow", seconds=30), "error: no result within 0.2 s"),
     ],
 )
-async def test_what_is_wrong_with_a_call_is_told_to_the_model(asked, told):
+async def test_model_reads_what_is_wrong_with_its_call(asked, message):
     env = env_with(add, broken, slow, call_timeout_s=0.2)
     await env.reset()
     [said] = await results(env, asked)
-    assert said.startswith(told)
+    assert said.startswith(message)
     assert (await env.step(answered("well"))).info == {"tool_calls": 1.0, "tool_errors": 1.0}
 
 
-async def test_what_is_no_call_is_told_too_beside_the_results_of_those_that_are():
+async def test_model_reads_of_a_bad_call_beside_the_results_of_good_ones():
     env = env_with(add)
     await env.reset()
     said = await results(env, call("add", a=1), bad_call="no closing brace")

@@ -63,7 +63,7 @@ async def test_waiting_ends_in_time_and_leaves_the_engine_free(pin: VersionPin) 
     assert pin.take(6)
 
 
-async def test_who_is_cancelled_leaves_the_engine_free(pin: VersionPin) -> None:
+async def test_cancelled_want_leaves_the_engine_free(pin: VersionPin) -> None:
     wanting = asyncio.create_task(pin.want(5, 60.0))
     await asyncio.sleep(0)
     wanting.cancel()

@@ -146,7 +146,7 @@ class External(EpisodeSource):
     async def run(self, prompt, request):
         self.prompts.append(prompt.index)
         if self._fails:
-            raise EpisodeFailed("whoever asked for it went away")
+            raise EpisodeFailed("its program went away")
         return await self._source.run(prompt, request)
 
     def give_up(self, why):
@@ -443,7 +443,7 @@ async def test_a_worker_that_ends_while_it_admits_a_group_gives_the_credit_back(
     await until(lambda: "take_retry" in buffer.waiting)
     assert (await buffer.stats()).running == 1
     worker.stop()
-    await asyncio.sleep(1.2)  # its loops are told to end again and again
+    await asyncio.sleep(1.2)  # its loops are cancelled again and again
     buffer.before["abandon"].set()
     await running
     assert (await buffer.stats()).running == 0
@@ -478,7 +478,7 @@ async def test_a_group_that_is_stopped_after_its_push_arrived_is_a_whole_one(mak
     assert "tokens_wasted" not in counters and "given_up:<=256" not in counters
 
 
-async def test_a_group_that_does_not_heed_its_end_is_told_again(make_worker, scribe):
+async def test_group_that_ignores_its_cancellation_is_cancelled_again(make_worker, scribe):
     scribe.holding, scribe.is_deaf = lambda sample: True, True
     worker, buffer = await make_worker(stop_again_s=0.2)
     running = await make_worker.start(worker)
@@ -500,7 +500,7 @@ async def test_an_external_group_waits_for_a_credit_and_is_one_as_any_other(make
     group = External(make_worker.source)
     external.groups.append(group)
     await asyncio.sleep(0.2)
-    assert external.groups == [group]  # no credit, no group; whoever asked may still leave
+    assert external.groups == [group]  # no credit, no group; its program may still leave
     await consume(buffer, 0)
     await until(ready(buffer, 4))
     worker.stop()
@@ -525,7 +525,7 @@ async def test_the_prompt_of_a_group_that_failed_outside_runs_again_without_blam
     lease = await consume(buffer, 0, num_groups=4)
     assert sorted(group.prompt.index for group in lease.groups) == [0, 1, 2, 3]
     assert {group.prompt.attempt for group in lease.groups} == {0}
-    assert all(group.given_up == ["whoever asked for it went away"] for group in gone)
+    assert all(group.given_up == ["its program went away"] for group in gone)
 
 
 async def test_no_credit_within_the_limit_is_an_error(make_worker):
@@ -598,7 +598,7 @@ async def test_a_postponed_group_is_finished_with_what_it_had(make_worker, scrib
                 await consume(buffer, step, num_groups=1)
                 step += 1
             await asyncio.sleep(0.02)
-    await until(ready(buffer, 7))  # it is alone: nobody is there to give way to
+    await until(ready(buffer, 7))  # it is alone: no group is there to give way to
     await asyncio.sleep(1.0)
     scribe.go.set()
     await until(ready(buffer, 8))
