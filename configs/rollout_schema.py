@@ -156,10 +156,10 @@ class RolloutConfig(Section):
     """A prompt whose group failed that often is put into quarantine."""
     max_worker_restarts: int = field(default=3, metadata=at_least(0))
     """How often a worker that died is started again in one run."""
-    reward_actors: int = field(default=1, metadata=at_least(1))
-    """Actors that score episodes, spread over the nodes."""
+    reward_actors: int = field(default=0, metadata=at_least(0))
+    """Actors that score episodes, spread over the nodes (0: each worker scores beside itself)."""
     reward_processes: int = field(default=1, metadata=at_least(1))
-    """Scoring processes of each such actor."""
+    """Scoring processes of each such actor, or of each worker."""
     reward_timeout_s: float = field(default=30.0, metadata=SECONDS)
     log_rate: float = field(default=0.01, metadata=SHARE)
     """Share of the groups whose trajectories are written to the run's folder, for `make show`."""

@@ -34,8 +34,7 @@ from processes.pending import Pending
 from rollout_pool.engines.engine import EngineInfo, EngineSpec, SGLangEngine
 from rollout_pool.engines.lifecycle import EngineLife
 from rollout_pool.engines.receiver_keeper import ReceiverKeeper
-from rollout_pool.rewards.ray_pool import RayScorer, ScorerActor
-from rollout_pool.rewards.remote_pool import RemoteScoring
+from rollout_pool.rewards.hosts import RayScorer, RemoteScoring, ScorerActor
 from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
 from rollout_pool.worker.build import WorkerParts
 
@@ -160,11 +159,12 @@ class WorkerActor:
     """
 
     def __init__(self, spec: RolloutSpec, index: int) -> None:
+        _log_to_stderr()
         # Asked for by name: with a handle among the arguments Ray could not start this actor again
         # once the driver's object store has forgotten it.
-        _log_to_stderr()
-        scorers = [_scorer_name(spec, number) for number in range(spec.config.reward_actors)]
-        scoring = RemoteScoring([RayScorer(ray.get_actor(name)) for name in scorers])
+        names = [_scorer_name(spec, number) for number in range(spec.config.reward_actors)]
+        scorers = [RayScorer(ray.get_actor(name)) for name in names]
+        scoring = RemoteScoring(scorers) if scorers else None
         self._parts = WorkerParts(spec, index, scoring=scoring, host=_listen_host(spec.host))
         self._getting_ready: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -261,7 +261,7 @@ class RolloutPool:
         cls, spec: RolloutSpec, engine_group: PlacementGroup, worker_group: PlacementGroup
     ) -> RolloutPool:
         """An engine in each bundle of one group and a worker in each of the other, a receiver
-        beside the first engine of each node, and scorers spread over all nodes."""
+        beside the first engine of each node, and scorers, if any, spread over all nodes."""
         num_gpus = spec.config.engine.tp_size * spec.gpu_share if spec.uses_gpu else 0
         nodes = ray.util.placement_group_table(engine_group)["bundles_to_node_id"]
         first = first_on_node([nodes[index] for index in range(spec.config.num_engines)])

@@ -179,26 +179,29 @@ def _filled_in(config: Config, devices: Devices) -> Config:
 
 def _plain_processes(config: Config) -> tuple[PlannedProcess, ...]:
     """Those that never use a GPU."""
+    actors = config.rollout.reward_actors
+    processes = f"{config.rollout.reward_processes} scoring processes each"
     worker = PlannedProcess(
         what="rollout worker",
         count=config.rollout.num_workers,
         memory=format_bytes(WORKER_PROCESS_BYTES),
-        note="keeps groups in flight",
+        note="keeps groups in flight" if actors else f"keeps groups in flight; {processes}",
     )
     scorer = PlannedProcess(
         what="reward actor",
-        count=config.rollout.reward_actors,
+        count=actors,
         memory=format_bytes(WORKER_PROCESS_BYTES),
-        note=f"{config.rollout.reward_processes} scoring processes each",
+        note=processes,
     )
+    scoring = (worker, scorer) if actors else (worker,)
     if config.buffer.url is not None:
-        return (worker, scorer)
+        return scoring
     redis = PlannedProcess(
         what="Redis server",
         memory=format_bytes(_buffer_bytes(config)),
         note=f"replay buffer, fsync {config.buffer.appendfsync.name}",
     )
-    return (redis, worker, scorer)
+    return (redis, *scoring)
 
 
 def _receiver(config: Config, model: ModelSize, uses_gpu: bool) -> PlannedProcess:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import sys
 import time
 from collections.abc import Coroutine
@@ -17,10 +18,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from configs.rollout_schema import TaskConfig
-from processes.child import kill_group
+from processes.child import Child, kill_group
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.rewards.part import PartScore
-from rollout_pool.rewards.process import encode_config
+from rollout_pool.rewards.process import encode_setup
+from rollout_pool.rewards.types import PartScore
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class RewardError(RuntimeError):
 
 
 class RewardPool:
-    """`num_processes` scoring processes behind one queue. Used in one event loop."""
+    """`num_processes` scoring processes of this host behind one queue. Used in one event loop."""
 
     def __init__(
         self,
@@ -52,10 +53,9 @@ class RewardPool:
         factory: str = DEFAULT_FACTORY,
     ) -> None:
         """`factory` ("module:function" or "file.py:function") makes the task from `config`."""
-        command = [sys.executable, "-m", "rollout_pool.rewards.process"]
-        command += [factory, encode_config(config), str(timeout_s)]
-        self._scorers = [_Scorer(command, log_path) for _ in range(num_processes)]
-        self._idle: asyncio.Queue[_Scorer] = asyncio.Queue()
+        setup = encode_setup(factory, config, timeout_s)
+        self._processes = [_ScoringProcess(setup, log_path) for _ in range(num_processes)]
+        self._idle: asyncio.Queue[_ScoringProcess] = asyncio.Queue()
         self._timeout_s = timeout_s
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
@@ -64,77 +64,74 @@ class RewardPool:
 
     async def start(self) -> None:
         """Start all processes. Raises ValueError if the task refuses its config."""
-        await asyncio.gather(*(scorer.start() for scorer in self._scorers))
-        for scorer in self._scorers:
-            self._idle.put_nowait(scorer)
+        await asyncio.gather(*(process.start() for process in self._processes))
+        for process in self._processes:
+            self._idle.put_nowait(process)
 
     async def score(self, request: bytes) -> PartScore:
         """The answer to one line of JSON; waits for a free process, then at most `timeout_s`."""
         came = time.monotonic()
-        scorer = await self._idle.get()
+        process = await self._idle.get()
         if self._is_closed:
-            self._idle.put_nowait(scorer)  # for the next who waits in vain
+            self._idle.put_nowait(process)  # for the next one that waits
             return PartScore(value=0.0, failure="the reward pool was closed")
         # A caller that gives up leaves the process to end its answer; killing it would cost more.
-        return await asyncio.shield(self._spawn(self._answer(scorer, request, came)))
+        return await asyncio.shield(self._spawn(self._answer(process, request, came)))
 
     async def close(self) -> None:
-        """Whoever still asks gets no answer."""
+        """Requests that are open get no answer."""
         self._is_closed = True
         await end_tasks(self._tasks)
-        await asyncio.gather(*(scorer.kill() for scorer in self._scorers))
-        if self._idle.empty():
-            self._idle.put_nowait(self._scorers[0])
+        await asyncio.gather(*(process.kill() for process in self._processes))
+        if self._processes and self._idle.empty():
+            self._idle.put_nowait(self._processes[0])
 
-    async def _answer(self, scorer: _Scorer, request: bytes, came: float) -> PartScore:
+    async def _answer(self, process: _ScoringProcess, request: bytes, came: float) -> PartScore:
         waited_s = time.monotonic() - came
         for asked in range(MAX_ASKED):
             if asked:
                 waiting = time.monotonic()
-                scorer = await self._idle.get()
+                process = await self._idle.get()
                 waited_s += time.monotonic() - waiting
             try:
-                return await self._ask(scorer, request, waited_s)
+                return await self._ask(process, request, waited_s)
             except ConnectionError:
-                log.warning(
-                    "a scoring process died over a request, which was asked %d times", asked
-                )
+                log.warning("a scoring process died over a request, asked %d times", asked + 1)
         return PartScore(value=0.0, failure="the scoring process died", waited_s=waited_s)
 
-    async def _ask(self, scorer: _Scorer, request: bytes, waited_s: float) -> PartScore:
+    async def _ask(self, process: _ScoringProcess, request: bytes, waited_s: float) -> PartScore:
         """Gives the process back, or has it replaced. Raises ConnectionError if it died."""
-        is_well = False
+        has_answered = False
         try:
-            if not scorer.is_alive:  # killed while it was idle, or could not be started before
+            if not process.is_alive:  # killed while it was idle, or could not be started before
                 self.num_restarts += 1
-                await scorer.start()
+                await process.start()
             async with asyncio.timeout(self._timeout_s):
-                reply = await scorer.ask(request)
-            is_well = True
+                reply = await process.ask(request)
+            has_answered = True
         except TimeoutError:
             failure = f"no reward within {self._timeout_s:g} s"
             return PartScore(value=0.0, failure=failure, waited_s=waited_s)
         except (RewardError, ValueError) as error:
             return PartScore(value=0.0, failure=str(error), waited_s=waited_s)
         finally:
-            if is_well:
-                self._idle.put_nowait(scorer)
+            if has_answered:
+                self._idle.put_nowait(process)
             elif not self._is_closed:
-                self._spawn(self._replace(scorer))
+                self._spawn(self._replace(process))
         if "error" in reply:
             return PartScore(value=0.0, failure=str(reply["error"]), waited_s=waited_s)
         return PartScore(value=float(reply["reward"]), waited_s=waited_s)
 
-    async def _replace(self, scorer: _Scorer) -> None:
-        """Others go on meanwhile; one that does not start is tried again by who needs it."""
+    async def _replace(self, process: _ScoringProcess) -> None:
+        """Others go on meanwhile; one that does not start is tried again by the next request."""
         self.num_restarts += 1
         try:
-            await scorer.kill()
-            await scorer.start()
+            await process.start()
         except (RewardError, ValueError) as error:
             log.error("%s", error)
         finally:
-            self._idle.put_nowait(scorer)
+            self._idle.put_nowait(process)
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
@@ -143,32 +140,35 @@ class RewardPool:
         return task
 
 
-class _Scorer:
-    """One child process; a killed one can be started again.
+class _ScoringProcess:
+    """One child process, which can be started again.
 
     Whatever ends it, what its scorers started ends with it, unless that left its process group.
     """
 
-    def __init__(self, command: list[str], log_path: Path) -> None:
-        self._command = command
+    def __init__(self, setup: bytes, log_path: Path) -> None:
+        self._setup = setup
         self._log_path = log_path
-        self._process: asyncio.subprocess.Process | None = None
-        self._clearing: asyncio.Task[None] | None = None
+        self._child: Child | None = None
 
     @property
     def is_alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
+        return self._child is not None and self._child.wait(0) is None
 
     async def start(self) -> None:
-        """Raises RewardError if it does not start, ValueError if it refuses its settings."""
+        """In place of the one that was there, which is killed.
+
+        Raises RewardError if it does not start, ValueError if it refuses its settings.
+        """
         for _ in range(MAX_STARTS):
-            await self._begin()
+            await self.kill()
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
-                    greeting = await self._read()
+                    await self._begin()
+                    greeting = await self.ask(self._setup)
                 break
-            except ConnectionError:  # it died; whoever killed it may not mean the next
-                await self.kill()
+            except ConnectionError:  # it died; whatever killed it may not meet the next
+                continue
             except TimeoutError as error:
                 await self.kill()
                 raise RewardError(
@@ -176,6 +176,7 @@ class _Scorer:
                     f"see {self._log_path}"
                 ) from error
         else:
+            await self.kill()
             raise RewardError(
                 f"a scoring process died {MAX_STARTS} times while it started; see {self._log_path}"
             )
@@ -184,28 +185,20 @@ class _Scorer:
             raise ValueError(str(greeting["error"]))
 
     async def _begin(self) -> None:
-        with self._log_path.open("ab") as log_file:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log_file,
-                limit=_REPLY_LIMIT,
-                start_new_session=True,
-            )
-        self._clearing = asyncio.create_task(_clear_up(self._process))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            command = [sys.executable, "-m", "rollout_pool.rewards.process", str(number)]
+            self._child = Child(command, self._log_path, pass_fds=[number])
+        self._clearing = asyncio.create_task(_clear_up(self._child))
+        self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_REPLY_LIMIT)
 
     async def ask(self, request: bytes) -> dict[str, Any]:
         """Raises ConnectionError if the process dies over it."""
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(request + b"\n")
-        await self._process.stdin.drain()
-        return await self._read()
-
-    async def _read(self) -> dict[str, Any]:
-        assert self._process is not None and self._process.stdout is not None
+        self._writer.write(request + b"\n")
+        await self._writer.drain()
         try:
-            line = await self._process.stdout.readline()
+            line = await self._reader.readline()
             if not line.endswith(b"\n"):
                 raise ConnectionError("the scoring process closed its output")
             return cast(dict[str, Any], json.loads(line))
@@ -213,16 +206,17 @@ class _Scorer:
             raise ConnectionError(f"the scoring process talks nonsense: {error}") from error
 
     async def kill(self) -> None:
-        if self._process is None:
+        """It and what it started; nothing if there is none."""
+        if self._child is None:
             return
-        assert self._clearing is not None
         if not self._clearing.done():  # else its number may be another's
-            kill_group(self._process.pid)
-        # Not awaited itself: whoever is cancelled here must not leave it undone.
+            kill_group(self._child.pid)
+        self._writer.close()
+        # Not awaited itself: a caller that is cancelled here must not leave it undone.
         await asyncio.wait([self._clearing], timeout=END_TIMEOUT_S)
 
 
-async def _clear_up(process: asyncio.subprocess.Process) -> None:
+async def _clear_up(child: Child) -> None:
     """What is left when a process has ended."""
-    await process.wait()
-    kill_group(process.pid)
+    await child.exit()
+    kill_group(child.pid)

@@ -1,8 +1,8 @@
-"""One scoring process: `python -m rollout_pool.rewards.process`, and behind it the task's factory,
-its config as JSON and the seconds in which a part must be scored.
+"""One scoring process: `python -m rollout_pool.rewards.process`, and the number of its socket.
 
-It builds the task and loads the reward functions once, says so, and then answers one line of JSON
-(see `part`) with one line of JSON until its standard input ends:
+It reads one line of JSON with the task's factory, its config and the seconds in which a part must
+be scored, builds the task, loads the reward functions and says so. Then it answers each line of
+JSON (see `types`) with one line of JSON:
 
     {"part": "brevity", "prompt": {...}, "answer": "7", ...}  ->  {"reward": 1.0}
                                                           or  {"error": "why not"}
@@ -26,7 +26,7 @@ from typing import TextIO
 from configs.choices import RewardKind, TaskKind, ToolParser
 from configs.rollout_schema import RewardConfig, TaskConfig
 from processes.die_with_parent import die_with_parent
-from rollout_pool.rewards.part import PartRequest, decode_request
+from rollout_pool.rewards.types import PartRequest, decode_request
 from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.task import Task
 
@@ -34,19 +34,22 @@ PartScorer = Callable[[PartRequest], object]
 """What it returns should be a number, but a user may have written it."""
 
 
-def encode_config(config: TaskConfig) -> str:
-    """`config` as one line of JSON."""
-    return json.dumps(dataclasses.asdict(config), default=lambda choice: choice.name)
+def encode_setup(factory: str, config: TaskConfig, timeout_s: float) -> bytes:
+    """The first line that a process reads."""
+    setup = {"factory": factory, "config": dataclasses.asdict(config), "timeout_s": timeout_s}
+    return json.dumps(setup, default=lambda choice: choice.name).encode()
 
 
-def decode_config(text: str) -> TaskConfig:
-    fields = json.loads(text)
+def decode_setup(line: str) -> tuple[str, TaskConfig, float]:
+    setup = json.loads(line)
+    fields = setup["config"]
     rewards = {
         name: RewardConfig(**{**reward, "kind": RewardKind[reward["kind"]]})
         for name, reward in fields.pop("rewards").items()
     }
     kind, parser = TaskKind[fields.pop("kind")], ToolParser[fields.pop("tool_parser")]
-    return TaskConfig(**fields, kind=kind, tool_parser=parser, rewards=rewards)
+    config = TaskConfig(**fields, kind=kind, tool_parser=parser, rewards=rewards)
+    return setup["factory"], config, setup["timeout_s"]
 
 
 def load_parts(task: Task, config: TaskConfig, timeout_s: float) -> dict[str, PartScorer]:
@@ -99,14 +102,14 @@ def answer(parts: dict[str, PartScorer], line: str) -> dict[str, object]:
     return {"reward": reward}
 
 
-def main(argv: list[str]) -> None:
-    die_with_parent(signal.SIGKILL)  # a scorer that hangs never reads its input's end
+def main(number: int) -> None:
+    die_with_parent(signal.SIGKILL)  # a scorer may ignore the SIGTERM that came with its start
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    requests, replies = _own_ends()
+    requests, replies = _open_socket(number)
     try:
-        config = decode_config(argv[1])
-        task: Task = load_callable(argv[0], "task.factory")(config)
-        parts = load_parts(task, config, float(argv[2]))
+        factory, config, timeout_s = decode_setup(requests.readline())
+        task: Task = load_callable(factory, "task.factory")(config)
+        parts = load_parts(task, config, timeout_s)
     except (ValueError, RuntimeError) as error:
         _write(replies, {"error": str(error)})
         return
@@ -115,23 +118,18 @@ def main(argv: list[str]) -> None:
         _write(replies, answer(parts, line))
 
 
-def _own_ends() -> tuple[TextIO, TextIO]:
-    """Where requests come from and replies go to, which no other process is to have.
-
-    For a scorer, and for what it starts, standard input is empty, and what it prints goes to
-    standard error.
-    """
-    requests, replies = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
+def _open_socket(number: int) -> tuple[TextIO, TextIO]:
+    """Where requests come from and replies go to, which no process that a scorer starts may use."""
+    os.set_inheritable(number, False)
 
     def give_up() -> None:
-        for descriptor in (requests, replies):
-            os.dup2(nothing, descriptor, inheritable=False)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, number, inheritable=False)
 
     os.register_at_fork(after_in_child=give_up)
-    return os.fdopen(requests, encoding="utf-8"), os.fdopen(replies, "w", encoding="utf-8")
+    return os.fdopen(number, encoding="utf-8"), os.fdopen(
+        number, "w", encoding="utf-8", closefd=False
+    )
 
 
 def _write(replies: TextIO, reply: dict[str, object]) -> None:
@@ -140,4 +138,4 @@ def _write(replies: TextIO, reply: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(int(sys.argv[1]))

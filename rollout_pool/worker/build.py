@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from buffer.connect import Buffer, connect_buffer
 from buffer.run_state import RunState
@@ -18,8 +17,9 @@ from rollout_pool.engines.engine import EngineInfo
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer, vocab_size
-from rollout_pool.rewards.part import PartScore
-from rollout_pool.rewards.scoring import EpisodeScorer
+from rollout_pool.rewards.pool import RewardPool
+from rollout_pool.rewards.scorer import EpisodeScorer, needs_processes
+from rollout_pool.rewards.types import ScoringPool
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.watch import EngineWatch, LoadPoller
@@ -35,14 +35,6 @@ from rollout_pool.worker.record import RolloutLog
 REPORT_WAITS_S = 2.0
 
 
-class Scoring(Protocol):
-    """A ScoringPool that is started and closed."""
-
-    async def start(self) -> None: ...
-    async def score(self, request: bytes) -> PartScore: ...
-    async def close(self) -> None: ...
-
-
 class WorkerParts:
     """Owns what a worker uses: `prepare`, then `connect`, then `worker`; `close` at the end."""
 
@@ -51,17 +43,18 @@ class WorkerParts:
         spec: RolloutSpec,
         index: int,
         *,
-        scoring: Scoring,
+        scoring: ScoringPool | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        """`host`: where its endpoint listens, if it has one."""
+        """`scoring`: None has scoring processes of the worker's own. `host`: where its endpoint
+        listens, if it has one."""
         self._spec = spec
         self._index = index
         self._host = host
         self._clients: list[SGLangClient] = []
         self._worker: RolloutWorker | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._scoring = scoring
+        self._scoring = scoring or self._own_scoring()
         self._scorer: EpisodeScorer | None = None
         self._endpoint: Endpoint | None = None
         self._agents: AgentRunner | None = None
@@ -71,6 +64,15 @@ class WorkerParts:
         self._tokenizer: Tokenizer | None = None
         self._vocab_size = 0
         self._position = 0
+
+    def _own_scoring(self) -> RewardPool:
+        task, config = self._spec.task, self._spec.config
+        return RewardPool(
+            task,
+            num_processes=config.reward_processes if needs_processes(task) else 0,
+            timeout_s=config.reward_timeout_s,
+            log_path=Path(self._spec.run_dir) / "logs" / f"rewards-{self._index}.log",
+        )
 
     @property
     def worker(self) -> RolloutWorker:

@@ -19,7 +19,7 @@ from configs.rollout_schema import RolloutConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
-from rollout_pool.rewards.score import Scorer
+from rollout_pool.rewards.types import Scorer
 from rollout_pool.sampling.sample import Priority, SampleFailed
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt

@@ -49,6 +49,7 @@ SETTINGS = (
     "trainer.warm_start.num_steps=0",  # a model that has learnt nothing writes until it is stopped
     "rollout.num_engines=2",
     "rollout.num_workers=2",
+    "rollout.reward_actors=1",
     f"rollout.group_size={GROUP_SIZE}",
     "rollout.max_response_tokens=160",
     "rollout.eval_every=0",

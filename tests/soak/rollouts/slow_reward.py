@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from rollout_pool.rewards.part import EpisodeView
+from rollout_pool.rewards.types import EpisodeView
 from rollout_pool.tasks.task import Prompt
 
 SECONDS = 0.01

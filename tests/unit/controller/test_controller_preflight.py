@@ -32,7 +32,7 @@ def save_model(folder: Path, *, chat_template: str | None, weights: bool = True)
     ("settings", "message"),
     [
         (["cluster.host=nonsense.invalid"], r"cluster\.host='nonsense\.invalid': is neither an IP"),
-        (["cluster.num_cpus=2"], r"cluster\.num_cpus=2: the run asks for 5 CPUs"),
+        (["cluster.num_cpus=2"], r"cluster\.num_cpus=2: the run asks for 4 CPUs"),
         (["rollout.engine.tp_size=3"], r"tp_size=3: must divide the model's 4 attention heads"),
         (["rollout.max_prompt_tokens=4"], r"max_prompt_tokens=4: prompt 0 has 6 tokens"),
         (

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 import pytest
 
-from configs.choices import RewardKind, TaskKind
-from configs.rollout_schema import RewardConfig, TaskConfig
-from rollout_pool.episodes.env import Message
-from rollout_pool.episodes.episode import Episode
 from rollout_pool.rewards.code_tests import judge, program_of
-from rollout_pool.rewards.part import encode_request
-from rollout_pool.rewards.pool import RewardPool
 from rollout_pool.sandbox.run import SandboxLimits, run_python
 from rollout_pool.tasks.programs import ProgramTest
-from rollout_pool.tasks.registry import build_task
 
 STATEMENT = "assert f(20) == 9407"
 STATEMENTS = ProgramTest(statements="assert f(20) == 9407\nassert f(1) == 5")
@@ -446,27 +438,3 @@ async def test_a_single_test_may_not_take_more_than_all():
     sleeps = "import time\ntime.sleep(60)"
     verdict = await judge(sleeps, [ProgramTest(input="", output="1")], limits, total_s=60.0)
     assert verdict.explanation.startswith("test 1: it took longer than it may")
-
-
-async def test_slow_tests_do_not_cost_a_scoring_process(tmp_path):
-    tests = [{"input": str(n), "output": str(n)} for n in range(50)]
-    (tmp_path / "slow.jsonl").write_text(
-        "\n".join(json.dumps({"prompt": f"Echo {n}", "tests": tests}) for n in range(2))
-    )
-    config = TaskConfig(
-        kind=TaskKind.code,
-        path=str(tmp_path / "slow.jsonl"),
-        eval_size=1,
-        rewards={"tests": RewardConfig(kind=RewardKind.code_tests)},
-    )
-    log_path = tmp_path / "rewards.log"
-    pool = RewardPool(config, num_processes=1, timeout_s=6.0, log_path=log_path)
-    await pool.start()
-    messages = (Message(role="assistant", content=f"```python\n{SLOW}\n```"),)
-    episode = Episode(branches=[], messages=messages, end="done", num_turns=1)
-    prompt = build_task(config).example(0)
-    score = await pool.score(encode_request("tests", prompt, episode, with_messages=True))
-    await pool.close()
-    assert score.failure is None and 0 < score.value < 0.2
-    assert pool.num_restarts == 0
-    assert "all tests together took longer than 4.8 s" in log_path.read_text()

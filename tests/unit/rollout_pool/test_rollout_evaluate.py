@@ -13,7 +13,7 @@ from configs.choices import OnLongPrompt
 from configs.rollout_schema import EvalConfig, RolloutConfig, TaskConfig
 from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.runner import EpisodeRunner
-from rollout_pool.rewards.score import Score
+from rollout_pool.rewards.types import Score
 from rollout_pool.sampling.sample import Priority, SampleFailed
 from rollout_pool.tasks.environments import EnvEpisodes
 from rollout_pool.tasks.task import Prompt

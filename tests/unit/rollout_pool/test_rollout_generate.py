@@ -12,7 +12,7 @@ from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.episodes.env import Message, Observation, SingleTurn, Step
 from rollout_pool.episodes.episode import Branch, Episode
 from rollout_pool.episodes.runner import EpisodeRunner
-from rollout_pool.rewards.score import Score
+from rollout_pool.rewards.types import Score
 from rollout_pool.sampling.sample import Interrupted, SampleFailed
 from rollout_pool.tasks.environments import EnvEpisodes
 from rollout_pool.tasks.task import Prompt

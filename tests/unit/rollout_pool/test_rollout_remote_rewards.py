@@ -22,8 +22,8 @@ from configs.choices import RewardKind
 from configs.rollout_schema import RewardConfig
 from rollout_pool.episodes.env import Message
 from rollout_pool.episodes.episode import Branch, Episode
+from rollout_pool.rewards.http import HttpReward
 from rollout_pool.rewards.judge import Judge, parse_score
-from rollout_pool.rewards.remote import HttpReward
 from rollout_pool.rewards.service import RemoteFailure, RemoteService
 from rollout_pool.rewards.teacher import Teacher
 from rollout_pool.tasks.task import Prompt

@@ -17,7 +17,7 @@ from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.request import EpisodeFailed
 from rollout_pool.episodes.runner import EpisodeRunner
-from rollout_pool.rewards.score import Score
+from rollout_pool.rewards.types import Score
 from rollout_pool.sampling.sample import Interrupted, SampleFailed
 from rollout_pool.tasks.environments import EnvEpisodes
 from rollout_pool.tasks.source import EpisodeSource

@@ -18,12 +18,11 @@ from buffer.types import FloatArray
 from configs.choices import RewardKind
 from configs.rollout_schema import RewardConfig, TaskConfig
 from rollout_pool.episodes.episode import Episode
+from rollout_pool.rewards.http import HttpReward
 from rollout_pool.rewards.judge import Judge
-from rollout_pool.rewards.part import ScoringPool, encode_request
-from rollout_pool.rewards.remote import HttpReward
-from rollout_pool.rewards.score import Score
 from rollout_pool.rewards.service import RemoteFailure
 from rollout_pool.rewards.teacher import Teacher
+from rollout_pool.rewards.types import Score, ScoringPool, encode_request
 from rollout_pool.tasks.task import Prompt, Task
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Scoring processes on several hosts, as one pool: who asks which, and what becomes of a lost one.
+"""Scoring processes of Ray actors on several hosts as one pool, for `rollout.reward_actors`.
 
     score() ──► mailbox of the host with the fewest open requests ──► one call each CALL_GAP_S,
                                                                       with all that is in it
@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
+from ray.exceptions import RayActorError
+
+from configs.rollout_schema import TaskConfig
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.rewards.part import PartScore
-from rollout_pool.rewards.pool import MAX_ASKED
+from rollout_pool.rewards.pool import DEFAULT_FACTORY, MAX_ASKED, RewardPool
+from rollout_pool.rewards.types import PartScore
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +30,9 @@ CALL_GAP_S = 0.02
 """The first request goes at once; those of the next moment share the next call."""
 RETURN_TIMEOUT_S = 300.0
 """For a lost host to come back before it is given up, and for a request when all are lost."""
+LINGER_S = 0.02
+"""Answers that are there by then go back together."""
+ASK_AGAIN_S = 0.5
 
 Answers = list[tuple[int, PartScore]]
 """Places in the call, and what was found."""
@@ -152,3 +160,79 @@ class _Line:
             for _, answer in batch:
                 if not answer.done():
                     answer.set_exception(ConnectionError("the scoring actor was lost"))
+
+
+class ScorerActor:
+    """`num_processes` scoring processes. Ray starts it anew when it dies (max_restarts=-1)."""
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        num_processes: int,
+        timeout_s: float,
+        log_path: str,
+        factory: str = DEFAULT_FACTORY,
+    ) -> None:
+        self._pool = RewardPool(
+            config,
+            num_processes=num_processes,
+            timeout_s=timeout_s,
+            log_path=Path(log_path),
+            factory=factory,
+        )
+        self._starting: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Until its processes are ready; any number of times.
+
+        Raises ValueError if the task refuses its config, RewardError if none can be started.
+        """
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._pool.start())
+        await asyncio.shield(self._starting)
+
+    async def score(self, requests: list[bytes]) -> AsyncIterator[Answers]:
+        """Answers as they come. What is open when its caller is gone is still scored."""
+        await self.start()
+        pending = {
+            asyncio.create_task(self._one(place, request)) for place, request in enumerate(requests)
+        }
+        done, pending = await asyncio.wait(pending, timeout=LINGER_S)
+        while done or pending:
+            if done:
+                yield [answer.result() for answer in done]
+            if not pending:
+                return
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def _one(self, place: int, request: bytes) -> tuple[int, PartScore]:
+        return place, await self._pool.score(request)
+
+
+class RayScorer:
+    """A `ScoringHost`: the handle of a ScorerActor."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def score(self, requests: list[bytes]) -> AsyncIterator[Answers]:
+        try:
+            async for answers in self._handle.score.remote(requests):
+                yield await answers
+        except RayActorError as error:
+            raise ConnectionError(str(error)) from error
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    await self._handle.start.remote()
+                    return
+                except RayActorError:  # it is being started anew
+                    await asyncio.sleep(ASK_AGAIN_S)

@@ -1,4 +1,4 @@
-"""One part of one episode's reward, on its way to a scoring process and back.
+"""What an episode is worth, and one part of it on its way to a scoring process and back.
 
 A request is one line of JSON, written once where the episode ended and read once by the process
 that answers it; whatever lies between hands on the bytes.
@@ -8,12 +8,46 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from buffer.types import FloatArray
 from rollout_pool.episodes.env import Message, ToolCall
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.tasks.task import Prompt
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class Score:
+    """Of one episode."""
+
+    reward: float
+    """The weighted sum of the parts."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Unweighted, by name."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Part -> why it could not be had; it counts as 0 in the sum."""
+    is_unscored: bool = False
+    """A service that the reward needs gave no usable answer: what the episode is worth is not
+    known, and nothing may be learned from it. Where the completion itself is to blame (it broke its
+    scorer, or took too long in it) the part is an honest 0."""
+    columns: tuple[Mapping[str, FloatArray], ...] = ()
+    """For each branch further per-token columns, such as a teacher's log-probabilities; empty if
+    there are none."""
+
+    @property
+    def reasons(self) -> str:
+        """Of all failures, by part."""
+        return "; ".join(f"{name}: {why}" for name, why in self.failures.items())
+
+
+class Scorer(Protocol):
+    """Scores episodes as they end, each by itself, while others still go on."""
+
+    async def score(self, prompt: Prompt, episode: Episode) -> Score:
+        """Never raises for what an episode or a remote service did: see `Score.failures`."""
+        ...
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -27,11 +61,17 @@ class PartScore:
 
 
 class ScoringPool(Protocol):
-    """Scoring processes, wherever they are."""
+    """Scoring processes: a worker's own, or those of actors on other hosts."""
+
+    async def start(self) -> None:
+        """Until all are ready. Raises ValueError if the task refuses its config."""
+        ...
 
     async def score(self, request: bytes) -> PartScore:
         """Of one part. Never raises for what a request does to a process."""
         ...
+
+    async def close(self) -> None: ...
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
