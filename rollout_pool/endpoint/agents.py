@@ -14,7 +14,7 @@ import logging
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import httpx
 
@@ -132,20 +132,14 @@ class AgentRunner(EpisodeSource):
         await end_tasks(self._acting)
 
     async def _play(self, session: Session, prompt: Prompt) -> Episode:
-        serving = self._endpoint.sessions.serving
         acting = asyncio.create_task(self._act(session, prompt))
         self._acting.add(acting)
-        idle = asyncio.create_task(session.wait_idle(serving.rollout.openai.session_timeout_s))
-        is_late = asyncio.Event()
-        late = asyncio.create_task(is_late.wait())
         try:
-            with session.clock.alarm(is_late.set):
-                ends: list[asyncio.Task[Any]] = [acting, idle, late]
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await session.wait_end(acting)
             if not acting.done():
                 await session.cut_short()
         finally:
-            await end_tasks([acting, idle, late])
+            await end_tasks([acting])
             self._acting.discard(acting)
         if acting.cancelled():
             return session.episode(end="episode_timeout", outcome=None)

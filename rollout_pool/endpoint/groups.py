@@ -89,29 +89,25 @@ class ExternalGroup(EpisodeSource):
             await self._sessions.close(session, why)
 
     async def _wait_outcome(self, session: Session) -> None:
-        timeout_s = self._sessions.serving.rollout.openai.session_timeout_s
-        idle = asyncio.create_task(session.wait_idle(timeout_s))
         withdrawn = asyncio.create_task(self._withdrawn.wait())
-        is_late = asyncio.Event()
-        late = asyncio.create_task(is_late.wait())
         try:
-            with session.clock.alarm(is_late.set):
-                ends: list[asyncio.Future[Any]] = [session.outcome, idle, withdrawn, late]
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            is_late = await session.wait_end(session.outcome, withdrawn)
         finally:
-            await end_tasks([idle, withdrawn, late])
+            await end_tasks([withdrawn])
         if session.outcome.done():
             return
         if session.failure is not None:
             raise session.failure
         if self._withdrawn.is_set():
             raise SessionLost(f"whoever asked for the group of {session.session_id} went away")
-        if is_late.is_set():
-            limit_s = self._sessions.serving.task.episode_timeout_s
+        serving = self._sessions.serving
+        if is_late:
+            limit_s = serving.task.episode_timeout_s
             raise SessionLost(
                 f"session {session.session_id} took longer than {limit_s:g} s "
                 "(task.episode_timeout_s), and no reward was posted"
             )
+        timeout_s = serving.rollout.openai.session_timeout_s
         raise SessionLost(
             f"nothing was asked in session {session.session_id} for {timeout_s:g} s "
             "(rollout.openai.session_timeout_s), and no reward was posted"

@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import end_tasks
@@ -134,6 +135,19 @@ class Session:
             if left_s <= 0:
                 return
             await asyncio.sleep(left_s)
+
+    async def wait_end(self, *ends: asyncio.Future[Any]) -> bool:
+        """Returns once one of `ends` is done, or nothing has been asked for
+        rollout.openai.session_timeout_s, or the episode's time is over; whether it was the last."""
+        is_late = asyncio.Event()
+        late = asyncio.create_task(is_late.wait())
+        idle = asyncio.create_task(self.wait_idle(self.serving.rollout.openai.session_timeout_s))
+        try:
+            with self.clock.alarm(is_late.set):
+                await asyncio.wait([*ends, idle, late], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await end_tasks([idle, late])
+        return is_late.is_set()
 
     def again(self, fingerprint: bytes) -> Answer | None:
         """The answer to the same request that came before; of several the one that is most likely

@@ -424,11 +424,11 @@ SLOW = "import time\nn = input()\ntime.sleep(0.7)\nprint(n)"
 async def test_many_slow_tests_end_in_time_for_all():
     tests = [ProgramTest(input=str(n), output=str(n)) for n in range(50)]
     started = time.monotonic()
-    verdict = await judge(SLOW, tests, total_s=3.0)
-    assert time.monotonic() - started < 4.5
-    assert 1 <= verdict.num_passed <= 4 and verdict.num_tests == 50
+    verdict = await judge(SLOW, tests, total_s=2.0)
+    assert time.monotonic() - started < 3.5
+    assert 1 <= verdict.num_passed <= 2 and verdict.num_tests == 50
     place = verdict.num_passed + 1
-    assert verdict.explanation == f"test {place}: all tests together took longer than 3 s"
+    assert verdict.explanation == f"test {place}: all tests together took longer than 2 s"
 
 
 async def test_a_single_test_may_not_take_more_than_all():
