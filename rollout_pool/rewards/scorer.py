@@ -28,7 +28,11 @@ from rollout_pool.tasks.task import Prompt, Task
 log = logging.getLogger(__name__)
 
 IN_PROCESS = (RewardKind.task, RewardKind.function, RewardKind.code_tests)
-REMOTE = (RewardKind.http, RewardKind.judge, RewardKind.teacher)
+_SERVICES: dict[RewardKind, type[HttpReward | Judge | Teacher]] = {
+    RewardKind.http: HttpReward,
+    RewardKind.judge: Judge,
+    RewardKind.teacher: Teacher,
+}
 Columns = tuple[Mapping[str, FloatArray], ...]
 
 
@@ -59,25 +63,18 @@ class EpisodeScorer:
         self._rewards = config.rewards
         self._task = task
         self._pool = pool
-        self._http: dict[str, HttpReward] = {}
-        self._judges: dict[str, Judge] = {}
-        self._teachers: dict[str, Teacher] = {}
-        for name, reward in config.rewards.items():
-            self._open(name, reward)
+        teachers = [n for n, r in config.rewards.items() if r.kind is RewardKind.teacher]
+        if len(teachers) > 1:
+            raise ValueError(
+                f"task.rewards.{teachers[1]}.kind=teacher: there is one already, and a trajectory "
+                "has one column of a teacher's log-probabilities; leave one of them out"
+            )
+        self._services = {
+            name: _SERVICES[reward.kind](name, reward)
+            for name, reward in config.rewards.items()
+            if reward.kind in _SERVICES
+        }
         self._queue = WaitMeter()
-
-    def _open(self, name: str, reward: RewardConfig) -> None:
-        if reward.kind is RewardKind.http:
-            self._http[name] = HttpReward(name, reward)
-        elif reward.kind is RewardKind.judge:
-            self._judges[name] = Judge(name, reward)
-        elif reward.kind is RewardKind.teacher:
-            if self._teachers:
-                raise ValueError(
-                    f"task.rewards.{name}.kind=teacher: there is one already, and a trajectory has "
-                    "one column of a teacher's log-probabilities; leave one of them out"
-                )
-            self._teachers[name] = Teacher(name, reward)
 
     @property
     def waited_s(self) -> float:
@@ -100,7 +97,7 @@ class EpisodeScorer:
             columns = columns or answer.columns
             if answer.failure is not None:
                 failures[name] = answer.failure
-                is_unscored |= reward.kind in REMOTE
+                is_unscored |= reward.kind in _SERVICES
                 log.info("prompt %d: no %s: %s", prompt.index, name, answer.failure)
             if reward.kind is RewardKind.teacher:
                 continue
@@ -148,14 +145,15 @@ class EpisodeScorer:
 
     async def _at_service(self, name: str, prompt: Prompt, episode: Episode) -> _Part:
         key = secrets.token_hex(16)
-        if name in self._http:
-            value, parts = await self._http[name].score(prompt, episode, key)
-            return _Part(value=value, parts=parts)
-        if name in self._judges:
-            judge = self._judges[name]
-            solution = self._solution(prompt) if judge.needs_solution else ""
-            return _Part(value=await judge.score(prompt.text, episode.answer, solution, key))
-        return _Part(columns=tuple(await self._teachers[name].columns(episode.branches, key)))
+        match self._services[name]:
+            case HttpReward() as service:
+                value, parts = await service.score(prompt, episode, key)
+                return _Part(value=value, parts=parts)
+            case Judge() as judge:
+                solution = self._solution(prompt) if judge.needs_solution else ""
+                return _Part(value=await judge.score(prompt.text, episode.answer, solution, key))
+            case Teacher() as teacher:
+                return _Part(columns=tuple(await teacher.columns(episode.branches, key)))
 
     def _solution(self, prompt: Prompt) -> str:
         try:
@@ -165,10 +163,7 @@ class EpisodeScorer:
             raise RemoteFailure(f"no solution for the judge: {why}"[:500]) from error
 
     async def close(self) -> None:
-        closing = [http.close() for http in self._http.values()]
-        closing += [judge.close() for judge in self._judges.values()]
-        closing += [teacher.close() for teacher in self._teachers.values()]
-        await asyncio.gather(*closing)
+        await asyncio.gather(*(service.close() for service in self._services.values()))
 
 
 def _usual(episode: Episode) -> dict[str, RewardConfig]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.env import Completion, Env, Message, Observation, Step, system_message
+from rollout_pool.tasks.datasets import check_params
 from rollout_pool.tasks.names import FAMILY_NAMES, FIRST_NAMES
 from rollout_pool.tasks.task import Prompt
 
@@ -220,7 +220,7 @@ def share_in_place(given: Sequence[str], right: Sequence[str]) -> float:
 
 def read_params(config: TaskConfig) -> SortParams:
     """Raises ValueError naming the parameter, its value and the fix."""
-    params = _params(config.params)
+    params = _params(config)
     for name in ("num_turns", "num_names_first", "num_names_more"):
         if getattr(params, name) < 1:
             raise ValueError(f"task.params.{name}={getattr(params, name)!r}: must be at least 1")
@@ -244,15 +244,12 @@ def read_params(config: TaskConfig) -> SortParams:
     return params
 
 
-def _params(given: dict[str, Any]) -> SortParams:
+def _params(config: TaskConfig) -> SortParams:
     kinds = {field.name: type(field.default) for field in fields(SortParams)}
-    for name, value in given.items():
-        if name not in kinds:
-            raise ValueError(
-                f"task.params.{name}: alphabet_sort has no such setting; it has {', '.join(kinds)}"
-            )
+    check_params(config, "alphabet_sort", kinds)
+    for name, value in config.params.items():
         if type(value) is not kinds[name]:
             raise ValueError(
                 f"task.params.{name}={value!r}: must be of type {kinds[name].__name__}"
             )
-    return SortParams(**given)
+    return SortParams(**config.params)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -135,11 +135,33 @@ def text_of(record: dict[str, Any], key: str, place: str) -> str:
     return text
 
 
-def download(config: TaskConfig, split: str, read: Read[P], subset: str | None = None) -> list[P]:
-    """The problems of one split of the Hugging Face data set `task.name`.
+def load_problems(
+    config: TaskConfig,
+    read: Read[P],
+    form: str,
+    *,
+    subset: str | None,
+    train_split: str = "train",
+    eval_split: str = "test",
+) -> tuple[list[P], list[P]]:
+    """Training and held-out problems of `task.path`, or else of the Hugging Face data set
+    `task.name`. Raises ValueError as `load_files`, and for a data set that does not load."""
+    if config.path is not None:
+        return load_files(config, read, form)
+    training = _download(config, train_split, read, subset)
+    return training, _download(config, eval_split, read, subset)[: config.eval_size]
 
-    Raises ValueError for a data set that does not load, and for a row that is no problem.
-    """
+
+def check_params(config: TaskConfig, task: str, known: Collection[str]) -> None:
+    """Raises ValueError for a name in `task.params` that the task does not know."""
+    for name in config.params:
+        if name not in known:
+            raise ValueError(
+                f"task.params.{name}: {task} has no such setting; it has {', '.join(known)}"
+            )
+
+
+def _download(config: TaskConfig, split: str, read: Read[P], subset: str | None) -> list[P]:
     import datasets
 
     try:
@@ -185,9 +207,7 @@ def _plain(text: str) -> str:
 
 
 def _load(config: TaskConfig) -> tuple[list[Question], list[Question]]:
-    for name in config.params:
-        if name != LIST:
-            raise ValueError(f"task.params.{name}: questions has no such setting; it has {LIST}")
+    check_params(config, "questions", [LIST])
     if config.path is not None:
         return load_files(config, read_question, LINE_FORM)
     place = f"task.params.{LIST}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.tasks.datasets import ProblemTask, download, load_files, text_of
+from rollout_pool.tasks.datasets import ProblemTask, load_problems, text_of
 from rollout_pool.tasks.task import Prompt
 
 FINAL = "####"
@@ -33,7 +33,7 @@ class Gsm8kTask(ProblemTask[WordProblem]):
 
     def __init__(self, config: TaskConfig) -> None:
         self.name = "gsm8k"
-        super().__init__(config, *_load(config))
+        super().__init__(config, *load_problems(config, read_problem, LINE_FORM, subset="main"))
 
     def solution(self, prompt: Prompt) -> str:
         return self.problem(prompt).answer
@@ -52,13 +52,6 @@ def is_same_answer(final: str, completion: str) -> bool:
     _, mark, behind = completion.rpartition(FINAL)
     given = parse(behind.strip().split("\n")[0] if mark else completion)
     return bool(given) and bool(verify(parse(final.replace(",", "")), given))
-
-
-def _load(config: TaskConfig) -> tuple[list[WordProblem], list[WordProblem]]:
-    if config.path is not None:
-        return load_files(config, read_problem, LINE_FORM)
-    held_out = download(config, "test", read_problem, "main")[: config.eval_size]
-    return download(config, "train", read_problem, "main"), held_out
 
 
 def read_problem(record: dict[str, Any], place: str) -> WordProblem:

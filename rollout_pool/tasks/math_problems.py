@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.tasks.datasets import ProblemTask, download, load_files, text_of
+from rollout_pool.tasks.datasets import ProblemTask, check_params, load_problems, text_of
 from rollout_pool.tasks.task import Prompt
 
 BOX = "\\boxed{"
 LINE_FORM = r'each line must be {"problem": "...", "solution": "... \\boxed{42}"}'
-SOURCE = {"subset": None, "train_split": "train", "eval_split": "test"}
+SOURCE: dict[str, Any] = {"subset": None, "train_split": "train", "eval_split": "test"}
 """What `task.params` may say of a Hugging Face data set, and what holds where it does not."""
 
 
@@ -31,7 +31,9 @@ class MathTask(ProblemTask[MathProblem]):
 
     def __init__(self, config: TaskConfig) -> None:
         self.name = "math"
-        super().__init__(config, *_load(config))
+        check_params(config, self.name, SOURCE)
+        source = SOURCE | config.params
+        super().__init__(config, *load_problems(config, read_problem, LINE_FORM, **source))
 
     def solution(self, prompt: Prompt) -> str:
         return self.problem(prompt).solution
@@ -62,20 +64,6 @@ def last_box(text: str) -> str | None:
                 return text[start + len(BOX) : place].strip()
         start = text.rfind(BOX, 0, start)
     return None
-
-
-def _load(config: TaskConfig) -> tuple[list[MathProblem], list[MathProblem]]:
-    for name in config.params:
-        if name not in SOURCE:
-            raise ValueError(
-                f"task.params.{name}: math has no such setting; it has {', '.join(SOURCE)}"
-            )
-    if config.path is not None:
-        return load_files(config, read_problem, LINE_FORM)
-    source = SOURCE | config.params
-    training = download(config, source["train_split"], read_problem, source["subset"])
-    held_out = download(config, source["eval_split"], read_problem, source["subset"])
-    return training, held_out[: config.eval_size]
 
 
 def read_problem(record: dict[str, Any], place: str) -> MathProblem:

@@ -41,13 +41,7 @@ class Service:
     """Answers with what is in `replies`, one after the other, the last for ever."""
 
     def __init__(self) -> None:
-        self.replies: list[object] = [{"reward": 1.0}]
-        self.delay_s = 0.0
-        self.bodies: list[dict] = []
-        self.headers: list[dict] = []
-        self.paths: list[str] = []
-        self.times: list[float] = []
-        self.num_open = self.most_open = 0
+        self.reset()
         app = Starlette(routes=[Route("/{path:path}", self._answer, methods=["POST"])])
         config = uvicorn.Config(
             app, host="127.0.0.1", port=0, log_level="critical", lifespan="off", ws="none"
@@ -60,6 +54,15 @@ class Service:
             time.sleep(0.01)
         port = self._server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
+
+    def reset(self) -> None:
+        self.replies: list[object] = [{"reward": 1.0}]
+        self.delay_s = 0.0
+        self.bodies: list[dict] = []
+        self.headers: list[dict] = []
+        self.paths: list[str] = []
+        self.times: list[float] = []
+        self.num_open = self.most_open = 0
 
     def stop(self) -> None:
         self._server.should_exit = self._server.force_exit = True
@@ -86,11 +89,17 @@ class Service:
         return JSONResponse(reply)
 
 
+@pytest.fixture(scope="module")
+def server():
+    server = Service()
+    yield server
+    server.stop()
+
+
 @pytest.fixture
-def service():
-    service = Service()
-    yield service
-    service.stop()
+def service(server):
+    server.reset()
+    return server
 
 
 @pytest.fixture
