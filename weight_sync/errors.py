@@ -41,4 +41,8 @@ class StoreFullError(WeightSyncError):
 
 
 class StoreBusyError(WeightSyncError):
-    """No slot is free; the message names the holder of each."""
+    """No slot is free, or an earlier call has not ended; the message names the holders."""
+
+
+REFUSALS = (StoreBusyError, StoreFullError, UnknownLayout, UnknownVersion)
+"""A receiver that raises one of these has no place for a version; the others may have."""

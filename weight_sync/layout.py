@@ -21,7 +21,9 @@ from hashlib import sha256
 from itertools import accumulate
 from typing import Any
 
-from weight_sync.types import ITEM_BYTES, TensorSpec
+from msgspec import convert
+
+from weight_sync.types import ITEM_BYTES, Count, TensorSpec
 
 _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _FILE_ALIGNMENT = 64
@@ -164,40 +166,13 @@ def _item_bytes(tensor: TensorSpec) -> int:
 class Transfer:
     """What is about to be sent: known before its first byte."""
 
-    version: int
-    base_version: int | None
+    version: Count
+    base_version: Count | None
     """None: everything is sent. Otherwise only what differs from this version."""
     layout_digest: str
-    wire_bytes: tuple[int, ...]
+    wire_bytes: tuple[Count, ...]
     """Length of each rank's stream on the wire: its pieces, or its delta."""
-    bucket_bytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "version": self.version,
-            "base_version": self.base_version,
-            "layout_digest": self.layout_digest,
-            "wire_bytes": list(self.wire_bytes),
-            "bucket_bytes": self.bucket_bytes,
-        }
-
-    @classmethod
-    def from_json(cls, fields: Any) -> Transfer:
-        """Raises ValueError naming what is wrong."""
-        try:
-            base = fields["base_version"]
-            transfer = cls(
-                version=int(fields["version"]),
-                base_version=None if base is None else int(base),
-                layout_digest=str(fields["layout_digest"]),
-                wire_bytes=tuple(map(int, fields["wire_bytes"])),
-                bucket_bytes=int(fields["bucket_bytes"]),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a transfer: {error!r}") from None
-        if any(num_bytes < 0 for num_bytes in transfer.wire_bytes):
-            raise ValueError(f"transfer of version {transfer.version}: a length is negative")
-        return transfer
+    bucket_bytes: Count
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -223,26 +198,31 @@ class Manifest:
         }
 
     @classmethod
-    def from_json(cls, fields: Any) -> Manifest:
-        """Raises ValueError naming what is wrong."""
-        try:
-            layout = Layout.from_json(fields["layout"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a manifest: {error!r}") from None
-        return cls.from_wire(fields, layout)
-
-    @classmethod
-    def from_wire(cls, fields: Any, layout: Layout) -> Manifest:
-        """`layout` is that of the digest. Raises ValueError naming what is wrong."""
-        try:
-            checksums = tuple(tuple(map(int, sums)) for sums in fields["checksums"])
-            version = int(fields["version"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a manifest: {error!r}") from None
+    def of(cls, version: int, layout: Layout, checksums: tuple[tuple[int, ...], ...]) -> Manifest:
+        """Raises ValueError unless `checksums` has one for each piece."""
         expected = [len(pieces) for pieces in layout.pieces]
         if [len(sums) for sums in checksums] != expected:
             raise ValueError(f"manifest of version {version}: checksums do not match its pieces")
         return cls(version=version, layout=layout, checksums=checksums)
+
+    @classmethod
+    def from_json(cls, fields: Any) -> Manifest:
+        """Raises ValueError naming what is wrong."""
+        note = convert(fields, ManifestNote)
+        if note.layout is None:
+            raise ValueError("a manifest without a layout")
+        return cls.of(note.version, Layout.from_json(note.layout), note.checksums)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ManifestNote:
+    """A manifest as JSON."""
+
+    version: Count
+    layout_digest: str
+    checksums: tuple[tuple[Count, ...], ...]
+    layout: dict[str, Any] | None = None
+    """On the wire it is known at the other end."""
 
 
 def mismatches(

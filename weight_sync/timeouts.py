@@ -31,12 +31,13 @@ class Timeouts:
 
     @property
     def prepare_s(self) -> float:
-        """For allocating every staged version, and copying a delta's base."""
+        """For allocating every staged version, and copying one."""
         return self._for_bytes(self.layout.num_bytes * (self.config.num_staged + 1))
 
     @property
     def verify_s(self) -> float:
-        return self._for_bytes(self.layout.num_bytes)
+        """For copying a delta's base, and comparing the version with its manifest."""
+        return self._for_bytes(2 * self.layout.num_bytes)
 
     @property
     def join_s(self) -> float:

@@ -6,12 +6,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
-from typing import Any, Protocol
+from typing import Annotated, Protocol
+
+from msgspec import Meta
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-LONGEST_TIMEOUT_S = 86_400.0
-"""Largest timeout that one end accepts from the other."""
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(ge=0, le=86_400)]
+"""A timeout that one end accepts from the other."""
 
 Record = Mapping[str, float | int | str]
 """Flat JSON: one record of metrics.jsonl."""
@@ -44,46 +47,19 @@ class GroupSpec:
 
     epoch: int
     host: str
-    port: int
+    port: Annotated[int, Meta(gt=0, lt=2**16)]
     """Of the rendezvous store on trainer rank 0."""
     name: str
-    num_senders: int
-    receivers: tuple[str, ...]
+    num_senders: Annotated[int, Meta(ge=1)]
+    receivers: Annotated[tuple[str, ...], Meta(min_length=1)]
     """Names, in the order of their ranks: the chain that every bucket goes down."""
     backend: str
-    timeout_s: float
+    timeout_s: Annotated[float, Meta(gt=0, le=86_400)]
     """For the rendezvous, and for each silence of a member after it."""
 
     @property
     def world_size(self) -> int:
         return self.num_senders + len(self.receivers)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Any) -> GroupSpec:
-        """Raises ValueError naming what is wrong."""
-        try:
-            spec = cls(
-                epoch=int(fields["epoch"]),
-                host=str(fields["host"]),
-                port=int(fields["port"]),
-                name=str(fields["name"]),
-                num_senders=int(fields["num_senders"]),
-                receivers=tuple(map(str, fields["receivers"])),
-                backend=str(fields["backend"]),
-                timeout_s=float(fields["timeout_s"]),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a weight group: {error!r}") from None
-        is_bounded = 0 < spec.timeout_s <= LONGEST_TIMEOUT_S and 0 < spec.port < 2**16
-        if spec.num_senders < 1 or not spec.receivers or not is_bounded:
-            raise ValueError(
-                f"weight group {spec.name!r}, epoch {spec.epoch}: needs a sender, a receiver, a "
-                f"port and a timeout of at most {LONGEST_TIMEOUT_S:g} s"
-            )
-        return spec
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

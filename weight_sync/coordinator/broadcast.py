@@ -1,9 +1,9 @@
 """Brings one version to a set of receivers, whatever happens to some of them on the way.
 
-    begin ──► weight group of the epoch ──► every rank sends, every receiver receives ──► finish
-      ▲                                        │ a member died, stalled or gave up
-      └── the receivers that still answer, ◄───┘
-          from the first bucket that one lacks
+    weight group of the epoch ──► every rank sends, every receiver receives ──► finish
+      ▲                              │ a member died, stalled, gave up or refused
+      └── the other receivers that ◄─┘
+          still answer, from the first bucket that one lacks
 
 The first failure ends an epoch, whose number is never used again. A failed attempt after which all
 members still answer is futile. After a few of those the receivers are served one at a time, which
@@ -14,14 +14,15 @@ is left out for a while that grows with each failure, and then served after the 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from weight_sync.coordinator.fleet import Fleet
-from weight_sync.errors import ChecksumMismatch
+from weight_sync.coordinator.fleet import Fleet, Member
+from weight_sync.errors import REFUSALS, ChecksumMismatch, StoreBusyError
 from weight_sync.layout import Layout, Manifest, Transfer
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.sender.commands import ControlError, Message, RankError, Ranks
@@ -95,8 +96,8 @@ class Delivery:
     """Hold the version, whole and verified."""
     torn: Clients = field(default_factory=list)
     """Received bytes that do not match the manifest, and discarded them."""
-    late: Clients = field(default_factory=list)
-    """Still busy with an attempt that the others had given up on."""
+    left_out: Clients = field(default_factory=list)
+    """Had no place for it, or were still busy with an attempt that the others had given up on."""
     wire_at: float = 0.0
     wire_s: float = 0.0
     """From the first byte of the first attempt to the last byte of the first successful one."""
@@ -135,45 +136,61 @@ class Broadcaster:
         return self._backoff.is_resting(client)
 
     async def deliver(
-        self, encoded: EncodedVersion, clients: Iterable[ReceiverClient], offer: Offer
+        self, encoded: EncodedVersion, members: Iterable[Member], offer: Offer
     ) -> Delivery:
         """Receivers that are neither `arrived` nor `torn` in the end failed; events say why."""
         delivery = Delivery()
-        asked = list(clients)
-        trusted = [client for client in asked if not self._backoff.has_failed(client)]
-        alone = [client for client in asked if self._backoff.has_failed(client)]
+        asked = await self._prepare(encoded, members)
+        trusted = [member for member in asked if not self._backoff.has_failed(member.client)]
+        alone = [member for member in asked if self._backoff.has_failed(member.client)]
         failed = await self._serve(encoded, trusted, delivery, offer, _MAX_FUTILE)
         if len(failed) > 1:
             alone, failed = failed + alone, []
-        for client in alone:
-            failed += await self._serve(encoded, [client], delivery, offer, 1)
-        await self._back_off(failed, delivery)
+        for member in alone:
+            failed += await self._serve(encoded, [member], delivery, offer, 1)
+        await self._back_off([member.client for member in failed], delivery)
         return delivery
+
+    async def _prepare(self, encoded: EncodedVersion, members: Iterable[Member]) -> list[Member]:
+        """The members that have room for the version."""
+        asked = {member.client: member for member in members}
+
+        async def prepare(client: ReceiverClient) -> None:
+            status = asked[client].status
+            if status.layout_digest != encoded.layout.digest:
+                timeout_s = self._timeouts.prepare_s
+                request = client.set_layout(encoded.layout, timeout_s=timeout_s)
+                await self._fleet.call(client, request)
+            elif status.obstacle and encoded.version not in status.complete:
+                raise StoreBusyError(status.obstacle)
+
+        return [asked[client] for client in await self._fleet.ask(asked, prepare, "left_out")]
 
     async def _serve(
         self,
         encoded: EncodedVersion,
-        clients: Clients,
+        members: list[Member],
         delivery: Delivery,
         offer: Offer,
         max_futile: int,
-    ) -> Clients:
+    ) -> list[Member]:
         """Send, verify and offer. Returns receivers that answer but could not be served."""
         num_futile = 0
-        while received := await self._begin(encoded, clients):
-            error = await self._attempt(encoded, received, delivery)
+        while members:
+            clients = [member.client for member in members]
+            first = min(member.num_placed(encoded.transfer) for member in members)
+            error = await self._attempt(encoded, clients, first, delivery)
             if error is None:
-                await self._finish(encoded, list(received), delivery, offer)
+                await self._finish(encoded, clients, delivery, offer)
                 return []
             self._members = []
-            tried = [client for client in received if client not in delivery.late]
-            alive = [member.client for member in await self._fleet.members(tried)]
-            num_futile += len(alive) == len(clients)
+            tried = [client for client in clients if client not in delivery.left_out]
+            members = await self._fleet.members(tried)
+            num_futile += len(members) == len(clients)
             if num_futile == max_futile:
-                for client in alive:
-                    await self._fleet.report_failure(client, "undelivered", str(error))
-                return alive
-            clients = alive
+                for member in members:
+                    await self._fleet.report_failure(member.client, "undelivered", str(error))
+                return members
         return []
 
     async def _back_off(self, failed: Clients, delivery: Delivery) -> None:
@@ -185,26 +202,16 @@ class Broadcaster:
             detail = f"left to its peers for {rest_s:g} s: it cannot be served, but others can"
             await self._fleet.report("set_aside", client.name, detail)
 
-    async def _begin(self, encoded: EncodedVersion, clients: Clients) -> dict[ReceiverClient, int]:
-        """Number of buckets each has already; receivers without room or base are left out."""
-
-        async def begin(client: ReceiverClient) -> int:
-            request = client.begin(
-                encoded.transfer, encoded.layout, timeout_s=self._timeouts.prepare_s
-            )
-            return await self._fleet.call(client, request)
-
-        return await self._fleet.ask(clients, begin, "left_out")
-
     async def _attempt(
-        self, encoded: EncodedVersion, received: dict[ReceiverClient, int], delivery: Delivery
+        self, encoded: EncodedVersion, clients: Clients, first: float, delivery: Delivery
     ) -> WeightSyncError | None:
-        """Send, in one epoch, every bucket that any of them lacks. Returns the error, if any."""
-        clients = list(received)
+        """Send, in one epoch, every bucket from `first` on. Returns the error, if any."""
         if self._members != clients and (error := await self._join(clients, delivery)):
             return error
         delivery.wire_at = delivery.wire_at or time.time()
-        error = await self._transmit(encoded, clients, min(received.values()), delivery)
+        error = None
+        if first < math.inf:
+            error = await self._transmit(encoded, clients, int(first), delivery)
         if error is None and not delivery.arrived:
             delivery.wire_s = time.time() - delivery.wire_at
         return error
@@ -219,7 +226,7 @@ class Broadcaster:
             client: client.join(spec, spec.num_senders + index, timeout_s=timeout_s)
             for index, client in enumerate(clients)
         }
-        command = self._ranks.command({"do": "join", "group": spec.to_json()}, timeout_s)
+        command = self._ranks.command({"do": "join", "group": asdict(spec)}, timeout_s)
         error = await self._together(joins, command, delivery)
         if error is None:
             self._members = clients
@@ -231,12 +238,12 @@ class Broadcaster:
     ) -> WeightSyncError | None:
         timeout_s = self._timeouts.answer_s(encoded.num_wire_bytes)
         receives = {
-            client: client.receive(self.epoch, encoded.version, first, timeout_s=timeout_s)
+            client: client.receive(encoded.transfer, self.epoch, first, timeout_s=timeout_s)
             for client in clients
         }
         message: Message = {
             "do": "send",
-            "transfer": encoded.transfer.to_json(),
+            "transfer": asdict(encoded.transfer),
             "buffer": encoded.buffer,
             "first": first,
             "total_s": self._timeouts.wire_s(encoded.num_wire_bytes),
@@ -252,8 +259,9 @@ class Broadcaster:
         """Run a command on the ranks and the requests to the receivers; both need each other.
 
         Returns the first failure of a member. After one, the others give up by themselves; a
-        receiver that needs longer for that than a bucket may take is late. The ranks are always
-        waited for: they must be free for the next command.
+        receiver that needs longer for that than a bucket may take is left out, as is one that has
+        no place for the version. The ranks are always waited for: they must be free for the next
+        command.
         """
         ranks: asyncio.Task[object] = asyncio.ensure_future(command)
         calls: dict[asyncio.Task[object], ReceiverClient] = {
@@ -272,9 +280,14 @@ class Broadcaster:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        for client in (calls[task] for task in late):
-            delivery.late.append(client)
+        for task, client in calls.items():
             detail = f"busy for {notice_s:g} s after the others had given up: {error}"
+            if task not in late:
+                refusal = task.exception()
+                if not isinstance(refusal, REFUSALS):
+                    continue
+                detail = str(refusal)
+            delivery.left_out.append(client)
             await self._fleet.report_failure(client, "left_out", detail)
         return error
 
@@ -287,11 +300,8 @@ class Broadcaster:
         # The ranks computed them while the bytes were on their way.
         question: Message = {"do": "checksums", "version": encoded.version}
         sums = await self._ranks.command(question, self._timeouts.encode_s)
-        manifest = Manifest(
-            version=encoded.version,
-            layout=encoded.layout,
-            checksums=tuple(tuple(rank["checksums"]) for rank in sums),
-        )
+        checksums = tuple(tuple(rank["checksums"]) for rank in sums)
+        manifest = Manifest.of(encoded.version, encoded.layout, checksums)
 
         async def finish(client: ReceiverClient) -> None:
             verify_s = self._timeouts.verify_s

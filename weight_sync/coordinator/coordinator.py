@@ -109,7 +109,7 @@ class Coordinator:
         if members:
             try:
                 encoded = await self._encode(captured, base_version)
-                await self._broadcast(captured, encoded, [member.client for member in members])
+                await self._broadcast(captured, encoded, members)
             except (
                 RankError
             ) as error:  # such as out of memory; the loss of a rank is a ControlError
@@ -199,7 +199,7 @@ class Coordinator:
         )
 
     async def _broadcast(
-        self, captured: Captured, encoded: EncodedVersion, clients: list[ReceiverClient]
+        self, captured: Captured, encoded: EncodedVersion, members: list[Member]
     ) -> None:
         """Each receiver offers the version once it has it; the first of them makes it published."""
         version, sent = encoded.version, encoded
@@ -213,7 +213,7 @@ class Coordinator:
             await self._catch_up.offer(client, version)
 
         for _ in range(1 + _MAX_RESENDS):
-            delivery = await self._broadcaster.deliver(sent, clients, offer)
+            delivery = await self._broadcaster.deliver(sent, members, offer)
             if delivery.arrived and not record.done():
                 self._num_deltas = 0 if sent.is_full else self._num_deltas + 1
                 epoch, released_at = self._broadcaster.epoch, self.published.at
@@ -223,7 +223,7 @@ class Coordinator:
             if not delivery.torn:
                 break
             # The receivers that arrived do not wait for this.
-            sent, clients = encoded.in_full(), delivery.torn
+            sent, members = encoded.in_full(), await self._fleet.members(delivery.torn)
         if not record.done():
             self.published.obstacle = f"version {version} reached no receiver: see weights_event"
 
@@ -248,7 +248,8 @@ class Coordinator:
             if kept is None:
                 return  # a newer version is on its way; they get that one with the others
             encoded = await self._encode(kept, None)
-            delivery = await self._broadcaster.deliver(encoded, clients, offer)
+            members = await self._fleet.members(clients)
+            delivery = await self._broadcaster.deliver(encoded, members, offer)
         for client in clients:
             if client not in delivery.arrived:
                 await self._catch_up.failed(

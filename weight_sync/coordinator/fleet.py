@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
+from weight_sync.layout import Transfer
 from weight_sync.receiver.client import ReceiverClient, ReceiverStatus
 from weight_sync.timeouts import Timeouts
 from weight_sync.types import VersionBoard, WeightSyncError
@@ -32,6 +34,14 @@ class Member:
 
     def has_released(self, version: int) -> bool:
         return self.status.newest is not None and self.status.newest >= version
+
+    def num_placed(self, transfer: Transfer) -> float:
+        """Number of the transfer's buckets that it has; infinite if the version is whole."""
+        if self.status.layout_digest != transfer.layout_digest:
+            return 0
+        if transfer.version in self.status.complete:
+            return math.inf
+        return self.status.received if self.status.receiving == transfer else 0
 
 
 class Fleet:

@@ -6,12 +6,12 @@ the next process, unless the line "remove" comes before the end of the input. Wh
 it writes one line to standard output: {"url": ..., "pid": ...}.
 
     GET  /status                                   GET  /newest?above=V&timeout_s=T   (long poll)
-    POST /begin  /join  /receive                   GET  /manifest/{version}
+    POST /layout  /join  /receive                  GET  /manifest/{version}
          /finish  /release  /catch_up              GET  /data/{version}   (one Range, 206)
          /hold  /let_go
 
-The layout of the model travels once: /begin, /finish and /catch_up name it by its digest. A digest
-that is not known here is refused with 412, and the caller adds the layout.
+The layout of the model travels once: /receive, /finish and /catch_up name it by its digest. A
+digest that is not known here is refused with 412.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import math
 import os
 import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict
-from typing import Any, TextIO
+from typing import Any, TextIO, get_type_hints
 
+import msgspec
 import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -48,15 +47,15 @@ from weight_sync.errors import (
 from weight_sync.group import bucket_timeout_s
 from weight_sync.http_server import HttpLimits, ServerConfig, read_body
 from weight_sync.layout import Layout, Manifest, Transfer
+from weight_sync.receiver.client import CatchUpReport
 from weight_sync.receiver.receiver import Receiver
-from weight_sync.types import LONGEST_TIMEOUT_S, GroupSpec, ReceiverSpec, WeightSyncError
+from weight_sync.types import Count, GroupSpec, ReceiverSpec, Seconds, WeightSyncError
 
 _CHUNK_BYTES = 2**20
 _MAX_BODY_BYTES = 256 * 2**20
 """A manifest has a checksum of each tensor at each rank."""
 _LARGE_BODY_BYTES = 64 * 1024
 """A larger one is parsed in a thread."""
-_MAX_INT = 2**63 - 1
 _LIMITS = HttpLimits(max_connections=4096)
 
 _STATUS_OF = {
@@ -84,7 +83,7 @@ def make_app(receiver: Receiver) -> ASGIApp:
         Route("/data/{version:int}", api.data),
     ]
     for step in (
-        api.begin,
+        api.layout,
         api.join,
         api.receive,
         api.finish,
@@ -111,46 +110,28 @@ class _Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         if scope["type"] == "http" and not hmac.compare_digest(given, self._expected):
-            refusal = JSONResponse({"error": "the key is missing or wrong"}, 401)
+            refusal = _json({"error": "the key is missing or wrong"}, 401)
             return await refusal(scope, receive, send)
         await self._app(scope, receive, send)
 
 
-def _json_step(step: Callable[[Any], Awaitable[dict[str, Any]]]) -> Callable[[Request], Any]:
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def _json_step(step: Callable[..., Awaitable[object]]) -> Callable[[Request], Any]:
+    """An endpoint whose body is a JSON object of the arguments of `step`."""
+    arguments = get_type_hints(step, include_extras=True)
+    del arguments["return"]
+    decoder = msgspec.json.Decoder(msgspec.defstruct(step.__name__, list(arguments.items())))
+
     async def endpoint(request: Request) -> Response:
         body = await read_body(request, _MAX_BODY_BYTES)
         is_large = len(body) > _LARGE_BODY_BYTES
-        fields = await asyncio.to_thread(_as_json, body) if is_large else _as_json(body)
-        return JSONResponse(await step(fields))
+        fields = await asyncio.to_thread(decoder.decode, body) if is_large else decoder.decode(body)
+        return _json(await step(**msgspec.structs.asdict(fields)))
 
     return endpoint
-
-
-def _as_json(body: bytes) -> Any:
-    """Raises ValueError, also for numbers that are not finite or have no room in 64 bits."""
-    try:
-        return json.loads(body, parse_int=_int, parse_float=_float, parse_constant=_float)
-    except RecursionError as error:
-        raise ValueError("JSON is nested too deeply") from error
-
-
-def _int(text: str) -> int:
-    if not -_MAX_INT <= (number := int(text)) <= _MAX_INT:
-        raise ValueError(f"{text} has no room in 64 bits")
-    return number
-
-
-def _float(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is not finite")
-    return number
-
-
-def _seconds(name: str, value: Any) -> float:
-    seconds = float(value)
-    if not 0 <= seconds <= LONGEST_TIMEOUT_S:  # false for nan
-        raise ValueError(f"{name}={seconds} must lie between 0 and {LONGEST_TIMEOUT_S:g}")
-    return seconds
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
@@ -160,15 +141,15 @@ async def _refuse(request: Request, error: Exception) -> Response:
         reply["received"] = error.received
     if isinstance(error, ChecksumMismatch):
         reply["tensors"] = list(error.tensors)
-    return JSONResponse(reply, status)
+    return _json(reply, status)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": f"failed with {error!r}; its log says where"}, 500)
+    return _json({"error": f"failed with {error!r}; its log says where"}, 500)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    return JSONResponse({"error": error.detail}, error.status_code)
+    return _json({"error": error.detail}, error.status_code)
 
 
 class _Api:
@@ -181,74 +162,60 @@ class _Api:
         self._num_reads = 0
 
     async def status(self, request: Request) -> Response:
-        return JSONResponse(asdict(self._receiver.status()))
+        return _json(self._receiver.status())
 
-    async def _layout(self, body: Any) -> Layout:
-        """The layout of the digest in `body`, which brings the layout itself if it is new here."""
-        digest = str(body["layout_digest"])
-        if "layout" in body:
-            layout = Layout.from_json(body["layout"])
-            if layout.digest != digest:
-                raise WeightSyncError(
-                    f"the model's layout is read differently here: {layout.digest} is not "
-                    f"{digest}; trainer and receiver must run the same release"
-                )
-            await asyncio.to_thread(self._receiver.set_layout, layout)
-        return self._receiver.layout(digest)
+    async def layout(self, layout: dict[str, Any], digest: str) -> None:
+        model = Layout.from_json(layout)
+        if model.digest != digest:
+            raise WeightSyncError(
+                f"the model's layout is read differently here: {model.digest} is not {digest}; "
+                "trainer and receiver must run the same release"
+            )
+        await asyncio.to_thread(self._receiver.set_layout, model)
 
-    async def begin(self, body: Any) -> dict[str, Any]:
-        await self._layout(body)
-        transfer = Transfer.from_json(body)
-        return {"received": await asyncio.to_thread(self._receiver.begin, transfer)}
+    async def join(self, group: GroupSpec, rank: Count) -> None:
+        await asyncio.to_thread(self._receiver.join, group, rank)
 
-    async def join(self, body: Any) -> dict[str, Any]:
-        spec = GroupSpec.from_json(body["group"])
-        await asyncio.to_thread(self._receiver.join, spec, int(body["rank"]))
-        return {}
+    async def receive(self, transfer: Transfer, epoch: Count, first: Count) -> int:
+        return await asyncio.to_thread(self._receiver.receive, transfer, epoch, first)
 
-    async def receive(self, body: Any) -> dict[str, Any]:
-        where = int(body["epoch"]), int(body["version"]), int(body["first"])
-        return asdict(await asyncio.to_thread(self._receiver.receive, *where))
+    async def finish(
+        self, version: Count, layout_digest: str, checksums: tuple[tuple[Count, ...], ...]
+    ) -> None:
+        manifest = Manifest.of(version, self._receiver.layout(layout_digest), checksums)
+        await asyncio.to_thread(self._receiver.finish, manifest)
 
-    async def finish(self, body: Any) -> dict[str, Any]:
-        manifest = Manifest.from_wire(body, await self._layout(body))
-        return {"verify_s": await asyncio.to_thread(self._receiver.finish, manifest)}
-
-    async def release(self, body: Any) -> dict[str, Any]:
-        await asyncio.to_thread(self._receiver.release, int(body["version"]))
+    async def release(self, version: Count) -> None:
+        await asyncio.to_thread(self._receiver.release, version)
         self._wake()
-        return {}
 
-    async def catch_up(self, body: Any) -> dict[str, Any]:
-        layout, peers = await self._layout(body), [str(url) for url in body["peers"]]
-        report = await asyncio.to_thread(
-            self._receiver.catch_up, int(body["version"]), peers, layout
-        )
+    async def catch_up(
+        self, version: Count, peers: tuple[str, ...], layout_digest: str
+    ) -> CatchUpReport:
+        layout = self._receiver.layout(layout_digest)
+        report = await asyncio.to_thread(self._receiver.catch_up, version, peers, layout)
         self._wake()
-        return asdict(report)
+        return report
 
-    async def hold(self, body: Any) -> dict[str, Any]:
-        ttl_s = _seconds("ttl_s", body["ttl_s"])
-        self._receiver.hold(int(body["version"]), str(body["who"]), ttl_s)
-        return {}
+    async def hold(self, version: Count, who: str, ttl_s: Seconds) -> None:
+        self._receiver.hold(version, who, ttl_s)
 
-    async def let_go(self, body: Any) -> dict[str, Any]:
-        self._receiver.let_go(int(body["version"]), str(body["who"]))
-        return {}
+    async def let_go(self, version: Count, who: str) -> None:
+        self._receiver.let_go(version, who)
 
     async def newest(self, request: Request) -> Response:
         above = int(request.query_params["above"])
-        timeout_s = _seconds("timeout_s", request.query_params["timeout_s"])
+        timeout_s = msgspec.convert(float(request.query_params["timeout_s"]), Seconds)
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     released = self._released  # read first, so that no release is missed in between
                     newest = self._receiver.newest()
                     if newest is not None and newest.version > above:
-                        return JSONResponse(asdict(newest))
+                        return _json(newest)
                     await released.wait()
         except TimeoutError:
-            return JSONResponse({})
+            return _json(None)
 
     def _wake(self) -> None:
         released, self._released = self._released, asyncio.Event()
@@ -257,7 +224,7 @@ class _Api:
     async def manifest(self, request: Request) -> Response:
         manifest = self._receiver.whole(int(request.path_params["version"])).manifest
         assert manifest is not None
-        return JSONResponse(manifest.to_wire())
+        return _json(manifest.to_wire())
 
     async def data(self, request: Request) -> Response:
         version = int(request.path_params["version"])

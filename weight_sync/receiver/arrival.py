@@ -22,8 +22,13 @@ class Arrival:
     bytes are gathered first and applied when all have arrived, because half a delta is no version.
     """
 
-    def __init__(self, layout: Layout, transfer: Transfer, slot: Slot | None) -> None:
-        """`slot` is None for a version that is whole already: its buckets are only forwarded."""
+    def __init__(
+        self, layout: Layout, transfer: Transfer, slot: Slot | None, base: Slot | None = None
+    ) -> None:
+        """`slot` is None for a version that is whole already: its buckets are only forwarded.
+
+        `base` is the slot of the version that a delta changes.
+        """
         if len(transfer.wire_bytes) != layout.num_ranks:
             raise ValueError(
                 f"version {transfer.version} comes in {len(transfer.wire_bytes)} streams, its "
@@ -32,6 +37,7 @@ class Arrival:
         self.transfer = transfer
         self.buckets = plan_buckets(layout, transfer)
         self.slot = slot
+        self._base = base
         self.received = len(self.buckets) if slot is None else 0
         """Number of buckets in place: all those with a smaller index."""
         self._layout = layout
@@ -91,6 +97,9 @@ class Arrival:
     def _checksums(self, slot: Slot) -> Sequence[Sequence[int]]:
         if not self._is_delta:
             return [sums.result() for sums in self._sums]
+        assert self._base is not None, "a delta has a base"
+        # Only now: on the way the other members wait for buckets, not for a copy of the model.
+        slot.data.copy_(self._base.data)
         try:
             for rank, payload in enumerate(self._payloads):
                 delta.apply(self._layout, rank, payload, slot.data)

@@ -1,13 +1,14 @@
-"""Client of a receiver's HTTP API: for the coordinator and the engines."""
+"""Client of a receiver's HTTP API: for the coordinator, the engines and other receivers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
+import msgspec
 
 from weight_sync.errors import (
     ChecksumMismatch,
@@ -18,11 +19,10 @@ from weight_sync.errors import (
     UnknownLayout,
     UnknownVersion,
 )
-from weight_sync.layout import Layout, Manifest, Transfer
+from weight_sync.layout import Layout, Manifest, ManifestNote, Transfer
 from weight_sync.types import GroupSpec, WeightSyncError
 
 _LONG_POLL_SLACK_S = 10.0
-
 T = TypeVar("T")
 
 
@@ -34,19 +34,16 @@ class ReceiverStatus:
     """Newest released version."""
     complete: tuple[int, ...]
     """Whole and verified versions, released or not."""
-    receiving: int | None
-    """Version that has begun and has not finished."""
+    receiving: Transfer | None
+    """The version that is on its way."""
     received: int
     """Number of its buckets, in the global order, that are placed."""
     epoch: int | None
     """Epoch of the weight group that it is a member of."""
     layout_digest: str | None
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class ReceiveReport:
-    received: int
-    seconds: float
+    """None unless there is room for every staged version of this model."""
+    obstacle: str = ""
+    """Why it has no slot for a version that it has not begun."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -82,53 +79,40 @@ class ReceiverClient:
         )
 
     async def status(self, *, timeout_s: float) -> ReceiverStatus:
-        return await self._call(
-            "GET",
-            "/status",
-            None,
-            timeout_s,
-            lambda reply: ReceiverStatus(**{**reply, "complete": tuple(reply["complete"])}),
-        )
+        return await self._call("GET", "/status", None, timeout_s, ReceiverStatus)
 
-    async def begin(self, transfer: Transfer, layout: Layout, *, timeout_s: float) -> int:
-        """Prepare a free slot; returns how many buckets of this transfer it has already.
+    async def set_layout(self, layout: Layout, *, timeout_s: float) -> None:
+        """Make room for all staged versions of this model.
 
-        `layout` is that of the transfer. Raises StoreFullError if the stage folder has no room for
-        the model's staged versions, StoreBusyError if every slot is being read, and WeightSyncError
-        if a delta's base is not staged.
+        Raises StoreFullError, and StoreBusyError if a version of another model is being read.
         """
-        # Not one call with `receive`: preparing may copy a whole model, for which the silence
-        # between two buckets leaves no time, and a receiver that refuses must not join the epoch.
-        return await self._call_with_layout(
-            "/begin", transfer.to_json(), layout, timeout_s, lambda reply: int(reply["received"])
-        )
+        body = {"layout": layout.to_json(), "digest": layout.digest}
+        await self._call("POST", "/layout", body, timeout_s, type(None))
 
     async def join(self, spec: GroupSpec, rank: int, *, timeout_s: float) -> None:
         """Leave the last epoch's group and join this one; returns when it has formed."""
-        body = {"group": spec.to_json(), "rank": rank}
-        await self._call("POST", "/join", body, timeout_s, _nothing)
+        await self._call("POST", "/join", {"group": spec, "rank": rank}, timeout_s, type(None))
 
-    async def receive(
-        self, epoch: int, version: int, first: int, *, timeout_s: float
-    ) -> ReceiveReport:
-        """Receive the buckets from `first` on. Raises TransferFailed with those that arrived."""
-        body = {"epoch": epoch, "version": version, "first": first}
-        return await self._call(
-            "POST", "/receive", body, timeout_s, lambda reply: ReceiveReport(**reply)
-        )
+    async def receive(self, transfer: Transfer, epoch: int, first: int, *, timeout_s: float) -> int:
+        """Take a slot, unless it has begun, and receive the buckets from `first` on.
 
-    async def finish(self, manifest: Manifest, *, timeout_s: float) -> float:
+        Returns the number of buckets that are here: all. After any error the receiver has left the
+        group. Raises TransferFailed with the buckets that arrived, StoreBusyError if every slot is
+        being read, and UnknownLayout or UnknownVersion without the layout or a delta's base.
+        """
+        body = {"transfer": transfer, "epoch": epoch, "first": first}
+        return await self._call("POST", "/receive", body, timeout_s, int)
+
+    async def finish(self, manifest: Manifest, *, timeout_s: float) -> None:
         """Compare the whole version with its manifest (a delta is applied first).
 
-        Returns the seconds it took. Raises ChecksumMismatch: the version is discarded.
+        Raises ChecksumMismatch: the version is discarded.
         """
-        return await self._call(
-            "POST", "/finish", manifest.to_wire(), timeout_s, lambda reply: float(reply["verify_s"])
-        )
+        await self._call("POST", "/finish", manifest.to_wire(), timeout_s, type(None))
 
     async def release(self, version: int, *, timeout_s: float) -> None:
         """Make a finished version visible to the engines."""
-        await self._call("POST", "/release", {"version": version}, timeout_s, _nothing)
+        await self._call("POST", "/release", {"version": version}, timeout_s, type(None))
 
     async def catch_up(
         self, version: int, peers: Sequence[str], layout: Layout, *, timeout_s: float
@@ -138,73 +122,50 @@ class ReceiverClient:
         Raises TransferFailed with the answer of each peer.
         """
         body = {"version": version, "peers": list(peers), "layout_digest": layout.digest}
-        return await self._call_with_layout(
-            "/catch_up", body, layout, timeout_s, lambda reply: CatchUpReport(**reply)
-        )
+        try:
+            return await self._call("POST", "/catch_up", body, timeout_s, CatchUpReport)
+        except UnknownLayout:
+            await self.set_layout(layout, timeout_s=timeout_s)
+            return await self._call("POST", "/catch_up", body, timeout_s, CatchUpReport)
 
     async def newest(self, above: int, *, timeout_s: float) -> StagedVersion | None:
         """The newest released version, as soon as it is above `above`; None at the timeout."""
         path = f"/newest?above={above}&timeout_s={timeout_s}"
-        return await self._call(
-            "GET",
-            path,
-            None,
-            timeout_s + _LONG_POLL_SLACK_S,
-            lambda reply: StagedVersion(**reply) if reply else None,
-        )
+        limit_s = timeout_s + _LONG_POLL_SLACK_S
+        either: Any = StagedVersion | None
+        newest: StagedVersion | None = await self._call("GET", path, None, limit_s, either)
+        return newest
 
     async def hold(self, version: int, who: str, ttl_s: float, *, timeout_s: float) -> None:
         """Keep `version` staged while `who` reads it. Raises UnknownVersion."""
         body = {"version": version, "who": who, "ttl_s": ttl_s}
-        await self._call("POST", "/hold", body, timeout_s, _nothing)
+        await self._call("POST", "/hold", body, timeout_s, type(None))
 
     async def let_go(self, version: int, who: str, *, timeout_s: float) -> None:
-        body = {"version": version, "who": who}
-        await self._call("POST", "/let_go", body, timeout_s, _nothing)
+        await self._call("POST", "/let_go", {"version": version, "who": who}, timeout_s, type(None))
 
     async def manifest(self, version: int, layout: Layout, *, timeout_s: float) -> Manifest:
         """Of a complete version. Raises UnknownVersion, and UnknownLayout if it has another one."""
-
-        def read(reply: Mapping[str, Any]) -> Manifest:
-            if reply["layout_digest"] != layout.digest:
-                raise UnknownLayout(f"{self.name} holds another model's weights")
-            return Manifest.from_wire(reply, layout)
-
-        return await self._call("GET", f"/manifest/{version}", None, timeout_s, read)
+        path = f"/manifest/{version}"
+        note: ManifestNote = await self._call("GET", path, None, timeout_s, ManifestNote)
+        if note.layout_digest != layout.digest:
+            raise UnknownLayout(f"{self.name} holds another model's weights")
+        return Manifest.of(version, layout, note.checksums)
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _call_with_layout(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        layout: Layout,
-        timeout_s: float,
-        read: Callable[[dict[str, Any]], T],
-    ) -> T:
-        """The layout itself is sent only to a receiver that does not know its digest."""
-        try:
-            return await self._call("POST", path, body, timeout_s, read)
-        except UnknownLayout:
-            body = {**body, "layout": layout.to_json()}
-            return await self._call("POST", path, body, timeout_s, read)
-
     async def _call(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        timeout_s: float,
-        read: Callable[[dict[str, Any]], T],
+        self, method: str, path: str, body: object, timeout_s: float, reply_type: type[T]
     ) -> T:
+        """The reply as `reply_type`."""
         try:
             async with asyncio.timeout(timeout_s):  # httpx bounds each silence, not the whole call
-                response = await self._client.request(method, path, json=body)
-            reply = dict(response.json())
+                content = b"" if body is None else msgspec.json.encode(body)
+                response = await self._client.request(method, path, content=content)
             if response.is_error:
-                raise _refusal(self.name, response.status_code, reply)
-            return read(reply)
+                raise _refusal(self.name, response.status_code, dict(response.json()))
+            return msgspec.json.decode(response.content, type=reply_type)
         except TimeoutError as error:
             raise ReceiverUnreachable(
                 f"{self.name} at {self.url} did not answer {path} within {timeout_s:g} s"
@@ -217,10 +178,6 @@ class ReceiverClient:
             raise ReceiverUnreachable(
                 f"what answers {path} at {self.url} is not the receiver {self.name}: {error!r}"
             ) from error
-
-
-def _nothing(reply: object) -> None:
-    """For a call without a result."""
 
 
 def _refusal(name: str, status: int, reply: Mapping[str, Any]) -> WeightSyncError:

@@ -2,14 +2,15 @@
 
 One version at a time goes through
 
-    begin ──► receive ──► finish ──► release        whole and verified from finish on,
-                ▲  │                                 visible to engines from release on
-         join ──┘  ▼ a member is lost: buckets that arrived stay,
-             (next epoch)  and the next epoch goes on from there
+    receive ──► finish ──► release        whole and verified from finish on,
+      ▲  │                                 visible to engines from release on
+    join ▼ a member is lost: buckets that arrived stay,
+    (next epoch)  and the next epoch goes on from there
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -19,13 +20,19 @@ from pathlib import Path
 
 import torch
 
-from weight_sync.errors import ChecksumMismatch, TransferFailed, UnknownLayout, UnknownVersion
+from weight_sync.errors import (
+    ChecksumMismatch,
+    StoreBusyError,
+    TransferFailed,
+    UnknownLayout,
+    UnknownVersion,
+)
 from weight_sync.group import WeightGroup, bucket_timeout_s
 from weight_sync.group_thread import GroupThread
 from weight_sync.layout import Layout, Manifest, Transfer
 from weight_sync.receiver.arrival import Arrival
-from weight_sync.receiver.client import CatchUpReport, ReceiveReport, ReceiverStatus, StagedVersion
-from weight_sync.receiver.peer import Peer
+from weight_sync.receiver.client import CatchUpReport, ReceiverStatus, StagedVersion
+from weight_sync.receiver.peer import copy_from_peer
 from weight_sync.receiver.relay import Relay
 from weight_sync.receiver.store import Slot, StagedStore
 from weight_sync.staging import Staging
@@ -39,9 +46,8 @@ class Receiver:
 
         receiver = Receiver(spec, os.getpid())
         receiver.set_layout(layout)             # once for a model: creates the slots
-        received = receiver.begin(transfer)     # buckets that are here already
         receiver.join(group_spec, rank)         # once for an epoch
-        receiver.receive(group_spec.epoch, transfer.version, first=received)
+        receiver.receive(transfer, group_spec.epoch, first=0)
         receiver.finish(manifest)               # whole, if the checksums agree
         receiver.release(transfer.version)      # from here on engines may load it:
         folder = receiver.newest().path         # holds model.safetensors
@@ -64,10 +70,11 @@ class Receiver:
             pid=self._pid,
             newest=self._store.newest,
             complete=tuple(self._store.complete_versions),
-            receiving=arrival.transfer.version if arrival else None,
+            receiving=arrival.transfer if arrival else None,
             received=arrival.received if arrival else 0,
             epoch=spec.epoch if spec else None,
-            layout_digest=layout.digest if layout else None,
+            layout_digest=layout.digest if layout and self._store.has_room else None,
+            obstacle=self._store.obstacle,
         )
 
     def set_layout(self, layout: Layout) -> None:
@@ -85,17 +92,6 @@ class Receiver:
             raise UnknownLayout(f"{self.spec.name} has not been given this model's layout")
         return layout
 
-    def begin(self, transfer: Transfer) -> int:
-        """Returns the number of its buckets that are here; all of them if the version is whole."""
-        with self._one_at_a_time(f"beginning version {transfer.version}"):
-            layout = self.layout(transfer.layout_digest)
-            if self._arrival is None or self._arrival.transfer != transfer:
-                self._arrival = None
-                is_whole = transfer.version in self._store.complete_versions
-                slot = None if is_whole else self._store.begin(transfer)
-                self._arrival = Arrival(layout, transfer, slot)
-            return self._arrival.received
-
     def join(self, spec: GroupSpec, rank: int) -> None:
         """Block until the epoch's group has formed, for at most twice its timeout."""
         with self._one_at_a_time(f"joining epoch {spec.epoch}"):
@@ -108,31 +104,53 @@ class Receiver:
         with self._staging.side_stream():
             return WeightGroup.join(spec, rank, device=torch.device(self.spec.device))
 
-    def receive(self, epoch: int, version: int, first: int) -> ReceiveReport:
-        """Raises TransferFailed, after leaving the group."""
-        with self._one_at_a_time(f"receiving version {version}"):
-            arrival = self._arriving(version)
-            spec = self._group_thread.spec
-            if spec is None or spec.epoch != epoch:
-                raise TransferFailed(
-                    f"{self.spec.name} is not a member of epoch {epoch}", arrival.received
-                )
-            if not 0 <= first <= arrival.received:
-                raise ValueError(
-                    f"buckets from {first} on would leave a gap: {arrival.received} are here"
-                )
-            start = time.perf_counter()
-            num_bytes = sum(bucket.num_bytes for bucket in arrival.buckets[first:])
-            # The senders give up before this. It is for a call that ignores every other timeout.
-            limit_s = self.spec.timeout_s + bucket_timeout_s(
-                num_bytes, self.spec.timeout_s, self.spec.min_bandwidth
-            )
-            try:
-                self._group_thread.walk(lambda group: self._relay(group, arrival, first), limit_s)
-            except WeightSyncError as error:
-                raise TransferFailed(str(error), arrival.received) from None
-            seconds = time.perf_counter() - start
-            return ReceiveReport(received=arrival.received, seconds=seconds)
+    def receive(self, transfer: Transfer, epoch: int, first: int) -> int:
+        """Returns the number of buckets that are here: all of them.
+
+        After an error it has left the group, so that no other member waits for it. Raises
+        TransferFailed, and StoreBusyError, UnknownLayout or UnknownVersion if it has no place for
+        the version.
+        """
+        try:
+            with self._one_at_a_time(f"receiving version {transfer.version}"):
+                arrival = self._begin(transfer)
+                spec = self._group_thread.spec
+                if spec is None or spec.epoch != epoch:
+                    message = f"{self.spec.name} is not a member of epoch {epoch}"
+                    raise TransferFailed(message, arrival.received)
+                if first > arrival.received:
+                    message = (
+                        f"buckets from {first} on would leave a gap: {arrival.received} are here"
+                    )
+                    raise TransferFailed(message, arrival.received)
+                self._walk(arrival, first)
+                return arrival.received
+        except BaseException:
+            self._group_thread.leave()
+            raise
+
+    def _begin(self, transfer: Transfer) -> Arrival:
+        """A new arrival, or the one of this transfer with the buckets that came so far."""
+        layout = self.layout(transfer.layout_digest)
+        if self._arrival is None or self._arrival.transfer != transfer:
+            self._arrival = base = slot = None
+            if transfer.version not in self._store.complete_versions:
+                if transfer.base_version is not None:
+                    base = self.whole(transfer.base_version)
+                slot = self._store.begin(transfer)
+            self._arrival = Arrival(layout, transfer, slot, base)
+        return self._arrival
+
+    def _walk(self, arrival: Arrival, first: int) -> None:
+        num_bytes = sum(bucket.num_bytes for bucket in arrival.buckets[first:])
+        # The senders give up before this. It is for a call that ignores every other timeout.
+        limit_s = self.spec.timeout_s + bucket_timeout_s(
+            num_bytes, self.spec.timeout_s, self.spec.min_bandwidth
+        )
+        try:
+            self._group_thread.walk(lambda group: self._relay(group, arrival, first), limit_s)
+        except WeightSyncError as error:
+            raise TransferFailed(str(error), arrival.received) from None
 
     def _relay(self, group: WeightGroup, arrival: Arrival, first: int) -> None:
         in_flight = arrival.max_bucket_bytes * self.spec.num_buffers * group.spec.world_size
@@ -146,17 +164,18 @@ class Receiver:
         )
         relay.run(arrival.buckets[first:])
 
-    def finish(self, manifest: Manifest) -> float:
-        """Returns the seconds it took. Raises ChecksumMismatch: the version is discarded."""
-        version, start = manifest.version, time.perf_counter()
+    def finish(self, manifest: Manifest) -> None:
+        """Raises ChecksumMismatch: the version is discarded."""
+        version = manifest.version
         with self._one_at_a_time(f"verifying version {version}"):
-            self.layout(manifest.layout.digest)
+            arrival = self._arrival
             if version in self._store.complete_versions:
                 if self._store.get(version).manifest != manifest:
                     raise ChecksumMismatch(f"version {version} is whole here, but another one", ())
                 self._arrival = None
-                return time.perf_counter() - start
-            arrival = self._arriving(version)
+                return
+            if arrival is None or arrival.transfer.version != version:
+                raise UnknownVersion(f"{self.spec.name} has not begun version {version}")
             self._arrival = None
             assert arrival.slot is not None, "a version without a slot is whole"
             try:
@@ -165,7 +184,6 @@ class Receiver:
             except BaseException:
                 self._store.discard(version)
                 raise
-        return time.perf_counter() - start
 
     def release(self, version: int) -> None:
         """Raises UnknownVersion if it is not whole."""
@@ -175,7 +193,6 @@ class Receiver:
     def catch_up(self, version: int, peers: Sequence[str], layout: Layout) -> CatchUpReport:
         """Copy, verify and release `version`. Raises TransferFailed if no peer has it."""
         start, source = time.perf_counter(), None
-        self.set_layout(layout)
         with self._one_at_a_time(f"catching up with version {version}"):
             if version not in self._store.complete_versions:
                 self._arrival = None
@@ -196,26 +213,15 @@ class Receiver:
         )
         failures = []
         for url in peers:
-            peer = self._peer(url)
             try:
-                self._store.complete(slot, peer.copy(version, layout, slot.data))
+                copying = copy_from_peer(url, version, layout, slot.data, self.spec)
+                self._store.complete(slot, asyncio.run(copying))
                 return url
             except WeightSyncError as error:
                 failures.append(str(error))
-            finally:
-                peer.close()
         self._store.discard(version)
         raise TransferFailed(
             f"no peer gave version {version}: {'; '.join(failures) or 'none was named'}", 0
-        )
-
-    def _peer(self, url: str) -> Peer:
-        return Peer(
-            url,
-            self.spec.key,
-            f"receiver {self.spec.name}",
-            timeout_s=self.spec.timeout_s,
-            min_bandwidth=self.spec.min_bandwidth,
         )
 
     def newest(self) -> StagedVersion | None:
@@ -248,7 +254,7 @@ class Receiver:
     @contextlib.contextmanager
     def _one_at_a_time(self, doing: str) -> Iterator[None]:
         if not self._turn.acquire(timeout=self.spec.timeout_s):
-            raise WeightSyncError(
+            raise StoreBusyError(
                 f"{self.spec.name} was busy {self._doing} for {self.spec.timeout_s:g} s and could "
                 f"not start {doing}"
             )
@@ -257,9 +263,3 @@ class Receiver:
             yield
         finally:
             self._turn.release()
-
-    def _arriving(self, version: int) -> Arrival:
-        arrival = self._arrival
-        if arrival is None or arrival.transfer.version != version:
-            raise UnknownVersion(f"{self.spec.name} has not begun version {version}")
-        return arrival

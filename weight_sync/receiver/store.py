@@ -46,7 +46,6 @@ from weight_sync.types import WeightSyncError
 
 _WEIGHTS = "model.safetensors"
 """The only file that an engine looks at: it loads every *.safetensors of the folder."""
-_COPY = "the copy from its base"
 _NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM}
 _log = logging.getLogger(__name__)
 
@@ -98,6 +97,17 @@ class StagedStore:
                 self._layout = layout
 
     @property
+    def has_room(self) -> bool:
+        """Whether every slot has its file, as after `set_layout`."""
+        return all(slot.is_mapped for slot in self._slots)
+
+    @property
+    def obstacle(self) -> str:
+        """Why no slot is free for another version, and what helps; empty if one is."""
+        with self._lock:
+            return self._obstacle() if self._slots else ""
+
+    @property
     def newest(self) -> int | None:
         """The newest released version."""
         with self._lock:
@@ -115,7 +125,7 @@ class StagedStore:
             return self._whole(version)
 
     def begin(self, transfer: Transfer) -> Slot:
-        """A slot for a version that arrives; for a delta it holds the bytes of the base already.
+        """A slot for a version that arrives, other than that of a delta's base.
 
         A transfer that has begun already gets its slot again, with the bytes that came so far. Any
         other unfinished version is dropped; nothing may still write to its slot. Raises
@@ -136,24 +146,10 @@ class StagedStore:
             slot = self._find(transfer.version)
             if slot and slot.manifest:
                 raise WeightSyncError(f"version {transfer.version} is staged already")
-            if slot and slot.transfer == transfer and not slot.is_copying:
+            if slot and slot.transfer == transfer:
                 return slot
-            if transfer.base_version is None:
-                return self._take(transfer, base=None)
-            base = self._whole(transfer.base_version)
-            slot = self._take(transfer, base)
-            reader = f"the copy for version {transfer.version}"
-            base.hold(transfer.base_version, reader, math.inf)
-            # A hold, because it outlives the version: it keeps the slot from being given away even
-            # if the version is discarded while the copy still writes to it.
-            slot.hold(transfer.version, _COPY, math.inf)
-        try:
-            slot.data.copy_(base.data)
-        finally:
-            with self._lock:
-                base.let_go(transfer.base_version, reader)
-                slot.let_go(transfer.version, _COPY)
-        return slot
+            base = transfer.base_version
+            return self._take(transfer, None if base is None else self._whole(base))
 
     def complete(self, slot: Slot, manifest: Manifest) -> None:
         """Make the version of `slot` whole; the caller has verified every byte.
@@ -239,18 +235,23 @@ class StagedStore:
 
     def _take(self, transfer: Transfer, base: Slot | None) -> Slot:
         """The slot whose version is needed least, emptied for the one that arrives."""
-        reasons = {slot.path: self._reason_to_keep(slot, base) for slot in self._slots}
-        free = [slot for slot in self._slots if not reasons[slot.path]]
-        if not free:
-            raise StoreBusyError(
-                f"no slot of {self._folder} is free for version {transfer.version}: "
-                f"{'; '.join(reasons.values())}. They expire, or raise weight_sync.num_staged"
-            )
+        if obstacle := self._obstacle(base):
+            raise StoreBusyError(obstacle)
+        free = [slot for slot in self._slots if not self._reason_to_keep(slot, base)]
         free = [self._empty(slot) if slot.transfer else slot for slot in free]
         slot = min(free, key=lambda s: (s.version is not None, not s.is_released, s.version or 0))
         slot = self._empty(slot)
         slot.version, slot.transfer = transfer.version, transfer
         return slot
+
+    def _obstacle(self, base: Slot | None = None) -> str:
+        reasons = [self._reason_to_keep(slot, base) for slot in self._slots]
+        if not all(reasons):
+            return ""
+        return (
+            f"no slot of {self._folder} is free: {'; '.join(reasons)}. They expire, or raise "
+            "weight_sync.num_staged"
+        )
 
     def _reason_to_keep(self, slot: Slot, base: Slot | None) -> str:
         """Empty if the slot may be given to another version."""
@@ -317,7 +318,11 @@ class StagedStore:
         taken = {slot.path for slot in found}
         names = (self._folder / f"slot-{number}" for number in itertools.count())
         unused = (Slot(path=folder) for folder in names if folder not in taken)
-        return list(itertools.islice(itertools.chain(found, unused), self._num_slots))
+        slots = list(itertools.islice(itertools.chain(found, unused), self._num_slots))
+        for slot in slots:
+            if self._layout and not slot.is_mapped and _has_weights(slot.path, self._layout):
+                slot.make_file(self._layout)
+        return slots
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -351,10 +356,6 @@ class Slot:
     @property
     def is_mapped(self) -> bool:
         return self._data is not None
-
-    @property
-    def is_copying(self) -> bool:
-        return self.version is not None and (self.version, _COPY) in self._holds
 
     def recover(self) -> None:
         """Take over what an earlier process left. Raises ValueError if that is damaged."""

@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 
 import torch
+from msgspec import convert
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
@@ -64,7 +65,7 @@ class SendingRank:
                 case "encode":
                     return {"result": self._encode(command)}
                 case "join":
-                    self._sender.join(GroupSpec.from_json(command["group"]))
+                    self._sender.join(convert(command["group"], GroupSpec))
                 case "send":
                     return {"result": self._send(command)}
                 case "checksums":
@@ -112,7 +113,7 @@ class SendingRank:
             return None
 
     def _send(self, command: Message) -> Message:
-        transfer = Transfer.from_json(command["transfer"])
+        transfer = convert(command["transfer"], Transfer)
         if transfer.base_version is None:
             stream = self._stream(command["buffer"], transfer.version)
         else:

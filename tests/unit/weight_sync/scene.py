@@ -6,15 +6,18 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
 from scene_board import MemoryBoard
 from scene_gate import Gate
 from scene_model import BUCKET_BYTES, cast_weights, scene_layout, scene_shards
+from wire_fleet import KEY, receiver_spec
 
 from configs.choices import Backend
 from configs.schema import WeightSyncConfig
@@ -22,30 +25,56 @@ from weight_sync.engine import CheckpointEngine
 from weight_sync.layout import Layout
 from weight_sync.receiver.client import ReceiverClient, ReceiverStatus
 from weight_sync.receiver.process import ReceiverProcess
-from weight_sync.types import PublishReport, ReceiverSpec
+from weight_sync.types import PublishReport, TensorSpec, WeightSyncError
 
-KEY = "a-key"
 TIMEOUT_S = 30.0
+EMPTY = Layout.of([TensorSpec(name="none", dtype="float32", shape=(1,))], 1)
+"""Makes a receiver forget the versions of another layout."""
+
+
+class Receivers:
+    """Receiver processes that go from test to test, because a start takes seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: dict[tuple[str, float], ReceiverProcess] = {}
+
+    async def get(self, name: str, timeout_s: float) -> ReceiverProcess:
+        """A running one that has staged nothing."""
+        process = self._processes.get((name, timeout_s))
+        if process is None:
+            spec = receiver_spec(name, self._folder / f"{timeout_s:g}", timeout_s)
+            process = ReceiverProcess(spec, self._folder / f"{name}-{timeout_s:g}.log")
+            self._processes[name, timeout_s] = process
+            await process.start()
+        try:
+            await set_layout(process, EMPTY)
+        except WeightSyncError:  # the last test has killed it
+            await process.stop()
+            await process.start()
+        return process
+
+    async def close(self) -> None:
+        await asyncio.gather(*(process.stop() for process in self._processes.values()))
+
+
+async def set_layout(process: ReceiverProcess, layout: Layout) -> None:
+    client = ReceiverClient(process.spec.name, process.info.url, KEY)
+    try:
+        await client.set_layout(layout, timeout_s=TIMEOUT_S)
+    finally:
+        await client.close()
 
 
 class Node:
     """A receiver's process, as one node of the rollout pool has it, and an engine that follows."""
 
-    def __init__(self, name: str, folder: Path, board: MemoryBoard, timeout_s: float) -> None:
-        self.name = name
+    def __init__(self, process: ReceiverProcess, board: MemoryBoard) -> None:
+        self.name = process.spec.name
         self._board = board
-        spec = ReceiverSpec(
-            name=name,
-            host="127.0.0.1",
-            folder=str(folder / name),
-            num_slots=2,
-            num_buffers=2,
-            timeout_s=timeout_s,
-            min_bandwidth=50e6,
-            key=KEY,
-        )
-        self.process = ReceiverProcess(spec, folder / f"{name}.log")
+        self.process = process
         self.client: ReceiverClient | None = None
+        self._has_died = False
         self._follower: asyncio.Task[None] | None = None
         self._gate: Gate | None = None
 
@@ -56,10 +85,16 @@ class Node:
         self._board.registered[self.name] = await self._gate.start()
         return self._gate
 
-    async def start(self) -> None:
-        info = await self.process.start()
+    async def start(self, loses_answers_to: str | None = None) -> None:
+        """From here on the coordinator may meet it. Starts the process again if it died."""
+        info = self.process.info
+        if self._has_died:
+            info = await self.process.start()
         self.client = ReceiverClient(self.name, info.url, KEY)
-        self._board.registered[self.name] = info.url
+        if loses_answers_to is None:
+            self._board.registered[self.name] = info.url
+        else:
+            (await self.put_gate()).loses_answers_to = loses_answers_to
         self._follower = asyncio.create_task(self._follow(self.client))
 
     async def _follow(self, client: ReceiverClient) -> None:
@@ -82,12 +117,6 @@ class Node:
         assert staged is not None and staged.version == version
         return load_file(Path(staged.path) / "model.safetensors")
 
-    async def wait_received(self, num_buckets: int) -> None:
-        """Until a transfer is under way and so many of its buckets are here."""
-        async with asyncio.timeout(TIMEOUT_S):
-            while (await self.status()).received < num_buckets:
-                await asyncio.sleep(0.001)
-
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.process.info.pid, number)
 
@@ -95,6 +124,7 @@ class Node:
         """As a machine that is lost: nobody forgets it on the board."""
         self.signal(signal.SIGKILL)
         await self.process.wait_dead()
+        self._has_died = True
         await self._stop_following()
 
     async def _stop_following(self) -> None:
@@ -110,22 +140,20 @@ class Node:
         await self._stop_following()
         if self._gate is not None:
             await self._gate.close()
-        if self.client is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self.signal(signal.SIGCONT)
-            await self.process.stop()
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGCONT)
 
 
 class Scene:
     """Rank 0 of one, the board, and the nodes that a test has started."""
 
-    def __init__(self, folder: Path, layout: Layout, config: WeightSyncConfig) -> None:
+    def __init__(self, receivers: Receivers, layout: Layout, config: WeightSyncConfig) -> None:
         self.layout = layout
         self.config = config
         self.board = MemoryBoard()
         self.share = 0.01
         """Of the elements that change from one version to the next."""
-        self._folder = folder
+        self._receivers = receivers
         self._nodes: list[Node] = []
         self.engine = CheckpointEngine(
             layout,
@@ -142,15 +170,40 @@ class Scene:
     async def _open_board(self) -> MemoryBoard:
         return self.board
 
+    async def get(self, name: str) -> Node:
+        """A node that the coordinator does not know yet."""
+        process = await self._receivers.get(name, self.config.timeout_s)
+        self._nodes.append(Node(process, self.board))
+        return self._nodes[-1]
+
     async def add(self, *names: str) -> list[Node]:
-        nodes = [Node(name, self._folder, self.board, self.config.timeout_s) for name in names]
-        self._nodes += nodes
+        nodes = await asyncio.gather(*map(self.get, names))
         await asyncio.gather(*(node.start() for node in nodes))
-        return nodes
+        return list(nodes)
 
     async def publish(self, version: int) -> PublishReport:
         shards = scene_shards(self.layout, 0, version, self.share)
         return await asyncio.to_thread(self.engine.publish, version, iter(shards))
+
+    @contextlib.asynccontextmanager
+    async def publishing(self, version: int) -> AsyncIterator[None]:
+        """Some buckets of `version` are sent; the next one only when the block has ended."""
+        staging = self.engine._coordinator._sending._sender._staging  # type: ignore[union-attr]
+        upload, came, go_on = staging.upload, threading.Event(), threading.Event()
+
+        def wait(turn: int, part: torch.Tensor) -> torch.Tensor:
+            if turn == 4:
+                came.set()
+                assert go_on.wait(TIMEOUT_S)
+            return upload(turn, part)
+
+        with patch.object(staging, "upload", wait):
+            await self.publish(version)
+            assert await asyncio.to_thread(came.wait, TIMEOUT_S)
+            try:
+                yield
+            finally:
+                go_on.set()
 
     async def publish_at_once(self, versions: range) -> None:
         """One right after the other, as fast as they can be copied."""
@@ -180,7 +233,7 @@ class Scene:
 
 
 @contextlib.asynccontextmanager
-async def scene(folder: Path, *, num_rows: int = 700, **settings: object) -> AsyncIterator[Scene]:
+async def scene(receivers: Receivers, **settings: object) -> AsyncIterator[Scene]:
     config = WeightSyncConfig(
         **{  # type: ignore[arg-type]
             "backend": Backend.gloo,
@@ -190,7 +243,7 @@ async def scene(folder: Path, *, num_rows: int = 700, **settings: object) -> Asy
             **settings,
         }
     )
-    made = Scene(folder, scene_layout(1, num_rows), config)
+    made = Scene(receivers, scene_layout(1), config)
     try:
         yield made
     finally:

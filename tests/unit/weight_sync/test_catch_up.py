@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,13 @@ import pytest
 import torch
 import uvicorn
 from staging import LAYOUT, Clock, content, full, manifest_of, stage
-from wire_fleet import KEY, receiver_spec
+from wire_fleet import receiver_spec
 
 from weight_sync.errors import StoreBusyError, UnknownVersion
+from weight_sync.layout import Manifest
 from weight_sync.receiver import peer as catch_up
 from weight_sync.receiver.app import make_app
-from weight_sync.receiver.peer import Peer
+from weight_sync.receiver.peer import copy_from_peer
 from weight_sync.receiver.receiver import Receiver
 from weight_sync.types import WeightSyncError
 
@@ -71,18 +73,17 @@ def west(tmp_path: Path) -> Iterator[Served]:
     west.close()
 
 
-@pytest.fixture
-def joiner(west: Served) -> Iterator[Peer]:
-    peer = Peer(west.url, KEY, "receiver east", timeout_s=TIMEOUT_S, min_bandwidth=50e6)
-    yield peer
-    peer.close()
+def copy(west: Served, data: torch.Tensor) -> Manifest:
+    """What receiver east does."""
+    spec = receiver_spec("east", Path(), TIMEOUT_S)
+    return asyncio.run(copy_from_peer(west.url, 1, LAYOUT, data, spec))
 
 
 def room() -> torch.Tensor:
     return torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
 
 
-def test_every_range_renews_a_short_hold(west: Served, joiner: Peer) -> None:
+def test_every_range_renews_a_short_hold(west: Served) -> None:
     """One that outlasted the whole copy would outlive a joiner that dies by minutes."""
     holds: list[float] = []
     hold = west.store.hold
@@ -95,34 +96,35 @@ def test_every_range_renews_a_short_hold(west: Served, joiner: Peer) -> None:
 
     data = room()
     with patch.object(west.store, "hold", note), patch.object(catch_up, "_RANGE_BYTES", 500):
-        manifest = joiner.copy(1, LAYOUT, data)
+        manifest = copy(west, data)
     assert torch.equal(data, content(1)) and manifest == manifest_of(1, content(1))
     assert len(holds) > LAYOUT.num_bytes / 500
     assert max(holds) <= 2 * TIMEOUT_S + 1
     west.store.begin(full(3))
 
 
-def test_joiner_that_dies_costs_the_slot_for_two_silences(west: Served, joiner: Peer) -> None:
-    joiner._hold(1)
+def test_joiner_that_dies_costs_the_slot_for_two_silences(west: Served) -> None:
+    ttl_s = 2 * TIMEOUT_S + 64 * 2**20 / 50e6
+    west.receiver.hold(1, "receiver east", ttl_s)  # as long as it asks for, by the test above
     with pytest.raises(StoreBusyError, match="receiver east"):
         west.store.begin(full(3))
     west.clock.now += 2 * TIMEOUT_S + 2
     west.store.begin(full(3))
 
 
-def test_copy_that_fails_half_way_lets_go(west: Served, joiner: Peer) -> None:
+def test_copy_that_fails_half_way_lets_go(west: Served) -> None:
     with (
         patch.object(catch_up, "_READ_BYTES", 100),
         patch.object(catch_up, "bucket_timeout_s", lambda *_: 0.0),
         pytest.raises(WeightSyncError, match=r"slower than weight_sync\.min_bandwidth"),
     ):
-        joiner.copy(1, LAYOUT, room())
+        copy(west, room())
     west.clock.now += 1  # that of the range that was broken off
     west.store.let_go(1, "read 1")
     west.store.begin(full(3))
 
 
-def test_version_that_goes_in_the_middle_ends_the_copy(west: Served, joiner: Peer) -> None:
+def test_version_that_goes_in_the_middle_ends_the_copy(west: Served) -> None:
     hold, num_holds = west.receiver.hold, 0
 
     def lose(version: int, who: str, ttl_s: float) -> None:
@@ -135,7 +137,7 @@ def test_version_that_goes_in_the_middle_ends_the_copy(west: Served, joiner: Pee
     with (
         patch.object(west.receiver, "hold", lose),
         patch.object(catch_up, "_RANGE_BYTES", 500),
-        pytest.raises(WeightSyncError, match="answered 404"),
+        pytest.raises(WeightSyncError, match="version 1 is not staged here"),
     ):
-        joiner.copy(1, LAYOUT, room())
+        copy(west, room())
     west.store.begin(full(3))

@@ -94,15 +94,6 @@ def test_rank_that_does_not_answer_is_named_when_its_time_is_over() -> None:
             made.group.call({"do": "this"}, 0.5)
 
 
-def test_others_notice_that_rank_0_is_gone() -> None:
-    with ranks() as made:
-        made.group.call({"do": "this"}, LIMIT_S)
-        made.group.close()
-        assert made.wait() == [3, 3]
-        with pytest.raises(ControlError, match="was closed"):
-            made.group.call({"do": "this"}, LIMIT_S)
-
-
 def test_others_notice_that_rank_0_is_silent() -> None:
     with ranks(timeout_s=1.0) as made:
         assert made.wait() == [3, 3]

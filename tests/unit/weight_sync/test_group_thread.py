@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -195,7 +196,7 @@ def test_rank_answers_a_join_that_stands_still(scene: Scene) -> None:
     with scene.stands_still_in("_gloo_group"):
         slow = scene.spec(1, timeout_s=0.2)
         peer = scene.peer(slow)
-        reply = sending_rank().handle({"do": "join", "group": slow.to_json()})
+        reply = sending_rank().handle({"do": "join", "group": asdict(slow)})
         assert reply is not None and "trainer rank 0: epoch 1" in reply["error"]
         scene.go_on.set()
         peer.result(20).close()
@@ -244,7 +245,6 @@ def test_receiver_answers_a_transfer_that_stands_still(scene: Scene, tmp_path: P
         pid=1,
     )
     receiver.set_layout(LAYOUT)
-    receiver.begin(full_transfer(LAYOUT, version=1))
     trainer = scene.pool.submit(WeightGroup.join, scene.spec(1), 0)
     receiver.join(scene.spec(1), 1)
 
@@ -255,7 +255,7 @@ def test_receiver_answers_a_transfer_that_stands_still(scene: Scene, tmp_path: P
         patch.object(WeightGroup, "exchange", stand_still),
         pytest.raises(TransferFailed, match=r"epoch 1 .* is given up") as failed,
     ):
-        receiver.receive(1, 1, 0)
+        receiver.receive(full_transfer(LAYOUT, version=1), 1, 0)
     assert failed.value.received == 0
     assert receiver.status().epoch is None and trainer.result(20)
     scene.go_on.set()

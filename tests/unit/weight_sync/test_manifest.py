@@ -1,3 +1,4 @@
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import as_sent, full_transfer, layouts, make_streams, random_bytes, spec
+from msgspec import convert
 from safetensors import safe_open
 
 from weight_sync.layout import Layout, Manifest, Transfer, mismatches
@@ -129,14 +131,14 @@ def test_transfer_survives_the_wire(base_version: int | None) -> None:
         wire_bytes=(3, 0),
         bucket_bytes=1,
     )
-    assert Transfer.from_json(as_sent(transfer.to_json())) == transfer
+    assert convert(as_sent(asdict(transfer)), Transfer) == transfer
 
 
 @pytest.mark.parametrize("change", [{"version": None}, {"wire_bytes": 3}, {"wire_bytes": [4, -1]}])
 def test_nonsense_is_no_transfer(change: dict[str, object]) -> None:
-    fields = full_transfer(Layout.of([spec("a", 4)], 2)).to_json()
+    fields = asdict(full_transfer(Layout.of([spec("a", 4)], 2)))
     with pytest.raises(ValueError):
-        Transfer.from_json(fields | change)
+        convert(fields | change, Transfer)
 
 
 @settings(deadline=None)
@@ -145,7 +147,6 @@ def test_manifest_survives_the_wire(layout: Layout, version: int) -> None:
     checksums = tuple(tuple(range(len(pieces))) for pieces in layout.pieces)
     manifest = Manifest(version=version, layout=layout, checksums=checksums)
     assert Manifest.from_json(as_sent(manifest.to_json())) == manifest
-    assert Manifest.from_wire(as_sent(manifest.to_wire()), layout) == manifest
     assert "layout" not in manifest.to_wire()
 
 

@@ -9,13 +9,16 @@ import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 from wire_fleet import CALL_S, KEY, receiver_spec
 from wire_model import file_data, make_manifest, make_transfer, model_layout
 
+from processes.child import Child
 from weight_sync.errors import (
     ReceiverUnreachable,
     StoreBusyError,
@@ -23,6 +26,7 @@ from weight_sync.errors import (
     UnknownLayout,
     UnknownVersion,
 )
+from weight_sync.receiver import process as receiver_process
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.receiver.process import ReceiverProcess
 from weight_sync.receiver.store import StagedStore
@@ -31,8 +35,20 @@ from weight_sync.types import ReceiverSpec, WeightSyncError
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 LAYOUT = model_layout(2)
-HUGE = b'{"layout_digest": "x", "layout": {"num_ranks": 1e12, "tensors": [["a", "float32", [1]]]}}'
-OTHER_DIGEST = json.dumps({"layout_digest": "x", "layout": model_layout(1).to_json()}).encode()
+HUGE = b'{"digest": "x", "layout": {"num_ranks": 1e12, "tensors": [["a", "float32", [1]]]}}'
+OTHER_DIGEST = json.dumps({"digest": "x", "layout": model_layout(1).to_json()}).encode()
+UNKNOWN = replace(make_transfer(LAYOUT, 9), layout_digest="x")
+
+
+DELTA = replace(make_transfer(LAYOUT, 9), base_version=8)
+MANIFEST = make_manifest(LAYOUT, 9).to_wire()
+
+
+as_in_production = patch.object(receiver_process, "Child", Child)
+
+
+def as_body(**fields: object) -> bytes:
+    return msgspec.json.encode(fields)
 
 
 class Receivers:
@@ -84,7 +100,8 @@ async def north(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Recei
     """Has released version 3, and is only asked by the tests that share it."""
     receivers = Receivers(tmp_path_factory.mktemp("north"))
     receivers.stage("north", 3)
-    yield await receivers.start("north")
+    with as_in_production:
+        yield await receivers.start("north")
     await receivers.close()
 
 
@@ -114,23 +131,25 @@ async def test_requests_that_make_no_sense_are_refused_in_words(north: ReceiverC
         base_url=north.url, trust_env=False, headers={"Authorization": f"Bearer {KEY}"}
     ) as http:
         for method, path, body, status in (
-            ("POST", "/begin", b'{"layout_digest": "x", "layout": {"tensors": 3}}', 400),
-            ("POST", "/begin", HUGE, 400),
-            ("POST", "/begin", b'{"layout_digest": "x"}', 412),
-            ("POST", "/finish", b'{"layout_digest": "x"}', 412),
-            ("POST", "/catch_up", b'{"layout_digest": "x"}', 412),
-            ("POST", "/begin", OTHER_DIGEST, 409),
-            ("POST", "/begin", b"{}", 400),
+            ("POST", "/layout", b'{"digest": "x", "layout": {"tensors": 3}}', 400),
+            ("POST", "/layout", HUGE, 400),
+            ("POST", "/layout", OTHER_DIGEST, 409),
+            ("POST", "/layout", b"{}", 400),
+            ("POST", "/receive", as_body(transfer=UNKNOWN, epoch=1, first=0), 412),
+            ("POST", "/finish", as_body(version=9, layout_digest="x", checksums=[]), 412),
+            ("POST", "/catch_up", as_body(version=9, peers=[], layout_digest="x"), 412),
+            ("POST", "/finish", as_body(**{**MANIFEST, "checksums": [[1], [2]]}), 400),
             ("POST", "/join", b'{"group": {}, "rank": 0}', 400),
             ("POST", "/receive", b"not json", 400),
-            ("POST", "/receive", b'{"epoch": Infinity, "version": 9, "first": 0}', 400),
-            ("POST", "/receive", b'{"epoch": 1, "version": 1e999, "first": 0}', 400),
+            ("POST", "/release", b'{"version": Infinity}', 400),
+            ("POST", "/release", b'{"version": 1e999}', 400),
             ("POST", "/release", b'{"version": 18446744073709551616}', 400),
             ("POST", "/release", b"[" * 100_000, 400),
             ("POST", "/hold", b'{"version": 3, "who": "x", "ttl_s": 1e300}', 400),
             ("GET", "/newest?above=9&timeout_s=nan", None, 400),
             ("GET", "/newest?above=9&timeout_s=2147483648", None, 400),
-            ("POST", "/receive", b'{"epoch": 1, "version": 9, "first": 0}', 404),
+            ("POST", "/finish", as_body(**MANIFEST), 404),
+            ("POST", "/receive", as_body(transfer=DELTA, epoch=1, first=0), 404),
             ("POST", "/release", b'{"version": 9}', 404),
             ("POST", "/hold", b'{"version": 9, "who": "x", "ttl_s": 1}', 404),
             ("GET", "/newest", None, 400),
@@ -198,6 +217,7 @@ async def test_whole_version_is_invisible_before_its_release(receivers: Receiver
     assert (await client.manifest(0, LAYOUT, timeout_s=CALL_S)) == make_manifest(LAYOUT, 0)
 
 
+@as_in_production
 async def test_killed_receiver_finds_its_versions_again(receivers: Receivers) -> None:
     receivers.stage("east", 3)
     client = await receivers.start("east")
@@ -211,11 +231,10 @@ async def test_killed_receiver_finds_its_versions_again(receivers: Receivers) ->
     receivers.clients.append(again)
     status = await again.status(timeout_s=CALL_S)
     assert (status.newest, status.layout_digest) == (3, LAYOUT.digest)
-    assert (
-        await again.begin(make_transfer(LAYOUT, 4, base_version=3), LAYOUT, timeout_s=CALL_S)
-    ) == 0
+    assert status.obstacle == ""
 
 
+@as_in_production
 async def test_receiver_ends_with_its_parent_and_leaves_its_versions(
     receivers: Receivers,
 ) -> None:
@@ -257,10 +276,10 @@ async def test_layout_travels_once_and_then_by_its_digest(receivers: Receivers) 
 
     east._client.event_hooks["request"].append(note)
     for version in (1, 2):
-        transfer = make_transfer(LAYOUT, version)
-        assert await east.begin(transfer, LAYOUT, timeout_s=CALL_S) == 0
-    assert ["layout" in body for body in bodies] == [False, True, False]
-    assert {body["layout_digest"] for body in bodies} == {LAYOUT.digest}
+        with pytest.raises(TransferFailed, match="none was named"):
+            await east.catch_up(version, [], LAYOUT, timeout_s=CALL_S)
+    assert ["layout" in body for body in bodies] == [False, True, False, False]
+    assert {body.get("digest", body.get("layout_digest")) for body in bodies} == {LAYOUT.digest}
 
 
 async def test_peers_damaged_copy_is_refused(receivers: Receivers) -> None:
@@ -284,10 +303,12 @@ async def test_held_version_stays(receivers: Receivers, north: ReceiverClient) -
     east = await receivers.start("east")
     await east.hold(2, "engine 0", 300.0, timeout_s=CALL_S)
     await east.catch_up(3, [north.url], LAYOUT, timeout_s=CALL_S)
-    with pytest.raises(StoreBusyError, match="engine 0"):
-        await east.begin(make_transfer(LAYOUT, 5), LAYOUT, timeout_s=CALL_S)
-    await east.let_go(2, "engine 0", timeout_s=CALL_S)
-    assert await east.begin(make_transfer(LAYOUT, 5), LAYOUT, timeout_s=CALL_S) == 0
+    for obstacle in ("version 2 is held by engine 0", ""):
+        assert obstacle in (await east.status(timeout_s=CALL_S)).obstacle
+        error = StoreBusyError if obstacle else TransferFailed
+        with pytest.raises(error, match=obstacle or "not a member of epoch 1"):
+            await east.receive(make_transfer(LAYOUT, 5), 1, 0, timeout_s=CALL_S)
+        await east.let_go(2, "engine 0", timeout_s=CALL_S)
 
 
 async def test_start_may_take_as_long_as_verifying_what_is_staged(receivers: Receivers) -> None:
@@ -301,6 +322,7 @@ async def test_start_may_take_as_long_as_verifying_what_is_staged(receivers: Rec
     assert (await client.status(timeout_s=CALL_S)).newest == 3
 
 
+@as_in_production
 async def test_receiver_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "east").write_text("a file where its folder should be")
     process = ReceiverProcess(receiver_spec("east", tmp_path), tmp_path / "east.log")

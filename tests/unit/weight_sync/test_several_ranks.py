@@ -6,19 +6,18 @@ import asyncio
 import contextlib
 import multiprocessing
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import engine_rank
 import pytest
 import torch
-from scene import Node
+from scene import Node, Receivers
 from scene_board import MemoryBoard
 from scene_model import cast_weights, scene_layout
 
 from weight_sync.group import open_store
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 LIMIT_S = 60.0
 
@@ -63,10 +62,10 @@ class Ranks:
 
 @contextlib.asynccontextmanager
 async def scene_of(
-    folder: Path, num_ranks: int, *, timeout_s: float = 20.0, full_every: int = 1
+    receivers: Receivers, num_ranks: int, *, full_every: int = 1
 ) -> AsyncIterator[tuple[Ranks, list[Node]]]:
-    ranks = Ranks(num_ranks, timeout_s, full_every)
-    nodes = [Node(name, folder, MemoryBoard(), timeout_s) for name in ("a", "b")]
+    ranks = Ranks(num_ranks, 10.0, full_every)
+    nodes = [Node(await receivers.get(name, 10.0), MemoryBoard()) for name in ("a", "b")]
     try:
         await asyncio.gather(*(node.start() for node in nodes))
         for node in nodes:
@@ -78,9 +77,11 @@ async def scene_of(
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-async def test_shards_of_all_ranks_make_up_each_version(tmp_path: Path, num_ranks: int) -> None:
+async def test_shards_of_all_ranks_make_up_each_version(
+    receivers: Receivers, num_ranks: int
+) -> None:
     layout = scene_layout(num_ranks)
-    async with scene_of(tmp_path, num_ranks, full_every=2) as (ranks, nodes):
+    async with scene_of(receivers, num_ranks, full_every=2) as (ranks, nodes):
         for version in range(3):
             sizes = await ranks.ask_all("publish", version)
             assert sizes == [layout.stream_bytes(rank) for rank in range(num_ranks)]
@@ -95,8 +96,8 @@ async def test_shards_of_all_ranks_make_up_each_version(tmp_path: Path, num_rank
         assert await ranks.ask_all("close") == [None] * num_ranks
 
 
-async def test_versions_in_quick_succession_keep_the_ranks_together(tmp_path: Path) -> None:
-    async with scene_of(tmp_path, 2) as (ranks, nodes):
+async def test_versions_in_quick_succession_keep_the_ranks_together(receivers: Receivers) -> None:
+    async with scene_of(receivers, 2) as (ranks, nodes):
         for version in range(20):
             await ranks.ask_all("publish", version)
         published = await ranks.ask(0, "published", 19, LIMIT_S)
@@ -106,8 +107,8 @@ async def test_versions_in_quick_succession_keep_the_ranks_together(tmp_path: Pa
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-async def test_rank_that_died_is_named_to_the_others(tmp_path: Path) -> None:
-    async with scene_of(tmp_path, 2, timeout_s=10.0) as (ranks, nodes):
+async def test_rank_that_died_is_named_to_the_others(receivers: Receivers) -> None:
+    async with scene_of(receivers, 2) as (ranks, nodes):
         await ranks.ask_all("publish", 0)
         await ranks.ask(0, "published", 0, LIMIT_S)
         await asyncio.gather(*(node.weights(0) for node in nodes))
@@ -119,8 +120,10 @@ async def test_rank_that_died_is_named_to_the_others(tmp_path: Path) -> None:
         assert (await nodes[0].status()).newest == 0
 
 
-async def test_without_rank_0_nothing_becomes_visible_and_the_others_say_so(tmp_path: Path) -> None:
-    async with scene_of(tmp_path, 2, timeout_s=10.0) as (ranks, nodes):
+async def test_without_rank_0_nothing_becomes_visible_and_the_others_say_so(
+    receivers: Receivers,
+) -> None:
+    async with scene_of(receivers, 2) as (ranks, nodes):
         await ranks.ask_all("publish", 0)
         await ranks.ask(0, "published", 0, LIMIT_S)
         await asyncio.gather(*(node.weights(0) for node in nodes))

@@ -102,12 +102,16 @@ def test_another_transfer_of_the_same_version_starts_anew(store: StagedStore) ->
         store.complete(stale, manifest_of(2, stale.data))
 
 
-def test_slot_of_a_delta_begins_with_the_bytes_of_its_base(store: StagedStore) -> None:
+def test_obstacle_says_why_no_slot_is_free(store: StagedStore) -> None:
     stage(store, 1)
     stage(store, 2)
+    assert store.obstacle == ""
+    store.hold(1, "engine-0", ttl_s=60)
+    assert "version 1 is held by engine-0 for 60 s more" in store.obstacle
+    store.let_go(1, "engine-0")
     slot = store.begin(delta(3, base_version=2))
-    assert torch.equal(slot.data, content(2))
-    slot.data[0] ^= 1
+    assert store.obstacle == ""  # the version that arrives could give way
+    slot.data.fill_(0)
     assert torch.equal(store.get(2).data, content(2))
 
 

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -145,7 +146,7 @@ def test_restart_with_another_number_of_slots_keeps_the_newest(
 
 
 STAGE_UNTIL_KILLED = """
-import json, sys
+import json, sys, msgspec
 from pathlib import Path
 from weight_sync.checksums import staged_checksums
 from weight_sync.layout import Layout, Manifest, Transfer
@@ -155,7 +156,7 @@ store = StagedStore(Path(sys.argv[1]), 2)
 layout = Layout.from_json(json.loads(sys.argv[2]))
 store.set_layout(layout)
 for version, transfer in enumerate(json.loads(sys.argv[3]), start=1):
-    slot = store.begin(Transfer.from_json(transfer))
+    slot = store.begin(msgspec.convert(transfer, Transfer))
     slot.data[:1000].fill_(version)
     if version < 3:
         slot.data.fill_(version)
@@ -169,7 +170,7 @@ sys.stdin.read()
 
 def test_killed_process_leaves_only_whole_versions(tmp_path: Path) -> None:
     folder = tmp_path / "stage"
-    transfers = json.dumps([full(version).to_json() for version in (1, 2, 3)])
+    transfers = json.dumps([asdict(full(version)) for version in (1, 2, 3)])
     process = subprocess.Popen(
         [
             *(sys.executable, "-c", STAGE_UNTIL_KILLED),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,10 @@ from wire_model import file_data, make_manifest, make_transfer, num_buckets
 from weight_sync.errors import (
     ChecksumMismatch,
     ReceiverUnreachable,
+    StoreBusyError,
     TransferFailed,
     UnknownVersion,
 )
-from weight_sync.types import WeightSyncError
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -55,12 +56,6 @@ async def start_fleet(
         await fleet.close()
 
 
-async def begin(fleet: WireFleet, version: int, base: int | None, *names: str) -> list[int]:
-    transfer = make_transfer(fleet.layout, version, base)
-    calls = (fleet.clients[name].begin(transfer, fleet.layout, timeout_s=CALL_S) for name in names)
-    return list(await asyncio.gather(*calls))
-
-
 async def finish(fleet: WireFleet, version: int, *names: str) -> None:
     manifest = make_manifest(fleet.layout, version)
     for name in names:
@@ -70,10 +65,10 @@ async def finish(fleet: WireFleet, version: int, *names: str) -> None:
 
 async def publish(fleet: WireFleet, version: int, base: int | None, *names: str) -> None:
     total = num_buckets(fleet.layout, make_transfer(fleet.layout, version, base))
-    await begin(fleet, version, base, *names)
     fleet.send(version, base)
-    for report in fleet.receive(version).values():
-        assert (await report).received == total
+    assert [await received for received in fleet.receive(version, base).values()] == [total] * len(
+        names
+    )
     assert [await sender.hear() for sender in fleet.senders] == [{}] * len(fleet.senders)
     await finish(fleet, version, *names)
 
@@ -91,30 +86,10 @@ async def assert_staged(fleet: WireFleet, version: int, *names: str) -> None:
         }
 
 
-@pytest.mark.parametrize(
-    ("num_senders", "receivers"),
-    [(1, ("east",)), (2, ("east", "west")), (3, ("east", "west"))],
-)
-async def test_full_and_delta_versions_arrive_bit_by_bit(
-    start_fleet: FleetFactory, num_senders: int, receivers: tuple[str, ...]
-) -> None:
-    fleet = await start_fleet(num_senders, *receivers)
-    await fleet.join(*receivers)
-    base = None
-    for version in (0, 1, 2, 5):
-        await publish(fleet, version, base, *receivers)
-        await assert_staged(fleet, version, *receivers)
-        base = version if version != 1 else None  # version 2 comes in full again
-    for name in receivers:
-        status = await fleet.clients[name].status(timeout_s=CALL_S)
-        assert (status.newest, status.receiving, status.complete) == (5, None, (2, 5))
-
-
 async def stop_in_the_middle(
     fleet: WireFleet, victim: str, number: signal.Signals
 ) -> dict[str, asyncio.Task[object]]:
     """Version 1 has half gone when a receiver is hit; returns the receivers' answers."""
-    await begin(fleet, 1, None, "east", "west")
     fleet.send(1, None, halt_at=20)
     tasks = fleet.receive(1)
     assert await fleet.senders[-1].hear() == {"at": 20}
@@ -127,11 +102,11 @@ async def finish_with(fleet: WireFleet, survivor: str, first: int) -> None:
     """The next epoch, without the victim, goes on from the first bucket that did not arrive."""
     total = num_buckets(fleet.layout, make_transfer(fleet.layout, 1))
     assert 10 < first < total
-    assert await begin(fleet, 1, None, survivor) == [first]
+    status = await fleet.clients[survivor].status(timeout_s=CALL_S)
+    assert (status.receiving, status.received) == (make_transfer(fleet.layout, 1), first)
     await fleet.join(survivor)
     fleet.send(1, None, first=first)
-    report = await fleet.receive(1, first)[survivor]
-    assert report.received == total
+    assert await fleet.receive(1, first=first)[survivor] == total
     assert [await sender.hear() for sender in fleet.senders] == [{}] * len(fleet.senders)
     await finish(fleet, 1, survivor)
     await assert_staged(fleet, 1, survivor)
@@ -189,9 +164,8 @@ async def test_flipped_bit_is_refused_and_the_version_before_it_stays(
     fleet = await start_fleet(1, "east")
     await fleet.join("east")
     await publish(fleet, 0, None, "east")
-    await begin(fleet, 1, base, "east")
     fleet.send(1, base, flip_at=0)
-    await fleet.receive(1)["east"]
+    await fleet.receive(1, base)["east"]
     assert await fleet.senders[0].hear() == {}
     with pytest.raises(ChecksumMismatch) as refused:
         await finish(fleet, 1, "east")
@@ -208,23 +182,45 @@ async def test_buckets_that_are_here_already_are_passed_on_and_ignored(
 ) -> None:
     fleet = await start_fleet(2, "east", "west")
     await fleet.join("east")
-    await begin(fleet, 1, None, "east")
     fleet.send(1, None)
-    total = (await fleet.receive(1)["east"]).received
+    total = await fleet.receive(1)["east"]
     assert [await sender.hear() for sender in fleet.senders] == [{}, {}]
-    assert await begin(fleet, 1, None, "east", "west") == [total, 0]
     await fleet.join("east", "west")
     fleet.send(1, None)
-    assert [(await report).received for report in fleet.receive(1).values()] == [total, total]
+    assert [await received for received in fleet.receive(1).values()] == [total, total]
     assert [await sender.hear() for sender in fleet.senders] == [{}, {}]
     await finish(fleet, 1, "east", "west")
     await assert_staged(fleet, 1, "east", "west")
-    assert await begin(fleet, 1, None, "east") == [total]  # whole: it would pass everything on
-    with pytest.raises(WeightSyncError, match="not staged"):
-        await begin(fleet, 3, 2, "east")
-    with pytest.raises(TransferFailed, match="not a member of epoch 7"):
-        await begin(fleet, 2, None, "east")
-        await fleet.clients["east"].receive(7, 2, 0, timeout_s=CALL_S)
+    # Whole at both, which pass everything on.
+    assert [await received for received in fleet.receive(1, first=total).values()] == [total] * 2
+
+
+async def test_receiver_without_a_place_for_a_version_leaves_and_the_others_notice(
+    start_fleet: FleetFactory,
+) -> None:
+    fleet = await start_fleet(1, "east", "west")
+    east, west = fleet.clients["east"], fleet.clients["west"]
+    await fleet.join("east", "west")
+    await publish(fleet, 0, None, "east", "west")
+    await publish(fleet, 1, None, "east", "west")
+    await west.hold(0, "a-reader", 60.0, timeout_s=CALL_S)
+    full = make_transfer(fleet.layout, 2)
+    for refusal, transfer, first in (
+        (UnknownVersion, replace(full, base_version=7), 0),
+        (StoreBusyError, full, 0),
+        (TransferFailed, full, 5),
+    ):
+        if refusal is TransferFailed:
+            await west.let_go(0, "a-reader", timeout_s=CALL_S)
+        fleet.send(2, None)
+        receiving = asyncio.create_task(east.receive(full, fleet.epoch, 0, timeout_s=CALL_S))
+        with pytest.raises(refusal):
+            await west.receive(transfer, fleet.epoch, first, timeout_s=CALL_S)
+        with pytest.raises(TransferFailed):
+            await receiving
+        assert "receiver east" in (await fleet.senders[0].hear())["error"]
+        assert (await west.status(timeout_s=CALL_S)).epoch is None
+        await fleet.join("east", "west")
 
 
 async def test_sender_that_is_killed_leaves_no_version_and_no_wait(
@@ -232,7 +228,6 @@ async def test_sender_that_is_killed_leaves_no_version_and_no_wait(
 ) -> None:
     fleet = await start_fleet(2, "east", "west")
     await fleet.join("east", "west")
-    await begin(fleet, 1, None, "east", "west")
     fleet.send(1, None, halt_at=20)
     tasks = fleet.receive(1)
     assert await fleet.senders[-1].hear() == {"at": 20}
@@ -244,23 +239,3 @@ async def test_sender_that_is_killed_leaves_no_version_and_no_wait(
     for name in ("east", "west"):
         assert (await fleet.clients[name].status(timeout_s=CALL_S)).complete == ()
         assert await fleet.clients[name].newest(-1, timeout_s=0.0) is None
-
-
-async def test_receiver_that_never_joins_is_named_at_every_other_member(
-    start_fleet: FleetFactory,
-) -> None:
-    fleet = await start_fleet(1, "east", "west")
-    await fleet.receivers["west"].stop(should_remove=False)
-    spec = fleet.next_epoch("east", "west", timeout_s=2.0)
-    fleet.tell_join(fleet.senders[0], spec)
-    with pytest.raises(WeightSyncError, match="receiver west did not come"):
-        await fleet.clients["east"].join(spec, 1, timeout_s=CALL_S)
-    assert "receiver west did not come" in (await fleet.senders[0].hear())["error"]
-    await publish_anew(fleet)
-
-
-async def publish_anew(fleet: WireFleet) -> None:
-    """The failed meeting has spoiled nothing."""
-    await fleet.join("east")
-    await publish(fleet, 0, None, "east")
-    await assert_staged(fleet, 0, "east")

@@ -8,10 +8,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from wire_model import model_layout
+from wire_model import make_transfer, model_layout
 
 from weight_sync.group import open_store
 from weight_sync.receiver.client import ReceiverClient
@@ -96,6 +97,7 @@ class WireFleet:
         if name in self.clients:
             await self.clients[name].close()
         self.clients[name] = ReceiverClient(name, info.url, KEY)
+        await self.clients[name].set_layout(self.layout, timeout_s=CALL_S)
 
     def signal_receiver(self, name: str, number: signal.Signals) -> None:
         os.kill(self.receivers[name].info.pid, number)
@@ -116,7 +118,7 @@ class WireFleet:
         )
 
     def tell_join(self, sender: SenderProcess, spec: GroupSpec) -> None:
-        sender.tell(do="join", spec=spec.to_json(), timeout_s=self._timeout_s)
+        sender.tell(do="join", spec=asdict(spec), timeout_s=self._timeout_s)
 
     async def join(self, *receivers: str, timeout_s: float = 10.0) -> None:
         spec = self.next_epoch(*receivers, timeout_s=timeout_s)
@@ -138,10 +140,13 @@ class WireFleet:
             sender.tell(**order)
         self.senders[-1].tell(**order, **tampering)
 
-    def receive(self, version: int, first: int = 0) -> dict[str, asyncio.Task[Any]]:
+    def receive(
+        self, version: int, base: int | None = None, first: int = 0
+    ) -> dict[str, asyncio.Task[Any]]:
+        transfer = make_transfer(self.layout, version, base)
         return {
             name: asyncio.create_task(
-                self.clients[name].receive(self.epoch, version, first, timeout_s=CALL_S)
+                self.clients[name].receive(transfer, self.epoch, first, timeout_s=CALL_S)
             )
             for name in self._members
         }

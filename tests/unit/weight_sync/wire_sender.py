@@ -14,6 +14,7 @@ import os
 import sys
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from wire_model import make_transfer, model_layout, wire_stream
@@ -61,7 +62,7 @@ def main() -> None:
             match order["do"]:
                 case "join":
                     sender.leave()
-                    spec = GroupSpec.from_json(order["spec"])
+                    spec = msgspec.convert(order["spec"], GroupSpec)
                     layout = model_layout(spec.num_senders)
                     config = WeightSyncConfig(timeout_s=order["timeout_s"])
                     sender = Sender(rank, config, device)
