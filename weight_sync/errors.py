@@ -44,5 +44,16 @@ class StoreBusyError(WeightSyncError):
     """No slot is free, or an earlier call has not ended; the message names the holders."""
 
 
+BY_STATUS: dict[int, type[WeightSyncError]] = {
+    404: UnknownVersion,
+    409: WeightSyncError,
+    412: UnknownLayout,
+    422: ChecksumMismatch,
+    423: StoreBusyError,
+    502: TransferFailed,
+    507: StoreFullError,
+}
+"""What an HTTP status of a receiver stands for."""
+
 REFUSALS = (StoreBusyError, StoreFullError, UnknownLayout, UnknownVersion)
 """A receiver that raises one of these has no place for a version; the others may have."""

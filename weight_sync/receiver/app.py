@@ -36,14 +36,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from weight_sync.errors import (
-    ChecksumMismatch,
-    StoreBusyError,
-    StoreFullError,
-    TransferFailed,
-    UnknownLayout,
-    UnknownVersion,
-)
+from weight_sync.errors import BY_STATUS, ChecksumMismatch, TransferFailed
 from weight_sync.group import bucket_timeout_s
 from weight_sync.http_server import HttpLimits, ServerConfig, read_body
 from weight_sync.layout import Layout, Manifest, Transfer
@@ -58,18 +51,9 @@ _LARGE_BODY_BYTES = 64 * 1024
 """A larger one is parsed in a thread."""
 _LIMITS = HttpLimits(max_connections=4096)
 
-_STATUS_OF = {
-    UnknownVersion: 404,
-    UnknownLayout: 412,
-    ChecksumMismatch: 422,
-    StoreBusyError: 423,
-    TransferFailed: 502,
-    StoreFullError: 507,
-    WeightSyncError: 409,
-    ValueError: 400,
-    KeyError: 400,
-    TypeError: 400,
-    OverflowError: 400,
+_STATUS_OF: dict[type[Exception], int] = {
+    **{error: status for status, error in BY_STATUS.items()},
+    **dict.fromkeys((ValueError, KeyError, TypeError, OverflowError), 400),
 }
 
 
@@ -129,7 +113,8 @@ def _json_step(step: Callable[..., Awaitable[object]]) -> Callable[[Request], An
         body = await read_body(request, _MAX_BODY_BYTES)
         is_large = len(body) > _LARGE_BODY_BYTES
         fields = await asyncio.to_thread(decoder.decode, body) if is_large else decoder.decode(body)
-        return _json(await step(**msgspec.structs.asdict(fields)))
+        result = await step(**msgspec.structs.asdict(fields))
+        return _json({} if result is None else result)
 
     return endpoint
 
@@ -215,7 +200,7 @@ class _Api:
                         return _json(newest)
                     await released.wait()
         except TimeoutError:
-            return _json(None)
+            return _json({})
 
     def _wake(self) -> None:
         released, self._released = self._released, asyncio.Event()

@@ -11,13 +11,11 @@ import httpx
 import msgspec
 
 from weight_sync.errors import (
+    BY_STATUS,
     ChecksumMismatch,
     ReceiverUnreachable,
-    StoreBusyError,
-    StoreFullError,
     TransferFailed,
     UnknownLayout,
-    UnknownVersion,
 )
 from weight_sync.layout import Layout, Manifest, ManifestNote, Transfer
 from weight_sync.types import GroupSpec, WeightSyncError
@@ -60,6 +58,12 @@ class StagedVersion:
     """Folder on the receiver's node that holds model.safetensors."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Newest:
+    version: int | None = None
+    path: str = ""
+
+
 class ReceiverClient:
     """One receiver by its URL. Used in one event loop.
 
@@ -87,11 +91,11 @@ class ReceiverClient:
         Raises StoreFullError, and StoreBusyError if a version of another model is being read.
         """
         body = {"layout": layout.to_json(), "digest": layout.digest}
-        await self._call("POST", "/layout", body, timeout_s, type(None))
+        await self._call("POST", "/layout", body, timeout_s, dict)
 
     async def join(self, spec: GroupSpec, rank: int, *, timeout_s: float) -> None:
         """Leave the last epoch's group and join this one; returns when it has formed."""
-        await self._call("POST", "/join", {"group": spec, "rank": rank}, timeout_s, type(None))
+        await self._call("POST", "/join", {"group": spec, "rank": rank}, timeout_s, dict)
 
     async def receive(self, transfer: Transfer, epoch: int, first: int, *, timeout_s: float) -> int:
         """Take a slot, unless it has begun, and receive the buckets from `first` on.
@@ -108,11 +112,11 @@ class ReceiverClient:
 
         Raises ChecksumMismatch: the version is discarded.
         """
-        await self._call("POST", "/finish", manifest.to_wire(), timeout_s, type(None))
+        await self._call("POST", "/finish", manifest.to_wire(), timeout_s, dict)
 
     async def release(self, version: int, *, timeout_s: float) -> None:
         """Make a finished version visible to the engines."""
-        await self._call("POST", "/release", {"version": version}, timeout_s, type(None))
+        await self._call("POST", "/release", {"version": version}, timeout_s, dict)
 
     async def catch_up(
         self, version: int, peers: Sequence[str], layout: Layout, *, timeout_s: float
@@ -132,17 +136,18 @@ class ReceiverClient:
         """The newest released version, as soon as it is above `above`; None at the timeout."""
         path = f"/newest?above={above}&timeout_s={timeout_s}"
         limit_s = timeout_s + _LONG_POLL_SLACK_S
-        either: Any = StagedVersion | None
-        newest: StagedVersion | None = await self._call("GET", path, None, limit_s, either)
-        return newest
+        newest = await self._call("GET", path, None, limit_s, _Newest)
+        if newest.version is None:
+            return None
+        return StagedVersion(version=newest.version, path=newest.path)
 
     async def hold(self, version: int, who: str, ttl_s: float, *, timeout_s: float) -> None:
         """Keep `version` staged while `who` reads it. Raises UnknownVersion."""
         body = {"version": version, "who": who, "ttl_s": ttl_s}
-        await self._call("POST", "/hold", body, timeout_s, type(None))
+        await self._call("POST", "/hold", body, timeout_s, dict)
 
     async def let_go(self, version: int, who: str, *, timeout_s: float) -> None:
-        await self._call("POST", "/let_go", {"version": version, "who": who}, timeout_s, type(None))
+        await self._call("POST", "/let_go", {"version": version, "who": who}, timeout_s, dict)
 
     async def manifest(self, version: int, layout: Layout, *, timeout_s: float) -> Manifest:
         """Of a complete version. Raises UnknownVersion, and UnknownLayout if it has another one."""
@@ -182,17 +187,9 @@ class ReceiverClient:
 
 def _refusal(name: str, status: int, reply: Mapping[str, Any]) -> WeightSyncError:
     message = f"{name}: {reply.get('error', f'HTTP status {status}')}"
-    match status:
-        case 404:
-            return UnknownVersion(message)
-        case 412:
-            return UnknownLayout(message)
-        case 422:
-            return ChecksumMismatch(message, reply["tensors"])
-        case 423:
-            return StoreBusyError(message)
-        case 502:
-            return TransferFailed(message, reply["received"])
-        case 507:
-            return StoreFullError(message)
-    return WeightSyncError(message)
+    error = BY_STATUS.get(status, WeightSyncError)
+    if error is TransferFailed:
+        return TransferFailed(message, reply["received"])
+    if error is ChecksumMismatch:
+        return ChecksumMismatch(message, reply["tensors"])
+    return error(message)

@@ -14,26 +14,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from weight_sync.buckets import Bucket
 from weight_sync.group import Message, WeightGroup
+from weight_sync.receiver.arrival import Arrival
 from weight_sync.staging import Staging
-
-
-class Destination(Protocol):
-    """Where buckets go. Called in the global order of the buckets."""
-
-    def place_of(self, bucket: Bucket) -> Tensor | None:
-        """The one place in host memory where the bucket belongs; None if it has several or none."""
-        ...
-
-    def take(self, bucket: Bucket, data: Tensor) -> None:
-        """`data` holds the bucket's bytes, already in place if the bucket has one place."""
-        ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,7 +42,7 @@ class Relay:
         self,
         group: WeightGroup,
         staging: Staging,
-        destination: Destination,
+        arrival: Arrival,
         *,
         num_buffers: int,
         limit_s: float,
@@ -65,7 +53,7 @@ class Relay:
         """
         self._group = group
         self._staging = staging
-        self._destination = destination
+        self._arrival = arrival
         self._ahead = num_buffers
         self._limit = timedelta(seconds=limit_s)
         self._next = group.rank + 1 if group.rank + 1 < group.spec.world_size else None
@@ -87,7 +75,7 @@ class Relay:
                     expected.append(self._prepare(turn, buckets[turn]))
                 self._exchange(current, expected[-1] if turn < len(buckets) else None)
                 data = self._staging.download(current.message.tensor, current.place)
-                self._destination.take(current.bucket, data)
+                self._arrival.take(current.bucket, data)
                 before = current
             if before is not None:
                 self._wait_gone(before)
@@ -95,7 +83,7 @@ class Relay:
     def _prepare(self, turn: int, bucket: Bucket) -> _Passing:
         is_first = self._group.rank == self._group.spec.num_senders
         source = bucket.rank if is_first else self._group.rank - 1
-        place = self._destination.place_of(bucket)
+        place = self._arrival.place_of(bucket)
         wire = self._staging.room(turn, bucket.num_bytes, place)
         return _Passing(bucket=bucket, place=place, message=Message(wire, source, bucket.index))
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from scene_board import MemoryBoard
 from scene_model import BUCKET_BYTES, scene_layout, scene_shards
 from torch._C._distributed_c10d import TCPStore
+from wire_fleet import KEY
 
 from configs.choices import Backend
 from configs.schema import WeightSyncConfig
@@ -41,7 +42,7 @@ class EngineRank:
             rank=rank,
             run="ranks",
             host="127.0.0.1",
-            key="a-key",
+            key=KEY,
             uses_gpu=False,
             open_board=self._open_board,
             control_timeout_s=timeout_s,

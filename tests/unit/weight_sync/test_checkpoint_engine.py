@@ -130,7 +130,7 @@ async def test_closed_engine_says_so(receivers: Receivers) -> None:
             await s.committed(0)
 
 
-def test_nccl_without_a_gpu_is_refused_with_the_fix() -> None:
+async def test_nccl_without_a_gpu_is_refused_with_the_fix() -> None:
     async def open_board() -> None:
         raise AssertionError
 

@@ -69,7 +69,7 @@ class OneReceiver:
         else:
             self.has_work.set()
             await self.may_answer.wait()
-            body = b"null"
+            body = b"{}"
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         async with self.changed:
             self.changed.notify_all()
