@@ -101,7 +101,8 @@ async def north(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Recei
     receivers = Receivers(tmp_path_factory.mktemp("north"))
     receivers.stage("north", 3)
     with as_in_production:
-        yield await receivers.start("north")
+        client = await receivers.start("north")
+    yield client
     await receivers.close()
 
 
