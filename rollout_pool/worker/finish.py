@@ -25,7 +25,7 @@ from configs.rollout_schema import RolloutConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
-from rollout_pool.rewards.score import Score, Scorer
+from rollout_pool.rewards.types import Score, Scorer
 from rollout_pool.sampling.sample import SampleFailed
 from rollout_pool.worker.group_run import Counters, GroupRun, Verdict
 

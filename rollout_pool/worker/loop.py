@@ -36,7 +36,7 @@ from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import Message, system_message
-from rollout_pool.rewards.score import Scorer
+from rollout_pool.rewards.types import Scorer
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, Task, TaskStream
 from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
