@@ -124,7 +124,7 @@ def test_packages_import_only_what_their_borders_allow() -> None:
 
 
 @pytest.mark.parametrize("dependency", HOMES)
-def test_a_heavy_dependency_has_one_home(dependency: str) -> None:
+def test_heavy_dependency_has_one_home(dependency: str) -> None:
     users = {
         _name(path)
         for path in SOURCES

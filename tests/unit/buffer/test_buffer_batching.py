@@ -77,7 +77,7 @@ async def test_what_comes_while_two_batches_are_under_way_goes_together_next() -
     assert echo.batches[2:] == [[b"d", b"e", b"f"]]
 
 
-async def test_a_batch_is_bounded_in_messages_and_in_bytes() -> None:
+async def test_batch_is_bounded_in_messages_and_in_bytes() -> None:
     echo = Echo()
     echo.may_answer.set()
     batcher = Batcher(echo)
@@ -121,7 +121,7 @@ async def test_one_that_fails_takes_nobody_with_it() -> None:
         await unmakeable
 
 
-async def test_a_batch_that_is_lost_fails_its_own_messages_only() -> None:
+async def test_batch_that_is_lost_fails_its_own_messages_only() -> None:
     echo = Echo()
     batcher = Batcher(echo)
     lost = _start(batcher, "a", "b")
@@ -149,7 +149,7 @@ async def test_close_ends_what_waits_and_what_is_under_way() -> None:
         await batcher.send(_text("d"), 1)
 
 
-def test_an_arena_gives_out_pieces_that_do_not_overlap_and_the_same_memory_again() -> None:
+def test_arena_gives_out_pieces_that_do_not_overlap_and_the_same_memory_again() -> None:
     arena = Arena(1000)
     assert len(arena.take(100)) == 100  # the block is empty yet
     arena.take(50)

@@ -24,7 +24,7 @@ async def _blocked(task: asyncio.Task[Any]) -> None:
 
 
 @pytest.mark.machine
-async def test_a_blocked_producer_is_woken_when_a_group_is_consumed(
+async def test_blocked_producer_is_woken_when_a_group_is_consumed(
     checked_buffer: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer(groups_per_step=1, capacity_groups=1)
@@ -43,7 +43,7 @@ async def test_a_blocked_producer_is_woken_when_a_group_is_consumed(
     assert stats.capacity_groups == 1 and stats.capacity_bytes is None
 
 
-async def test_a_push_that_waited_in_vain_says_what_is_full(
+async def test_push_that_waited_in_vain_says_what_is_full(
     checked_buffer: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer(groups_per_step=1, capacity_groups=1)
@@ -84,7 +84,7 @@ async def test_what_is_leased_never_makes_way(checked_buffer: Any, make_group: A
     assert (await buffer.stats()).dropped == {"full": 1}
 
 
-async def test_an_error_is_raised_if_the_user_says_so(checked_buffer: Any, make_group: Any) -> None:
+async def test_error_is_raised_if_the_user_says_so(checked_buffer: Any, make_group: Any) -> None:
     buffer = await checked_buffer(groups_per_step=1, capacity_groups=1, on_full=OnFull.error)
     await buffer.push(make_group("a"))
     with pytest.raises(
@@ -105,7 +105,7 @@ async def test_close_ends_blocked_pushes(buffer_factory: Any, make_group: Any) -
             await asyncio.wait_for(task, 1)
 
 
-async def test_a_capacity_that_no_batch_fits_in_is_refused(buffer_factory: Any) -> None:
+async def test_capacity_that_no_batch_fits_in_is_refused(buffer_factory: Any) -> None:
     with pytest.raises(ValueError, match=r"capacity_groups=3.*groups_per_step=4"):
         await buffer_factory(groups_per_step=4, capacity_groups=3)
 

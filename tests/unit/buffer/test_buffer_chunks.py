@@ -21,7 +21,7 @@ def test_what_was_split_is_joined_again(data: bytes, chunk_bytes: int) -> None:
     assert all(len(chunk) <= chunk_bytes for chunk in rest)
 
 
-def test_a_payload_of_just_the_limit_is_one_value() -> None:
+def test_payload_of_just_the_limit_is_one_value() -> None:
     data = bytes(MAX_CHUNK_BYTES)
     assert split_payload(data) == [data]
     index, *chunks = split_payload(data + b"x")
@@ -73,6 +73,6 @@ def _index(version: int, flags: int, count: int, chunk_bytes: int, num_bytes: in
         ((1, 0, 3, 0, 0), "cannot be"),
     ],
 )
-def test_a_forged_index_is_refused(fields: tuple[int, ...], message: str) -> None:
+def test_forged_index_is_refused(fields: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         join_payload(_index(*fields), [b"0123", b"4567", b"89"])

@@ -110,7 +110,7 @@ def _assert_same(one: Trajectory, other: Trajectory) -> None:
 
 
 @given(groups, st.booleans())
-def test_a_group_comes_back_as_it_went(group: TrajectoryGroup, compress: bool) -> None:
+def test_group_comes_back_as_it_went(group: TrajectoryGroup, compress: bool) -> None:
     copy = decode_group(encode_group(group, compress))
     assert encode_group(copy) == encode_group(group)
     assert (copy.group_id, copy.prompt) == (group.group_id, group.prompt)
@@ -121,7 +121,7 @@ def test_a_group_comes_back_as_it_went(group: TrajectoryGroup, compress: bool) -
     assert copy.min_version == group.min_version
 
 
-def test_a_long_trajectory_takes_eight_bytes_a_token(make_group: Any) -> None:
+def test_long_trajectory_takes_eight_bytes_a_token(make_group: Any) -> None:
     group = make_group("long", num_tokens=160_000, prompt_length=1000, size=1)
     data = encode_group(group)
     assert len(data) < 8.003 * 160_000
@@ -156,7 +156,7 @@ def _agentic_group(size: int, num_tokens: int) -> TrajectoryGroup:
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_a_group_of_eight_160k_token_trajectories_comes_back_with_its_columns(
+def test_group_of_eight_160k_token_trajectories_comes_back_with_its_columns(
     compress: bool,
 ) -> None:
     group = _agentic_group(8, 160_000)
@@ -349,13 +349,13 @@ def _reseal(data: bytes) -> bytes:
     return data[:8] + struct.pack("<I", zlib.crc32(data[16:])) + data[12:]
 
 
-def test_the_page_has_the_format_and_the_types_of_columns() -> None:
+def test_page_has_the_format_and_the_types_of_columns() -> None:
     page = (Path(__file__).parents[3] / "docs" / "buffer.md").read_text()
     assert f"| 4 | u16 | format version, {FORMAT_VERSION} |" in page
     assert f"type ({', '.join(COLUMN_TYPES)})" in page
 
 
-def test_a_reader_written_after_the_page_finds_the_same_group() -> None:
+def test_reader_written_after_the_page_finds_the_same_group() -> None:
     """Nothing of buffer/ is used to read it."""
     group = a_group_for_the_page()
     [wanted] = group.trajectories

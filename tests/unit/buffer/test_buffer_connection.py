@@ -80,7 +80,7 @@ async def test_connect_reaches_a_unix_socket(start: Start, tmp_path: Path) -> No
     await client.aclose()
 
 
-async def test_an_unreachable_server_is_named_with_the_fix() -> None:
+async def test_unreachable_server_is_named_with_the_fix() -> None:
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(BufferConnectionError, match=f"{HOST}:{port}.*start it, or correct") as info:
@@ -91,7 +91,7 @@ async def test_an_unreachable_server_is_named_with_the_fix() -> None:
 @pytest.mark.parametrize(
     ("user", "message"), [(":hunter2@", "refuses the user or password"), ("", "wants a password")]
 )
-async def test_a_wrong_password_is_named_and_never_shown(
+async def test_wrong_password_is_named_and_never_shown(
     redis_url: str, user: str, message: str
 ) -> None:
     port = urlsplit(redis_url).port
@@ -104,12 +104,12 @@ async def test_a_wrong_password_is_named_and_never_shown(
     "url",
     ["http://x", "redis://host:port/0", "redis://h/?socket_timeout=x", "redis://h/?no_such=1"],
 )
-async def test_a_url_that_is_none_is_refused(url: str) -> None:
+async def test_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(BufferConnectionError, match=r"no valid Redis URL"):
         await connect(url)
 
 
-async def test_a_server_that_evicts_is_refused_with_the_fix(server: EmbeddedServer) -> None:
+async def test_server_that_evicts_is_refused_with_the_fix(server: EmbeddedServer) -> None:
     with _client(server.url) as client:
         client.config_set("maxmemory-policy", "allkeys-lru")
     with pytest.raises(BufferConnectionError, match="CONFIG SET maxmemory-policy noeviction"):
@@ -147,7 +147,7 @@ async def test_commands_and_pipelines_wait_for_a_server_that_is_restarted(
     await client.aclose()
 
 
-async def test_a_server_that_stays_away_is_named_with_the_fix(server: EmbeddedServer) -> None:
+async def test_server_that_stays_away_is_named_with_the_fix(server: EmbeddedServer) -> None:
     client = await connect(server.url, try_for_s=0.3)
     await client.set("before", "1")
     server.stop(timeout_s=5)
@@ -163,7 +163,7 @@ async def test_a_server_that_stays_away_is_named_with_the_fix(server: EmbeddedSe
     await client.aclose()
 
 
-async def test_a_server_that_loads_its_data_is_waited_for(start: Start) -> None:
+async def test_server_that_loads_its_data_is_waited_for(start: Start) -> None:
     # 2,000 keys at half a millisecond each; the first part of the log is a snapshot.
     server = start(key_load_delay="500", loading_process_events_interval_bytes="1024")
     client = await connect(server.url, try_for_s=0.1)
@@ -190,7 +190,7 @@ def _is_loading(url: str) -> bool:
         return False
 
 
-async def test_a_blocked_read_may_last_longer_than_a_reply(redis_url: str, run_name: str) -> None:
+async def test_blocked_read_may_last_longer_than_a_reply(redis_url: str, run_name: str) -> None:
     client = await connect(f"{redis_url}?socket_timeout=0.2")
     assert not await client.xread({run_name: "0-0"}, 1, 600)
     with _client(redis_url) as probe:
@@ -201,7 +201,7 @@ async def test_a_blocked_read_may_last_longer_than_a_reply(redis_url: str, run_n
     await client.aclose()
 
 
-async def test_a_wait_ends_at_whatever_turn_of_the_loop_it_is_cancelled(
+async def test_wait_ends_at_whatever_turn_of_the_loop_it_is_cancelled(
     redis_url: str,
     run_name: str,
 ) -> None:
@@ -217,7 +217,7 @@ async def test_a_wait_ends_at_whatever_turn_of_the_loop_it_is_cancelled(
     await client.aclose()
 
 
-async def test_a_wait_outlasts_several_crashes_that_are_shorter_than_its_patience(
+async def test_wait_outlasts_several_crashes_that_are_shorter_than_its_patience(
     server: EmbeddedServer,
 ) -> None:
     client = await connect(server.url, try_for_s=1.0)
@@ -236,7 +236,7 @@ async def test_a_wait_outlasts_several_crashes_that_are_shorter_than_its_patienc
 # A server without room ------------------------------------------------------------------------
 
 
-async def test_a_server_without_memory_says_so_with_the_fix(server: EmbeddedServer) -> None:
+async def test_server_without_memory_says_so_with_the_fix(server: EmbeddedServer) -> None:
     client = await connect(server.url)
     await client.set("key", b"x" * 5_000_000)
     with _client(server.url) as admin:
@@ -258,7 +258,7 @@ async def test_a_server_without_memory_says_so_with_the_fix(server: EmbeddedServ
     await client.aclose()
 
 
-async def test_a_server_without_disk_says_so_and_recovers_by_itself(start: Start) -> None:
+async def test_server_without_disk_says_so_and_recovers_by_itself(start: Start) -> None:
     server = start()
     client = await connect(server.url)
     resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -347,7 +347,7 @@ async def tls_url(redis_url: str, tmp_path: Path) -> AsyncIterator[str]:
         yield f"rediss://:{parts.password}@{HOST}:{port}/0"
 
 
-async def test_a_tls_server_is_checked_and_shown_our_certificate(
+async def test_tls_server_is_checked_and_shown_our_certificate(
     tls_url: str, run_name: str, tmp_path: Path
 ) -> None:
     ours = f"?ssl_certfile={tmp_path}/client.crt&ssl_keyfile={tmp_path}/client.key"
@@ -365,7 +365,7 @@ async def test_a_tls_server_is_checked_and_shown_our_certificate(
         await connect(tls_url, tls_ca_file=str(tmp_path / "ca.crt"))
 
 
-async def test_a_ca_file_that_is_not_there_or_of_no_use_is_refused(tmp_path: Path) -> None:
+async def test_ca_file_that_is_not_there_or_of_no_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BufferConnectionError, match=r"tls_ca_file=.*there is no such file"):
         await connect(f"rediss://{HOST}:1/0", tls_ca_file=str(tmp_path / "missing.crt"))
     with pytest.raises(BufferConnectionError, match=r"does not begin with rediss://"):
@@ -375,7 +375,7 @@ async def test_a_ca_file_that_is_not_there_or_of_no_use_is_refused(tmp_path: Pat
 # A cluster (see also tests/integration/test_conformance.py) -----------------------------------
 
 
-def test_a_commands_key_says_to_which_node_it_goes() -> None:
+def test_commands_key_says_to_which_node_it_goes() -> None:
     assert key_of(("GET", "{a}:x")) == "{a}:x"
     assert key_of(("EVALSHA", "digest", 1, "{a}", "argument")) == "{a}"
     assert key_of(("XREAD", b"BLOCK", "10", b"COUNT", "1", b"STREAMS", "{a}:s", "0-0")) == "{a}:s"
@@ -384,7 +384,7 @@ def test_a_commands_key_says_to_which_node_it_goes() -> None:
         key_of(("SCAN", "0"))
 
 
-async def test_a_node_of_a_cluster_without_slots_is_refused_with_the_fix(start: Start) -> None:
+async def test_node_of_a_cluster_without_slots_is_refused_with_the_fix(start: Start) -> None:
     server = start(cluster_enabled="yes")
     with pytest.raises(BufferConnectionError, match=r"no node holds a slot: .*--cluster create"):
         await connect(server.url)

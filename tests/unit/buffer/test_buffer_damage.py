@@ -73,7 +73,7 @@ async def test_stats_show_a_run_with_garbled_counters(
 
 @pytest.mark.parametrize("name", ["trainer_version", "max_staleness", "groups_per_step"])
 @pytest.mark.parametrize("value", [b"\xff", b"abc", b"inf"])
-async def test_a_setting_that_cannot_be_read_is_named(
+async def test_setting_that_cannot_be_read_is_named(
     buffer_factory: BufferFactory, run_name: str, redis: Redis, name: str, value: bytes
 ) -> None:
     buffer = await buffer_factory(groups_per_step=2)
@@ -134,7 +134,7 @@ async def test_lease_survives_names_that_no_push_could_give(
 
 
 @pytest.mark.parametrize("kind", ["hash", "list"])
-async def test_a_payload_of_another_type_goes_to_quarantine(
+async def test_payload_of_another_type_goes_to_quarantine(
     buffer_factory: BufferFactory, run_name: str, redis: Redis, make_group: GroupMaker, kind: str
 ) -> None:
     buffer = await buffer_factory(groups_per_step=2)

@@ -78,7 +78,7 @@ async def dumping(redis_url: str, make_group: Any, tmp_path: Path) -> AsyncItera
     await made.close()
 
 
-async def test_a_dump_holds_every_group_once_and_changes_nothing(dumping: Dumping) -> None:
+async def test_dump_holds_every_group_once_and_changes_nothing(dumping: Dumping) -> None:
     buffer = await dumping.fill()
     before = await buffer.stats()
     report = await dumping.dump()
@@ -96,7 +96,7 @@ async def test_a_dump_holds_every_group_once_and_changes_nothing(dumping: Dumpin
     assert header.shards[0].stats["pushed"] == "7"
 
 
-async def test_a_dump_is_loaded_into_another_run_once_however_often(dumping: Dumping) -> None:
+async def test_dump_is_loaded_into_another_run_once_however_often(dumping: Dumping) -> None:
     await dumping.fill()
     await dumping.dump()
     target = await dumping.open(dumping.other_run)
@@ -131,7 +131,7 @@ async def test_nothing_is_loaded_from_a_file_that_was_cut_off(dumping: Dumping) 
 
 
 @pytest.mark.slow
-async def test_a_group_above_64_mb_is_dumped_and_loaded_whole(dumping: Dumping) -> None:
+async def test_group_above_64_mb_is_dumped_and_loaded_whole(dumping: Dumping) -> None:
     small = dumping.make_group("large", size=1)
     column = np.arange(8 * 9_000_000, dtype=np.uint8).reshape(8, -1)
     trajectory = replace(small.trajectories[0], columns={"routed_experts": column})
@@ -148,7 +148,7 @@ async def test_a_group_above_64_mb_is_dumped_and_loaded_whole(dumping: Dumping) 
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
-async def test_a_dump_of_several_shards_is_loaded_into_any_number(
+async def test_dump_of_several_shards_is_loaded_into_any_number(
     dumping: Dumping, num_shards: int
 ) -> None:
     source = await dumping.open(dumping.run, shards=2)
@@ -232,7 +232,7 @@ async def test_groups_that_move_during_a_dump_are_in_it_exactly_once(dumping: Du
     assert busy.cancelled(), busy
 
 
-async def test_a_run_that_is_not_there_is_named(dumping: Dumping) -> None:
+async def test_run_that_is_not_there_is_named(dumping: Dumping) -> None:
     with pytest.raises(RunNotOpenError, match="check the run's name"):
         await dumping.dump()
     assert not dumping.path.exists()

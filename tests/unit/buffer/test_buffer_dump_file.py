@@ -42,7 +42,7 @@ def _write(path: Path, num_gone: int = 0) -> bytes:
     return path.read_bytes()
 
 
-def test_a_dump_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_dump_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "buffer.dump"
     _write(path, num_gone=2)
     assert read_header(path) == HEADER
@@ -51,7 +51,7 @@ def test_a_dump_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["buffer.dump"]
 
 
-def test_a_dump_can_be_looked_at_with_any_zip_program(tmp_path: Path) -> None:
+def test_dump_can_be_looked_at_with_any_zip_program(tmp_path: Path) -> None:
     _write(tmp_path / "buffer.dump", num_gone=2)
     with ZipFile(tmp_path / "buffer.dump") as file:
         assert file.namelist() == ["header.json", "groups/0", "groups/1", "groups/2", "end.json"]
@@ -61,7 +61,7 @@ def test_a_dump_can_be_looked_at_with_any_zip_program(tmp_path: Path) -> None:
         assert file.read("groups/0").partition(b"\n")[2] == GROUPS[0].payload
 
 
-def test_an_empty_buffer_makes_a_dump_too(tmp_path: Path) -> None:
+def test_empty_buffer_makes_a_dump_too(tmp_path: Path) -> None:
     path = tmp_path / "buffer.dump"
     with DumpWriter(path, HEADER):
         assert not path.exists()
@@ -141,7 +141,7 @@ def test_errors_name_file_member_and_fix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 7])
-def test_a_dump_in_another_format_is_refused_by_its_number(tmp_path: Path, version: int) -> None:
+def test_dump_in_another_format_is_refused_by_its_number(tmp_path: Path, version: int) -> None:
     path = tmp_path / "buffer.dump"
     if version == 1:
         path.write_bytes(b'LEASH-DUMP 1 01234567 {"run": "night"}\n')
@@ -152,7 +152,7 @@ def test_a_dump_in_another_format_is_refused_by_its_number(tmp_path: Path, versi
         read_header(path)
 
 
-def test_a_full_disk_is_told_and_leaves_no_partial_file(tmp_path: Path) -> None:
+def test_full_disk_is_told_and_leaves_no_partial_file(tmp_path: Path) -> None:
     path = tmp_path / "buffer.dump"
     (tmp_path / "buffer.dump.part").symlink_to("/dev/full")  # every write there fails with ENOSPC
     with pytest.raises(OSError, match=r"Make room.*buffer\.dump") as caught:
@@ -161,7 +161,7 @@ def test_a_full_disk_is_told_and_leaves_no_partial_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dump_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
+def test_dump_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "buffer.dump"
     before = _write(path)
     with pytest.raises(ValueError, match="'running' is none of"), DumpWriter(path, HEADER) as dump:
@@ -170,6 +170,6 @@ def test_a_dump_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+def test_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"missing/buffer\.dump"):
         _write(tmp_path / "missing" / "buffer.dump")

@@ -41,7 +41,7 @@ async def test_over_age_tokens_are_masked_and_the_others_trained(
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-async def test_the_trainer_waits_for_the_oldest_running_group(
+async def test_trainer_waits_for_the_oldest_running_group(
     checked_buffer: Any, make_group: Any, shards: int
 ) -> None:
     buffer = await checked_buffer(max_staleness=1, on_stale=OnStale.wait, shards=shards)
@@ -62,7 +62,7 @@ async def test_the_trainer_waits_for_the_oldest_running_group(
     assert (await buffer.stats()).dropped == {}
 
 
-async def test_a_group_that_is_given_up_is_waited_for_no_longer(
+async def test_group_that_is_given_up_is_waited_for_no_longer(
     checked_buffer: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer(max_staleness=0, on_stale=OnStale.wait)
@@ -77,7 +77,7 @@ async def test_a_group_that_is_given_up_is_waited_for_no_longer(
     assert (await asyncio.wait_for(waiting, 2)).group_ids == ("a",)
 
 
-async def test_a_restore_makes_no_running_group_look_older(
+async def test_restore_makes_no_running_group_look_older(
     checked_buffer: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer(max_staleness=1, on_stale=OnStale.wait, groups_per_step=9)
@@ -100,7 +100,7 @@ async def test_a_restore_makes_no_running_group_look_older(
 # Credits --------------------------------------------------------------------------------------
 
 
-async def test_a_credit_that_nobody_renews_is_given_back(checked_buffer: Any) -> None:
+async def test_credit_that_nobody_renews_is_given_back(checked_buffer: Any) -> None:
     buffer = await checked_buffer(groups_per_step=2, max_staleness=0, lease_timeout_s=0.2)
     await buffer.admit("lives", 0)
     await buffer.admit("dead", 0)
@@ -113,7 +113,7 @@ async def test_a_credit_that_nobody_renews_is_given_back(checked_buffer: Any) ->
     assert stats.abandoned_by_reason == {"expired": 1} and stats.running == 1
 
 
-async def test_a_longer_leash_wakes_a_lease_that_waits_for_a_running_group(
+async def test_longer_leash_wakes_a_lease_that_waits_for_a_running_group(
     checked_buffer: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer(max_staleness=1, on_stale=OnStale.wait)

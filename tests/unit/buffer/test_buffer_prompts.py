@@ -25,7 +25,7 @@ async def _begun(buffer: Any, name: str, prompt: PromptRef = PROMPT, position: i
 
 
 @pytest.mark.parametrize("on_stale", OnStale)
-async def test_the_prompt_of_a_dead_worker_runs_once_more_and_then_is_put_aside(
+async def test_prompt_of_a_dead_worker_runs_once_more_and_then_is_put_aside(
     checked_buffer: Any, on_stale: OnStale
 ) -> None:
     buffer = await checked_buffer(on_stale=on_stale)
@@ -52,7 +52,7 @@ async def test_the_prompt_of_a_dead_worker_runs_once_more_and_then_is_put_aside(
     assert await buffer.take_retry() == PROMPT
 
 
-async def test_a_credit_that_nobody_renews_gives_its_prompt_back(checked_buffer: Any) -> None:
+async def test_credit_that_nobody_renews_gives_its_prompt_back(checked_buffer: Any) -> None:
     buffer = await checked_buffer(lease_timeout_s=0.02)
     group_id = await _begun(buffer, "0-0-a")
     await buffer.admit("0-1-a", 1)  # has no prompt yet
@@ -64,7 +64,7 @@ async def test_a_credit_that_nobody_renews_gives_its_prompt_back(checked_buffer:
     assert not await buffer.begin(group_id, PROMPT, 0, 9)
 
 
-async def test_the_late_push_of_a_group_whose_prompt_runs_again_is_a_duplicate(
+async def test_late_push_of_a_group_whose_prompt_runs_again_is_a_duplicate(
     checked_buffer: Any, redis_url: str, run_name: str, make_group: Any
 ) -> None:
     buffer = await checked_buffer()
@@ -80,7 +80,7 @@ async def test_the_late_push_of_a_group_whose_prompt_runs_again_is_a_duplicate(
 
 @pytest.mark.parametrize("rerun", [Rerun.as_stale, Rerun.always])
 @pytest.mark.parametrize("max_staleness", [0, 4])
-async def test_a_push_that_is_overtaken_by_its_end_doubles_no_prompt(
+async def test_push_that_is_overtaken_by_its_end_doubles_no_prompt(
     checked_buffer: Any, make_group: Any, rerun: Rerun, max_staleness: int
 ) -> None:
     buffer = await checked_buffer(max_retries=5, max_staleness=max_staleness)
@@ -97,7 +97,7 @@ async def test_a_push_that_is_overtaken_by_its_end_doubles_no_prompt(
 
 
 @pytest.mark.parametrize("on_stale", OnStale)
-async def test_a_prompt_that_is_to_run_again_in_any_case_does(
+async def test_prompt_that_is_to_run_again_in_any_case_does(
     checked_buffer: Any, on_stale: OnStale
 ) -> None:
     buffer = await checked_buffer(on_stale=on_stale, max_retries=0)
@@ -106,7 +106,7 @@ async def test_a_prompt_that_is_to_run_again_in_any_case_does(
     assert (await buffer.stats()).abandoned_by_reason == {"outside": 1}
 
 
-async def test_a_group_that_was_pushed_leaves_nothing_to_run_again(
+async def test_group_that_was_pushed_leaves_nothing_to_run_again(
     checked_buffer: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer()
@@ -139,7 +139,7 @@ async def test_failures_of_a_prompt_are_counted_across_workers(checked_buffer: A
 
 
 @pytest.mark.parametrize("runs_again", [True, False])
-async def test_a_prompt_that_left_the_quarantine_has_no_failures(
+async def test_prompt_that_left_the_quarantine_has_no_failures(
     checked_buffer: Any, runs_again: bool
 ) -> None:
     buffer = await checked_buffer()
@@ -159,7 +159,7 @@ async def test_a_prompt_that_left_the_quarantine_has_no_failures(
     )
 
 
-async def test_the_position_of_a_worker_is_the_highest_that_any_shard_knows(
+async def test_position_of_a_worker_is_the_highest_that_any_shard_knows(
     checked_buffer: Any, redis_url: str, run_name: str
 ) -> None:
     buffer = await checked_buffer(shards=3, groups_per_step=6)
@@ -178,7 +178,7 @@ async def test_the_position_of_a_worker_is_the_highest_that_any_shard_knows(
     assert found == 9  # each shard's come to the groups of that shard
 
 
-async def test_a_prompt_of_a_group_that_went_stale_keeps_its_reruns(checked_buffer: Any) -> None:
+async def test_prompt_of_a_group_that_went_stale_keeps_its_reruns(checked_buffer: Any) -> None:
     buffer = await checked_buffer(max_retries=3)
     prompt = PromptRef(task="sums", index=3, attempt=1, reruns=1)
     await buffer.abandon(await _begun(buffer, "0-0-a", prompt), "too_old", Rerun.as_stale, prompt)
@@ -213,7 +213,7 @@ async def test_oversampling_admits_more_than_the_leash_has_room_for(
     await buffer.close()
 
 
-def test_the_limit_is_what_a_person_would_compute() -> None:
+def test_limit_is_what_a_person_would_compute() -> None:
     def limit(oversampling: float, lag: int = 0) -> int:
         return admission_limit(
             max_staleness=1, lag=lag, groups_per_step=50, oversampling=oversampling

@@ -21,7 +21,7 @@ from buffer.staleness import (
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 
 
-def test_a_group_is_fresh_up_to_exactly_max_staleness() -> None:
+def test_group_is_fresh_up_to_exactly_max_staleness() -> None:
     assert is_fresh(7, 5, max_staleness=2)
     assert not is_fresh(7, 4, max_staleness=2)
 
@@ -63,7 +63,7 @@ def test_masking_takes_only_tokens_before_the_oldest_version_out_of_the_loss() -
     assert mask_over_age(group, 4) is group
 
 
-def test_a_trajectory_may_lose_all_its_tokens_to_the_mask() -> None:
+def test_trajectory_may_lose_all_its_tokens_to_the_mask() -> None:
     masked = mask_over_age(_mixed_group(), 6)
     assert [t.num_trainable_tokens for t in masked.trajectories] == [2, 0]
     assert masked.min_version == 6
@@ -80,7 +80,7 @@ def test_renumbering_gives_each_version_its_own_new_number() -> None:
         renumber(group, [7, 8])
 
 
-def test_an_admitted_id_names_its_shard() -> None:
+def test_admitted_id_names_its_shard() -> None:
     assert id_in_shard("g", 2, num_shards=3) == "g@2"
     assert shard_of("g@2", 3) == 2
     assert id_in_shard("g", 0, num_shards=1) == "g" and shard_of("g@7", 1) == 0
@@ -127,7 +127,7 @@ def test_engines_too_far_behind_for_a_request_count_only_if_there_is_no_other() 
     assert engine_lag(5, [4], 0) == 1
 
 
-def test_the_largest_groups_go_to_the_lightest_shares() -> None:
+def test_largest_groups_go_to_the_lightest_shares() -> None:
     # 9 | 8, then 7 to the second, 5 to the first, 4 to the first (14 < 15), 1 to the second.
     assert split_by_tokens([4, 9, 8, 7, 5, 1], 2) == ((0, 1, 4), (2, 3, 5))
 
@@ -157,13 +157,13 @@ def test_keys_of_a_run_share_one_hash_tag() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a}b", "a:b", "x" * 129])
-def test_a_run_name_that_breaks_keys_is_refused(name: str) -> None:
+def test_run_name_that_breaks_keys_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"run\.name="):
         Keys(name)
 
 
 @pytest.mark.parametrize("group_id", ["", "a b", "a\n", "a:1", "x" * 257])
-def test_a_group_id_that_breaks_the_wire_is_refused(group_id: str) -> None:
+def test_group_id_that_breaks_the_wire_is_refused(group_id: str) -> None:
     with pytest.raises(ValueError, match="group_id="):
         check_group_id(group_id)
 

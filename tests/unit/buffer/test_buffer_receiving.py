@@ -87,7 +87,7 @@ async def connect_again(redis: BufferRedis) -> BufferRedis:
     return await connect(f"redis://:{options['password']}@{options['host']}:{options['port']}")
 
 
-async def test_an_error_is_raised_and_the_connection_goes_on(
+async def test_error_is_raised_and_the_connection_goes_on(
     redis: BufferRedis, run_name: str
 ) -> None:
     good, bad = f"{{{run_name}}}:good", f"{{{run_name}}}:bad"
@@ -100,7 +100,7 @@ async def test_an_error_is_raised_and_the_connection_goes_on(
     await redis.delete(bad)
 
 
-async def test_a_connection_that_is_cut_is_replaced(redis: BufferRedis, run_name: str) -> None:
+async def test_connection_that_is_cut_is_replaced(redis: BufferRedis, run_name: str) -> None:
     values = await _store(redis, run_name, [3_000_000] * 8)
     watcher = await connect_again(redis)
     for _ in range(10):
@@ -126,7 +126,7 @@ async def test_what_a_cancelled_call_left_is_not_taken_for_the_next(
         assert await redis.receive([key], _fresh) == [values[key]]
 
 
-def test_a_block_is_used_again_only_when_nothing_refers_to_it() -> None:
+def test_block_is_used_again_only_when_nothing_refers_to_it() -> None:
     blocks = Blocks()
     dice = np.random.default_rng(0)
     held: list[tuple[Any, int]] = []

@@ -48,14 +48,14 @@ async def test_receivers_and_what_they_staged_are_kept(state: RunState) -> None:
     assert await state.staged_versions() == {}
 
 
-async def test_the_published_version_only_grows(state: RunState) -> None:
+async def test_published_version_only_grows(state: RunState) -> None:
     assert await state.published_weights() is None
     for version, newest in ((0, 0), (2, 2), (2, 2), (1, 2), (10, 10), (9, 10)):
         await state.publish_weights(version)
         assert await state.published_weights() == newest
 
 
-async def test_a_commit_is_kept_with_its_record_on_every_shard(
+async def test_commit_is_kept_with_its_record_on_every_shard(
     redis_url: str, run_name: str, buffer_factory: Any
 ) -> None:
     await buffer_factory(shards=2)
@@ -91,7 +91,7 @@ async def test_all_live_engines_are_waited_for(state: RunState) -> None:
         assert await waiting == {"e0": 3, "e1": 2}
 
 
-async def test_a_change_of_the_engines_wakes_who_waits_for_it(state: RunState) -> None:
+async def test_change_of_the_engines_wakes_who_waits_for_it(state: RunState) -> None:
     async with asyncio.timeout(1):
         assert await state.wait_engines_changed({"e0": 1}, 10) == {}
     assert await state.wait_engines_changed({}, 0.02) == {}
@@ -122,7 +122,7 @@ async def test_only_so_many_engines_stand_still_at_once(state: RunState) -> None
     assert not await state.enter_commit("e1", 2, 60, 0)
 
 
-async def test_an_engine_that_dies_in_a_commit_holds_up_the_others_for_its_time(
+async def test_engine_that_dies_in_a_commit_holds_up_the_others_for_its_time(
     state: RunState,
 ) -> None:
     assert await state.enter_commit("dead", 1, 0.3, 0)
@@ -134,7 +134,7 @@ async def test_an_engine_that_dies_in_a_commit_holds_up_the_others_for_its_time(
     assert not await state.enter_commit("e2", 1, 60, 0)
 
 
-async def test_an_engine_that_is_forgotten_leaves_its_place(state: RunState) -> None:
+async def test_engine_that_is_forgotten_leaves_its_place(state: RunState) -> None:
     assert await state.enter_commit("e0", 1, 60, 0)
     waiting = asyncio.create_task(state.enter_commit("e1", 1, 60, 10))
     await asyncio.sleep(0.05)
@@ -194,7 +194,7 @@ async def test_without_any_engine_nothing_is_admitted(
     await state.close()
 
 
-async def test_a_run_state_is_a_version_board(state: RunState) -> None:
+async def test_run_state_is_a_version_board(state: RunState) -> None:
     board: VersionBoard = state  # the type checker's part
     assert await board.published_weights() is None
 
@@ -210,7 +210,7 @@ async def test_waits_and_counters_add_up(state: RunState) -> None:
     assert await state.counters() == {"tokens_generated": 120, "prompts_skipped": 1}
 
 
-async def test_an_addition_that_is_sent_again_counts_once(
+async def test_addition_that_is_sent_again_counts_once(
     state: RunState, redis_url: str, run_name: str
 ) -> None:
     redis = await connect(redis_url)
@@ -234,16 +234,14 @@ async def test_metrics_are_read_in_order_from_where_one_stopped(state: RunState)
     assert await state.read_metrics(second.id, 0.02) == []
 
 
-async def test_a_reader_of_metrics_is_woken_by_the_next_entry(state: RunState) -> None:
+async def test_reader_of_metrics_is_woken_by_the_next_entry(state: RunState) -> None:
     reading = asyncio.create_task(state.read_metrics(STREAM_START, 10))
     await asyncio.sleep(0.05)
     await state.append_metrics({"step": 1}, "step")
     assert [e.record for e in await asyncio.wait_for(reading, 1)] == [{"step": 1}]
 
 
-async def test_a_version_is_waited_for_without_polling(
-    state: RunState, buffer_factory: Any
-) -> None:
+async def test_version_is_waited_for_without_polling(state: RunState, buffer_factory: Any) -> None:
     buffer = await buffer_factory()
     assert await state.wait_version_above(-1, 0) == 0
     with pytest.raises(TimeoutError, match=r"no version above 0 within 0\.02 s"):

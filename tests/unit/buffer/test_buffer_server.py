@@ -83,14 +83,14 @@ def test_it_survives_the_thread_that_started_it(tmp_path: Path) -> None:
     started[0].stop(timeout_s=5)
 
 
-def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
+def test_port_in_use_is_refused(tmp_path: Path) -> None:
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ServerStartError, match=f"{HOST}:{port} .*choose another port"):
             EmbeddedServer.start(tmp_path, BufferConfig(), HOST, tmp_path / "log", port=port)
 
 
-def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
+def test_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
     (tmp_path / "re dis").mkdir()
     (tmp_path / "re dis" / "appendonlydir").write_text("no folder")
     with pytest.raises(
@@ -99,14 +99,14 @@ def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
         _start(tmp_path)
 
 
-def test_a_server_program_is_found() -> None:
+def test_server_program_is_found() -> None:
     assert os.access(find_binary(), os.X_OK)
 
 
 # Restart --------------------------------------------------------------------------------------
 
 
-def test_a_killed_server_is_started_again_on_its_log_at_the_same_url(tmp_path: Path) -> None:
+def test_killed_server_is_started_again_on_its_log_at_the_same_url(tmp_path: Path) -> None:
     server = _start(tmp_path, appendfsync=AppendFsync.always)
     with _client(server.url) as client:
         client.set("kept", "yes")
@@ -134,7 +134,7 @@ def test_another_object_can_take_the_place_of_a_server_that_ended(tmp_path: Path
     second.stop(timeout_s=5)
 
 
-def test_a_log_whose_end_is_torn_is_loaded_up_to_there(tmp_path: Path) -> None:
+def test_log_whose_end_is_torn_is_loaded_up_to_there(tmp_path: Path) -> None:
     server = _start(tmp_path, appendfsync=AppendFsync.always)
     with _client(server.url) as client:
         for number in range(10):

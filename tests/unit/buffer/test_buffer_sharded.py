@@ -60,7 +60,7 @@ async def test_admission_is_bounded_over_all_shards_together(
     await state.close()
 
 
-async def test_an_id_that_would_leave_its_shard_in_doubt_is_refused(checked_buffer: Any) -> None:
+async def test_id_that_would_leave_its_shard_in_doubt_is_refused(checked_buffer: Any) -> None:
     buffer = await checked_buffer(shards=2)
     with pytest.raises(ValueError, match="must not contain '@'"):
         await buffer.admit("g@1", 0)
@@ -75,7 +75,7 @@ async def test_another_number_of_shards_than_the_run_has_is_refused(
 
 
 @pytest.mark.parametrize("selector", [Selector.stalest, Selector.freshest])
-async def test_the_selector_holds_over_all_shards(
+async def test_selector_holds_over_all_shards(
     checked_buffer: Any, make_group: Any, selector: Selector
 ) -> None:
     buffer = await checked_buffer(shards=3, selector=selector, max_staleness=9)
@@ -91,9 +91,7 @@ async def test_the_selector_holds_over_all_shards(
     assert taken == (expected if selector is Selector.stalest else expected[::-1])
 
 
-async def test_a_dry_shards_part_comes_from_the_others(
-    checked_buffer: Any, make_group: Any
-) -> None:
+async def test_dry_shards_part_comes_from_the_others(checked_buffer: Any, make_group: Any) -> None:
     buffer = await checked_buffer(shards=3, groups_per_step=4)
     for name in "abcd":
         await buffer.push(make_group(f"{name}@1"))
@@ -223,7 +221,7 @@ async def test_take_refuses_what_went_stale_since_the_peek(
 
 
 @pytest.mark.parametrize("has_taken", [False, True])
-async def test_a_former_that_died_half_way_leaves_groups_that_come_back(
+async def test_former_that_died_half_way_leaves_groups_that_come_back(
     checked_buffer: Any, redis_url: str, run_name: str, make_group: Any, has_taken: bool
 ) -> None:
     buffer = await checked_buffer(shards=3)
@@ -246,7 +244,7 @@ async def test_a_former_that_died_half_way_leaves_groups_that_come_back(
     await redis.aclose()
 
 
-async def test_a_batch_that_was_lost_as_a_whole_makes_way_for_a_new_one(
+async def test_batch_that_was_lost_as_a_whole_makes_way_for_a_new_one(
     checked_buffer: Any, make_group: Any
 ) -> None:
     hasty = await checked_buffer(shards=3, lease_timeout_s=0.02)
@@ -311,7 +309,7 @@ async def test_retries_of_every_shard_are_taken(checked_buffer: Any, make_group:
     assert [p and p.index for p in prompts] == [0, 1, 2, None]
 
 
-async def test_an_ack_of_many_steps_leaves_no_record_of_them(
+async def test_ack_of_many_steps_leaves_no_record_of_them(
     checked_buffer: Any, redis_url: str, run_name: str, make_group: Any
 ) -> None:
     buffer = await checked_buffer(shards=2, groups_per_step=1, max_staleness=9)
@@ -327,7 +325,7 @@ async def test_an_ack_of_many_steps_leaves_no_record_of_them(
     await redis.aclose()
 
 
-async def test_an_admission_that_is_cancelled_keeps_no_credit(buffer_factory: Any) -> None:
+async def test_admission_that_is_cancelled_keeps_no_credit(buffer_factory: Any) -> None:
     buffer = await buffer_factory(shards=3, groups_per_step=1, max_staleness=30)
     for turns in range(40):
         admitting = asyncio.create_task(buffer.admit(f"g{turns}", 5))

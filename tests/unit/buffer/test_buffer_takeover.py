@@ -19,7 +19,7 @@ async def _train(buffer: Any, step: int, version: int, num_groups: int = 1) -> A
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-async def test_a_restore_acks_what_the_checkpoint_contains_and_returns_the_rest(
+async def test_restore_acks_what_the_checkpoint_contains_and_returns_the_rest(
     checked_buffer: Any, make_group: Any, shards: int
 ) -> None:
     buffer = await checked_buffer(max_staleness=5, shards=shards)
@@ -55,7 +55,7 @@ async def test_a_restore_acks_what_the_checkpoint_contains_and_returns_the_rest(
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-async def test_a_zombie_trainer_changes_nothing(
+async def test_zombie_trainer_changes_nothing(
     checked_buffer: Any, make_group: Any, shards: int
 ) -> None:
     zombie = await checked_buffer(max_staleness=5, shards=shards)
@@ -108,7 +108,7 @@ async def test_what_an_abandoned_lineage_made_is_dropped_and_counted(
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-async def test_a_version_that_was_published_is_never_used_again(
+async def test_version_that_was_published_is_never_used_again(
     checked_buffer: Any, shards: int
 ) -> None:
     buffer = await checked_buffer(shards=shards)
@@ -121,7 +121,7 @@ async def test_a_version_that_was_published_is_never_used_again(
     assert (await buffer.stats()).lineage == "second"
 
 
-async def test_a_trainer_that_died_while_it_published_is_resumed_above_that(
+async def test_trainer_that_died_while_it_published_is_resumed_above_that(
     buffer_factory: Any,
 ) -> None:
     buffer = await buffer_factory(shards=3)
@@ -133,7 +133,7 @@ async def test_a_trainer_that_died_while_it_published_is_resumed_above_that(
     assert (await buffer.stats()).trainer_version == 2
 
 
-async def test_a_group_that_is_leased_again_and_again_goes_to_quarantine(
+async def test_group_that_is_leased_again_and_again_goes_to_quarantine(
     checked_buffer: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer(max_attempts=2)
@@ -154,7 +154,7 @@ async def test_a_group_that_is_leased_again_and_again_goes_to_quarantine(
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-async def test_a_zombie_cannot_publish_a_version(
+async def test_zombie_cannot_publish_a_version(
     checked_buffer: Any, make_group: Any, shards: int
 ) -> None:
     zombie = await checked_buffer(max_staleness=0, shards=shards)

@@ -21,7 +21,7 @@ async def _fill(buffer: ReplayBuffer, make_group: Any, names: str, version: int 
         assert await buffer.push(make_group(name, version)) is PushResult.stored
 
 
-async def test_a_group_goes_through_all_states(checked_buffer: Any, make_group: Any) -> None:
+async def test_group_goes_through_all_states(checked_buffer: Any, make_group: Any) -> None:
     buffer = await checked_buffer(groups_per_step=1)
     assert await buffer.admit("g", 1) == ("g", 0)
     assert (await buffer.stats()).running == 1
@@ -43,7 +43,7 @@ async def test_a_group_goes_through_all_states(checked_buffer: Any, make_group: 
 
 
 @pytest.mark.parametrize("state", ["ready", "leased", "consumed", "acked"])
-async def test_a_late_retry_of_a_push_leaves_the_payload_as_it_should_be(
+async def test_late_retry_of_a_push_leaves_the_payload_as_it_should_be(
     checked_buffer: Any, redis_url: str, run_name: str, make_group: Any, state: str
 ) -> None:
     buffer = await checked_buffer()
@@ -64,7 +64,7 @@ async def test_a_late_retry_of_a_push_leaves_the_payload_as_it_should_be(
 @pytest.mark.parametrize(
     ("payload", "reason"), [(None, "payload_missing"), (b"LSHG damaged", "undecodable")]
 )
-async def test_a_group_that_cannot_be_read_is_kept_aside_and_the_rest_is_trained(
+async def test_group_that_cannot_be_read_is_kept_aside_and_the_rest_is_trained(
     buffer_factory: Any,
     redis_url: str,
     run_name: str,
@@ -87,7 +87,7 @@ async def test_a_group_that_cannot_be_read_is_kept_aside_and_the_rest_is_trained
     await redis.aclose()
 
 
-async def test_an_uncommitted_payload_expires_by_itself(
+async def test_uncommitted_payload_expires_by_itself(
     checked_buffer: Any, redis_url: str, run_name: str, make_group: Any
 ) -> None:
     buffer = await checked_buffer()
@@ -122,7 +122,7 @@ async def test_ranks_share_one_batch_balanced_by_tokens(
     assert first.num_tokens == second.num_tokens == 100
 
 
-async def test_a_rank_that_comes_late_gets_its_own_share_without_what_was_dropped(
+async def test_rank_that_comes_late_gets_its_own_share_without_what_was_dropped(
     checked_buffer: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer(max_staleness=1)
@@ -182,7 +182,7 @@ async def test_tuning_remembers_the_largest_bound_that_was_ever_in_force(
         await buffer.set_max_staleness(-1)
 
 
-async def test_a_sweep_takes_more_groups_than_one_script_may_move(
+async def test_sweep_takes_more_groups_than_one_script_may_move(
     checked_buffer: Any, buffer_factory: Any, make_group: Any
 ) -> None:
     buffer = await buffer_factory(max_staleness=0)
@@ -196,7 +196,7 @@ async def test_a_sweep_takes_more_groups_than_one_script_may_move(
 # Leases and their tokens -----------------------------------------------------------------------
 
 
-async def test_an_expired_lease_returns_and_its_token_is_fenced(
+async def test_expired_lease_returns_and_its_token_is_fenced(
     checked_buffer: Any, make_group: Any
 ) -> None:
     zombie = await checked_buffer(lease_timeout_s=0.02)
@@ -216,7 +216,7 @@ async def test_an_expired_lease_returns_and_its_token_is_fenced(
     assert (stats.expired, stats.consumed, stats.leased) == (2, 2, 0)
 
 
-async def test_a_blocked_lease_takes_over_when_another_one_expires(
+async def test_blocked_lease_takes_over_when_another_one_expires(
     checked_buffer: Any, make_group: Any
 ) -> None:
     dead = await checked_buffer(lease_timeout_s=0.1)
@@ -244,7 +244,7 @@ async def test_validate_renews_the_lease(checked_buffer: Any, make_group: Any) -
 # Admission and versions -----------------------------------------------------------------------
 
 
-async def test_an_engine_that_cannot_follow_does_not_stop_admission(
+async def test_engine_that_cannot_follow_does_not_stop_admission(
     checked_buffer: Any, redis_url: str, run_name: str
 ) -> None:
     buffer = await checked_buffer(groups_per_step=2, max_staleness=1)

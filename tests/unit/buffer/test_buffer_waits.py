@@ -22,7 +22,7 @@ async def _blocked(task: asyncio.Task[Any]) -> None:
 
 
 @pytest.mark.machine
-async def test_the_push_that_completes_a_batch_wakes_the_lease(
+async def test_push_that_completes_a_batch_wakes_the_lease(
     buffer_factory: Any, make_group: Any
 ) -> None:
     buffer = await buffer_factory()
@@ -105,7 +105,7 @@ async def test_many_blocked_workers_never_exceed_the_bound(buffer_factory: Any) 
     assert (stats.abandoned, stats.running) == (40, 0)
 
 
-async def test_a_wait_that_ends_says_what_it_waited_for(buffer_factory: Any) -> None:
+async def test_wait_that_ends_says_what_it_waited_for(buffer_factory: Any) -> None:
     buffer = await buffer_factory(groups_per_step=1, max_staleness=0)
     with pytest.raises(TimeoutError, match=r"step 4 waited 0.05 s for 2 fresh groups .*: 0 are"):
         await buffer.lease(step=4, num_groups=2, timeout_s=0.05, **STEP)
@@ -128,7 +128,7 @@ async def test_close_ends_every_wait(buffer_factory: Any) -> None:
             await asyncio.wait_for(task, 1)
 
 
-async def test_a_cancelled_wait_leaves_the_client_in_order(
+async def test_cancelled_wait_leaves_the_client_in_order(
     buffer_factory: Any, make_group: Any
 ) -> None:
     buffer = await buffer_factory()
@@ -161,7 +161,7 @@ async def test_blocked_clients_send_no_commands(buffer_factory: Any, redis_url: 
 
 
 @pytest.mark.parametrize("num_turns", range(12))
-async def test_a_cancelled_wait_ends_at_whatever_point_the_cancellation_arrives(
+async def test_cancelled_wait_ends_at_whatever_point_the_cancellation_arrives(
     buffer_factory: Any, num_turns: int
 ) -> None:
     buffer = await buffer_factory(groups_per_step=1, max_staleness=0)

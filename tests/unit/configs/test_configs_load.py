@@ -27,7 +27,7 @@ def test_every_experiment_loads(experiment: str) -> None:
     assert config.experiment == experiment
 
 
-def test_the_quickstart_is_a_small_asynchronous_run() -> None:
+def test_quickstart_is_a_small_asynchronous_run() -> None:
     config = load_config([])
     assert config.model.scratch is not None
     assert config.buffer.max_staleness == 2
@@ -37,20 +37,20 @@ def test_the_quickstart_is_a_small_asynchronous_run() -> None:
     assert found[1] == "Tea"
 
 
-def test_an_override_wins_over_the_experiment_and_a_group_choice() -> None:
+def test_override_wins_over_the_experiment_and_a_group_choice() -> None:
     config = load_config(["weight_sync=in_place", "trainer.num_steps=7", "rollout.num_engines=3"])
     assert config.weight_sync.pause_mode is PauseMode.in_place
     assert config.trainer.num_steps == 7
     assert config.rollout.num_engines == 3
 
 
-def test_a_file_asked_for_by_name_wins_over_the_experiment() -> None:
+def test_file_asked_for_by_name_wins_over_the_experiment() -> None:
     assert load_config(["buffer=synchronous"]).buffer.max_staleness == 0
     config = load_config(["buffer=synchronous", "buffer.max_staleness=1", "rollout=gpu"])
     assert (config.buffer.max_staleness, config.rollout.group_size) == (1, 16)
 
 
-def test_an_experiment_may_be_named_among_the_overrides() -> None:
+def test_experiment_may_be_named_among_the_overrides() -> None:
     assert load_config(["experiment=gsm8k-smoke"]).trainer.num_steps == 10
 
 
@@ -86,7 +86,7 @@ def test_text_may_be_quoted_and_null_removes_it() -> None:
     assert load_config(["task.prompt_pattern=null"]).task.prompt_pattern is None
 
 
-def test_a_pretrained_model_replaces_the_one_from_scratch(tmp_path: Path) -> None:
+def test_pretrained_model_replaces_the_one_from_scratch(tmp_path: Path) -> None:
     config = load_config(["model=pretrained", "model.path=Qwen/Qwen3-0.6B"])
     assert (config.model.path, config.model.scratch) == ("Qwen/Qwen3-0.6B", None)
     config = load_config(["model=pretrained", f"model.path={tmp_path}"])
@@ -100,7 +100,7 @@ def test_relative_paths_mean_the_folder_of_the_command(tmp_path: Path) -> None:
     assert config.run.dir == str(tmp_path / "out")
 
 
-def test_the_project_ships_the_problems_of_the_smoke_test() -> None:
+def test_project_ships_the_problems_of_the_smoke_test() -> None:
     path = load_config([], "gsm8k-smoke").task.path
     assert path == str(CONFIG_DIR / "data" / "word_problems.jsonl")
 
@@ -117,13 +117,13 @@ def test_the_project_ships_the_problems_of_the_smoke_test() -> None:
         ("+buffer.max_staleness=4", "buffer.max_staleness"),
     ],
 )
-def test_an_unknown_setting_is_refused_with_the_nearest(override: str, nearest: str) -> None:
+def test_unknown_setting_is_refused_with_the_nearest(override: str, nearest: str) -> None:
     message = refusal(override)
     assert "there is no such setting" in message
     assert f"did you mean {nearest}" in message
 
 
-def test_an_unknown_setting_like_no_other_is_refused_with_its_neighbours() -> None:
+def test_unknown_setting_like_no_other_is_refused_with_its_neighbours() -> None:
     assert "trainer has trainer.num_ranks, " in refusal("trainer.zzzzz=1")
     assert "the sections are run, model, " in refusal("zzzzz=1")
 
@@ -152,7 +152,7 @@ def test_an_unknown_setting_like_no_other_is_refused_with_its_neighbours() -> No
         ("trainer.warm_start=3", "trainer.warm_start=3: is a section; set its settings one by one"),
     ],
 )
-def test_a_wrong_type_is_refused_with_the_expected_one(override: str, message: str) -> None:
+def test_wrong_type_is_refused_with_the_expected_one(override: str, message: str) -> None:
     assert refusal(override) == message
 
 
@@ -212,7 +212,7 @@ def test_a_wrong_type_is_refused_with_the_expected_one(override: str, message: s
         ),
     ],
 )
-def test_a_broken_rule_names_the_field_and_its_value(overrides: list[str], field: str) -> None:
+def test_broken_rule_names_the_field_and_its_value(overrides: list[str], field: str) -> None:
     assert field in refusal(*overrides)
 
 
@@ -243,28 +243,28 @@ def test_what_has_a_use_is_accepted(overrides: list[str]) -> None:
         ("direct", "commit", CommitStrategy.direct),
     ],
 )
-def test_a_way_for_the_weights_can_be_chosen_by_name(
+def test_way_for_the_weights_can_be_chosen_by_name(
     chosen: str, setting: str, value: object
 ) -> None:
     assert getattr(load_config([f"weight_sync={chosen}"]).weight_sync, setting) == value
 
 
-def test_an_unknown_file_of_a_group_is_refused_with_those_that_exist() -> None:
+def test_unknown_file_of_a_group_is_refused_with_those_that_exist() -> None:
     assert "did you mean quickstart? choose one of " in refusal(experiment="quikstart")
     assert "model=tinny: there is no such model; did you mean tiny?" in refusal("model=tinny")
     assert "experiment=nothing" in refusal("experiment=nothing")
 
 
 @pytest.mark.parametrize("override", ["buffer", "", "=4", "~buffer"])
-def test_an_argument_that_is_no_setting_is_refused(override: str) -> None:
+def test_argument_that_is_no_setting_is_refused(override: str) -> None:
     assert "write SETTING=VALUE" in refusal(override)
 
 
-def test_a_value_that_is_no_yaml_is_refused() -> None:
+def test_value_that_is_no_yaml_is_refused() -> None:
     assert "trainer.num_ranks=[1" in refusal("trainer.num_ranks=[1")
 
 
-def test_a_password_is_never_written_out() -> None:
+def test_password_is_never_written_out() -> None:
     config = load_config(["buffer.url=redis://me:se=cret@host:6379/0"])
     assert config.buffer.url == "redis://me:se=cret@host:6379/0"
     assert "cret" not in to_yaml(config)
@@ -273,13 +273,13 @@ def test_a_password_is_never_written_out() -> None:
 
 
 @pytest.mark.parametrize("experiment", options("experiment"))
-def test_the_written_settings_read_back_the_same(experiment: str, tmp_path: Path) -> None:
+def test_written_settings_read_back_the_same(experiment: str, tmp_path: Path) -> None:
     config = load_config(["run.seed=5"], experiment)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert read_config(tmp_path / "config.yaml") == config
 
 
-def test_a_config_file_that_is_missing_or_none_is_refused(tmp_path: Path) -> None:
+def test_config_file_that_is_missing_or_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_config(tmp_path / "missing.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
@@ -313,7 +313,7 @@ def test_another_data_set_of_the_library_takes_no_parameters_over() -> None:
     assert task.eval_size == 100, "that is the run's"
 
 
-def test_the_same_kind_and_a_model_s_chat_template_stay() -> None:
+def test_same_kind_and_a_model_s_chat_template_stay() -> None:
     assert load_config(["task.kind=reasoning_gym"]).task.params == {
         "min_word_len": 3,
         "max_word_len": 4,

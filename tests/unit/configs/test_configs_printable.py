@@ -26,13 +26,13 @@ def test_printable_leaves_no_control_character_but_line_ends_and_tabs() -> None:
     assert shown.endswith("\U0001f600") and printable("Größe: 3\n\t✓") == "Größe: 3\n\t✓"
 
 
-def test_a_printable_stream_passes_lines_and_no_escape_on() -> None:
+def test_printable_stream_passes_lines_and_no_escape_on() -> None:
     out = io.StringIO()
     print(f"step 1{CLIPBOARD}", file=cast("TextIO", PrintableStream(out)))
     assert out.getvalue() == "step 1␛]52;c;ZXZpbA==␇\n"
 
 
-def test_a_worker_writes_no_escape_to_its_log(tmp_path: Path) -> None:
+def test_worker_writes_no_escape_to_its_log(tmp_path: Path) -> None:
     code = (
         "import logging; from controller.watch.supervise import enter_process as e; e();"
         f"print({CLIPBOARD!r}); logging.warning('the model said %s', {CLIPBOARD!r})"

@@ -77,11 +77,11 @@ def test_defaults_are_within_their_bounds() -> None:
         section()
 
 
-def test_the_page_in_docs_is_current() -> None:
+def test_page_in_docs_is_current() -> None:
     assert PAGE.read_text() == reference_markdown(), "run `make docs`"
 
 
-def test_the_page_has_every_setting_once() -> None:
+def test_page_has_every_setting_once() -> None:
     page = reference_markdown()
     for setting in all_settings()[1:]:  # `experiment` is a group of files, with a table of its own
         assert page.count(f"| `{setting.name}` |") == 1
@@ -125,7 +125,7 @@ def test_every_file_of_a_group_opens_with_a_sentence() -> None:
             assert sentence.endswith("."), f"{group}/{option}.yaml"
 
 
-def test_the_word_problems_have_the_form_of_gsm8k() -> None:
+def test_word_problems_have_the_form_of_gsm8k() -> None:
     lines = (CONFIG_DIR / "data" / "word_problems.jsonl").read_text().splitlines()
     problems = [json.loads(line) for line in lines]
     assert len(problems) == 60

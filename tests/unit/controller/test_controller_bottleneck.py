@@ -30,11 +30,11 @@ def shares(
         (shares(rollout=0.1, trainer=0.05), "Well balanced: the trainer waited 10% so far"),
     ],
 )
-def test_the_largest_wait_is_named(waits: WaitShares, begins: str) -> None:
+def test_largest_wait_is_named(waits: WaitShares, begins: str) -> None:
     assert bottleneck_sentence(waits, max_staleness=2).startswith(begins)
 
 
-def test_an_engine_that_is_late_explains_why_rollouts_wait() -> None:
+def test_engine_that_is_late_explains_why_rollouts_wait() -> None:
     late = WeightsPace(convergence_s=4.1, seconds_per_step=2.0, behind={"engine-1": 3})
     sentence = bottleneck_sentence(shares(trainer=0.4), 2, weights=late)
     assert sentence.startswith("Weights are the bottleneck: rollouts waited 40% so far for room.")
@@ -53,7 +53,7 @@ def test_weights_that_are_slower_than_steps_are_told_to_who_waits_for_them() -> 
     assert bottleneck_sentence(shares(trainer=0.4), 2, weights=quick).startswith("The trainer is")
 
 
-def test_a_reward_pool_that_is_too_small_is_named() -> None:
+def test_reward_pool_that_is_too_small_is_named() -> None:
     sentence = bottleneck_sentence(shares(rollout=0.6, rewards=0.4), 2)
     assert sentence == (
         "The reward pool is too small: episodes waited 40% so far for a scoring process. "
@@ -69,7 +69,7 @@ def test_rewards_are_no_bottleneck_while_rollouts_wait_for_the_trainer() -> None
     assert bottleneck_sentence(shares(rollout=0.6, rewards=0.2), 2).startswith("Rollouts are")
 
 
-def test_a_synchronous_run_waits_because_it_was_asked_to() -> None:
+def test_synchronous_run_waits_because_it_was_asked_to() -> None:
     sentence = bottleneck_sentence(shares(rollout=0.5, trainer=0.6), max_staleness=0)
     assert "take turns, as max_staleness=0 asks" in sentence
 
@@ -85,7 +85,7 @@ def test_shares_are_parts_of_the_time_of_one_process() -> None:
     assert wait_shares(waits, elapsed_s=0.0) == shares()
 
 
-def test_a_window_forgets_what_is_older_than_its_horizon() -> None:
+def test_window_forgets_what_is_older_than_its_horizon() -> None:
     window = WaitWindow(horizon_s=10.0)
     assert window.shares() == shares()
     waited = 0.0

@@ -45,7 +45,7 @@ def end(run_dir: RunDir) -> None:
     run_dir.write_record(replace(run_dir.read_record(), state="finished", process_started=0.0))
 
 
-def test_a_url_on_the_command_line_finds_a_buffer_that_the_folder_does_not_name(
+def test_url_on_the_command_line_finds_a_buffer_that_the_folder_does_not_name(
     live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(fill(redis_url, live_run.name, pushed=1))
@@ -55,7 +55,7 @@ def test_a_url_on_the_command_line_finds_a_buffer_that_the_folder_does_not_name(
     assert "ready 1" in capsys.readouterr().out
 
 
-def test_a_run_that_is_just_starting_is_told(
+def test_run_that_is_just_starting_is_told(
     live_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     live_run.forget_redis_url()
@@ -63,7 +63,7 @@ def test_a_run_that_is_just_starting_is_told(
     assert "is starting" in told_by(capsys)
 
 
-def test_a_password_that_the_folder_does_not_keep_is_asked_for(
+def test_password_that_the_folder_does_not_keep_is_asked_for(
     live_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     end(live_run)
@@ -81,7 +81,7 @@ print(*map(with_password, sys.argv[1:]), os.environ.get("LEASH_REDIS_PASSWORD"))
 """
 
 
-def test_a_password_comes_from_the_environment_and_is_inherited_by_no_process() -> None:
+def test_password_comes_from_the_environment_and_is_inherited_by_no_process() -> None:
     urls = {
         "redis://h:1/0": "redis://:p%40%2F%3Aw@h:1/0",
         "rediss://me@h/0?ssl_certfile=F": "rediss://me:p%40%2F%3Aw@h/0?ssl_certfile=F",
@@ -98,7 +98,7 @@ def test_a_password_comes_from_the_environment_and_is_inherited_by_no_process() 
     assert printed.split() == [*urls.values(), "None"]
 
 
-def test_a_password_comes_from_a_file(tmp_path: Path) -> None:
+def test_password_comes_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("of the file\n")
     assert with_password("redis://me@h:1", str(file)) == "redis://me:of%20the%20file@h:1"
@@ -110,7 +110,7 @@ def test_a_password_comes_from_a_file(tmp_path: Path) -> None:
             with_password("redis://h:1", str(file))
 
 
-def test_a_command_uses_the_password_of_the_file_that_the_run_names(
+def test_command_uses_the_password_of_the_file_that_the_run_names(
     live_run: RunDir, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(fill(redis_url, live_run.name, pushed=1))
@@ -133,13 +133,13 @@ def test_no_password_of_the_url_is_written_down(url: str) -> None:
     assert "secret" not in repr(plan)
 
 
-def test_a_url_that_is_refused_is_shown_without_its_password() -> None:
+def test_url_that_is_refused_is_shown_without_its_password() -> None:
     with pytest.raises(ValueError, match=r"buffer\.url='redis://h:1/0': must name") as refused:
         load_config(["buffer.url='redis://me:a/b@secret@h:1/0'"])
     assert "secret" not in str(refused.value)
 
 
-def test_a_server_that_does_not_know_the_run_is_told(
+def test_server_that_does_not_know_the_run_is_told(
     live_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["depth", "--dir", str(live_run.path.parent)]) == EXIT_FAILED

@@ -29,7 +29,7 @@ def fill_now(run_dir: RunDir, pushed: int, leased: int = 0) -> None:
     asyncio.run(fill(url, run_dir.name, pushed=pushed, leased=leased))
 
 
-def test_the_line_says_where_every_group_is() -> None:
+def test_line_says_where_every_group_is() -> None:
     line = depth_line("night", STATS)
     assert "\n" not in line
     for part in (
@@ -45,7 +45,7 @@ def test_the_line_says_where_every_group_is() -> None:
         assert part in line, line
 
 
-def test_the_line_says_how_much_of_the_capacity_is_used() -> None:
+def test_line_says_how_much_of_the_capacity_is_used() -> None:
     stats = replace(STATS, capacity_groups=64, capacity_bytes=2**20, oldest_ready_age_s=75.0)
     line = depth_line("night", stats)
     assert "capacity 48 of 64 groups" in line
@@ -53,7 +53,7 @@ def test_the_line_says_how_much_of_the_capacity_is_used() -> None:
     assert "oldest 1m 15s" in line
 
 
-def test_a_fleet_that_is_gone_leaves_no_credits() -> None:
+def test_fleet_that_is_gone_leaves_no_credits() -> None:
     line = depth_line("night", replace(STATS, engine_versions={}, engines_gone=True))
     assert "in use 48 of 0 (no engine serves)" in line
 
@@ -63,7 +63,7 @@ def test_pushes_that_had_to_wait_are_in_the_line() -> None:
     assert line.endswith("blocked pushes 3 (12 s)")
 
 
-def test_the_command_reads_the_buffer_of_a_run_that_goes_on(
+def test_command_reads_the_buffer_of_a_run_that_goes_on(
     live_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill_now(live_run, pushed=3, leased=2)
@@ -73,7 +73,7 @@ def test_the_command_reads_the_buffer_of_a_run_that_goes_on(
     assert f"{live_run.name} | ready 1 (staleness 0: 1) | leased 2 | running 0" in printed
 
 
-def test_the_watch_draws_lines_until_the_run_is_over(live_run: RunDir) -> None:
+def test_watch_draws_lines_until_the_run_is_over(live_run: RunDir) -> None:
     fill_now(live_run, pushed=1)
     console = Console(width=200)
     timer = threading.Timer(1.0, live_run.end, ["finished"])
@@ -87,9 +87,7 @@ def test_the_watch_draws_lines_until_the_run_is_over(live_run: RunDir) -> None:
 
 
 @pytest.mark.slow
-def test_the_watch_of_a_server_that_is_gone_ends_with_a_word(
-    live_run: RunDir, tmp_path: Path
-) -> None:
+def test_watch_of_a_server_that_is_gone_ends_with_a_word(live_run: RunDir, tmp_path: Path) -> None:
     server = EmbeddedServer.start(
         tmp_path / "redis", BufferConfig(), "127.0.0.1", tmp_path / "redis.log"
     )
@@ -123,7 +121,7 @@ def test_ctrl_c_ends_the_watch_with_success(live_run: RunDir) -> None:
     assert "Traceback" not in rest
 
 
-def test_a_buffer_whose_server_is_away_is_one_line(
+def test_buffer_whose_server_is_away_is_one_line(
     live_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     live_run.write_redis_url("redis://127.0.0.1:1/0")
@@ -132,7 +130,7 @@ def test_a_buffer_whose_server_is_away_is_one_line(
     assert error.startswith("leash: cannot reach Redis at 127.0.0.1:1") and error.count("\n") == 1
 
 
-def test_the_data_of_a_run_that_is_over_is_served_for_the_command(
+def test_data_of_a_run_that_is_over_is_served_for_the_command(
     live_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = EmbeddedServer.start(
@@ -151,7 +149,7 @@ def test_the_data_of_a_run_that_is_over_is_served_for_the_command(
     assert left == []
 
 
-def test_a_run_that_is_over_and_left_no_data_is_told(
+def test_run_that_is_over_and_left_no_data_is_told(
     live_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     live_run.forget_redis_url()

@@ -61,7 +61,7 @@ async def await_result(name: str, ref: Any) -> Any:
     return await ref
 
 
-async def test_an_engine_is_held_for_the_evaluation_and_released() -> None:
+async def test_engine_is_held_for_the_evaluation_and_released() -> None:
     pool = Pool({"engine-0", "engine-2"}, set())
     record = await evaluate(pool, 4, may_hold=True, await_result=await_result)
     assert pool.log == [
@@ -72,7 +72,7 @@ async def test_an_engine_is_held_for_the_evaluation_and_released() -> None:
     assert (record["engine"], record["accuracy"], record["pass_at_1"]) == ("engine-2", 0.5, 0.5)
 
 
-async def test_an_engine_that_has_gone_past_the_version_or_is_dead_is_not_taken() -> None:
+async def test_engine_that_has_gone_past_the_version_or_is_dead_is_not_taken() -> None:
     pool = Pool({"engine-0"}, {"engine-2"})
     record = await evaluate(pool, 4, may_hold=True, await_result=await_result)
     assert [what for what, _ in pool.log] == ["hold", "hold", "hold", "evaluate", "release"]
@@ -87,14 +87,14 @@ async def test_without_an_engine_of_its_own_any_may_answer(may_hold: bool) -> No
     assert len(pool.log) == 1 + 3 * may_hold
 
 
-async def test_an_evaluation_that_fails_releases_the_engine_and_tells_why() -> None:
+async def test_evaluation_that_fails_releases_the_engine_and_tells_why() -> None:
     pool = Pool({"engine-2"}, set(), ValueError("a bad task"))
     with pytest.raises(ValueError, match="a bad task"):
         await evaluate(pool, 4, may_hold=True, await_result=await_result)
     assert pool.log[-1] == ("release", "engine-2")
 
 
-async def test_an_evaluation_beside_training_that_fails_is_a_record() -> None:
+async def test_evaluation_beside_training_that_fails_is_a_record() -> None:
     why = "worker-0 failed: EvaluationFailed: 9 of 64 held-out prompts got no answer"
     pool = Pool({"engine-2"}, set(), RunFailed(f"{why}\nline of a log\nanother"))
     kind, record = await evaluate_mildly(pool, 4, may_hold=True, await_result=await_result)
@@ -109,7 +109,7 @@ async def test_an_evaluation_beside_training_that_fails_is_a_record() -> None:
         await evaluate_mildly(bad, 4, may_hold=True, await_result=await_result)
 
 
-async def test_an_evaluation_that_is_cancelled_releases_the_engine() -> None:
+async def test_evaluation_that_is_cancelled_releases_the_engine() -> None:
     pool = Pool({"engine-2"}, set())
 
     async def never(name: str, ref: Any) -> Any:

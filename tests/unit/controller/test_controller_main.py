@@ -34,7 +34,7 @@ def test_bad_input_is_one_message_and_starts_nothing(
     assert not runs.exists()
 
 
-def test_a_port_in_use_is_refused_before_anything_that_takes_long(
+def test_port_in_use_is_refused_before_anything_that_takes_long(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -46,7 +46,7 @@ def test_a_port_in_use_is_refused_before_anything_that_takes_long(
     assert "Ray" not in printed.out and not (tmp_path / "runs").exists()
 
 
-def test_a_bad_line_of_a_task_file_is_named_by_its_number(
+def test_bad_line_of_a_task_file_is_named_by_its_number(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "bad.jsonl"
@@ -63,7 +63,7 @@ def test_settings_may_stand_on_both_sides_of_an_option(capfd: pytest.CaptureFixt
     assert "num_steps: 7" in told and "seed: 5" in told and "What this run starts" in told
 
 
-def test_an_unknown_option_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+def test_unknown_option_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(["launch", "--experimnt", "x"])
     assert exit_info.value.code == 2

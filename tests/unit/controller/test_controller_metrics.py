@@ -33,14 +33,14 @@ def test_what_is_no_number_reads_as_nan(tmp_path: Path) -> None:
     assert written["loss"] is written["norm"] is None
 
 
-def test_a_last_line_without_its_end_is_left_out(tmp_path: Path) -> None:
+def test_last_line_without_its_end_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"t": 1.0, "kind": "step", "step": 0}\n{"t": 2.0, "ki')
     assert len(read_metrics(path)) == 1
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"kind": "step"}', '{"t": "x", "kind": "step"}'])
-def test_a_broken_line_is_told_with_its_number(tmp_path: Path, line: str) -> None:
+def test_broken_line_is_told_with_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"t": 1.0, "kind": "step"}}\n{line}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: no metrics record"):
@@ -51,12 +51,12 @@ def test_no_file_means_no_records(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
-def test_a_histogram_is_kept_as_text() -> None:
+def test_histogram_is_kept_as_text() -> None:
     record = Record(t=0.0, kind="step", values={"staleness_counts": '{"2": 1, "0": 3}'})
     assert record.histogram("staleness_counts") == {0: 3, 2: 1}
     assert record.histogram("missing") == {}
 
 
-def test_a_value_cannot_take_the_place_of_the_records_own_kind(tmp_path: Path) -> None:
+def test_value_cannot_take_the_place_of_the_records_own_kind(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "metrics.jsonl") as log, pytest.raises(AssertionError):
         log.append("publish", {"kind": "full"})

@@ -44,7 +44,7 @@ def text_of(view: RunView, width: int = 100) -> str:
     return capture.get()
 
 
-def test_the_view_knows_pace_and_time_left() -> None:
+def test_view_knows_pace_and_time_left() -> None:
     view = trained_view()
     assert view.step == 20
     assert view.seconds_per_step == pytest.approx(0.5)
@@ -54,7 +54,7 @@ def test_the_view_knows_pace_and_time_left() -> None:
     assert view.shares.trainer_for_rollout == pytest.approx(0.6)
 
 
-def test_an_evaluation_that_failed_is_told_until_the_next_one() -> None:
+def test_evaluation_that_failed_is_told_until_the_next_one() -> None:
     view = trained_view()
     failed = {"version": 25, "why": "worker-0 failed: no engine"}
     view.apply(Record(t=1011.0, kind="eval_failed", values=failed))
@@ -64,7 +64,7 @@ def test_an_evaluation_that_failed_is_told_until_the_next_one() -> None:
     assert told not in text_of(view)
 
 
-def test_the_panel_shows_what_one_looks_for() -> None:
+def test_panel_shows_what_one_looks_for() -> None:
     text = text_of(trained_view())
     for shown in (
         "night",
@@ -120,7 +120,7 @@ def test_pushes_that_wait_for_capacity_are_told(change: dict[str, float], told: 
     assert told in remark
 
 
-def test_a_buffer_with_room_has_no_remark() -> None:
+def test_buffer_with_room_has_no_remark() -> None:
     assert buffer_remarks(replace(STATS, capacity_groups=49, capacity_bytes=20_001)) == []
 
 
@@ -143,17 +143,17 @@ def test_engines_that_are_late_or_gone_are_told_with_what_that_means() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
-def test_the_panel_fits_every_width(width: int) -> None:
+def test_panel_fits_every_width(width: int) -> None:
     assert {len(line) for line in text_of(trained_view(), width).splitlines()} == {width}
 
 
-def test_the_panel_can_be_drawn_before_anything_is_known() -> None:
+def test_panel_can_be_drawn_before_anything_is_known() -> None:
     text = text_of(RunView(run="night", num_steps=40, started=0.0))
     assert "step 0 of 40" in text
     assert "not there yet" in text
 
 
-def test_a_smaller_max_staleness_still_shows_the_older_groups() -> None:
+def test_smaller_max_staleness_still_shows_the_older_groups() -> None:
     view = trained_view()
     view.observe(1020.0, replace(STATS, max_staleness=0), {}, {})
     assert "staleness 2" in text_of(view)
@@ -175,20 +175,20 @@ def test_without_a_terminal_each_step_is_one_line() -> None:
     assert [line.split(" | ")[0] for line in lines[1:]] == ["step 20/40", "step 21/40"]
 
 
-def test_a_step_line_says_the_essentials() -> None:
+def test_step_line_says_the_essentials() -> None:
     assert step_line(trained_view()) == (
         "step 20/40 | reward 0.77 (first 0.30) | eval 74% (first 31%, at version 20) | "
         "staleness 1.2 (max 2) | ready 32 | 1k tokens/s | 10 s left"
     )
 
 
-def test_a_step_line_shows_a_lone_evaluation_as_that_of_its_version() -> None:
+def test_step_line_shows_a_lone_evaluation_as_that_of_its_version() -> None:
     view = trained_view()
     del view.evals[1:]
     assert f"| eval 31% (at version {view.evals[0].count('version_min')}) |" in step_line(view)
 
 
-def test_a_start_step_that_fails_is_marked_and_raises() -> None:
+def test_start_step_that_fails_is_marked_and_raises() -> None:
     out = io.StringIO()
     panel = Panel(console=Console(file=out, width=100))
     with pytest.raises(RuntimeError, match="no room"), panel.step("engines"):
@@ -215,13 +215,13 @@ def test_disabled_the_panel_prints_lines_on_a_terminal_too() -> None:
     assert out.getvalue().startswith("step 20/40")
 
 
-def test_a_sparkline_keeps_the_shape_in_the_room_there_is() -> None:
+def test_sparkline_keeps_the_shape_in_the_room_there_is() -> None:
     assert sparkline([0.0, 0.5, 1.0], width=8) == "▁▅█"
     assert sparkline([0.0] * 50 + [1.0] * 50, width=4) == "▁▁██"
     assert sparkline([0.0, 0.0], width=4) == "▁▁"
 
 
-def test_a_buffer_record_keeps_the_waits() -> None:
+def test_buffer_record_keeps_the_waits() -> None:
     waits = {("trainer", "rollout"): 3.5, ("rollout", "trainer"): 1.0}
     values = buffer_values(STATS, waits, {"tokens_generated": 7})
     assert waits_of(Record(t=0.0, kind="buffer", values=values)) == waits

@@ -52,19 +52,19 @@ def test_more_gpus_than_there_are_is_refused_with_the_numbers() -> None:
         make_plan(load_config(["cluster.gpus_per_rank=1"]), num_gpus=0, num_cpus=2)
 
 
-def test_a_dry_run_for_a_cluster_takes_its_gpus_for_given() -> None:
+def test_dry_run_for_a_cluster_takes_its_gpus_for_given() -> None:
     plan = make_plan(load_config([], "qwen2.5-7b-gsm8k"), num_gpus=None, num_cpus=8)
     assert plan.num_gpus == 16
 
 
-def test_the_rendered_plan_says_what_starts_and_how_far_the_leash_reaches() -> None:
+def test_rendered_plan_says_what_starts_and_how_far_the_leash_reaches() -> None:
     text = text_of(make_plan(load_config([]), 0, 2))
     for word in ("Redis server", "rollout worker", "trainer rank", "SGLang engine", "428k"):
         assert word in text
     assert "(2 + 1) x 16 = 48 groups" in text
 
 
-def test_a_server_of_yours_is_named_without_its_password() -> None:
+def test_server_of_yours_is_named_without_its_password() -> None:
     text = text_of(make_plan(load_config(["buffer.url=redis://me:secret@box:6380/0"]), 0, 2))
     assert "at box:6380" in text
     assert "secret" not in text
@@ -94,7 +94,7 @@ def test_parameters_of_a_scratch_model_are_counted_by_hand() -> None:
     assert size.kv_elements == 2 * 1 * 1 * 4
 
 
-def test_a_folder_is_counted_by_its_config(tmp_path: Path) -> None:
+def test_folder_is_counted_by_its_config(tmp_path: Path) -> None:
     fields = {
         "hidden_size": 3584,
         "num_hidden_layers": 28,
@@ -114,7 +114,7 @@ def test_a_folder_is_counted_by_its_config(tmp_path: Path) -> None:
     ("name", "num_params"),
     [("Qwen/Qwen2.5-7B-Instruct", 7e9), ("Qwen/Qwen3-0.6B", 0.6e9), ("org/model", None)],
 )
-def test_a_hub_name_tells_its_size(name: str, num_params: float | None) -> None:
+def test_hub_name_tells_its_size(name: str, num_params: float | None) -> None:
     assert model_size(ModelConfig(path=name)).num_params == num_params
 
 
@@ -125,7 +125,7 @@ def test_weights_are_sent_as_the_engines_hold_them() -> None:
     assert make_plan(chosen, 0, 2).serving_dtype == "bfloat16"
 
 
-def test_the_plan_says_how_weights_travel() -> None:
+def test_plan_says_how_weights_travel() -> None:
     text = text_of(make_plan(load_config([]), 0, 2))
     assert "weights receiver" in text and "one a node; stages in /dev/shm" in text
     assert "1.63 MiB a version, as float32; one engine stands still at a time" in text
@@ -195,7 +195,7 @@ def test_settings_of_a_shared_gpu_are_kept_where_they_can_be() -> None:
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
-def test_a_model_too_large_for_the_gpus_goes_to_the_cpu_and_the_plan_says_why(
+def test_model_too_large_for_the_gpus_goes_to_the_cpu_and_the_plan_says_why(
     num_gpus: int,
 ) -> None:
     settings = ["model=pretrained", "model.path=Qwen/Qwen2.5-7B-Instruct"]
@@ -208,7 +208,7 @@ def test_a_model_too_large_for_the_gpus_goes_to_the_cpu_and_the_plan_says_why(
         )
 
 
-def test_the_share_of_an_engine_grows_with_the_model() -> None:
+def test_share_of_an_engine_grows_with_the_model() -> None:
     settings = ["model=pretrained", "model.path=Qwen/Qwen3-1.7B"]
     plan = make_plan(load_config(settings), num_gpus=1, num_cpus=8, gpu_bytes=80 * GIB)
     fraction = plan.config.rollout.engine.mem_fraction
@@ -219,7 +219,7 @@ def test_the_share_of_an_engine_grows_with_the_model() -> None:
 
 
 @pytest.mark.parametrize("num_gpus", [1, 16])
-def test_a_dry_run_shows_the_plan_for_any_number_of_gpus(
+def test_dry_run_shows_the_plan_for_any_number_of_gpus(
     num_gpus: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["dry-run", f"cluster.num_gpus={num_gpus}"]) == 0

@@ -69,7 +69,7 @@ def test_poison_is_listed_released_and_discarded(
     assert "no such group or prompt is in quarantine" in error and error.count("\n") == 1
 
 
-def test_a_discarded_group_is_dropped_and_counted(
+def test_discarded_group_is_dropped_and_counted(
     live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = ["--dir", str(live_run.path.parent)]

@@ -16,7 +16,7 @@ from controller.run_dir import RunDir, RunDirError
 from processes.leftovers import list_path, write_list
 
 
-def test_a_new_run_is_found_by_name_and_as_the_newest(tmp_path: Path) -> None:
+def test_new_run_is_found_by_name_and_as_the_newest(tmp_path: Path) -> None:
     first = RunDir.create(str(tmp_path), "first", "quickstart")
     second = RunDir.create(str(tmp_path), None, "quickstart")
     assert second.name.startswith("quickstart-2")
@@ -25,7 +25,7 @@ def test_a_new_run_is_found_by_name_and_as_the_newest(tmp_path: Path) -> None:
     assert first.read_record().state == "running" and first.read_record().is_alive
 
 
-def test_a_folder_in_use_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_folder_in_use_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious").write_text("x")
     with pytest.raises(RunDirError, match=r"run\.name='mine': .* is in use; choose another"):
@@ -34,19 +34,19 @@ def test_a_folder_in_use_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a b", "../up", "", "a:b", "{x}", "-x"])
-def test_a_name_that_could_not_name_redis_keys_is_refused(tmp_path: Path, name: str) -> None:
+def test_name_that_could_not_name_redis_keys_is_refused(tmp_path: Path, name: str) -> None:
     if name:
         with pytest.raises(RunDirError, match=r"run\.name="):
             RunDir.create(str(tmp_path), name, "quickstart")
 
 
-def test_a_folder_that_cannot_be_made_is_told_with_the_fix(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_made_is_told_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirError, match=r"run\.dir='.*': cannot make .* choose a folder"):
         RunDir.create(str(tmp_path / "file"), "a", "quickstart")
 
 
-def test_the_redis_url_is_for_its_owner_alone_and_can_be_forgotten(tmp_path: Path) -> None:
+def test_redis_url_is_for_its_owner_alone_and_can_be_forgotten(tmp_path: Path) -> None:
     run = RunDir.create(str(tmp_path), "a", "quickstart")
     run.write_redis_url("redis://:secret@127.0.0.1:1/0")
     assert run.read_redis_url() == "redis://:secret@127.0.0.1:1/0"
@@ -55,7 +55,7 @@ def test_the_redis_url_is_for_its_owner_alone_and_can_be_forgotten(tmp_path: Pat
     assert run.read_redis_url() is None
 
 
-def test_a_run_whose_process_is_gone_is_not_alive_even_if_its_number_is_used_again(
+def test_run_whose_process_is_gone_is_not_alive_even_if_its_number_is_used_again(
     tmp_path: Path,
 ) -> None:
     run = RunDir.create(str(tmp_path), "a", "quickstart")
@@ -68,7 +68,7 @@ def test_a_run_whose_process_is_gone_is_not_alive_even_if_its_number_is_used_aga
     assert not living.is_alive
 
 
-def test_an_unknown_run_is_told_with_those_that_exist(tmp_path: Path) -> None:
+def test_unknown_run_is_told_with_those_that_exist(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match="no run below"):
         RunDir.find(str(tmp_path), None)
     RunDir.create(str(tmp_path), "a", "quickstart")
@@ -76,7 +76,7 @@ def test_an_unknown_run_is_told_with_those_that_exist(tmp_path: Path) -> None:
         RunDir.find(str(tmp_path), "b")
 
 
-def test_a_controller_on_another_machine_is_believed_by_its_record(tmp_path: Path) -> None:
+def test_controller_on_another_machine_is_believed_by_its_record(tmp_path: Path) -> None:
     """Process ids of another machine say nothing here."""
     run = RunDir.create(str(tmp_path), "a", "quickstart")
     record = run.read_record()

@@ -89,7 +89,7 @@ def test_further_columns_are_told_in_short() -> None:
     assert column_line("a", untrained) == "  a: no token is trained"
 
 
-def test_a_line_says_what_became_of_the_trajectory() -> None:
+def test_line_says_what_became_of_the_trajectory() -> None:
     # Logarithms of 0.5, 0.4, 0.009, 0.05, 0.9 and 0.9: their mean is -1.59.
     assert headline(2, trajectory(episode=1)) == (
         "trajectory 2, episode 1: reward 0.75 (right 1, short -0.5), stop, 8 tokens of which 6 are "
@@ -143,7 +143,7 @@ def show(run_dir: RunDir, *arguments: str) -> int:
     return main(["show", *arguments, "--dir", str(run_dir.path.parent)])
 
 
-def test_the_command_shows_a_recorded_group_and_without_an_id_the_last_one(
+def test_command_shows_a_recorded_group_and_without_an_id_the_last_one(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log_of_worker = RolloutLog(run_dir.path, "worker-3", 1.0, 0)
@@ -158,7 +158,7 @@ def test_the_command_shows_a_recorded_group_and_without_an_id_the_last_one(
     assert capsys.readouterr().out.startswith("second: ")
 
 
-def test_the_command_shows_a_group_that_only_the_buffer_has(
+def test_command_shows_a_group_that_only_the_buffer_has(
     run_dir: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(fill(redis_url, run_dir.name, pushed=1))
@@ -167,7 +167,7 @@ def test_the_command_shows_a_group_that_only_the_buffer_has(
     assert "in the buffer" in printed and "⟦v0⟧" in printed
 
 
-def test_a_group_that_nobody_kept_is_one_line(
+def test_group_that_nobody_kept_is_one_line(
     run_dir: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(fill(redis_url, run_dir.name))
@@ -178,7 +178,7 @@ def test_a_group_that_nobody_kept_is_one_line(
     assert "has recorded no group yet" in capsys.readouterr().err
 
 
-def test_the_model_is_the_one_of_the_run(
+def test_model_is_the_one_of_the_run(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     config = to_yaml(load_config([f"model.path={tmp_path}/nowhere", "model.scratch=null"]))

@@ -54,7 +54,7 @@ def summary_of(result: RunResult) -> str:
     return summary_markdown(Path("/nowhere"), result, load_config([]))
 
 
-def test_the_result_agrees_with_the_records_by_hand() -> None:
+def test_result_agrees_with_the_records_by_hand() -> None:
     result = result_of(run_records())
     assert (result.eval_before, result.eval_after, result.eval_size) == (0.31, 0.92, 64)
     assert result.reward_first == pytest.approx(0.5 / 20), "mean of steps 0 and 1"
@@ -81,7 +81,7 @@ def test_the_result_agrees_with_the_records_by_hand() -> None:
     assert result.staleness_mean == pytest.approx(1.25)
 
 
-def test_the_result_line_is_json_with_everything_asked_for() -> None:
+def test_result_line_is_json_with_everything_asked_for() -> None:
     line = result_line(result_of(run_records()))
     assert "\n" not in line
     word, _, text = line.partition(" ")
@@ -93,7 +93,7 @@ def test_the_result_line_is_json_with_everything_asked_for() -> None:
     assert fields["groups_pushed"] == sum(fields[place] for place in places) + dropped
 
 
-def test_an_evaluation_that_failed_is_counted_and_the_last_one_leaves_no_accuracy() -> None:
+def test_evaluation_that_failed_is_counted_and_the_last_one_leaves_no_accuracy() -> None:
     records = run_records()
     between = Record(t=1010.0, kind="eval_failed", values={"version": 10, "why": "lost"})
     result = result_of([*records, between])
@@ -105,7 +105,7 @@ def test_an_evaluation_that_failed_is_counted_and_the_last_one_leaves_no_accurac
     assert "| evaluations that failed | 1 |" in summary_of(result)
 
 
-def test_a_run_without_steps_has_a_result_too() -> None:
+def test_run_without_steps_has_a_result_too() -> None:
     result = result_of([])
     fields = json.loads(result_line(result).removeprefix("RESULT "))
     assert fields["steps"] == 0
@@ -114,7 +114,7 @@ def test_a_run_without_steps_has_a_result_too() -> None:
     assert figures([]) == {}
 
 
-def test_the_summary_names_the_rise_the_plots_and_the_command(tmp_path: Path) -> None:
+def test_summary_names_the_rise_the_plots_and_the_command(tmp_path: Path) -> None:
     records = run_records()
     result = result_of(records)
     for name in PLOTS:
@@ -130,7 +130,7 @@ def test_the_summary_names_the_rise_the_plots_and_the_command(tmp_path: Path) ->
     assert all(f"]({name})" in summary for name in PLOTS)
 
 
-def test_the_bound_of_each_time_is_told_after_it_was_changed() -> None:
+def test_bound_of_each_time_is_told_after_it_was_changed() -> None:
     records = []
     for step, bound in enumerate([2, 2, 4, 4, 1]):
         records.append(Record(t=step, kind="buffer", values={"max_staleness": bound}))
@@ -144,7 +144,7 @@ def test_the_bound_of_each_time_is_told_after_it_was_changed() -> None:
     assert "| the bound over the run | 2 from step 1, 4 from step 3, 1 from step 5 |" in summary
 
 
-def test_a_broken_law_stands_out_in_the_summary() -> None:
+def test_broken_law_stands_out_in_the_summary() -> None:
     result = replace(result_of(run_records()), is_conserved=False)
     assert "**NO" in summary_of(result)
 

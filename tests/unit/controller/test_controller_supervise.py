@@ -7,7 +7,7 @@ from ray.exceptions import ActorDiedError, RayActorError
 from controller.watch.supervise import death, failure
 
 
-def test_the_last_lines_of_a_log_hold_no_escape(tmp_path: Path) -> None:
+def test_last_lines_of_a_log_hold_no_escape(tmp_path: Path) -> None:
     log = tmp_path / "engine-0.log"
     log.write_bytes(b"loaded\nprompt: \x1b]52;c;ZXZpbA==\x07 \xe2\x80\xaeevil\x9b2J\n")
     said = str(failure("engine-0", "died", log))
@@ -15,7 +15,7 @@ def test_the_last_lines_of_a_log_hold_no_escape(tmp_path: Path) -> None:
     assert "␛]52;c;" in said
 
 
-def test_a_failure_ends_with_the_last_lines_of_the_log(tmp_path: Path) -> None:
+def test_failure_ends_with_the_last_lines_of_the_log(tmp_path: Path) -> None:
     log = tmp_path / "engine-0.log"
     log.write_text("\n".join(f"line {i}" for i in range(100)))
     message = str(failure("engine-0", "died (exit code -9)", log))

@@ -53,7 +53,7 @@ def said(*turns: tuple[str, str]) -> list[Message]:
     return [Message(role=role, content=content) for role, content in turns]
 
 
-def test_the_quickstarts_examples_are_a_word_and_its_answer_byte_for_byte(model: str) -> None:
+def test_quickstarts_examples_are_a_word_and_its_answer_byte_for_byte(model: str) -> None:
     config = load_config(["trainer.warm_start.num_steps=2", "trainer.warm_start.echo_fraction=0"])
     examples = supervised_examples(config, model)
     tokenizer = load_tokenizer(model, trust_remote_code=False)
@@ -115,7 +115,7 @@ class Right:
 
 
 @pytest.mark.parametrize("chat_template", [False, True])
-async def test_an_example_is_the_very_tokens_of_an_episode_that_went_right(
+async def test_example_is_the_very_tokens_of_an_episode_that_went_right(
     chat_template: bool,
 ) -> None:
     config = load_config([f"task.chat_template={str(chat_template).lower()}"], "alphabet-sort")
@@ -157,7 +157,7 @@ def test_with_a_chat_template_the_words_of_the_assistant_are_learnt_and_tools_ar
 @pytest.mark.parametrize(
     "turns", [[], [("assistant", "a")], [("user", "a")], [("user", "a"), ("tool", "b")]]
 )
-def test_a_demonstration_that_ends_with_somebody_else_is_refused(
+def test_demonstration_that_ends_with_somebody_else_is_refused(
     turns: list[tuple[str, str]],
 ) -> None:
     chat = ChatFormat(byte_tokenizer(), chat_template=False, tool_parser=ToolParser.hermes)

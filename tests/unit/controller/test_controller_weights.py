@@ -18,7 +18,7 @@ from controller.metrics.weights import WeightsView, behind_words, engines_behind
 from controller.watch.remarks import engine_remarks
 
 
-def test_a_view_keeps_the_recent_times() -> None:
+def test_view_keeps_the_recent_times() -> None:
     view = WeightsView()
     for version in range(30):
         for record in weights_records(version, 100.0 + version):
@@ -39,7 +39,7 @@ def test_one_version_behind_is_on_its_way_and_two_are_late() -> None:
     assert words == "engine-1 (and 1 more) is 3 versions behind"
 
 
-def test_an_engine_that_is_lost_stays_so_until_it_commits_again() -> None:
+def test_engine_that_is_lost_stays_so_until_it_commits_again() -> None:
     view = WeightsView()
     view.apply(event_record("engine_lost", "engine-1"))
     view.apply(event_record("joined", "receiver-0"))
@@ -50,7 +50,7 @@ def test_an_engine_that_is_lost_stays_so_until_it_commits_again() -> None:
     assert view.lost_engines == set()
 
 
-def test_a_result_is_the_sum_of_its_records_by_hand() -> None:
+def test_result_is_the_sum_of_its_records_by_hand() -> None:
     records = [
         *weights_records(0, 100.0),
         skipped_record(1, 101.0),
@@ -70,13 +70,13 @@ def test_a_result_is_the_sum_of_its_records_by_hand() -> None:
     assert result.weights_events == {"epoch": 1, "excluded": 2}
 
 
-def test_a_run_that_published_nothing_has_a_result_too() -> None:
+def test_run_that_published_nothing_has_a_result_too() -> None:
     result = weights_result([])
     assert result.publish_bytes is result.delta_density is result.convergence_s["p50"] is None
     assert result.weights_wire_bytes == result.publishes_delta == 0
 
 
-def test_a_publish_that_did_not_converge_counts_for_what_it_has() -> None:
+def test_publish_that_did_not_converge_counts_for_what_it_has() -> None:
     record = publish_record(4, 100.0)
     values = {k: v for k, v in record.values.items() if not k.startswith("converge")}
     result = weights_result([replace(record, values=values)])

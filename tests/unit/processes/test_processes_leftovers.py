@@ -67,7 +67,7 @@ def test_leftovers_through_a_link_are_those_of_others(tmp_path: Path) -> None:
     assert precious.is_dir() and not (tmp_path / "link").is_symlink()
 
 
-def test_a_list_that_was_never_finished_is_not_believed(tmp_path: Path) -> None:
+def test_list_that_was_never_finished_is_not_believed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     part = list_path(tmp_path, ".engine-0.part")
@@ -78,14 +78,14 @@ def test_a_list_that_was_never_finished_is_not_believed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_a_list_of_another_user_is_not_believed(tmp_path: Path, staged: Staged) -> None:
+def test_list_of_another_user_is_not_believed(tmp_path: Path, staged: Staged) -> None:
     folder = staged(tmp_path / "a", HERE)
     os.chown(list_path(tmp_path / "a", "receiver-0"), 65534, 65534)
     remove_leftovers(tmp_path / "a")
     assert folder.exists() and hosts_with_leftovers(tmp_path / "a") == [HERE]
 
 
-def test_the_next_launch_removes_what_dead_runs_left_here_and_touches_no_living_one(
+def test_next_launch_removes_what_dead_runs_left_here_and_touches_no_living_one(
     tmp_path: Path, staged: Staged
 ) -> None:
     dead, living = tmp_path / "dead", tmp_path / "living"

@@ -68,7 +68,7 @@ time.sleep(600)
     assert not file.exists()
 
 
-async def test_the_end_of_a_process_is_told_by_the_kernel() -> None:
+async def test_end_of_a_process_is_told_by_the_kernel() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         waiting = asyncio.create_task(exit_of(process.pid))
         await asyncio.sleep(0.05)

@@ -36,7 +36,7 @@ def said(text):
     return Completion(text=text, content=text)
 
 
-def test_a_demonstration_sorts_all_names_so_far_at_each_turn():
+def test_demonstration_sorts_all_names_so_far_at_each_turn():
     task = sort_task()
     for prompt in itertools.islice(TaskStream(task, 0, 1), 20):
         messages = task.demonstration(prompt)
@@ -53,7 +53,7 @@ def test_a_demonstration_sorts_all_names_so_far_at_each_turn():
         assert task.score(prompt, messages[-1].content) == 1.0
 
 
-async def test_an_episode_is_worth_the_mean_over_its_turns():
+async def test_episode_is_worth_the_mean_over_its_turns():
     task = sort_task(system_prompt="Sort.")
     prompt = task.example(5)
     answers = [m.content for m in task.demonstration(prompt) if m.role == "assistant"]
@@ -82,7 +82,7 @@ async def test_an_episode_is_worth_the_mean_over_its_turns():
         ([], ["Bob"], 0.0),
     ],
 )
-def test_a_share_counts_names_in_their_places(given, right, share):
+def test_share_counts_names_in_their_places(given, right, share):
     assert share_in_place(given, right) == pytest.approx(share)
 
 
@@ -102,7 +102,7 @@ def test_whole_names_are_sorted_by_either_word_in_a_chat():
         assert task.score(prompt, " ,  ".join(names) + ",") == 1.0
 
 
-def test_an_index_always_names_the_same_episode_and_no_held_out_one_is_trained_on():
+def test_index_always_names_the_same_episode_and_no_held_out_one_is_trained_on():
     task, again = sort_task(seed=4), sort_task(seed=4)
     assert [task.demonstration(task.example(i)) for i in range(9)] == [
         again.demonstration(again.example(i)) for i in range(9)
@@ -130,7 +130,7 @@ def test_an_index_always_names_the_same_episode_and_no_held_out_one_is_trained_o
         ({"params": {**SHORT, "num_known": 4}, "eval_size": 99}, r"gave only 24 different episode"),
     ],
 )
-def test_a_bad_setting_is_named(changes, message):
+def test_bad_setting_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         sort_task(**changes)
 
@@ -141,7 +141,7 @@ def test_names_are_all_different_and_the_first_twenty_begin_differently():
     assert len({name[0] for name in FIRST_NAMES[:20]}) == 20
 
 
-def test_the_experiment_gives_every_right_episode_room():
+def test_experiment_gives_every_right_episode_room():
     config = load_config([], "alphabet-sort")
     task = build_task(config.task)
     rollout = config.rollout

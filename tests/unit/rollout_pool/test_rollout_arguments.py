@@ -21,7 +21,7 @@ def arguments(config=None, *, pause_mode=PauseMode.retract, uses_gpu=False, trus
     )
 
 
-def test_a_cpu_server_gets_the_kernels_that_exist_there():
+def test_cpu_server_gets_the_kernels_that_exist_there():
     assert " ".join(arguments()) == (
         "--model-path /models/policy --served-model-name leash-engine-0 --host 10.0.0.7 "
         "--port 31000 --tp-size 1 --dtype float32 --max-running-requests 128 --random-seed 17 "
@@ -32,7 +32,7 @@ def test_a_cpu_server_gets_the_kernels_that_exist_there():
     )
 
 
-def test_a_gpu_server_keeps_sglangs_own_choice_of_kernels():
+def test_gpu_server_keeps_sglangs_own_choice_of_kernels():
     config = EngineConfig(tp_size=4, mem_fraction=0.7, max_running_requests=256)
     assert " ".join(arguments(config, uses_gpu=True)) == (
         "--model-path /models/policy --served-model-name leash-engine-0 --host 10.0.0.7 "

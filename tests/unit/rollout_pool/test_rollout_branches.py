@@ -31,7 +31,7 @@ def test_turns_that_extend_each_other_are_one_branch():
     assert (branch.prompt_length, branch.finish_reason) == (2, "length")
 
 
-def test_a_rewritten_history_begins_a_branch_in_which_old_words_are_given():
+def test_rewritten_history_begins_a_branch_in_which_old_words_are_given():
     branches = Branches()
     add(branches, [5, 6], [7, 8])
     add(branches, [5, 7, 8], [9])  # the model's own 7 and 8, after an edit

@@ -195,7 +195,7 @@ def test_tools_are_shown_once_and_tool_answers_stand_as_the_template_writes_them
     )
 
 
-def test_the_models_own_spelling_is_kept():
+def test_models_own_spelling_is_kept():
     made = TOKENIZERS[CHATML]
     chat = chat_of(made)
     odd = [*b"123", *made.encode("<|im_end|>", add_special_tokens=False)]
@@ -225,7 +225,7 @@ def test_turn_is_ended_once_by_model_or_template(ending, appended):
     assert made.decode(followed[len(tokens) :]) == appended
 
 
-def test_a_template_that_leaves_old_thoughts_out_changes_nothing_that_was_said():
+def test_template_that_leaves_old_thoughts_out_changes_nothing_that_was_said():
     made = tokenizer(THINKING, "<|im_end|>")
     chat = chat_of(made)
     opening = [say("user", "1 + 2?")]
@@ -240,7 +240,7 @@ def test_a_template_that_leaves_old_thoughts_out_changes_nothing_that_was_said()
     assert "long" not in made.decode(rendered_again)  # as the template would have it
 
 
-def test_a_tool_message_that_needs_a_call_before_it_is_rendered_behind_one():
+def test_tool_message_that_needs_a_call_before_it_is_rendered_behind_one():
     made = tokenizer(STRICT)
     chat = chat_of(made)
     tool = say("tool", "3", name="add", tool_call_id="c1")
@@ -252,7 +252,7 @@ def test_a_tool_message_that_needs_a_call_before_it_is_rendered_behind_one():
         assert made.decode(chat.follow(tokens, [tool])[len(tokens) :]) == appended
 
 
-def test_a_template_without_special_tokens_appends_all_that_it_writes():
+def test_template_without_special_tokens_appends_all_that_it_writes():
     made = tokenizer(PLAIN)
     chat = chat_of(made)
     tokens = [*chat.first([say("user", "hi")]), *made.encode("an<|endoftext|>")]
@@ -350,7 +350,7 @@ def test_words_that_spell_special_tokens_look_as_they_did_and_all_others_are_unt
     assert chat.first([say("user", plain)]) == made.encode(rendered, add_special_tokens=False)
 
 
-def test_the_models_own_words_are_taken_as_they_are():
+def test_models_own_words_are_taken_as_they_are():
     made = TOKENIZERS[CHATML]
     answer = "a<|python_tag|>b"
     tokens = chat_of(made).first([say("user", "?"), say("assistant", answer), say("user", "?")])
@@ -368,7 +368,7 @@ def test_marks_that_overlap_or_are_not_called_special_are_kept_out_too():
     assert marks_in(made, chat.first([say("user", "<think>")])) == ["<think>"]
 
 
-def test_a_text_of_some_size_is_not_kept():
+def test_text_of_some_size_is_not_kept():
     class Counting:
         """A tokenizer that counts the texts it is given."""
 
@@ -409,18 +409,18 @@ def test_what_is_given_out_may_be_changed():
         (PLAIN, say("assistant", "7"), "7\n\n<|endoftext|>"),
     ],
 )
-def test_an_answer_to_learn_is_as_the_template_writes_it_up_to_its_end(template, message, written):
+def test_answer_to_learn_is_as_the_template_writes_it_up_to_its_end(template, message, written):
     made = tokenizer(template)
     assert made.decode(chat_of(made).answer(message)) == written
 
 
-def test_an_answer_to_learn_without_a_template_ends_with_the_end_of_sequence():
+def test_answer_to_learn_without_a_template_ends_with_the_end_of_sequence():
     made = byte_tokenizer()
     chat = chat_of(made, chat_template=False)
     assert chat.answer(say("assistant", "7")) == [*b"7", made.eos_token_id]
 
 
-def test_an_answer_is_read_without_the_token_that_ends_it():
+def test_answer_is_read_without_the_token_that_ends_it():
     made = TOKENIZERS[CHATML]
     chat = chat_of(made)
     ids = made.encode("It is 12.<|im_end|>", add_special_tokens=False)

@@ -56,7 +56,7 @@ async def test_samples_of_one_moment_share_a_call_and_each_gets_its_own_tokens(
     assert [params["max_new_tokens"] for params in body["sampling_params"]] == [8, 9, 10]
 
 
-async def test_a_crowd_is_spread_over_calls(fake, client):
+async def test_crowd_is_spread_over_calls(fake, client):
     samples = [make_sample(i) for i in range(70)]
     assert await ask_all(client, samples) == samples
     assert sorted(len(body["rid"]) for body in fake.bodies("/generate")) == [6, 32, 32]
@@ -89,7 +89,7 @@ async def test_everything_that_shapes_sampling_is_sent(fake, client):
     ]
 
 
-async def test_the_interval_between_arrivals_can_be_chosen(fake):
+async def test_interval_between_arrivals_can_be_chosen(fake):
     client = fake.client("engine-0", stream_interval=4)
     await ask(client, make_sample())
     [body] = fake.bodies("/generate")
@@ -97,7 +97,7 @@ async def test_the_interval_between_arrivals_can_be_chosen(fake):
     await client.close()
 
 
-async def test_a_sample_goes_on_from_the_tokens_that_it_has(fake, client, make_reply):
+async def test_sample_goes_on_from_the_tokens_that_it_has(fake, client, make_reply):
     fake.version = "9"
     fake.reply = lambda rid: make_reply(
         output_ids=[20, 21, 2], versions=[("8", 0, 1), ("9", 1, 3)], parts=[1, 1], labels=["8", "9"]
@@ -198,7 +198,7 @@ async def test_tokens_that_were_lost_on_the_way_are_noticed():
 
 @pytest.mark.parametrize("version", ["default", "", "-1", "1.0", "0x1", "\u0661"])
 @pytest.mark.parametrize("says_first_token", [False, True])
-async def test_a_version_that_no_trainer_published_is_refused(
+async def test_version_that_no_trainer_published_is_refused(
     fake, client, make_reply, version, says_first_token
 ):
     fake.version = version
@@ -246,7 +246,7 @@ async def test_broken_answer_is_an_error_and_tokens_before_it_stay(
     assert len(sample.output_ids) == num_kept and sample.finish_reason is None
 
 
-async def test_a_refused_call_is_an_error_with_the_engines_words(fake, client):
+async def test_refused_call_is_an_error_with_the_engines_words(fake, client):
     fake.status = 503
     error = await ask(client, make_sample())
     assert isinstance(error, EngineError) and not isinstance(error, SampleRefused)
@@ -291,7 +291,7 @@ async def test_cancelled_samples_are_stopped_at_the_engine(fake, client, make_re
     assert sorted(fake.aborted) == ["g.1.1!", "g.2.1!"]
 
 
-async def test_a_stopped_sample_has_all_its_tokens_with_exact_versions_and_its_siblings_go_on(
+async def test_stopped_sample_has_all_its_tokens_with_exact_versions_and_its_siblings_go_on(
     fake, client, make_reply
 ):
     fake.reply = lambda rid: make_reply(
@@ -314,7 +314,7 @@ async def test_a_stopped_sample_has_all_its_tokens_with_exact_versions_and_its_s
     assert fake.aborted == ["g.1.1!"]
 
 
-async def test_a_stop_that_overtakes_its_request_is_said_again(fake, client, make_reply):
+async def test_stop_that_overtakes_its_request_is_said_again(fake, client, make_reply):
     fake.num_lost_aborts = 1
     fake.reply = lambda rid: make_reply(never_ends=True)
     sample = make_sample()
@@ -325,7 +325,7 @@ async def test_a_stop_that_overtakes_its_request_is_said_again(fake, client, mak
     assert fake.aborted == ["g.0.1!"] * 2
 
 
-async def test_a_sample_that_is_stopped_before_it_is_sent_is_never_sent(fake, client):
+async def test_sample_that_is_stopped_before_it_is_sent_is_never_sent(fake, client):
     sample = make_sample()
     task = asyncio.create_task(ask(client, sample))
     await asyncio.sleep(0)
@@ -335,9 +335,7 @@ async def test_a_sample_that_is_stopped_before_it_is_sent_is_never_sent(fake, cl
     assert fake.calls == []
 
 
-async def test_an_owner_that_raises_at_an_arrival_fails_its_own_sample_alone(
-    fake, client, make_reply
-):
+async def test_owner_that_raises_at_an_arrival_fails_its_own_sample_alone(fake, client, make_reply):
     fake.reply = lambda rid: make_reply(never_ends=rid == "g.0.1!")
 
     def raise_it():
@@ -453,7 +451,7 @@ async def test_what_a_server_can_do_is_asked(fake, client):
     assert await client.wants_update_session()
 
 
-async def test_a_server_under_another_name_is_not_taken_for_ours(fake, client):
+async def test_server_under_another_name_is_not_taken_for_ours(fake, client):
     assert await client.is_ready("fake", timeout_s=2)
     with pytest.raises(EngineError, match="another server than engine-0"):
         await client.is_ready("ours", timeout_s=2)
@@ -465,7 +463,7 @@ async def test_a_server_under_another_name_is_not_taken_for_ours(fake, client):
     "fields",
     [{"prompt": [5, 264]}, {"prompt": [-1, 5]}, {"output_ids": [264]}, {"prompt": [10**30]}],
 )
-async def test_a_sample_with_a_token_that_would_end_the_engine_is_not_sent(fake, fields):
+async def test_sample_with_a_token_that_would_end_the_engine_is_not_sent(fake, fields):
     client = fake.client("engine-0", vocab_size=264)
     bad, good = make_sample(0, **fields), make_sample(1, prompt=[0, 263])
     error, ended = await ask_all(client, [bad, good])

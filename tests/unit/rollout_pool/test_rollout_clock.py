@@ -69,13 +69,13 @@ async def test_episodes_that_wait_in_line_for_the_only_place_are_not_late() -> N
     assert engine.num_asked == 12
 
 
-async def test_a_sample_that_takes_too_long_at_its_engine_is_late_though_it_waited_before() -> None:
+async def test_sample_that_takes_too_long_at_its_engine_is_late_though_it_waited_before() -> None:
     episodes = await play_all(make_runner(SlowEngine(5.0), timeout_s=0.2), 3)
     for episode in episodes:
         assert isinstance(episode, EpisodeFailed) and "episode_timeout" in str(episode)
 
 
-async def test_a_clock_rings_once_its_own_time_is_over() -> None:
+async def test_clock_rings_once_its_own_time_is_over() -> None:
     clock, loop = EpisodeClock(0.2), asyncio.get_running_loop()
     rung: list[float] = []
     started = loop.time()
@@ -93,7 +93,7 @@ async def test_a_clock_rings_once_its_own_time_is_over() -> None:
     assert clock.left_s == 0
 
 
-async def test_a_clock_without_an_alarm_does_not_ring() -> None:
+async def test_clock_without_an_alarm_does_not_ring() -> None:
     clock, rung = EpisodeClock(0.05), []
     with clock.alarm(lambda: rung.append(1)):
         pass

@@ -27,11 +27,11 @@ DOUBLE = "print(2 * int(input()))"
         ("", ""),
     ],
 )
-def test_the_program_is_the_last_block_of_python(answer, program):
+def test_program_is_the_last_block_of_python(answer, program):
     assert program_of(answer) == program
 
 
-async def test_the_score_of_a_program_is_the_share_of_its_tests_that_it_passes():
+async def test_score_of_a_program_is_the_share_of_its_tests_that_it_passes():
     tests = [ProgramTest(input=str(n), output=f"{2 * n} \n\n") for n in (1, 2, 3)]
     verdict = await judge(DOUBLE, tests)
     assert (verdict.share, verdict.explanation) == (1.0, "")
@@ -47,12 +47,12 @@ async def test_the_score_of_a_program_is_the_share_of_its_tests_that_it_passes()
     "trick",
     ["import os; os._exit(0)", "exit()", "raise SystemExit", "def f(x: return 4", '"""'],
 )
-async def test_a_program_that_ends_before_its_test_has_not_passed(trick):
+async def test_program_that_ends_before_its_test_has_not_passed(trick):
     verdict = await judge(trick, [ProgramTest(statements="assert False")])
     assert verdict.share == 0.0 and verdict.explanation.startswith("test 1: ")
 
 
-async def test_a_program_that_never_ends_is_not_given_all_its_tests():
+async def test_program_that_never_ends_is_not_given_all_its_tests():
     tests = [ProgramTest(input="1", output="1")] * 50
     started = time.perf_counter()
     limits = SandboxLimits(cpu_time_s=1, wall_time_s=30.0)
@@ -117,7 +117,7 @@ async def test_nothing_that_frames_hold_passes_a_test(attack):
     assert verdict.num_passed == 0 and verdict.explanation.startswith("test 1: ")
 
 
-async def test_a_program_does_not_see_its_test_before_it_has_ended():
+async def test_program_does_not_see_its_test_before_it_has_ended():
     test = ProgramTest(statements="assert f(3) == 9  # evihcra")
     looks = "assert not any(b'archive'[::-1] in text for text in found())\n"
     finds = "assert any(b'archive' in text for text in found())\n"  # its own text
@@ -248,7 +248,7 @@ def f(x): return 0
         "signal",
     ],
 )
-async def test_a_rigged_program_does_not_pass_its_statements(rig):
+async def test_rigged_program_does_not_pass_its_statements(rig):
     tests = [
         STATEMENT,
         "assert all(map(lambda x: f(x) == 9407, [20]))",
@@ -261,7 +261,7 @@ async def test_a_rigged_program_does_not_pass_its_statements(rig):
 
 
 @pytest.mark.parametrize("without", [(), ("landlock",), ("namespaces",)])
-async def test_a_test_is_kept_from_its_program_by_each_layer_alone(without):
+async def test_test_is_kept_from_its_program_by_each_layer_alone(without):
     for rig in (LOOKS_AT_ALL_OBJECTS, READS_ALL_PIPES, ANSWERS_FOR_ITSELF):
         result = await run_python(rig, statements="assert f(20) == 9407", without=without)
         assert not result.held
@@ -349,19 +349,19 @@ async def test_statements_find_all_that_a_right_program_has():
         ("assert same(1) == 2", "AssertionError"),
     ],
 )
-async def test_a_statement_that_cannot_be_put_to_a_program_fails_with_the_reason(statement, error):
+async def test_statement_that_cannot_be_put_to_a_program_fails_with_the_reason(statement, error):
     verdict = await judge(RIGHT_PROGRAM, [ProgramTest(statements=statement)])
     assert verdict.num_passed == 0 and error in verdict.explanation
 
 
-async def test_a_program_that_ends_is_no_error_that_a_statement_can_catch():
+async def test_program_that_ends_is_no_error_that_a_statement_can_catch():
     program = "import os\ndef f(x):\n    os._exit(0)"
     statements = "try:\n    f(1)\nexcept:\n    pass\nprint('held')"
     verdict = await judge(program, [ProgramTest(statements=statements)])
     assert (verdict.num_passed, verdict.explanation) == (0, "test 1: it ended before its test")
 
 
-async def test_a_right_program_may_print_what_it_likes():
+async def test_right_program_may_print_what_it_likes():
     program = "def f(x):\n    print('f of', x)\n    return {20: 9407, 1: 5}[x]\nprint(0, end='')"
     assert (await judge(program, [STATEMENTS])).share == 1.0
 
@@ -431,7 +431,7 @@ async def test_many_slow_tests_end_in_time_for_all():
     assert verdict.explanation == f"test {place}: all tests together took longer than 2 s"
 
 
-async def test_a_single_test_may_not_take_more_than_all():
+async def test_single_test_may_not_take_more_than_all():
     verdict = await judge("while True: pass", [ProgramTest(input="", output="1")], total_s=1.0)
     assert verdict.explanation == "test 1: all tests together took longer than 1 s"
     limits = SandboxLimits(wall_time_s=1.0)

@@ -25,7 +25,7 @@ def paths(fake):
     return [path for path, _ in fake.calls]
 
 
-async def test_a_commit_pauses_only_for_the_load_and_reports_the_served_version(fake, client):
+async def test_commit_pauses_only_for_the_load_and_reports_the_served_version(fake, client):
     committer = Committer(client, StagedDisk(client, timeout_s=5), PauseMode.in_place)
     fake.slow["/update_weights_from_disk"] = 0.1
     report = await committer.commit(5, FOLDER)
@@ -39,7 +39,7 @@ async def test_a_commit_pauses_only_for_the_load_and_reports_the_served_version(
     assert 0.1 <= report.load_s <= report.pause_s < 5
 
 
-async def test_an_engine_with_torn_weights_never_goes_on(fake, committer):
+async def test_engine_with_torn_weights_never_goes_on(fake, committer):
     fake.refused = {"/update_weights_from_disk"}
     with pytest.raises(TornEngine, match=r"engine-0 must be started again.* 5 failed.*refused"):
         await committer.commit(5, FOLDER)
@@ -49,7 +49,7 @@ async def test_an_engine_with_torn_weights_never_goes_on(fake, committer):
     assert paths(fake) == ["/pause_generation", "/update_weights_from_disk"]
 
 
-async def test_an_engine_that_says_another_version_never_goes_on(fake, committer, client):
+async def test_engine_that_says_another_version_never_goes_on(fake, committer, client):
     class Forgetful(StagedDisk):
         async def load(self, version, folder):
             await super().load(version - 1, folder)
@@ -60,7 +60,7 @@ async def test_an_engine_that_says_another_version_never_goes_on(fake, committer
     assert "/continue_generation" not in paths(fake)
 
 
-async def test_a_commit_broken_off_in_its_load_leaves_the_engine_torn(fake, committer):
+async def test_commit_broken_off_in_its_load_leaves_the_engine_torn(fake, committer):
     fake.slow["/update_weights_from_disk"] = 5.0
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
@@ -80,7 +80,7 @@ async def test_what_fails_before_the_load_leaves_the_engine_at_its_old_version(f
     assert (await committer.commit(5, FOLDER)).version == 5
 
 
-async def test_an_engine_that_neither_stops_nor_goes_on_is_torn(fake, committer):
+async def test_engine_that_neither_stops_nor_goes_on_is_torn(fake, committer):
     fake.status = 503
     with pytest.raises(TornEngine, match="neither stops nor goes on"):
         await committer.commit(5, FOLDER)
@@ -99,13 +99,13 @@ async def test_what_cannot_be_prepared_does_not_even_pause_the_engine(fake, clie
 
 
 @pytest.mark.parametrize("choice", [CommitStrategy.staged_disk, CommitStrategy.direct])
-async def test_a_strategy_that_the_server_offers_may_be_used(client, choice):
+async def test_strategy_that_the_server_offers_may_be_used(client, choice):
     strategy = make_strategy(client, WeightSyncConfig(commit=choice), tp_size=1, host="127.0.0.1")
     await strategy.check()
     assert strategy.name == choice.value
 
 
-async def test_a_strategy_that_the_server_does_not_offer_is_bad_input(fake, client):
+async def test_strategy_that_the_server_does_not_offer_is_bad_input(fake, client):
     fake.offers = set()
     strategy = make_strategy(client, WeightSyncConfig(), tp_size=1, host="127.0.0.1")
     with pytest.raises(ValueError, match=r"weight_sync\.commit=staged_disk.*use .*=direct"):

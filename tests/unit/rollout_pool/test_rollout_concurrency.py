@@ -48,7 +48,7 @@ SAMPLES = st.builds(
 
 
 @given(most=st.integers(1, 256), looks=st.lists(SAMPLES, max_size=40))
-def test_the_limit_never_leaves_its_bounds(most, looks):
+def test_limit_never_leaves_its_bounds(most, looks):
     limit = AdaptiveLimit(most)
     for look in looks:
         limit.update(look)
@@ -114,7 +114,7 @@ def test_it_falls_once_for_one_cause_and_again_only_when_it_is_kept(overload):
     assert limit.value == 56
 
 
-def test_a_queue_that_passes_is_no_cause_and_one_that_stays_is():
+def test_queue_that_passes_is_no_cause_and_one_that_stays_is():
     limit = AdaptiveLimit(100)
     limit.update(seen(num_in_flight=100))
     for _ in range(5):
@@ -126,7 +126,7 @@ def test_a_queue_that_passes_is_no_cause_and_one_that_stays_is():
     assert after(short, 9, num_queued=5) == 100
 
 
-def test_a_new_engine_is_learnt_anew():
+def test_new_engine_is_learnt_anew():
     limit = AdaptiveLimit(256)
     limit.update(seen())
     after(limit, 1, kv_usage=0.99)
@@ -246,7 +246,7 @@ def test_undecided_trial_lets_the_next_one_in():
     assert breaker.admits(100.0)
 
 
-def test_an_old_request_that_fails_late_does_not_prolong_the_delay_or_end_a_trial():
+def test_old_request_that_fails_late_does_not_prolong_the_delay_or_end_a_trial():
     breaker = Breaker()
     for now in range(3):
         breaker.fail(begun=now, now=now)

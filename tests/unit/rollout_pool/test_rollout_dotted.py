@@ -11,7 +11,7 @@ from rollout_pool.tasks.dotted import load_callable, load_dotted
 SETTING = "task.factory"
 
 
-def test_a_name_in_a_module_or_in_a_file_is_found(tmp_path):
+def test_name_in_a_module_or_in_a_file_is_found(tmp_path):
     assert load_dotted("json:dumps", SETTING) is json.dumps
     assert load_dotted("json:JSONDecoder.decode", SETTING) is json.JSONDecoder.decode
     path = tmp_path / "mine.py"
@@ -49,7 +49,7 @@ def test_what_is_missing_is_named(name, message):
         load_dotted(name, SETTING)
 
 
-def test_a_file_that_fails_says_how_and_may_be_mended(tmp_path):
+def test_file_that_fails_says_how_and_may_be_mended(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("1 / 0\n")
     with pytest.raises(ValueError, match=r"broken.py could not be loaded: ZeroDivisionError: div"):

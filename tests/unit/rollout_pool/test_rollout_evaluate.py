@@ -193,7 +193,7 @@ async def test_sizes_go_by_the_answers_that_were_scored(make) -> None:
     assert report.pass_at_k == {1: 0.75, 2: 1.0} and report.mean_at_k == {1: 0.5, 2: 0.5}
 
 
-async def test_an_evaluation_without_a_single_score_is_an_error(make) -> None:
+async def test_evaluation_without_a_single_score_is_an_error(make) -> None:
     evaluator, _ = make(lambda sample: "maybe")
     with pytest.raises(EvaluationFailed, match=r"no answer could be scored; .* judge: away"):
         await evaluator.run(3)
@@ -207,21 +207,21 @@ async def test_what_counts_as_right_is_a_setting(make, full_score: float, accura
     assert report.accuracy == report.pass_at_k[1] == accuracy
 
 
-async def test_a_full_score_may_be_missed_by_a_rounding_error_alone(make) -> None:
+async def test_full_score_may_be_missed_by_a_rounding_error_alone(make) -> None:
     evaluator, _ = make(lambda sample: "yes", full_score=1.0 + 1e-9)
     assert (await evaluator.run(3)).accuracy == 1.0
     evaluator, _ = make(lambda sample: "yes", full_score=1.001)
     assert (await evaluator.run(3)).accuracy == 0.0
 
 
-async def test_an_older_version_than_asked_for_is_an_error(make) -> None:
+async def test_older_version_than_asked_for_is_an_error(make) -> None:
     evaluator, oracle = make(lambda sample: "yes")
     with pytest.raises(RuntimeError, match="version 3 was served in an evaluation of version 4"):
         await evaluator.run(4)
     assert len(oracle.samples) == 4
 
 
-async def test_a_held_engine_is_asked_alone(make) -> None:
+async def test_held_engine_is_asked_alone(make) -> None:
     evaluator, oracle = make(lambda sample: "yes")
     report = await evaluator.run(3, "engine-1")
     assert {sample.engine for sample in oracle.samples} == {"engine-1"}
@@ -241,7 +241,7 @@ async def test_what_a_held_engine_leaves_undone_is_asked_elsewhere(make) -> None
     assert sum(sample.engine is not None for sample in oracle.samples) <= 128
 
 
-async def test_a_held_engine_that_was_started_again_at_an_older_version_is_left(make) -> None:
+async def test_held_engine_that_was_started_again_at_an_older_version_is_left(make) -> None:
     evaluator, oracle = make(lambda sample: "yes")
 
     def answer(sample):

@@ -33,14 +33,14 @@ def _group(*rewards: float, branches: int = 1) -> TrajectoryGroup:
 SAME, MIXED = _group(0.0, 0.0), _group(0.0, 1.0)
 
 
-def test_a_group_has_variance_if_any_episode_differs() -> None:
+def test_group_has_variance_if_any_episode_differs() -> None:
     assert has_zero_variance(_group(0.5, 0.5, 0.5))
     assert not has_zero_variance(_group(0.5, 0.5, 0.4))
     assert has_zero_variance(_group(1.0, 1.0, branches=3))
     assert not has_zero_variance(_group(1.0, 0.0, branches=3))
 
 
-def test_a_group_that_teaches_something_is_kept() -> None:
+def test_group_that_teaches_something_is_kept() -> None:
     judge = VarianceFilter(max_ratio=4.0).judge
     assert [judge(MIXED, 0) for _ in range(3)] == [KEEP] * 3
 

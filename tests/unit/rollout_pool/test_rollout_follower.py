@@ -86,7 +86,7 @@ async def test_each_version_offered_is_committed_recorded_and_let_go_of(
     assert await state.enter_commit("engine-9", 1, ttl_s=5, timeout_s=0)  # the gate is free
 
 
-async def test_an_engine_that_waited_at_the_gate_skips_to_the_newest_version(
+async def test_engine_that_waited_at_the_gate_skips_to_the_newest_version(
     fake, follow, state, receiver
 ):
     assert await state.enter_commit("engine-1", 1, ttl_s=60, timeout_s=0)
@@ -101,7 +101,7 @@ async def test_an_engine_that_waited_at_the_gate_skips_to_the_newest_version(
     assert loads(fake) == [3]
 
 
-async def test_an_engine_that_does_not_answer_leaves_the_gate_to_the_others(
+async def test_engine_that_does_not_answer_leaves_the_gate_to_the_others(
     fake, follow, state, receiver, monkeypatch
 ):
     monkeypatch.setattr(follower, "ANSWER_TIMEOUT_S", 0.2)
@@ -116,7 +116,7 @@ async def test_an_engine_that_does_not_answer_leaves_the_gate_to_the_others(
     await serves(state, 1)
 
 
-async def test_an_engine_that_stalls_while_it_waits_at_the_gate_gives_its_place_back(
+async def test_engine_that_stalls_while_it_waits_at_the_gate_gives_its_place_back(
     fake, follow, state, receiver, monkeypatch
 ):
     assert await state.enter_commit("engine-1", 1, ttl_s=60, timeout_s=0)
@@ -135,7 +135,7 @@ async def test_an_engine_that_stalls_while_it_waits_at_the_gate_gives_its_place_
     assert not fake.calls and receiver.log == []
 
 
-async def test_a_receiver_that_comes_back_elsewhere_is_found(
+async def test_receiver_that_comes_back_elsewhere_is_found(
     fake, follow, state, receiver, other_receiver
 ):
     receiver.stop()
@@ -148,7 +148,7 @@ async def test_a_receiver_that_comes_back_elsewhere_is_found(
     assert not following.done()
 
 
-async def test_a_receiver_that_dies_under_a_long_poll_is_found_again(
+async def test_receiver_that_dies_under_a_long_poll_is_found_again(
     follow, state, receiver, other_receiver
 ):
     follow()
@@ -160,7 +160,7 @@ async def test_a_receiver_that_dies_under_a_long_poll_is_found_again(
     await serves(state, 1)
 
 
-async def test_a_version_that_is_gone_at_the_gate_is_not_loaded(fake, follow, state, receiver):
+async def test_version_that_is_gone_at_the_gate_is_not_loaded(fake, follow, state, receiver):
     receiver.is_gone = {1}
     receiver.offer(1)
     follow()
@@ -182,7 +182,7 @@ async def test_torn_engine_raises_and_is_recorded_nowhere(fake, follow, state, r
     assert await state.enter_commit("engine-9", 1, ttl_s=5, timeout_s=0)
 
 
-async def test_a_commit_that_takes_too_long_is_a_torn_engine(fake, follow, receiver):
+async def test_commit_that_takes_too_long_is_a_torn_engine(fake, follow, receiver):
     fake.slow["/update_weights_from_disk"] = 5.0
     following = follow(commit_timeout_s=0.3)
     receiver.offer(5)
@@ -191,7 +191,7 @@ async def test_a_commit_that_takes_too_long_is_a_torn_engine(fake, follow, recei
             await following
 
 
-async def test_a_commit_that_could_not_begin_is_tried_again_a_few_times(
+async def test_commit_that_could_not_begin_is_tried_again_a_few_times(
     fake, follow, state, receiver
 ):
     fake.refused = {"/pause_generation"}
@@ -209,7 +209,7 @@ async def test_a_commit_that_could_not_begin_is_tried_again_a_few_times(
     assert loads(fake) == [0]
 
 
-async def test_a_pinned_engine_stays_at_its_version_and_then_takes_the_newest(
+async def test_pinned_engine_stays_at_its_version_and_then_takes_the_newest(
     fake, follow, state, receiver, pin
 ):
     follow()
@@ -227,7 +227,7 @@ async def test_a_pinned_engine_stays_at_its_version_and_then_takes_the_newest(
     assert loads(fake) == [1, 3]
 
 
-async def test_an_engine_that_is_released_without_a_newer_version_is_counted_again(
+async def test_engine_that_is_released_without_a_newer_version_is_counted_again(
     fake, follow, state, receiver, pin
 ):
     follow()
@@ -242,7 +242,7 @@ async def test_an_engine_that_is_released_without_a_newer_version_is_counted_aga
     await serves(state, 2)
 
 
-async def test_an_engine_at_the_gate_does_not_go_past_the_version_it_was_pinned_at(
+async def test_engine_at_the_gate_does_not_go_past_the_version_it_was_pinned_at(
     fake, follow, state, receiver, pin
 ):
     follow()

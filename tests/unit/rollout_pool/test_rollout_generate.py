@@ -158,7 +158,7 @@ def episode(*branches, end="done"):
     return Episode(branches=list(branches), messages=(), end=end, num_turns=len(branches))
 
 
-def test_an_episode_is_one_trajectory_with_its_reward():
+def test_episode_is_one_trajectory_with_its_reward():
     score = Score(reward=0.5, parts={"right": 1.0, "short": 0.0})
     [trajectory] = make_trajectories(episode(branch([5, 6, 7, 2], [0, 0, 1, 1])), score, 3)
     assert trajectory.tokens.tolist() == [5, 6, 7, 2]
@@ -184,13 +184,13 @@ def test_each_branch_is_a_trajectory_with_its_own_columns():
         make_trajectories(episode(*branches), Score(reward=1.0, columns=columns[:1]), 1)
 
 
-def test_an_episode_that_was_broken_off_says_so_in_every_trajectory():
+def test_episode_that_was_broken_off_says_so_in_every_trajectory():
     broken = episode(branch([5, 7], [0, 1]), branch([6, 8], [0, 1], "length"), end="env_error")
     made = make_trajectories(broken, Score(reward=0.0), 0)
     assert [trajectory.finish_reason for trajectory in made] == ["env_error", "env_error"]
 
 
-async def test_a_group_has_its_episodes_in_order_each_with_its_own_reward(model, scorer):
+async def test_group_has_its_episodes_in_order_each_with_its_own_reward(model, scorer):
     current = new_run()
     group = await generate(current, model, scorer)
     assert group.group_id == "g" and group.prompt == PromptRef(task="numbers", index=3)
@@ -212,7 +212,7 @@ async def test_all_members_are_asked_for_in_the_same_turn_of_the_loop(model, sco
     assert sorted(sample.sample_id for sample in model.asked) == [f"g.{i}.0" for i in range(4)]
 
 
-async def test_an_episode_is_scored_while_its_siblings_still_generate(model, scorer):
+async def test_episode_is_scored_while_its_siblings_still_generate(model, scorer):
     gate = asyncio.Event()
     model.gates = {0: gate, 1: gate, 3: gate}
     current = new_run()
@@ -234,7 +234,7 @@ async def test_one_member_that_fails_fails_the_group_and_ends_the_others(model, 
     assert model.stopped == [0]
 
 
-async def test_an_environment_that_cannot_be_made_or_begun_fails_its_group(model, scorer):
+async def test_environment_that_cannot_be_made_or_begun_fails_its_group(model, scorer):
     def no_env(prompt):
         raise ImportError("no such library")
 
@@ -280,7 +280,7 @@ async def test_what_could_not_be_scored_is_counted(model, scorer):
     assert current.num_unscored == 2
 
 
-async def test_an_episode_that_no_service_could_score_fails_its_group(model, scorer):
+async def test_episode_that_no_service_could_score_fails_its_group(model, scorer):
     scorer.failures = {"1": {"judge": "http://judge: HTTP 503 (4 attempts)"}}
     scorer.unscored = {"1"}
     model.gates = {3: asyncio.Event()}
@@ -332,7 +332,7 @@ async def test_interrupted_member_waits_until_its_run_lets_it_go_on(model, score
     assert group.trajectories[2].rollout_logprobs.tolist() == [0, 0, -0.25, -0.25]
 
 
-async def test_a_group_given_up_ends_its_episodes_and_its_scoring_first(model, scorer):
+async def test_group_given_up_ends_its_episodes_and_its_scoring_first(model, scorer):
     scorer.gate.clear()
     model.gates = {place: asyncio.Event() for place in (1, 2, 3)}
     current = new_run()

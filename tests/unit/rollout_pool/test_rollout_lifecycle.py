@@ -55,7 +55,7 @@ async def events(state):
     return [e.record for e in entries if e.kind == "weights_event"]
 
 
-async def test_an_engine_that_stalls_without_any_commit_is_lost_and_started_again(
+async def test_engine_that_stalls_without_any_commit_is_lost_and_started_again(
     fake, state, receiver, monkeypatch
 ):
     monkeypatch.setattr(lifecycle, "SHORTEST_SILENCE_S", 1.6)
@@ -99,7 +99,7 @@ async def life(fake, state, receiver):
     await life.stop()
 
 
-async def test_a_held_engine_is_withdrawn_until_it_is_released(life, state, receiver):
+async def test_held_engine_is_withdrawn_until_it_is_released(life, state, receiver):
     assert await life.hold(3, wait_s=5.0, limit_s=60.0)
     assert await state.engine_versions() == {"engine-9": 3}
     receiver.offer(4)
@@ -117,21 +117,21 @@ async def test_hold_ends_by_itself_at_its_limit(life, state, receiver):
     await life.release()
 
 
-async def test_the_only_engine_is_not_held(life, state, receiver):
+async def test_only_engine_is_not_held(life, state, receiver):
     await state.forget_engine("engine-9")
     assert not await life.hold(3, wait_s=5.0, limit_s=60.0)
     receiver.offer(4)
     await serves(state, {"engine-0": 4})
 
 
-async def test_a_held_engine_comes_back_when_the_others_are_gone(life, state, receiver):
+async def test_held_engine_comes_back_when_the_others_are_gone(life, state, receiver):
     assert await life.hold(3, wait_s=5.0, limit_s=60.0)
     receiver.offer(4)
     await state.forget_engine("engine-9")
     await serves(state, {"engine-0": 4})
 
 
-async def test_a_held_engine_that_dies_is_held_no_more(life, state, receiver):
+async def test_held_engine_that_dies_is_held_no_more(life, state, receiver):
     assert await life.hold(3, wait_s=5.0, limit_s=60.0)
     receiver.offer(4)
     life._engine.die()

@@ -74,7 +74,7 @@ def server():
     process.wait()
 
 
-async def test_an_engine_is_alive_while_its_scheduler_works_or_waits_and_not_while_it_is_stopped(
+async def test_engine_is_alive_while_its_scheduler_works_or_waits_and_not_while_it_is_stopped(
     client, server
 ):
     pulse = EnginePulse(client, server.pid)
@@ -91,7 +91,7 @@ async def test_an_engine_is_alive_while_its_scheduler_works_or_waits_and_not_whi
     await until(lambda: pulse.answers(5.0))
 
 
-async def test_an_engine_whose_http_process_is_silent_does_not_answer(fake, client, server):
+async def test_engine_whose_http_process_is_silent_does_not_answer(fake, client, server):
     pulse = EnginePulse(client, server.pid)
     fake.slow["/model_info"] = 60.0
     assert not await pulse.answers(0.2)
@@ -99,7 +99,7 @@ async def test_an_engine_whose_http_process_is_silent_does_not_answer(fake, clie
     assert await pulse.answers(10.0)  # it is only busy
 
 
-async def test_a_task_that_swallows_a_cancellation_is_ended_all_the_same():
+async def test_task_that_swallows_a_cancellation_is_ended_all_the_same():
     async def swallow():
         try:
             await asyncio.Event().wait()

@@ -33,7 +33,7 @@ def test_deaths_include_a_receiver_that_is_kept_no_more():
     }
 
 
-def test_a_worker_that_starts_anew_gets_the_engines_again_with_whatever_it_is_asked():
+def test_worker_that_starts_anew_gets_the_engines_again_with_whatever_it_is_asked():
     asked = []
 
     def call(name):

@@ -38,7 +38,7 @@ def task_of(tmp_path, kind, lines, **changes):
     )
 
 
-def test_a_math_file_gives_problems_solutions_and_scores(tmp_path):
+def test_math_file_gives_problems_solutions_and_scores(tmp_path):
     task = task_of(tmp_path, TaskKind.math, MATH_LINES, instruction=" Box it.")
     [held_out] = task.eval_prompts()
     assert held_out.text == "Half of $10$? Box it."
@@ -69,7 +69,7 @@ def test_boxes_are_compared_as_mathematics(final, completion, is_right):
     assert is_equal(final, completion) is is_right
 
 
-def test_the_last_whole_box_counts_with_its_inner_braces():
+def test_last_whole_box_counts_with_its_inner_braces():
     assert last_box(r"\boxed{1} and \boxed{\frac{1}{2}} and \boxed{3") == r"\frac{1}{2}"
     assert last_box("none") is None
 
@@ -96,7 +96,7 @@ def test_the_last_whole_box_counts_with_its_inner_braces():
         ),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, kind, line, message):
+def test_bad_line_is_named(tmp_path, kind, line, message):
     with pytest.raises(ValueError, match=r"task.path=.*lines.jsonl, line 1.*" + message):
         task_of(tmp_path, kind, [line])
 
@@ -106,7 +106,7 @@ def test_bad_math_settings_are_named(tmp_path):
         task_of(tmp_path, TaskKind.math, MATH_LINES, params={"split": "train"})
 
 
-def test_a_code_file_gives_tests_and_a_solution_in_a_block(tmp_path):
+def test_code_file_gives_tests_and_a_solution_in_a_block(tmp_path):
     task = task_of(tmp_path, TaskKind.code, CODE_LINES)
     [held_out] = task.eval_prompts()
     assert held_out == Prompt(index=0, is_held_out=True, text="Add 3 to the number given.")
@@ -128,7 +128,7 @@ def test_code_without_a_file_or_a_solution_says_so(tmp_path):
         task.demonstration(next(TaskStream(task, 0, 1)))
 
 
-async def test_the_programs_that_ship_with_the_project_pass_their_own_tests():
+async def test_programs_that_ship_with_the_project_pass_their_own_tests():
     config = load_config(["task=code", "rollout.max_prompt_tokens=400"])
     task = build_task(config.task)
     prompts = [task.example(i) for i in range(12)] + list(task.eval_prompts())

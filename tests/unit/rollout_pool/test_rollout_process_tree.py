@@ -23,7 +23,7 @@ def test_shared_memory_files_are_found_by_what_is_mapped_whatever_its_name():
     del semaphore
 
 
-async def test_a_server_is_not_started_where_shared_memory_has_no_room(tmp_path: Path):
+async def test_server_is_not_started_where_shared_memory_has_no_room(tmp_path: Path):
     engine = SGLangEngine(
         EngineSpec(
             name="engine-0",

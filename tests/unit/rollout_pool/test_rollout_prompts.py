@@ -39,7 +39,7 @@ def prompt(text):
         ({"chat_template": True, "system_prompt": "Be."}, b"s>Be.u>hia>"),
     ],
 )
-def test_a_prompt_is_as_long_as_all_that_opens_its_episode(task, opening):
+def test_prompt_is_as_long_as_all_that_opens_its_episode(task, opening):
     exact = reader(len(opening), **task)
     assert bytes(exact.opening(prompt("hi"))) == opening and exact.accepts(prompt("hi"))
     message = rf"rollout.max_prompt_tokens={len(opening) - 1}: prompt 5 has {len(opening)} tokens"
@@ -47,13 +47,13 @@ def test_a_prompt_is_as_long_as_all_that_opens_its_episode(task, opening):
         reader(len(opening) - 1, **task).accepts(prompt("hi"))
 
 
-def test_a_prompt_that_may_be_skipped_is_counted_and_the_next_is_given():
+def test_prompt_that_may_be_skipped_is_counted_and_the_next_is_given():
     skipping = reader(3, OnLongPrompt.skip)
     prompts = iter([prompt("long"), prompt("ok"), prompt("longer"), prompt("abc")])
     assert [read.text for read in filter(skipping.accepts, prompts)] == ["ok", "abc"]
     assert skipping.num_skipped == 2
 
 
-def test_a_prompt_of_nothing_is_an_error():
+def test_prompt_of_nothing_is_an_error():
     with pytest.raises(ValueError, match="prompt 5 has no tokens"):
         reader(3).accepts(prompt(""))

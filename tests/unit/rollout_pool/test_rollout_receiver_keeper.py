@@ -103,7 +103,7 @@ async def test_keeper_waits_for_the_folder_and_replaces_a_receiver_that_hangs(
     await keeping
 
 
-async def test_a_receiver_that_never_starts_is_given_up_with_the_reason(
+async def test_receiver_that_never_starts_is_given_up_with_the_reason(
     spec, state, held_folder, monkeypatch
 ):
     monkeypatch.setattr(receiver_keeper, "FIRST_START_S", 0.1)

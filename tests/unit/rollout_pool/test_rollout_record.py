@@ -43,7 +43,7 @@ def make_group(group_id: str, num_tokens: int = 6) -> TrajectoryGroup:
     )
 
 
-async def test_a_group_is_read_as_it_was_written(tmp_path: Path) -> None:
+async def test_group_is_read_as_it_was_written(tmp_path: Path) -> None:
     log, group = RolloutLog(tmp_path, "worker-0", 1.0, 0), make_group('w0-"17"')
     await log.write(group, "3 + 4 =\n„?“")
     await log.write(make_group("w0-18"), "another")
@@ -83,7 +83,7 @@ async def test_numbers_are_read_exactly_as_they_were(tmp_path: Path, kind: str) 
     np.testing.assert_array_equal(copy.columns["numbers"], numbers)
 
 
-async def test_a_long_trajectory_is_read_as_it_was_written(tmp_path: Path) -> None:
+async def test_long_trajectory_is_read_as_it_was_written(tmp_path: Path) -> None:
     group = make_group("long", 10_001)
     await RolloutLog(tmp_path, "worker-0", 1.0, 0).write(group, "")
     found = read_recorded(tmp_path, "long")
@@ -102,7 +102,7 @@ async def test_without_an_id_the_newest_of_all_workers_is_found(tmp_path: Path) 
     assert read_recorded(tmp_path, "d") is None
 
 
-async def test_the_rate_chooses_by_id_and_seed_alone(tmp_path: Path) -> None:
+async def test_rate_chooses_by_id_and_seed_alone(tmp_path: Path) -> None:
     ids = [f"w0-{i}" for i in range(10_000)]
     chosen = [RolloutLog(tmp_path, "worker-0", 0.1, seed) for seed in (1, 1, 2)]
     kept = [{group_id for group_id in ids if log.wants(group_id)} for log in chosen]
@@ -141,13 +141,13 @@ async def test_files_are_bounded_and_the_oldest_goes(tmp_path: Path) -> None:
         assert read_recorded(tmp_path, group_id) is not None
 
 
-async def test_a_group_above_the_bound_is_left_out(tmp_path: Path, caplog) -> None:
+async def test_group_above_the_bound_is_left_out(tmp_path: Path, caplog) -> None:
     log = RolloutLog(tmp_path, "worker-0", 1.0, 0, max_file_bytes=1000)
     await log.write(make_group("a", 1000), "")
     assert log.num_lost == 1 and not log.path.exists()
 
 
-async def test_a_folder_that_cannot_be_written_costs_lines_and_one_warning(
+async def test_folder_that_cannot_be_written_costs_lines_and_one_warning(
     tmp_path: Path, caplog
 ) -> None:
     (tmp_path / "rollouts").write_text("a file in the way")
@@ -158,7 +158,7 @@ async def test_a_folder_that_cannot_be_written_costs_lines_and_one_warning(
     assert len(caplog.records) == 1 and "is not recorded" in caplog.text
 
 
-async def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
+async def test_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
     log = RolloutLog(tmp_path, "worker-0", 1.0, 0)
     await log.write(make_group("a"), "")
     with log.path.open("a") as file:

@@ -122,7 +122,7 @@ async def reward(service):
 # Calls -------------------------------------------------------------------------------------------
 
 
-async def test_the_service_is_sent_the_episode_and_gives_reward_and_parts(service, reward):
+async def test_service_is_sent_the_episode_and_gives_reward_and_parts(service, reward):
     service.replies = [{"reward": 0.5, "parts": {"style": 1, "length": -2.0}}]
     assert await reward().score(PROMPT, EPISODE, "k1") == (0.5, {"style": 1.0, "length": -2.0})
     [body] = service.bodies
@@ -132,7 +132,7 @@ async def test_the_service_is_sent_the_episode_and_gives_reward_and_parts(servic
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 408])
-async def test_a_failure_that_may_pass_is_tried_again_under_the_same_key(service, reward, status):
+async def test_failure_that_may_pass_is_tried_again_under_the_same_key(service, reward, status):
     service.replies = [status, status, {"reward": 1.0}]
     assert await reward().score(PROMPT, EPISODE, "k1") == (1.0, {})
     assert [headers["idempotency-key"] for headers in service.headers] == ["k1"] * 3
@@ -140,14 +140,14 @@ async def test_a_failure_that_may_pass_is_tried_again_under_the_same_key(service
     assert service.times[2] - service.times[1] > (service.times[1] - service.times[0]) / 3 > 0.05
 
 
-async def test_a_failure_that_lasts_is_told_after_the_last_attempt(service, reward):
+async def test_failure_that_lasts_is_told_after_the_last_attempt(service, reward):
     service.replies = [503]
     with pytest.raises(RemoteFailure, match=r"/score: HTTP 503 \(2 attempts\)"):
         await reward(max_retries=1).score(PROMPT, EPISODE, "k")
     assert len(service.bodies) == 2
 
 
-async def test_a_refusal_is_not_tried_again(service, reward):
+async def test_refusal_is_not_tried_again(service, reward):
     service.replies = [422]
     with pytest.raises(RemoteFailure, match="HTTP 422: out of order"):
         await reward().score(PROMPT, EPISODE, "k")
@@ -155,7 +155,7 @@ async def test_a_refusal_is_not_tried_again(service, reward):
 
 
 @pytest.mark.parametrize("as_date", [False, True])
-async def test_a_service_is_left_alone_as_long_as_it_asks(service, reward, as_date):
+async def test_service_is_left_alone_as_long_as_it_asks(service, reward, as_date):
     since_epoch = time.time() - time.monotonic()
     due = int(time.time()) + 2
     value = formatdate(due, usegmt=True) if as_date else "1.2"
@@ -166,7 +166,7 @@ async def test_a_service_is_left_alone_as_long_as_it_asks(service, reward, as_da
     assert service.times[1] > earliest - 0.1
 
 
-async def test_a_service_that_hangs_is_given_up_in_time(service, reward):
+async def test_service_that_hangs_is_given_up_in_time(service, reward):
     service.delay_s = 30
     started = time.monotonic()
     with pytest.raises(RemoteFailure, match=r"no answer within 0.3 s \(2 attempts\)"):
@@ -174,7 +174,7 @@ async def test_a_service_that_hangs_is_given_up_in_time(service, reward):
     assert time.monotonic() - started < 4
 
 
-async def test_a_service_that_trickles_is_given_up_in_time(service, reward):
+async def test_service_that_trickles_is_given_up_in_time(service, reward):
     async def trickle():
         while True:
             yield b" "
@@ -185,7 +185,7 @@ async def test_a_service_that_trickles_is_given_up_in_time(service, reward):
         await reward(timeout_s=0.4, max_retries=0).score(PROMPT, EPISODE, "k")
 
 
-async def test_a_service_that_is_not_there_is_told(reward):
+async def test_service_that_is_not_there_is_told(reward):
     with pytest.raises(RemoteFailure, match=r"127.0.0.1:9/score: ConnectError.*\(1 attempt\)"):
         gone = reward(url="http://127.0.0.1:9/score", max_retries=0)
         await gone.score(PROMPT, EPISODE, "k")
@@ -221,7 +221,7 @@ async def test_only_so_many_calls_are_under_way(service, reward):
         (Response("[1]"), "answers no JSON object"),
     ],
 )
-async def test_an_answer_that_is_no_reward_is_told(service, reward, reply, told):
+async def test_answer_that_is_no_reward_is_told(service, reward, reply, told):
     service.replies = [reply]
     with pytest.raises(RemoteFailure, match=told):
         await reward().score(PROMPT, EPISODE, "k")
@@ -240,7 +240,7 @@ def key():
     del os.environ[KEY]
 
 
-async def test_a_key_is_sent_and_never_told(service, reward, key, caplog):
+async def test_key_is_sent_and_never_told(service, reward, key, caplog):
     service.replies = [lambda body: PlainTextResponse(f"bad key {key}", 401)]
     url = service.url.replace("//", "//user:pass-word@") + "/score?token=in-the-query"
     with caplog.at_level("DEBUG", "rollout_pool"), pytest.raises(RemoteFailure) as caught:
@@ -261,7 +261,7 @@ async def test_settings_that_cannot_work_are_told_at_once(reward):
         reward(url="ftp://user:secret@host/a?b")
 
 
-async def test_a_proxy_of_the_environment_is_not_asked(service, reward):
+async def test_proxy_of_the_environment_is_not_asked(service, reward):
     os.environ["http_proxy"] = "http://127.0.0.1:9"
     try:
         assert await reward().score(PROMPT, EPISODE, "k") == (1.0, {})
@@ -269,7 +269,7 @@ async def test_a_proxy_of_the_environment_is_not_asked(service, reward):
         del os.environ["http_proxy"]
 
 
-async def test_a_cancelled_call_leaves_nothing_behind(service):
+async def test_cancelled_call_leaves_nothing_behind(service):
     service.delay_s = 30
     config = RewardConfig(kind=RewardKind.http, url=service.url, timeout_s=60)
     one = RemoteService("mine", config)
@@ -305,7 +305,7 @@ async def judge(service):
         await one.close()
 
 
-async def test_a_judge_is_asked_as_its_prompt_says(service, judge):
+async def test_judge_is_asked_as_its_prompt_says(service, judge):
     service.replies = [says("Nearly. Score: 0.75")]
     one = judge(prompt="Q {prompt} A {answer} S {solution} {other}")
     assert one.needs_solution
@@ -339,7 +339,7 @@ async def test_without_a_prompt_of_the_user_the_judge_is_asked_for_a_score_from_
         ("the score is .25", 0.25),
     ],
 )
-def test_a_judgement_becomes_a_number(text, score):
+def test_judgement_becomes_a_number(text, score):
     assert parse_score(text) == score
 
 
@@ -347,7 +347,7 @@ def test_a_judgement_becomes_a_number(text, score):
     "reply",
     [says("No idea."), says(""), says("Score: " + 400 * "9"), {"choices": []}, {"error": 1}],
 )
-async def test_a_judge_without_a_judgement_is_told(service, judge, reply):
+async def test_judge_without_a_judgement_is_told(service, judge, reply):
     service.replies = [reply]
     with pytest.raises(RemoteFailure, match="the judge"):
         await judge().score("q", "a", "", "k")
@@ -416,7 +416,7 @@ async def test_each_token_gets_the_teachers_log_probability_given_those_before(s
         (lambda given: None, "gave 0 log-probabilities"),
     ],
 )
-async def test_a_teacher_that_does_not_tell_all_is_told(service, teacher, change, told):
+async def test_teacher_that_does_not_tell_all_is_told(service, teacher, change, told):
     def reply(body: dict) -> dict:
         answer = echo(body)
         logprobs = answer["choices"][0]["logprobs"]

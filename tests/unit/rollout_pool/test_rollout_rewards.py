@@ -193,20 +193,20 @@ def running(pid: int) -> bool:
         ("text", "the reward is no number but 'nothing'", 0),
     ],
 )
-async def test_a_bad_scorer_costs_its_own_sample_alone(pool, answer, failure, num_restarts):
+async def test_bad_scorer_costs_its_own_sample_alone(pool, answer, failure, num_restarts):
     bad, next_one = await asyncio.gather(pool.score(asked(answer)), pool.score(asked("ok")))
     assert (bad.value, bad.failure) == (0.0, failure)
     assert (next_one.value, next_one.failure) == (0.4, None)
     assert pool.num_restarts == num_restarts
 
 
-async def test_a_request_whose_process_dies_is_asked_again(pool):
+async def test_request_whose_process_dies_is_asked_again(pool):
     score = await pool.score(asked("crash once"))
     assert (score.value, score.failure) == (0.4, None)
     assert pool.num_restarts == 1
 
 
-async def test_a_process_killed_while_idle_is_replaced(pool):
+async def test_process_killed_while_idle_is_replaced(pool):
     await pool.score(asked("ok"))
     [child] = children()
     child.kill()
@@ -218,12 +218,12 @@ async def test_what_a_scorer_prints_is_not_taken_for_its_reward(pool):
     assert (await pool.score(asked("print"))).value == 0.4
 
 
-async def test_the_wait_for_a_free_process_is_told(pool):
+async def test_wait_for_a_free_process_is_told(pool):
     first, second = await asyncio.gather(pool.score(asked("slow")), pool.score(asked("ok")))
     assert first.waited_s < 0.1 and 0.2 < second.waited_s < 2
 
 
-async def test_a_caller_that_gives_up_does_not_cost_a_process(pool):
+async def test_caller_that_gives_up_does_not_cost_a_process(pool):
     await pool.score(asked("ok"))
     before = children()
     asking = asyncio.create_task(pool.score(asked("slow")))
@@ -235,12 +235,12 @@ async def test_a_caller_that_gives_up_does_not_cost_a_process(pool):
     assert children() == before and pool.num_restarts == 0
 
 
-async def test_a_function_of_the_user_scores_the_whole_episode(pool):
+async def test_function_of_the_user_scores_the_whole_episode(pool):
     assert (await pool.score(asked("four", "brevity"))).value == 4.25
     assert (await pool.score(asked("", "brevity"))).failure == "ZeroDivisionError: division by zero"
 
 
-async def test_a_function_that_reads_its_input_takes_no_request(pool):
+async def test_function_that_reads_its_input_takes_no_request(pool):
     scores = await asyncio.gather(
         *(pool.score(asked("ok", part)) for part in ("ask", "start", "", "start", ""))
     )
@@ -251,7 +251,7 @@ async def test_a_function_that_reads_its_input_takes_no_request(pool):
 
 
 @pytest.mark.parametrize("how", ["end", "go on"])
-async def test_a_fork_in_a_function_answers_no_request(pool, how):
+async def test_fork_in_a_function_answers_no_request(pool, how):
     scores = await asyncio.gather(
         pool.score(asked(how, "fork")), *(pool.score(asked("ok")) for _ in range(5))
     )
@@ -296,7 +296,7 @@ async def test_processes_killed_at_random_under_load_cost_no_score(make_pool):
     await pool.close()
 
 
-async def test_a_pool_that_is_closed_answers_all_and_leaves_no_process(make_pool, mine, pool):
+async def test_pool_that_is_closed_answers_all_and_leaves_no_process(make_pool, mine, pool):
     others = {*children()}
     closing = make_pool(timeout_s=60, rewards={"leave": function(f"{mine}:leave")})
     await closing.start()
@@ -312,14 +312,14 @@ async def test_a_pool_that_is_closed_answers_all_and_leaves_no_process(make_pool
     assert await ended(map(int, (mine.parent / "pids").read_text().split()))
 
 
-async def test_a_process_that_is_killed_while_it_starts_is_started_again(make_pool):
+async def test_process_that_is_killed_while_it_starts_is_started_again(make_pool):
     pool = make_pool(name="die once")
     await pool.start()
     assert (await pool.score(asked("ok"))).value == 0.4
     await pool.close()
 
 
-async def test_a_process_that_never_starts_is_an_error(make_pool):
+async def test_process_that_never_starts_is_an_error(make_pool):
     with pytest.raises(RewardError, match=r"died 3 times while it started; see .*rewards.log"):
         await make_pool(name="die").start()
 
@@ -340,7 +340,7 @@ async def test_a_process_that_never_starts_is_an_error(make_pool):
         ),
     ],
 )
-async def test_a_setting_that_cannot_be_met_is_bad_input(make_pool, mine, pool, settings, message):
+async def test_setting_that_cannot_be_met_is_bad_input(make_pool, mine, pool, settings, message):
     others = {*children()}
     if "factory" in settings:
         settings["factory"] = settings["factory"].replace("HERE", str(mine.parent))
@@ -351,13 +351,13 @@ async def test_a_setting_that_cannot_be_met_is_bad_input(make_pool, mine, pool, 
     assert {*children()} <= others
 
 
-async def test_a_pool_without_processes_starts_and_closes(make_pool):
+async def test_pool_without_processes_starts_and_closes(make_pool):
     pool = make_pool(num_processes=0)
     await pool.start()
     await pool.close()
 
 
-async def test_the_real_task_scores_by_the_number_of_the_prompt(tmp_path):
+async def test_real_task_scores_by_the_number_of_the_prompt(tmp_path):
     config = TaskConfig(
         params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
         prompt_pattern=": (.*=)$",

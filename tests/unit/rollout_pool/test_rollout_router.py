@@ -82,7 +82,7 @@ async def turn():
         await asyncio.sleep(0)
 
 
-async def test_a_sample_goes_to_the_engine_with_the_fewest_tokens():
+async def test_sample_goes_to_the_engine_with_the_fewest_tokens():
     two = router(2)
     places = [await place(two, size) for size in (200, 20, 40)]
     assert [p.engine.name for p in places] == ["engine-0", "engine-1", "engine-1"]
@@ -124,7 +124,7 @@ async def test_turns_of_a_session_go_where_its_prefix_is():
     assert await name_of(three) != first
 
 
-async def test_a_session_leaves_an_engine_that_is_overloaded():
+async def test_session_leaves_an_engine_that_is_overloaded():
     two = router(2)
     first = await name_of(two, session="a", size=20)
     for _ in range(9):
@@ -134,7 +134,7 @@ async def test_a_session_leaves_an_engine_that_is_overloaded():
     assert await name_of(two, session="a", size=20) == second  # its prefix is there now
 
 
-async def test_a_session_is_forgotten_with_the_engine_that_held_it():
+async def test_session_is_forgotten_with_the_engine_that_held_it():
     two = router(2)
     assert await name_of(two, session="a") == "engine-0"
     two.follow({"engine-1": 0}, 0, 0)
@@ -143,14 +143,14 @@ async def test_a_session_is_forgotten_with_the_engine_that_held_it():
     assert await name_of(two, session="a") == "engine-1"
 
 
-def test_the_sessions_used_least_recently_are_forgotten_first():
+def test_sessions_used_least_recently_are_forgotten_first():
     sessions = StickySessions(max_sessions=2)
     for name in ("a", "b", "a", "c"):
         sessions.settle(name, "engine-0")
     assert [sessions.home(name) for name in ("a", "b", "c")] == ["engine-0", None, "engine-0"]
 
 
-async def test_an_engine_that_failed_a_sample_is_taken_only_if_there_is_no_other():
+async def test_engine_that_failed_a_sample_is_taken_only_if_there_is_no_other():
     two = router(2)
     assert await name_of(two, failed={"engine-0": 0.0}) == "engine-1"
     assert await name_of(two, failed={"engine-0": 0.0, "engine-1": 0.0}) == "engine-0"
@@ -158,14 +158,14 @@ async def test_an_engine_that_failed_a_sample_is_taken_only_if_there_is_no_other
     assert await name_of(two, failed={"engine-0": 0.0}) == "engine-0"
 
 
-async def test_an_engine_that_serves_nothing_or_lags_too_far_gets_no_sample():
+async def test_engine_that_serves_nothing_or_lags_too_far_gets_no_sample():
     three = router(3, {"engine-1": 4, "engine-2": 6}, trainer=7, max_staleness=2)
     assert {await name_of(three, {"engine-2": 0.0}), await name_of(three)} == {"engine-2"}
     three.follow({"engine-1": 4, "engine-2": 6}, 7, 3)
     assert await name_of(three, {"engine-2": 0.0}) == "engine-1"
 
 
-async def test_a_sample_waits_for_the_version_that_it_needs():
+async def test_sample_waits_for_the_version_that_it_needs():
     two = router(2, {"engine-0": 4, "engine-1": 4}, trainer=4)
     waiting = asking(two, sample(min_version=5))
     await turn()
@@ -174,7 +174,7 @@ async def test_a_sample_waits_for_the_version_that_it_needs():
     assert (await waiting).engine.name == "engine-1"
 
 
-async def test_an_engine_asked_for_by_name_is_taken_though_it_is_held_at_an_old_version():
+async def test_engine_asked_for_by_name_is_taken_though_it_is_held_at_an_old_version():
     three = router(3, {"engine-0": 9, "engine-1": 3}, trainer=9)
     assert await name_of(three, engine="engine-1", min_version=3) == "engine-1"
     assert await name_of(three, engine="engine-2") == "engine-2"  # its holder knows why
@@ -231,7 +231,7 @@ async def test_one_evaluation_takes_no_place_from_rollouts():
     waiting.cancel()
 
 
-async def test_an_eighth_of_the_limit_is_kept_for_evaluations_beside_the_rollouts():
+async def test_eighth_of_the_limit_is_kept_for_evaluations_beside_the_rollouts():
     one = router(1, max_running_requests=32)
     rollouts = [await place(one) for _ in range(32)]
     evaluations = [await one.assign(evaluation()) for _ in range(4)]
@@ -254,7 +254,7 @@ async def test_places_are_shared_among_the_workers():
     waiting.cancel()
 
 
-async def test_a_place_that_comes_as_its_waiter_is_cancelled_is_not_lost():
+async def test_place_that_comes_as_its_waiter_is_cancelled_is_not_lost():
     one = router(1, max_running_requests=1)
     taken = await place(one)
     waiting = asking(one, sample())
@@ -267,7 +267,7 @@ async def test_a_place_that_comes_as_its_waiter_is_cancelled_is_not_lost():
     await place(one)
 
 
-async def test_a_sample_that_is_withdrawn_waits_no_more():
+async def test_sample_that_is_withdrawn_waits_no_more():
     one = router(1, max_running_requests=1)
     await place(one)
     it = sample()
@@ -280,7 +280,7 @@ async def test_a_sample_that_is_withdrawn_waits_no_more():
     assert one.num_waiting == 0
 
 
-async def test_a_sample_waits_until_an_engine_is_at_an_allowed_version():
+async def test_sample_waits_until_an_engine_is_at_an_allowed_version():
     one = router(1, {"engine-0": 3}, trainer=4)
     waiting = asyncio.create_task(name_of(one))
     await asyncio.sleep(0.05)
@@ -301,7 +301,7 @@ async def test_timeout_says_why_no_engine_took_the_sample():
         await name_of(one)
 
 
-async def test_a_long_line_is_no_failure_while_it_moves():
+async def test_long_line_is_no_failure_while_it_moves():
     one = router(1, wait_timeout_s=0.3, max_running_requests=1)
     taken = await place(one)
     waiting = asking(one, sample(order=1))
@@ -346,7 +346,7 @@ async def lose(router):
         failing.release()
 
 
-async def test_an_engine_that_fails_again_and_again_gets_no_samples_until_one_on_trial_succeeds():
+async def test_engine_that_fails_again_and_again_gets_no_samples_until_one_on_trial_succeeds():
     two = router(2)
     await lose(two)
     assert two.engines["engine-0"].breaker.state is BreakerState.open
@@ -361,7 +361,7 @@ async def test_an_engine_that_fails_again_and_again_gets_no_samples_until_one_on
     assert (await place(two)).engine.name == "engine-0"
 
 
-async def test_a_sample_whose_only_engine_failed_it_is_served_when_that_may_have_mended():
+async def test_sample_whose_only_engine_failed_it_is_served_when_that_may_have_mended():
     one = router(1)
     first = await place(one)
     at = first.fail()
@@ -374,7 +374,7 @@ async def test_a_sample_whose_only_engine_failed_it_is_served_when_that_may_have
         await waiting
 
 
-async def test_a_sample_whose_only_engine_failed_it_is_served_at_once_when_others_get_tokens():
+async def test_sample_whose_only_engine_failed_it_is_served_at_once_when_others_get_tokens():
     one = router(1)
     first, other = await place(one), await place(one)
     at = first.fail()
@@ -388,7 +388,7 @@ async def test_a_sample_whose_only_engine_failed_it_is_served_at_once_when_other
     assert waiting.done()
 
 
-async def test_an_engine_that_came_back_is_tried_at_once():
+async def test_engine_that_came_back_is_tried_at_once():
     two = router(2)
     await lose(two)
     two.follow({"engine-1": 0}, 0, 0)
@@ -396,7 +396,7 @@ async def test_an_engine_that_came_back_is_tried_at_once():
     assert (await place(two)).engine.name == "engine-0"
 
 
-async def test_an_engine_that_failed_and_does_not_answer_at_all_gets_not_even_a_trial():
+async def test_engine_that_failed_and_does_not_answer_at_all_gets_not_even_a_trial():
     two = router(2)
     await lose(two)
     two.note_silence("engine-0")
@@ -524,7 +524,7 @@ async def test_poller_reports_loads_to_the_router(fake, client, other_fake, othe
         await polling
 
 
-async def test_a_better_limit_lets_the_next_in_at_once():
+async def test_better_limit_lets_the_next_in_at_once():
     one = router(1, max_running_requests=64)
     full = EngineLoad(num_running=1, num_queued=0, num_tokens=9, capacity=10, kv_usage=0.99)
     one.note_load("engine-0", full, 0)

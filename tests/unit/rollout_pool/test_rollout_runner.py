@@ -109,7 +109,7 @@ def text_of(branch):
     return text + ("]" if was_own else "")
 
 
-async def test_a_question_with_one_answer():
+async def test_question_with_one_answer():
     model = Model("7")
     seen = []
     asked = ask(
@@ -160,7 +160,7 @@ async def test_turns_follow_each_other_token_by_token_and_rewards_add_up():
     assert [completion.text for completion in env.heard] == ["a", "b", "c"]
 
 
-async def test_a_tool_call_reaches_the_environment_and_its_answer_is_not_trained_on():
+async def test_tool_call_reaches_the_environment_and_its_answer_is_not_trained_on():
     model = Model('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "so 3")
     tool = ToolSpec(name="add", description="", parameters={})
     opening = Observation(messages=(Message(role="user", content="?"),), tools=(tool,))
@@ -173,7 +173,7 @@ async def test_a_tool_call_reaches_the_environment_and_its_answer_is_not_trained
     assert episode.messages[1].tool_calls == (call,) and episode.messages[1].content == ""
 
 
-async def test_a_rewritten_history_goes_on_in_a_branch():
+async def test_rewritten_history_goes_on_in_a_branch():
     model = Model("a", "b", "c")
     summary = said("in short: a. 2? ", replaces_history=True)
     episode = await runner(model).run(Talk("1? ", summary, " 3? "), ask())
@@ -190,7 +190,7 @@ async def test_a_rewritten_history_goes_on_in_a_branch():
     assert episode.end == "done"
 
 
-async def test_the_last_turn_is_still_judged():
+async def test_last_turn_is_still_judged():
     env = Talk("1", Step(observation=None, reward=1.0))
     assert (await runner(Model("a"), max_turns=1).run(env, ask())).end == "done"
     more = said("more")
@@ -212,14 +212,14 @@ async def test_all_that_follows_the_prompt_stays_within_max_response_tokens():
     assert episode.messages[-1].content == "bbbb"  # "and?" was never shown
 
 
-async def test_a_history_too_long_to_go_on_leaves_the_conversation_as_it_was():
+async def test_history_too_long_to_go_on_leaves_the_conversation_as_it_was():
     rollout = RolloutConfig(max_response_tokens=5)
     long = said("far too long", replaces_history=True)
     episode = await runner(Model("a"), rollout).run(Talk("1", long), ask())
     assert episode.end == "length" and episode.answer == "a" and len(episode.branches) == 1
 
 
-async def test_a_single_answer_is_bounded_by_max_turn_tokens():
+async def test_single_answer_is_bounded_by_max_turn_tokens():
     model = Model("abcdef", "ok")
     episode = await runner(model, max_turn_tokens=3).run(Talk("1", "2"), ask())
     assert text_of(episode.branches[0]) == "1[abc]2[ok|]"
@@ -227,7 +227,7 @@ async def test_a_single_answer_is_bounded_by_max_turn_tokens():
 
 
 @pytest.mark.parametrize("content", ["", "x" * 11])
-async def test_a_first_prompt_that_is_too_long_or_empty_is_no_episode(content):
+async def test_first_prompt_that_is_too_long_or_empty_is_no_episode(content):
     skips = RolloutConfig(max_prompt_tokens=10, on_long_prompt=OnLongPrompt.skip)
     env = Talk(content)
     with pytest.raises(EpisodeFailed, match=r"s: its first prompt has (11 tokens|no token)"):
@@ -235,7 +235,7 @@ async def test_a_first_prompt_that_is_too_long_or_empty_is_no_episode(content):
     assert env.num_closed == 1
 
 
-async def test_a_first_prompt_that_is_too_long_is_refused_by_name():
+async def test_first_prompt_that_is_too_long_is_refused_by_name():
     refuses = RolloutConfig(max_prompt_tokens=10)
     env = Talk("x" * 11)
     with pytest.raises(ValueError, match=r"rollout.max_prompt_tokens=10: .* has 11 tokens"):
@@ -243,7 +243,7 @@ async def test_a_first_prompt_that_is_too_long_is_refused_by_name():
     assert env.num_closed == 1
 
 
-async def test_an_environment_that_breaks_ends_its_episode_with_what_was_sampled():
+async def test_environment_that_breaks_ends_its_episode_with_what_was_sampled():
     more = said("2")
     env = Talk("1", Step(observation=more, reward=0.5), KeyError("gone"))
     episode = await runner(Model("a", "b")).run(env, ask())
@@ -269,7 +269,7 @@ async def test_bad_step_costs_its_episode_alone(line, error):
     assert text_of(episode.branches[0]) == "1[a|]"
 
 
-async def test_an_environment_that_never_begins_is_no_episode():
+async def test_environment_that_never_begins_is_no_episode():
     env = Talk(OSError("no disk"))
     with pytest.raises(
         EpisodeFailed, match=r"before a token .* env_error: reset: OSError: no disk"
@@ -280,7 +280,7 @@ async def test_an_environment_that_never_begins_is_no_episode():
     assert env.num_closed == 1
 
 
-async def test_an_environment_that_takes_too_long_over_a_step_ends_its_episode():
+async def test_environment_that_takes_too_long_over_a_step_ends_its_episode():
     env = Talk("1", "2", "...")
     episode = await runner(Model("a", "b"), turn_timeout_s=0.1).run(env, ask())
     assert (episode.end, episode.error) == ("turn_timeout", None)
@@ -290,7 +290,7 @@ async def test_an_environment_that_takes_too_long_over_a_step_ends_its_episode()
     assert (episode.end, env.num_closed) == ("episode_timeout", 1)
 
 
-async def test_an_episode_without_time_keeps_what_was_sampled_to_the_last_token():
+async def test_episode_without_time_keeps_what_was_sampled_to_the_last_token():
     model = Model("a", "bc...")
     env = Talk("1", "2")
     episode = await runner(model, episode_timeout_s=0.2).run(env, ask())
@@ -301,14 +301,14 @@ async def test_an_episode_without_time_keeps_what_was_sampled_to_the_last_token(
     assert model.asked[1].finish_reason is not None
 
 
-async def test_an_episode_whose_time_ends_before_a_turns_first_token_ends_without_it():
+async def test_episode_whose_time_ends_before_a_turns_first_token_ends_without_it():
     episode = await runner(Model("a", "..."), episode_timeout_s=0.2).run(Talk("1", "2"), ask())
     assert text_of(episode.branches[0]) == "1[a|]" and episode.num_turns == 1
     with pytest.raises(EpisodeFailed, match="before a token was sampled: episode_timeout"):
         await runner(Model("..."), episode_timeout_s=0.1).run(Talk("1"), ask())
 
 
-async def test_a_sample_that_does_not_heed_its_interruption_is_cancelled_and_lost():
+async def test_sample_that_does_not_heed_its_interruption_is_cancelled_and_lost():
     model = Model("a", "bc...")
     model.is_deaf = True
     playing = runner(model, heeds_interrupt_s=0.1, episode_timeout_s=0.1).run(Talk("1", "2"), ask())
@@ -318,7 +318,7 @@ async def test_a_sample_that_does_not_heed_its_interruption_is_cancelled_and_los
     assert all(sample.finish_reason for sample in model.asked)
 
 
-async def test_an_interrupted_sample_waits_and_goes_on_with_what_it_has():
+async def test_interrupted_sample_waits_and_goes_on_with_what_it_has():
     model = Model("a", "b...", "c", "d")
     waiting, may = asyncio.Queue(), asyncio.Event()
 
@@ -338,7 +338,7 @@ async def test_an_interrupted_sample_waits_and_goes_on_with_what_it_has():
     assert (episode.end, episode.num_turns) == ("done", 3)
 
 
-async def test_the_clock_stands_still_while_a_sample_may_not_go_on():
+async def test_clock_stands_still_while_a_sample_may_not_go_on():
     model = Model("a...", "b")
     model.delay_s = 0.05
 
@@ -355,7 +355,7 @@ async def test_the_clock_stands_still_while_a_sample_may_not_go_on():
     assert episode.end == "done" and text_of(episode.branches[0]) == "1[ab|]"
 
 
-async def test_a_sample_that_fails_fails_the_episode_and_the_environment_is_closed():
+async def test_sample_that_fails_fails_the_episode_and_the_environment_is_closed():
     env = Talk("1", "2")
     with pytest.raises(SampleFailed, match="no engine"):
         await runner(Model("a", SampleFailed("no engine"))).run(env, ask())
@@ -364,7 +364,7 @@ async def test_a_sample_that_fails_fails_the_episode_and_the_environment_is_clos
         await runner(Model(TimeoutError("no engine to ask"))).run(Talk("1"), ask())
 
 
-async def test_a_cancelled_episode_closes_its_environment():
+async def test_cancelled_episode_closes_its_environment():
     model, env = Model("a..."), Talk("1")
     playing = asyncio.create_task(runner(model).run(env, ask()))
     async with asyncio.timeout(5):
@@ -380,6 +380,6 @@ class BreaksAtTheEnd(Talk):
         raise OSError("disk full")
 
 
-async def test_an_environment_that_does_not_close_spoils_nothing(caplog):
+async def test_environment_that_does_not_close_spoils_nothing(caplog):
     episode = await runner(Model("a")).run(BreaksAtTheEnd("1"), ask())
     assert episode.end == "done" and "disk full" in caplog.text

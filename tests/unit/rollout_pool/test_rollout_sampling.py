@@ -39,13 +39,13 @@ async def test_owner_is_called_at_each_arrival_and_the_end(fake, other_fake, sam
     assert rids(fake) == ["g.0.1!"] and rids(other_fake) == []
 
 
-async def test_the_samples_of_a_group_share_calls(fake, other_fake, sampler):
+async def test_samples_of_a_group_share_calls(fake, other_fake, sampler):
     await asyncio.gather(*(sampler.complete(make_sample(i)) for i in range(8)))
     assert [len(body["rid"]) for body in fake.bodies("/generate")] == [4]
     assert [len(body["rid"]) for body in other_fake.bodies("/generate")] == [4]
 
 
-async def test_a_sample_whose_engine_dies_goes_on_elsewhere_from_where_it_stood(
+async def test_sample_whose_engine_dies_goes_on_elsewhere_from_where_it_stood(
     fake, other_fake, sampler, router, make_reply
 ):
     fake.version, other_fake.version = "3", "4"
@@ -71,7 +71,7 @@ async def test_a_sample_whose_engine_dies_goes_on_elsewhere_from_where_it_stood(
     assert [engine.num_in_flight for engine in router.engines.values()] == [0, 0]
 
 
-async def test_a_sample_refused_for_its_logprobs_is_asked_for_elsewhere_and_counted(
+async def test_sample_refused_for_its_logprobs_is_asked_for_elsewhere_and_counted(
     fake, other_fake, sampler, make_reply
 ):
     fake.reply = lambda rid: make_reply(logprobs=[None, None, None])
@@ -83,7 +83,7 @@ async def test_a_sample_refused_for_its_logprobs_is_asked_for_elsewhere_and_coun
     await until(lambda: sample.num_wasted == 3)  # of the last two it hears when it is elsewhere
 
 
-async def test_a_sample_that_keeps_failing_fails_with_the_reason_and_keeps_what_it_has(
+async def test_sample_that_keeps_failing_fails_with_the_reason_and_keeps_what_it_has(
     fake, other_fake, sampler, make_reply
 ):
     fake.reply = lambda rid: make_reply(parts=[1], breaks=True)
@@ -100,9 +100,7 @@ async def test_a_sample_that_keeps_failing_fails_with_the_reason_and_keeps_what_
     assert sample.finish_reason == "stop" and sample.output_ids[0] == 11
 
 
-async def test_a_sample_that_lost_its_only_engine_waits_until_that_one_is_back(
-    fake, sampler, router
-):
+async def test_sample_that_lost_its_only_engine_waits_until_that_one_is_back(fake, sampler, router):
     router.follow({"engine-0": 0}, 0, 0)
     fake.status = 500
     sample = make_sample()
@@ -131,7 +129,7 @@ async def test_many_samples_of_a_dead_engine_all_get_through_when_it_mends(fake,
     assert max(sample.num_failures for sample in samples) <= 2
 
 
-async def test_an_interrupted_sample_has_its_tokens_with_exact_versions_and_goes_on_later(
+async def test_interrupted_sample_has_its_tokens_with_exact_versions_and_goes_on_later(
     fake, sampler, router, make_reply
 ):
     router.follow({"engine-0": 0}, 0, 0)
@@ -157,7 +155,7 @@ async def test_an_interrupted_sample_has_its_tokens_with_exact_versions_and_goes
     assert rids(fake) == ["g.0.1!", "g.0.2!"]
 
 
-async def test_a_sample_that_waits_for_room_is_interrupted_at_once(client, fake, make_reply):
+async def test_sample_that_waits_for_room_is_interrupted_at_once(client, fake, make_reply):
     router = Router([client], 20.0, max_running_requests=1)
     router.follow({"engine-0": 0}, 0, 0)
     sampler = Sampler(router, max_retries=1)
@@ -173,7 +171,7 @@ async def test_a_sample_that_waits_for_room_is_interrupted_at_once(client, fake,
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_sample_that_ends_as_it_is_interrupted_has_ended(fake, sampler, make_reply):
+async def test_sample_that_ends_as_it_is_interrupted_has_ended(fake, sampler, make_reply):
     fake.num_lost_aborts = 99
     fake.reply = lambda rid: make_reply(delay_s=0.2)
     sample = make_sample()
@@ -184,7 +182,7 @@ async def test_a_sample_that_ends_as_it_is_interrupted_has_ended(fake, sampler, 
     assert sample.finish_reason == "stop"
 
 
-async def test_a_sample_that_has_reached_its_limit_is_ended_without_another_request(
+async def test_sample_that_has_reached_its_limit_is_ended_without_another_request(
     fake, other_fake, sampler, make_reply
 ):
     fake.reply = lambda rid: make_reply(output_ids=[1, 2, 3], parts=[1, 2], breaks=True)
@@ -196,7 +194,7 @@ async def test_a_sample_that_has_reached_its_limit_is_ended_without_another_requ
     assert rids(other_fake) == []
 
 
-async def test_a_cancelled_sample_is_stopped_at_its_engine_and_leaves_its_place(
+async def test_cancelled_sample_is_stopped_at_its_engine_and_leaves_its_place(
     fake, sampler, router, make_reply
 ):
     fake.reply = lambda rid: make_reply(never_ends=True)

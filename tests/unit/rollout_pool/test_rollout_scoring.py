@@ -86,7 +86,7 @@ async def test_where_nothing_is_said_the_environment_rewards_or_else_the_task(sc
     assert (score.reward, dict(score.parts)) == (2.0, {"moves": 4.0, "env": 2.0})
 
 
-async def test_the_reward_is_the_weighted_sum_of_parts_asked_for_at_once(scorer_of):
+async def test_reward_is_the_weighted_sum_of_parts_asked_for_at_once(scorer_of):
     function = RewardConfig(kind=RewardKind.function, function="a:b", weight=-0.5)
     pool = Pool(right=1.0, short=4.0)
     scorer = scorer_of(
@@ -104,7 +104,7 @@ async def test_the_reward_is_the_weighted_sum_of_parts_asked_for_at_once(scorer_
 
 
 @pytest.mark.parametrize("kind", [RewardKind.http, RewardKind.judge, RewardKind.teacher])
-async def test_a_service_that_is_gone_leaves_the_episode_unscored(scorer_of, kind):
+async def test_service_that_is_gone_leaves_the_episode_unscored(scorer_of, kind):
     gone = RewardConfig(kind=kind, url="http://127.0.0.1:9", model="m", max_retries=0)
     branch = Branch(
         tokens=[1, 2],
@@ -128,7 +128,7 @@ async def test_what_breaks_its_own_scorer_is_worth_nothing_and_is_scored(scorer_
     assert "prompt 3: no right: RuntimeError: broken" in caplog.text
 
 
-async def test_a_part_that_fails_counts_nothing_and_is_told(scorer_of):
+async def test_part_that_fails_counts_nothing_and_is_told(scorer_of):
     scorer = scorer_of(
         Pool(right="RuntimeError: broken"),
         right=TASK,
@@ -172,7 +172,7 @@ async def test_episodes_that_wait_together_count_once(scorer_of):
 # What travels to a scoring process ---------------------------------------------------------------
 
 
-def test_a_request_arrives_as_it_was_sent():
+def test_request_arrives_as_it_was_sent():
     call = ToolCall(call_id="c1", name="python", arguments={"code": "print(1)\n"})
     messages = (
         Message(role="user", content="zw\u00f6lf\n\ud83d"),
@@ -192,7 +192,7 @@ def test_a_request_arrives_as_it_was_sent():
     assert bare.episode.messages == () and bare.episode.answer == "12"
 
 
-def test_a_setup_arrives_as_it_was_sent():
+def test_setup_arrives_as_it_was_sent():
     rewards = {"tests": RewardConfig(kind=RewardKind.code_tests, weight=0.5)}
     config = TaskConfig(rewards=rewards, tools=["python"], params={"a": [1]})
     assert decode_setup(encode_setup("a:b", config, 1.5).decode()) == ("a:b", config, 1.5)
@@ -256,7 +256,7 @@ async def test_requests_of_one_turn_go_out_as_one_call(spread):
     assert [len(batch) for batch in host.batches] == [MAX_BATCH, 10]
 
 
-async def test_the_host_with_the_fewest_open_requests_is_asked(spread):
+async def test_host_with_the_fewest_open_requests_is_asked(spread):
     busy, idle = Host(1.0), Host(2.0)
     pool = await spread(busy, idle)
     busy.holds.clear()
@@ -269,7 +269,7 @@ async def test_the_host_with_the_fewest_open_requests_is_asked(spread):
 
 
 @pytest.mark.machine
-async def test_a_slow_answer_does_not_hold_up_the_others_of_its_call(spread):
+async def test_slow_answer_does_not_hold_up_the_others_of_its_call(spread):
     host = Host(1.0)
     host.slow = {b"slow"}
     pool = await spread(host)
@@ -306,7 +306,7 @@ async def test_where_all_hosts_are_lost_requests_wait_for_one_to_come_back(sprea
     assert (await asking).value == 1.0
 
 
-async def test_a_request_that_meets_two_losses_has_no_score(spread):
+async def test_request_that_meets_two_losses_has_no_score(spread):
     hosts = [Host(1.0), Host(2.0), Host(3.0)]
     pool = await spread(*hosts)
     for host in hosts:
@@ -317,7 +317,7 @@ async def test_a_request_that_meets_two_losses_has_no_score(spread):
         host.is_back.set()
 
 
-async def test_an_answer_that_a_host_leaves_out_is_asked_for_again(spread):
+async def test_answer_that_a_host_leaves_out_is_asked_for_again(spread):
     careless, other = Host(1.0), Host(2.0)
     careless.leaves_out = 1
     pool = await spread(careless, other)
@@ -397,7 +397,7 @@ async def test_actors_score_and_one_that_is_killed_costs_nothing(actors, spread)
     assert (await pool.score(line("abc"))).value == 3.0
 
 
-async def test_an_actor_whose_task_refuses_its_config_is_bad_input(actors):
+async def test_actor_whose_task_refuses_its_config_is_bad_input(actors):
     [handle] = actors(name="bad")
     with pytest.raises(ValueError, match=r"task\.name='bad': no such task"):
         await RayScorer(handle).wait_ready(60)

@@ -205,7 +205,7 @@ async def _land_quick_groups(scene: Scene, number: int = MIN_RECENT) -> None:
         scene.tail.end(run, is_done=True)
 
 
-async def test_a_slow_group_waits_while_a_batch_is_ready_and_goes_on_when_it_is_taken() -> None:
+async def test_slow_group_waits_while_a_batch_is_ready_and_goes_on_when_it_is_taken() -> None:
     scene = Scene(TailPolicy.postpone, max_postponements=2)
     await _land_quick_groups(scene)
     slow = scene.start(10)
@@ -245,7 +245,7 @@ async def _keep_one_young(scene: Scene) -> None:
             scene.tail.end(run, is_done=False)
 
 
-async def test_the_last_group_of_all_is_never_put_off() -> None:
+async def test_last_group_of_all_is_never_put_off() -> None:
     scene = Scene(TailPolicy.postpone)
     await _land_quick_groups(scene)
     slow, scene.is_full = scene.start(10), True
@@ -255,7 +255,7 @@ async def test_the_last_group_of_all_is_never_put_off() -> None:
     scene.tail.end(slow, is_done=True)
 
 
-async def test_a_turn_that_a_postponed_group_begins_is_stopped_as_well() -> None:
+async def test_turn_that_a_postponed_group_begins_is_stopped_as_well() -> None:
     scene = Scene(TailPolicy.postpone)
     await _land_quick_groups(scene)
     slow = scene.start(10)

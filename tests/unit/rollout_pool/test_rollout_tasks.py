@@ -42,13 +42,13 @@ def words(path, **changes):
     return build_task(TaskConfig(kind=TaskKind.gsm8k, path=path, **{"eval_size": 3, **changes}))
 
 
-def test_a_pattern_cuts_the_prompt_to_the_expression():
+def test_pattern_cuts_the_prompt_to_the_expression():
     prompt = sums().example(0)
     left, operator, right, equals = prompt.text.split()
     assert operator in "+-" and equals == "=" and left.isdigit() and right.isdigit()
 
 
-def test_an_index_always_names_the_same_prompt_also_across_the_generators_chunks():
+def test_index_always_names_the_same_prompt_also_across_the_generators_chunks():
     indices = [0, 999, 1000, 1001, 123_456]
     first = [sums().example(i) for i in indices]
     other = sums()
@@ -56,7 +56,7 @@ def test_an_index_always_names_the_same_prompt_also_across_the_generators_chunks
     assert len({prompt.text for prompt in first}) > 2
 
 
-def test_the_right_answer_scores_one_and_another_does_not():
+def test_right_answer_scores_one_and_another_does_not():
     task = sums()
     for prompt in [*itertools.islice(TaskStream(task, 0, 1), 20), *task.eval_prompts()[:20]]:
         left, operator, right, _ = prompt.text.split()
@@ -68,7 +68,7 @@ def test_the_right_answer_scores_one_and_another_does_not():
         assert task.score(prompt, "") < 0.5
 
 
-async def test_a_question_with_one_answer_is_an_episode_of_one_step():
+async def test_question_with_one_answer_is_an_episode_of_one_step():
     prompt = sums().example(0)
     env = sums(system_prompt="Be brief.").environment(prompt)
     first = await env.reset()
@@ -89,7 +89,7 @@ def test_no_held_out_prompt_is_trained_on_even_where_prompts_repeat():
     assert len(trained) > 50 and not held_out & trained
 
 
-def test_a_stream_goes_on_where_it_was():
+def test_stream_goes_on_where_it_was():
     task = sums()
     whole = list(itertools.islice(TaskStream(task, 0, 1), 30))
     first = TaskStream(task, 0, 1)
@@ -98,7 +98,7 @@ def test_a_stream_goes_on_where_it_was():
     assert begun + rest == whole
 
 
-def test_the_streams_of_all_workers_share_the_prompts_out():
+def test_streams_of_all_workers_share_the_prompts_out():
     task = sums()
     streams = [
         {prompt.index for prompt in itertools.islice(TaskStream(task, worker, 3), 40)}
@@ -108,7 +108,7 @@ def test_the_streams_of_all_workers_share_the_prompts_out():
     assert {index % 3 for index in streams[2]} == {2}
 
 
-def test_a_task_with_too_few_prompts_to_hold_back_says_so():
+def test_task_with_too_few_prompts_to_hold_back_says_so():
     with pytest.raises(ValueError, match=r"task.eval_size=500: chain_sum .* only 200 different"):
         sums(eval_size=500)
     with pytest.raises(ValueError, match="nothing is left to train on"):
@@ -126,7 +126,7 @@ def test_a_task_with_too_few_prompts_to_hold_back_says_so():
         ({"prompt_pattern": "never"}, r"task.prompt_pattern='never': matches nothing in the q"),
     ],
 )
-def test_a_bad_setting_is_named(changes, message):
+def test_bad_setting_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         sums(**changes)
 
@@ -140,7 +140,7 @@ def test_every_epoch_of_a_file_has_each_training_problem_once_in_another_order(t
     assert not set(held_out) & set(epochs[0])
 
 
-def test_an_answer_of_a_file_is_scored_and_is_what_warm_up_teaches(tmp_path):
+def test_answer_of_a_file_is_scored_and_is_what_warm_up_teaches(tmp_path):
     task = words(
         problems(tmp_path / "words.jsonl", 13), instruction=" Think.", system_prompt="Be brief."
     )
@@ -193,14 +193,14 @@ def test_listed_questions_can_have_held_out_ones_in_a_file(tmp_path):
         ('{"question": "a", "answer": "#### "}', r'line 1: "answer" must end in'),
     ],
 )
-def test_a_bad_file_is_named_with_its_line(tmp_path, text, message):
+def test_bad_file_is_named_with_its_line(tmp_path, text, message):
     path = tmp_path / "words.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"task.path=.*" + message):
         words(str(path))
 
 
-def test_a_missing_or_too_short_file_is_named(tmp_path):
+def test_missing_or_too_short_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"task.path=/nowhere.jsonl: there is no such file"):
         words("/nowhere.jsonl")
     path = tmp_path / "binary.jsonl"
@@ -253,7 +253,7 @@ def reader(limit, on_long):
     return PromptReader(chat, TaskConfig(), config)
 
 
-def test_a_long_prompt_is_skipped_and_counted_or_refused_and_never_cut():
+def test_long_prompt_is_skipped_and_counted_or_refused_and_never_cut():
     short, long = (Prompt(index=i, is_held_out=False, text="a" * i) for i in (4, 5))
     skipping = reader(5, OnLongPrompt.skip)
     assert not skipping.accepts(long) and skipping.num_skipped == 1
@@ -262,6 +262,6 @@ def test_a_long_prompt_is_skipped_and_counted_or_refused_and_never_cut():
         reader(5, OnLongPrompt.refuse).accepts(long)
 
 
-def test_a_model_path_that_is_none_is_named(tmp_path):
+def test_model_path_that_is_none_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"model.path='.*nothing': there is no tokenizer to load"):
         load_tokenizer(str(tmp_path / "nothing"), trust_remote_code=False)

@@ -66,12 +66,12 @@ def second_chance(tmp_path):
     return load_config(overrides)
 
 
-def test_the_example_is_about_thirty_lines_long():
+def test_example_is_about_thirty_lines_long():
     lines = [line for line in block_with("class SecondChance").splitlines() if line.strip()]
     assert len(lines) <= 30
 
 
-async def test_the_environment_of_the_page_plays_whole_episodes(second_chance):
+async def test_environment_of_the_page_plays_whole_episodes(second_chance):
     task = build_task(second_chance.task)
     prompt = next(TaskStream(task, 0, 1))
     right = task.solution(prompt)
@@ -104,21 +104,21 @@ def test_what_the_example_is_chosen_with_is_accepted(second_chance):
     assert second_chance.task.rewards["brevity"].weight == 0.1
 
 
-async def test_the_agent_of_the_page_is_accepted_and_returns_a_reward(tmp_path):
+async def test_agent_of_the_page_is_accepted_and_returns_a_reward(tmp_path):
     path = tmp_path / "my_agent.py"
     path.write_text(block_with("async def agent"))
     overrides = [text.replace("my_agent.py", str(path)) for text in settings_with("my_agent.py")]
     check_task(load_config(overrides).task)
 
 
-def test_the_tool_of_the_page_is_one(tmp_path):
+def test_tool_of_the_page_is_one(tmp_path):
     path = tmp_path / "my_tools.py"
     path.write_text(block_with("async def search"))
     spec = function_tool(load_callable(f"{path}:search", "task.tools"), "task.tools").spec
     assert spec.parameters["required"] == ["words"]
 
 
-def test_the_lines_of_the_page_are_read(tmp_path):
+def test_lines_of_the_page_are_read(tmp_path):
     lines = re.findall(r'^    (\{"(?:question|problem|prompt)".*)$', PAGE, re.MULTILINE)
     found = [line for line in lines if '"messages"' not in line]  # that one is for a service
     kinds = {"question": "gsm8k", "problem": "math", "prompt": "code"}
@@ -155,7 +155,7 @@ async def play(overrides, *answers, tokenizer=None):
     return task, prompt, await runner.run(environment, ask)
 
 
-async def test_the_list_of_questions_on_the_page_is_the_file_and_is_played(tmp_path):
+async def test_list_of_questions_on_the_page_is_the_file_and_is_played(tmp_path):
     [block] = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     shipped = Path(__file__).parents[3] / "configs" / "task" / "capitals.yaml"
     assert block == shipped.read_text() and len(block.splitlines()) <= 10
@@ -189,7 +189,7 @@ COUNTRIES = {"Paris": "France", "Tokyo": "Japan", "Lima": "Peru"}
         (["task.params={more: 1}"], "task.params.more: questions has no such setting"),
     ],
 )
-def test_a_list_of_questions_that_cannot_be_asked_is_refused(overrides, words):
+def test_list_of_questions_that_cannot_be_asked_is_refused(overrides, words):
     with pytest.raises(ValueError) as refused:
         build_task(load_config(["task=capitals", *overrides]).task)
     assert words in str(refused.value)
@@ -225,7 +225,7 @@ TEMPLATE = """
 """
 
 
-async def test_the_task_of_the_page_with_its_tool_is_played(apples, chat_tokenizer):
+async def test_task_of_the_page_with_its_tool_is_played(apples, chat_tokenizer):
     check_task(load_config(apples).task)
     call = '<tool_call>{"name": "look_up", "arguments": {"name": "Anna"}}</tool_call>'
     task, prompt, episode = await play(apples, call, "3", tokenizer=chat_tokenizer)
@@ -239,7 +239,7 @@ async def test_the_task_of_the_page_with_its_tool_is_played(apples, chat_tokeniz
     assert {task.who(next(stream)) for _ in range(12)} == {"Anna", "Ben", "Cleo", "Dan"}
 
 
-def test_the_demonstration_of_the_page_teaches_the_call_and_the_answer(apples, chat_tokenizer):
+def test_demonstration_of_the_page_teaches_the_call_and_the_answer(apples, chat_tokenizer):
     config = load_config(apples).task
     task = build_task(config)
     chat = ChatFormat(chat_tokenizer, chat_template=True, tool_parser=config.tool_parser)

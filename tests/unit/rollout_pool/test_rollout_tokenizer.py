@@ -23,7 +23,7 @@ GEMMA = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "v
     ],
     ids=["plain", "nested", "unknown", "none"],
 )
-def test_a_vocabulary_is_as_large_as_the_embeddings_if_the_model_says_so(tmp_path, config, size):
+def test_vocabulary_is_as_large_as_the_embeddings_if_the_model_says_so(tmp_path, config, size):
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     assert vocab_size(str(tmp_path), byte_tokenizer(), trust_remote_code=False) == size

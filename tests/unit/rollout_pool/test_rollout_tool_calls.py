@@ -99,7 +99,7 @@ def test_thoughts_hold_no_calls():
 
 @pytest.mark.parametrize("parser", ToolParser)
 @pytest.mark.parametrize("text", ["", " 42 \n", '{"answer": 3}', '{"name": "Ada", "age": 36}', "{"])
-def test_an_answer_without_calls_is_left_as_it_is(parser, text):
+def test_answer_without_calls_is_left_as_it_is(parser, text):
     parsed = parse_tool_calls(parser, text)
     assert (parsed.content, parsed.calls, parsed.bad_call) == (text, (), None)
 
@@ -144,7 +144,7 @@ def test_llama3_calls(text, calls, content):
         ("<|python_tag|>" + "[" * 100_000, 0, ""),
     ],
 )
-def test_a_broken_llama3_call_says_why(text, num_calls, content):
+def test_broken_llama3_call_says_why(text, num_calls, content):
     parsed = llama3(text)
     assert len(parsed.calls) == num_calls and parsed.bad_call and parsed.content == content
 

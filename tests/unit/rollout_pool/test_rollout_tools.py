@@ -56,7 +56,7 @@ async def results(env, *calls, bad_call=None):
     return [message.content for message in step.observation.messages]
 
 
-async def test_a_call_is_answered_and_an_answer_without_one_ends_the_episode():
+async def test_call_is_answered_and_an_answer_without_one_ends_the_episode():
     env = env_with(add)
     first = await env.reset()
     assert first.messages[-1].content == "3 + 4?"
@@ -72,7 +72,7 @@ async def test_a_call_is_answered_and_an_answer_without_one_ends_the_episode():
 
 
 @pytest.mark.machine
-async def test_the_calls_of_one_answer_run_at_the_same_time_and_keep_their_order():
+async def test_calls_of_one_answer_run_at_the_same_time_and_keep_their_order():
     env = env_with(slow, add)
     await env.reset()
     started = time.monotonic()
@@ -143,7 +143,7 @@ class Counting:
         self.turn = -1
 
 
-async def test_an_environment_of_several_turns_sees_only_answers_without_calls():
+async def test_environment_of_several_turns_sees_only_answers_without_calls():
     inner = Counting()
     env = ToolEnv(inner, [function_tool(add, "task.tools")], call_timeout_s=1)
     await env.reset()
@@ -157,7 +157,7 @@ async def test_an_environment_of_several_turns_sees_only_answers_without_calls()
     assert inner.turn == -1
 
 
-def test_a_signature_becomes_the_schema_of_a_tool():
+def test_signature_becomes_the_schema_of_a_tool():
     def search(
         words: list[str],
         where: Literal["web", "notes"] = "web",
@@ -192,7 +192,7 @@ def test_a_signature_becomes_the_schema_of_a_tool():
     }
 
 
-def test_a_function_that_is_no_tool_is_refused():
+def test_function_that_is_no_tool_is_refused():
     def silent(a: int) -> int:
         return a
 
@@ -213,7 +213,7 @@ def test_a_function_that_is_no_tool_is_refused():
             function_tool(function, "task.tools")
 
 
-async def test_the_python_tool_shows_what_a_program_printed_and_how_it_ended():
+async def test_python_tool_shows_what_a_program_printed_and_how_it_ended():
     run = python_tool().run
     assert await run({"code": "print(6 * 7)"}) == "42\n"
     assert await run({"code": "x = 1"}) == "(no output)"
@@ -223,14 +223,14 @@ async def test_the_python_tool_shows_what_a_program_printed_and_how_it_ended():
     assert "left out" in await run({"code": "print('x' * 100_000)"})
 
 
-async def test_a_bad_call_of_the_python_tool_says_what_it_takes():
+async def test_bad_call_of_the_python_tool_says_what_it_takes():
     env = ToolEnv(SingleTurn("?"), [python_tool()], call_timeout_s=30)
     await env.reset()
     said = await results(env, call("python", code=3), call("python", code="1", stdin=""))
     assert said == ['error: python takes one argument, "code", a text'] * 2
 
 
-def test_a_long_text_is_cut_in_the_middle():
+def test_long_text_is_cut_in_the_middle():
     assert shorten("a" * 10, 10) == "a" * 10
     assert shorten("a" * 6 + "b" * 6, 4) == "aa\n... 8 characters left out ...\nbb"
 
@@ -285,7 +285,7 @@ async def test_without_such_settings_it_is_the_tasks_own():
         ({"tools": [], "env": "FILE:no"}, r"task.env='.*:no': .*has nothing named 'no'"),
     ],
 )
-def test_a_bad_setting_is_named(tmp_path, changes, message):
+def test_bad_setting_is_named(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         config = tool_config(tmp_path, **changes)
         environment_factory(config, build_task(TaskConfig(eval_size=5)))

@@ -126,7 +126,7 @@ def test_rows_for_evaluation_are_held_out_where_there_are_some():
     assert {next(stream).text for _ in range(6)} == {f"Add.\n{i} + 1" for i in (0, 1, 2, 5, 6, 7)}
 
 
-async def test_an_episode_gives_the_rubrics_reward_and_its_metrics():
+async def test_episode_gives_the_rubrics_reward_and_its_metrics():
     task, _ = task_of()
     prompt = task.example(0)
     right = task.solution(prompt)
@@ -136,7 +136,7 @@ async def test_an_episode_gives_the_rubrics_reward_and_its_metrics():
     assert roles == [("system", "Add."), ("user", prompt.text[5:]), ("assistant", right)]
 
 
-async def test_an_episode_that_the_environment_could_not_finish_is_an_error():
+async def test_episode_that_the_environment_could_not_finish_is_an_error():
     task, _ = task_of(error={"error": "ModelError"})
     with pytest.raises(RuntimeError, match=r"environment sums failed: .*ModelError"):
         await task.run_agent(Session(says="1"), task.example(0))
@@ -156,7 +156,7 @@ def test_what_cannot_be_is_named(changes, message):
         task_of(**changes)
 
 
-def test_an_environment_is_played_and_scored_in_no_other_way():
+def test_environment_is_played_and_scored_in_no_other_way():
     task, _ = task_of()
     with pytest.raises(ValueError, match="played through the endpoint"):
         task.environment(task.example(0))
@@ -192,7 +192,7 @@ def installed_environment(tmp_path):
 
 @pytest.mark.skipif(not HAS_LIBRARY, reason="the verifiers library is not installed")
 @pytest.mark.filterwarnings("default")
-async def test_an_environment_of_the_library_itself_is_played(installed_environment):
+async def test_environment_of_the_library_itself_is_played(installed_environment):
     config = config_of(name=installed_environment, params={"count": 6})
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     built = []

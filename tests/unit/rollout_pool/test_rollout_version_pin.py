@@ -17,7 +17,7 @@ def pin() -> VersionPin:
     return pin
 
 
-async def test_the_version_that_is_served_is_pinned_at_once(pin: VersionPin) -> None:
+async def test_version_that_is_served_is_pinned_at_once(pin: VersionPin) -> None:
     assert await pin.want(4, 0.0)
     assert pin.is_pinned and not pin.take(5)
     pin.release()
@@ -44,7 +44,7 @@ async def test_version_that_was_passed_can_no_longer_be_had(pin: VersionPin) -> 
     assert not await pin.want(5, 60.0)
 
 
-async def test_a_commit_that_could_not_begin_leaves_the_version_before(pin: VersionPin) -> None:
+async def test_commit_that_could_not_begin_leaves_the_version_before(pin: VersionPin) -> None:
     assert pin.take(5)
     pin.note_served(4)
     assert await pin.want(4, 0.0)
@@ -74,7 +74,7 @@ async def test_cancelled_want_leaves_the_engine_free(pin: VersionPin) -> None:
     assert not pin.is_pinned
 
 
-async def test_a_lost_engine_is_not_pinned(pin: VersionPin) -> None:
+async def test_lost_engine_is_not_pinned(pin: VersionPin) -> None:
     wanting = asyncio.create_task(pin.want(5, 60.0))
     await asyncio.sleep(0)
     pin.note_lost()

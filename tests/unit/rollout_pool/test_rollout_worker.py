@@ -280,9 +280,7 @@ async def consume(buffer, step, num_groups=GROUPS_PER_STEP, version=0):
     return lease
 
 
-async def test_a_worker_fills_the_buffer_up_to_its_credits_and_no_further(
-    make_worker, state, scribe
-):
+async def test_worker_fills_the_buffer_up_to_its_credits_and_no_further(make_worker, state, scribe):
     written = []
 
     class Log:
@@ -344,7 +342,7 @@ async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_agai
     assert {group.prompt.attempt for group in lease.groups} == {1}
 
 
-async def test_a_group_that_can_still_make_it_is_left_alone(make_worker, scribe):
+async def test_group_that_can_still_make_it_is_left_alone(make_worker, scribe):
     scribe.holding = lambda sample: True
     worker, buffer = await make_worker(max_staleness=1)
     running = await make_worker.start(worker)
@@ -358,7 +356,7 @@ async def test_a_group_that_can_still_make_it_is_left_alone(make_worker, scribe)
     assert stats.abandoned_by_reason == {"stopped": 4} and stats.running == 0
 
 
-async def test_the_prompt_of_a_failed_group_runs_again_and_its_group_is_whole(
+async def test_prompt_of_a_failed_group_runs_again_and_its_group_is_whole(
     make_worker, scribe, state
 ):
     failed = set()
@@ -379,7 +377,7 @@ async def test_the_prompt_of_a_failed_group_runs_again_and_its_group_is_whole(
     assert (await state.counters())["samples_retried"] == 1
 
 
-async def test_a_poisonous_prompt_is_put_aside_and_the_worker_goes_on(make_worker, scribe, state):
+async def test_poisonous_prompt_is_put_aside_and_the_worker_goes_on(make_worker, scribe, state):
     scribe.failing = lambda sample: sample.prompt == [ord("1")]
     buffer, report = await fill(make_worker, max_group_failures=3)
     assert report.num_failed == 3
@@ -390,9 +388,7 @@ async def test_a_poisonous_prompt_is_put_aside_and_the_worker_goes_on(make_worke
     assert sorted(group.prompt.index for group in lease.groups) == [0, 2, 3, 4]
 
 
-async def test_an_engine_that_fails_every_group_ends_the_worker_with_the_reason(
-    make_worker, scribe
-):
+async def test_engine_that_fails_every_group_ends_the_worker_with_the_reason(make_worker, scribe):
     scribe.failing = lambda sample: True
     worker, _ = await make_worker()
     with pytest.raises(GroupFailed, match="out of order"):
@@ -404,7 +400,7 @@ async def test_an_engine_that_fails_every_group_ends_the_worker_with_the_reason(
 
 
 @pytest.mark.parametrize("ending", ["publish", "stop"])
-async def test_a_group_that_fails_gives_its_credit_back_whatever_comes_meanwhile(
+async def test_group_that_fails_gives_its_credit_back_whatever_comes_meanwhile(
     make_worker, scribe, ending
 ):
     worker, buffer = await make_worker(max_staleness=0)
@@ -436,7 +432,7 @@ async def test_a_group_that_fails_gives_its_credit_back_whatever_comes_meanwhile
     assert (stats.running, stats.rerun, stats.abandoned_by_reason["failed"]) == (0, 1, 1)
 
 
-async def test_a_worker_that_ends_while_it_admits_a_group_gives_the_credit_back(make_worker):
+async def test_worker_that_ends_while_it_admits_a_group_gives_the_credit_back(make_worker):
     worker, buffer = await make_worker()
     buffer.before = {"take_retry": asyncio.Event(), "abandon": asyncio.Event()}
     running = await make_worker.start(worker)
@@ -449,7 +445,7 @@ async def test_a_worker_that_ends_while_it_admits_a_group_gives_the_credit_back(
     assert (await buffer.stats()).running == 0
 
 
-async def test_a_group_that_is_stopped_before_its_push_arrived_is_counted_as_stopped(
+async def test_group_that_is_stopped_before_its_push_arrived_is_counted_as_stopped(
     make_worker, state, scribe
 ):
     worker, buffer = await make_worker()
@@ -466,7 +462,7 @@ async def test_a_group_that_is_stopped_before_its_push_arrived_is_counted_as_sto
     assert (stats.running, stats.ready, stats.abandoned_by_reason) == (0, 0, {"stopped": 4})
 
 
-async def test_a_group_that_is_stopped_after_its_push_arrived_is_a_whole_one(make_worker, state):
+async def test_group_that_is_stopped_after_its_push_arrived_is_a_whole_one(make_worker, state):
     worker, buffer = await make_worker()
     buffer.after["push"] = asyncio.Event()
     running = await make_worker.start(worker)
@@ -492,7 +488,7 @@ async def test_group_that_ignores_its_cancellation_is_cancelled_again(make_worke
 # Groups from outside ------------------------------------------------------------------------------
 
 
-async def test_an_external_group_waits_for_a_credit_and_is_one_as_any_other(make_worker, scribe):
+async def test_external_group_waits_for_a_credit_and_is_one_as_any_other(make_worker, scribe):
     external = Waiting()
     worker, buffer = await make_worker(external=external)
     running = await make_worker.start(worker)
@@ -508,7 +504,7 @@ async def test_an_external_group_waits_for_a_credit_and_is_one_as_any_other(make
     assert group.prompts == [4, 4] and external.is_closed
 
 
-async def test_the_prompt_of_a_group_that_failed_outside_runs_again_without_blame(
+async def test_prompt_of_a_group_that_failed_outside_runs_again_without_blame(
     make_worker, scribe, state
 ):
     external = Waiting()
@@ -538,7 +534,7 @@ async def test_no_credit_within_the_limit_is_an_error(make_worker):
 # Life after death ---------------------------------------------------------------------------------
 
 
-async def test_a_worker_that_died_runs_its_prompts_again_and_goes_on_where_it_was(
+async def test_worker_that_died_runs_its_prompts_again_and_goes_on_where_it_was(
     make_worker, scribe, state
 ):
     scribe.holding = lambda sample: True
@@ -583,7 +579,7 @@ async def test_interrupted_groups_keep_their_tokens_and_end_with_those_of_the_ne
         assert group.tokens_by_version == {0: 2, 1: 4}
 
 
-async def test_a_postponed_group_is_finished_with_what_it_had(make_worker, scribe, state):
+async def test_postponed_group_is_finished_with_what_it_had(make_worker, scribe, state):
     scribe.holding = lambda sample: sample.prompt == [ord("0")]
     scribe.pause_s = 0.2
     worker, buffer = await make_worker(

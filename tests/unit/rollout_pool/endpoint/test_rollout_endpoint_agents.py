@@ -35,7 +35,7 @@ async def play(scene):
     return play
 
 
-async def test_an_agents_reward_parts_and_tokens_become_an_episode(scene, play):
+async def test_agents_reward_parts_and_tokens_become_an_episode(scene, play):
     async def agent(session, prompt):
         text = await ask(session, prompt.text)
         assert await ask(session, "and " + text) == "hello"
@@ -51,7 +51,7 @@ async def test_an_agents_reward_parts_and_tokens_become_an_episode(scene, play):
     assert len({sample.session for sample in samples}) == 1 and len(scene.sessions) == 0
 
 
-async def test_an_agents_client_waits_for_ever_and_never_asks_twice(scene, play):
+async def test_agents_client_waits_for_ever_and_never_asks_twice(scene, play):
     async def agent(session, prompt):
         client = session.client()
         assert (client.timeout, client.max_retries) == (None, 0)
@@ -86,7 +86,7 @@ async def test_what_is_no_reward_ends_the_episode_in_error(scene, play, returned
     assert episode.end == "env_error" and episode.error and episode.env_reward is None
 
 
-async def test_an_agent_that_raises_keeps_its_turns_and_its_words(scene, play):
+async def test_agent_that_raises_keeps_its_turns_and_its_words(scene, play):
     async def agent(session, prompt):
         await ask(session, prompt.text)
         raise KeyError("no such door")
@@ -96,7 +96,7 @@ async def test_an_agent_that_raises_keeps_its_turns_and_its_words(scene, play):
     assert episode.error == "KeyError: 'no such door'"
 
 
-async def test_an_agent_that_never_asks_gives_no_episode(scene, play):
+async def test_agent_that_never_asks_gives_no_episode(scene, play):
     async def agent(session, prompt):
         return 1.0
 
@@ -120,7 +120,7 @@ async def test_engines_that_fail_are_not_the_agents_fault(scene, play):
             await play(agent)
 
 
-async def test_a_conversation_without_room_ends_by_length(make_scene, play):
+async def test_conversation_without_room_ends_by_length(make_scene, play):
     scene = await make_scene(
         task=TaskConfig(chat_template=True),
         rollout=RolloutConfig(max_prompt_tokens=60, max_response_tokens=30),
@@ -166,7 +166,7 @@ async def test_agents_whose_answers_wait_in_line_are_not_late(make_scene, play):
     assert (await play(agent, scene)).end == "episode_timeout"
 
 
-async def test_an_agents_clock_stands_still_while_an_answer_may_not_go_on(make_scene, play):
+async def test_agents_clock_stands_still_while_an_answer_may_not_go_on(make_scene, play):
     scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=0.6))
     gate = asyncio.Event()
     scene.author.gates = {3: gate}
@@ -208,7 +208,7 @@ async def test_of_each_answer_it_is_told_when_it_has_ended_for_good(scene, play)
     assert ended[-1].finish_reason == "dropped" and not ended[-1].output_ids
 
 
-async def test_an_agent_that_hangs_is_ended(make_scene, play):
+async def test_agent_that_hangs_is_ended(make_scene, play):
     scene = await make_scene(
         rollout=RolloutConfig(openai=OpenAIConfig(session_timeout_s=0.3)),
         task=TaskConfig(chat_template=True, episode_timeout_s=60.0),
@@ -226,7 +226,7 @@ async def test_an_agent_that_hangs_is_ended(make_scene, play):
     assert (episode.end, episode.num_turns) == ("episode_timeout", 1) and ended.is_set()
 
 
-async def test_an_episode_that_is_given_up_ends_its_agent_and_its_answers(scene, play):
+async def test_episode_that_is_given_up_ends_its_agent_and_its_answers(scene, play):
     scene.author.gates = {3: asyncio.Event()}
 
     async def agent(session, prompt):
@@ -240,7 +240,7 @@ async def test_an_episode_that_is_given_up_ends_its_agent_and_its_answers(scene,
     assert scene.author.cancelled == scene.author.samples and len(scene.sessions) == 0
 
 
-async def test_an_interrupted_answer_goes_on_when_it_may(scene, play):
+async def test_interrupted_answer_goes_on_when_it_may(scene, play):
     gate, may, waited = asyncio.Event(), asyncio.Event(), []
     scene.author.gates = {3: gate}
 
@@ -265,7 +265,7 @@ async def test_an_interrupted_answer_goes_on_when_it_may(scene, play):
     check_branch(branch, [scene.author.ended[0][1]])
 
 
-def test_an_agent_must_be_an_async_function(tmp_path):
+def test_agent_must_be_an_async_function(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "async def good(session, prompt): return 1.0\n"
@@ -285,9 +285,7 @@ def test_an_agent_must_be_an_async_function(tmp_path):
     ("ends_by", "told"),
     [(SystemExit(1), "wanted the process to end"), (asyncio.CancelledError(), "cancelled itself")],
 )
-async def test_an_agent_that_would_end_more_than_itself_costs_its_episode(
-    scene, play, ends_by, told
-):
+async def test_agent_that_would_end_more_than_itself_costs_its_episode(scene, play, ends_by, told):
     async def agent(session, prompt):
         await ask(session, prompt.text)
         raise ends_by

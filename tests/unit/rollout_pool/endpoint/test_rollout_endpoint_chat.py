@@ -24,7 +24,7 @@ from configs.rollout_schema import TaskConfig
 USER = {"role": "user", "content": "hello, what is the weather too?"}
 
 
-async def test_a_streamed_conversation_with_tools_is_one_trajectory_of_the_tokens_as_written(scene):
+async def test_streamed_conversation_with_tools_is_one_trajectory_of_the_tokens_as_written(scene):
     says = [
         "I'll look. " + call("weather", city="Zürich") + call("weather", city="he\nll"),
         "   " + call("weather", city="Bern"),
@@ -75,7 +75,7 @@ async def test_a_streamed_conversation_with_tools_is_one_trajectory_of_the_token
     assert TOKENIZER.decode(again) == TOKENIZER.decode(branch.tokens)
 
 
-async def test_the_clients_own_reader_of_streams_finds_the_calls(scene):
+async def test_clients_own_reader_of_streams_finds_the_calls(scene):
     """It checks the order of chunks, and puts calls together by their index."""
     scene.author.says = iter(["Both. " + call("weather", city="é") + call("weather", n=[1, {}])])
     scene.author.piece = 1
@@ -96,7 +96,7 @@ async def test_the_clients_own_reader_of_streams_finds_the_calls(scene):
     assert answer.usage.completion_tokens == len(scene.author.ended[0][1])
 
 
-async def test_a_stream_that_is_cut_in_a_call_says_so_and_has_no_call(scene):
+async def test_stream_that_is_cut_in_a_call_says_so_and_has_no_call(scene):
     scene.author.says = iter([call("weather", city="Bern")])
     stream = await scene.client(scene.session()).chat.completions.create(
         model=MODEL, messages=[USER], tools=[WEATHER], stream=True, max_tokens=20
@@ -132,7 +132,7 @@ async def test_answers_that_come_whole_are_the_same(scene):
     check_branch(branch, [tokens for _, tokens in scene.author.ended])
 
 
-async def test_an_edited_history_begins_a_branch_and_no_token_is_trained_twice(scene):
+async def test_edited_history_begins_a_branch_and_no_token_is_trained_twice(scene):
     scene.author.says = iter(["hello one", "hello two", "hello three", "hello four"])
     session = scene.session()
     client = scene.client(session)
@@ -216,7 +216,7 @@ async def test_bytes_that_are_no_text_are_recorded_as_they_are(scene, tools):
     check_branch(branch, says)
 
 
-async def test_a_tool_call_is_never_streamed_as_text_and_what_only_looks_so_is(scene):
+async def test_tool_call_is_never_streamed_as_text_and_what_only_looks_so_is(scene):
     says = ["a < b <tool", "x <tool_call>{broken", "no tools " + call("weather")]
     scene.author.says, scene.author.piece = iter(says), 1
     client = scene.client(scene.session())
@@ -272,7 +272,7 @@ async def test_without_leave_to_call_a_tool_a_call_is_text_and_the_prompt_stays(
     check_branch(branch, [tokens for _, tokens in scene.author.ended])
 
 
-async def test_a_streams_last_chunk_comes_after_the_turn_is_recorded(scene):
+async def test_streams_last_chunk_comes_after_the_turn_is_recorded(scene):
     session = scene.session()
     stream = await scene.client(session).chat.completions.create(
         model=MODEL, messages=[USER], stream=True
@@ -282,7 +282,7 @@ async def test_a_streams_last_chunk_comes_after_the_turn_is_recorded(scene):
             assert session.num_turns == 1
 
 
-async def test_a_quiet_model_is_told_by_comments_that_clients_pass_over(make_scene):
+async def test_quiet_model_is_told_by_comments_that_clients_pass_over(make_scene):
     scene = await make_scene(keep_alive_s=0.05)
     gate = asyncio.Event()
     scene.author.gates = {2: gate}

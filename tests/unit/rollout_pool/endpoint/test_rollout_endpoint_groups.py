@@ -56,7 +56,7 @@ async def post_reward(scene, member, key=None, **outcome):
     return await scene.http(key or member["api_key"]).post(path, json=outcome)
 
 
-async def test_a_group_from_outside_is_complete_when_all_rewards_are_there(scene):
+async def test_group_from_outside_is_complete_when_all_rewards_are_there(scene):
     group, serving = await open_group(scene)
     assert group["group_id"] == "0-1-abc"
     assert group["prompt"]["text"] == "hello" and group["prompt"]["index"] == 3
@@ -75,7 +75,7 @@ async def test_a_group_from_outside_is_complete_when_all_rewards_are_there(scene
     check_branch(two.branches[0], [scene.author.ended[1][1]])
 
 
-async def test_a_reward_may_be_posted_again_but_not_changed(scene):
+async def test_reward_may_be_posted_again_but_not_changed(scene):
     group, serving = await open_group(scene)
     first, second = group["sessions"]
     await say(scene, first)
@@ -96,7 +96,7 @@ async def test_a_reward_may_be_posted_again_but_not_changed(scene):
     await asyncio.wait([serving])
 
 
-async def test_a_session_in_which_nothing_is_asked_is_given_up(make_scene):
+async def test_session_in_which_nothing_is_asked_is_given_up(make_scene):
     scene = await make_scene(
         rollout=RolloutConfig(group_size=2, openai=OpenAIConfig(session_timeout_s=0.3))
     )
@@ -116,7 +116,7 @@ async def test_a_session_in_which_nothing_is_asked_is_given_up(make_scene):
         assert gone.status_code == 410 and "given up: nothing was asked in session" in message
 
 
-async def test_a_session_that_asks_now_and_then_ends_all_the_same(make_scene):
+async def test_session_that_asks_now_and_then_ends_all_the_same(make_scene):
     scene = await make_scene(
         task=TaskConfig(chat_template=True, turn_timeout_s=0.5, episode_timeout_s=0.6)
     )
@@ -157,7 +157,7 @@ async def test_what_is_under_way_when_a_group_is_given_up_hears_the_reason(scene
     assert late.status_code == 410 and "token is too old" in late.json()["error"]["message"]
 
 
-async def test_an_answer_that_ended_as_its_session_did_is_told_so(scene):
+async def test_answer_that_ended_as_its_session_did_is_told_so(scene):
     """Its tokens are nobody's by then."""
     group, serving = await open_group(scene)
     [session, _] = scene.sessions._open.values()
@@ -183,7 +183,7 @@ async def test_whoever_waits_in_vain_for_a_group_is_told(scene):
     assert answer.status_code == 503 and "used up" in answer.json()["error"]["message"]
 
 
-async def test_a_group_whose_asker_left_is_given_up(scene):
+async def test_group_whose_asker_left_is_given_up(scene):
     asking = asyncio.create_task(scene.http(ADMIN_KEY).post("/groups", json={}))
     taken = await next_group(scene)
     request = EpisodeRequest(session="0-1-abc.0", sampling=scene.sampling)
@@ -215,7 +215,7 @@ async def test_when_the_run_ends_nobody_waits_for_a_group_any_more(scene):
         assert answer.status_code == 503 and "ending" in answer.json()["error"]["message"]
 
 
-async def test_the_system_prompt_is_told_and_the_address_is_secret(make_scene, tmp_path):
+async def test_system_prompt_is_told_and_the_address_is_secret(make_scene, tmp_path):
     scene = await make_scene(task=TaskConfig(chat_template=True, system_prompt="Be brief."))
     group, serving = await open_group(scene)
     assert group["prompt"]["messages"][0] == {"role": "system", "content": "Be brief."}
@@ -229,7 +229,7 @@ async def test_the_system_prompt_is_told_and_the_address_is_secret(make_scene, t
     await asyncio.wait([serving])
 
 
-async def test_an_address_that_is_taken_is_told_with_its_setting(scene, make_scene):
+async def test_address_that_is_taken_is_told_with_its_setting(scene, make_scene):
     port = int(scene.endpoint.url.rpartition(":")[2])
     other = await make_scene()
     other.endpoint._port = port

@@ -142,7 +142,7 @@ async def test_what_changes_nothing_is_taken(scene):
     assert answer.status_code == 200, answer.text
 
 
-async def test_a_session_is_sampled_as_the_run_is_configured(make_scene):
+async def test_session_is_sampled_as_the_run_is_configured(make_scene):
     scene = await make_scene(sampling=SamplingParams(temperature=0.7))
     session = scene.session()
     client = scene.client(session)
@@ -152,7 +152,7 @@ async def test_a_session_is_sampled_as_the_run_is_configured(make_scene):
         await client.chat.completions.create(model=MODEL, messages=[USER], temperature=1.0)
 
 
-async def test_a_body_that_is_no_request_is_told_so(scene):
+async def test_body_that_is_no_request_is_told_so(scene):
     http = scene.http(scene.session().key)
     half = b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}'
     for content, status, words in (
@@ -168,7 +168,7 @@ async def test_a_body_that_is_no_request_is_told_so(scene):
         assert answer.status_code == status and words in answer.json()["error"]["message"], words
 
 
-async def test_a_wrong_key_opens_nothing_and_a_right_one_its_own_session_only(scene):
+async def test_wrong_key_opens_nothing_and_a_right_one_its_own_session_only(scene):
     mine, other = scene.session(), scene.session()
     for key in (None, "wrong", mine.key + "x", mine.session_id):
         answer = await scene.http(key).post(CHAT, json=body())
@@ -185,7 +185,7 @@ async def test_a_wrong_key_opens_nothing_and_a_right_one_its_own_session_only(sc
     assert (await scene.http(ADMIN_KEY).post(CHAT, json=body())).status_code == 401
 
 
-async def test_the_key_may_stand_in_the_address(scene):
+async def test_key_may_stand_in_the_address(scene):
     session = scene.session()
     url = f"{scene.endpoint.url}/sessions/{session.key}/v1"
     client = scene.client_of("nothing", url)
@@ -297,7 +297,7 @@ async def test_tokens_that_only_the_model_has_are_taken(make_scene):
 
 
 @pytest.mark.parametrize("page", ["chat/completions", "completions"])
-async def test_a_text_that_can_have_no_room_is_refused_before_it_is_tokenized(scene, page):
+async def test_text_that_can_have_no_room_is_refused_before_it_is_tokenized(scene, page):
     text = "word " * 13_000  # the room is 4000 tokens
     asked = {"prompt": text} if page == "completions" else {"messages": [{**USER, "content": text}]}
     session = scene.session()
@@ -319,7 +319,7 @@ async def test_a_text_that_can_have_no_room_is_refused_before_it_is_tokenized(sc
     assert session.is_full and "characters" in error["message"] and encoded == []
 
 
-async def test_a_large_text_is_tokenized_beside_the_event_loop(make_scene):
+async def test_large_text_is_tokenized_beside_the_event_loop(make_scene):
     scene = await make_scene(
         rollout=RolloutConfig(max_prompt_tokens=400_000, max_response_tokens=2000)
     )
@@ -342,7 +342,7 @@ async def test_a_large_text_is_tokenized_beside_the_event_loop(make_scene):
     assert threads and threading.get_ident() not in threads
 
 
-async def test_a_body_that_never_comes_ends_and_keeps_no_session_alive(make_scene):
+async def test_body_that_never_comes_ends_and_keeps_no_session_alive(make_scene):
     scene = await make_scene(limits=HttpLimits(body_s=0.4))
     session = scene.session()
     idle = asyncio.create_task(session.wait_idle(0.2))
@@ -358,7 +358,7 @@ async def test_a_body_that_never_comes_ends_and_keeps_no_session_alive(make_scen
     assert b" 408 " in answer and b"did not come within 0.4 s" in answer
 
 
-async def test_a_call_with_a_number_that_cannot_be_read_is_refused_by_its_name(scene):
+async def test_call_with_a_number_that_cannot_be_read_is_refused_by_its_name(scene):
     function = {"name": "f", "arguments": '{"x": ' + "9" * 5000 + "}"}
     called = {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
     answer = await scene.http(scene.session().key).post(CHAT, json=body(messages=[called, USER]))
@@ -389,7 +389,7 @@ async def test_every_page_looks_at_the_key_before_it_reads_the_body(scene):
     assert await unread(scene, "/sessions/unknown/reward", ADMIN_KEY) == 404
 
 
-async def test_a_request_is_as_large_as_its_conversation_can_be(scene):
+async def test_request_is_as_large_as_its_conversation_can_be(scene):
     """The room is 4000 tokens, and 1 MiB is for what is not the conversation."""
     http = scene.http(scene.session().key)
     for num_bytes, status in ((2**20 + 300_000, 400), (2**20 + 400_000, 413)):
@@ -397,7 +397,7 @@ async def test_a_request_is_as_large_as_its_conversation_can_be(scene):
         assert (await http.post(CHAT, json=asked)).status_code == status
 
 
-async def test_a_reward_that_is_none_or_too_large_is_refused(scene):
+async def test_reward_that_is_none_or_too_large_is_refused(scene):
     session = scene.session()
     http = scene.http(session.key)
     assert (await http.post(CHAT, json=body())).status_code == 200
@@ -472,7 +472,7 @@ async def test_every_answer_has_the_id_of_its_request_and_errors_say_it(scene):
     assert refused.value.request_id == refused.value.body["request_id"]
 
 
-async def test_an_error_in_the_middle_of_a_stream_has_the_id(scene):
+async def test_error_in_the_middle_of_a_stream_has_the_id(scene):
     scene.author.says = iter([SampleFailed("the engine is gone")])
     http = scene.http(scene.session().key)
     answer = await http.post(CHAT, json=body(stream=True), headers={"x-request-id": "mine"})
@@ -481,7 +481,7 @@ async def test_an_error_in_the_middle_of_a_stream_has_the_id(scene):
     assert error["request_id"] == "mine" and "engine is gone" in error["message"]
 
 
-async def test_the_models_name_is_the_one_on_the_page(scene):
+async def test_models_name_is_the_one_on_the_page(scene):
     page = (Path(__file__).parents[4] / "docs" / "openai.md").read_text()
     [name] = set(re.findall(r'"model": "(.*?)"', page))
     http = scene.http(scene.session().key)

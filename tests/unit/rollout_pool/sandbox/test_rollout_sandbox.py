@@ -22,7 +22,7 @@ from rollout_pool.sandbox.run import (
 )
 
 
-async def test_an_innocent_program_works(run):
+async def test_innocent_program_works(run):
     code = """
 import collections, dataclasses, decimal, fractions, heapq, itertools, json, math, random, re
 n = int(input())
@@ -46,7 +46,7 @@ async def test_all_of_the_standard_library_that_programs_use_works(run):
     assert (result.stdout, result.stderr, result.tried) == ("5\n", "", ())
 
 
-async def test_a_folder_of_its_own_is_there_to_write_to():
+async def test_folder_of_its_own_is_there_to_write_to():
     code = """
 import os, tempfile
 open("/tmp/a", "w").write("x" * 1000)
@@ -59,7 +59,7 @@ print(len(open("/tmp/b").read()), os.listdir("/tmp"), tempfile.gettempdir(), os.
     assert again.stdout == "[]\n"
 
 
-async def test_an_error_of_the_program_is_its_own(run):
+async def test_error_of_the_program_is_its_own(run):
     result = await run("def f():\n    raise KeyError('no such key')\nf()")
     assert (result.exit_code, result.reason) == (1, "exit")
     expected = (
@@ -74,14 +74,14 @@ async def test_an_error_of_the_program_is_its_own(run):
 # Time and memory ----------------------------------------------------------------------------------
 
 
-async def test_a_loop_that_ignores_its_signal_ends_with_its_processor_time(run):
+async def test_loop_that_ignores_its_signal_ends_with_its_processor_time(run):
     ignores = "import signal; signal.signal(24, signal.SIG_IGN)\n"
     result = await run(f"{ignores}print('begun', flush=True)\nwhile True: pass")
     assert (result.reason, result.exit_code, result.stdout) == ("cpu_time", -9, "begun\n")
     assert result.seconds < 25
 
 
-async def test_a_program_that_only_sleeps_ends_with_the_wall_clock():
+async def test_program_that_only_sleeps_ends_with_the_wall_clock():
     limits = SandboxLimits(wall_time_s=0.5)
     result = await run_python("import time\nprint(1, flush=True)\ntime.sleep(100)", limits=limits)
     assert (result.reason, result.exit_code, result.stdout) == ("wall_time", -9, "1\n")
@@ -89,7 +89,7 @@ async def test_a_program_that_only_sleeps_ends_with_the_wall_clock():
 
 
 @pytest.mark.parametrize("last", [100, 0])
-async def test_a_program_without_outputs_is_waited_for_no_longer(last):
+async def test_program_without_outputs_is_waited_for_no_longer(last):
     code = f"import os, time\nprint(1, flush=True)\nos.close(1)\nos.close(2)\ntime.sleep({last})"
     result = await run_python(code + "\nos._exit(0)", limits=SandboxLimits(wall_time_s=1.5))
     expected = ("wall_time", -9) if last else (None, 0)
@@ -113,7 +113,7 @@ while True:
 
 
 @pytest.mark.machine
-async def test_a_memory_bomb_bursts_alone(run):
+async def test_memory_bomb_bursts_alone(run):
     before = psutil.virtual_memory().available
     # A slow machine takes more than a second of CPU to hand out that many pages.
     limits = SandboxLimits(cpu_time_s=20, wall_time_s=60.0)
@@ -124,7 +124,7 @@ async def test_a_memory_bomb_bursts_alone(run):
     assert (await run("x = 'a' * 10**12")).reason == "memory"
 
 
-async def test_a_program_that_prints_without_end_is_stopped(run, quick):
+async def test_program_that_prints_without_end_is_stopped(run, quick):
     result = await run("while True:\n    print('x' * 1000)")
     assert result.reason == "output"
     assert len(result.stdout) == quick.max_output_bytes
@@ -150,12 +150,12 @@ async def test_deep_recursion_is_an_error_of_the_program(run):
 # Processes ----------------------------------------------------------------------------------------
 
 
-async def test_a_fork_bomb_does_not_begin(run):
+async def test_fork_bomb_does_not_begin(run):
     result = await run("import os\nwhile True:\n    os.fork()")
     assert (result.exit_code, result.reason, result.tried) == (1, "processes", ("processes",))
 
 
-async def test_a_fork_bomb_that_takes_no_for_an_answer_ends_with_its_time(quick):
+async def test_fork_bomb_that_takes_no_for_an_answer_ends_with_its_time(quick):
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     result = await run_python(bomb, limits=quick)
     assert (result.reason, result.tried) == ("cpu_time", ("processes",))
@@ -230,7 +230,7 @@ print("ended")
     assert (result.stdout, result.stderr) == ("32\nended\n", "")
 
 
-async def test_a_thread_may_still_ask_for_a_large_stack():
+async def test_thread_may_still_ask_for_a_large_stack():
     code = """
 import functools, sys, threading
 sys.setrecursionlimit(10**6)
@@ -309,7 +309,7 @@ async def test_nothing_runs_where_the_layers_are_too_few(without, tmp_path):
         await run_python("print('ran')", without=without)
 
 
-async def test_a_caller_that_gives_up_ends_the_program():
+async def test_caller_that_gives_up_ends_the_program():
     others = {*psutil.Process().children()}  # servers that the session shares
     running = asyncio.create_task(run_python("import time\ntime.sleep(60)"))
     while {*psutil.Process().children()} <= others:
@@ -326,7 +326,7 @@ asyncio.run(run_python("import time; print('on', flush=True)\\nwhile True: time.
 """
 
 
-async def test_a_program_dies_with_the_process_that_asked_for_it():
+async def test_program_dies_with_the_process_that_asked_for_it():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=Path(__file__).parents[4])
     try:
         async with asyncio.timeout(10):

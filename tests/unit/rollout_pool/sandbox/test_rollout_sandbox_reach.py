@@ -59,7 +59,7 @@ async def test_there_is_no_network(run, listener, code):
     assert came == []
 
 
-async def test_a_network_that_was_tried_is_told_even_if_the_program_goes_on(run):
+async def test_network_that_was_tried_is_told_even_if_the_program_goes_on(run):
     code = (
         "import socket\ntry: socket.create_connection(('1.1.1.1', 53), 1)\nexcept OSError: print(5)"
     )
@@ -80,7 +80,7 @@ def mailbox(secret):
 
 
 @pytest.mark.parametrize("kind", ["SOCK_DGRAM", "SOCK_SEQPACKET", "SOCK_RAW"])
-async def test_a_pair_of_sockets_sends_to_no_socket_of_the_machine(run, mailbox, kind):
+async def test_pair_of_sockets_sends_to_no_socket_of_the_machine(run, mailbox, kind):
     server, path = mailbox
     code = f"""
 import socket
@@ -93,7 +93,7 @@ one.sendto(b"forged", "{path}")
         server.recv(100)
 
 
-async def test_a_pair_of_streams_is_allowed_and_leads_nowhere_else(run, mailbox):
+async def test_pair_of_streams_is_allowed_and_leads_nowhere_else(run, mailbox):
     _, path = mailbox
     code = f"""
 import asyncio, socket
@@ -193,7 +193,7 @@ print(open("/dev/null").read() == "")
     assert (result.stdout, result.stderr) == ("True\n", "")
 
 
-async def test_a_file_cannot_be_huge():
+async def test_file_cannot_be_huge():
     code = "with open('/tmp/big', 'wb') as f:\n    while True: f.write(bytes(1_000_000))"
     result = await run_python(code)
     assert (result.exit_code, result.reason) == (1, "files")
