@@ -1,4 +1,4 @@
-"""How a run's buffer is reached: by the controller, and from another shell also after its end."""
+"""Opens a run's buffer: for the controller, and for commands, also after the run's end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 STOP_TIMEOUT_S = 20.0
 ANSWER_TIMEOUT_S = 5.0
-"""Longest that a command waits for one answer of a server that may be gone."""
+"""Longest that a command waits for one reply of a server that may be gone."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -44,11 +44,10 @@ class BufferAddress:
 
 @contextmanager
 def buffer_address(run_dir: RunDir, url: str | None = None) -> Iterator[BufferAddress]:
-    """The address of the run's buffer; `url` says it where the run's folder does not.
+    """The address of the run's buffer; `url` is for a run whose folder does not contain it.
 
-    The data of a run that is over and had a server of its own is served for as long as the context
-    lasts. Raises RunDirError if nothing says where the buffer is, and ConnectionError for what the
-    server refuses inside.
+    If a finished run had its own server, one is started on its data for the duration of the block.
+    Raises RunDirError if the address is unknown, and ConnectionError for errors of the server.
     """
     settings = read_config(run_dir.path / "config.yaml").buffer
     known = _known_url(run_dir, settings) if url is None else _given_url(url, settings)
@@ -65,12 +64,12 @@ def buffer_address(run_dir: RunDir, url: str | None = None) -> Iterator[BufferAd
 
 
 def _serve(run_dir: RunDir, settings: BufferConfig) -> EmbeddedServer:
-    """A server on the data that the run's own one left."""
+    """A server on the data of the run's own server, which has ended."""
     folder = run_dir.path / "redis"
     if not (folder / "server.conf").is_file():
         raise RunDirError(
-            f"{run_dir.name} is over and {folder} holds no data of a Redis server: say where its "
-            "buffer is with --url"
+            f"{run_dir.name} is over and {folder} holds no data of a Redis server: give the "
+            "address of its buffer with --url"
         )
     return EmbeddedServer.start(folder, settings, LOOPBACK, run_dir.log_of("redis"))
 
@@ -80,7 +79,7 @@ def _given_url(url: str, settings: BufferConfig) -> str:
 
 
 def _known_url(run_dir: RunDir, settings: BufferConfig) -> str | None:
-    """The URL of a server that runs without our doing; None if the run's own ended with it."""
+    """The URL of a server that is running; None if it was the run's own and ended with it."""
     url, is_alive = run_dir.read_redis_url(), run_dir.read_record().is_alive
     if url is not None and (is_alive or settings.url is not None):
         return url
@@ -103,13 +102,13 @@ async def open_buffer(address: BufferAddress) -> Buffer:
 
 
 async def open_state(address: BufferAddress) -> RunState:
-    """A client of what else the run keeps in Redis; close it. Raises BufferConnectionError."""
+    """A client of the run's other state in Redis; close it. Raises BufferConnectionError."""
     return await RunState.connect(address.url, address.run, address.settings)
 
 
 @asynccontextmanager
 async def opened(address: BufferAddress) -> AsyncIterator[Buffer]:
-    """The same for the length of a block."""
+    """An open buffer, closed at the end of the block."""
     buffer = await open_buffer(address)
     try:
         yield buffer
@@ -119,7 +118,7 @@ async def opened(address: BufferAddress) -> AsyncIterator[Buffer]:
 
 @asynccontextmanager
 async def raw_client(address: BufferAddress) -> AsyncIterator[BufferRedis]:
-    """A client of its Redis, for what no verb of the buffer reads."""
+    """A client of its Redis, for reads that the buffer does not offer."""
     redis = await connect(address.url, tls_ca_file=address.settings.tls_ca_file)
     try:
         yield redis
@@ -128,9 +127,9 @@ async def raw_client(address: BufferAddress) -> AsyncIterator[BufferRedis]:
 
 
 async def answer(address: BufferAddress, question: Awaitable[T]) -> T:
-    """What a verb of the buffer returns; ConnectionError if that takes too long."""
+    """The result of a call to the buffer; raises ConnectionError if it takes too long."""
     try:
-        # Not wait_for: in Python 3.11 that loses a Ctrl-C which comes together with the answer.
+        # Not wait_for: in Python 3.11 it loses a Ctrl-C that arrives together with the reply.
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             return await question
     except TimeoutError:
@@ -141,7 +140,7 @@ async def answer(address: BufferAddress, question: Awaitable[T]) -> T:
 
 
 def ask(address: BufferAddress, verb: Callable[[Buffer], Awaitable[T]]) -> T:
-    """One verb of the buffer, from a command that has no event loop."""
+    """One call to the buffer, from a command that has no event loop."""
 
     async def call() -> T:
         async with opened(address) as buffer:

@@ -1,16 +1,16 @@
-"""The command line: `leash launch | dry-run | status | stop | report | tune | timeline`, and of a
-run's buffer: `leash depth | trace | show | quarantine | buffer-dump | buffer-load`.
+"""The command line: `leash launch | dry-run | status | stop | report | tune | timeline`, and for a
+run's buffer `leash depth | trace | show | quarantine | buffer-dump | buffer-load`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by a signal.
 
-Imports little before `main`, which takes signals: one in the first moments is no traceback.
+Imports little before `main` installs signal handlers, so that an early Ctrl-C prints no traceback.
 """
 
 from __future__ import annotations
 
 import signal
 
-if __name__ == "__main__":  # while the rest is loaded: Python's own handler prints a traceback
+if __name__ == "__main__":  # during the imports: Python's own handler prints a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("overrides", nargs="*", help="settings, as buffer.max_staleness=4")
 
     def on_run(verb: str, what: str, function: str) -> argparse.ArgumentParser:
-        """A verb on a run that exists; `function` gets its folder and the further arguments."""
+        """A command on an existing run; `function` gets its folder and the other arguments."""
         sub = verbs.add_parser(verb, help=what)
         sub.add_argument("--run", help="name of the run (default: the newest)")
         sub.add_argument("--dir", default="runs", help="folder that holds the runs")
@@ -57,22 +57,22 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     def on_buffer(verb: str, what: str, function: str) -> argparse.ArgumentParser:
-        """One that looks into the run's buffer, also after the run's end."""
+        """A command that reads the run's buffer, also after the run's end."""
         sub = on_run(verb, what, function)
         sub.add_argument("--url", help="Redis of the buffer, if the run's folder does not name it")
         return sub
 
-    on_run("status", "what a run does now and what holds it back", "commands.status:print_status")
+    on_run("status", "what a run is doing, and its bottleneck", "commands.status:print_status")
     on_run("stop", "end a run and whatever is left of it", "commands.stop:stop_run")
-    on_run("report", "write summary, plots and result of a run anew", "report.summary:print_report")
+    on_run("report", "rewrite summary, plots and result of a run", "report.summary:print_report")
     tune = on_run("tune", "change a setting of a running job", "commands.tune:set_max_staleness")
     tune.add_argument("--max-staleness", type=int, required=True)
     timeline = on_run(
-        "timeline", "draw one version's way to the engines", "report.timeline:draw_timeline"
+        "timeline", "draw how a version reached the engines", "report.timeline:draw_timeline"
     )
     timeline.add_argument("--version", type=int, help="default: the newest that all engines took")
     depth = on_buffer("depth", "what the buffer holds, in one line", "commands.depth:print_depth")
-    depth.add_argument("--watch", action="store_true", help="draw it again until Ctrl-C")
+    depth.add_argument("--watch", action="store_true", help="redraw it until Ctrl-C")
     trace = on_buffer("trace", "the life of one group", "commands.trace:print_trace")
     trace.add_argument("group_id", metavar="group", help="id of the group")
     show = on_buffer("show", "what a group says, token by token", "commands.show:print_group")
@@ -89,16 +89,14 @@ def _parser() -> argparse.ArgumentParser:
         "buffer-dump", "write the buffer's groups to a file", "commands.dump:dump_to_file"
     )
     dump.add_argument("file", type=Path, help="the file to write")
-    load = on_buffer(
-        "buffer-load", "push the groups of such a file", "commands.dump:load_from_file"
-    )
+    load = on_buffer("buffer-load", "push the groups of a dump", "commands.dump:load_from_file")
     load.add_argument("file", type=Path, help="a file that buffer-dump wrote")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; every expected error is one message on stderr and an exit code."""
-    # SIGINT, too: a shell's background job would ignore it.
+    """Run one command; an expected error prints one message on stderr and sets the exit code."""
+    # SIGINT too: a shell's background job would ignore it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     return _reporting(lambda: _dispatch(_parse(argv)))
@@ -110,17 +108,17 @@ def _reporting(what: Callable[[], int]) -> int:
     except (KeyboardInterrupt, Stopped):
         print("leash: stopped", file=sys.stderr)
         return EXIT_STOPPED
-    except ValueError as error:  # bad input of any kind, whose message names it
+    except ValueError as error:  # bad input; the message names it
         print(f"leash: {printable(str(error))}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except (RuntimeError, TimeoutError, OSError) as error:
-        # It may end with a worker's last lines, and these with a model's words.
+        # It may quote a worker's log, and that the output of a model.
         print(f"leash: {printable(str(error))}", file=sys.stderr)
         return EXIT_FAILED
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Settings may stand before and after options, which argparse alone would not take."""
+    """Accepts settings before and after options, which argparse alone rejects."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
@@ -144,19 +142,19 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 
 
 def _launch(
-    arguments: argparse.Namespace, stop: StopRequest, tell_folder: Callable[[str], None]
+    arguments: argparse.Namespace, stop: StopRequest, announce_folder: Callable[[str], None]
 ) -> int:
-    with stop.interrupting():  # nothing is started yet
+    with stop.interrupting():  # nothing has been started yet
         from buffer.redis.address import password_of_environment
         from configs.load import load_config
         from controller.ray_environment import prepare_environment
 
         config = load_config(arguments.overrides, arguments.experiment)
-        password_of_environment()  # nothing that is started may inherit it
+        password_of_environment()  # removes it: no child process may inherit it
         prepare_environment(config.cluster)
         _name_accelerator()
         from controller.run import launch
-    launch(config, stop, tell_folder)
+    launch(config, stop, announce_folder)
     return 0
 
 
@@ -168,8 +166,8 @@ def _name_accelerator() -> None:
 
 
 def _finish_launch(folder: str | None, was_asked: bool, exit_code: int) -> int:
-    """Clears up behind a controller that died before its run had ended: of a signal, or of a
-    library that ends the process in which it runs."""
+    """Cleans up after a controller that died before its run had ended: killed by a signal, or by a
+    library that exits the process."""
     from controller.run_dir import RunDir
 
     run_dir = None if folder is None else RunDir(path=Path(folder))
@@ -190,13 +188,13 @@ def _dry_run(config: Config) -> int:
     from configs.load import to_yaml
     from controller.start.preflight import check_plan, plan_here
 
-    comes_later = check_plan(config)
+    skipped = check_plan(config)
     console = Console()
     console.print(to_yaml(config), highlight=False, markup=False)
     console.print(plan_here(config).render())
-    if comes_later:
-        later = f"Not looked at before a launch: {', '.join(comes_later)}"
-        console.print(later, highlight=False, markup=False)
+    if skipped:
+        note = f"Not checked before a launch: {', '.join(skipped)}"
+        console.print(note, highlight=False, markup=False)
     return 0
 
 

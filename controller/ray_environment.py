@@ -1,7 +1,7 @@
-"""What Ray reads from the environment, most of it when it is first imported: set before that.
+"""Environment variables of Ray, which it mostly reads when it is first imported.
 
-A Ray that is started here hands all of it on to its own processes. The head of a cluster that was
-there before needs the same in its own environment: docs/cluster.md.
+A Ray that is started here passes them on to its own processes. An existing cluster needs the same
+variables in the environment of its `ray start`: docs/cluster.md.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ TOKEN = "RAY_AUTH_TOKEN"
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 
 OUTLAST_S = 120
-"""A host that is cut off for less than this is not given up. Redis clients try for a minute; Ray's
-own connections come back up to half a minute after the network does."""
+"""Shorter network outages of a host are tolerated. Redis clients retry for a minute; Ray's own
+connections come back up to half a minute after the network does."""
 CHECK_PERIOD_S = 5
 CHECK_TIMEOUT_S = 5
-"""A check that fails at once takes a period, one that gets no answer this much longer."""
+"""A check that fails at once takes a period; one without any answer takes this much longer."""
 
 HEALTH_CHECKS = {
     "RAY_health_check_period_ms": CHECK_PERIOD_S * 1000,
@@ -29,21 +29,21 @@ HEALTH_CHECKS = {
 }
 CLUSTER_LIMITS = {
     **HEALTH_CHECKS,
-    # A node, or a process on it, that cannot reach the head for so long ends itself. Without a
-    # network between them a head that does not answer is gone: Ray's shorter limit is better there.
+    # A node, or a process on it, that cannot reach the head for this long exits. On one machine a
+    # head that does not answer is dead, so Ray's shorter default is better there.
     "RAY_gcs_rpc_server_reconnect_timeout_s": OUTLAST_S,
 }
 LARGEST_INLINE_ARGUMENT = 4 * 2**20
-"""Bytes. Larger ones would live in the object store of this process, which forgets them: Ray could
-not start an actor again that was made with one."""
+"""Bytes. Larger ones go to this process's object store, which drops them: Ray could then not
+restart an actor that was created with one."""
 
 
 def prepare_environment(cluster: ClusterConfig) -> None:
-    """Call it before the first `import ray`."""
+    """Set the variables; call it before the first `import ray`."""
     is_local = cluster.ray_address is None
     if is_local and cluster.host in (None, LOOPBACK):
-        # Ray replaces a loopback address by the machine's own unless clusters are switched off. It
-        # documents this variable for other systems alone.
+        # Ray replaces a loopback address by the machine's own unless clusters are disabled. It
+        # documents this variable only for other systems.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if is_local:
         os.environ[AUTH_MODE] = "token"

@@ -1,4 +1,4 @@
-"""Keeps the run's history and picture while it trains: Redis -> metrics.jsonl and `show`."""
+"""Records the run's metrics while it trains: Redis -> metrics.jsonl and the panel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from buffer.run_state import STREAM_START, RunState
 from controller.metrics.records import EVAL_FAILED, RESERVED_NAMES, MetricsLog, Record, Scalar
 from controller.report.state import RunView, buffer_values
 
-PICTURE_S = 0.5
+PANEL_S = 0.5
 SAMPLE_S = 2.0
 SWEEP_S = 5.0
 
@@ -22,7 +22,7 @@ _MAX_STEP = 2**53
 
 
 class Recorder:
-    """Follows the metrics stream and samples the buffer until its tasks are cancelled."""
+    """Follows the metrics stream and samples the buffer, until its tasks are cancelled."""
 
     def __init__(
         self,
@@ -42,19 +42,19 @@ class Recorder:
         self._last_id = STREAM_START
 
     def record(self, kind: str, values: Mapping[str, Scalar]) -> Record:
-        """Write one record of the controller's own, and show it."""
+        """Write one record and show it."""
         record = self._log.append(kind, values)
         self._view.apply(record)
         self._show(self._view)
         return record
 
     async def follow_metrics(self) -> None:
-        """Every record of the other processes, as it arrives."""
+        """Record what the other processes report, as it arrives."""
         while True:
             await self.drain_metrics(block_s=5.0)
 
     async def drain_metrics(self, block_s: float) -> None:
-        """Take what has arrived, waiting up to `block_s` for the first record."""
+        """Record what has arrived, waiting up to `block_s` for the first record."""
         for entry in await self._state.read_metrics(self._last_id, block_s):
             self._last_id = entry.id
             if not _is_of_a_process(entry.kind, entry.record):
@@ -64,7 +64,7 @@ class Recorder:
                 self._on_step(record)
 
     async def sample_buffer(self) -> None:
-        """The panel's picture twice a second, a line of metrics every other second."""
+        """Update the panel twice a second; write a line of metrics every two seconds."""
         next_sample = next_sweep = 0.0
         while True:
             now = time.time()
@@ -75,10 +75,10 @@ class Recorder:
             if now >= next_sample:
                 self._log.append("buffer", values, now)
                 next_sample = now + SAMPLE_S
-            await asyncio.sleep(PICTURE_S)  # the picture's own pace: nothing waits for it
+            await asyncio.sleep(PANEL_S)  # the panel's refresh rate: nothing waits for it
 
     async def sample_once(self) -> None:
-        """A line of metrics, when there is no other to come."""
+        """Write one last line of metrics."""
         self._log.append("buffer", await self._observe(time.time()))
 
     async def _observe(self, now: float) -> Mapping[str, Scalar]:
@@ -91,8 +91,8 @@ class Recorder:
 
 
 def _is_of_a_process(kind: str, values: Mapping[str, Scalar]) -> bool:
-    """Whether one of our processes may have written it: every user of the run's Redis can append to
-    the stream, and what one of them garbled must not end the run, nor stay in its history."""
+    """Whether one of our processes may have written it. Every user of the run's Redis can append to
+    the stream; a malformed entry must neither end the run nor enter its history."""
     if kind in _CONTROLLERS_KINDS or RESERVED_NAMES & values.keys():
         return False
     if kind != "step":

@@ -5,11 +5,11 @@
       ┌──────────────────────────────────────────────────────────────────────────────┘
       └── rollout workers generate ◄──buffer──► trainer trains num_steps ── eval
                     │
-                    ├── something dies: RunFailed with its name and the end of its log
-                    └── asked to end: Stopped
+                    ├── a process dies: RunFailed with its name and the end of its log
+                    └── asked to stop: Stopped
 
-    always, whatever happened: the model is saved if it can be, pools, Ray and Redis end, nothing of
-    the run is left, and the summary says how it ended
+    in every case: the model is saved if possible; pools, Ray and Redis end; no process or file in
+    shared memory is left; and the summary says how the run ended
 
 The controller is off the data path: it starts, watches, records and stops.
 """
@@ -54,18 +54,18 @@ from trainer_pool.pool import TrainerPool
 from trainer_pool.types import TrainerSpec
 
 
-def launch(config: Config, stop: StopRequest, tell_folder: Callable[[str], None]) -> None:
-    """Run `config` to its end; prints the RESULT line last. `tell_folder` hears the run's folder.
+def launch(config: Config, stop: StopRequest, announce_folder: Callable[[str], None]) -> None:
+    """Run `config` to its end and print the RESULT line; calls `announce_folder` with its folder.
 
-    Raises ValueError for bad input, RunFailed when a part of the run died, and Stopped when `stop`
-    was asked. In every case nothing of the run is left on this machine.
+    Raises ValueError for bad input, RunFailed if a part of the run died, and Stopped if `stop` was
+    set. In every case no process of the run is left on this machine.
     """
     panel = Panel(config.run.panel)
     with panel.step("task and model"), stop.interrupting():
         check_inputs(config)
     run_dir = RunDir.create(config.run.dir, config.run.name, config.experiment, config.run.group)
     os.umask(run_dir.umask)
-    tell_folder(run_dir.run_id)
+    announce_folder(run_dir.run_id)
     state, error = "failed", None
     try:
         (run_dir.path / "config.yaml").write_text(to_yaml(config))
@@ -79,7 +79,7 @@ def launch(config: Config, stop: StopRequest, tell_folder: Callable[[str], None]
         if not stop.is_set:
             raise
         state = "stopped"
-        panel.say(f"while it was asked to end: {error}")
+        panel.say(f"while the run was stopping: {error}")
         raise Stopped from problem
     finally:
         run_dir.forget_redis_url()
@@ -88,16 +88,16 @@ def launch(config: Config, stop: StopRequest, tell_folder: Callable[[str], None]
 
 
 def _report(run_dir: RunDir, panel: Panel) -> None:
-    """Writes what came of the run, however it ended; one that finished prints its result."""
+    """Write summary and plots, however the run ended; print the result of one that finished."""
     try:
         result = write_report(run_dir)
-    except Exception as error:  # whatever a report fails of must not hide how the run ended
+    except Exception as error:  # a failing report must not hide how the run ended
         panel.say(f"no summary: {error}; `make report RUN={run_dir.name}` tries again")
         return
     if result.state == "finished":
         print(result_line(result))
     else:
-        panel.say(f"{run_dir.path / 'summary.md'} says how far it came")
+        panel.say(f"{run_dir.path / 'summary.md'} says how far the run got")
 
 
 class Run:
@@ -114,14 +114,14 @@ class Run:
         self._redis_url = ""
         is_local = config.cluster.ray_address is None
         self._host = config.cluster.host or (LOOPBACK if is_local else "")
-        """Address on which the servers of this machine listen; "" until the cluster is asked."""
+        """Address on which this machine's servers listen; "" until Ray is known."""
         self._shared_memory: frozenset[Path] = frozenset()
         self._is_gpu_shared = False
         self._weights_key = secrets.token_urlsafe(32)
-        """What trainer, receivers and engines show each other; made anew for each run."""
+        """Shared by trainer, receivers and engines; new for each run."""
 
     def execute(self) -> None:
-        """Everything from the first server to the last evaluation; ends all that was started."""
+        """Run from the first server to the last evaluation; ends all that it started."""
         os.environ[RUN_VARIABLE] = self._dir.run_id
         with contextlib.ExitStack() as cleanup, self._panel:
             cleanup.callback(self._leave_nothing)
@@ -149,7 +149,7 @@ class Run:
 
     @contextlib.contextmanager
     def _step(self, name: str) -> Iterator[StartStep]:
-        """A run that was asked to end does so before the step or after it, not in the middle."""
+        """A named step of the start; a stop request takes effect before or after it."""
         self._stop.check()
         with self._panel.step(name) as step:
             yield step
@@ -164,7 +164,7 @@ class Run:
         return pools
 
     def _start_servers(self, cleanup: contextlib.ExitStack) -> RayCluster:
-        """Ray takes the longest and comes last, unless our address is known to it alone."""
+        """Ray takes the longest and comes last, unless only Ray knows our address."""
         cluster = None
         if not self._host:
             cluster = self._start_ray(cleanup)
@@ -223,11 +223,11 @@ class Run:
                     private,
                     self._dir.log_of("ray"),
                 )
-            except SystemExit:  # Ray's handler of a SIGTERM that came past the guard
+            except SystemExit:  # from Ray's handler, for a SIGTERM that bypassed the guard
                 self._stop.set()
                 raise Stopped from None
             finally:
-                self._stop.listen()  # Ray has put a handler of its own on SIGTERM
+                self._stop.listen()  # Ray has installed its own handler for SIGTERM
             cleanup.callback(cluster.stop, self._dir.logs)
             step.say(f"{cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs")
         return cluster
@@ -269,7 +269,7 @@ class Run:
                 trainer=TrainerPool.create(self._trainer_spec(plan), ranks),
                 rollout=RolloutPool.create(self._rollout_spec(plan), engines, workers),
             )
-            cleanup.callback(self._stop_pools, pools)  # the step may end with a stop
+            cleanup.callback(self._stop_pools, pools)  # here: the end of the step may raise Stopped
         return pools
 
     def _trainer_spec(self, plan: Plan) -> TrainerSpec:
@@ -317,18 +317,18 @@ class Run:
         with self._step("receivers, engines, workers, trainer ranks") as step:
             began, ready = time.monotonic(), list[str]()
 
-            def tell(name: str) -> None:
+            def on_ready(name: str) -> None:
                 ready.append(f"{name} {time.monotonic() - began:.1f} s")
                 step.say(", ".join(ready))
 
             rollout = pools.rollout.start()
             if self._is_gpu_shared:
-                # An engine takes its part of the memory that is free when it starts.
-                self._wait(rollout, "starting", tell)
+                # An engine takes its fraction of the memory that is free when it starts.
+                self._wait(rollout, "starting", on_ready)
                 rollout = {}
-            met = self._wait(pools.trainer.open_rendezvous(), "opening the ranks' meeting place")
-            (rendezvous,) = met.values()
-            self._wait(rollout | pools.trainer.start(rendezvous), "starting", tell)
+            opened_at = self._wait(pools.trainer.open_rendezvous(), "opening the rendezvous")
+            (rendezvous,) = opened_at.values()
+            self._wait(rollout | pools.trainer.start(rendezvous), "starting", on_ready)
 
     def _give_first_weights(self, pools: Pools) -> None:
         config = self._config
@@ -347,13 +347,13 @@ class Run:
         self,
         refs: Mapping[str, Pending[T]],
         doing: str,
-        tell: Callable[[str], None] = lambda name: None,
+        on_ready: Callable[[str], None] = lambda name: None,
     ) -> dict[str, T]:
         return supervise.wait_for_all(
-            refs, self._dir.log_of, self._start_timeout_s, doing, tell, self._stop
+            refs, self._dir.log_of, self._start_timeout_s, doing, on_ready, self._stop
         )
 
-    # The end, whatever brought it ----------------------------------------------------------------
+    # The end -------------------------------------------------------------------------------------
 
     def _stop_pools(self, pools: Pools) -> None:
         self._shared_memory = shared_memory_files(run_processes(self._dir.run_id))
@@ -362,7 +362,7 @@ class Run:
         clear_other_hosts(self._dir.path, self._config.cluster.stop_timeout_s)
 
     def _leave_nothing(self) -> None:
-        """Pools, Ray and Redis were asked to end: this ends what did not, and their leftovers."""
+        """Kill what is left of the run after pools, Ray and Redis, and remove their leftovers."""
         killed = end_processes(
             self._dir.run_id,
             self._config.cluster.stop_timeout_s,

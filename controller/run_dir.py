@@ -1,22 +1,22 @@
-"""The folder of a run: what is where in it, who made it, and how a run is found again.
+"""The folder of a run: its layout, its record, and how commands find it.
 
 runs/<name>/
-    run.json        name, pid, when it began, state (running, finished, failed, stopped), the error
-    redis.url       where its Redis is, password included; readable by its owner alone
+    run.json        name, pid, start time, state (running, finished, failed, stopped), the error
+    redis.url       address of its Redis with the password; readable only by the owner
     config.yaml     the resolved settings
-    metrics.jsonl   a line a step, evaluation, buffer sample
-    logs/           a file a process
-    model/          the initial policy, when it was built from scratch
+    metrics.jsonl   one line per step, evaluation and buffer sample
+    logs/           one file per process
+    model/          the initial policy, if it was built from scratch
     checkpoints/    the trainer's
     rollouts/       some of the groups as they were sampled, for `make show`
-    ray/            a link to the private folder of Ray, from before Ray starts until it has ended
-    leftovers/      a folder a host, a file an engine: what its server would leave if it were killed
+    ray/            a link to Ray's private folder, while Ray runs
+    leftovers/      one folder per host, one file per engine: what a killed server would leave
     redis/          the data of a server started for this run
-    final_model/    the weights that training ended with
-    summary.md, *.png, result.json      what came of it, however it ended
+    final_model/    the final weights
+    summary.md, *.png, result.json      the outcome, however the run ended
 
-Its owner alone can read it, or also the group of `run.group`. The folder's own mode says which: all
-processes of the run take their umask from it.
+Only its owner can read it, or also the group of `run.group`. All processes of the run take their
+umask from the folder's mode.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ _PRIVATE = "/tmp/leash-ray-"
 
 
 class RunDirError(ValueError):
-    """The run's folder cannot be used, or there is none; the message says what to do."""
+    """The run's folder cannot be used or does not exist; the message contains the fix."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RunRecord:
-    """What `run.json` holds."""
+    """The content of `run.json`."""
 
     name: str
     pid: int
     process_started: float
-    """Start time of `pid`, so that another process with the same number is not taken for it."""
+    """Start time of `pid`: another process may get the same number later."""
     started: float
     state: str
     ended: float | None = None
     host: str = ""
-    """Where `pid` is."""
+    """Of `pid`."""
     error: str | None = None
-    """What it failed of."""
+    """Why the run failed."""
 
     @property
     def is_here(self) -> bool:
-        """Whether the controller is, or was, a process of this machine."""
+        """Whether the controller runs, or ran, on this machine."""
         return self.host in ("", socket.gethostname())
 
     @property
     def is_alive(self) -> bool:
-        """Of a controller on another machine this is what its record says."""
+        """Whether the controller lives; for one on another machine, what its record says."""
         if not self.is_here:
             return self.state == "running"
         try:
@@ -80,7 +80,7 @@ class RunRecord:
 
     @property
     def is_running(self) -> bool:
-        """Whether the run goes on; one whose controller was killed does not, whatever it says."""
+        """Whether the run continues; false if its controller was killed, despite the record."""
         return self.state == "running" and self.is_alive
 
 
@@ -96,7 +96,7 @@ class RunDir:
 
     @property
     def run_id(self) -> str:
-        """Carried by the run's processes in their environment; unique on a machine."""
+        """In the environment of all processes of the run; unique on a machine."""
         return str(self.path)
 
     @property
@@ -118,9 +118,9 @@ class RunDir:
     def create(
         cls, root: str, name: str | None, experiment: str, group: str | None = None
     ) -> RunDir:
-        """A new folder below `root`, which `group` may read as well as its owner.
+        """A new folder below `root`, readable by its owner and `group`.
 
-        Raises RunDirError if it is in use or cannot be made.
+        Raises RunDirError if it exists or cannot be created.
         """
         name = name or f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}"
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
@@ -190,7 +190,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
-        """One at a time clears up behind a run: its guard, or `make stop`."""
+        """A lock, so that the guard and `make stop` do not clean up at once."""
         folder = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
@@ -212,12 +212,12 @@ class RunDir:
         (self.path / "redis.url").unlink(missing_ok=True)
 
     def make_temporary(self) -> Path:
-        """A folder for what must not outlive the run, which its owner alone can enter.
+        """A private folder for files that must not outlive the run.
 
-        It is noted before it is made, so that `remove_temporary` finds it whatever happens.
+        The link to it is made first, so that `remove_temporary` finds it even after a crash.
         """
-        # Ray puts unix sockets below it, whose paths may not be longer than 107 bytes: the run's
-        # own folder could be too deep.
+        # Ray puts unix sockets below it, whose paths are limited to 107 bytes: the run's own folder
+        # could be too deep.
         folder = Path(f"{_PRIVATE}{secrets.token_hex(4)}")
         (self.path / "ray").symlink_to(folder)
         folder.mkdir(mode=0o700)
@@ -225,23 +225,23 @@ class RunDir:
 
     @property
     def temporary(self) -> Path | None:
-        """None also where another user made the link, who could point it anywhere."""
+        """None also if another user made the link: it could point anywhere."""
         link = self.path / "ray"
         if not link.is_symlink() or link.lstat().st_uid != os.geteuid():
             return None
         return link.readlink()
 
     def remove_temporary(self) -> None:
-        """Whatever a process that was killed could not remove itself. Its processes are gone."""
+        """Remove what killed processes left; call it when the run's processes are gone."""
         if self.temporary is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
             (self.path / "ray").unlink()
         remove_leftovers(self.path)
 
     def left_elsewhere(self) -> list[str]:
-        """A line for each other host on which files of the run may be left, with what removes them.
+        """A line for each other host that may hold files of the run, and how to remove them.
 
-        Only that host can: what is listed lies in its memory and below its /tmp.
+        The files are in that host's memory and /tmp, so only that host can remove them.
         """
         stop = f"`make stop RUN={self.name} DIR={self.path.parent}`"
         return [
@@ -255,7 +255,7 @@ class RunDir:
         return umask_like(self.path)
 
     def _write(self, name: str, text: str, mode: int = 0o600) -> None:
-        """Replace the file at once: a reader sees the old or the new text, never a part."""
+        """Replace the file atomically."""
         part = self.path / f".{name}.part"
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             os.fchmod(file.fileno(), mode)
@@ -264,7 +264,7 @@ class RunDir:
 
 
 def umask_like(folder: Path) -> int:
-    """The umask under which new files are as private as `folder`, or private if there is none."""
+    """The umask that makes new files as private as `folder`; private if that does not exist."""
     try:
         return 0o777 & ~stat.S_IMODE(folder.stat().st_mode)
     except FileNotFoundError:
@@ -273,14 +273,14 @@ def umask_like(folder: Path) -> int:
 
 def _open_to_group(folder: Path, group: str | None) -> None:
     if group is None:
-        folder.chmod(0o700)  # setgid, which a parent may have handed on, is not wanted
+        folder.chmod(0o700)  # clears a setgid bit inherited from the parent
         return
     try:
         shutil.chown(folder, group=group)
-        folder.chmod(0o2750)  # what is made below belongs to the group, too
+        folder.chmod(0o2750)  # files below belong to the group, too
     except (LookupError, OSError) as error:
         folder.rmdir()
         raise RunDirError(
             f"run.group={group!r}: cannot open {folder} to it ({error}); name a Unix group that "
-            "you are in (`id -Gn` lists them), or null"
+            "you belong to (`id -Gn` lists them), or null"
         ) from error

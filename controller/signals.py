@@ -1,15 +1,15 @@
-"""How a run hears that it should end: a signal sets a flag, and the run ends in its own order.
+"""Stopping a run by a signal: it sets a flag, and the run ends in order.
 
     shell, timeout, make, scheduler
         │ SIGINT, SIGTERM, SIGHUP
-      guard ── SIGINT ──► controller: a flag that start-up and training look at
+      guard ── SIGINT ──► controller: a flag that start-up and training check
         │                   └── Redis, Ray, engines, ...
-        └── the controller died: clears up behind it
+        └── the controller died: clean up after it
 
-The guard is a few lines of Python that wait. The controller and all that it starts are a session
-apart: what is sent to the shell's job reaches none of them, and the controller ends them in order.
+The guard only waits. The controller and its children run in a separate session: signals to the
+shell's job reach none of them, and the controller ends them in order.
 
-Imports nothing heavy: the guard stands before anything else is loaded.
+Imports nothing heavy: the guard starts before anything else is loaded.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_STOPPED = 130
-_LOOK_S = 1.0
+_POLL_S = 1.0
 
 
 class Stopped(Exception):
-    """The run was asked to end."""
+    """The run was asked to stop."""
 
 
 class StopRequest:
-    """Whether the run was asked to end; `listen` makes signals ask.
+    """Whether the run was asked to stop; `listen` installs signal handlers that set it.
 
-    A signal never raises where it happens to arrive, but inside `interrupting`: an exception in the
-    middle of Ray's start, or in a callback that swallows it, would leave things behind.
+    A signal raises only inside `interrupting`: an exception in the middle of Ray's start, or in a
+    callback that swallows it, would leave processes behind.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class StopRequest:
         self._terminals: list[int] = []
 
     def listen(self) -> None:
-        """Takes the signals; again after a library has put a handler of its own there."""
+        """Install the handlers; call it again after a library has replaced them."""
         self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._handle)
@@ -65,7 +65,7 @@ class StopRequest:
             raise KeyboardInterrupt
 
     def _leave_terminal(self) -> None:
-        # It is gone, and the end must not fail at a line that it cannot print.
+        # The terminal is gone, and stopping must not fail on a line that cannot be printed.
         nothing = os.open(os.devnull, os.O_WRONLY)
         for fd in self._terminals:
             os.dup2(nothing, fd)
@@ -78,15 +78,15 @@ class StopRequest:
             self._loop.call_soon_threadsafe(self._event.set)
 
     def check(self) -> None:
-        """Raises Stopped if the run was asked to end."""
+        """Raises Stopped if the run was asked to stop."""
         if self.is_set:
             raise Stopped
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """A signal breaks off the block, which may be broken off anywhere; raises Stopped."""
+        """A signal interrupts the block, at any line, with Stopped."""
         self.check()
-        before, sys.unraisablehook = sys.unraisablehook, _say_nothing_of_interrupts
+        before, sys.unraisablehook = sys.unraisablehook, _ignore_interrupts
         self._may_raise = True
         try:
             yield
@@ -97,10 +97,10 @@ class StopRequest:
         finally:
             self._may_raise = False
             sys.unraisablehook = before
-        self.check()  # where a callback had swallowed the exception
+        self.check()  # in case a callback swallowed the exception
 
     async def wait(self) -> None:
-        """Returns when the run was asked to end."""
+        """Wait until the run is asked to stop."""
         import asyncio
 
         self._loop, self._event = asyncio.get_running_loop(), asyncio.Event()
@@ -111,7 +111,7 @@ class StopRequest:
             self._loop = self._event = None
 
 
-def _say_nothing_of_interrupts(unraisable: sys.UnraisableHookArgs) -> None:
+def _ignore_interrupts(unraisable: sys.UnraisableHookArgs) -> None:
     if not isinstance(unraisable.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
 
@@ -121,19 +121,19 @@ Finish = Callable[[str | None, bool, int], int]
 
 
 def run_guarded(run: Run, finish: Finish) -> int:
-    """Runs `run` in a process and a session of its own, and hands signals on to it.
+    """Call `run` in a separate process and session, and forward signals to it.
 
-    `run` names its folder to its second argument once there is one. `finish` clears up behind a
-    process that could not do so itself, and gives the exit code; no signal breaks it off. It gets
-    the folder, whether a signal was handed on, and the exit code of the process, or minus the
-    number of the signal that killed it.
+    `run` calls its second argument with the run's folder once it exists. `finish` cleans up after a
+    process that could not, and returns the exit code; no signal interrupts it. Its arguments: the
+    folder, whether a signal was forwarded, and the exit code of the process, or minus the number of
+    the signal that killed it.
     """
     signals = {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD}
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` wants it
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it
         signals.add(signal.SIGHUP)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # Blocked from here on: none is lost, whichever process it meets, and none raises anywhere.
+    # Blocked from here on: no signal is lost, whichever process gets it, and none raises.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     folder, writing_end = os.pipe()
     guard = os.getpid()
@@ -151,18 +151,18 @@ def run_guarded(run: Run, finish: Finish) -> int:
 
 
 def _watch(controller: int, signals: set[signal.Signals]) -> tuple[bool, int]:
-    """Hands signals on until the process has ended; whether there were any, and its exit code."""
+    """Forward signals until the process ends; returns whether there were any, and its exit code."""
     was_asked = False
     while True:
         pid, status = os.waitpid(controller, os.WNOHANG)
         if pid == controller:
             return was_asked, os.waitstatus_to_exitcode(status)
-        # SIGCHLD ends the wait at once; the limit is for another thread that took it.
-        received = signal.sigtimedwait(signals, _LOOK_S)
+        # SIGCHLD ends the wait at once; the timeout is for one that another thread received.
+        received = signal.sigtimedwait(signals, _POLL_S)
         if received is None or received.si_signo == signal.SIGCHLD:
             continue
         was_asked = True
-        # Not SIGTERM, for which Ray has a handler of its own while it starts.
+        # Not SIGTERM: Ray has its own handler for it while it starts.
         os.kill(controller, signal.SIGHUP if received.si_signo == signal.SIGHUP else signal.SIGINT)
 
 
@@ -175,7 +175,7 @@ def _become_controller(
         stop = StopRequest()
         stop.listen()
         die_with_parent(signal.SIGINT)
-        if os.getppid() != guard:  # it died before the kernel knew of this process
+        if os.getppid() != guard:  # it died before die_with_parent took effect
             stop.set()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = run(stop, lambda path: _write_once(folder, path))
@@ -185,7 +185,7 @@ def _become_controller(
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):  # the reader of a pipe, or the terminal, is gone
                 stream.flush()
-        os._exit(code)  # what called the guard goes on in the guard alone
+        os._exit(code)  # only the guard returns to the caller
 
 
 def _write_once(fd: int, path: str) -> None:

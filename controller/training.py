@@ -1,7 +1,7 @@
-"""The part of a run in which it learns: watches, records and evaluates while both pools work.
+"""The training phase of a run: watches, records and evaluates while both pools work.
 
-However it ends, the trainers are asked for a checkpoint and the model, and the last figures of the
-buffer go to the records, of which summary and plots are made (report.py).
+If it fails or is stopped, the trainers are asked for a checkpoint and the model. In every case the
+final numbers of the buffer are recorded for summary and plots.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from controller.report.panel import Panel
 from controller.report.state import RunView
 from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
-from controller.watch.evaluation import evaluate, evaluate_mildly, should_hold
+from controller.watch.evaluation import evaluate, should_hold, try_evaluate
 from controller.watch.remarks import eval_failed_words
 from controller.watch.supervise import RunFailed, cause_of, death, error_of, failure
 from processes.child import exit_of
@@ -30,10 +30,10 @@ from rollout_pool.pool import RolloutPool
 from trainer_pool.pool import TrainerPool
 from trainer_pool.types import TrainReport
 
-LAST_LOOK_S = 5.0
-"""For the last records and figures from Redis, which may be what died."""
+FINAL_SAMPLE_S = 5.0
+"""For the last records and numbers from Redis, which may be what died."""
 DEATH_GRACE_S = 3.0
-"""How long a failure waits for the news of a death that may have caused it."""
+"""How long a failure waits for the report of a death that may have caused it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -66,14 +66,14 @@ class Training:
         self._started = started
         self._stop = stop
         self._training: dict[str, Pending[TrainReport]] = {}
-        """The end of each rank's training, once it has begun."""
+        """Result of each rank's training, once it has started."""
         self._deaths: list[asyncio.Task[RunFailed]] = []
         self._redis_watch: asyncio.Task[RunFailed] | None = None
         self._evaluation: asyncio.Task[None] | None = None
         self._may_evaluate = True
 
     async def run(self) -> None:
-        """Train to the last step. Raises RunFailed naming what died first, and Stopped."""
+        """Train to the last step. Raises Stopped, and RunFailed naming the first dead process."""
         async with AsyncExitStack() as cleanup:
             await self._open(cleanup)
             self._deaths = self._watch_deaths()
@@ -94,7 +94,7 @@ class Training:
                 await self._save_model()
                 raise cause from None
             finally:
-                await self._look_last()
+                await self._take_final_sample()
 
     async def _open(self, cleanup: AsyncExitStack) -> None:
         run, config = self._dir.name, self._config
@@ -140,13 +140,13 @@ class Training:
     # Evaluation ----------------------------------------------------------------------------------
 
     async def _evaluate_start(self) -> dict[str, Scalar]:
-        """What fails before anything was trained is an error: it costs minutes."""
+        """A failure here, before training, ends the run: it has cost only minutes."""
         return await evaluate(
             self._pools.rollout, 0, may_hold=False, await_result=self._await_result
         )
 
     def _evaluate_if_due(self, step: Record) -> None:
-        """One evaluation at a time: with a slow one the next due version is simply passed over."""
+        """One evaluation at a time: while a slow one runs, the next due version is skipped."""
         every, version = self._config.rollout.eval_every, int(step.number("version")) + 1
         is_last = version >= self._config.trainer.num_steps
         is_idle = self._evaluation is None or self._evaluation.done()
@@ -157,9 +157,9 @@ class Training:
             )
 
     async def _evaluate(self, version: int, *, may_hold: bool = False) -> None:
-        """One that fails is reported, and ends nothing."""
+        """A failed evaluation is reported and does not end the run."""
         pool = self._pools.rollout
-        kind, record = await evaluate_mildly(
+        kind, record = await try_evaluate(
             pool, version, may_hold=may_hold, await_result=self._await_result
         )
         recorded = self._recorder.record(kind, record)
@@ -173,7 +173,7 @@ class Training:
         raise Stopped
 
     async def _save_model(self) -> None:
-        """Ask the ranks to end after the step they are in, with a checkpoint and the model."""
+        """Ask the ranks to finish their step, save a checkpoint and export the model."""
         is_redis_gone = self._redis_watch is not None and self._redis_watch.done()
         if not self._training or is_redis_gone:
             return
@@ -190,16 +190,16 @@ class Training:
         except (RayTaskError, RayActorError) as error:
             self._panel.say(f"no final_model: a trainer rank {cause_of(error)}")
 
-    async def _look_last(self) -> None:
-        """The records that are still under way, and the figures that a summary ends with."""
+    async def _take_final_sample(self) -> None:
+        """Record what is still in the stream, and the buffer's final numbers."""
         try:
-            async with asyncio.timeout(LAST_LOOK_S):
+            async with asyncio.timeout(FINAL_SAMPLE_S):
                 await self._recorder.drain_metrics(block_s=0)
                 await self._recorder.sample_once()
         except (OSError, TimeoutError, RuntimeError) as error:
-            self._panel.say(f"the last figures are those before Redis was lost ({error!r})")
+            self._panel.say(f"the final numbers are from before Redis was lost ({error!r})")
 
-    # Who died, and of what -----------------------------------------------------------------------
+    # Deaths and their causes ---------------------------------------------------------------------
 
     def _watch_deaths(self) -> list[asyncio.Task[RunFailed]]:
         ends = {**self._pools.rollout.deaths(), **self._pools.trainer.deaths()}
@@ -225,14 +225,14 @@ class Training:
         raise next(iter(done)).result()
 
     async def _await_result(self, name: str, ref: Pending[T]) -> T:
-        """The result of another process, or an error with its name."""
+        """The result of another process; an error names the process."""
         try:
             return await _value(ref)
         except (RayTaskError, RayActorError) as error:
             raise error_of(name, error, self._dir.log_of(name)) from error
 
     async def _root_cause(self, group: BaseExceptionGroup[BaseException]) -> BaseException:
-        """A death explains the errors that it brought to the others, which often arrive first."""
+        """A death explains errors in other processes, which often arrive first."""
         first = _first(group)
         if isinstance(first, Stopped | ValueError):
             return first

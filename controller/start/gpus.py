@@ -1,11 +1,11 @@
-"""How the GPUs that there are go round: which process takes how much of one, and why (pure).
+"""Assigns the available GPUs to ranks and engines, and says why (pure).
 
     enough for every rank and engine       a GPU for each rank, tp_size for each engine
-    too few, trainer.num_ranks left open   one rank
-    one in all, one engine                 rank and engine take half of it each
-    too little memory on it, or none       everything on the CPU
+    too few, trainer.num_ranks not set     one rank
+    one GPU, one engine                    rank and engine take half of it each
+    too little memory on it, or no GPU     everything on the CPU
 
-What a setting names is kept, and refused where it does not fit.
+An explicit setting is kept, and rejected if it does not fit.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ TRAINER_BYTES_PER_PARAM = 16
 GPU_CONTEXT_BYTES = 2**30
 """CUDA context and kernels of one process."""
 MEM_FRACTION = 0.85
-"""rollout.engine.mem_fraction of an engine that has its GPUs for itself."""
+"""rollout.engine.mem_fraction of an engine with GPUs of its own."""
 SHARED_MEM_FRACTION = 0.3
-"""The same beside a trainer rank, where the GPU's or the model's size is not known."""
+"""The same beside a trainer rank, if the size of the GPU or of the model is unknown."""
 SHARED_PART = 0.5
-"""What rank and engine each take of a GPU that they share, in Ray's count."""
+"""Share of rank and engine each in a GPU that they share, in Ray's count."""
 MOST_FILLED = 0.8
-"""Of a GPU's memory by what is known beforehand: activations and KV cache need the rest."""
+"""Share of a GPU's memory for what is known beforehand: activations and KV cache need the rest."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Devices:
-    """What each process computes on."""
+    """The GPUs of each kind of process."""
 
     num_ranks: int
     rank_gpus: float
-    """GPUs of one rank; 0: it runs on the CPU, as all of the run does."""
+    """GPUs of one rank; 0: the whole run is on the CPU."""
     engine_gpus: float
     """GPUs of one engine."""
     mem_fraction: float | None
@@ -47,20 +47,19 @@ class Devices:
 
     @property
     def is_shared(self) -> bool:
-        """Whether a rank and an engine sit on one GPU."""
+        """Whether a rank and an engine share a GPU."""
         return 0 < self.rank_gpus < 1
 
     @property
     def gpu_share(self) -> float:
-        """Of each GPU that a process uses."""
+        """Share of each GPU that a process uses."""
         return SHARED_PART if self.is_shared else 1.0
 
 
 def choose_devices(
     config: Config, model: ModelSize, num_gpus: int | None, gpu_bytes: int | None
 ) -> Devices:
-    """`num_gpus` None: it is not known, so what the run needs counts as there. `gpu_bytes`:
-    memory of one GPU, if it is known.
+    """Assign `num_gpus` GPUs (None: unknown, assume enough) with `gpu_bytes` of memory each.
 
     Raises ValueError if the settings ask for more than there is.
     """
@@ -70,8 +69,8 @@ def choose_devices(
         return _on_cpu(config, "cluster.gpus_per_rank=0")
     if num_gpus is None:
         if wanted is None:
-            return _on_cpu(config, "how many GPUs the cluster has is not known yet")
-        return _own_gpus(config, config.trainer.ranks, "as many GPUs as that needs")
+            return _on_cpu(config, "the cluster's number of GPUs is not known yet")
+        return _own_gpus(config, config.trainer.ranks, "as many GPUs as needed")
     if num_gpus == 0 and wanted is None:
         config.hold(config.rules_without_gpus("there is no GPU"))
         return _on_cpu(config, "there is no GPU")
@@ -113,7 +112,7 @@ def _on_cpu(config: Config, why: str) -> Devices:
 
 
 def _cpu_instead(config: Config, what: str, gpu_bytes: int | None) -> Devices:
-    why = f"{what} and what comes on top do not fit in a GPU of {format_bytes(gpu_bytes or 0)}"
+    why = f"{what} plus working memory do not fit in a GPU of {format_bytes(gpu_bytes or 0)}"
     if config.cluster.gpus_per_rank is not None:
         raise ValueError(
             f"cluster.gpus_per_rank={config.cluster.gpus_per_rank}: {why}; choose a smaller model, "
@@ -126,13 +125,12 @@ def _cpu_instead(config: Config, what: str, gpu_bytes: int | None) -> Devices:
 def _one_gpu_for_both(config: Config, model: ModelSize, gpu_bytes: int | None) -> Devices:
     """One rank and one engine on the only GPU.
 
-    Weights go over gloo: NCCL refuses two members on one GPU, and the receiver would sit on the
-    rank's.
+    Weights go over gloo: NCCL rejects two members on one GPU, here the rank and the receiver.
     """
     if config.weight_sync.backend is Backend.nccl:
         raise ValueError(
-            "weight_sync.backend='nccl': trainer and receiver share the only GPU, on which NCCL "
-            "refuses two members; choose auto or gloo"
+            "weight_sync.backend='nccl': trainer and receiver share the only GPU, and NCCL rejects "
+            "two members on one GPU; choose auto or gloo"
         )
     rank, engine = _rank_bytes(model), _engine_bytes(model)
     if rank is not None and engine is not None and _is_too_much(rank + engine, gpu_bytes):
@@ -145,7 +143,7 @@ def _one_gpu_for_both(config: Config, model: ModelSize, gpu_bytes: int | None) -
         raise ValueError(
             f"rollout.engine.mem_fraction={fraction:g}: leaves less than the {format_bytes(rank)} "
             f"that the trainer rank on the same GPU of {format_bytes(gpu_bytes)} needs; lower it, "
-            "or leave it out"
+            "or do not set it"
         )
     return Devices(
         num_ranks=1,
@@ -153,14 +151,14 @@ def _one_gpu_for_both(config: Config, model: ModelSize, gpu_bytes: int | None) -
         engine_gpus=SHARED_PART,
         mem_fraction=fraction,
         why=(
-            f"1 GPU in all: 1 trainer rank and the engine share it, the engine takes {fraction:.0%}"
-            " of its memory, weights go over gloo"
+            f"1 GPU in total: 1 trainer rank and the engine share it; the engine takes "
+            f"{fraction:.0%} of its memory; weights go over gloo"
         ),
     )
 
 
 def _shared_fraction(rank: int | None, engine: int | None, gpu_bytes: int | None) -> float:
-    """The engine gets its weights and a third of what is left beside the rank's states."""
+    """Room for the engine's weights and a third of what the rank's states leave."""
     if rank is None or engine is None or gpu_bytes is None:
         return SHARED_MEM_FRACTION
     left = gpu_bytes - rank - engine
@@ -168,14 +166,14 @@ def _shared_fraction(rank: int | None, engine: int | None, gpu_bytes: int | None
 
 
 def _rank_bytes(model: ModelSize) -> int | None:
-    """Of the only rank, before activations."""
+    """Memory of the only rank, without activations."""
     if model.num_params is None:
         return None
     return model.num_params * TRAINER_BYTES_PER_PARAM + GPU_CONTEXT_BYTES
 
 
 def _engine_bytes(model: ModelSize) -> int | None:
-    """In bfloat16, before its KV cache."""
+    """Memory of an engine in bfloat16, without its KV cache."""
     return None if model.num_params is None else 2 * model.num_params + GPU_CONTEXT_BYTES
 
 

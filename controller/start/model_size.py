@@ -1,4 +1,4 @@
-"""How big the policy is, before anything is loaded: from its config, its folder or its name."""
+"""The size of the policy, without loading it: from its config, its folder or its name."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ BYTE_VOCABULARY = 264
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ModelSize:
-    """What a plan can know of a model without loading it or asking the network."""
+    """The size of a model as known without loading it or using the network."""
 
     label: str
     num_params: int | None
     kv_elements: int | None
-    """Elements of keys and values that one token adds to the KV cache, over all layers."""
+    """Elements that one token adds to the KV cache, over all layers."""
     source: str
     """Where the numbers come from, in words."""
 
 
 def model_size(config: ModelConfig) -> ModelSize:
-    """The size of what `config` names; unknown numbers are None."""
+    """The size of the model of `config`; unknown numbers are None."""
     if config.scratch is not None:
         return _size_from_scratch(config.scratch)
     assert config.path is not None
@@ -39,7 +39,7 @@ def model_size(config: ModelConfig) -> ModelSize:
 
 
 def _size_from_scratch(config: ScratchModelConfig) -> ModelSize:
-    """A Qwen3 with tied embeddings: its two norms a layer, and one for queries and for keys."""
+    """A Qwen3 with tied embeddings: two norms per layer, plus one for queries and one for keys."""
     hidden, head = config.hidden_size, config.head_dim
     attention = hidden * head * 2 * (config.num_heads + config.num_kv_heads) + 2 * head
     layer = attention + 3 * hidden * config.intermediate_size + 2 * hidden
@@ -53,7 +53,7 @@ def _size_from_scratch(config: ScratchModelConfig) -> ModelSize:
 
 
 def _size_from_fields(name: str, fields: Mapping[str, int | None]) -> ModelSize:
-    """A dense decoder with gated MLPs (Llama, Qwen, Mistral, Gemma) by its config.json."""
+    """A dense decoder with gated MLPs (Llama, Qwen, Mistral, Gemma), from its config.json."""
     needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     hidden, layers, heads, inner = (fields.get(key) for key in needed)
     vocabulary = fields.get("vocab_size")
@@ -75,7 +75,7 @@ def _size_from_fields(name: str, fields: Mapping[str, int | None]) -> ModelSize:
 
 
 def _size_from_name(name: str) -> ModelSize:
-    """Names on the hub say the size: "...-7B-...", "...-0.6B"."""
+    """From a name on the hub such as "...-7B-..." or "...-0.6B"."""
     found = re.search(r"(\d+(?:\.\d+)?)([BM])(?![A-Za-z])", name, re.IGNORECASE)
     if found is None:
         return ModelSize(

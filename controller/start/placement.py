@@ -1,4 +1,4 @@
-"""Where the processes of a run live: starts or joins Ray and reserves room for each pool."""
+"""Starts or joins Ray and reserves resources for each pool."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from controller.watch.supervise import wait_for_one
 
 CPUS_PER_PROCESS = 1
 SESSIONS = "ray"
-"""Ray's temporary folder within the private one; short, as the paths of its sockets must be."""
+"""Ray's temporary folder within the private one; short, because socket paths are limited."""
 
 
 class PlacementError(RuntimeError):
-    """The cluster cannot hold the run; the message says what is asked for and what there is."""
+    """The cluster cannot hold the run; the message names what is requested and what there is."""
 
 
 def num_cpus_needed(config: Config) -> int:
-    """One for each process that Ray places."""
+    """One CPU for each process that Ray places."""
     num_processes = (
         config.trainer.ranks
         + config.rollout.num_engines
@@ -44,21 +44,21 @@ def num_cpus_needed(config: Config) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class RayCluster:
-    """The Ray that a run uses; `stop` leaves nothing of one that was started here."""
+    """The Ray that a run uses; `stop` removes every trace of one that was started here."""
 
     host: str
     """Address on which the servers of this machine listen."""
     num_cpus: float
     num_gpus: float
     private: Path | None
-    """Where a Ray that was started here keeps everything; None for a cluster that was there."""
+    """Folder of a Ray that was started here; None for an existing cluster."""
     groups: list[PlacementGroup] = field(default_factory=list)
 
     def check_cpus(self, num_cpus: int) -> None:
-        """Raises PlacementError if the cluster has fewer in all, so that waiting would be vain."""
+        """Raises PlacementError if the cluster has fewer in total: waiting would not help."""
         if num_cpus > self.num_cpus:
             raise PlacementError(
-                f"the run asks for {num_cpus} CPUs, {CPUS_PER_PROCESS} a process, but Ray has "
+                f"the run asks for {num_cpus} CPUs, {CPUS_PER_PROCESS} per process, but Ray has "
                 f"{self.num_cpus:g}; add nodes, raise cluster.num_cpus, or lower "
                 "trainer.num_ranks, rollout.num_engines, rollout.num_workers or "
                 "rollout.reward_actors"
@@ -67,8 +67,7 @@ class RayCluster:
     def reserve(
         self, bundles: list[dict[str, float]], timeout_s: float, stop: StopRequest
     ) -> PlacementGroup:
-        """A placement group of `bundles`, packed. Raises PlacementError if there is no room, and
-        Stopped."""
+        """A packed placement group of `bundles`. Raises Stopped, and PlacementError without room."""
         group = placement_group(bundles, strategy="PACK")
         self.groups.append(group)
         ready, _ = wait_for_one([group.ready()], timeout_s, stop)
@@ -96,11 +95,10 @@ def start_ray(
     private: Path | None,
     messages: Path,
 ) -> RayCluster:
-    """Join the cluster at `cluster.ray_address`, or start Ray on this machine alone, which keeps
-    what it writes in `private`.
+    """Join the cluster at `cluster.ray_address`, or start Ray on this machine, in folder `private`.
 
-    Every worker process gets `process_env` and runs `setup_hook` (a dotted name) first. What Ray
-    would print here goes to the file `messages`.
+    Every worker process gets `process_env` and runs `setup_hook` (a dotted name) first. Ray's
+    output in this process goes to the file `messages`.
     """
     _divert_messages(messages)
     runtime_env = {"env_vars": dict(process_env), "worker_process_setup_hook": setup_hook}
@@ -120,10 +118,7 @@ def start_ray(
 
 
 def _divert_messages(log: Path) -> None:
-    """A lost node would print the last lines of Ray's own log, stack traces included.
-
-    No option of Ray leaves that out: its thread that listens for errors prints each as it comes.
-    """
+    """On a lost node Ray prints the end of its own log with stack traces; no option prevents it."""
 
     def write(data: Mapping[str, Any], ignore_prefix: bool) -> None:
         with log.open("a") as file:
@@ -145,7 +140,7 @@ def _join(config: Config, runtime_env: Mapping[str, object]) -> None:
         raise PlacementError(
             f"the Ray cluster at cluster.ray_address={address!r} does not let this process in: "
             f"export the token that it was started with ({TOKEN_PATH}), or {AUTH_MODE}=disabled "
-            "if it was started without one, so that everybody who reaches it can run code on it"
+            "if it was started without one (then anyone who can reach it can run code on it)"
         ) from error
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise PlacementError(
@@ -155,11 +150,11 @@ def _join(config: Config, runtime_env: Mapping[str, object]) -> None:
 
 
 def _start_local(config: Config, runtime_env: Mapping[str, object], private: Path) -> None:
-    # Ray opens its own folders to everybody; `private` above them does not.
+    # Ray makes its folders readable to all users; their parent `private` closes them.
     _use_own_token(private / "token")
-    # CPUs are only promises here: a small machine runs all processes of a small run.
+    # CPUs are only nominal here: a small machine runs all processes of a small run.
     num_cpus = config.cluster.num_cpus or max(os.cpu_count() or 1, num_cpus_needed(config))
-    # As torch sees them: its CPU build uses none, whatever the machine has.
+    # As torch counts them: its CPU build uses none, whatever the machine has.
     num_gpus = config.cluster.num_gpus
     if num_gpus is None:
         num_gpus = torch.cuda.device_count()
@@ -176,8 +171,8 @@ def _start_local(config: Config, runtime_env: Mapping[str, object], private: Pat
             _temp_dir=str(private / SESSIONS),
             _node_ip_address=config.cluster.host or LOOPBACK,
         )
-    except Exception as error:  # a bare one if its node took longer than Ray allows, half a minute
-        ray.shutdown()  # of what had started by then
+    except Exception as error:  # a bare Exception if Ray's node takes longer than half a minute
+        ray.shutdown()  # stops what has started so far
         raise PlacementError(
             f"Ray did not start on this machine: {error} Is the machine very busy, or short of "
             f"memory or disk below {private.parent}? Launch again"
@@ -188,11 +183,11 @@ def _start_local(config: Config, runtime_env: Mapping[str, object], private: Pat
 
 
 def _use_own_token(path: Path) -> None:
-    """A new token for this Ray alone: none of the user's is needed, or written."""
+    """A new token for this Ray only: the user's tokens are neither used nor changed."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "w") as file:
         file.write(secrets.token_hex(32))
-    os.environ.pop(TOKEN, None)  # which would win over the file
+    os.environ.pop(TOKEN, None)  # it would take precedence over the file
     os.environ[TOKEN_PATH] = str(path)
 
 
@@ -203,7 +198,7 @@ def _keep_ray_logs(sessions: Path, destination: Path) -> None:
 
 
 def copy_files(source: Path, destination: Path) -> None:
-    """Copies folders and plain files, and nothing else: no link is followed, no device is read."""
+    """Copy folders and regular files only: no link is followed, no device is read."""
     for folder, _, files in os.walk(source):
         target = destination / Path(folder).relative_to(source)
         target.mkdir(exist_ok=True)

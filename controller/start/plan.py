@@ -1,6 +1,6 @@
-"""What a run will start and what that needs, known before anything is started (pure).
+"""The processes of a run and the resources they need, computed before the start (pure).
 
-`make dry-run` prints it; `run.py` starts by it, so that both speak of the same numbers.
+`make dry-run` prints the plan, and `run.py` follows it.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from controller.units import format_bytes
 CPU_KV_TOKENS = 65536
 """KV cache of a CPU engine when rollout.engine.max_total_tokens is null."""
 RANK_PROCESS_BYTES = 550 * 2**20
-"""A CPU rank before its share of the model: torch, DeepSpeed and Ray, as measured."""
+"""A CPU rank without its share of the model: torch, DeepSpeed and Ray, measured."""
 ENGINE_PROCESS_BYTES = 2 * 2**30
-"""A CPU engine before weights and KV cache: SGLang's three processes, as measured."""
+"""A CPU engine without weights and KV cache: SGLang's three processes, measured."""
 WORKER_PROCESS_BYTES = 400 * 2**20
-"""A process of ours with Ray and numpy in it."""
+"""One of our processes, with Ray and numpy loaded."""
 DEFAULT_STAGE_DIR = "/dev/shm"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PlannedProcess:
-    """One kind of process; all but `count` is said of each."""
+    """One kind of process; all fields but `count` describe a single one."""
 
     what: str
     count: int = 1
     num_gpus: float = 0
     num_threads: int | None = None
-    """Torch threads; None where torch computes nothing."""
+    """Torch threads; None if torch computes nothing on the CPU."""
     memory: str
-    """An estimate in words: device memory on a GPU, host memory elsewhere."""
+    """An estimate as text: device memory on a GPU, host memory elsewhere."""
     note: str
 
 
@@ -55,16 +55,16 @@ class Plan:
     """Processes, devices and bounds of a run."""
 
     config: Config = field(repr=False)
-    """The settings with what they left open filled in: the run goes by these."""
+    """The settings of the run, with automatic values filled in."""
     devices: Devices
     threads_per_process: int
     """Torch threads of a CPU process."""
     serving_dtype: str
-    """In which the engines hold the weights, as torch spells it: what the trainer sends."""
+    """Dtype of the weights in the engines, which the trainer sends, as torch spells it."""
     redis: str
     staleness_bound: str
     weights: str
-    """How a version gets to the engines, and what that takes beside them."""
+    """How a version reaches the engines, and its size."""
     model: ModelSize
     processes: tuple[PlannedProcess, ...]
 
@@ -73,7 +73,7 @@ class Plan:
         return sum(p.count * p.num_gpus for p in self.processes)
 
     def render(self) -> RenderableType:
-        """A table of processes, then the sentences that a reader wants next to it."""
+        """A table of processes, followed by the other facts."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("process", style="bold")
         table.add_column("count", justify="right")
@@ -93,17 +93,16 @@ class Plan:
         facts.add_row("Redis", self.redis)
         facts.add_row("leash", self.staleness_bound)
         facts.add_row("weights", self.weights)
-        return Group(Text("What this run starts", style="bold cyan"), table, facts)
+        return Group(Text("Processes of this run", style="bold cyan"), table, facts)
 
 
 def make_plan(
     config: Config, num_gpus: int | None, num_cpus: int, gpu_bytes: int | None = None
 ) -> Plan:
-    """The plan on a machine or cluster with `num_gpus` GPUs of `gpu_bytes` each and `num_cpus`
-    cores.
+    """The plan for `num_cpus` cores and `num_gpus` GPUs of `gpu_bytes` each.
 
-    `num_gpus` None: it is not known (a dry run for a cluster), so what it needs counts as there.
-    Raises ValueError if the GPUs are fewer than the settings ask for.
+    `num_gpus` None: unknown (a dry run for a cluster), so enough are assumed. Raises ValueError if
+    the settings ask for more GPUs.
     """
     model = model_size(config.model)
     devices = choose_devices(config, model, num_gpus, gpu_bytes)
@@ -117,7 +116,7 @@ def make_plan(
         num_gpus=devices.rank_gpus,
         num_threads=None if uses_gpu else threads,
         memory=_rank_memory(config, model, uses_gpu),
-        note=f"{config.trainer.groups_per_step} x {config.rollout.group_size} samples a step",
+        note=f"{config.trainer.groups_per_step} x {config.rollout.group_size} samples per step",
     )
     engine = PlannedProcess(
         what="SGLang engine",
@@ -141,7 +140,7 @@ def make_plan(
 
 
 def staleness_sentence(config: Config) -> str:
-    """max_staleness as the bound that admission keeps, in words."""
+    """The bound that admission enforces for max_staleness, as a sentence."""
     staleness, groups = config.buffer.max_staleness, config.trainer.groups_per_step
     factor = config.rollout.oversampling
     limit = admission_limit(
@@ -150,7 +149,7 @@ def staleness_sentence(config: Config) -> str:
     times = "" if factor == 1 else f" x {factor:g}"
     bound = f"at most ({staleness} + 1) x {groups}{times} = {limit} groups"
     if staleness == 0:
-        return f"{bound} running + ready + leased; each is trained by the weights that sampled it"
+        return f"{bound} running + ready + leased; each is trained on the weights that sampled it"
     versions = "version" if staleness == 1 else "versions"
     return (
         f"{bound} running + ready + leased; no trained token lags by more than {staleness} "
@@ -172,13 +171,13 @@ def _filled_in(config: Config, devices: Devices) -> Config:
         config,
         trainer=replace(config.trainer, num_ranks=devices.num_ranks),
         rollout=replace(config.rollout, engine=replace(engine, mem_fraction=devices.mem_fraction)),
-        # NCCL refuses a receiver on the GPU of the rank that sends to it.
+        # NCCL rejects a receiver on the GPU of the rank that sends to it.
         weight_sync=replace(sync, backend=Backend.gloo) if devices.is_shared else sync,
     )
 
 
 def _plain_processes(config: Config) -> tuple[PlannedProcess, ...]:
-    """Those that never use a GPU."""
+    """The processes that never use a GPU."""
     actors = config.rollout.reward_actors
     processes = f"{config.rollout.reward_processes} scoring processes each"
     worker = PlannedProcess(
@@ -205,7 +204,7 @@ def _plain_processes(config: Config) -> tuple[PlannedProcess, ...]:
 
 
 def _receiver(config: Config, model: ModelSize, uses_gpu: bool) -> PlannedProcess:
-    """How many there are is known when the engines are placed: one a node that has any."""
+    """One per node with engines; their number is known once the engines are placed."""
     memory = "unknown"
     if model.num_params is not None:
         staged = model.num_params * _item_bytes(config, uses_gpu) * config.weight_sync.num_staged
@@ -213,7 +212,7 @@ def _receiver(config: Config, model: ModelSize, uses_gpu: bool) -> PlannedProces
     return PlannedProcess(
         what="weights receiver",
         memory=memory,
-        note=f"one a node; stages in {config.weight_sync.stage_dir or DEFAULT_STAGE_DIR}",
+        note=f"one per node; stages in {config.weight_sync.stage_dir or DEFAULT_STAGE_DIR}",
     )
 
 
@@ -222,24 +221,24 @@ def _weights_sentence(config: Config, model: ModelSize, uses_gpu: bool) -> str:
     size = "all bytes"
     if model.num_params is not None:
         size = format_bytes(model.num_params * _item_bytes(config, uses_gpu))
-    what = f"{size} a version"
+    what = f"{size} per version"
     if every > 1:
-        what = f"{size} every {every} versions, between these what changed"
+        what = f"{size} every {every} versions, only changes in between"
     most = sync.max_concurrent_commits
-    who = "one engine stands" if most == 1 else f"at most {most} engines stand"
-    return f"{what}, as {serving_dtype(config, uses_gpu)}; {who} still at a time, for the commit"
+    pausing = "one engine pauses" if most == 1 else f"at most {most} engines pause"
+    return f"{what}, as {serving_dtype(config, uses_gpu)}; {pausing} at a time, for the commit"
 
 
 def _redis_sentence(config: Config) -> str:
     if config.buffer.url is not None:
         return f"yours (buffer.url), at {address(config.buffer.url)}"
-    here = "127.0.0.1" if config.cluster.ray_address is None else "the address that Ray knows"
+    here = "127.0.0.1" if config.cluster.ray_address is None else "this machine's address in Ray"
     host = config.cluster.host or here
     return f"started for this run on {host}, with a password, data in its folder"
 
 
 def _buffer_bytes(config: Config) -> int:
-    """Groups that admission allows and those of the last steps, at some 8 bytes a token."""
+    """Groups that admission allows and those of the last steps, at about 8 bytes per token."""
     num_groups = (config.buffer.max_staleness + 2) * config.trainer.groups_per_step
     num_tokens = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     return 16 * 2**20 + num_groups * config.rollout.group_size * num_tokens * 8

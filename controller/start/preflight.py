@@ -1,4 +1,4 @@
-"""Looks at what a run is given before anything is started, so that bad input costs seconds."""
+"""Checks the input of a run before anything is started, so that a mistake costs only seconds."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ from trainer_pool.model.scratch import byte_tokenizer
 log = logging.getLogger(__name__)
 
 SURE_SHARE = 0.9
-"""Of an estimated size: a model is hardly smaller."""
+"""Of an estimated size: models are hardly ever smaller."""
 WEIGHTS = (".safetensors", ".bin")
 HUB_KINDS = (TaskKind.gsm8k, TaskKind.math)
-"""Kinds of task whose prompts come from the Hugging Face hub where task.path is not set."""
+"""Kinds of task whose prompts come from the Hugging Face hub if task.path is not set."""
 NUM_PROMPTS = 32
-"""Of the training prompts so many are looked at, and all that are held out."""
+"""Training prompts that are checked, besides all held-out prompts."""
 NUM_DEMONSTRATIONS = 4
 
 
 def check_inputs(config: Config) -> None:
-    """Raises ValueError for whatever would end a launch from here later: a task, a model, an
-    address, a port or a number of GPUs that cannot be had."""
+    """Raises ValueError for a task, model, address, port or number of GPUs with which a launch on
+    this machine would fail later."""
     cluster = config.cluster
     num_gpus, promised = torch.cuda.device_count(), cluster.num_gpus
     if cluster.ray_address is None and promised is not None and promised > num_gpus:
         raise ValueError(
-            f"cluster.num_gpus={promised}: this machine has {num_gpus}; with more than that there "
-            "is only a plan (make dry-run)"
+            f"cluster.num_gpus={promised}: this machine has {num_gpus}; only `make dry-run` can "
+            "plan with more"
         )
     plan = _check_here(config)
     if config.cluster.ray_address is None:
@@ -67,34 +67,34 @@ def check_inputs(config: Config) -> None:
 
 
 def check_plan(config: Config) -> list[str]:
-    """The same for a dry run, which fetches nothing and may be made on another machine.
+    """The same for a dry run, which downloads nothing and may run on another machine.
 
-    Returns what it did not look at, in words.
+    Returns descriptions of what it did not check.
     """
     _check_here(config)
-    comes_later = []
+    skipped = []
     model, task = config.model.path, None
     if config.task.path is None and config.task.kind in HUB_KINDS:
-        comes_later.append(f"the data set {config.task.name}")
+        skipped.append(f"the data set {config.task.name}")
     elif config.task.kind is TaskKind.verifiers:
-        comes_later.append(f"the environment {config.task.name}")
+        skipped.append(f"the environment {config.task.name}")
     else:
         task = check_task(config.task)
-    if model is not None and not model.startswith("/"):  # a folder that was named is absolute
-        comes_later.append(f"the model {model}")
+    if model is not None and not model.startswith("/"):  # a local folder is absolute by now
+        skipped.append(f"the model {model}")
     elif task is not None:
         check_first_words(config, task, _tokenizer(config))
-    return comes_later
+    return skipped
 
 
 def _check_here(config: Config) -> Plan:
-    """What costs nothing to know, and the plan on this machine."""
+    """The checks that cost nothing; returns the plan on this machine."""
     plan = plan_here(config)
     cluster, needed = config.cluster, num_cpus_needed(config)
     if cluster.ray_address is None and cluster.num_cpus is not None and cluster.num_cpus < needed:
         raise ValueError(
             f"cluster.num_cpus={cluster.num_cpus}: the run asks for {needed} CPUs, one for each "
-            "process; raise it, leave it out, or lower trainer.num_ranks, rollout.num_engines, "
+            "process; raise it, do not set it, or lower trainer.num_ranks, rollout.num_engines, "
             "rollout.num_workers or rollout.reward_actors"
         )
     try:
@@ -118,7 +118,7 @@ def _check_here(config: Config) -> Plan:
 
 
 def _check_model(config: Config) -> None:
-    """What the model's own numbers forbid, where they are known."""
+    """Checks against the model's own config, if it is known."""
     model, tp_size = config.model, config.rollout.engine.tp_size
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     num_heads: int | None = None
@@ -131,7 +131,7 @@ def _check_model(config: Config) -> None:
         ):
             raise ValueError(
                 f"model.path={model.path!r}: neither a folder with a Hugging Face model "
-                "(config.json and weights) nor the name of one"
+                "(config.json and weights) nor the name of a model"
             )
         fields = json.loads((folder / "config.json").read_text())
         num_heads, most = fields.get("num_attention_heads"), fields.get("max_position_embeddings")
@@ -140,7 +140,7 @@ def _check_model(config: Config) -> None:
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens={longest}: the model "
                 f"takes {most} tokens (max_position_embeddings in its config.json); lower them"
             )
-        # Of a model that is yet to come from a hub the trainer compares the names.
+        # For a model that is still to be downloaded, the trainer compares the names.
         trust = model.trust_remote_code
         check_names(model.path, parameter_names(model.path, trust_remote_code=trust))
     if num_heads is not None and num_heads % tp_size:
@@ -150,10 +150,10 @@ def _check_model(config: Config) -> None:
 
 
 def _check_ports(config: Config) -> None:
-    """Whether this machine's servers can listen at their addresses."""
+    """Check that this machine's servers can listen at their addresses."""
     host = config.cluster.host or (LOOPBACK if config.cluster.ray_address is None else None)
     if host is None:
-        return  # Ray knows it once it runs
+        return  # known once Ray runs
     if not _is_free(host, 0):
         raise ValueError(f"cluster.host={host!r}: no interface of this machine has that address")
     wanted = {"run.prometheus_port": (config.run.prometheus_port, 1)}
@@ -163,7 +163,7 @@ def _check_ports(config: Config) -> None:
         for port in range(first or 0, (first or 0) + count):
             if first and not _is_free(host, port):
                 raise ValueError(
-                    f"{name}={first}: cannot listen on {host}:{port}, another process has that "
+                    f"{name}={first}: cannot listen on {host}:{port}, another process uses that "
                     "port; choose another one"
                 )
 
@@ -186,8 +186,8 @@ def _tokenizer(config: Config) -> Tokenizer:
 
 
 def plan_here(config: Config) -> Plan:
-    """The plan on this machine, or on `cluster.num_gpus` GPUs; those of a cluster that was not
-    asked count as there. Raises ValueError as `make_plan` does."""
+    """The plan on this machine, or on `cluster.num_gpus` GPUs; a cluster not yet asked is assumed
+    to have enough. Raises ValueError as `make_plan` does."""
     num_gpus = config.cluster.num_gpus
     if num_gpus is None and config.cluster.ray_address is None:
         num_gpus = torch.cuda.device_count()
@@ -195,14 +195,14 @@ def plan_here(config: Config) -> Plan:
 
 
 def gpu_memory(config: Config) -> int | None:
-    """Of this machine's first GPU; None where that says nothing about the run's GPUs."""
+    """Bytes of this machine's first GPU; None if the run's GPUs may be others."""
     if config.cluster.ray_address is not None or not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def check_shared_memory(config: Config, plan: Plan) -> None:
-    """Raises ValueError if this machine's shared memory cannot take what a run keeps there."""
+    """Raises ValueError if this machine has too little shared memory for the run."""
     staged = Path(config.weight_sync.stage_dir or DEFAULT_STAGE_DIR)
     folder = next(path for path in (staged, *staged.parents) if path.exists())
     slots = config.weight_sync.num_staged
@@ -212,22 +212,21 @@ def check_shared_memory(config: Config, plan: Plan) -> None:
     what = f"{slots} slots of about {size} bytes"
     if str(folder) == DEFAULT_STAGE_DIR:
         needed += config.rollout.num_engines * shared_memory_bytes(config.rollout.engine.tp_size)
-        what += " and what SGLang keeps there"
+        what += " and SGLang's shared memory"
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ValueError(
-            f"weight_sync.stage_dir: no room in {folder} for {what} ({needed} bytes together), "
-            f"{free} bytes are free; remove what lies there, make it larger (in a container: "
+            f"weight_sync.stage_dir: no room in {folder} for {what} ({needed} bytes in total), "
+            f"{free} bytes are free; remove files there, make it larger (in a container: "
             "--shm-size), or choose a larger file system"
         )
 
 
 def check_task(config: TaskConfig) -> Task:
-    """The task, which is built for it.
+    """Build the task and check it.
 
-    Raises ValueError for one that cannot be built, an environment of its first prompt that cannot
-    be made, an agent, a tool or a reward function that does not exist, and rewards that such a task
-    cannot give.
+    Raises ValueError if it cannot be built, if the environment of its first prompt cannot be made,
+    if an agent, tool or reward function does not exist, or if the task cannot give its rewards.
     """
     task = build_task(config)
     if find_agent(config, task) is None:
@@ -254,7 +253,7 @@ def check_task(config: TaskConfig) -> Task:
 
 
 def _check_env_rewards(config: TaskConfig, task: Task) -> None:
-    """Of an environment that asks once and wants one answer it is known."""
+    """An environment with a single question and answer gives no reward itself."""
     if config.env is not None or type(task.environment(task.example(0))) is not SingleTurn:
         return
     for name, reward in config.rewards.items():
@@ -284,17 +283,17 @@ def _check_sandbox(config: TaskConfig) -> None:
         log.warning("%s: %s", tested[0], cost)
 
 
-# Faults that workers and the warm start would find after everything has been started ------------
+# Errors that workers and the warm start would otherwise find after everything has started -------
 
 
 def check_first_words(config: Config, task: Task, tokenizer: Tokenizer) -> None:
-    """Raises ValueError for a chat template that is missing or takes no question, prompts that
-    `rollout.max_prompt_tokens` refuses, and demonstrations that cannot be had."""
+    """Raises ValueError for a chat template that is missing or fails, prompts that
+    `rollout.max_prompt_tokens` rejects, and demonstrations that cannot be made."""
     chat = ChatFormat(
         tokenizer, chat_template=config.task.chat_template, tool_parser=config.task.tool_parser
     )
     _check_prompts(config, task, chat)
-    # An environment of the user's own may do anything at its start, so it is left alone.
+    # A user's own environment may do anything at its start, so it is not run here.
     if config.task.env is None and find_agent(config.task, task) is None:
         _check_opening(config, task, chat)
     if config.trainer.warm_start.num_steps:
@@ -316,7 +315,7 @@ def _check_prompts(config: Config, task: Task, chat: ChatFormat) -> None:
 
 
 def _check_opening(config: Config, task: Task, chat: ChatFormat) -> None:
-    """The first prompt as an episode opens: with the tools that its environment offers."""
+    """Check the first prompt as an episode begins: with the tools of its environment."""
     first = asyncio.run(environment_factory(config.task, task)(task.example(0)).reset())
     length, most = len(chat.first(first.messages, first.tools)), config.rollout.max_prompt_tokens
     if length <= most:

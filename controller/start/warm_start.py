@@ -1,4 +1,4 @@
-"""Turns a task's own demonstrations into token ids for the trainer's warm start."""
+"""Turns a task's demonstrations into token ids for the trainer's warm start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer_pool.types import SupervisedExample
 
 
 def supervised_examples(config: Config, model_path: str) -> list[SupervisedExample]:
-    """As many examples as the warm start will see. Raises ValueError for a bad task or model."""
+    """The examples of all warm-start steps. Raises ValueError for a bad task or model."""
     chat = ChatFormat(
         load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code),
         chat_template=config.task.chat_template,
@@ -39,9 +39,9 @@ def supervised_examples(config: Config, model_path: str) -> list[SupervisedExamp
 
 
 def echo(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The conversation with its last answer replaced by what that answered."""
+    """The conversation with its last answer replaced by the message before it."""
     if len(messages) < 2:
-        return messages  # which `imitate` refuses
+        return messages  # `imitate` rejects it
     *before, last = messages
     return (*before, dataclasses.replace(last, content=before[-1].content, tool_calls=()))
 
@@ -49,7 +49,7 @@ def echo(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 def imitate(
     chat: ChatFormat, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
 ) -> SupervisedExample:
-    """A conversation as an episode of it would look, all words of the assistant to be learnt.
+    """Tokens of a conversation as an episode would produce them; the assistant's are learnt.
 
     Example: "ab =" "ba" "+ c =" "cba" gives, with e for the token that ends an answer,
 
@@ -60,21 +60,21 @@ def imitate(
     """
     if not messages or messages[0].role == "assistant" or messages[-1].role != "assistant":
         raise ValueError(
-            "task.factory: a demonstration must begin with the system's or the user's words and "
-            f"end with the assistant's; this one goes {', '.join(m.role for m in messages)}"
+            "task.factory: a demonstration must begin with a system or user message and end with "
+            f"an assistant message; the roles of this one are {', '.join(m.role for m in messages)}"
         )
     tokens: list[int] = []
     loss_mask: list[int] = []
-    heard: list[Message] = []
+    pending: list[Message] = []
     for message in messages:
         if message.role != "assistant":
-            heard.append(message)
+            pending.append(message)
             continue
-        tokens = chat.follow(tokens, heard) if tokens else chat.first(heard, tools)
+        tokens = chat.follow(tokens, pending) if tokens else chat.first(pending, tools)
         answer = chat.answer(message)
         loss_mask += [0] * (len(tokens) - len(loss_mask)) + [1] * len(answer)
         tokens = [*tokens, *answer]
-        heard = []
+        pending = []
     return SupervisedExample(
         tokens=np.array(tokens, np.int32), loss_mask=np.array(loss_mask, np.uint8)
     )

@@ -1,13 +1,13 @@
-"""Who waits on whom, turned into one sentence with the next thing to try (pure).
+"""The bottleneck of a run in one sentence, with the next thing to try (pure).
 
-Pools record their waits as (waiter, waited on) -> seconds, all processes of a pool together:
+Pools record their waits as (waiter, waited on) -> seconds, summed over a pool's processes:
 
     ("trainer", "rollout")       a lease found too few fresh groups
     ("trainer", "weight_sync")   weights were copied, or waited for a free snapshot buffer
     ("rollout", "trainer")       admission gave no credit: the leash was fully used
-    ("rollout", "rewards")       episodes had ended and no scoring process was free for them
+    ("rollout", "rewards")       episodes had ended and no scoring process was free
 
-Admission follows the slowest engine, so weights that arrive late show as rollouts that wait.
+Admission follows the slowest engine, so weights that arrive late show up as waiting rollouts.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from controller.units import format_duration
 Waits = Mapping[tuple[str, str], float]
 
 MUCH = 0.25
-"""Part of the time from which a wait is worth a remedy."""
+"""Share of the time from which a wait needs a remedy."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WaitShares:
-    """Parts of the time, each between 0 and 1."""
+    """Shares of the time, each between 0 and 1."""
 
     trainer_for_rollout: float
     trainer_for_weights: float
@@ -36,7 +36,7 @@ class WaitShares:
 
 
 def wait_shares(waits: Waits, elapsed_s: float, num_workers: int = 1) -> WaitShares:
-    """`waits` during `elapsed_s`; rollout's are the sum over `num_workers` workers."""
+    """Shares of `elapsed_s`; the waits of rollout are sums over `num_workers` workers."""
 
     def share(waiter: str, waited_on: str, num_processes: int) -> float:
         seconds = waits.get((waiter, waited_on), 0.0)
@@ -56,11 +56,11 @@ def bottleneck_sentence(
     when: str = "so far",
     weights: WeightsPace = WeightsPace(),  # noqa: B008 (it is frozen)
 ) -> str:
-    """The largest wait in words, and what to change; `when`, as in "of the last 2 minutes"."""
+    """The largest wait and what to change; `when` is for example "of the last 2 minutes"."""
     trainer, rollout = shares.trainer_for_rollout, shares.rollout_for_trainer
     if rollout >= MUCH and rollout > trainer and (late := _late_weights(weights)):
         return f"Weights are the bottleneck: rollouts waited {rollout:.0%} {when} for room. {late}"
-    # Where rollouts wait for the trainer, quicker rewards would change nothing.
+    # If rollouts wait for the trainer, faster rewards would not help.
     if shares.rollout_for_rewards >= MUCH and rollout < max(MUCH, trainer):
         return (
             f"The reward pool is too small: episodes waited {shares.rollout_for_rewards:.0%} "
@@ -69,14 +69,14 @@ def bottleneck_sentence(
         )
     if max_staleness == 0 and trainer >= MUCH:
         return (
-            f"Trainer and rollouts take turns, as max_staleness=0 asks: the trainer waited "
+            f"Trainer and rollouts take turns, as max_staleness=0 requires: the trainer waited "
             f"{trainer:.0%} {when}. buffer.max_staleness=1 lets them overlap."
         )
     if shares.trainer_for_weights >= max(MUCH, trainer):
         return (
             f"The trainer spent {shares.trainer_for_weights:.0%} {when} on handing over weights"
-            f"{_slower_words(weights)}: train more a step (trainer.groups_per_step), or send "
-            "less (weight_sync.full_every)."
+            f"{_slower_words(weights)}: train more groups per step (trainer.groups_per_step), or "
+            "send less (weight_sync.full_every)."
         )
     if trainer >= MUCH and trainer >= rollout:
         return (
@@ -95,7 +95,7 @@ def bottleneck_sentence(
 
 
 def _late_weights(weights: WeightsPace) -> str:
-    """How the weights hold up admission, and what to change; "" if they do not."""
+    """How the weights delay admission, and what to change; "" if they do not."""
     if weights.behind:
         return (
             f"Admission follows the slowest engine, and {behind_words(weights.behind)}"
@@ -105,7 +105,7 @@ def _late_weights(weights: WeightsPace) -> str:
     if weights.is_slower_than_steps:
         return (
             f"Admission follows the slowest engine{_slower_words(weights)}: send less "
-            "(weight_sync.full_every), or train more a step (trainer.groups_per_step)."
+            "(weight_sync.full_every), or train more groups per step (trainer.groups_per_step)."
         )
     return ""
 
@@ -122,16 +122,16 @@ def _slower_words(weights: WeightsPace) -> str:
 
 
 class WaitWindow:
-    """Waits of the recent past, from totals that only grow."""
+    """Recent waits, computed from cumulative totals."""
 
     def __init__(self, horizon_s: float = 120.0) -> None:
         self._horizon_s = horizon_s
         self._samples: deque[tuple[float, dict[tuple[str, str], float]]] = deque()
 
     def add(self, t: float, totals: Waits) -> None:
-        """The totals at time `t` (seconds, any clock that only grows)."""
+        """Add the totals at time `t` (seconds of any monotonic clock)."""
         self._samples.append((t, dict(totals)))
-        # The oldest sample stays just outside the horizon, so that the window is never shorter.
+        # The oldest sample stays just outside the horizon, so the window is never shorter.
         while len(self._samples) > 2 and self._samples[1][0] <= t - self._horizon_s:
             self._samples.popleft()
 
@@ -140,7 +140,7 @@ class WaitWindow:
         return self._samples[-1][0] - self._samples[0][0] if self._samples else 0.0
 
     def shares(self, num_workers: int = 1) -> WaitShares:
-        """Parts of the window's time; all 0 before the second sample."""
+        """Shares of the window; all 0 before the second sample."""
         if not self._samples:
             return wait_shares({}, 0.0)
         before, now = self._samples[0][1], self._samples[-1][1]

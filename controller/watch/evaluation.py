@@ -1,7 +1,7 @@
-"""One evaluation, at an engine that is lent to it where there are several.
+"""One evaluation, on a reserved engine if there are several.
 
-hold an engine at the version ── evaluate there ── release, whatever happened
-  └─ none could be had in time: at any engine, by that version or later ones
+hold an engine at the version ── evaluate there ── always release it
+  └─ none available in time: on all engines, with that version or later ones
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from rollout_pool.types import EvalReport
 log = logging.getLogger(__name__)
 
 HOLD_WAIT_S = 60.0
-"""For an engine to come to the version; then another one is asked."""
+"""For an engine to reach the version; then the next one is tried."""
 HOLD_LIMIT_S = 900.0
-"""A longer evaluation ends with newer versions, which its report says."""
+"""A longer evaluation ends with newer versions, as its report says."""
 
 RELEASE_S = 30.0
-"""For an engine's process to hear of it; it would end the hold by itself some time."""
+"""For the call that releases an engine; the hold also ends by itself, after HOLD_LIMIT_S."""
 
 
 class AwaitResult(Protocol):
     def __call__(self, name: str, ref: Pending[T], /) -> Awaitable[T]:
-        """The result of a process, by its name; what it raises names the process."""
+        """The result of process `name`; its errors name the process."""
         ...
 
 
 class EnginePool(Protocol):
-    """What is used of the rollout pool."""
+    """The part of the rollout pool that evaluations use."""
 
     @property
     def engine_names(self) -> list[str]: ...
@@ -51,8 +51,7 @@ class EnginePool(Protocol):
 async def evaluate(
     pool: EnginePool, version: int, *, may_hold: bool, await_result: AwaitResult
 ) -> dict[str, Scalar]:
-    """The record of an evaluation of `version` or, where no engine could be held at it, of later
-    ones too."""
+    """Evaluate `version`, or later ones too if no engine could be held; returns the record."""
     engine = await _hold(pool, version, await_result) if may_hold else None
     try:
         name, ref = pool.evaluate(version, engine)
@@ -63,29 +62,29 @@ async def evaluate(
     return {**report.record(), "engine": engine or ""}
 
 
-async def evaluate_mildly(
+async def try_evaluate(
     pool: EnginePool, version: int, *, may_hold: bool, await_result: AwaitResult
 ) -> tuple[str, dict[str, Scalar]]:
     """Kind and values of the record: `eval`, or `eval_failed` with the reason.
 
-    Training does not depend on an evaluation, so one that fails ends nothing: what is wrong with a
-    process that it needs is reported by its own watch. Bad input is a ValueError still.
+    Training does not depend on an evaluation, so a failure ends nothing; a dead process is reported
+    by its own watch. Bad input still raises ValueError.
     """
     try:
         return "eval", await evaluate(pool, version, may_hold=may_hold, await_result=await_result)
     except RuntimeError as error:
         log.warning("the evaluation of version %d failed", version, exc_info=True)
-        why = str(error).partition("\n")[0]  # what follows are the last lines of a log
+        why = str(error).partition("\n")[0]  # the last lines of a log follow
         return EVAL_FAILED, {"version": version, "why": why}
 
 
 def should_hold(config: Config) -> bool:
-    """Whether evaluations beside training are to have an engine of their own."""
+    """Whether evaluations during training reserve an engine."""
     return config.rollout.eval.pinned and config.rollout.num_engines > 1
 
 
 async def _hold(pool: EnginePool, version: int, await_result: AwaitResult) -> str | None:
-    """An engine that now serves `version` alone."""
+    """An engine that now stays at `version`; None if there is none."""
     for engine in reversed(pool.engine_names):
         try:
             if await await_result(engine, pool.hold(engine, version, HOLD_WAIT_S, HOLD_LIMIT_S)):
@@ -93,7 +92,7 @@ async def _hold(pool: EnginePool, version: int, await_result: AwaitResult) -> st
         except asyncio.CancelledError:
             await _release(pool, engine, await_result)
             raise
-        except RuntimeError as error:  # it is gone, which its own watch reports
+        except RuntimeError as error:  # it died, which its own watch reports
             log.warning("no evaluation at %s: %s", engine, error)
     return None
 

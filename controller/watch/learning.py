@@ -1,4 +1,4 @@
-"""Whether a run still learns: what its step records say when it does not (pure)."""
+"""Detects from step records that a run no longer learns (pure)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WINDOW = 10
 """Steps over which reward and length are averaged."""
 MIN_STEPS_WITHOUT_VARIANCE = 3
 COLLAPSED = 0.25
-"""What is left of the best reward, measured from the lowest one (0 where none is negative)."""
+"""Remaining share of the best reward, measured from the lowest one (0 if none is negative)."""
 MUCH_LONGER = 2.0
 MANY_TRUNCATED = 0.5
 LARGE_LOGPROB_DIFF = 0.25
@@ -34,13 +34,13 @@ class Alarm:
 
 
 def learning_alarms(steps: Sequence[Record]) -> list[Alarm]:
-    """What holds after the last of `steps`; empty as long as all is well."""
+    """The alarms after the last of `steps`."""
     alarms = (_gradient(steps), _variance(steps), _reward(steps), _length(steps), _engines(steps))
     return [alarm for alarm in alarms if alarm is not None]
 
 
 def has_no_gradient(step: Record) -> bool:
-    """Every update of the step was left out because its gradient was zero."""
+    """Whether every update of the step was skipped because its gradient was zero."""
     return step.number("num_empty_updates") == step.number("num_updates")
 
 
@@ -49,8 +49,8 @@ def _gradient(steps: Sequence[Record]) -> Alarm | None:
         number = _trailing(steps, lambda step: step.number("num_skipped_updates") > 0)
         return Alarm(
             words=f"a gradient was not finite ({_steps(number)})",
-            advice="such updates are left out; lower trainer.learning_rate or "
-            "trainer.max_grad_norm, and look at num_bounded_tokens",
+            advice="such updates are skipped; lower trainer.learning_rate or "
+            "trainer.max_grad_norm, and check num_bounded_tokens",
         )
     number = _trailing(steps, has_no_gradient)
     if not number:
@@ -68,8 +68,8 @@ def _variance(steps: Sequence[Record]) -> Alarm | None:
     reward = steps[-1].number("reward_mean")
     return Alarm(
         words=f"all groups lack variance ({_steps(number)})",
-        advice="where the rewards of a group are equal there is nothing to learn; the mean reward "
-        f"is {reward:.2f}: the prompts are too hard, too easy, or wrongly scored (`make show` "
+        advice="groups with equal rewards teach nothing; the mean reward "
+        f"is {reward:.2f}: the prompts are too hard, too easy, or scored wrongly (`make show` "
         "shows answers with their rewards)",
     )
 
@@ -85,7 +85,7 @@ def _reward(steps: Sequence[Record]) -> Alarm | None:
     return Alarm(
         words=f"reward collapsed from {best:.2f} to {recent:.2f}",
         advice="go back to an earlier checkpoint with a lower trainer.learning_rate or a smaller "
-        "buffer.max_staleness, and look at entropy, ratios and lengths before the fall",
+        "buffer.max_staleness, and check entropy, ratios and lengths before the collapse",
     )
 
 
@@ -96,13 +96,13 @@ def _length(steps: Sequence[Record]) -> Alarm | None:
     rewards = _ends(steps, "reward_mean")
     if cut[1] >= MANY_TRUNCATED and cut[1] >= 2 * cut[0]:
         return Alarm(
-            words=f"{cut[1]:.0%} of the answers are cut at their limit ({cut[0]:.0%} at first)",
+            words=f"{cut[1]:.0%} of the answers are cut off at the limit ({cut[0]:.0%} at first)",
             advice="reward short answers, or raise rollout.max_response_tokens",
         )
     if lengths[1] > MUCH_LONGER * lengths[0] and rewards[1] <= rewards[0]:
         return Alarm(
             words=f"answers grew from {lengths[0]:.0f} to {lengths[1]:.0f} tokens without reward",
-            advice="lengths run away; reward short answers, or lower rollout.max_response_tokens",
+            advice="reward short answers, or lower rollout.max_response_tokens",
         )
     return None
 
@@ -112,14 +112,14 @@ def _engines(steps: Sequence[Record]) -> Alarm | None:
     if not recent or (mean := sum(recent) / len(recent)) <= LARGE_LOGPROB_DIFF:
         return None
     return Alarm(
-        words=f"engines and trainer disagree by {mean:.2f} nats a token",
-        advice="the engines do not serve the weights that are trained, or compute them otherwise; "
-        "compare model, dtype and chat template of both",
+        words=f"engines and trainer disagree by {mean:.2f} nats per token",
+        advice="the engines serve other weights, or compute them differently; compare model, "
+        "dtype and chat template of both",
     )
 
 
 def _trailing(steps: Sequence[Record], holds: Callable[[Record], bool]) -> int:
-    """How many steps, counted from the last one, it has held without a break."""
+    """Number of consecutive steps, up to the last one, for which it holds."""
     return sum(1 for _ in takewhile(holds, reversed(steps)))
 
 
@@ -128,7 +128,7 @@ def _series(steps: Sequence[Record], name: str) -> list[float]:
 
 
 def _ends(steps: Sequence[Record], name: str) -> tuple[float, float]:
-    """The mean of the first steps and of the last; NaN where it was not measured."""
+    """Means of the first and of the last steps; NaN if not measured."""
     means = _running_means(_series(steps, name))
     return (means[0], means[-1]) if means else (math.nan, math.nan)
 

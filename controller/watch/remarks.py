@@ -1,4 +1,4 @@
-"""What a person should know of a run besides its numbers, in words with the fix (pure)."""
+"""Warnings about a run, with the fix (pure)."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from controller.units import format_bytes, format_duration
 
 
 def buffer_remarks(stats: BufferStats) -> list[str]:
-    """A sentence for each thing that may call for action."""
-    remarks = (_blocked(stats), _quarantined(stats), _poisonous(stats))
+    """A sentence for each condition of the buffer that may need action."""
+    remarks = (_blocked(stats), _quarantined(stats), _prompts_quarantined(stats))
     return [sentence for sentence in remarks if sentence]
 
 
 def engine_remarks(stats: BufferStats, lost_engines: Collection[str] = ()) -> list[str]:
-    """The same of the engines; `lost_engines` died or stalled and have not come back."""
+    """The same for the engines; `lost_engines` died or stalled and have not come back."""
     lost = sorted(name for name in lost_engines if name not in stats.engine_versions)
     remarks = []
     if stats.engines_gone:
         remarks.append("No engine serves: nothing is admitted until one is back.")
     if lost:
         are = "is" if len(lost) == 1 else "are"
-        remarks.append(f"{', '.join(lost)} {are} lost and being started again or waited for.")
+        remarks.append(f"{', '.join(lost)} {are} lost; restarting or waiting.")
     if behind := engines_behind(stats.trainer_version, stats.engine_versions):
         remarks.append(f"{behind_words(behind)}; admission follows the slowest engine.")
     return remarks
 
 
 def eval_failed_words(record: Record) -> str:
-    """Of an `eval_failed` record."""
+    """The sentence for an `eval_failed` record."""
     version, why = record.number("version"), record.values.get("why")
-    return f"The evaluation of version {version:.0f} failed, and training goes by without: {why}"
+    return f"The evaluation of version {version:.0f} failed; training continues: {why}"
 
 
 def _blocked(stats: BufferStats) -> str:
@@ -46,18 +46,18 @@ def _blocked(stats: BufferStats) -> str:
         so_far = f" ({waited} so far)" if times else ""
         return (
             f"The buffer is full: {full}{so_far}. The trainer is behind: raise the capacity, or "
-            "train more a step."
+            "train more groups per step."
         )
     return f"{waited} for room so far; there is room now." if times else ""
 
 
 def bytes_in_use(stats: BufferStats) -> int:
-    """What counts against buffer.capacity_bytes: payloads that are ready or leased."""
+    """The bytes that count against buffer.capacity_bytes: payloads that are ready or leased."""
     return stats.bytes - stats.bytes_consumed - stats.bytes_quarantined
 
 
 def _full(stats: BufferStats) -> str:
-    """Which capacity is used up, if one is."""
+    """The capacity that is used up, or ""."""
     held = stats.ready + stats.leased
     if stats.capacity_groups is not None and held >= stats.capacity_groups:
         return f"{held} groups, buffer.capacity_groups={stats.capacity_groups}"
@@ -74,9 +74,9 @@ def _quarantined(stats: BufferStats) -> str:
     return f"{are} in quarantine, kept but not trained: `make quarantine` says why."
 
 
-def _poisonous(stats: BufferStats) -> str:
+def _prompts_quarantined(stats: BufferStats) -> str:
     if not stats.prompts_quarantined:
         return ""
     number = stats.prompts_quarantined
     are = "1 prompt is" if number == 1 else f"{number} prompts are"
-    return f"{are} put aside and not run any more: `make quarantine` says why."
+    return f"{are} in quarantine and no longer run: `make quarantine` says why."

@@ -1,4 +1,4 @@
-"""Watches the processes of a run through Ray: where their output goes, and how one died."""
+"""Watches the processes of a run through Ray: redirects their output, explains their deaths."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from processes.logs import last_lines
 from processes.pending import Pending, T
 
 SETUP_HOOK = "controller.watch.supervise.enter_process"
-LOOK_S = 0.2
-"""How often a wait for Ray looks whether the run was asked to end; Ray cannot be woken."""
+POLL_S = 0.2
+"""How often a wait for Ray checks for a stop request: `ray.wait` cannot be woken."""
 
 
 class RunFailed(RuntimeError):
@@ -31,9 +31,9 @@ class RunFailed(RuntimeError):
 
 
 def enter_process() -> None:
-    """First thing in every Ray worker: send its output to the run's own log of that process.
+    """Runs first in every Ray worker: redirect its output to the process's log in the run's folder.
 
-    What it writes is as private as the run's folder.
+    Files that it writes are as private as that folder.
     """
     name, folder = os.environ.get(PROCESS_VARIABLE), os.environ.get(LOG_DIR_VARIABLE)
     if not name or not folder:
@@ -45,7 +45,7 @@ def enter_process() -> None:
         stream.flush()
         os.dup2(log, stream.fileno())
     os.close(log)
-    # Messages quote what a model or its program wrote, and people read logs in terminals.
+    # Messages may quote the output of a model or its programs, and people read logs in terminals.
     sys.stdout = cast("TextIO", PrintableStream(sys.stdout))
     sys.stderr = cast("TextIO", PrintableStream(sys.stderr))
 
@@ -55,18 +55,18 @@ def failure(process: str, what: str, log: Path) -> RunFailed:
 
 
 def death(process: str, error: RayActorError, log: Path) -> RunFailed:
-    """What to raise for an actor that Ray calls dead; a lost node says more than its log."""
+    """The error for an actor that Ray reports dead; a lost node says more than its log."""
     node = lost_node(str(error))
     if node is None:
         return failure(process, "died", log)
     return RunFailed(
         f"{process} is lost with its node {node}: that machine ended, its Ray was stopped, or it "
-        f"could not be reached for some {OUTLAST_S} s (docs/cluster.md); its log is {log}"
+        f"could not be reached for about {OUTLAST_S} s (docs/cluster.md); its log is {log}"
     )
 
 
 def lost_node(message: str) -> str | None:
-    """Address of the node, and why it is lost, if a RayActorError says so."""
+    """Address of the node and the reason, if a RayActorError reports a lost node."""
     if "its node has died" not in message:
         return None
     address = re.search(r"^\s*ip: (\S+)", message, re.MULTILINE)
@@ -78,7 +78,7 @@ def lost_node(message: str) -> str | None:
 
 
 def cause_of(error: BaseException) -> str:
-    """What an error that Ray brought from another process says, without Ray's own traceback."""
+    """The message of an error from another process, without Ray's traceback."""
     if isinstance(error, RayTaskError):
         inner = error.cause
         return f"failed: {type(inner).__name__}: {inner}"
@@ -86,9 +86,9 @@ def cause_of(error: BaseException) -> str:
 
 
 def error_of(name: str, error: RayTaskError | RayActorError, log: Path) -> Exception:
-    """What to raise for an error that Ray brought from another process.
+    """The error to raise for an error from another process.
 
-    Bad input that only that process could see stays a ValueError; all else names the process.
+    Bad input stays a ValueError; every other error names the process.
     """
     if isinstance(error, RayTaskError) and isinstance(error.cause, ValueError):
         return ValueError(str(error.cause))
@@ -100,13 +100,13 @@ def error_of(name: str, error: RayTaskError | RayActorError, log: Path) -> Excep
 def wait_for_one(
     refs: list[Any], timeout_s: float, stop: StopRequest
 ) -> tuple[list[Any], list[Any]]:
-    """`ray.wait` that a request to end breaks off, with Stopped."""
+    """`ray.wait` that a stop request interrupts, with Stopped."""
     deadline = time.monotonic() + timeout_s
     while True:
         stop.check()
         left_s = max(0.0, deadline - time.monotonic())
-        ready, pending = ray.wait(refs, num_returns=1, timeout=min(left_s, LOOK_S))
-        if ready or left_s <= LOOK_S:
+        ready, pending = ray.wait(refs, num_returns=1, timeout=min(left_s, POLL_S))
+        if ready or left_s <= POLL_S:
             return ready, pending
 
 
@@ -115,12 +115,12 @@ def wait_for_all(
     log_of: Callable[[str], Path],
     timeout_s: float,
     doing: str,
-    tell: Callable[[str], None],
+    on_ready: Callable[[str], None],
     stop: StopRequest,
 ) -> dict[str, T]:
-    """Results by process name; `tell` gets each name as it is done.
+    """Results by process name; calls `on_ready` with each name as it finishes.
 
-    Raises for the first that fails, or is missing at `timeout_s`, and Stopped.
+    Raises Stopped, and the error of the first process that fails or exceeds `timeout_s`.
     """
     names = {ref: name for name, ref in refs.items()}
     pending, results = list(names), dict[str, T]()
@@ -135,5 +135,5 @@ def wait_for_all(
             results[name] = ray.get(ready[0])
         except (RayTaskError, RayActorError) as error:
             raise error_of(name, error, log_of(name)) from error
-        tell(name)
+        on_ready(name)
     return results

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from configs.load import load_config
-from controller.watch.evaluation import evaluate, evaluate_mildly, should_hold
+from controller.watch.evaluation import evaluate, should_hold, try_evaluate
 from controller.watch.supervise import RunFailed
 from rollout_pool.types import EvalReport
 
@@ -97,16 +97,16 @@ async def test_evaluation_that_fails_releases_the_engine_and_tells_why() -> None
 async def test_evaluation_beside_training_that_fails_is_a_record() -> None:
     why = "worker-0 failed: EvaluationFailed: 9 of 64 held-out prompts got no answer"
     pool = Pool({"engine-2"}, set(), RunFailed(f"{why}\nline of a log\nanother"))
-    kind, record = await evaluate_mildly(pool, 4, may_hold=True, await_result=await_result)
+    kind, record = await try_evaluate(pool, 4, may_hold=True, await_result=await_result)
     assert (kind, record) == ("eval_failed", {"version": 4, "why": why})
     assert pool.log[-1] == ("release", "engine-2")
-    kind, record = await evaluate_mildly(
+    kind, record = await try_evaluate(
         Pool(set(), set()), 4, may_hold=False, await_result=await_result
     )
     assert (kind, record["accuracy"]) == ("eval", 0.5)
     bad = Pool({"engine-2"}, set(), ValueError("a bad task"))
     with pytest.raises(ValueError, match="a bad task"):
-        await evaluate_mildly(bad, 4, may_hold=True, await_result=await_result)
+        await try_evaluate(bad, 4, may_hold=True, await_result=await_result)
 
 
 async def test_evaluation_that_is_cancelled_releases_the_engine() -> None:

@@ -20,8 +20,8 @@ GUARDED = """
 import subprocess, sys, time
 from controller.signals import run_guarded
 
-def run(stop, tell_folder):
-    tell_folder("folder")
+def run(stop, announce_folder):
+    announce_folder("folder")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print(child.pid, flush=True)
     while not stop.is_set:
