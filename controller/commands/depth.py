@@ -1,4 +1,4 @@
-"""`make depth`: what the buffer holds, in one line, once or again and again."""
+"""`make depth`: what the buffer holds, in one line, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ LINE_EVERY_S = 2.0
 def print_depth(
     run_dir: RunDir, url: str | None = None, watch: bool = False, console: Console | None = None
 ) -> None:
-    """One line; with `watch` drawn again and again, until Ctrl-C or until the run is over.
+    """Print one line; with `watch` redraw it until Ctrl-C or the end of the run.
 
-    Raises RunDirError, ConnectionError or TimeoutError where there is no buffer to look at.
+    Raises RunDirError, ConnectionError or TimeoutError if there is no buffer to read.
     """
     console = console or Console()
     with buffer_address(run_dir, url) as address:
@@ -43,19 +43,19 @@ async def _watch(run_dir: RunDir, address: BufferAddress, console: Console) -> N
         with _drawing(console) as draw:
             draw(depth_line(address.run, await answer(address, buffer.stats())))
             while run_dir.read_record().is_running:
-                # The picture's own pace: there is no event for every change.
+                # A refresh rate: there is no event for every change.
                 await asyncio.sleep(REDRAW_S if console.is_terminal else LINE_EVERY_S)
                 try:
                     draw(depth_line(address.run, await answer(address, buffer.stats())))
                 except ConnectionError:
                     if run_dir.read_record().is_running:
                         raise
-    _say(console, f"{run_dir.name} is over ({run_dir.read_record().state}), and so is the watch")
+    _say(console, f"{run_dir.name} is over ({run_dir.read_record().state})")
 
 
 @contextlib.contextmanager
 def _drawing(console: Console) -> Iterator[Callable[[str], None]]:
-    """What shows a line: in place of the one before on a terminal, below it elsewhere."""
+    """A function that shows a line: replacing the last one on a terminal, below it elsewhere."""
     if not console.is_terminal:
         yield lambda line: _say(console, line)
         return

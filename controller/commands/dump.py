@@ -1,4 +1,4 @@
-"""`make buffer-dump` and `make buffer-load`: a run's groups to a file and back."""
+"""`make buffer-dump` and `make buffer-load`: write a run's groups to a file and read them back."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from controller.buffer_access import (
 from controller.run_dir import RunDir
 from controller.units import format_bytes
 
-MAX_TOLD = 5
-"""Unreadable groups that are named one by one."""
+MAX_NAMED = 5
+"""Unreadable groups that are listed by name."""
 
 
 def dump_to_file(run_dir: RunDir, file: Path, url: str | None = None) -> None:
-    """Raises ValueError if there is such a file, OSError if it cannot be written."""
+    """Raises ValueError if the file exists, OSError if it cannot be written."""
     if file.exists():
         raise ValueError(f"FILE={file}: exists already; choose another name, or remove it")
     with buffer_address(run_dir, url) as address:
@@ -41,9 +41,9 @@ async def _dump(address: BufferAddress, file: Path) -> DumpReport:
 
 
 def load_from_file(run_dir: RunDir, file: Path, url: str | None = None) -> None:
-    """Groups that were ready or leased are ready again; the file is checked before the first.
+    """Push the groups that were ready or leased, once the whole file has been checked.
 
-    Raises ValueError for a file that is no dump or was damaged, OSError if it cannot be read.
+    Raises ValueError if the file is not a dump or damaged, OSError if it cannot be read.
     """
     header = read_header(file)
     with buffer_address(run_dir, url) as address:
@@ -51,17 +51,17 @@ def load_from_file(run_dir: RunDir, file: Path, url: str | None = None) -> None:
         report, is_durable = asyncio.run(_load(address, file, is_running))
     print(f"{run_dir.name}: {_counted(report.pushed)}, from {file} (a dump of {header.run})")
     if report.skipped:
-        print(f"left out for their state: {_counted(report.skipped)}")
-    for group_id, problem in list(report.unreadable.items())[:MAX_TOLD]:
+        print(f"skipped because of their state: {_counted(report.skipped)}")
+    for group_id, problem in list(report.unreadable.items())[:MAX_NAMED]:
         print(printable(f"cannot be read: {group_id}: {problem}"))
-    if len(report.unreadable) > MAX_TOLD:
-        print(f"cannot be read: {len(report.unreadable) - MAX_TOLD} more")
+    if len(report.unreadable) > MAX_NAMED:
+        print(f"cannot be read: {len(report.unreadable) - MAX_NAMED} more")
     if not is_durable:
-        print("not all of it is known to be on the disk of Redis yet")
+        print("Redis has not confirmed yet that all of it is on disk")
 
 
 async def _load(address: BufferAddress, file: Path, is_running: bool) -> tuple[LoadReport, bool]:
-    if not is_running:  # nothing makes room there: a full buffer is an error soon
+    if not is_running:  # nothing frees room there: a full buffer must fail soon
         settings = replace(address.settings, wait_timeout_s=ANSWER_TIMEOUT_S)
         address = replace(address, settings=settings)
     async with opened(address) as buffer:

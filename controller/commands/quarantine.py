@@ -1,5 +1,4 @@
-"""`make quarantine`: groups that are kept but not trained, prompts that are not run any more, and
-how they leave it."""
+"""`make quarantine`: list, release or discard quarantined groups and prompts."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ from controller.units import format_count, format_duration
 def quarantine(
     run_dir: RunDir, *, release: str | None, discard: str | None, url: str | None
 ) -> None:
-    """Lists what is in quarantine, or takes the group or prompt of this name out of it.
+    """List the quarantine, or take the named group or prompt out of it.
 
-    A group that is released goes back to ready, its leases forgotten; a prompt runs again with a
-    clean record. A group that is discarded is dropped with its payload, a prompt is forgotten.
-    Raises RunDirError if it is not in quarantine.
+    A released group becomes ready again with its lease count reset; a released prompt runs again
+    with its failures reset. A discarded group is dropped with its payload; a discarded prompt is
+    forgotten. Raises RunDirError if it is not in quarantine.
     """
     name = discard if release is None else release
     with buffer_address(run_dir, url) as address:
@@ -35,13 +34,13 @@ def quarantine(
         was_there = ask(address, lambda buffer: _take_out(buffer, name, release is not None))
     if not was_there:
         raise RunDirError(
-            f"{name}: no such group or prompt is in quarantine at {run_dir.name}; `make "
-            "quarantine` lists those that are"
+            f"{name}: no such group or prompt in the quarantine of {run_dir.name}; `make "
+            "quarantine` lists them"
         )
     what = "is dropped for good"
     if release is not None:
         is_group = _prompt_of(name) is None
-        what = "is ready to be trained again" if is_group else "is in line to be run again"
+        what = "is ready to be trained again" if is_group else "is queued to run again"
     print(f"{run_dir.name}: {name} {what}")
 
 
@@ -53,7 +52,7 @@ async def _take_out(buffer: Buffer, name: str, is_release: bool) -> bool:
 
 
 def _prompt_of(name: str) -> tuple[str, int] | None:
-    """Task and index, if it is a prompt's name."""
+    """Task and index if it is a prompt's name, else None."""
     task, colon, index = name.rpartition(":")
     return (task, int(index)) if colon and index.isdecimal() else None
 
@@ -61,11 +60,11 @@ def _prompt_of(name: str) -> tuple[str, int] | None:
 def _list(
     run: str, groups: Sequence[QuarantinedGroup], prompts: Sequence[QuarantinedPrompt]
 ) -> None:
-    """A line a group and a line a prompt, the latest last."""
+    """One line per group and prompt, the latest last."""
     console = Console()
     if not groups and not prompts:
         console.print(
-            f"{run}: no group and no prompt is in quarantine",
+            f"{run}: the quarantine is empty",
             highlight=False,
             markup=False,
         )
@@ -77,7 +76,7 @@ def _list(
     if prompts:
         console.print(_prompt_table(prompts))
     console.print(
-        "`make quarantine RELEASE=ID` lets a group be trained or a prompt be run again, DISCARD=ID "
+        "`make quarantine RELEASE=ID` lets a group be trained or a prompt run again; DISCARD=ID "
         "drops it.",
         style="dim",
         highlight=False,
@@ -117,7 +116,7 @@ def _table(*columns: str) -> Table:
 
 
 def _cell(text: str) -> Text:
-    """As it is, for a name may look like markup."""
+    """Plain text: a name may look like markup."""
     return Text(printable(text), overflow="fold")
 
 
@@ -126,5 +125,5 @@ def _since(at: float) -> str:
 
 
 def prompt_name(task: str, index: int) -> str:
-    """How a prompt is called on the command line; no group's id holds a colon."""
+    """A prompt's name on the command line; no group id contains a colon."""
     return f"{task}:{index}"

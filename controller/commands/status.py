@@ -1,4 +1,4 @@
-"""`make status`: what a run does now and what holds it back, from any shell, also after its end."""
+"""`make status`: what a run is doing and its bottleneck, from any shell, also after its end."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 def print_status(run_dir: RunDir, console: Console | None = None) -> None:
-    """The panel of a run that goes on, the summary of one that ended, and its bottleneck in words.
+    """Print the panel of a running run, or the summary and the bottleneck of one that ended.
 
-    Raises ValueError where the folder is no run's, ConnectionError or TimeoutError where the run
-    goes on but its Redis does not answer.
+    Raises ValueError if the folder is not a run's, and ConnectionError or TimeoutError if the Redis
+    of a running run does not answer.
     """
     console = console or Console()
     record = run_dir.read_record()
@@ -56,7 +56,7 @@ def print_status(run_dir: RunDir, console: Console | None = None) -> None:
 
 
 def _live_view(run_dir: RunDir, started: float, url: str) -> RunView:
-    """What `metrics.jsonl` says of the past and Redis of the present."""
+    """The past from `metrics.jsonl`, the present from Redis."""
     config = read_config(run_dir.path / "config.yaml")
     view = RunView(
         run=run_dir.name,
@@ -89,7 +89,7 @@ def _print_history(run_dir: RunDir, console: Console) -> None:
         console.print(Markdown(printable(summary.read_text()).partition("\n![")[0]))
     elif records:
         steps = [r for r in records if r.kind == "step"]
-        console.print(f"It made {len(steps)} steps; what each process said is in {run_dir.logs}/.")
+        console.print(f"It made {len(steps)} steps; the log of each process is in {run_dir.logs}/.")
         for alarm in learning_alarms(steps):
             console.print(alarm.sentence, style="bold red", highlight=False, markup=False)
     if sentence := _bottleneck(records):
@@ -105,21 +105,21 @@ def _bottleneck(records: list[Record]) -> str | None:
     view = WeightsView()
     for record in records:
         view.apply(record)
-    # An engine that was late at the end says nothing of the whole run.
+    # An engine that was late at the end says nothing about the whole run.
     pace = view.pace(seconds / len(steps), trainer_version=0, engine_versions={})
     shares = wait_shares(waits_of(last), seconds)
     return bottleneck_sentence(shares, int(last.number("max_staleness")), "of the run", pace)
 
 
 def command_from_outside(run_dir: RunDir) -> str:
-    """How a shell asks the run's Redis for its depth."""
+    """A shell command that reads the depth from the run's Redis."""
     ready = Keys(run_dir.name)("ready")
     url = urlsplit(run_dir.read_redis_url() or "")
     place = f"-s {url.path}" if url.scheme == "unix" else f"-h {url.hostname} -p {url.port or 6379}"
     tls = " --tls" if url.scheme == "rediss" else ""
     client = f"redis-cli --user {unquote(url.username or 'default')} {place}{tls}"
     if url.password is not None:
-        # Not in an argument, which `ps` shows to everybody.
+        # Not in an argument, which `ps` shows to every user.
         read = "import sys, urllib.parse as u; print(u.unquote(u.urlsplit(input()).password))"
         client = f"REDISCLI_AUTH=\"$(python3 -c '{read}' < {run_dir.path}/redis.url)\" {client}"
     return f"{client} ZCARD '{ready}'"

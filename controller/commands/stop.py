@@ -1,6 +1,6 @@
-"""`make stop`: ends a run from another shell, also one whose controller is gone or hangs.
+"""`make stop`: ends a run from another shell, also if its controller is gone or hangs.
 
-The guard of a controller that died clears up behind it in the same way.
+The guard of a controller that died cleans up in the same way.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from processes.leftovers import remove_leftovers
 from processes.runs import end_processes, run_processes
 
 GRACE_S = 60.0
-"""For an end without any wait that `cluster.stop_timeout_s` limits."""
+"""For the parts of the end that `cluster.stop_timeout_s` does not limit."""
 NUM_TIMED_WAITS = 5
-"""Of an end: for the model, for each pool, for Redis, for what is left."""
+"""Parts that it limits: the model, each pool, Redis, and what is left."""
 CLEAR_UP_S = 20.0
 
 
 def stop_run(run_dir: RunDir) -> None:
-    """Ask the controller to end the run; whatever is left after that is ended by process id."""
+    """Ask the controller to end the run, then end what is left by process id."""
     record = run_dir.read_record()
     if not record.is_here:
         _stop_on_this_host(run_dir, record)
@@ -36,18 +36,17 @@ def stop_run(run_dir: RunDir) -> None:
         grace_s = _grace_s(run_dir)
         if not _has_ended(record.pid, grace_s):
             print(f"the controller did not end within {grace_s:g} s and is killed")
-            with run_dir.ending():  # its guard would say that it failed
+            with run_dir.ending():  # keeps its guard from recording a failure
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(record.pid, signal.SIGKILL)
                 _clear_up(run_dir, "stopped", None)
     clear_up(run_dir, "stopped", None)
-    print(f"{record.name} is {run_dir.read_record().state}; nothing of it runs any more")
-    _tell_other_hosts(run_dir)
+    print(f"{record.name} is {run_dir.read_record().state}; none of its processes is left")
+    _list_other_hosts(run_dir)
 
 
 def clear_up(run_dir: RunDir, state: str, error: str | None) -> None:
-    """End what a controller left that is gone; `state` and `error` are the run's end if it did not
-    come to say so itself."""
+    """End what a dead controller left; record `state` and `error` if it has not recorded an end."""
     with run_dir.ending():
         _clear_up(run_dir, state, error)
 
@@ -65,7 +64,7 @@ def _clear_up(run_dir: RunDir, state: str, error: str | None) -> None:
         run_dir.end(state, error)
         try:
             write_report(run_dir)
-        except Exception as problem:  # the run has ended all the same
+        except Exception as problem:  # the run has ended nevertheless
             print(f"no summary of {run_dir.name}: {problem}")
 
 
@@ -76,13 +75,13 @@ def _stop_on_this_host(run_dir: RunDir, record: RunRecord) -> None:
         print(f"had to kill: {', '.join(killed)}")
     remove_leftovers(run_dir.path)
     print(
-        f"nothing of {record.name} is left on this host; its controller's host is {record.host}, "
-        f"where it is said to be {record.state}"
+        f"nothing of {record.name} is left on this host; its controller is on {record.host}, "
+        f"which reports it as {record.state}"
     )
-    _tell_other_hosts(run_dir)
+    _list_other_hosts(run_dir)
 
 
-def _tell_other_hosts(run_dir: RunDir) -> None:
+def _list_other_hosts(run_dir: RunDir) -> None:
     for line in run_dir.left_elsewhere():
         print(line)
 
@@ -96,7 +95,7 @@ def _grace_s(run_dir: RunDir) -> float:
 
 
 def _has_ended(pid: int, timeout_s: float) -> bool:
-    """Waits for it; the kernel reports also a process that its parent has not reaped yet."""
+    """Wait for the process to end; the kernel also reports one that has not been reaped yet."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

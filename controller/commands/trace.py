@@ -39,7 +39,7 @@ STATE_AFTER = {
     "dropped": "dropped",
     "abandoned": "abandoned",
 }
-"""Where an event leaves the group; one that is not named here leaves it where it was."""
+"""State of the group after an event; other events do not change it."""
 
 WORDS = {
     "full": "its push found no room",
@@ -47,7 +47,7 @@ WORDS = {
     "nacked": "given back",
     "requeued": "ready again",
     "rerun": "its prompt runs again",
-    "prompt_quarantined": "its prompt is put aside",
+    "prompt_quarantined": "its prompt is in quarantine",
     "reconciled": "ready again for a trainer that took over",
     "acked": "a durable checkpoint contains it",
 }
@@ -59,14 +59,14 @@ FINAL = frozenset({"acked", "dropped", "abandoned"})
 def print_trace(
     run_dir: RunDir, group_id: str, url: str | None = None, console: Console | None = None
 ) -> None:
-    """Every event that is kept of the group. Raises RunDirError if nothing is known of it."""
+    """Print the group's events. Raises RunDirError if nothing is known of it."""
     console = console or Console()
     check_group_id(group_id)
     with buffer_address(run_dir, url) as address:
         events, state = asyncio.run(_look(address, group_id))
     if not events and state is None:
         raise RunDirError(f"{group_id}: {_why_no_events(address)}, and nothing else is known of it")
-    lines = tell_life(run_dir.name, group_id, events, time.time())
+    lines = life_lines(run_dir.name, group_id, events, time.time())
     if not events:
         lines = [f"{group_id} of {run_dir.name}: {state}", f"{_why_no_events(address)}."]
     for line in lines:
@@ -78,21 +78,21 @@ def _why_no_events(address: BufferAddress) -> str:
     if length == 0:
         return "buffer.audit_length=0 keeps no events of groups"
     return (
-        f"no event of it is kept: there never was such a group at {address.run}, or its events are "
-        f"older than the last buffer.audit_length={length}"
+        f"no event of it is kept: {address.run} never had such a group, or its events are older "
+        f"than the last buffer.audit_length={length}"
     )
 
 
 async def _look(address: BufferAddress, group_id: str) -> tuple[list[GroupEvent], str | None]:
-    """The group's events, and its state now if anything is known of it."""
+    """The group's events, and its current state if known."""
     async with opened(address) as buffer, raw_client(address) as redis:
         events = await answer(address, buffer.events(group_id))
         group = read_group(redis, address.run, group_id, address.settings.shards)
         return events, (await answer(address, group)).get("state")
 
 
-def tell_life(run: str, group_id: str, events: Sequence[GroupEvent], now: float) -> list[str]:
-    """The events in lines, between the group's last state and its times by state (pure)."""
+def life_lines(run: str, group_id: str, events: Sequence[GroupEvent], now: float) -> list[str]:
+    """The group's last state, its events, and the time in each state (pure)."""
     if not events:
         return []
     lines: list[str] = []
@@ -116,7 +116,7 @@ def tell_life(run: str, group_id: str, events: Sequence[GroupEvent], now: float)
 
 
 def sentence(event: GroupEvent) -> str:
-    """One event, and what is to be said of it in brackets (pure)."""
+    """One event with its details in brackets (pure)."""
     remarks = [WORDS[event.event]] if event.event in WORDS else []
     for name, text in event.detail.items():
         remarks.append(DETAILS.get(name, f"{name} {{}}").format(text))

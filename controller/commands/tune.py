@@ -12,10 +12,10 @@ from controller.run_dir import RunDir, RunDirError
 
 def set_max_staleness(run_dir: RunDir, max_staleness: int) -> None:
     """Takes effect at the next lease and the next admission. Raises RunDirError or ValueError."""
-    BufferConfig(max_staleness=max_staleness)  # refuses what a launch would
+    BufferConfig(max_staleness=max_staleness)  # rejects what a launch would
     url = run_dir.read_redis_url()
     if url is None or not run_dir.read_record().is_alive:
-        raise RunDirError(f"{run_dir.name} does not run, so there is nothing to tune")
+        raise RunDirError(f"{run_dir.name} is not running, so there is nothing to tune")
     settings = read_config(run_dir.path / "config.yaml").buffer
     address = BufferAddress(url=url, run=run_dir.name, settings=settings)
     before = asyncio.run(_set(address, max_staleness))

@@ -1,8 +1,8 @@
-"""The run's numbers under the names that Prometheus knows them by, one line a metric.
+"""The run's metrics for Prometheus, one line per metric.
 
-On the wire the name of a counter ends in `_total`. What `WeightTotals` counts is folded from the
-run's metrics stream, on from where the scrape before had read: what the stream's bound cut off
-before that is missing. Everything else is what Redis holds now.
+On the wire the name of a counter ends in `_total`. `WeightTotals` adds up the run's metrics stream
+from where the previous scrape stopped; entries trimmed from the stream before that are missing.
+All other values are read from Redis at each scrape.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from controller.metrics.counters import COUNTED, COUNTED_BY, Counters
 from controller.metrics.records import Record, finite_only
 from controller.metrics.weights import SKIPPED
 
-# Or each counter brings a second one that says since when it counts.
+# Otherwise each counter comes with a second one that says since when it counts.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 STALENESS_BOUNDS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 SECONDS_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-"""Fixed, since histograms of which the bounds change cannot be compared over time."""
+"""Fixed, because histograms with changing bounds cannot be compared over time."""
 
 
 def family(
@@ -42,7 +42,7 @@ def family(
     value: float | None = None,
     **by_label: Mapping[str, float] | Mapping[int, float],
 ) -> Metric:
-    """A metric with its value, if it has one now, or with the values of one further label."""
+    """A metric with its value (None: no sample), or with one value for each value of a label."""
     metric = kind(name, what, labels=("run", *by_label))
     if value is not None:
         metric.add_metric((run,), value)
@@ -53,23 +53,23 @@ def family(
 
 
 def buffer_families(run: str, s: BufferStats) -> Iterator[Metric]:
-    """The buffer's numbers (pure)."""
+    """Metrics of the buffer (pure)."""
     gauge, counter = (
         partial(family, GaugeMetricFamily, run),
         partial(family, CounterMetricFamily, run),
     )
-    yield gauge("replay_depth_groups", "Groups that wait to be trained.", s.ready)
+    yield gauge("replay_depth_groups", "Groups waiting to be trained.", s.ready)
     yield gauge(
         "replay_ready_groups",
-        "Groups that wait to be trained, by versions behind the trainer.",
+        "Groups waiting to be trained, by versions behind the trainer.",
         staleness=s.by_staleness,
     )
-    yield gauge("replay_running_groups", "Groups that are being generated.", s.running)
+    yield gauge("replay_running_groups", "Groups being generated.", s.running)
     yield gauge("replay_leased_groups", "Groups in a batch of the trainer.", s.leased)
-    yield gauge("replay_consumed_groups", "Trained, in no durable checkpoint yet.", s.consumed)
-    yield gauge("replay_quarantined_groups", "Groups set aside as poison.", s.quarantined)
-    yield gauge("replay_quarantined_prompts", "Prompts set aside as poison.", s.prompts_quarantined)
-    yield gauge("replay_bytes", "Size of the payloads that are held.", s.bytes)
+    yield gauge("replay_consumed_groups", "Trained, not yet in a durable checkpoint.", s.consumed)
+    yield gauge("replay_quarantined_groups", "Groups in quarantine.", s.quarantined)
+    yield gauge("replay_quarantined_prompts", "Prompts in quarantine.", s.prompts_quarantined)
+    yield gauge("replay_bytes", "Size of the stored payloads.", s.bytes)
     yield gauge("replay_capacity_groups", "buffer.capacity_groups, if set.", s.capacity_groups)
     yield gauge("replay_capacity_bytes", "buffer.capacity_bytes, if set.", s.capacity_bytes)
     yield gauge(
@@ -77,9 +77,9 @@ def buffer_families(run: str, s: BufferStats) -> Iterator[Metric]:
         "Time since the stalest ready group was pushed, if there is one.",
         s.oldest_ready_age_s,
     )
-    yield gauge("replay_retries_waiting", "Prompts in line to be run again.", s.retries_waiting)
+    yield gauge("replay_retries_waiting", "Prompts queued to run again.", s.retries_waiting)
     yield gauge("replay_trainer_version", "The trainer's policy version.", s.trainer_version)
-    yield gauge("replay_max_staleness", "buffer.max_staleness at this moment.", s.max_staleness)
+    yield gauge("replay_max_staleness", "Current buffer.max_staleness.", s.max_staleness)
     yield gauge(
         "replay_engine_version", "Policy version that an engine serves.", engine=s.engine_versions
     )
@@ -90,15 +90,15 @@ def buffer_families(run: str, s: BufferStats) -> Iterator[Metric]:
     yield counter(
         "replay_abandoned", "Groups given up before they were pushed.", reason=s.abandoned_by_reason
     )
-    yield counter("replay_requeued", "Prompts put in line again.", s.requeued)
+    yield counter("replay_requeued", "Prompts queued to run again.", s.requeued)
     yield counter(
         "replay_rerun",
-        "Prompts put in line again since their group failed or their worker died.",
+        "Prompts queued to run again because their group failed or their worker died.",
         s.rerun,
     )
     yield counter("replay_expired", "Groups whose lease was not renewed in time.", s.expired)
     yield counter("replay_push_blocked", "Pushes that had to wait for room.", s.push_blocked)
-    yield counter("replay_push_blocked_seconds", "Time that they waited.", s.push_blocked_s)
+    yield counter("replay_push_blocked_seconds", "Time that pushes waited.", s.push_blocked_s)
     yield counter("replay_tokens_pushed", "Tokens of pushed groups.", s.tokens_pushed)
     yield counter("replay_tokens_trained", "Trainable tokens of trained groups.", s.tokens_trained)
     yield counter(
@@ -139,7 +139,7 @@ def _buffer_histograms(run: str, s: BufferStats) -> Iterator[Metric]:
 
 
 def counter_families(run: str, counters: Counters) -> Iterator[Metric]:
-    """What the workers counted; what never counted anything is 0 (pure)."""
+    """The workers' counters; 0 for those that are not set (pure)."""
     counter = partial(family, CounterMetricFamily, run)
     for name, counted in COUNTED.items():
         yield counter(f"rollout_{name}", counted.what, counters.get(name, 0.0))
@@ -150,7 +150,7 @@ def counter_families(run: str, counters: Counters) -> Iterator[Metric]:
 
 
 class WeightTotals:
-    """What the records of the weights add up to, in a registry of its own."""
+    """Totals of the weight records, in their own registry."""
 
     def __init__(self, run: str) -> None:
         self.registry = registry = CollectorRegistry()
@@ -166,18 +166,18 @@ class WeightTotals:
             labels = ("run", *label)
             return Histogram(name, what, labels, buckets=SECONDS_BOUNDS, registry=registry)
 
-        self._publishes = counter("weights_publishes", "Versions by how they went.", "mode")
-        self._events = counter("weights_events", "What happened to members.", "event")
+        self._publishes = counter("weights_publishes", "Versions by how they were sent.", "mode")
+        self._events = counter("weights_events", "Events of receivers and engines.", "event")
         self._bytes = counter("weights_bytes", "Bytes of published versions.").labels(run)
         self._wire_bytes = counter("weights_wire_bytes", "Bytes that were sent.").labels(run)
         self._density = gauge("weights_delta_density", "Share of elements in the last delta.")
         self._epoch = gauge("weights_epoch", "Membership epoch of the last publish.")
         self._of_publish = {
-            "snapshot_s": times("weights_snapshot_seconds", "Trainer's standstill for a publish."),
-            "encode_s": times("weights_encode_seconds", "Finding what changed, of a delta."),
+            "snapshot_s": times("weights_snapshot_seconds", "Trainer's pause for a publish."),
+            "encode_s": times("weights_encode_seconds", "Finding the changes for a delta."),
             "wire_s": times("weights_wire_seconds", "First byte sent to last bucket received."),
             "verify_s": times(
-                "weights_verify_seconds", "Checking the staged bytes, the slowest receiver."
+                "weights_verify_seconds", "Verifying the staged bytes, slowest receiver."
             ),
             "convergence_s": times(
                 "weights_convergence_seconds", "Snapshot until every live engine serves it."
@@ -185,20 +185,18 @@ class WeightTotals:
         }
         self._of_commit = {
             "pause_s": times(
-                "weights_commit_pause_seconds", "An engine's standstill for one commit.", "engine"
+                "weights_commit_pause_seconds", "An engine's pause for one commit.", "engine"
             ),
             "load_s": times(
-                "weights_commit_load_seconds",
-                "Part of it in which the weights were loaded.",
-                "engine",
+                "weights_commit_load_seconds", "Part of it that loaded the weights.", "engine"
             ),
             "gate_wait_s": times(
-                "weights_commit_gate_seconds", "Waiting for others to be done, before it.", "engine"
+                "weights_commit_gate_seconds", "Waiting for other engines before it.", "engine"
             ),
         }
 
     def add(self, entry: MetricsEntry) -> None:
-        """One record; those of other kinds change nothing."""
+        """Add one record; other kinds are ignored."""
         record = Record(t=0.0, kind=entry.kind, values=finite_only(entry.record))
         if record.kind == "publish":
             _observe(self._of_publish, record, self._run)
@@ -230,7 +228,7 @@ def _observe(times: Mapping[str, Histogram], record: Record, *labels: str) -> No
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WeightsPicture:
-    """What Redis says of the weights at one scrape."""
+    """Versions of the weights at one scrape."""
 
     published: int | None
     staged: Mapping[str, int]
@@ -239,12 +237,12 @@ class WeightsPicture:
 
 
 def weight_families(run: str, picture: WeightsPicture) -> Iterator[Metric]:
-    """Where the versions are (pure)."""
+    """Metrics of the weights in Redis (pure)."""
     gauge = partial(family, GaugeMetricFamily, run)
     yield gauge(
         "weights_published_version", "Newest version that engines may take.", picture.published
     )
-    yield gauge("weights_receivers", "Receivers that are registered.", picture.num_receivers)
+    yield gauge("weights_receivers", "Registered receivers.", picture.num_receivers)
     yield gauge("weights_engines", "Engines that serve a version.", len(picture.served))
     yield gauge("weights_staged_version", "Newest at a receiver.", receiver=picture.staged)
-    yield gauge("weights_served_version", "What an engine serves.", engine=picture.served)
+    yield gauge("weights_served_version", "Served by an engine.", engine=picture.served)

@@ -1,8 +1,7 @@
-"""Serves the numbers of buffer and weights to Prometheus, read from Redis at each scrape.
+"""Serves metrics of buffer and weights to Prometheus, read from Redis at each scrape.
 
-Prometheus asks without a password, so everyone who reaches the port can read the numbers, but
-nothing else: no text of a trajectory is among them. Only this machine can, unless cluster.host says
-more.
+There is no password: anyone who can reach the port can read the metrics, but nothing else, in
+particular no text of a trajectory. Only this machine can reach it, unless cluster.host is set.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from controller.metrics.families import (
 )
 
 SCRAPE_TIMEOUT_S = 5.0
-"""Below Prometheus' own default of 10 s, so that it gets an answer when Redis gives none."""
+"""Below Prometheus' default of 10 s, so that it gets a response even if Redis does not answer."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Picture:
-    """What Redis says at one scrape."""
+    """The values in Redis at one scrape."""
 
     stats: BufferStats
     counters: Mapping[str, float]
@@ -46,7 +45,7 @@ class Picture:
 
 
 class MetricsServer:
-    """An HTTP server with threads of its own; `close` it. Raises ValueError for a port in use."""
+    """An HTTP server with its own threads; `close` it. Raises ValueError for a port in use."""
 
     def __init__(self, address: BufferAddress, host: str, port: int) -> None:
         self._redis = LoopThread("prometheus")
@@ -84,7 +83,7 @@ class MetricsServer:
             )
 
     async def _follow_records(self) -> None:
-        """The records since the last scrape."""
+        """Add the records since the last scrape."""
         while True:
             since = self._last_id
             entries = await self._state.read_metrics(since, 0)
@@ -97,7 +96,7 @@ class MetricsServer:
                 self._totals.add(entry)
 
     def close(self) -> None:
-        """Ends a scrape that is under way, too."""
+        """Stop the server, also during a scrape."""
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
@@ -105,12 +104,12 @@ class MetricsServer:
 
 
 class _HttpServer(ThreadingMixIn, WSGIServer):
-    """A thread for each scrape, which does not outlive the process."""
+    """Serves each scrape in a daemon thread."""
 
     daemon_threads = True
 
     def server_bind(self) -> None:
-        # HTTPServer's own asks DNS what its address is called, for seconds where none answers.
+        # HTTPServer's version does a reverse DNS lookup, which takes seconds without a DNS server.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.socket.getsockname()[:2]
         self.setup_environ()
@@ -118,7 +117,7 @@ class _HttpServer(ThreadingMixIn, WSGIServer):
 
 class _SilentHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a scrape comes every few seconds."""
+        """Log nothing: a scrape comes every few seconds."""
 
 
 def _listen(
@@ -141,7 +140,7 @@ def _listen(
 
 
 class RunCollector(Collector):
-    """What one registry asks at each scrape. `read` may raise what it likes: that is counted."""
+    """Collects all metrics at each scrape; an exception from `read` is counted."""
 
     def __init__(self, run: str, read: Callable[[], Picture], totals: CollectorRegistry) -> None:
         self._run = run
@@ -149,14 +148,14 @@ class RunCollector(Collector):
         self._totals = totals
         self._num_errors = 0
         self._lock = threading.Lock()
-        """Guards `_num_errors`: each scrape has a thread of its own."""
+        """Guards `_num_errors`: each scrape has its own thread."""
 
     def collect(self) -> Iterator[Metric]:
-        """Everything; where Redis does not answer, only that it does not."""
+        """All metrics; if Redis does not answer, only that it is down."""
         run = self._run
         try:
             picture = self._read()
-        except Exception:  # a scrape is answered whatever happened, and the answer counts it
+        except Exception:  # every scrape gets a response, and the response counts the error
             picture = None
         with self._lock:
             self._num_errors += picture is None

@@ -1,13 +1,12 @@
-"""The run's history on disk: one JSON object a line in `metrics.jsonl`, appended and never changed.
+"""The run's history on disk: append-only JSON lines in `metrics.jsonl`.
 
     {"t": 1732190000.1, "kind": "step", "step": 3, "reward_mean": 0.41, ...}
 
 A number that was not measured, or is not finite, is null.
 
-Kinds: `phase` (what the run does), `step` (one trained batch, from trainer rank 0), `eval`
-(held-out prompts), `eval_failed` (of which `version`, and `why`), `buffer` (depth, versions and
-waits, sampled by the controller), `publish`, `commit` and `weights_event` (the way of the weights,
-see weights.py). Each is flat.
+Kinds: `phase` (of the run), `step` (one trained batch, from trainer rank 0), `eval` (held-out
+prompts), `eval_failed` (with `version` and `why`), `buffer` (depth, versions and waits, sampled by
+the controller), `publish`, `commit` and `weights_event` (see weights.py). Each is flat.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 Scalar = float | int | str
 EVAL_FAILED = "eval_failed"
 RESERVED_NAMES = frozenset({"t", "kind"})
-"""A line's own: no value may have these names."""
+"""Names that no value may have."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -35,12 +34,12 @@ class Record:
     values: Mapping[str, Scalar]
 
     def number(self, name: str) -> float:
-        """The value of `name`; NaN where it was not recorded or not finite."""
+        """The value of `name`; NaN if it was not recorded or is not finite."""
         value = self.values.get(name)
         return math.nan if value is None or isinstance(value, str) else float(value)
 
     def count(self, name: str) -> int:
-        """The same of what is counted; 0 where it was not recorded."""
+        """The value of `name` as an integer; 0 if it was not recorded."""
         value = self.number(name)
         return int(value) if math.isfinite(value) else 0
 
@@ -53,13 +52,13 @@ class Record:
 
 
 class MetricsLog:
-    """Appends records; every line is handed to the system at once, so readers are never behind."""
+    """Appends records; each line is flushed at once."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
 
     def append(self, kind: str, values: Mapping[str, Scalar], t: float | None = None) -> Record:
-        """Write one record (`t`: now) and return it as a reader will see it."""
+        """Write one record (`t` None: now) and return it as `read_metrics` will."""
         assert not RESERVED_NAMES & values.keys(), (kind, sorted(values))
         known = finite_only(values)
         record = Record(t=time.time() if t is None else t, kind=kind, values=known)
@@ -79,7 +78,7 @@ class MetricsLog:
 
 
 def finite_only(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """The values that a float can hold: NaN is not JSON; an integer of 400 digits is no float."""
+    """The finite values: NaN is not JSON, and an integer of 400 digits overflows a float."""
     return {name: value for name, value in values.items() if _is_finite(value)}
 
 
@@ -93,8 +92,8 @@ def _is_finite(value: Scalar) -> bool:
 def read_metrics(path: Path, kind: str | None = None) -> list[Record]:
     """Every record (of `kind`), oldest first; none if there is no file yet.
 
-    A last line without its end is left out: its writer is at it, or was killed over it. Raises
-    ValueError for any other broken line, with its number.
+    An incomplete last line is ignored: it is still being written, or its writer was killed. Raises
+    ValueError with the number of any other invalid line.
     """
     try:
         text = path.read_text()
@@ -110,4 +109,4 @@ def _parse(line: str, where: str) -> Record:
         fields = {k: v for k, v in dict(json.loads(line)).items() if v is not None}
         return Record(t=float(fields.pop("t")), kind=str(fields.pop("kind")), values=fields)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{where}: no metrics record ({error!r})") from error
+        raise ValueError(f"{where}: not a metrics record ({error!r})") from error

@@ -1,6 +1,6 @@
-"""What a run's records say of its weights on their way from the trainer to the engines (pure).
+"""The transfer of weights from the trainer to the engines, as recorded (pure).
 
-Three kinds of record, all times in seconds and `*_at` as Unix time:
+Three kinds of record; times are in seconds, `*_at` is Unix time:
 
     publish         one version: snapshot_s, encode_s, wire_s, verify_s, convergence_s, bytes, mode
     commit          one engine taking a version: gate_wait_s, load_s, pause_s
@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from controller.metrics.records import Record
 
 SKIPPED = "skipped"
-"""The mode of a version that a newer one overtook before it was sent."""
+"""The mode of a version that was replaced by a newer one before it was sent."""
 LATE = 2
-"""Versions behind the trainer from which an engine is late: one is on its way after each step."""
+"""Versions behind the trainer from which an engine is late: 1 is normal after each step."""
 _RECENT = 20
 _LOSSES = {"engine_lost", "engine_restarted"}
 """Events after which an engine serves nothing until its next commit."""
@@ -28,13 +28,13 @@ _LOSSES = {"engine_lost", "engine_restarted"}
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WeightsPace:
-    """How the way of the weights compares with the trainer's pace."""
+    """How long weights take to reach the engines, compared with a training step."""
 
     convergence_s: float | None = None
-    """Median of the last publishes: from the snapshot until every engine serves the version."""
+    """Median of recent publishes: from the snapshot until every engine serves the version."""
     seconds_per_step: float | None = None
     behind: Mapping[str, int] = field(default_factory=dict)
-    """Engines that are late, and by how many versions."""
+    """Late engines and how many versions they are behind."""
 
     @property
     def is_slower_than_steps(self) -> bool:
@@ -44,13 +44,13 @@ class WeightsPace:
 
 
 def engines_behind(trainer_version: int, engine_versions: Mapping[str, int]) -> dict[str, int]:
-    """Versions by which each engine is behind, of those that are late."""
+    """The late engines and how many versions they are behind."""
     lags = {name: trainer_version - version for name, version in sorted(engine_versions.items())}
     return {name: lag for name, lag in lags.items() if lag >= LATE}
 
 
 def behind_words(behind: Mapping[str, int]) -> str:
-    """`engine-1 is 3 versions behind`; the one that is furthest behind, if there are several."""
+    """`engine-1 is 3 versions behind`; names the one that is furthest behind."""
     name, lag = max(behind.items(), key=lambda item: item[1])
     others = f" (and {len(behind) - 1} more)" if len(behind) > 1 else ""
     return f"{name}{others} is {lag} versions behind"
@@ -58,15 +58,15 @@ def behind_words(behind: Mapping[str, int]) -> str:
 
 @dataclass(slots=True)
 class WeightsView:
-    """The recent past, folded from records in their order."""
+    """Recent transfers, accumulated from records in order."""
 
     convergence_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     pause_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     lost_engines: set[str] = field(default_factory=set)
-    """That died or stalled, and have not committed since."""
+    """Engines that died or stalled and have not committed since."""
 
     def apply(self, record: Record) -> None:
-        """Takes in a record; those of other kinds change nothing."""
+        """Add a record; other kinds are ignored."""
         if record.kind == "publish":
             self._add(self.convergence_s, record.number("convergence_s"))
         elif record.kind == "commit":
@@ -95,30 +95,30 @@ class WeightsView:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WeightsResult:
-    """A whole run's. Times in seconds, `p50` and `max`; None where nothing was measured."""
+    """Totals of a run. Times in seconds, `p50` and `max`; None if nothing was measured."""
 
     versions_skipped: int
-    """Overtaken by a newer one before they were sent."""
+    """Replaced by a newer version before they were sent."""
     snapshot_s: Mapping[str, float | None]
-    """The trainer's standstill for a publish, of its slowest rank."""
+    """The trainer's pause for a publish, on its slowest rank."""
     convergence_s: Mapping[str, float | None]
     """From the snapshot until every live engine serves the version or a later one."""
     engine_pause_s: Mapping[str, float | None]
-    """One engine's standstill for one commit."""
+    """One engine's pause for one commit."""
     publish_bytes: int | None
-    """Of one version, whole."""
+    """Size of a full version."""
     weights_wire_bytes: int
-    """That left the trainer over the run, version 0 among them."""
+    """Sent by the trainer during the run, including version 0."""
     publishes_delta: int
-    """Publishes that sent only what had changed."""
+    """Publishes that sent only the changes."""
     delta_density: float | None
-    """Mean share of the elements that these held."""
+    """Mean share of the elements in a delta."""
     weights_events: Mapping[str, int]
-    """What happened to receivers and engines, by kind."""
+    """Events of receivers and engines, by kind."""
 
 
 def weights_result(records: Sequence[Record]) -> WeightsResult:
-    """Folds the records of a run that is over."""
+    """Totals of the records of a run."""
     publishes = [r for r in records if r.kind == "publish"]
     sent = [r for r in publishes if r.values.get("mode") != SKIPPED]
     deltas = [r for r in sent if r.values.get("mode") == "delta"]

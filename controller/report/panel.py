@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live panel on a terminal, a line a step elsewhere."""
+"""The output of a running run: a live panel on a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ from controller.watch.remarks import buffer_remarks, engine_remarks, eval_failed
 SPARKS = "▁▂▃▄▅▆▇█"
 WIDE_BAR, NARROW_BAR = 14, 8
 WIDE_PANEL, NARROW_PANEL = 88, 66
-"""Columns inside the frame: from the first there is room for wide bars, below the second for one
-section beside the other no more."""
+"""Columns inside the frame: from the first on bars are wide, below the second sections stack."""
 MAX_STALENESS_ROWS = 6
 
 
 class Panel:
     """Draws one run from start to end: `step` while it starts, `show` while it trains.
 
-    With `enabled` and a terminal the panel is drawn in place; else each training step is a line.
+    With `enabled` and a terminal the panel is drawn in place, otherwise each step prints a line.
     """
 
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
@@ -53,13 +52,13 @@ class Panel:
     def step(self, name: str) -> AbstractContextManager[StartStep]:
         """A named step: `with panel.step("Redis server") as step: ... step.say("port 6379")`.
 
-        The panel, if it is drawn, ends first: steps come before training and after it.
+        The panel, if it is drawn, ends first: steps come before and after training.
         """
         self.stop()
         return self._steps.step(name)
 
     def show(self, view: RunView) -> None:
-        """Draw the present state; call it as often as something changed."""
+        """Draw the current state; call it after each change."""
         if self._is_live:
             if self._live is None:
                 self._live = Live(
@@ -76,7 +75,7 @@ class Panel:
         self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def stop(self) -> None:
-        """Leave the last picture on the screen and give the terminal back."""
+        """Leave the last state on the screen and release the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -105,9 +104,9 @@ def step_line(view: RunView) -> str:
 
 
 def render(view: RunView, hint: str = "Ctrl-C stops everything") -> RenderableType:
-    """The whole panel: what is learned and the buffer, then the pace and who waits on whom.
+    """The whole panel: learning and the buffer, then pace and waits.
 
-    `hint` stands in the lower border: how the person who looks can end the run.
+    `hint` in the lower border says how to end the run.
     """
     parts: list[RenderableType] = [_progress(view), "", _Sections(view), ""]
     if view.stats is not None:
@@ -133,7 +132,7 @@ def render(view: RunView, hint: str = "Ctrl-C stops everything") -> RenderableTy
 
 
 class _Sections:
-    """The four sections two by two, with shorter bars or one below the other where it is narrow."""
+    """The four sections in two columns; with shorter bars, or stacked, on a narrow terminal."""
 
     def __init__(self, view: RunView) -> None:
         self._view = view
@@ -200,13 +199,13 @@ def _learning(view: RunView, bar_width: int) -> Group:
 def _buffer(view: RunView, bar_width: int) -> Group:
     stats = view.stats
     if stats is None:
-        return _section("Buffer", [("", Text("not there yet", style="dim"))])
+        return _section("Buffer", [("", Text("not started yet", style="dim"))])
     limit = stats.limit()
     rows: list[tuple[str, RenderableType]] = [
         ("in use", _leash_bar(stats, limit, bar_width)),
         ("", _leash_legend(stats)),
     ]
-    # None is older, unless max_staleness was made smaller just now.
+    # No group is older, unless max_staleness was lowered just now.
     oldest = max(stats.max_staleness, *stats.by_staleness, 0)
     for staleness in range(oldest + 1)[-MAX_STALENESS_ROWS:]:
         count = stats.by_staleness.get(staleness, 0)
@@ -227,7 +226,7 @@ def _leash_states(stats: BufferStats) -> tuple[tuple[int, str, str], ...]:
 
 
 def _leash_bar(stats: BufferStats, limit: int, width: int) -> Text:
-    """Leased, ready and running as parts of what admission allows."""
+    """Leased, ready and running groups as parts of the admission limit."""
     text, used = Text(), 0
     for count, _, style in _leash_states(stats):
         end = min(width, round(width * (used + count) / limit))
@@ -243,7 +242,7 @@ def _leash_legend(stats: BufferStats) -> Text:
 
 
 def _law(stats: BufferStats) -> Text:
-    """Where every group went that was ever pushed."""
+    """The conservation sum of all pushed groups."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(stats.dropped.items()))
     text = Text.assemble(
         ("Groups", "bold cyan"),
@@ -254,7 +253,7 @@ def _law(stats: BufferStats) -> Text:
     if stats.quarantined:
         text.append(f" + {stats.quarantined} quarantined")
     if not stats.is_conserved:
-        text.append("  which does NOT add up", style="bold red")
+        text.append("  (does NOT add up)", style="bold red")
     return text
 
 
@@ -266,11 +265,11 @@ def _pace(view: RunView) -> Group:
     rate = view.tokens_per_s
     rows.append(("generated", "-" if rate is None else f"{format_count(rate)} tokens/s"))
     pace = view.seconds_per_step
-    rows.append(("a step", "-" if pace is None else format_duration(pace)))
+    rows.append(("step", "-" if pace is None else format_duration(pace)))
     if (convergence_s := median(view.weights.convergence_s)) is not None:
         rows.append(("weights", f"{format_duration(convergence_s)} to every engine"))
     if (pause_s := median(view.weights.pause_s)) is not None:
-        rows.append(("engine pause", f"{format_duration(pause_s)} a commit"))
+        rows.append(("engine pause", f"{format_duration(pause_s)} per commit"))
     return _section("Versions and pace", rows)
 
 
@@ -287,18 +286,18 @@ def _engine_versions(stats: BufferStats) -> Text:
 def _waiting(view: RunView, bar_width: int) -> Group:
     shares = view.shares
     return _section(
-        "Who waits on whom",
+        "Waits",
         [
-            ("trainer on rollouts", _share_bar(shares.trainer_for_rollout, bar_width)),
-            ("trainer on weights", _share_bar(shares.trainer_for_weights, bar_width)),
-            ("rollouts on trainer", _share_bar(shares.rollout_for_trainer, bar_width)),
+            ("trainer for rollouts", _share_bar(shares.trainer_for_rollout, bar_width)),
+            ("trainer for weights", _share_bar(shares.trainer_for_weights, bar_width)),
+            ("rollouts for trainer", _share_bar(shares.rollout_for_trainer, bar_width)),
         ],
     )
 
 
 def _bottleneck(view: RunView) -> Text:
     if view.stats is None or view.step < 2:
-        return Text("Measuring who waits on whom...", style="dim")
+        return Text("Measuring waits...", style="dim")
     when = f"of the last {format_duration(view.waits.elapsed_s)}"
     sentence = bottleneck_sentence(view.shares, view.stats.max_staleness, when, view.weights_pace)
     return Text(sentence, style="italic")
@@ -321,7 +320,7 @@ def _numbers(records: Sequence[Record], name: str) -> list[float]:
 
 
 def _trend(values: Sequence[float], form: str, width: int) -> Text:
-    """The present value, its history as a sparkline, and where it began."""
+    """The current value, its history as a sparkline, and the first value."""
     if not values:
         return Text("-")
     text = Text.assemble((form.format(values[-1]), "bold"))

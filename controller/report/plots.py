@@ -1,4 +1,4 @@
-"""The pictures of a run, drawn from its metrics: PNG files in the run's folder."""
+"""The plots of a run, drawn from its metrics: PNG files in the run's folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLUE, ORANGE, GREEN, PINK, SKY, GREY = (
 INK, FAINT = "#2B2B2B", "#D9D9D9"
 UPDATES_INCHES = (10.0, 6.4)
 TITLE_PAD, LEGEND_ROOM = 12, 16
-"""Points between picture and title, and what a legend of one line between them takes."""
+"""Points between plot and title, and the height of a one-line legend between them."""
 STYLE: dict[str, Any] = {
     "figure.figsize": (8.0, 4.2),
     "figure.dpi": 144,
@@ -70,10 +70,10 @@ MAX_AREA_SAMPLES = 600
 PLOTS = {
     "learning_by_step.png": "Reward and held-out accuracy over training steps",
     "learning_by_time.png": "Reward and held-out accuracy over time",
-    "updates.png": "What the updates did, step by step",
+    "updates.png": "Updates, step by step",
     "staleness.png": "Staleness of the groups that were trained",
     "buffer.png": "Groups in the buffer over time",
-    "time_shares.png": "What the trainer spent its time on, step by step",
+    "time_shares.png": "How the trainer spent its time, step by step",
     "weights.png": "How long each version took to reach the engines",
 }
 
@@ -88,7 +88,7 @@ TIME_PARTS = (
 
 
 def write_plots(folder: Path, records: Sequence[Record]) -> list[Path]:
-    """Draw every plot that the records have data for; returns the files, each named in `PLOTS`."""
+    """Draw every plot that the records have data for; returns the files (names as in `PLOTS`)."""
     written = {folder / name: figure for name, figure in figures(records).items()}
     for path, figure in written.items():
         figure.savefig(path)
@@ -120,8 +120,8 @@ def figures(records: Sequence[Record]) -> dict[str, Figure]:
 
 
 def _learning_by_step(axes: Axes, records: Sequence[Record]) -> bool:
-    # Both belong to the weights that acted: a step's batch was sampled to train that version.
-    axes.set_xlabel("training steps made")
+    # Both are placed at the version of the weights: a step's batch was sampled to train it.
+    axes.set_xlabel("training steps")
     _count_axis(axes)
     return _learning(
         axes,
@@ -148,7 +148,7 @@ def _learning(
     place: Callable[[Record], float],
     span: Callable[[Record], tuple[float, float]],
 ) -> bool:
-    """A step stands at its `place`, an evaluation over its `span` with a point in the middle."""
+    """A step is drawn at its `place`, an evaluation over its `span` with a point in the middle."""
     steps = [r for r in records if r.kind == "step" and math.isfinite(r.number("reward_mean"))]
     evals = [r for r in records if r.kind == "eval"]
     if not steps:
@@ -193,17 +193,14 @@ def _mark(axes: Axes, x: float, y: float, text: str, side: str) -> None:
 
 
 def _share_axis(axes: Axes, values: Sequence[float]) -> None:
-    """From 0 to 1 where rewards are such; wherever they lie otherwise."""
+    """From 0 to 1 if all values are in that range, otherwise automatic."""
     if min(values) >= 0 and max(values) <= 1:
         axes.set_ylim(0, 1.06)
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1.0])
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Centred mean over about a twentieth of the run; narrower at both ends, so nothing shifts.
-
-    NaN, which was not measured, is left out of the means.
-    """
+    """Centred mean over about a twentieth of the run, narrower at both ends; ignores NaN."""
     half = max(1, len(values) // 40)
     padded = np.pad(np.asarray(values, float), half + 1, constant_values=math.nan)
     known = np.isfinite(padded)
@@ -214,13 +211,13 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return [float(mean) for mean in means[: len(values)]]
 
 
-# What the updates did ------------------------------------------------------------------------
+# Updates -------------------------------------------------------------------------------------
 
 _UPDATES: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     ("loss", (("loss", "", BLUE),)),
     ("gradient norm before clipping", (("grad_norm", "", BLUE),)),
-    ("entropy, nats a token", (("entropy", "", BLUE),)),
-    ("tokens of an answer, mean", (("response_length_mean", "", BLUE),)),
+    ("entropy, nats per token", (("entropy", "", BLUE),)),
+    ("tokens per answer, mean", (("response_length_mean", "", BLUE),)),
     (
         "share of the tokens",
         (
@@ -230,7 +227,7 @@ _UPDATES: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     ),
     ("importance ratio, mean distance from 1", (("ratio_mean_abs_dev", "", BLUE),)),
 )
-"""The title of each small picture; the field, the label and the colour of each of its lines."""
+"""The title of each small plot; the field, label and colour of each of its lines."""
 
 
 def _updates(records: Sequence[Record]) -> Figure:
@@ -240,7 +237,7 @@ def _updates(records: Sequence[Record]) -> Figure:
     every: Any = figure.subplots(2, 3, sharex=True)
     for axes, (title, lines) in zip(every.flat, _UPDATES, strict=True):
         _draw_series(axes, steps, lines)
-        # One height for all, whether a legend is below the title or not.
+        # The same height for all, with or without a legend below the title.
         axes.set_title(title, fontsize=10, fontweight="normal", pad=LEGEND_ROOM)
     _mark_empty_updates(every.flat[1], steps)
     for axes in every[-1]:
@@ -315,7 +312,7 @@ def _buffer(axes: Axes, records: Sequence[Record]) -> bool:
     minutes = [(r.t - start) / 60 for r in samples]
     states = (("running", SKY), ("ready", GREEN), ("leased", BLUE))
     depths = [[r.number(name) for r in samples] for name, _ in states]
-    # Stairs, and no mean: it is the peaks that the leash bounds.
+    # Steps and peaks instead of means: the leash bounds the peaks.
     axes.stackplot(
         minutes,
         *depths,
@@ -326,7 +323,7 @@ def _buffer(axes: Axes, records: Sequence[Record]) -> bool:
     )
     limits = [r.number("limit") for r in samples]
     if all(map(math.isfinite, limits)):
-        label = "most that the leash allows"
+        label = "limit of the leash"
         style: dict[str, Any] = {"color": ORANGE, "linestyle": "--", "linewidth": 1.2}
         axes.step(minutes, limits, where="post", label=label, **style)
     axes.set_xlabel("minutes since training began")
@@ -338,7 +335,7 @@ def _buffer(axes: Axes, records: Sequence[Record]) -> bool:
 
 
 def _peaks(samples: Sequence[Record]) -> list[Record]:
-    """At most `MAX_AREA_SAMPLES`: of neighbours the one with most groups."""
+    """At most `MAX_AREA_SAMPLES`: the sample with the most groups of each interval."""
 
     def held(sample: Record) -> float:
         return sum(sample.number(name) for name in ("running", "ready", "leased"))
@@ -372,7 +369,7 @@ def _time_shares(axes: Axes, records: Sequence[Record]) -> bool:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("training step")
     _count_axis(axes)
-    axes.set_ylabel("seconds a step (running mean)")
+    axes.set_ylabel("seconds per step (running mean)")
     _legend_outside(axes, "share of the training time")
     return True
 
@@ -385,8 +382,8 @@ def _weights(axes: Axes, records: Sequence[Record]) -> bool:
     stalls = _finite([r for r in records if r.kind == "publish"], "snapshot_s")
     for points, label, color, marker in (
         (publishes, "until every engine serves it", BLUE, "o"),
-        (commits, "an engine stands still", ORANGE, "."),
-        (stalls, "the trainer stands still", GREEN, "."),
+        (commits, "engine pause", ORANGE, "."),
+        (stalls, "trainer pause", GREEN, "."),
     ):
         axes.plot(*zip(*points, strict=True), marker, color=color, markersize=4, label=label)
     axes.set_yscale("log")
@@ -400,7 +397,7 @@ def _weights(axes: Axes, records: Sequence[Record]) -> bool:
 
 
 def _finite(records: Sequence[Record], name: str) -> list[tuple[float, float]]:
-    """(version, value) of the records that have the value, above 0: the axis is logarithmic."""
+    """(version, value) of the records with a value above 0, for a logarithmic axis."""
     return [
         (r.number("version"), value)
         for r in records
@@ -413,12 +410,12 @@ def _tick(seconds: float) -> str:
 
 
 def _count_axis(axes: Axes) -> None:
-    """Of steps or versions: there is no half of one."""
+    """An axis of steps or versions has only integer ticks."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _legend_above(axes: Axes, fontsize: int = 9) -> None:
-    """In one line between title and picture, where no data can be."""
+    """In one line between title and plot, where it covers no data."""
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(-0.01, 0.99),
@@ -431,7 +428,7 @@ def _legend_above(axes: Axes, fontsize: int = 9) -> None:
 
 
 def _legend_outside(axes: Axes, title: str | None = None) -> None:
-    """Beside the picture, in the order of the stack."""
+    """Beside the plot, in the order of the stack."""
     handles, labels = axes.get_legend_handles_labels()
     legend: Any = axes.legend(
         handles[::-1],
@@ -445,7 +442,7 @@ def _legend_outside(axes: Axes, title: str | None = None) -> None:
 
 
 def _start(records: Sequence[Record]) -> float:
-    """When the first batch was begun; the first record's time where there was none."""
+    """Start of the first step; without steps the time of the first record."""
     steps = [r for r in records if r.kind == "step"]
     if not steps:
         return records[0].t if records else 0.0

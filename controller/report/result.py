@@ -1,4 +1,4 @@
-"""What a run achieved and what it cost: the RESULT line for machines, `result.json`."""
+"""The result of a run for programs: the RESULT line and `result.json`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from controller.watch.learning import has_no_gradient, learning_alarms
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RunResult:
-    """Times in seconds; None: never measured."""
+    """Times in seconds; None if never measured."""
 
     run: str
     state: str
@@ -27,24 +27,23 @@ class RunResult:
     wall_s: float
     steps: int
     steps_without_gradient: int
-    """They changed nothing."""
+    """Steps that did not change the weights."""
     alarms: Sequence[str]
-    """What kept the run from learning at its end, in words."""
+    """Sentences on what kept the run from learning at its end."""
     eval_before: float | None
-    """Accuracy on held-out prompts, with the weights that RL began from."""
+    """Accuracy on held-out prompts with the initial weights of RL."""
     eval_after: float | None
-    """None if that evaluation failed. Of a run that did not finish: the last one made in training.
-    """
+    """The last accuracy; None if the final evaluation of a finished run failed."""
     eval_version: int | None
-    """The version that `eval_after` is of."""
+    """The version of `eval_after`."""
     evals_failed: int
     eval_size: int
     eval_samples: int
-    """Answers of each prompt."""
+    """Answers per prompt."""
     pass_at_k: Mapping[int, float]
     """Of the last evaluation, by k."""
     reward_first: float | None
-    """Mean reward of the first steps (a tenth of them, at most ten), sampled at temperature."""
+    """Mean reward of the first steps (a tenth of them, at most ten), with rollout sampling."""
     reward_last: float | None
     groups_pushed: int
     groups_trained: int
@@ -57,21 +56,21 @@ class RunResult:
     is_conserved: bool
     """pushed = trained + dropped + quarantined + ready + leased, at the end of the run."""
     max_staleness: int
-    """The largest that was ever in force."""
+    """The largest bound that was ever in force."""
     max_staleness_by_step: Mapping[int, int]
-    """The bound in force from each of these steps on, as the samples of the buffer saw it."""
+    """The bound in force from each of these steps on, according to the samples of the buffer."""
     max_staleness_trained: int | None
     staleness_mean: float | None
     versions_published: int
-    """Made by training; the initial weights are version 0 and do not count."""
+    """Without version 0, the initial weights."""
     weights: WeightsResult
-    """Its fields stand beside the others in the RESULT line."""
+    """Its fields are on the top level of the RESULT line."""
     train_s: float
-    """Of the wall time, from the first step's wait for a batch to the last step's end."""
+    """From the first step's wait for a batch to the end of the last step."""
     trainer_wait_s: float
     """Time that the trainer waited for rollouts."""
     trainer_wait_share: float | None
-    """The same as a part of `train_s`."""
+    """The same as a share of `train_s`."""
     tokens_generated: int
     rollout: Mapping[str, float]
     """Counters of the rollout workers, by name."""
@@ -80,7 +79,7 @@ class RunResult:
     """Trainable tokens of groups that the buffer dropped."""
     tokens_trained: int
     tokens_per_s: float | None
-    """Generated, over `train_s`."""
+    """Generated tokens over `train_s`."""
     ratio_max_abs_dev: float | None
     """Largest |importance_ratio - 1| of a trained token."""
     logprob_diff_mean: float | None
@@ -88,14 +87,14 @@ class RunResult:
     logprob_diff_max: float | None
 
     def as_json(self, indent: int | None = None) -> str:
-        """One flat object; a number that was not measured is null."""
+        """One flat object; values that were not measured are null."""
         fields = asdict(self)
         fields |= fields.pop("weights")
         return json.dumps(_rounded(fields), allow_nan=False, indent=indent)
 
 
 def result_line(result: RunResult) -> str:
-    """`RESULT {json}`: the last line of a launch."""
+    """`RESULT {json}`, the last line of a launch."""
     return f"RESULT {result.as_json()}"
 
 
@@ -212,7 +211,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _rounded(value: object) -> object:
-    """Six digits are more than any of these numbers is good for; NaN becomes null."""
+    """Floats rounded to six digits; NaN becomes null."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Start-up as a person sees it: each step's name and seconds, also where several run at once.
+"""Prints start-up: each step's name and seconds, also if several run at once.
 
 ✓ Redis server                 0.4 s
 ✓ trainer ranks                7.1 s   2 ranks
@@ -20,21 +20,21 @@ NAME_WIDTH = 32
 
 
 class StartStep:
-    """One step under way."""
+    """A running step."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
         self._task = task
 
     def say(self, detail: str) -> None:
-        """Show what the step is at, in a few words."""
+        """Show the progress of the step in a few words."""
         self._progress.update(self._task, detail=detail)
 
 
 class StartSteps:
-    """Draws the steps under way below those that are done; steps may begin in several threads.
+    """Draws running steps below those that are done; steps may start in several threads.
 
-    Where the output is no terminal, a step is one line when it ends.
+    If the output is not a terminal, a step prints one line when it ends.
     """
 
     def __init__(self, console: Console) -> None:
@@ -50,11 +50,11 @@ class StartSteps:
         )
         self._num_active = 0
         self._lock = threading.Lock()
-        """Guards `_num_active`, by which the drawing begins and ends."""
+        """Guards `_num_active`, which starts and stops the drawing."""
 
     @contextmanager
     def step(self, name: str) -> Iterator[StartStep]:
-        """Name what happens inside; an exception marks the step as failed and goes on."""
+        """Show the block as a step; an exception marks it as failed and propagates."""
         task = self._begin(name)
         try:
             yield StartStep(self._progress, task)
@@ -76,7 +76,7 @@ class StartSteps:
             self._num_active -= 1
             if not self._num_active and self._console.is_terminal:
                 self._progress.stop()
-        # Not the row of the table: a line that stays shows its whole detail, however long.
+        # Not the row of the table: the final line shows the whole detail, however long.
         row = f" {task.description:<{NAME_WIDTH}} {task.elapsed or 0:>7.1f} s   "
         line = Text.assemble(mark, row, (task.fields["detail"], "dim"))
         self._console.print(line, soft_wrap=True, highlight=False)

@@ -1,4 +1,4 @@
-"""What the panel knows of a run, folded from its metrics records and samples of its buffer."""
+"""The state of a run for the panel, from its metrics records and samples of its buffer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ RATE_HORIZON_S = 30.0
 
 @dataclass(kw_only=True, slots=True)
 class RunView:
-    """One run as a person watches it. Times are Unix seconds.
+    """The state of one run. Times are Unix seconds.
 
-    The controller hands every metrics record to `apply` and every sample of Redis to `observe`.
+    The controller passes every metrics record to `apply` and every sample of Redis to `observe`.
     """
 
     run: str
@@ -29,23 +29,23 @@ class RunView:
     phase: str = "starting"
     now: float = 0.0
     step: int = 0
-    """Steps that are done."""
+    """Completed steps."""
     steps: list[Record] = field(default_factory=list)
     evals: list[Record] = field(default_factory=list)
     eval_failure: Record | None = None
-    """Of the last evaluation, if it failed."""
+    """Record of the last evaluation, if it failed."""
     alarms: list[Alarm] = field(default_factory=list)
-    """Of the last step."""
+    """Alarms after the last step."""
     stats: BufferStats | None = None
     tokens_generated: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
-    """What the rollout workers counted."""
+    """Counters of the rollout workers."""
     waits: WaitWindow = field(default_factory=WaitWindow)
     weights: WeightsView = field(default_factory=WeightsView)
     _tokens: deque[tuple[float, int]] = field(default_factory=deque)
 
     def apply(self, record: Record) -> None:
-        """Take in one metrics record."""
+        """Add one metrics record."""
         self.now = max(self.now, record.t)
         if record.kind == "phase":
             self.phase = str(record.values.get("phase", self.phase))
@@ -67,9 +67,9 @@ class RunView:
     def observe(
         self, now: float, stats: BufferStats, waits: Waits, counters: Mapping[str, float]
     ) -> None:
-        """Take in one sample of what Redis holds; `waits` and `counters` are totals.
+        """Add one sample of Redis; `waits` and `counters` are totals.
 
-        Stands in place of `apply` for the `buffer` record made of the same sample.
+        Replaces `apply` for the `buffer` record of the same sample.
         """
         self.now = max(self.now, now)
         self.stats = stats
@@ -93,19 +93,19 @@ class RunView:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Over the last twenty steps; None before the second."""
+        """Mean over the last twenty steps; None before the second."""
         recent = self.steps[-20:]
         return (recent[-1].t - recent[0].t) / (len(recent) - 1) if len(recent) > 1 else None
 
     @property
     def eta_s(self) -> float | None:
-        """Time left for the remaining steps at the present pace."""
+        """Time for the remaining steps at the current pace."""
         pace = self.seconds_per_step
         return None if pace is None else pace * max(0, self.num_steps - self.step)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Generated, over the last half minute."""
+        """Generated tokens, over the last half minute."""
         if len(self._tokens) < 2:
             return None
         (t0, tokens0), (t1, tokens1) = self._tokens[0], self._tokens[-1]
@@ -160,7 +160,7 @@ def buffer_values(
 
 
 def waits_of(record: Record) -> dict[tuple[str, str], float]:
-    """The totals that `buffer_values` kept."""
+    """The waits in a record of `buffer_values`."""
     waits = {}
     for name, pair in _below(record, "wait_s."):
         who, _, on = pair.partition(".")
@@ -169,12 +169,12 @@ def waits_of(record: Record) -> dict[tuple[str, str], float]:
 
 
 def counters_of(record: Record) -> dict[str, float]:
-    """The counters that `buffer_values` kept."""
+    """The counters in a record of `buffer_values`."""
     return {name: record.number(full) for full, name in _below(record, "count.")}
 
 
 def dropped_of(record: Record) -> dict[str, int]:
-    """Groups dropped, by reason, as `buffer_values` kept them."""
+    """Dropped groups by reason, in a record of `buffer_values`."""
     dropped = {reason: record.count(full) for full, reason in _below(record, "dropped.")}
     if not dropped and record.count("dropped"):
         return {"reason not recorded": record.count("dropped")}
@@ -182,5 +182,5 @@ def dropped_of(record: Record) -> dict[str, int]:
 
 
 def _below(record: Record, prefix: str) -> Iterator[tuple[str, str]]:
-    """The names that begin with `prefix`, whole and without it."""
+    """The names that begin with `prefix`, with and without it."""
     return ((name, name.removeprefix(prefix)) for name in record.values if name.startswith(prefix))

@@ -1,8 +1,7 @@
-"""How a run ended, for people: `summary.md` with its plots, beside `result.json`.
+"""The summary of a run: `summary.md` with its plots, and `result.json`.
 
-Every end of a run writes them, and `make report` writes them anew from the files in its folder:
-after the last step, after a signal, after a failure, and when `make stop` ends what a killed
-controller left.
+Written at every end of a run: after the last step, a signal or a failure, and when `make stop` ends
+what a killed controller left. `make report` writes them again from the files in the run's folder.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from controller.report.timeline import LAST_TIMELINE, write_last_timeline
 from controller.run_dir import RunDir
 from controller.units import format_bytes, format_count, format_duration
 
-PICTURES = {**PLOTS, LAST_TIMELINE: "The last version's way to the engines"}
+PICTURES = {**PLOTS, LAST_TIMELINE: "How the last version reached the engines"}
 CONTROLLER_GONE = "its controller is gone; `make stop` ends what is left"
 _QUIET_EVENTS = {"epoch", "joined"}
 """Every run has these."""
 
 
 def write_report(run_dir: RunDir) -> RunResult:
-    """`summary.md`, `result.json` and the plots, of what the run has recorded so far.
+    """Write `summary.md`, `result.json` and the plots from what the run has recorded so far.
 
     Raises ValueError if its settings or its records cannot be read.
     """
@@ -41,7 +40,7 @@ def write_report(run_dir: RunDir) -> RunResult:
 
 
 def write_summary(run_dir: RunDir, records: Sequence[Record]) -> RunResult:
-    """Those without the plots, which are named in it if they are there."""
+    """Write `summary.md` and `result.json`; the summary includes the plots that exist."""
     config = read_config(run_dir.path / "config.yaml")
     record = run_dir.read_record()
     state, error = record.state, record.error
@@ -62,23 +61,23 @@ def write_summary(run_dir: RunDir, records: Sequence[Record]) -> RunResult:
 
 
 def print_report(run_dir: RunDir) -> None:
-    """The same from the command line; the last line is the result."""
+    """`make report`: write the report; the last line printed is the result."""
     result = write_report(run_dir)
     print(f"{run_dir.name} ({result.state}): wrote {run_dir.path / 'summary.md'}")
     print(result_line(result))
 
 
 def summary_markdown(folder: Path, result: RunResult, config: Config) -> str:
-    """The page, with the pictures that lie in `folder`."""
+    """The page, with the plots that exist in `folder`."""
     title = f"# {result.run}\n\n{_headline(result)}\n"
     title += "".join(f"\n**{alarm}**\n" for alarm in result.alarms)
     sections = [
-        ("What it learned", _learning_rows(result)),
-        ("Where the groups went", _group_rows(result)),
-        ("What it cost", _cost_rows(result)),
-        ("How generation went", _rollout_rows(result)),
-        ("How the weights travelled", _weights_rows(result)),
-        ("Whether the numbers agree", _agreement_rows(result)),
+        ("Learning", _learning_rows(result)),
+        ("Groups", _group_rows(result)),
+        ("Cost", _cost_rows(result)),
+        ("Generation", _rollout_rows(result)),
+        ("Weights", _weights_rows(result)),
+        ("Agreement of engines and trainer", _agreement_rows(result)),
     ]
     tables = "".join(f"\n## {name}\n\n{_table(rows)}" for name, rows in sections)
     plots = "".join(
@@ -93,15 +92,15 @@ def _again(config: Config) -> str:
     model = config.model.path or "built from scratch"
     command = repeat_command(config)
     how = (
-        "No command makes these settings from a file of `configs/experiment/`: they are in "
+        "No command reproduces these settings from a file of `configs/experiment/`: they are in "
         "`config.yaml`."
         if command is None
         else "\n".join(f"    {line}" for line in command.split("\n"))
     )
     return (
-        f"\n## The same again\n\n{how}\n\n"
+        f"\n## Repeat this run\n\n{how}\n\n"
         f"Model: {model}; task: {task_label(config.task)}. Every setting is in `config.yaml`, the "
-        "history in `metrics.jsonl`, what each process said in `logs/`.\n"
+        "history in `metrics.jsonl`, the output of each process in `logs/`.\n"
     )
 
 
@@ -120,7 +119,7 @@ def _headline(result: RunResult) -> str:
 
 
 def _first_line(text: str) -> str:
-    """Without the lines of a log that follow."""
+    """The error without the lines of a log that follow it."""
     return text.partition("\n")[0].rstrip(".:;")
 
 
@@ -142,7 +141,7 @@ def _learning_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     yield "mean reward of the last steps", _number(result.reward_last)
     if result.steps_without_gradient:
         yield (
-            "steps without any gradient, which changed nothing",
+            "steps without a gradient, which changed nothing",
             f"{result.steps_without_gradient:,}",
         )
 
@@ -161,7 +160,7 @@ def _group_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     yield "the sum holds", "yes" if result.is_conserved else "**NO: please report this**"
     trained = result.max_staleness_trained
     yield (
-        "largest staleness trained, of the largest bound in force",
+        "largest staleness trained, and the largest bound in force",
         f"{'none' if trained is None else trained} of {result.max_staleness}",
     )
     if len(result.max_staleness_by_step) > 1:
@@ -171,10 +170,10 @@ def _group_rows(result: RunResult) -> Iterator[tuple[str, str]]:
 
 def _cost_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     yield "wall time", format_duration(result.wall_s)
-    yield "of it, training (first step to last)", format_duration(result.train_s)
+    yield "training time (first step to last)", format_duration(result.train_s)
     yield "tokens generated", format_count(result.tokens_generated)
     yield "tokens trained", format_count(result.tokens_trained)
-    yield "tokens generated a second of training", _number(result.tokens_per_s)
+    yield "tokens generated per second of training", _number(result.tokens_per_s)
     yield (
         "trainer waited for rollouts (share of training)",
         f"{format_duration(result.trainer_wait_s)} ({_percent(result.trainer_wait_share)})",
@@ -191,16 +190,16 @@ def _weights_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     weights = result.weights
     yield "versions published", f"{result.versions_published:,}"
     if weights.versions_skipped:
-        yield "of these, overtaken before they were sent", f"{weights.versions_skipped:,}"
+        yield "versions replaced before they were sent", f"{weights.versions_skipped:,}"
     if weights.publish_bytes is not None:
-        yield "bytes of a version", format_bytes(weights.publish_bytes)
-        yield "bytes that left the trainer", format_bytes(weights.weights_wire_bytes)
+        yield "size of a version", format_bytes(weights.publish_bytes)
+        yield "bytes sent by the trainer", format_bytes(weights.weights_wire_bytes)
     if weights.publishes_delta:
-        yield "publishes that sent only what had changed", f"{weights.publishes_delta:,}"
+        yield "publishes that sent only changes", f"{weights.publishes_delta:,}"
         yield "share of the elements in these, mean", _percent(weights.delta_density)
-    yield "the trainer stood still for a publish", _spread(weights.snapshot_s)
-    yield "from there until every engine served it", _spread(weights.convergence_s)
-    yield "an engine stood still for a commit", _spread(weights.engine_pause_s)
+    yield "trainer pause per publish", _spread(weights.snapshot_s)
+    yield "from there until every engine served the version", _spread(weights.convergence_s)
+    yield "engine pause per commit", _spread(weights.engine_pause_s)
     for event, count in weights.weights_events.items():
         if event not in _QUIET_EVENTS:
             yield f"receivers and engines: {event.replace('_', ' ')}", f"{count:,}"
@@ -211,7 +210,7 @@ def _agreement_rows(result: RunResult) -> Iterator[tuple[str, str]]:
         "log-probabilities, engine against trainer: mean difference",
         _tiny(result.logprob_diff_mean),
     )
-    yield "the largest difference", _tiny(result.logprob_diff_max)
+    yield "largest difference", _tiny(result.logprob_diff_max)
     yield "largest deviation of an importance ratio from 1", _tiny(result.ratio_max_abs_dev)
 
 
@@ -238,25 +237,25 @@ def _tiny(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.2g}"
 
 
-# The same again -----------------------------------------------------------------------------------
+# Repeat this run ----------------------------------------------------------------------------------
 
 
 def repeat_command(config: Config) -> str | None:
-    """To be pasted into a shell in the project's folder; None if no command says these settings.
+    """A shell command for the project's folder that repeats the run; None if there is none.
 
-    The new run gets a folder of its own. A password in an address stands there as ***.
+    The new run gets its own folder. A password in an address is replaced by ***.
     """
     overrides = overrides_for(config)
     if overrides is None:
         return None
     words = " ".join(shlex.quote(override) for override in overrides)
-    if any("\n" in override for override in overrides):  # make would end its line there
+    if any("\n" in override for override in overrides):  # make would end the line there
         return f".venv/bin/leash launch --experiment {config.experiment} {words}"
     command = f"make launch EXPERIMENT={config.experiment}"
     if not overrides:
         return command
     is_plain = all(shlex.quote(override) == override for override in overrides)
-    words = words.replace("$", "$$")  # make reads it first
+    words = words.replace("$", "$$")  # make expands $ first
     return f'{command} ARGS="{words}"' if is_plain else f"{command} ARGS={shlex.quote(words)}"
 
 

@@ -1,4 +1,4 @@
-"""`make timeline`: one version's way from the trainer to the engines, as a picture.
+"""`make timeline`: draws how one version travelled from the trainer to the engines.
 
     trainer      [snapshot]....................(trains on)
     trainer           [encode][====== wire ======]
@@ -28,13 +28,13 @@ from controller.units import format_bytes, format_duration
 
 SNAPSHOT, ENCODE, WIRE, VERIFY, GATE, PAUSE = (
     "copy of the shards",
-    "finding what changed",
-    "bytes travel",
+    "finding changes",
+    "sending",
     "checksums",
-    "waits for its turn",
-    "stands still",
+    "waiting for its turn",
+    "paused",
 )
-TRAINING, OLD, NEW = "trains", "decodes the version before", "decodes this version"
+TRAINING, OLD, NEW = "training", "decoding the previous version", "decoding this version"
 _COLORS = {
     TRAINING: GREY,
     SNAPSHOT: ORANGE,
@@ -48,13 +48,13 @@ _COLORS = {
 }
 _THIN = {TRAINING, OLD, NEW, GATE}
 LAST_TIMELINE = "timeline.png"
-"""Of the last version that every engine took, drawn when a run ends."""
+"""The last version that every engine took, drawn when a run ends."""
 _TRAINER, _PUBLISH, _RECEIVERS = "trainer", "checkpoint engine", "receivers"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Bar:
-    """A stretch of time of one row. Unix seconds."""
+    """An interval in one row, in Unix seconds."""
 
     row: str
     what: str
@@ -69,14 +69,14 @@ class Timeline:
     version: int
     title: str
     start: float
-    """When its snapshot began."""
+    """Start of its snapshot."""
     stop: float
     rows: tuple[str, ...]
     bars: tuple[Bar, ...]
 
 
 def draw_timeline(run_dir: RunDir, version: int | None = None) -> None:
-    """Draws `version` (None: the newest that every engine took) and prints the picture's path.
+    """Draw `version` (None: the newest that every engine took) and print the path of the picture.
 
     Raises ValueError if the run recorded no such publish.
     """
@@ -84,8 +84,8 @@ def draw_timeline(run_dir: RunDir, version: int | None = None) -> None:
     if timeline is None:
         wanted = "that every engine took" if version is None else str(version)
         raise ValueError(
-            f"{run_dir.metrics} has no publish of a version {wanted}: give VERSION=... of one "
-            "that it has, or wait for the first"
+            f"{run_dir.metrics} has no publish of a version {wanted}: give VERSION=... of a "
+            "recorded one, or wait for the first"
         )
     path = run_dir.path / f"timeline-v{timeline.version}.svg"
     write_timeline(timeline, path)
@@ -93,13 +93,13 @@ def draw_timeline(run_dir: RunDir, version: int | None = None) -> None:
 
 
 def write_last_timeline(folder: Path, records: Sequence[Record]) -> None:
-    """Draws LAST_TIMELINE; nothing if no version reached every engine."""
+    """Draw LAST_TIMELINE; nothing if no version has reached every engine."""
     if (timeline := find_timeline(records)) is not None:
         write_timeline(timeline, folder / LAST_TIMELINE)
 
 
 def find_timeline(records: Sequence[Record], version: int | None = None) -> Timeline | None:
-    """The timeline of a version, of the newest that every engine took by default (pure)."""
+    """The timeline of a version, by default of the newest that every engine took (pure)."""
     committed = {r.number("version") for r in records if r.kind == "commit"}
     publishes = [
         r
@@ -107,7 +107,7 @@ def find_timeline(records: Sequence[Record], version: int | None = None) -> Time
         if r.kind == "publish" and math.isfinite(r.number("wire_at"))
         if version is None or r.number("version") == version
         if version is not None
-        # A version that all engines skipped has converged with the next one.
+        # A version that all engines skipped converged together with the next one.
         or (math.isfinite(r.number("converged_at")) and r.number("version") in committed)
     ]
     newest = max(publishes, key=lambda r: r.number("version"), default=None)
@@ -115,10 +115,10 @@ def find_timeline(records: Sequence[Record], version: int | None = None) -> Time
 
 
 def make_timeline(publish: Record, records: Sequence[Record]) -> Timeline:
-    """What `records` say of the time in which one version travelled (pure)."""
+    """The intervals in `records` during the transfer of one version (pure)."""
     version = int(publish.number("version"))
     of_version = [r for r in records if r.kind == "commit" and r.number("version") == version]
-    # An engine that was started again takes the version a second time: the first one counts.
+    # A restarted engine commits the version a second time: the first commit counts.
     by_engine = {str(r.values["engine"]): r for r in reversed(of_version)}
     commits = [by_engine[engine] for engine in sorted(by_engine)]
     start = publish.number("snapshot_at")
@@ -144,7 +144,7 @@ def make_timeline(publish: Record, records: Sequence[Record]) -> Timeline:
 
 
 def _title(publish: Record) -> str:
-    what = "what changed" if publish.values.get("mode") == "delta" else "everything"
+    what = "changes only" if publish.values.get("mode") == "delta" else "full"
     parts = [f"Version {publish.number('version'):.0f}: {what}"]
     if math.isfinite(wire := publish.number("wire_bytes")):
         parts.append(format_bytes(wire))
@@ -184,7 +184,7 @@ def _decoding_bars(commits: Sequence[Record], start: float, stop: float) -> Iter
 
 
 def _training_bars(records: Sequence[Record]) -> Iterator[Bar]:
-    """A step's record is written when its weights and its checkpoint are done with."""
+    """A step's record is written after its snapshot and checkpoint, which are subtracted here."""
     for record in records:
         if record.kind != "step":
             continue
@@ -207,7 +207,7 @@ def _clip(bars: Iterator[Bar], start: float, stop: float) -> Iterator[Bar]:
 
 
 def write_timeline(timeline: Timeline, path: Path) -> None:
-    """The picture, in the format that the file's ending names (svg or png)."""
+    """Write the picture in the format of the file's suffix (svg or png)."""
     with rc_context(STYLE | {"axes.spines.left": False, "axes.grid.axis": "x"}):
         figure = Figure(figsize=(9.0, 1.6 + 0.42 * len(timeline.rows)))
         axes = figure.add_subplot()

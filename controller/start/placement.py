@@ -67,7 +67,7 @@ class RayCluster:
     def reserve(
         self, bundles: list[dict[str, float]], timeout_s: float, stop: StopRequest
     ) -> PlacementGroup:
-        """A packed placement group of `bundles`. Raises Stopped, and PlacementError without room."""
+        """A packed placement group. Raises Stopped, and PlacementError if there is no room."""
         group = placement_group(bundles, strategy="PACK")
         self.groups.append(group)
         ready, _ = wait_for_one([group.ready()], timeout_s, stop)

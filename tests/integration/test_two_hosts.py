@@ -178,7 +178,7 @@ def test_launch_over_two_hosts_set_up_by_the_page_ends_with_the_log_of_a_dead_en
     told = first.check(f".venv/bin/python -m controller.main stop --dir {runs}")
     assert "host-b may still hold files of the run" in told
     told = second.check(f".venv/bin/python -m controller.main stop --dir {runs}")
-    assert f"nothing of {RUN} is left on this host; its controller's host is host-a" in told
+    assert f"nothing of {RUN} is left on this host; its controller is on host-a" in told
     assert second.python(REMAINS).strip() == ""
     assert not (runs / RUN / "leftovers").exists()
     assert strangers(first, found[first]) + strangers(second, found[second]) == []

@@ -69,9 +69,9 @@ def test_rewards_are_no_bottleneck_while_rollouts_wait_for_the_trainer() -> None
     assert bottleneck_sentence(shares(rollout=0.6, rewards=0.2), 2).startswith("Rollouts are")
 
 
-def test_synchronous_run_waits_because_it_was_asked_to() -> None:
+def test_synchronous_run_is_reported_as_taking_turns() -> None:
     sentence = bottleneck_sentence(shares(rollout=0.5, trainer=0.6), max_staleness=0)
-    assert "take turns, as max_staleness=0 asks" in sentence
+    assert "take turns, as max_staleness=0 requires" in sentence
 
 
 def test_shares_are_parts_of_the_time_of_one_process() -> None:

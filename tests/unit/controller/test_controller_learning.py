@@ -1,4 +1,4 @@
-"""Whether a run that stopped learning is told so, against made-up histories."""
+"""Alarms of a run that stopped learning, on made-up histories."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def test_lengths_that_run_away_are_told_unless_reward_rises_with_them() -> None:
         history(response_length_mean=lengths, reward_mean=[step / 40 for step in range(40)])
     )
     (alarm,) = words(history(truncated_fraction=[0.1] * 20 + [0.7] * 20))
-    assert alarm == "70% of the answers are cut at their limit (10% at first)"
+    assert alarm == "70% of the answers are cut off at the limit (10% at first)"
 
 
-def test_engines_that_serve_other_weights_are_told() -> None:
+def test_engines_that_serve_other_weights_raise_an_alarm() -> None:
     (alarm,) = words(history(logprob_diff_mean=[0.01] * 30 + [0.5] * 10))
-    assert alarm == "engines and trainer disagree by 0.50 nats a token"
+    assert alarm == "engines and trainer disagree by 0.50 nats per token"
 
 
 def test_step_line_and_summary_say_that_learning_died(tmp_path: Path) -> None:
@@ -91,4 +91,4 @@ def test_step_line_and_summary_say_that_learning_died(tmp_path: Path) -> None:
     assert result.steps_without_gradient == 15 and len(result.alarms) == 3
     summary = summary_markdown(tmp_path, result, load_config([]))
     assert "**Reward collapsed from 0.60 to 0.00: go back" in summary
-    assert "| steps without any gradient, which changed nothing | 15 |" in summary
+    assert "| steps without a gradient, which changed nothing | 15 |" in summary

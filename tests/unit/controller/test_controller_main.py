@@ -59,8 +59,8 @@ def test_bad_line_of_a_task_file_is_named_by_its_number(
 def test_settings_may_stand_on_both_sides_of_an_option(capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["trainer.num_steps=7", "--experiment", "gsm8k-smoke", "run.seed=5"]
     assert main(["dry-run", *arguments]) == 0
-    told = capfd.readouterr().out
-    assert "num_steps: 7" in told and "seed: 5" in told and "What this run starts" in told
+    output = capfd.readouterr().out
+    assert "num_steps: 7" in output and "seed: 5" in output and "Processes of this run" in output
 
 
 def test_unknown_option_is_refused(capfd: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ def test_last_line_without_its_end_is_left_out(tmp_path: Path) -> None:
 def test_broken_line_is_told_with_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"t": 1.0, "kind": "step"}}\n{line}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: no metrics record"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a metrics record"):
         read_metrics(path)
 
 

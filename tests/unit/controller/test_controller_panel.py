@@ -150,7 +150,7 @@ def test_panel_fits_every_width(width: int) -> None:
 def test_panel_can_be_drawn_before_anything_is_known() -> None:
     text = text_of(RunView(run="night", num_steps=40, started=0.0))
     assert "step 0 of 40" in text
-    assert "not there yet" in text
+    assert "not started yet" in text
 
 
 def test_smaller_max_staleness_still_shows_the_older_groups() -> None:

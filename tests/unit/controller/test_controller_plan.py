@@ -71,10 +71,10 @@ def test_server_of_yours_is_named_without_its_password() -> None:
     assert "Redis server" not in text, "it is not started"
 
 
-def test_staleness_zero_is_told_as_synchronous() -> None:
+def test_staleness_zero_is_described_as_synchronous() -> None:
     sentence = staleness_sentence(load_config(["buffer=synchronous"]))
     assert "(0 + 1) x 16 = 16 groups" in sentence
-    assert "trained by the weights that sampled it" in sentence
+    assert "trained on the weights that sampled it" in sentence
 
 
 def test_parameters_of_a_scratch_model_are_counted_by_hand() -> None:
@@ -125,14 +125,14 @@ def test_weights_are_sent_as_the_engines_hold_them() -> None:
     assert make_plan(chosen, 0, 2).serving_dtype == "bfloat16"
 
 
-def test_plan_says_how_weights_travel() -> None:
+def test_plan_describes_the_transfer_of_weights() -> None:
     text = text_of(make_plan(load_config([]), 0, 2))
-    assert "weights receiver" in text and "one a node; stages in /dev/shm" in text
-    assert "1.63 MiB a version, as float32; one engine stands still at a time" in text
+    assert "weights receiver" in text and "one per node; stages in /dev/shm" in text
+    assert "1.63 MiB per version, as float32; one engine pauses at a time" in text
     settings = ["weight_sync.full_every=8", "weight_sync.max_concurrent_commits=2"]
     text = " ".join(text_of(make_plan(load_config(settings), 0, 2)).split())
-    assert "every 8 versions, between these what changed" in text
-    assert "at most 2 engines stand still at a time" in text
+    assert "every 8 versions, only changes in between" in text
+    assert "at most 2 engines pause at a time" in text
 
 
 def test_what_needs_a_gpu_is_refused_where_ray_has_none() -> None:

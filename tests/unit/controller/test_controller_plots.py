@@ -57,8 +57,8 @@ def test_updates_are_drawn_over_steps_from_their_records() -> None:
     for title, values in (
         ("loss", [0.0, -0.1, -0.2]),
         ("gradient norm before clipping", [1.0, 0.5, 0.0]),
-        ("entropy, nats a token", [1.5] * 3),
-        ("tokens of an answer, mean", lengths),
+        ("entropy, nats per token", [1.5] * 3),
+        ("tokens per answer, mean", lengths),
         ("share of the tokens", [0.01] * 3),
         ("importance ratio, mean distance from 1", [0.02] * 3),
     ):

@@ -66,7 +66,7 @@ def test_poison_is_listed_released_and_discarded(
 
     assert main(["quarantine", *here, "--discard", "poison"]) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
-    assert "no such group or prompt is in quarantine" in error and error.count("\n") == 1
+    assert "no such group or prompt in the quarantine" in error and error.count("\n") == 1
 
 
 def test_discarded_group_is_dropped_and_counted(
@@ -79,7 +79,7 @@ def test_discarded_group_is_dropped_and_counted(
     stats = asyncio.run(stats_of(redis_url, live_run.name))
     assert (stats.quarantined, stats.dropped) == (0, {"discarded": 1})
     assert main(["quarantine", *here]) == 0
-    assert "no group and no prompt is in quarantine" in capsys.readouterr().out
+    assert "the quarantine is empty" in capsys.readouterr().out
 
 
 async def put_a_prompt_aside(url: str, run: str) -> None:
@@ -95,7 +95,7 @@ def test_prompts_are_listed_beside_groups_and_leave_by_their_names(
     here = ["--dir", str(live_run.path.parent)]
     asyncio.run(poison(redis_url, live_run.name))
     for leave, said in (
-        ("--release", "is in line to be run again"),
+        ("--release", "is queued to run again"),
         ("--discard", "is dropped for good"),
     ):
         asyncio.run(put_a_prompt_aside(redis_url, live_run.name))

@@ -108,7 +108,7 @@ def test_stop_on_another_host_ends_what_is_there_and_leaves_the_rest_to_its_owne
     assert not staged.exists() and list_of_third.exists() and rays.exists()
     assert run.read_record().state == "running" and run.read_redis_url() is not None
     told = capsys.readouterr().out
-    assert "nothing of a is left on this host; its controller's host is another-host" in told
+    assert "nothing of a is left on this host; its controller is on another-host" in told
     assert f"third may still hold files of the run: `make stop RUN=a DIR={tmp_path}`" in told
 
 

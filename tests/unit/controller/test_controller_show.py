@@ -14,7 +14,7 @@ from rich.console import Console
 
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.load import load_config, to_yaml
-from controller.commands.show import column_line, cut, headline, marked, tell_group, token_texts
+from controller.commands.show import column_line, cut, group_lines, headline, marked, token_texts
 from controller.main import EXIT_BAD_INPUT, main
 from controller.run_dir import RunDir
 from rollout_pool.worker.record import RolloutLog
@@ -78,7 +78,7 @@ def test_further_columns_are_told_in_short() -> None:
     one = trajectory(columns={"teacher_logprobs": column})
     line = "  teacher_logprobs: mean -4.00 over the trained tokens, from -9.00 to -1.00"
     assert column_line("teacher_logprobs", one) == line
-    told = tell_group(
+    told = group_lines(
         TrajectoryGroup(group_id="g", prompt=PromptRef(task="sums", index=5), trajectories=(one,)),
         "here",
         Words(),
@@ -102,7 +102,7 @@ def test_line_says_what_became_of_the_trajectory() -> None:
 def test_colours_are_those_of_versions_and_the_mask_is_dim() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, color_system="standard", width=200)
-    for line in tell_group(group(), "here", Words(), has_colours=True):
+    for line in group_lines(group(), "here", Words(), has_colours=True):
         console.print(line, highlight=False)
     shown = file.getvalue()
     assert "\x1b[2m3 + 4 =\x1b[0m" in shown and "\x1b[2m<tool>\x1b[0m" in shown

@@ -116,5 +116,5 @@ def test_finished_run_shows_its_summary_and_what_held_it_back(run_dir: RunDir) -
     run_dir.end("finished")
     text = status_of(run_dir)
     assert f"{run_dir.name}: finished" in text
-    assert "Where the groups went" in text
+    assert "= trained" in text
     assert "Rollouts are the bottleneck: the trainer waited 55% of the run" in text

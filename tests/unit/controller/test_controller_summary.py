@@ -121,9 +121,9 @@ def test_summary_names_the_rise_the_plots_and_the_command(tmp_path: Path) -> Non
         (tmp_path / name).touch()
     summary = summary_markdown(tmp_path, result, load_config(["run.seed=3"]))
     assert "from 31% to 92% (+61 points) in 20 steps" in summary
-    assert "| wall time | 2m 50s |\n| of it, training (first step to last) | 20 s |" in summary
+    assert "| wall time | 2m 50s |\n| training time (first step to last) | 20 s |" in summary
     assert "| trainer waited for rollouts (share of training) | 5.0 s (25%) |" in summary
-    assert "| an engine stood still for a commit | 100 ms (median), 700 ms (longest) |" in summary
+    assert "| engine pause per commit | 100 ms (median), 700 ms (longest) |" in summary
     assert "| receivers and engines: excluded | 1 |" in summary
     assert '    make launch EXPERIMENT=quickstart ARGS="run.seed=3"\n' in summary
     assert "task: reasoning_gym, spell_backward" in summary
@@ -140,7 +140,7 @@ def test_bound_of_each_time_is_told_after_it_was_changed() -> None:
     assert (result.max_staleness, result.max_staleness_trained) == (4, 4)
     assert result.max_staleness_by_step == {1: 2, 3: 4, 5: 1}
     summary = summary_of(result)
-    assert "| largest staleness trained, of the largest bound in force | 4 of 4 |" in summary
+    assert "| largest staleness trained, and the largest bound in force | 4 of 4 |" in summary
     assert "| the bound over the run | 2 from step 1, 4 from step 3, 1 from step 5 |" in summary
 
 

@@ -48,7 +48,7 @@ def test_timeline_is_made_of_the_times_that_were_recorded() -> None:
     assert timeline is not None and timeline.version == 5
     assert timeline.rows == ("trainer", "checkpoint engine", "receivers", "engine-0", "engine-1")
     assert bars_of(timeline, "checkpoint engine") == {
-        "finding what changed": (0.06, 0.1),
+        "finding changes": (0.06, 0.1),
         WIRE: (0.1, 0.5),
     }
     assert bars_of(timeline, "receivers") == {"checksums": (0.5, 0.55)}

@@ -9,7 +9,7 @@ import pytest
 from controller_samples import fill, lease, opened, small_group
 
 from buffer.results import GroupEvent
-from controller.commands.trace import tell_life
+from controller.commands.trace import life_lines
 from controller.main import EXIT_BAD_INPUT, main
 from controller.run_dir import RunDir
 
@@ -19,7 +19,7 @@ def event(at: float, name: str, **detail: str) -> GroupEvent:
 
 
 def test_life_is_told_with_times_and_durations() -> None:
-    lines = tell_life(
+    lines = life_lines(
         "night",
         "g",
         [
@@ -48,7 +48,7 @@ def test_life_is_told_with_times_and_durations() -> None:
 
 
 def test_life_of_a_group_that_waits_goes_on_until_now() -> None:
-    lines = tell_life("night", "g", [event(1000.0, "pushed")], now=1030.0)
+    lines = life_lines("night", "g", [event(1000.0, "pushed")], now=1030.0)
     assert lines[0].endswith("g of night: ready")
     assert lines[-1] == "ready 30 s until now"
 
@@ -80,7 +80,7 @@ def test_group_that_nobody_knows_is_one_line(
     assert main(["trace", "nobody", "--dir", str(live_run.path.parent)]) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "there never was such a group" in error and "buffer.audit_length=100000" in error
+    assert "never had such a group" in error and "buffer.audit_length=100000" in error
 
 
 def test_state_is_told_of_a_group_whose_events_are_gone(

@@ -161,7 +161,7 @@ def test_demonstration_that_ends_with_somebody_else_is_refused(
     turns: list[tuple[str, str]],
 ) -> None:
     chat = ChatFormat(byte_tokenizer(), chat_template=False, tool_parser=ToolParser.hermes)
-    with pytest.raises(ValueError, match="a demonstration must begin with the system's or the us"):
+    with pytest.raises(ValueError, match="a demonstration must begin with a system or user"):
         imitate(chat, said(*turns))
 
 

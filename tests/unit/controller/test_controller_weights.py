@@ -91,8 +91,6 @@ def test_engines_that_need_a_look_are_told() -> None:
         "engine-1 is 3 versions behind; admission follows the slowest engine."
     ]
     alone = replace(STATS, engine_versions={"engine-0": 137})
-    assert engine_remarks(alone, {"engine-1"}) == [
-        "engine-1 is lost and being started again or waited for."
-    ]
+    assert engine_remarks(alone, {"engine-1"}) == ["engine-1 is lost; restarting or waiting."]
     gone = replace(STATS, engine_versions={}, engines_gone=True)
     assert "No engine serves" in engine_remarks(gone, {"engine-0", "engine-1"})[0]
