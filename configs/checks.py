@@ -1,4 +1,4 @@
-"""What a setting may be: a bound beside its field, the rules of its section, and their one checker.
+"""Validation of settings: a bound beside each field, the rules of its section, and one checker.
 
     class TrainerConfig(Section):
         SECTION = "trainer"
@@ -22,36 +22,36 @@ from typing import Any, ClassVar, NamedTuple
 
 _KEY, _OWN = "bound", object()
 LARGEST_COUNT = 10**9
-"""Nothing here is counted so far; larger numbers overflow somewhere below."""
+"""No setting needs more, and larger numbers overflow in libraries."""
 LARGEST_SIZE = 2**50
 """In bytes."""
 LONGEST_S = 1e6
-"""11 days: in milliseconds it still fits 32 bits, which some waits are kept in."""
+"""11 days: in milliseconds it still fits the 32 bits of some waits."""
 
 
 class Bound(NamedTuple):
-    """The values that a field admits, besides null where its type has that."""
+    """The valid values of a field, besides null if its type allows that."""
 
     admits: Callable[[Any], bool]
     words: str
-    """As the end of "must be ..."."""
+    """The end of "must be ..."."""
     short: str
-    """The same for the documentation, without the limits that hold for every count."""
+    """The same for the documentation, without limits that hold for every count."""
 
 
 class Rule(NamedTuple):
-    """Something that must hold between the settings of a section, or of several."""
+    """A constraint between settings of one or several sections."""
 
     holds: bool
     setting: str
-    """Its name within the section; several with a slash between them."""
+    """Its name within the section; several are joined by slashes."""
     fix: str
     value: object = _OWN
-    """To be shown; by default what the setting is."""
+    """The value to show; by default the setting's."""
 
 
 class Section:
-    """Base of each section: raises ValueError naming the first setting that may not be so."""
+    """Base of each section: raises ValueError naming the first invalid setting."""
 
     SECTION: ClassVar[str] = ""
     """Its name, as on the command line."""
@@ -61,11 +61,11 @@ class Section:
         self.hold(self.rules())
 
     def rules(self) -> Iterator[Rule]:
-        """Those that join its settings; each may rely on the bounds and on the rules before it."""
+        """Constraints between its settings; each may rely on the bounds and on earlier rules."""
         return iter(())
 
     def hold(self, rules: Iterable[Rule]) -> None:
-        """Raises ValueError for the first that is broken: the setting, its value, the fix."""
+        """Raises ValueError for the first broken rule: the setting, its value, the fix."""
         prefix = f"{self.SECTION}." if self.SECTION else ""
         for rule in rules:
             if not rule.holds:
@@ -75,21 +75,21 @@ class Section:
                 raise ValueError(f"{prefix}{rule.setting}={_shown(value)!r}: {rule.fix}")
 
     def _bounds(self) -> Iterator[Rule]:
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # its classes are such
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is one
             bound, value = bound_of(field), getattr(self, field.name)
             if bound is not None and value is not None:
                 yield Rule(bound.admits(value), field.name, f"must be {bound.words}")
 
 
 def _shown(value: object) -> object:
-    """A choice by its name; an address without user, password and query."""
+    """An Enum member as its name; an address without user, password and query."""
     if isinstance(value, Enum):
         return value.name
     if not isinstance(value, str) or "://" not in value:
         return value
     scheme, _, rest = value.partition("://")
     place, _, query = rest.partition("?")
-    if "@" in query:  # a password may hold anything
+    if "@" in query:  # a password may contain anything
         return f"{scheme}://***"
     return f"{scheme}://{place.rpartition('@')[2]}"
 
@@ -107,8 +107,8 @@ def within(
     below: float = math.inf,
     also: float | None = None,
 ) -> Mapping[str, Bound]:
-    """Metadata of a finite number from `least` to `most`, or beyond `above` and below `below`;
-    `also` is one value outside of it that has a meaning of its own."""
+    """Metadata of a finite number from `least` to `most`, or above `above` and below `below`;
+    `also` is one valid value outside that range, with a special meaning."""
 
     def admits(value: float) -> bool:
         is_inside = least <= value <= most and above < value < below
@@ -128,12 +128,12 @@ def within(
 
 
 def at_least(least: int) -> Mapping[str, Bound]:
-    """Metadata of a field that counts something."""
+    """Metadata of a count."""
     return within(least, LARGEST_COUNT)
 
 
 def matching(pattern: str, words: str) -> Mapping[str, Bound]:
-    """Metadata of a text that `pattern` matches as a whole, or of a list of such."""
+    """Metadata of a text that `pattern` matches fully, or of a list of such texts."""
 
     def admits(value: str | list[str]) -> bool:
         texts = value if isinstance(value, list) else [value]

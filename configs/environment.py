@@ -1,7 +1,7 @@
-"""Names of the environment variables by which the processes of a run know where they belong."""
+"""Names of the environment variables that mark the processes of a run."""
 
 RUN_VARIABLE = "LEASH_RUN"
-"""Id of the run; inherited by everything that a process of the run starts."""
+"""Id of the run; inherited by all child processes."""
 LOG_DIR_VARIABLE = "LEASH_LOG_DIR"
 PROCESS_VARIABLE = "LEASH_PROCESS"
-"""Name of one process, as trainer-0: also that of its log file."""
+"""Name of a process and of its log file, for example trainer-0."""

@@ -8,7 +8,7 @@
                           |
                        Config                          the rules of __post_init__
 
-Whatever is wrong ends as one `ConfigError` of one line: the setting, its value, and the fix.
+Every mistake becomes one `ConfigError` of one line: the setting, its value, and the fix.
 """
 
 from __future__ import annotations
@@ -42,23 +42,22 @@ GROUPS = tuple(sorted(folder.name for folder in CONFIG_DIR.iterdir() if any(fold
 OmegaConf.register_new_resolver("data", lambda name: str(CONFIG_DIR / "data" / name), replace=True)
 
 OF_ANY_TASK = ("chat_template", "tool_parser", "seed")
-"""Settings of a task that stay when its kind changes: they are the model's, or the run's."""
+"""Settings of a task that are kept when its kind changes: they belong to the model or the run."""
 NAMED_KINDS = (TaskKind.reasoning_gym.name, TaskKind.verifiers.name)
-"""Kinds whose task is one of a library, chosen by task.name."""
+"""Kinds whose tasks come from a library, chosen by task.name."""
 NEW_FOR_EACH_RUN = ("run.name", "run.dir")
 _ABSENT = object()
 
 
 class ConfigError(ValueError):
-    """A setting that is unknown, of the wrong type, or breaks a rule; the message holds the fix."""
+    """A setting that is unknown, has the wrong type, or breaks a rule; the message has the fix."""
 
 
 def load_config(overrides: Sequence[str], experiment: str = "quickstart") -> Config:
     """Compose `experiment`, apply `overrides` (`buffer.max_staleness=4`, `model=tiny`) and check.
 
-    A value is written as in YAML; one for a text setting is taken as it stands. Relative paths mean
-    the folder that the command was given in and come back absolute, since other processes of the
-    run live elsewhere. Raises ConfigError.
+    Values are YAML; text settings are taken literally. Relative paths are relative to the current
+    folder and become absolute, because other processes run in other folders. Raises ConfigError.
     """
     config = _to_schema(_settings(overrides, experiment))
     _anchor_paths(config)
@@ -66,7 +65,7 @@ def load_config(overrides: Sequence[str], experiment: str = "quickstart") -> Con
 
 
 def _settings(overrides: Sequence[str], experiment: str) -> DictConfig:
-    """What the files and `overrides` say, not yet held to the schema."""
+    """The settings of the files and `overrides`, before validation."""
     pairs = [_split(override) for override in overrides]
     choices = {"experiment": experiment} | {n: text for n, text in pairs if n in GROUPS}
     for group, option in choices.items():
@@ -81,10 +80,9 @@ def _settings(overrides: Sequence[str], experiment: str) -> DictConfig:
 
 
 def _forget_other_task(composed: DictConfig, values: Sequence[tuple[str, object]]) -> None:
-    """Takes out what the files say of a task, where `values` name another kind of task.
+    """Remove the files' settings of the task if `values` choose another kind of task.
 
-    What a reasoning_gym data set or a verifiers environment is given belongs to its name, so that
-    goes with another name.
+    For a reasoning_gym data set or a verifiers environment, another name removes them as well.
     """
     kept: tuple[str, ...]
     wanted = dict(values)
@@ -103,17 +101,17 @@ def _forget_other_task(composed: DictConfig, values: Sequence[tuple[str, object]
 
 
 def overrides_for(config: Config) -> list[str] | None:
-    """The overrides with which `load_config` makes `config` out of its experiment again, but for
-    run.name and run.dir. None if there are no such.
+    """The overrides with which `load_config` reproduces `config` from its experiment, except for
+    run.name and run.dir; None if there are none.
 
-    A password in an address is left out: the *** that stand there must be replaced.
+    Passwords in addresses are replaced by ***.
     """
     if config.experiment not in options("experiment"):
         return None
     identity: list[str] = []
     before = _leaves_in(_settings(identity, config.experiment))
     for name, value in (("task.kind", config.task.kind.name), ("task.name", config.task.name)):
-        if before[name] != value:  # other settings of the files go with it
+        if before[name] != value:  # this removes other settings of the files
             identity.append(f"{name}={_as_text(value)}")
             before = _leaves_in(_settings(identity, config.experiment))
     after = _flat(_plain(asdict(config)), "")
@@ -147,7 +145,7 @@ def _leaves_in(settings: DictConfig) -> dict[str, Any]:
 
 
 def _flat(tree: Any, prefix: str) -> dict[str, Any]:
-    """Settings by dotted name. A section that is left out is one, with the value None."""
+    """Settings by dotted name; an absent section counts as a setting with the value None."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -179,7 +177,7 @@ def _as_override(name: str, value: Any) -> str:
 
 
 def _as_text(value: str) -> str:
-    """Text as `_value` reads it: quoted where it would be taken for something else."""
+    """Text as `_value` reads it: quoted if it would be read as something else."""
     return f"'{value}'" if _is_quoted(value) or value == "null" else value
 
 
@@ -188,9 +186,9 @@ def _is_quoted(text: str) -> bool:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved settings as YAML: what `make dry-run` prints and the run's folder keeps.
+    """The resolved settings as YAML, for `make dry-run` and the run's folder.
 
-    A password in buffer.url is left out, since people share both.
+    Without the password in buffer.url, because people share both.
     """
     tree = OmegaConf.structured(config)
     if config.buffer.url is not None:
@@ -199,24 +197,24 @@ def to_yaml(config: Config) -> str:
 
 
 def _without_password(url: str) -> str:
-    """Also of one that holds a slash or an @ itself."""
+    """Mask the password, also one that contains a slash or an @."""
     url = re.sub(r"(//[^:@/]*):.*@", r"\1:***@", url)
     return re.sub(r"([?&]password=)[^&]*", r"\1***", url)
 
 
 def read_config(path: Path) -> Config:
-    """The settings that `to_yaml` wrote, as a run's folder keeps them. Raises ConfigError."""
+    """Read settings that `to_yaml` wrote. Raises ConfigError."""
     try:
         tree = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {_first_line(error)}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds no settings")
+        raise ConfigError(f"{path} contains no settings")
     return _to_schema(OmegaConf.create(_literal(tree)))
 
 
 def options(group: str) -> dict[str, str]:
-    """The files of a group, e.g. the experiments, with the sentence that each opens with."""
+    """The files of a group, e.g. the experiments, with the first sentence of each."""
     return {
         path.stem: _opening_sentence(path) for path in sorted((CONFIG_DIR / group).glob("*.yaml"))
     }
@@ -235,7 +233,7 @@ def _split(override: str) -> tuple[str, str]:
 
 
 def _value(name: str, text: str) -> object:
-    """What the command line says for a setting, whose name is checked here."""
+    """The value of a setting on the command line; checks the name."""
     setting = setting_named(name)
     if setting is not None and setting.annotation is str:
         return None if text == "null" else _literal(text[1:-1] if _is_quoted(text) else text)
@@ -246,11 +244,11 @@ def _value(name: str, text: str) -> object:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         problem = _first_line(error)
-        raise ConfigError(f"{name}={text}: is no YAML value ({problem}); quote it") from None
+        raise ConfigError(f"{name}={text}: not a YAML value ({problem}); quote it") from None
 
 
 def _literal(value: Any) -> Any:
-    """Text in which OmegaConf shall see no `${variable}`."""
+    """The value with `${` escaped, so that OmegaConf sees no variable."""
     if isinstance(value, dict):
         return {name: _literal(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -270,7 +268,7 @@ def _check_option(group: str, option: str) -> None:
 
 @cache
 def _compose(choices: tuple[tuple[str, str], ...]) -> DictConfig:
-    """The YAML files by `choices` (group, file), untyped, with every variable filled in."""
+    """The YAML files of `choices` (group, file), untyped, with all variables resolved."""
     try:
         with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
             lines = [f"{group}={option}" for group, option in choices]
@@ -278,7 +276,7 @@ def _compose(choices: tuple[tuple[str, str], ...]) -> DictConfig:
         OmegaConf.set_struct(composed, False)
         for group, option in choices:
             if group != "experiment":
-                # Hydra lets the experiment win over such a file, but this one was asked for.
+                # In Hydra the experiment overrides such a file, but the user chose this one.
                 file = CONFIG_DIR / group / f"{option}.yaml"
                 composed.merge_with({group: OmegaConf.load(file)})
         OmegaConf.resolve(composed)
@@ -291,9 +289,9 @@ def _to_schema(composed: DictConfig) -> Config:
     """Strict keys and types by OmegaConf, then the schema's own rules."""
     for name in all_sections():
         section = OmegaConf.select(composed, name)
-        # OmegaConf refuses a scalar here as well, but does not say where.
+        # OmegaConf rejects a scalar here as well, but does not say where.
         if section is not None and not isinstance(section, DictConfig):
-            raise ConfigError(f"{name}={section!r}: is a section; set its settings one by one")
+            raise ConfigError(f"{name}={section!r}: this is a section; set its settings one by one")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), composed)
         config = OmegaConf.to_object(merged)
@@ -316,7 +314,7 @@ def _explain(error: OmegaConfBaseException, composed: DictConfig) -> str:
 
 
 def _anchor_paths(config: Config) -> None:
-    """Relative paths mean the folder that the command was given in."""
+    """Make paths absolute, relative to the current folder."""
     run, buffer, task, model = config.run, config.buffer, config.task, config.model
     run.dir = _absolute(run.dir)
     buffer.password_file = buffer.password_file and _absolute(buffer.password_file)
@@ -328,7 +326,7 @@ def _anchor_paths(config: Config) -> None:
     task.tools = [_absolute_code(tool) for tool in task.tools]
     for reward in task.rewards.values():
         reward.function = reward.function and _absolute_code(reward.function)
-    # A hub name looks like a path too; only a folder that exists, or can be nothing else, is one.
+    # A name on the hub looks like a path too: only an existing folder, or ./ and ~, is one.
     if model.path is not None and (
         Path(model.path).expanduser().is_dir() or model.path[0] in "./~"
     ):
@@ -340,13 +338,13 @@ def _absolute(path: str) -> str:
 
 
 def _absolute_code(name: str) -> str:
-    """The file of `file.py:name`; a module's name stays."""
+    """Make the file of `file.py:name` absolute; a module's name stays as it is."""
     file, colon, function = name.rpartition(":")
     return f"{_absolute(file)}{colon}{function}" if file.endswith(".py") else name
 
 
 def _unknown(name: str) -> str:
-    """The rest of the sentence on an unknown setting: the nearest name, else its neighbours'."""
+    """The message for an unknown setting: the nearest name, or the names in its section."""
     names = [setting.name for setting in all_settings()]
     guess = _nearest(name, names)
     if guess:
@@ -362,7 +360,7 @@ def _unknown(name: str) -> str:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """ " did you mean ...?" for a slip of the pen or a forgotten section, else nothing."""
+    """ " did you mean ...?" for a misspelled name or a missing section, otherwise ""."""
     known = list(known)
     leaf = name.split(".")[-1]
     same_leaf = [other for other in known if other.split(".")[-1] == leaf]

@@ -1,4 +1,4 @@
-"""Makes text that a model, a program of its or a stranger wrote fit to be shown on a terminal."""
+"""Makes untrusted text safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _SHOWN = (
 
 
 def printable(text: str) -> str:
-    """The text with a visible sign for each control character but line ends and tabs.
+    """The text with visible symbols for control characters except line ends and tabs.
 
-    Raw, an escape sequence could move the cursor, write to the clipboard or set the window's title;
-    marks of direction could show a text in another order than it has. Its length stays.
+    Raw escape sequences could move the cursor, write to the clipboard or set the window's title,
+    and direction marks could reorder the text. The length does not change.
     """
     return text.translate(_SHOWN)
 
 
 class PrintableStream:
-    """A text stream that writes nothing but printable text to another one."""
+    """A text stream that writes only printable text to another one."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        # Progress bars begin their line anew; `\r` alone does no harm in a log.
+        # Progress bars restart their line; `\r` alone is harmless in a log.
         parts = [printable(part) for part in text.split("\r")]
         return self._stream.write("\r".join(parts))
 

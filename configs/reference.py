@@ -1,6 +1,6 @@
 """Writes docs/configuration.md from the schema and the YAML files: `python -m configs.reference`.
 
-The page is never edited by hand; a test holds it to what this module makes of the schema.
+The page is never edited by hand; a test compares it with the output of this module.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-Every setting of a run, its type and its one default. This page is made from `configs/schema.py` by
-`make docs`; edit the schema instead.
+Every setting of a run, its type and its default. `make docs` generates this page from
+`configs/schema.py` and `configs/rollout_schema.py`; edit those instead.
 
     make launch ARGS="buffer.max_staleness=4 rollout.num_engines=2"   # settings by name
     make launch ARGS="weight_sync=in_place"                           # a file of a group
     make launch EXPERIMENT=gsm8k-smoke                                # a file of configs/experiment
     make dry-run ARGS="trainer.num_ranks=4"                           # see what that would start
 
-What the command line says wins over the experiment, which wins over the files that it chooses,
-which win over the defaults below. Another `task.kind`, or another `task.name` of a library, takes
-over nothing that a file says of its own task. Unknown names and wrong types are refused with the
-nearest valid name. The type says what a value is held to; a time is in seconds, and a count is at
-most 10^9. Values are written as in YAML, and text as it stands; quote what the shell would take for
-itself: `ARGS="task.prompt_pattern='([0-9]+)'"`. Relative paths mean the folder that the command is
-given in. An experiment of your own is one more file in `configs/experiment/`.
+The command line overrides the experiment, which overrides the files that it chooses, which
+override the defaults below. If you choose another `task.kind`, or another `task.name` of a library,
+the files' settings of their own task are dropped. Unknown names and wrong types are rejected with
+the nearest valid name. The type column includes the bounds; times are in seconds, and a count is at
+most 10^9. Values are written as YAML, and text literally; quote what the shell would interpret:
+`ARGS="task.prompt_pattern='([0-9]+)'"`. Relative paths are relative to the current folder. To add
+an experiment, add a file to `configs/experiment/`.
 """
 
 

@@ -33,12 +33,12 @@ TOOLS = matching(rf"python|{CODE_PATTERN}", "python, module:name or file.py:name
 
 @dataclass(kw_only=True, slots=True)
 class SamplingConfig(Section):
-    """How rollouts are drawn. All of it travels with every group, and the trainer goes by that."""
+    """How rollouts are sampled. Recorded with every group, for the trainer."""
 
     SECTION: ClassVar[str] = "rollout.sampling"
 
     temperature: float = field(default=1.0, metadata=POSITIVE)
-    """A greedy rollout, at 0, would have no gradient."""
+    """Greedy rollouts, at 0, would have no gradient."""
     top_p: float = field(default=1.0, metadata=within(above=0, most=1))
     top_k: int = field(default=-1, metadata=within(1, LARGEST_COUNT, also=-1))
     min_p: float = field(default=0.0, metadata=SHARE)
@@ -58,8 +58,8 @@ class SamplingConfig(Section):
         yield Rule(
             has_no_penalty and self.repetition_penalty == 1.0,
             "frequency_penalty/presence_penalty/repetition_penalty",
-            "a penalty changes the distribution by what was written before, which the trainer does "
-            "not compute, so importance ratios would be wrong; use 0, 0 and 1",
+            "a penalty changes the distribution depending on earlier tokens, which the trainer "
+            "does not compute, so importance ratios would be wrong; use 0, 0 and 1",
         )
 
 
@@ -70,16 +70,16 @@ class EvalConfig(Section):
     SECTION: ClassVar[str] = "rollout.eval"
 
     num_samples: int = field(default=1, metadata=at_least(1))
-    """Answers a prompt: pass@k and mean@k are given for k up to this."""
+    """Answers per prompt: pass@k and mean@k are reported for k up to this."""
     temperature: float = field(default=0.0, metadata=NOT_NEGATIVE)
     """0 is greedy."""
     top_p: float = field(default=1.0, metadata=within(above=0, most=1))
     top_k: int = field(default=-1, metadata=within(1, LARGEST_COUNT, also=-1))
     full_score: float = field(default=1.0, metadata=FINITE)
-    """The reward from which on an answer counts as right."""
+    """The lowest reward of an answer that counts as right."""
     pinned: bool = True
-    """Let one of several engines stay at the version that is evaluated and answer alone; with a
-    single engine answers are of that version or later ones, and tagged so."""
+    """Reserve one of several engines for the evaluation and keep it at the version; with a single
+    engine, answers come from that version or later ones, as recorded."""
 
     def rules(self) -> Iterator[Rule]:
         yield Rule(
@@ -99,7 +99,7 @@ class OpenAIConfig(Section):
     """Of worker 0; worker 1 listens on the next one, and so on. 0 takes free ports (written to
     the run's folder); None starts none unless an agent needs one."""
     session_timeout_s: float = field(default=3600.0, metadata=SECONDS)
-    """A session in which nothing is asked for this long is given up."""
+    """A session without a request for this long is closed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -114,15 +114,15 @@ class EngineConfig(Section):
     max_total_tokens: int | None = field(default=None, metadata=at_least(1))
     """Tokens of KV cache; None lets SGLang choose by `mem_fraction` (65536 on a CPU)."""
     mem_fraction: float | None = field(default=None, metadata=within(above=0, below=1))
-    """Part of a GPU's memory for weights and KV cache. None is 0.85, and less on a GPU that the
+    """Share of a GPU's memory for weights and KV cache. None is 0.85, or less on a GPU that the
     engine shares with a trainer rank."""
     radix_cache: bool = False
     """Reuse KV of shared prefixes, by policy version. Needs weight_sync.pause_mode=in_place."""
     start_timeout_s: float = field(default=600.0, metadata=SECONDS)
     request_timeout_s: float = field(default=600.0, metadata=SECONDS)
-    """Longest that one request may go without an answer."""
+    """Longest that one request may take."""
     max_restarts: int = field(default=3, metadata=at_least(0))
-    """How often a server that died, or whose weights are torn, is started again in one run."""
+    """How often a server that died, or failed halfway through a commit, is restarted in one run."""
     extra_args: list[str] = field(default_factory=list)
     """Further arguments for the server's command line."""
 
@@ -134,32 +134,32 @@ class RolloutConfig(Section):
     num_engines: int = field(default=1, metadata=at_least(1))
     num_workers: int = field(default=1, metadata=at_least(1))
     group_size: int = field(default=8, metadata=at_least(2))
-    """Trajectories of one prompt, which GRPO compares with each other."""
+    """Trajectories per prompt, which GRPO compares with each other."""
     max_prompt_tokens: int = field(default=1024, metadata=at_least(1))
     max_response_tokens: int = field(default=1024, metadata=at_least(1))
-    """All that follows the prompt: with several turns the environment's words too."""
+    """All tokens after the prompt, including the environment's if there are several turns."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.refuse
     tail: TailPolicy = TailPolicy.continue_across_versions
     oversampling: float = field(default=1.0, metadata=within(1))
-    """Groups admitted for each that the leash has room for; those above 1 cover for stragglers."""
+    """Factor on the number of groups that admission allows; above 1 compensates for stragglers."""
     max_postponements: int = field(default=2, metadata=at_least(0))
-    """How often a group may be stopped in favour of others; then it is run to its end."""
+    """How often a group may be stopped in favour of others; then it runs to completion."""
     filter_zero_variance: bool = False
-    """Leave out groups whose rewards are all equal (they have no gradient) and run others."""
+    """Discard groups whose rewards are all equal (they have no gradient) and run others."""
     max_filtered_ratio: float = field(default=4.0, metadata=NOT_NEGATIVE)
-    """The most groups left out so for each one kept; beyond it they are kept, and counted."""
+    """The most groups discarded this way per kept one; beyond it they are kept, and counted."""
     max_groups_in_flight: int = field(default=256, metadata=at_least(1))
-    """A worker's own bound; admission is nearly always the tighter one."""
+    """Per worker; admission is nearly always the tighter bound."""
     max_request_retries: int = field(default=2, metadata=at_least(0))
-    """How often one failed sample is asked for again, from where it stood."""
+    """How often a failed sample is retried, from where it stood."""
     max_group_failures: int = field(default=2, metadata=at_least(1))
-    """A prompt whose group failed that often is put into quarantine."""
+    """A prompt whose group failed this often is put into quarantine."""
     max_worker_restarts: int = field(default=3, metadata=at_least(0))
-    """How often a worker that died is started again in one run."""
+    """How often a worker that died is restarted in one run."""
     reward_actors: int = field(default=0, metadata=at_least(0))
-    """Actors that score episodes, spread over the nodes (0: each worker scores beside itself)."""
+    """Actors that score episodes, spread over the nodes (0: the workers score)."""
     reward_processes: int = field(default=1, metadata=at_least(1))
-    """Scoring processes of each such actor, or of each worker."""
+    """Scoring processes per reward actor, or per worker if there are none."""
     reward_timeout_s: float = field(default=30.0, metadata=SECONDS)
     log_rate: float = field(default=0.01, metadata=SHARE)
     """Share of the groups whose trajectories are written to the run's folder, for `make show`."""
@@ -187,7 +187,8 @@ class RewardConfig(Section):
     weight: float = field(default=1.0, metadata=FINITE)
     """Factor in the sum that becomes the reward."""
     function: str | None = field(default=None, metadata=CODE)
-    """function: `module:name` or `file.py:name`, called with (prompt, episode), gives a number."""
+    """function: `module:name` or `file.py:name`, called with (prompt, episode), returns a number.
+    """
     url: str | None = field(
         default=None,
         metadata=matching(r"https?://[^\s/]+.*", "an address as http://host:port/path"),
@@ -198,14 +199,14 @@ class RewardConfig(Section):
     api_key_env: str | None = field(default=None, metadata=VARIABLE)
     """judge, teacher, http: environment variable that holds the key."""
     prompt: str | None = None
-    """judge: what it is asked; {prompt}, {answer} and {solution} are filled in."""
+    """judge: its prompt; {prompt}, {answer} and {solution} are filled in."""
     timeout_s: float = field(default=120.0, metadata=SECONDS)
     """http, judge, teacher: longest that one answer may take."""
     max_retries: int = field(default=3, metadata=at_least(0))
-    """http, judge, teacher: after a failure. Then the episode is unscored: its group is not trained
-    and its prompt runs again, as after any failed group."""
+    """http, judge, teacher: retries after a failure. Then the episode is unscored: its group is not
+    trained and its prompt runs again, as after any failed group."""
     max_per_second: float | None = field(default=None, metadata=POSITIVE)
-    """http, judge, teacher: the most requests a second from one worker; None for no limit."""
+    """http, judge, teacher: the most requests per second from one worker; None for no limit."""
 
     def rules(self) -> Iterator[Rule]:
         name, kind = f"task.rewards.*.kind={self.kind.name}", self.kind
@@ -226,24 +227,24 @@ class TaskConfig(Section):
     """reasoning_gym: the task's name. gsm8k, math: the Hugging Face data set (unless `path` is
     set). verifiers: the environment's name."""
     params: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the task's generator or environment; what a custom task makes of them."""
+    """Arguments of the task's generator or environment; free for a custom task."""
     path: str | None = field(default=None, metadata=NOT_EMPTY)
-    """questions, gsm8k, math, code: a JSONL file; docs/tasks.md gives the form of a line."""
+    """questions, gsm8k, math, code: a JSONL file; docs/tasks.md describes its lines."""
     eval_path: str | None = field(default=None, metadata=NOT_EMPTY)
-    """JSONL of held-out prompts; None holds back the last `eval_size` lines of `path`."""
+    """JSONL of held-out prompts; None holds out the last `eval_size` lines of `path`."""
     prompt_pattern: str | None = None
     """A regular expression; its match in the question (group 1 if there is one) is the prompt."""
     instruction: str = ""
     """Text put after the question."""
     chat_template: bool = False
-    """Write the conversation with the tokenizer's chat template; otherwise texts follow each other
-    as they are."""
+    """Format the conversation with the tokenizer's chat template; otherwise texts are concatenated.
+    """
     system_prompt: str | None = None
     """First message of every conversation."""
     factory: str | None = field(default=None, metadata=CODE)
-    """custom: `module:name` or `file.py:name`, called with these settings, makes the task."""
+    """custom: `module:name` or `file.py:name`, called with these settings, returns the task."""
     env: str | None = field(default=None, metadata=CODE)
-    """The same, called with (these settings, prompt), makes each episode's environment; None is
+    """The same, called with (these settings, prompt), returns each episode's environment; None is
     the task's own."""
     agent: str | None = field(default=None, metadata=CODE)
     """The same, an async function called with (session, prompt): a program that talks to the model
@@ -254,13 +255,13 @@ class TaskConfig(Section):
     max_turns: int = field(default=1, metadata=at_least(1))
     """The most answers of the model in one episode."""
     max_turn_tokens: int | None = field(default=None, metadata=at_least(1))
-    """The most tokens of one answer; None leaves it to rollout.max_response_tokens."""
+    """The most tokens of one answer; None: limited by rollout.max_response_tokens only."""
     turn_timeout_s: float = field(default=600.0, metadata=SECONDS)
     """Longest that the environment or a tool may take over one step."""
     episode_timeout_s: float = field(default=7200.0, metadata=SECONDS)
     """Longest that a whole episode may take."""
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
-    """Parts of the reward by name; none: the environment's own, or else the task's score."""
+    """Parts of the reward by name; if empty, the environment's reward, or else the task's score."""
     eval_size: int = field(default=128, metadata=at_least(1))
     seed: int = field(default=0, metadata=SEED)
 
@@ -273,5 +274,5 @@ class TaskConfig(Section):
         yield Rule(
             self.agent is None or self.env is None,
             "agent",
-            "an agent brings its own environment: leave task.env out",
+            "an agent has its own environment: do not set task.env",
         )

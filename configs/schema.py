@@ -1,8 +1,8 @@
-"""Every setting of a run, with its one default and the rules that join them.
+"""Every setting of a run, with its default and the constraints between settings.
 
-A section is handed to the component that it configures and to no other. Types are those that
-OmegaConf can check; `load.py` turns YAML and command-line overrides into one `Config`. A broken
-rule raises ValueError naming the field, its value and the fix.
+Each section is passed only to the component that it configures. Types are limited to those that
+OmegaConf can check; `load.py` turns YAML and command-line overrides into one `Config`. An invalid
+value raises ValueError naming the field, its value and the fix.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class ScratchModelConfig(Section):
     def rules(self) -> Iterator[Rule]:
         fix = f"must divide model.scratch.num_heads={self.num_heads}"
         yield Rule(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", fix)
-        yield Rule(self.head_dim % 2 == 0, "head_dim", "must be even: positions turn pairs of it")
+        yield Rule(self.head_dim % 2 == 0, "head_dim", "must be even: RoPE rotates pairs of it")
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig(Section):
-    """Exactly one of `path` and `scratch` says where the initial policy comes from."""
+    """The initial policy: exactly one of `path` and `scratch`."""
 
     SECTION: ClassVar[str] = "model"
 
@@ -93,8 +93,8 @@ class WarmStartConfig(Section):
     batch_size: int = field(default=64, metadata=at_least(1))
     learning_rate: float = field(default=1e-3, metadata=POSITIVE)
     echo_fraction: float = field(default=0.0, metadata=SHARE)
-    """Share of the demonstrations whose last answer repeats what was asked instead: a teacher that
-    is often wrong, so that rewards have something to teach."""
+    """Share of the demonstrations whose last answer repeats the question instead: an unreliable
+    teacher, so that RL has something to improve."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -102,12 +102,13 @@ class TrainerConfig(Section):
     SECTION: ClassVar[str] = "trainer"
 
     num_ranks: int | None = field(default=None, metadata=at_least(1))
-    """ZeRO-3 ranks. None is 2, or 1 where there are too few GPUs for that."""
+    """ZeRO-3 ranks. None is 2, or 1 if there are too few GPUs."""
     num_steps: int = field(default=100, metadata=at_least(1))
     groups_per_step: int = field(default=16, metadata=at_least(1))
-    """Prompt groups in one global batch, shared among the ranks by tokens."""
+    """Prompt groups in one global batch, balanced over the ranks by tokens."""
     num_minibatches: int = field(default=1, metadata=at_least(1))
-    """Optimizer steps a batch. More than one: proximal log-probabilities are computed first."""
+    """Optimizer steps per batch. If more than one, proximal log-probabilities are computed first.
+    """
     micro_batch_tokens: int = field(default=16384, metadata=at_least(1))
     """Padded tokens in one forward pass of one rank."""
     learning_rate: float = field(default=1e-6, metadata=POSITIVE)
@@ -126,7 +127,7 @@ class TrainerConfig(Section):
     dtype: Dtype = Dtype.auto
     backend: Backend = Backend.auto
     checkpoint_every: int = field(default=50, metadata=at_least(1))
-    """Steps between checkpoints; the last step always makes one."""
+    """Steps between checkpoints; the last step always writes one."""
     timeout_s: float = field(default=600.0, metadata=SECONDS)
     """Longest that one collective among the trainer ranks may take."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -140,7 +141,7 @@ class TrainerConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """`num_ranks`; where that is left open the most that the run will have."""
+        """`num_ranks`; if that is None, the most that the run will have."""
         return 2 if self.num_ranks is None else self.num_ranks
 
 
@@ -154,32 +155,32 @@ class BufferConfig(Section):
     password_file: str | None = field(default=None, metadata=NOT_EMPTY)
     """File with the password of `url`, on the machine of the controller."""
     tls_ca_file: str | None = field(default=None, metadata=NOT_EMPTY)
-    """Certificates that a rediss:// server is checked against; None takes the system's."""
+    """CA certificates for a rediss:// server; None takes the system's."""
     shards: int = field(default=1, metadata=at_least(1))
     """Complete buffers that the groups are spread over, on one server or on a Redis Cluster."""
     max_staleness: int = field(default=2, metadata=at_least(0))
-    """The most policy versions by which a trained token may lag. Can change during the run."""
+    """The most policy versions by which a trained token may lag. Can be changed during the run."""
     on_stale: OnStale = OnStale.requeue
     max_retries: int = field(default=2, metadata=at_least(0))
     """How often a prompt whose group went stale is run again."""
     selector: Selector = Selector.stalest
     capacity_groups: int | None = field(default=None, metadata=at_least(1))
-    """The most groups that may be ready or leased; None leaves it to `max_staleness`."""
+    """The most groups that may be ready or leased; None: limited by `max_staleness` only."""
     capacity_bytes: int | None = field(default=None, metadata=NUM_BYTES)
     """The most bytes that ready and leased groups may take."""
     on_full: OnFull = OnFull.block
     max_attempts: int = field(default=5, metadata=at_least(1))
     """A group that was leased this often and never trained is put into quarantine."""
     lease_timeout_s: float = field(default=600.0, metadata=SECONDS)
-    """A lease or a credit that is not renewed for this long returns to the buffer."""
+    """A lease or credit that is not renewed for this long returns to the buffer."""
     wait_timeout_s: float = field(default=600.0, metadata=SECONDS)
     """Longest that a trainer waits for a batch, a worker for a credit, a push for room."""
     remember_s: float = field(default=3600.0, metadata=SECONDS)
-    """How long the id of a finished group is kept, so that a late retry of its push is known."""
+    """How long the id of a finished group is kept, to recognize a late retry of its push."""
     audit_length: int = field(default=100_000, metadata=at_least(0))
-    """About how many events of groups are kept for `make trace`; 0 for none."""
+    """Approximate number of group events kept for `make trace`; 0 for none."""
     compress: bool = False
-    """Compress payloads with zstd; pays where the network to Redis is slow."""
+    """Compress payloads with zstd; pays off if the network to Redis is slow."""
     appendfsync: AppendFsync = AppendFsync.everysec
     start_timeout_s: float = field(default=30.0, metadata=SECONDS)
 
@@ -191,7 +192,7 @@ class BufferConfig(Section):
         ):
             yield Rule(limit is None or limit >= self.shards, name, fix)
         if self.url is None:
-            fix = "belongs to a server of yours: set buffer.url too"
+            fix = "only for your own server: set buffer.url too"
             yield Rule(self.password_file is None, "password_file", fix)
             return
         is_known = self.url.split("://")[0] in {"redis", "rediss", "unix"}
@@ -220,22 +221,22 @@ class WeightSyncConfig(Section):
     bucket_bytes: int = field(default=32 * 2**20, metadata=NUM_BYTES)
     """Size of one message; a tensor may span several, and several share one."""
     num_buffers: int = field(default=2, metadata=at_least(1))
-    """Buckets that are on their way at once, for each member."""
+    """Buckets in flight at once, per member."""
     num_staged: int = field(default=2, metadata=at_least(2))
-    """Versions that a receiver has room for: the one it offers and the one that arrives."""
+    """Versions that a receiver can hold: the one it offers and the one that arrives."""
     stage_dir: str | None = field(default=None, metadata=STAGE_DIR)
     """Folder of the staged versions, on every node; None is /dev/shm."""
     commit: CommitStrategy = CommitStrategy.staged_disk
     pause_mode: PauseMode = PauseMode.retract
     max_concurrent_commits: int = field(default=1, metadata=at_least(1))
-    """Engines of the fleet that may stand still at once to take a version."""
+    """Engines that may pause for a commit at the same time."""
     commit_timeout_s: float = field(default=120.0, metadata=SECONDS)
     """Longest that one engine's commit may take."""
     full_every: int = field(default=1, metadata=at_least(1))
-    """Every so many publishes all bytes are sent, between them only those that changed."""
+    """Publishes from one full version to the next; those between send only what changed."""
     max_delta_density: float = field(default=0.25, metadata=within(0, 0.5))
-    """A larger share of changed elements than this is sent in full. Above 0.5 a delta of 2-byte
-    weights would be larger than all of them."""
+    """If a larger share of elements changed, everything is sent. Above 0.5 a delta of 2-byte
+    weights would be larger than the weights."""
     timeout_s: float = field(default=30.0, metadata=SECONDS)
     """Longest silence of a member, beyond what its bytes need at `min_bandwidth`."""
     min_bandwidth: float = field(default=50e6, metadata=within(1))
@@ -256,21 +257,21 @@ class ClusterConfig(Section):
     ray_address: str | None = field(default=None, metadata=RAY_ADDRESS)
     """Address of a Ray cluster ("auto" finds a running one); None starts Ray on this machine."""
     num_cpus: int | None = field(default=None, metadata=at_least(1))
-    """Cores that a Ray started here may promise; None is all of them."""
+    """Cores that a Ray started here may use; None is all of them."""
     num_gpus: int | None = field(default=None, metadata=at_least(0))
-    """GPUs that a Ray started here may promise; None is all of them. `make dry-run` shows the plan
-    for any number."""
+    """GPUs that a Ray started here may use; None is all of them. `make dry-run` shows the plan for
+    any number."""
     gpus_per_rank: int | None = field(default=None, metadata=within(0, 1))
-    """GPUs of a trainer rank: 0 runs everything on the CPU; None is 1, half of one that it shares
-    with the engine, or 0, by what there is. An engine takes tp_size."""
+    """GPUs of a trainer rank: 0 runs everything on the CPU; None is 1, half of one shared with the
+    engine, or 0, depending on the GPUs found. An engine takes tp_size."""
     threads_per_process: int | None = field(default=None, metadata=at_least(1))
-    """Torch threads of a CPU process; None shares the cores out."""
+    """Torch threads of a CPU process; None divides the cores evenly."""
     host: str | None = field(default=None, metadata=HOST)
-    """Address on which this machine's servers listen. None is the one by which the cluster of
-    ray_address knows this machine, or 127.0.0.1 without such. Redis has a password in any case."""
+    """Address on which this machine's servers listen. None is this machine's address in the cluster
+    of ray_address, or 127.0.0.1 without a cluster. Redis always has a password."""
     start_timeout_s: float = field(default=900.0, metadata=SECONDS)
     stop_timeout_s: float = field(default=20.0, metadata=SECONDS)
-    """For each part of an end: the step under way and the model, each pool, Redis."""
+    """For each part of the shutdown: the current step and the model, each pool, Redis."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -281,12 +282,13 @@ class RunConfig(Section):
     """Folder of the run below `dir`; None is the experiment's name with date and time."""
     dir: str = field(default="runs", metadata=NOT_EMPTY)
     group: str | None = field(default=None, metadata=NOT_EMPTY)
-    """Unix group that may read the run's folder; None leaves it to its owner alone."""
+    """Unix group that may read the run's folder; None: only its owner."""
     seed: int = field(default=0, metadata=SEED)
     panel: bool = True
-    """Draw the live panel; a line a step is printed where the output is no terminal."""
+    """Draw the live panel; without a terminal each step prints a line."""
     prometheus_port: int | None = field(default=None, metadata=PORT)
-    """Port on cluster.host where Prometheus may read the metrics; 0 takes a free one, None none."""
+    """Port on cluster.host where Prometheus can read metrics; 0 takes a free one, None disables it.
+    """
 
 
 @dataclass(kw_only=True, slots=True)
@@ -304,7 +306,7 @@ class Config(Section):
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def rules(self) -> Iterator[Rule]:
-        """Those that join settings of several sections."""
+        """Constraints between settings of several sections."""
         yield from self._model_rules()
         yield from self._weight_rules()
         yield from self._tail_rules()
@@ -322,7 +324,7 @@ class Config(Section):
         yield Rule(
             model.path is None or model.scratch is None,
             "model.path",
-            "model.scratch would build another model; add model=pretrained to leave that out",
+            "model.scratch would build another model; add model=pretrained to disable it",
         )
         longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
         yield Rule(
@@ -351,7 +353,7 @@ class Config(Section):
         yield Rule(
             sync.commit_timeout_s < engine.request_timeout_s,
             "weight_sync.commit_timeout_s",
-            "a request that waits for a commit must not be given up before it: set less than "
+            "a request that waits for a commit must not time out first: set less than "
             f"rollout.engine.request_timeout_s={engine.request_timeout_s:g}",
         )
 
@@ -361,22 +363,22 @@ class Config(Section):
         yield Rule(
             not (rollout.tail is TailPolicy.postpone and buffer.on_stale is OnStale.wait),
             "rollout.tail",
-            "with buffer.on_stale=wait the trainer waits for the very groups that are put off; "
+            "with buffer.on_stale=wait the trainer waits for the very groups that are postponed; "
             "choose another buffer.on_stale, or rollout.tail=continue_across_versions",
         )
         yield Rule(
             not is_synchronous or rollout.tail is TailPolicy.continue_across_versions,
             "rollout.tail",
-            "with buffer.max_staleness=0 no group outlives a version, so none can be put off to a "
+            "with buffer.max_staleness=0 no group outlives a version, so none can be resumed at a "
             "later one; raise buffer.max_staleness, or set rollout.tail=continue_across_versions",
         )
         throws_away = buffer.on_stale in (OnStale.requeue, OnStale.drop)
         yield Rule(
             not (is_synchronous and throws_away and rollout.oversampling > 1),
             "rollout.oversampling",
-            "with buffer.max_staleness=0 each publish throws the surplus away, which are the "
-            "groups with the longest answers: what is trained would be biased to short ones; set "
-            "1, or raise buffer.max_staleness",
+            "with buffer.max_staleness=0 each publish discards the surplus, which are the groups "
+            "with the longest answers: training would be biased to short answers; set 1, or raise "
+            "buffer.max_staleness",
         )
 
     def _task_rules(self) -> Iterator[Rule]:
@@ -387,14 +389,14 @@ class Config(Section):
         yield Rule(
             not task.rewards or bool(parts),
             "task.rewards",
-            "a teacher gives no reward, so all of a group would be 0 and teach nothing; add "
-            "another part, as in task.rewards.right.kind=task",
+            "a teacher gives no reward, so every reward would be 0 and nothing would be learnt; "
+            "add another part, as in task.rewards.right.kind=task",
             shown,
         )
         yield Rule(
             not parts or any(reward.weight for reward in parts),
             "task.rewards.*.weight",
-            "every reward would be 0 and teach nothing; give one part another weight",
+            "every reward would be 0 and nothing would be learnt; give one part another weight",
             [reward.weight for reward in parts],
         )
         brings_rewards = task.env is not None or task.agent is not None
@@ -402,19 +404,17 @@ class Config(Section):
             task.kind is not TaskKind.code or RewardKind.code_tests in kinds or brings_rewards,
             "task.rewards",
             "an answer of task.kind=code is scored by running its tests; set "
-            "task.rewards={tests: {kind: code_tests}}, or name who gives the reward in task.env or "
-            "task.agent",
+            "task.rewards={tests: {kind: code_tests}}, or give rewards in task.env or task.agent",
             shown,
         )
         yield Rule(
             not task.tools or task.chat_template,
             "task.tools",
-            "the chat template is what describes its tools to the model: set "
-            "task.chat_template=true",
+            "the chat template describes the tools to the model: set task.chat_template=true",
         )
 
     def rules_without_gpus(self, why: str) -> Iterator[Rule]:
-        """What needs a GPU in a run that has none, or is set to use none; `hold` them."""
+        """Rules for a run without GPUs, to be passed to `hold`; `why` says why it has none."""
         yield Rule(
             self.weight_sync.commit is not CommitStrategy.ipc,
             "weight_sync.commit",

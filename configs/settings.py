@@ -1,6 +1,6 @@
-"""The schema seen from outside: every setting's dotted name, type, default and description.
+"""Introspection of the schema: every setting's dotted name, type, default and description.
 
-`load.py` words its errors by it, and `reference.py` writes the documentation page.
+Used by `load.py` for its error messages and by `reference.py` for the documentation page.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Setting:
     name: str
     """Dotted, as on the command line: `buffer.max_staleness`."""
     section: type
-    """The dataclass that holds it."""
+    """The dataclass that contains it."""
     annotation: object
     """Its type, without the `| None`."""
     is_optional: bool
@@ -43,11 +43,11 @@ class Setting:
     """The schema's one default (Enum members as their name)."""
     doc: str
     bound: Bound | None
-    """What its values are held to beyond their type."""
+    """Restricts its values beyond their type."""
 
     @property
     def expected(self) -> str:
-        """What a value must be, as the end of "expected ..."."""
+        """The valid values, as the end of "expected ..."."""
         text = describe_type(self.annotation)
         if self.bound is not None:
             text += f", {self.bound.short}"
@@ -57,12 +57,12 @@ class Setting:
 
     @property
     def is_open(self) -> bool:
-        """A mapping whose keys are not ours to know (arguments of a task's generator)."""
+        """Whether it is a mapping with arbitrary keys (arguments of a task's generator)."""
         return get_origin(self.annotation) is dict
 
 
 def describe_type(annotation: object) -> str:
-    """Words for a type, e.g. "an integer" or "one of requeue, drop"."""
+    """The name of a type, e.g. "an integer" or "one of requeue, drop"."""
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return "one of " + ", ".join(member.name for member in annotation)
     if get_origin(annotation) is list:
@@ -74,7 +74,7 @@ def describe_type(annotation: object) -> str:
 
 @cache
 def all_settings() -> tuple[Setting, ...]:
-    """Every leaf of `schema.Config`, in the order of the file."""
+    """Every leaf of `schema.Config`, in source order."""
     return tuple(_walk(schema.Config, prefix=""))
 
 
@@ -84,7 +84,7 @@ def setting_named(name: str) -> Setting | None:
 
 @cache
 def reward_settings() -> tuple[Setting, ...]:
-    """Those of one part of the reward, whose section is named by the user."""
+    """The settings of one part of the reward; the user names its section."""
     return tuple(_walk(rollout_schema.RewardConfig, prefix="task.rewards.NAME."))
 
 
@@ -136,12 +136,12 @@ def _class_nodes() -> dict[str, ast.ClassDef]:
 
 
 def section_doc(section: type) -> str:
-    """What the class body says; `__doc__` of a dataclass without a docstring is generated."""
+    """The docstring in the source; `__doc__` of a dataclass without one is generated."""
     return ast.get_docstring(_class_nodes()[section.__name__]) or ""
 
 
 def enum_docs(names: type[Enum]) -> str:
-    """The docstring of an Enum, and the comments that stand behind its members."""
+    """The docstring of an Enum and the comments after its members."""
     source = inspect.getsource(names)
     by_line = {
         token.start[0]: token.string.removeprefix("# ")
@@ -153,7 +153,7 @@ def enum_docs(names: type[Enum]) -> str:
         f"`{name.id}`: {comment}."
         for node in body
         if isinstance(node, ast.Assign) and isinstance(name := node.targets[0], ast.Name)
-        # A member whose line would be too long stands in brackets, its comment inside.
+        # A member whose line would be too long is in brackets, with its comment inside.
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
         if (comment := by_line.get(line))
     ]
@@ -162,7 +162,7 @@ def enum_docs(names: type[Enum]) -> str:
 
 
 def _field_docs(section: type) -> dict[str, str]:
-    """The string under each field. Only the source has it; Python itself throws it away."""
+    """The string below each field; only the source has it."""
     body = _class_nodes()[section.__name__].body
     docs = {}
     for node, following in pairwise(body):

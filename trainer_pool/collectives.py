@@ -1,6 +1,6 @@
-"""Small collectives by which the trainer's ranks agree on flags, numbers and short texts.
+"""Small collectives for flags, numbers and short texts among the trainer's ranks.
 
-No pickle: everything is a flat tensor, on the device that the process group needs.
+No pickle: everything is a flat tensor, on the device of the process group's backend.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Collectives:
     device: torch.device
 
     def broadcast_flags(self, flags: Sequence[bool]) -> list[bool]:
-        """Rank 0's flags; the other ranks' only give the number."""
+        """Rank 0's flags; on other ranks only the length of `flags` matters."""
         flat = torch.tensor(flags, dtype=torch.uint8, device=self.device)
         dist.broadcast(flat, src=0)
         return [bool(flag) for flag in flat.tolist()]
@@ -35,7 +35,7 @@ class Collectives:
         return torch.stack(every).cpu()
 
     def gather_texts(self, text: str) -> list[str]:
-        """The text of every rank, in rank order; for up to some thousand characters."""
+        """The text of every rank, in rank order; for at most a few thousand characters."""
         mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         lengths = self.gather(torch.tensor([len(mine)]))[:, 0].int().tolist()
         padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
@@ -46,7 +46,7 @@ class Collectives:
         ]
 
     def all_equal(self, value: int) -> bool:
-        """Whether all ranks passed the same number (below 2**53)."""
+        """Whether all ranks passed the same integer (below 2**53)."""
         every = self.gather(torch.tensor([value], dtype=torch.float64))
         return bool((every == every[0]).all())
 

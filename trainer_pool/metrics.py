@@ -1,4 +1,4 @@
-"""Statistics of a training step: gathered token by token on each rank, summed over all ranks."""
+"""Statistics of a training step: accumulated per token on each rank, then summed over ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from trainer_pool.data.packing import MicroBatch
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StepStats:
-    """One step over all ranks. Means are over trained tokens unless stated otherwise.
-
-    NaN where there was nothing to measure.
-    """
+    """One step over all ranks; NaN if not measured. Means are over trained tokens unless noted."""
 
     num_groups: int
     num_tokens: int
@@ -42,24 +39,24 @@ class StepStats:
     reward_parts: dict[str, float]
     """Mean of each part over the episodes that have it."""
     zero_variance_fraction: float
-    """Share of groups whose rewards are all equal: they teach nothing."""
+    """Share of groups whose rewards are all equal: they have no gradient."""
     response_length_mean: float
-    """Tokens that the policy wrote, over trajectories."""
+    """Tokens that the policy generated, over trajectories."""
     truncated_fraction: float
-    """Share of trajectories that ended because there was no room for more tokens."""
+    """Share of trajectories that ended at their token limit."""
     staleness_mean: float
     """Over groups, each by its oldest trained token; so are the next two."""
     staleness_max: int
     staleness_counts: dict[int, int]
     ratio_mean: float
-    """Importance ratio proximal / rollout, not truncated: 1 where a run is on-policy."""
+    """Importance ratio proximal / rollout, not truncated; 1 if on-policy."""
     ratio_mean_abs_dev: float
     """Mean of |ratio - 1|."""
     ratio_max_abs_dev: float
     tis_clipped_fraction: float
     clip_fraction: float
     num_bounded_tokens: int
-    """Tokens whose log ratio exceeded `losses.MAX_LOG_RATIO`, and count with that bound."""
+    """Tokens whose log ratio was clamped to `losses.MAX_LOG_RATIO`."""
     entropy: float
     """Of the policy being trained, in nats."""
     logprob_diff_mean: float
@@ -68,8 +65,7 @@ class StepStats:
     logprob_diff_tokens: int
 
     def record(self) -> dict[str, float | int | str]:
-        """Flat, for a metrics log: `staleness_counts` becomes a JSON object in a string, and each
-        part of the reward a number named reward/<part>."""
+        """Flat, for a metrics log: `staleness_counts` as JSON, reward parts as reward/<part>."""
         flat: dict[str, float | int | str] = {
             item.name: getattr(self, item.name)
             for item in fields(self)
@@ -105,11 +101,11 @@ _GROUP_COLUMNS = (
 )
 
 
-class StepTally:
-    """Adds up one rank's part of a step; only `total` is a collective."""
+class StepAccumulator:
+    """Accumulates one rank's part of a step; only `total` is a collective."""
 
     def __init__(self, device: torch.device) -> None:
-        # On the device until the end of the step, so that no micro-batch waits for a copy.
+        # Kept on the device until the end of the step, so that no micro-batch waits for a copy.
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
 
@@ -117,7 +113,7 @@ class StepTally:
     def add(
         self, batch: MicroBatch, result: PolicyLoss, proximal_BP: Tensor, entropy_BP: Tensor
     ) -> None:
-        """Add the tokens of a micro-batch; `proximal_BP` is the policy that the step began with."""
+        """Add the tokens of a micro-batch; `proximal_BP`: from the policy at the step's start."""
         is_real_BP = batch.mask_BP != 0
         gap_BP = (proximal_BP - batch.rollout_logprobs_BP).masked_fill(~is_real_BP, 0.0)
         ratio_BP = bounded(gap_BP).exp()
@@ -151,7 +147,7 @@ class StepTally:
     ) -> StepStats:
         """Stats of the whole batch, equal on every rank; `groups` is this rank's share of it.
 
-        `norms`: of the gradient of each update, None where it was skipped.
+        `norms`: gradient norm of each update, None if it was skipped.
         """
         table = _group_table(groups, group_ids, version)
         mine = torch.cat([self._sums.cpu(), self._maxima.cpu(), table.view(-1)])
@@ -175,7 +171,7 @@ def _group_table(
     table = torch.zeros(len(group_ids), len(_GROUP_COLUMNS), dtype=torch.float64)
     for group in groups:
         rewards = torch.tensor([*group.rewards_by_episode.values()], dtype=torch.float64)
-        # Only generated tokens: the text of an environment or a tool follows the prompt, too.
+        # Only generated tokens: text of an environment or a tool follows the prompt, too.
         lengths = [sum(s.end - s.start for s in t.version_spans) for t in group.trajectories]
         table[place[group.group_id]] = torch.tensor(
             [

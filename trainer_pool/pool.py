@@ -1,6 +1,6 @@
-"""The trainer pool as the controller sees it: a Ray actor a rank, thin shells of `TrainerRank`.
+"""The controller's interface to the trainer pool: one Ray actor per rank, around `TrainerRank`.
 
-Importable without torch: an actor has to set its environment before torch is loaded.
+Importable without torch: an actor must set its environment before torch is loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_CONCURRENCY = 4
 
 
 class TrainerActor:
-    """One rank in a process of its own. Threaded, so that `stop` gets in while `train` runs."""
+    """One rank in its own process. Threaded, so that `stop` can run during `train`."""
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         self._spec = spec
@@ -42,7 +42,7 @@ class TrainerActor:
         return os.getpid()
 
     def open_rendezvous(self) -> tuple[str, int]:
-        """Rank 0: listen where the ranks will meet. Keeping the socket keeps the port ours."""
+        """Rank 0: listen for the rendezvous; the open socket reserves the port."""
         host = self._spec.host
         if not _is_loopback(host):
             host = ray.util.get_node_ip_address()  # the controller's host is not always this node's
@@ -53,7 +53,7 @@ class TrainerActor:
         return host, self._listener.getsockname()[1]
 
     def start(self, host: str, port: int) -> None:
-        """Meet the other ranks at rank 0's `host` and `port`, and load the model."""
+        """Join the other ranks at rank 0's `host` and `port`, and load the model."""
         os.environ.update(self._environment(host, port))
         from trainer_pool.model.zero3 import RankAddress
         from trainer_pool.rank import TrainerRank
@@ -80,9 +80,9 @@ class TrainerActor:
             "GLOO_SOCKET_IFNAME": interface_towards(host),
         }
         if not self._spec.uses_gpu:
-            environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides none from an actor without one
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray does not hide GPUs from CPU actors
         if _is_loopback(host):
-            environment["NCCL_SOCKET_IFNAME"] = "lo"  # which it would not use by itself
+            environment["NCCL_SOCKET_IFNAME"] = "lo"  # NCCL avoids loopback by default
         return environment
 
     def connect(self) -> None:
@@ -102,7 +102,7 @@ class TrainerActor:
             self._trainer.stop()
 
     def wait_dead(self) -> str:
-        """Never returns: Ray raises at the reference when the process ends."""
+        """Never returns; Ray raises at the reference when the process ends."""
         threading.Event().wait()
         return "died"
 
@@ -121,7 +121,7 @@ class TrainerPool:
     """All ranks. Methods return at once, with a pending result by process name ("trainer-0", ...).
 
     A rank that fails raises at its own reference; the others then wait in a collective until its
-    process is gone or `trainer.timeout_s` is over, so close the pool when one reference raises.
+    process ends or `trainer.timeout_s` passes, so close the pool when one reference raises.
     """
 
     def __init__(self, actors: Mapping[str, Any]) -> None:
@@ -139,23 +139,23 @@ class TrainerPool:
         )
 
     def open_rendezvous(self) -> dict[str, Pending[tuple[str, int]]]:
-        """Where the ranks will meet, from rank 0."""
+        """Host and port of the ranks' rendezvous, from rank 0."""
         name, lead = next(iter(self._actors.items()))
         return {name: lead.open_rendezvous.remote()}
 
     def start(self, rendezvous: tuple[str, int]) -> dict[str, Pending[None]]:
-        """Bring the ranks together and load the model."""
+        """Form the process group and load the model."""
         return {name: actor.start.remote(*rendezvous) for name, actor in self._actors.items()}
 
     def warm_start(
         self, examples: Sequence[SupervisedExample]
     ) -> dict[str, Pending[WarmStartReport]]:
-        """All reports are equal but for the seconds."""
+        """Supervised learning before RL; the reports differ only in `seconds`."""
         shared = ray.put(list(examples))
         return {name: actor.warm_start.remote(shared) for name, actor in self._actors.items()}
 
     def connect(self) -> dict[str, Pending[None]]:
-        """Make the checkpoint engine, which finds the receivers by itself."""
+        """Create the checkpoint engine, which finds the receivers itself."""
         return {name: actor.connect.remote() for name, actor in self._actors.items()}
 
     def publish_initial(self) -> dict[str, Pending[PublishReport]]:
@@ -163,11 +163,11 @@ class TrainerPool:
         return {name: actor.publish_initial.remote() for name, actor in self._actors.items()}
 
     def train(self) -> dict[str, Pending[TrainReport]]:
-        """Reports come when all steps are done, or after `stop`."""
+        """Train all steps, or until `stop`."""
         return {name: actor.train.remote() for name, actor in self._actors.items()}
 
     def stop(self) -> dict[str, Pending[None]]:
-        """Ask `train` to end after the step it is in."""
+        """Ask `train` to end after the current step."""
         return {name: actor.stop.remote() for name, actor in self._actors.items()}
 
     def deaths(self) -> dict[str, Pending[str]]:
@@ -175,7 +175,7 @@ class TrainerPool:
         return {name: actor.wait_dead.remote() for name, actor in self._actors.items()}
 
     def close(self, timeout_s: float) -> None:
-        """Let the ranks leave their groups, for at most `timeout_s`, then end their processes."""
+        """Let the ranks leave their process groups within `timeout_s`, then kill them."""
         ends = [actor.close.remote() for actor in self._actors.values()]
         ray.wait(ends, num_returns=len(ends), timeout=timeout_s)
         for actor in self._actors.values():

@@ -4,9 +4,8 @@
                        ▲                                       ├► copy of the shards ─► engines
                        └── stale: dropped or run again         └► checkpoint ─► ack
 
-Every rank runs this loop. Rank 0 alone acts for all of them: it decides which groups may still be
-trained, and records what happened. Weights leave each rank beside the loop, which waits only for
-the copy.
+Every rank runs this loop. Rank 0 decides for all of them which groups may still be trained, and
+records metrics. Weights are sent in the background; the loop waits only for the copy.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ from weight_sync.types import PublishReport, VersionBoard
 class TrainerRank:
     """The policy's shards on this rank, and its connections to the buffer and to the engines.
 
-    All ranks make the same calls; only `stop` and `close` are not collective. As an actor of
-    `TrainerPool` runs it:
+    All ranks make the same calls; only `stop` and `close` are not collective. An actor of
+    `TrainerPool` uses it like this:
 
-        trainer = TrainerRank(spec, address, listener)   # meets the other ranks, loads the model
+        trainer = TrainerRank(spec, address, listener)   # joins the other ranks, loads the model
         trainer.warm_start(examples)                     # optional, before any engine starts
         trainer.connect()                                # from here on receivers are served
         trainer.publish_initial()                        # returns when engines serve version 0
@@ -54,7 +53,7 @@ class TrainerRank:
     """
 
     def __init__(self, spec: TrainerSpec, address: RankAddress, listener: socket | None) -> None:
-        """Meet the other ranks and load the model; rank 0 passes the rendezvous' `listener`."""
+        """Join the other ranks and load the model; rank 0 passes the rendezvous' `listener`."""
         torch.manual_seed(spec.seed)
         config = spec.config
         self._spec = spec
@@ -74,7 +73,7 @@ class TrainerRank:
         self._stop_requested = threading.Event()
         self._is_training = False
         self._has_compared = False
-        """Whether engines were seen to serve the weights that are trained."""
+        """Whether the engines' weights have been compared with the trainer's."""
         self._lineage = uuid4().hex
         self._step = 0
         self._version = 0
@@ -109,12 +108,12 @@ class TrainerRank:
         )
 
     def publish_initial(self) -> PublishReport:
-        """Give the engines version 0, the weights that RL starts from, and wait for them.
+        """Publish version 0, the initial weights of RL, and wait until the engines serve it.
 
-        Raises WeightSyncError naming the engines that did not take it in `trainer.timeout_s`.
+        Raises WeightSyncError naming the engines that did not commit it in `trainer.timeout_s`.
         """
         if self._is_lead:
-            # From here on the buffer refuses an earlier trainer of this run.
+            # From here on the buffer rejects an earlier trainer of this run.
             self._loop.run(
                 self._buffer.reconcile(
                     self._lineage,
@@ -134,13 +133,13 @@ class TrainerRank:
         return self._weights
 
     def stop(self) -> None:
-        """End `train` after the step it is in, with a checkpoint; from any thread."""
+        """End `train` after the current step, with a checkpoint; thread-safe."""
         self._stop_requested.set()
 
     def train(self) -> TrainReport:
-        """Run all steps, until engines serve the last version.
+        """Run all steps, then wait until the engines serve the last version.
 
-        Raises TimeoutError if the rollout pool brings no batch in time, and WeightSyncError if
+        Raises TimeoutError if the rollout pool delivers no batch in time, and WeightSyncError if
         versions do not reach the engines.
         """
         self._is_training = True
@@ -156,7 +155,7 @@ class TrainerRank:
         if self._saved_step < self._step:
             self._checkpoint()
         self._engine.export(self._export_dir)
-        # What follows, such as the last evaluation, uses the weights that training ended with.
+        # The last evaluation must use the final weights.
         self._sending.drain(self._version, self._spec.config.timeout_s)
         return TrainReport(
             num_steps=self._step,
@@ -167,7 +166,7 @@ class TrainerRank:
         )
 
     def _should_stop(self) -> bool:
-        # Rank 0's flag counts: the ranks must leave the loop after the same step.
+        # Only rank 0's flag counts: all ranks must leave the loop after the same step.
         return self._ranks.broadcast_flags([self._stop_requested.is_set()])[0]
 
     def _run_step(self) -> None:
@@ -193,9 +192,9 @@ class TrainerRank:
             self._record(stats, report, times)
 
     def _lease(self) -> tuple[Lease, tuple[str, ...]]:
-        """This rank's share of the next batch, and which groups of the batch may be trained.
+        """This rank's share of the next batch, and the groups of the batch that may be trained.
 
-        Leases again if nothing is left of the batch, or if the ranks got different ones because a
+        Leases again if no group may be trained, or if the ranks got different batches because a
         lease expired between their calls.
         """
         while True:
@@ -240,7 +239,7 @@ class TrainerRank:
             learning_rate=learning_rate(self._step, config.learning_rate, config.lr_warmup_steps),
             before_update=self._sending.guard,
         )
-        # A group that no rank held must not be counted as trained.
+        # A group that no rank had must not be counted as trained.
         assert stats.num_groups == len(kept_ids), (stats.num_groups, kept_ids)
         return stats
 
@@ -256,7 +255,7 @@ class TrainerRank:
             self._has_compared = True
 
     def _hand_over(self, lease: Lease, kept_ids: tuple[str, ...]) -> None:
-        """Announce the new version, then free the credits of the groups it was trained on."""
+        """Announce the new version, then free the credits of the trained groups."""
         self._loop.run(self._buffer.publish_version(self._version))
         num_consumed = self._loop.run(self._buffer.consume(lease, kept_ids))
         if num_consumed < len(kept_ids):
@@ -269,11 +268,11 @@ class TrainerRank:
         self._unsaved_group_ids += kept_ids
 
     def _publish_weights(self) -> PublishReport:
-        """Copy this rank's shards; they travel while training goes on."""
+        """Copy this rank's shards; they are sent while training continues."""
         return self._sending.publish(self._version, self._engine.shards())
 
     def _checkpoint(self) -> None:
-        """Save all shards; once they are durable, the buffer may forget the groups in them."""
+        """Save all shards; once they are durable, acknowledge the groups that they contain."""
         if self._is_lead:
             self._checkpoints.begin(self._step)
         self._ranks.barrier()
@@ -309,7 +308,7 @@ class TrainerRank:
         self._loop.run(self._run_state.append_metrics(record, kind="step"))
 
     def close(self) -> None:
-        """End every wait in the buffer and leave all groups. The rank cannot be used afterwards."""
+        """End all waits in the buffer and leave all process groups; the rank is unusable then."""
         self.stop()
         self._loop.stop(self._buffer.close(), self._run_state.close())
         if self._is_training:
@@ -322,18 +321,18 @@ class TrainerRank:
 
 
 def learning_rate(step: int, peak: float, num_warmup_steps: int) -> float:
-    """For step 0, 1, ...: rises linearly to `peak`, which it reaches at `num_warmup_steps`."""
+    """The rate of step 0, 1, ...: rises linearly, and is `peak` from `num_warmup_steps` on."""
     return peak * min(1.0, (step + 1) / (num_warmup_steps + 1))
 
 
 def _fingerprint(text: str) -> int:
-    """48 bits of a hash: exact in the float64 that the ranks exchange."""
+    """48 bits of a hash, exact in the float64 that the ranks exchange."""
     return int.from_bytes(sha256(text.encode()).digest()[:6], "big")
 
 
 @dataclass(kw_only=True, slots=True)
 class _StepTimes:
-    """Where the seconds of one step went, on this rank."""
+    """How one step's time was spent on this rank."""
 
     lease_wait_s: float = 0.0
     step_s: float = 0.0
@@ -341,7 +340,7 @@ class _StepTimes:
 
 
 class _Clock:
-    """Seconds between one call of `lap` and the next."""
+    """Measures seconds between calls of `lap`."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()

@@ -3,9 +3,9 @@
     groups ─ advantages ─ rows ┬ minibatch 0: micro-batches ─► forward, loss, backward ... ─► update
                                └ minibatch 1: micro-batches ─► forward, loss, backward ... ─► update
 
-Each rank holds its own share of the groups. Losses are normalized by the tokens of the whole
+Each rank has its own share of the groups. Losses are normalized by the tokens of the whole
 minibatch over all ranks, and a group's minibatch depends only on its position in the whole batch.
-So the number of ranks and the cut into micro-batches change nothing but rounding.
+So the number of ranks and of micro-batches changes nothing but rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer_pool.algorithms.advantages import grpo_advantages
 from trainer_pool.algorithms.losses import policy_loss
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
-from trainer_pool.metrics import StepStats, StepTally
+from trainer_pool.metrics import StepAccumulator, StepStats
 from trainer_pool.model.logprobs import selected_logprobs
 from trainer_pool.model.zero3 import Zero3Engine
 
@@ -34,16 +34,16 @@ class StepBatch:
     """One rank's part of a batch."""
 
     version: int
-    """Of the weights that the step begins with."""
+    """Version of the weights at the start of the step."""
     group_ids: tuple[str, ...]
-    """Of the whole batch, in the same order on each rank."""
+    """All groups of the batch, in the same order on each rank."""
     groups: tuple[TrajectoryGroup, ...]
     """This rank's share; may be empty."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Minibatch:
-    """One update's part of a step, as one rank sees it."""
+    """One rank's part of one update."""
 
     micro_batches: list[MicroBatch]
     """The same number on every rank."""
@@ -60,19 +60,19 @@ def train_step(
     learning_rate: float,
     before_update: Callable[[], None],
 ) -> StepStats:
-    """Update the weights by `batch`; every rank calls it with its own share of the same batch.
+    """Update the weights on `batch`; every rank calls it with its own share of the same batch.
 
     `before_update` is called before each change of the weights.
     Raises ValueError naming a group that was not sampled from the policy's own distribution.
     """
     minibatches = plan_minibatches(batch, config, ranks)
     proximal = _proximal_logprobs(engine, minibatches)
-    tally, norms = StepTally(engine.device), list[float | None]()
+    totals, norms = StepAccumulator(engine.device), list[float | None]()
     for minibatch, known in zip(minibatches, proximal, strict=True):
         for micro_batch, proximal_BP in zip(minibatch.micro_batches, known, strict=True):
             _accumulate(
                 engine,
-                tally,
+                totals,
                 micro_batch.to(engine.device),
                 proximal_BP,
                 config,
@@ -80,7 +80,7 @@ def train_step(
             )
         before_update()
         norms.append(engine.step(learning_rate))
-    return tally.total(
+    return totals.total(
         ranks,
         groups=batch.groups,
         group_ids=batch.group_ids,
@@ -92,7 +92,7 @@ def train_step(
 
 def _accumulate(
     engine: Zero3Engine,
-    tally: StepTally,
+    totals: StepAccumulator,
     batch: MicroBatch,
     proximal_BP: Tensor | None,
     config: TrainerConfig,
@@ -116,7 +116,7 @@ def _accumulate(
         num_tokens=num_tokens,
     )
     engine.backward(result.loss)
-    tally.add(batch, result, proximal_BP, entropy_BP)
+    totals.add(batch, result, proximal_BP, entropy_BP)
 
 
 def _proximal_logprobs(
@@ -124,7 +124,7 @@ def _proximal_logprobs(
 ) -> list[list[Tensor | None]]:
     """Log-probabilities before the first update, by minibatch and micro-batch.
 
-    None with a single update, whose own forward pass computes them anyway.
+    None if there is a single update: its own forward pass computes them.
     """
     if len(minibatches) <= 1:
         return [[None] * len(minibatch.micro_batches) for minibatch in minibatches]
@@ -144,9 +144,9 @@ def _score(engine: Zero3Engine, batch: MicroBatch) -> Tensor:
 def plan_minibatches(
     batch: StepBatch, config: TrainerConfig, ranks: Collectives
 ) -> list[Minibatch]:
-    """Cut the step into updates of nearly equally many groups; one collective.
+    """Split the step into updates with nearly equal numbers of groups; one collective.
 
-    Updates without a trained token on any rank are left out.
+    Updates without a trained token on any rank are omitted.
     """
     rows = _rows_by_minibatch(batch, config)
     mine = [pack(part, config.micro_batch_tokens) for part in rows]
@@ -175,11 +175,11 @@ def _rows_by_minibatch(batch: StepBatch, config: TrainerConfig) -> list[list[Row
 
 
 def rows_of_group(group: TrajectoryGroup, version: int, *, should_normalize_std: bool) -> list[Row]:
-    """The group's trajectories with their advantages, without those that have no trained token.
+    """The group's trajectories that have a trained token, with their advantages.
 
-    An episode's reward counts once, however many trajectories it has. Each of them gets its
-    advantage; its weight is shared among those that are trained. Raises ValueError for a group
-    whose sampling changed the policy's distribution by more than a temperature.
+    An episode's reward counts once, however many trajectories it has: each gets the episode's
+    advantage, and the trained ones share its weight. Raises ValueError for a group that was sampled
+    with more than a temperature.
     """
     check_sampling(group)
     rewards = group.rewards_by_episode
@@ -204,7 +204,7 @@ def rows_of_group(group: TrajectoryGroup, version: int, *, should_normalize_std:
 
 
 def check_sampling(group: TrajectoryGroup) -> None:
-    """Raises ValueError naming a setting that the importance ratios do not account for."""
+    """Raises ValueError naming a sampling setting that importance ratios cannot account for."""
     plain = SamplingParams(temperature=group.sampling.temperature)
     for item in fields(SamplingParams):
         value = getattr(group.sampling, item.name)

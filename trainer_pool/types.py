@@ -12,13 +12,13 @@ from configs.schema import BufferConfig, TrainerConfig, WeightSyncConfig
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainerSpec:
-    """Everything needed to build a trainer rank; the same for every rank."""
+    """The inputs of a trainer rank; the same for every rank."""
 
     config: TrainerConfig
     weight_sync: WeightSyncConfig
     buffer: BufferConfig
     model_path: str
-    """Hugging Face name or folder of the policy that the run starts with."""
+    """Hugging Face name or folder of the initial policy."""
     trust_remote_code: bool
     redis_url: str = field(repr=False)
     """Contains the password, so it must not be logged."""
@@ -26,15 +26,15 @@ class TrainerSpec:
     run_dir: str
     seed: int
     host: str
-    """Address on which rank 0 listens, for the other ranks and for the receivers."""
+    """Address on which rank 0 listens for the other ranks and the receivers."""
     num_threads: int
     uses_gpu: bool
     serving_dtype: str
-    """Of the weights as engines serve them, as torch spells it: "float32" or "bfloat16"."""
+    """Dtype of the weights in the engines, as torch spells it: "float32" or "bfloat16"."""
     weights_key: str = field(repr=False)
-    """The key that the receivers of this run ask for."""
+    """The key that this run's receivers require."""
     gpu_share: float = 1.0
-    """Share of a GPU for each rank: less than 1 where an engine uses the same GPU."""
+    """Share of a GPU for each rank: less than 1 if an engine uses the same GPU."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
@@ -65,5 +65,5 @@ class TrainReport:
     was_stopped: bool
     """Whether `stop()` ended it before all steps were done."""
     export_dir: str
-    """The final policy in Hugging Face's layout."""
+    """Folder of the final policy in Hugging Face format."""
     seconds: float

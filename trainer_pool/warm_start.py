@@ -1,6 +1,6 @@
-"""Supervised learning on a task's own answers before RL, which needs some success to start from.
+"""Supervised learning on a task's own answers before RL, which cannot start without any success.
 
-It uses the same ZeRO-3 engine and the same packing as a training step.
+Uses the ZeRO-3 engine and the packing of a training step.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def warm_start(
     examples: Sequence[SupervisedExample],
     config: TrainerConfig,
 ) -> WarmStartReport:
-    """Imitate `examples` in order, starting over when they run out.
+    """Train on `examples` in order, starting over when they run out.
 
-    Every rank gets all of them and takes its share. The optimizer is reset afterwards, so that RL
-    begins with fresh moments. Raises ValueError without examples.
+    Every rank gets all of them and uses its share. The optimizer is reset afterwards, so that RL
+    starts with fresh moments. Raises ValueError without examples.
     """
     if not examples:
         raise ValueError("trainer.warm_start.num_steps: the task gave no examples to learn from")
@@ -65,7 +65,7 @@ def _supervised_step(
 ) -> Tensor:
     """One update; returns this rank's share of the loss, still on the device."""
     shares = [batch[rank :: ranks.num_ranks] for rank in range(ranks.num_ranks)]
-    # Every rank knows every share, and so the number of passes that the others need.
+    # Every rank knows all shares, and thus the number of passes that the others need.
     budget = config.micro_batch_tokens
     num_passes = max(len(plan_micro_batches(_lengths(share), budget)) for share in shares)
     num_tokens = sum(int(example.loss_mask.sum()) for example in batch)

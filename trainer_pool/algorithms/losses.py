@@ -1,15 +1,15 @@
 """The policy-gradient loss with its off-policy corrections; pure, token by token.
 
-Three policies meet in a token: the one that sampled it (`rollout`, measured by the inference
-engine), the one that the step begins with (`proximal`) and the one that is being changed
-(`trainer`). Their log-probabilities give two ratios, each bounded in its own way:
+Each token has three policies: the one that sampled it (`rollout`, measured by the inference
+engine), the one at the start of the step (`proximal`) and the one being updated (`trainer`). Their
+log-probabilities give two ratios, each bounded in its own way:
 
     trainer / proximal   how far this step has moved       PPO clips it
     proximal / rollout   staleness and engine mismatch     truncated at a cap, not differentiated
 
-No logarithm of a ratio counts beyond `MAX_LOG_RATIO`: a single token must not be the whole loss.
+Log ratios are clamped to `MAX_LOG_RATIO`, so that a single token cannot dominate the loss.
 
-Letters: B rows, T positions. Every tensor is [B, T]; positions with mask 0 count for nothing.
+Letters: B rows, T positions. Every tensor is [B, T]; positions with mask 0 are ignored.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PolicyLoss:
-    """The loss to differentiate, and what happened to each token."""
+    """The loss to differentiate, and the corrections applied to each token."""
 
     loss: Tensor
-    """Scalar: this part's share of the mean over all tokens of the batch."""
+    """Scalar: this micro-batch's share of the mean over all tokens of the batch."""
     is_clipped_BT: Tensor
     """Bool: PPO's clip removed this token's gradient."""
     is_truncated_BT: Tensor
     """Bool: the importance weight reached its cap."""
     is_bounded_BT: Tensor
-    """Bool: the logarithm of one of the two ratios was beyond MAX_LOG_RATIO."""
+    """Bool: one of the two log ratios exceeded MAX_LOG_RATIO."""
 
 
 def policy_loss(
@@ -55,15 +55,15 @@ def policy_loss(
         loss = - 1/num_tokens * sum of b * w * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
         r = trainer / proximal,   w = min(proximal / rollout, tis_cap), a constant
 
-    over the tokens with mask 1. Their weight b, `weights_BT`, is 1, so that every token weighs the
-    same (DAPO, arXiv 2503.14476, eq. 12, where the asymmetric clip bounds are from as well); but n
-    trajectories of one episode have 1/n each. `num_tokens` is the sum of b over the whole batch, of
-    all ranks and micro-batches, so that how it was cut makes no difference. A token whose log r is
-    beyond MAX_LOG_RATIO counts with that ratio and has no gradient.
+    over the tokens with mask 1. Their weight b, `weights_BT`, is 1, so that all tokens weigh the
+    same (DAPO, arXiv 2503.14476, eq. 12, also the source of the asymmetric clip bounds), or 1/n for
+    the n trajectories of one episode. `num_tokens` is the sum of b over all ranks and micro-batches
+    of the batch, so the split makes no difference. A token whose log r exceeds MAX_LOG_RATIO counts
+    with that ratio and has no gradient.
     """
     importance_BT = truncated_importance_weight(proximal_logprobs_BT, rollout_logprobs_BT, tis_cap)
     is_real_BT = mask_BT != 0
-    # A masked position may hold any number; exp of it must not become inf (0 * inf is nan).
+    # A masked position may contain any number; exp of it must not become inf (0 * inf is nan).
     moved_BT = (trainer_logprobs_BT - proximal_logprobs_BT).masked_fill(~is_real_BT, 0.0)
     ratio_BT = bounded(moved_BT).exp()
     free_BT = ratio_BT * advantages_BT
@@ -80,7 +80,7 @@ def policy_loss(
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """`log_ratio` within MAX_LOG_RATIO of 0, and without gradient where it was beyond."""
+    """`log_ratio` clamped to +-MAX_LOG_RATIO, without gradient where it was clamped."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -93,5 +93,5 @@ def truncated_importance_weight(
 
 
 def supervised_loss(logprobs_BT: Tensor, mask_BT: Tensor, num_tokens: float) -> Tensor:
-    """Scalar: this part's share of the mean negative log-likelihood over `num_tokens` tokens."""
+    """Scalar: this micro-batch's share of the mean NLL over `num_tokens` tokens."""
     return -logprobs_BT.masked_fill(mask_BT == 0, 0.0).sum() / num_tokens

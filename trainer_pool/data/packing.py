@@ -1,6 +1,6 @@
-"""Lays trajectories of different lengths out as padded micro-batches; pure.
+"""Packs trajectories of different lengths into padded micro-batches; pure.
 
-    budget 12 tokens        rows sorted by length, so that rows of one batch need little padding
+    budget 12 tokens        rows are sorted by length, so that a batch needs little padding
 
     [ a a a a a a ]         [ c c c . ]
     [ b b b b b . ]         [ d d d . ]     a dot is padding, on the right
@@ -22,11 +22,11 @@ from torch import Tensor
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Row:
-    """One sequence as the trainer sees it; arrays are [T]."""
+    """One sequence to train on; arrays are [T]."""
 
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
-    """1 where the token is trained on; never at position 0, which nothing predicts."""
+    """1 where the token is trained on; never at position 0, which has no prediction."""
     rollout_logprobs: NDArray[np.float32]
     advantage: float = 0.0
     weight: float = 1.0
@@ -48,10 +48,10 @@ class Row:
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class MicroBatch:
-    """Rows that go through the model at once.
+    """Rows of one forward pass.
 
-    Predictions are wanted for the last P of the T positions only (the first trained token of any
-    row onward); tensors with P in their name are cut to these.
+    Predictions are needed only for the last P of the T positions (from the first trained token of
+    any row on); tensors with P in their name are cut to these.
     """
 
     tokens_BT: Tensor
@@ -81,7 +81,7 @@ class MicroBatch:
 def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices of the rows in each micro-batch: longest first, rows x longest <= `max_tokens`.
 
-    Raises ValueError if one row alone is longer than that.
+    Raises ValueError if a single row is longer than that.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     plan: list[list[int]] = []
@@ -105,10 +105,10 @@ def pack(rows: Sequence[Row], max_tokens: int) -> list[MicroBatch]:
 
 
 def fill_up(batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
-    """`batches` and as many empty ones as make `count`.
+    """`batches`, padded with empty ones to `count`.
 
-    ZeRO-3 gathers weights and reduces gradients in every pass, so a rank with less to do must go
-    through the model as often as the others; an empty micro-batch has no token to train on.
+    ZeRO-3 gathers weights and reduces gradients in every pass, so all ranks must make the same
+    number of passes; an empty micro-batch has no token to train on.
     """
     assert len(batches) <= count
     empty = Row(

@@ -1,8 +1,8 @@
-"""Checks, by name, that engines can load the weights that the trainer publishes, and did.
+"""Checks by name that engines can load the published weights, and by log-probability that they did.
 
-Engines load a published version as they loaded the checkpoint: by name. SGLang's loaders silently
-skip an unknown name, and the engine then keeps the old weight. So a model whose names in memory
-differ from those in its files is refused.
+Engines load a published version by the names of the checkpoint. SGLang's loaders silently skip an
+unknown name, and the engine keeps the old weight. So a model whose names in memory differ from
+those in its files is rejected.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from transformers.utils import cached_file
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
 MAX_LOGPROB_DIFF = 1.0
-"""Mean difference in nats. Kernels and dtypes cause some hundredths."""
+"""Mean difference in nats. Different kernels and dtypes cause a few hundredths."""
 _SHOWN = 8
 """Patterns of names in a message."""
 
 
 def checkpoint_names(model_path: str) -> frozenset[str]:
-    """Of all weights in the files of a folder or of a model in the Hugging Face cache.
+    """Names of all weights in a folder or in a model of the Hugging Face cache.
 
     Raises ValueError if there is no file of weights.
     """
@@ -46,7 +46,7 @@ def checkpoint_names(model_path: str) -> frozenset[str]:
         return frozenset(torch.load(path, map_location="meta", weights_only=True, mmap=True))
     raise ValueError(
         f"model.path={model_path!r}: no weights: neither {_SAFETENSORS} nor {_TORCH}, "
-        "whole or in parts"
+        "in one file or sharded"
     )
 
 
@@ -56,7 +56,7 @@ def _file(model_path: str, name: str) -> Path | None:
 
 
 def parameter_names(model_path: str, *, trust_remote_code: bool) -> list[str]:
-    """As the trainer will publish them, without reading a weight."""
+    """The names that the trainer will publish, without reading any weights."""
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -65,14 +65,14 @@ def parameter_names(model_path: str, *, trust_remote_code: bool) -> list[str]:
 
 
 def check_names(model_path: str, published: Iterable[str]) -> None:
-    """Raises ValueError naming what is `published` but missing in the checkpoint's files."""
+    """Raises ValueError naming weights that are `published` but not in the checkpoint's files."""
     known = checkpoint_names(model_path)
     unknown = [name for name in published if name not in known]
     if unknown:
         raise ValueError(
             f"model.path={model_path!r}: the trainer holds {len(unknown)} weights by names that "
             f"the checkpoint does not have: {name_patterns(unknown)}. Engines load by the "
-            "checkpoint's names and keep the old weight of any other, without a word. A mixture of "
+            "checkpoint's names and silently keep the old weight of any other. A mixture of "
             "experts whose experts transformers fuses is not supported yet: choose a dense model. "
             "If it is dense, save it again with save_pretrained of this transformers version"
         )
@@ -81,7 +81,7 @@ def check_names(model_path: str, published: Iterable[str]) -> None:
 def check_engines_agree(
     logprob_diff_mean: float, num_tokens: int, published: Iterable[str]
 ) -> None:
-    """Raises RuntimeError naming what was `published` if engines serve other weights.
+    """Raises RuntimeError naming the `published` weights if engines serve others.
 
     `logprob_diff_mean`: |trainer - engine| over `num_tokens` tokens of the version being trained.
     """
@@ -90,13 +90,13 @@ def check_engines_agree(
             "the engines do not serve the trainer's weights: the log-probabilities of "
             f"{num_tokens} tokens that they sampled with the version being trained differ by "
             f"{logprob_diff_mean:.2f} nats on average, more than {MAX_LOGPROB_DIFF:g}. Their "
-            f"loader may skip names that were published, {name_patterns(published)}, or they "
-            "compute the model in another way: compare the log of engine-0 with the model's config"
+            f"loader may skip published names ({name_patterns(published)}), or they compute the "
+            "model differently: compare the log of engine-0 with the model's config"
         )
 
 
 def name_patterns(names: Iterable[str]) -> str:
-    """Names that differ only in a number, as one: `model.layers.*.mlp.up_proj.weight (24)`."""
+    """Merges names that differ only in a number: `model.layers.*.mlp.up_proj.weight (24)`."""
     counts = Counter(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
     shown = [f"{name} ({n})" if n > 1 else name for name, n in counts.most_common(_SHOWN)]
     more = len(counts) - len(shown)

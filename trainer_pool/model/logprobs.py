@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens from logits, without a second tensor of the logits' size.
 
 `log_softmax(logits)[token]` in float32 would keep 4 bytes for every entry of the vocabulary until
-the backward pass. Here the logits are read in chunks of rows; kept are the logits themselves and
-one normalizer a row, and the backward pass computes the softmax again, chunk by chunk.
+the backward pass. Here the logits are read in chunks of rows. Only the logits and one normalizer
+per row are kept, and the backward pass recomputes the softmax chunk by chunk.
 
 Letters: N positions, V vocabulary.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 _CHUNK_ELEMENTS = 2**25
-"""Logits in float32 at once: 128 MiB."""
+"""Float32 logits at once: 128 MiB."""
 
 
 def selected_logprobs(
@@ -22,8 +22,8 @@ def selected_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log p(token) and the entropy of p = softmax(logits / temperature), both float32.
 
-    `logits` [..., V] of any float type, `tokens` [...] ids, `temperatures` float32 of a shape that
-    expands to that of the tokens; None is 1. The entropy carries no gradient.
+    `logits` [..., V] of any float type, `tokens` [...] ids, `temperatures` float32 that broadcast
+    to `tokens` (None is 1). The entropy has no gradient.
     """
     shape = tokens.shape
     if temperatures is None:

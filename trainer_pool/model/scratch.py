@@ -1,4 +1,4 @@
-"""Builds the quickstart's small policy: a random Qwen3 over bytes, in Hugging Face's layout."""
+"""Builds the quickstart's small policy: a random byte-level Qwen3, in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from configs.schema import ScratchModelConfig
 
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|pad|>", "<|bos|>", "<|eos|>"
 VOCAB_SIZE = 264
-"""256 bytes and three special tokens, rounded up to a multiple of 8 with tokens never written."""
+"""256 bytes and three special tokens, rounded up to a multiple of 8 with unused tokens."""
 
 CHAT_TEMPLATE = """\
 {%- if tools %}
@@ -36,12 +36,12 @@ CHAT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '\\nassistant: ' }}{% endif %}
 """
-"""Plain words, a line a message: a byte tokenizer has no tokens that stand for roles. An answer
-ends with <|eos|>. Calls are written as task.tool_parser=hermes reads them."""
+"""Plain text, one line per message: a byte tokenizer has no tokens for roles. An answer ends with
+<|eos|>. Calls are in the format of task.tool_parser=hermes."""
 
 
 def build_scratch_model(config: ScratchModelConfig, folder: Path, seed: int) -> None:
-    """Writes weights, configuration and tokenizer to `folder`; the same seed gives the same bytes.
+    """Write weights, configuration and tokenizer to `folder`; the same seed gives the same bytes.
 
     Any loader of a Hugging Face folder can read it: `from_pretrained`, SGLang, the trainer.
     """
@@ -61,7 +61,7 @@ def build_scratch_model(config: ScratchModelConfig, folder: Path, seed: int) -> 
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a UTF-8 byte, so that every text has exactly one encoding and decodes to itself."""
+    """One token per UTF-8 byte, so that every text has one encoding and decodes to itself."""
     vocab = {char: i for i, char in enumerate(_chars_of_bytes())}
     specials = [PAD_TOKEN, BOS_TOKEN, EOS_TOKEN]
     specials += [f"<|unused{i}|>" for i in range(VOCAB_SIZE - len(vocab) - len(specials))]
@@ -77,7 +77,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         eos_token=EOS_TOKEN,
         additional_special_tokens=specials[3:],
         clean_up_tokenization_spaces=False,
-        # A prompt that spells "<|eos|>" is text; without this it would become the special token.
+        # A prompt that contains "<|eos|>" is text; otherwise it would become the special token.
         split_special_tokens=True,
     )
 
@@ -85,8 +85,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def _chars_of_bytes() -> list[str]:
     """The character that ByteLevel writes for each byte 0..255.
 
-    The mapping is GPT-2's: printable bytes stand for themselves, the others take the code points
-    from 256 on, in order.
+    The mapping is GPT-2's: printable bytes map to themselves, the others to the code points from
+    256 on, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shifted = iter(range(256, 512))

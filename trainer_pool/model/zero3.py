@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO-3 around a Hugging Face causal language model; the only import of deepspeed.
 
-Sharded are parameters, gradients and Adam's moments. Every public method that does not say
-otherwise is a collective: all ranks call it, in the same order.
+Parameters, gradients and Adam's moments are sharded. Unless noted otherwise, every public method is
+a collective: all ranks call it, in the same order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GATHER_ELEMENTS = 50_000_000
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RankAddress:
-    """This process's rank, and the address where rank 0 listens."""
+    """This process's rank, and the address on which rank 0 listens."""
 
     rank: int
     num_ranks: int
@@ -60,9 +60,9 @@ class RankAddress:
 def join_ranks(
     address: RankAddress, backend: Backend, timeout_s: float, listener: socket | None
 ) -> Collectives:
-    """Meet the other ranks in torch's default process group; returns when all have joined.
+    """Join the other ranks in torch's default process group; returns when all have joined.
 
-    Rank 0 passes the socket that listens at `address`: torch alone would listen everywhere.
+    Rank 0 passes the socket that listens at `address`: torch would listen on all interfaces.
     """
     if not address.uses_gpu:
         # Otherwise deepspeed runs numactl in every step to find this number.
@@ -90,13 +90,13 @@ def join_ranks(
 
 
 def leave_ranks() -> None:
-    """Close the default process group; sockets of a dead peer do not hold it up."""
+    """Close the default process group; a dead peer does not delay it."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 class Zero3Engine:
-    """A policy whose weights are spread over the ranks, with its optimizer."""
+    """A policy whose weights are sharded over the ranks, with its optimizer."""
 
     def __init__(
         self,
@@ -113,13 +113,13 @@ class Zero3Engine:
         self._trust_remote_code = trust_remote_code
         dtype = _resolve_dtype(config.dtype, uses_gpu=address.uses_gpu)
         settings = _settings(config, dtype, uses_gpu=address.uses_gpu)
-        # While this object lives, from_pretrained shards each weight as it is read, so that no rank
-        # ever holds the whole model.
+        # While this object exists, from_pretrained shards each weight as it is read, so that no
+        # rank ever has the whole model in memory.
         self._hf_settings = HfDeepSpeedConfig(settings)
         model = _load(model_path, dtype, trust_remote_code=trust_remote_code)
         check_names(model_path, (name for name, _ in model.named_parameters()))
-        # Whole decoder layers are gathered and reduced at once: fewer collectives, and a fraction
-        # of the hooks that deepspeed runs in Python.
+        # Whole decoder layers are gathered and reduced at once: fewer collectives, and far fewer
+        # of deepspeed's Python hooks.
         deepspeed.utils.set_z3_leaf_modules(
             model, list(model._no_split_modules or ()), raise_if_not_found=False
         )
@@ -144,22 +144,22 @@ class Zero3Engine:
     def logits(self, tokens_BT: Tensor, num_last: int) -> Tensor:
         """[B, num_last, V] next-token logits of the last `num_last` positions.
 
-        Rows are padded on the right. Attention is causal, so no real token sees a pad, and neither
-        a mask nor position ids are needed; without them sdpa takes its fast causal path.
+        Rows are padded on the right. Attention is causal, so no real token sees padding and neither
+        a mask nor position ids are needed; without them sdpa uses its fast causal path.
         """
         output = self._engine(input_ids=tokens_BT, use_cache=False, logits_to_keep=num_last)
         logits: Tensor = output.logits
         return logits
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss`; the sum over all calls and ranks is what `step` applies."""
+        """Add the gradient of `loss`; `step` applies the sum over all calls and ranks."""
         # deepspeed averages over the ranks, but the losses here are shares of one global sum.
         self._engine.backward(loss * self.num_ranks)
 
     def step(self, learning_rate: float) -> float | None:
-        """Clip, update and forget the gradients; returns their global norm before the clipping.
+        """Clip, update and clear the gradients; returns their global norm before clipping.
 
-        None if a gradient was not finite, 0 if there was none. In both cases no rank changed its
+        None if a gradient was not finite, 0 if all were zero. In both cases no rank changes its
         weights or optimizer.
         """
         for group in self._engine.optimizer.param_groups:
@@ -170,24 +170,24 @@ class Zero3Engine:
         return float(self._engine.get_global_grad_norm())
 
     def _leave_out_empty_update(self, adam: torch.optim.Optimizer, *_: object) -> None:
-        # Without a gradient Adam would still move the weights, by its momentum and weight decay.
-        # torch skips a parameter without one, but deepspeed gives it zeros. The norm is global, so
-        # all ranks agree.
+        # With a zero gradient Adam would still change the weights, by momentum and weight decay.
+        # torch skips parameters without a gradient, but deepspeed passes zeros. The norm is global,
+        # so all ranks agree.
         if self._engine.optimizer._global_grad_norm == 0:
             for group in adam.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
 
     def reset_optimizer(self) -> None:
-        """Forget Adam's moments, as at the start of a run; the weights stay. No collective."""
+        """Reset Adam's moments; the weights stay. Not a collective."""
         for state in self._engine.optimizer.optimizer.state.values():
             for value in state.values():
                 value.zero_()
 
     def layout(self, serving_dtype: str) -> Layout:
-        """Every parameter by its Hugging Face name, as engines serve it. No collective.
+        """Every parameter by its Hugging Face name, as engines serve it. Not a collective.
 
-        A tied output head is not listed. Raises RuntimeError if deepspeed has cut a parameter
+        A tied output head is not listed. Raises RuntimeError if deepspeed has sharded a parameter
         differently from the layout.
         """
         parameters = list(self._engine.module.named_parameters())
@@ -206,7 +206,7 @@ class Zero3Engine:
         return layout
 
     def shards(self) -> Iterator[Shard]:
-        """This rank's piece of each parameter, as views of the live weights. No collective."""
+        """This rank's piece of each parameter, as views of the live weights. Not a collective."""
         rank = dist.get_rank()
         for name, parameter in self._engine.module.named_parameters():
             share = parameter.ds_tensor.numel()
@@ -215,9 +215,9 @@ class Zero3Engine:
             yield Shard(name=name, tensor=parameter.ds_tensor.data.flatten()[:num_own])
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every whole parameter by its Hugging Face name, in the same order on all ranks.
+        """Every full parameter by its Hugging Face name, in the same order on all ranks.
 
-        A tensor is valid only until the iterator advances: copy what you keep. Every rank must
+        A tensor is valid only until the iterator advances, so copy it to keep it. Every rank must
         iterate to the end, or the others wait for it.
         """
         for bucket in self._gather_buckets():
@@ -243,8 +243,8 @@ class Zero3Engine:
     def load(self, folder: Path) -> None:
         """Restore weights and optimizer from `save`, with the same number of ranks.
 
-        Raises ValueError if `folder` was written by another number of ranks, is not a checkpoint,
-        or could have been written by another user: DeepSpeed unpickles it.
+        Raises ValueError if `folder` was written by a different number of ranks, is not a
+        checkpoint, or could have been written by another user: DeepSpeed unpickles it.
         """
         refuse_foreign(folder)
         num_shards = len(list((folder / _CHECKPOINT_TAG).glob("*optim_states.pt")))
@@ -269,12 +269,12 @@ class Zero3Engine:
             tokenizer.save_pretrained(folder)
 
     def close(self) -> None:
-        """Remove deepspeed's hooks from the model and free its buffers. No collective."""
+        """Remove deepspeed's hooks from the model and free its buffers. Not a collective."""
         self._engine.destroy()
 
 
 def _load(model_path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
-    """A torch module; transformers annotates what it returns too loosely to be of use."""
+    """The torch module; transformers' annotation of it is too loose to use."""
     try:
         return AutoModelForCausalLM.from_pretrained(
             model_path,
@@ -291,7 +291,7 @@ def _load(model_path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> An
 
 def _quieten() -> None:
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    # deepspeed 0.19 calls collectives by the names that torch 2.13 deprecates, many times a step.
+    # deepspeed 0.19 uses names of collectives that torch 2.13 deprecates, many times per step.
     warnings.filterwarnings(
         "ignore", r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
     )
@@ -305,12 +305,12 @@ def _resolve_dtype(dtype: Dtype, *, uses_gpu: bool) -> torch.dtype:
 
 
 def _settings(config: TrainerConfig, dtype: torch.dtype, *, uses_gpu: bool) -> dict[str, object]:
-    """DeepSpeed's own configuration; buffers of a CPU run are small, as its models are."""
+    """DeepSpeed's configuration; a CPU run has small models, so small buffers."""
     bucket_elements = 200_000_000 if uses_gpu else 5_000_000
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        # step() is the boundary, however many backwards came before it.
+        # step() is the boundary, after any number of backward passes.
         "managed_gradient_accumulation": False,
         "gradient_clipping": config.max_grad_norm,
         "bf16": {"enabled": dtype is torch.bfloat16},
@@ -322,7 +322,7 @@ def _settings(config: TrainerConfig, dtype: torch.dtype, *, uses_gpu: bool) -> d
             "contiguous_gradients": True,
             "reduce_bucket_size": bucket_elements,
             "stage3_prefetch_bucket_size": bucket_elements,
-            # Small weights kept whole would cost one collective each after every update.
+            # Small weights that stay unsharded would cost one collective each after every update.
             "stage3_param_persistence_threshold": 0,
         },
     }

@@ -1,14 +1,14 @@
-"""Checkpoints on disk: each one is whole or absent, no matter what is killed when.
+"""Checkpoints on disk: each is complete or absent, whenever a process is killed.
 
     checkpoints/
-      .writing-step-000100/     being written; the next one removes what a crash leaves
+      .writing-step-000100/     being written; the next checkpoint removes one that a crash left
       step-000050/
         state.json              step and version of the run
         zero3/ ...              every rank's shards
-      latest                    names the newest whole one
+      latest                    names the newest complete one
 
-Written, forced to disk, renamed, and only then named by `latest`: after `commit` returns, the
-checkpoint survives a crash of the machine, and what it contains may be acknowledged.
+Written, synced to disk, renamed, and only then named by `latest`: after `commit` returns, the
+checkpoint survives a crash of the machine, and its groups may be acknowledged.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class TrainState:
     """State of a run at a checkpoint."""
 
     step: int
-    """Steps done."""
+    """Completed steps."""
     version: int
-    """Of the weights in the checkpoint."""
+    """Version of the weights in the checkpoint."""
     lineage: str
     """Identifies the chain of checkpoints; a resume starts a new one."""
     consumed_group_ids: tuple[str, ...]
@@ -47,11 +47,11 @@ class CheckpointStore:
         self.folder = folder
 
     def writing_folder(self, step: int) -> Path:
-        """Where the shards of the checkpoint of `step` go until it is committed."""
+        """The folder of the shards of `step` until the checkpoint is committed."""
         return self.folder / f".writing-step-{step:06d}"
 
     def begin(self, step: int) -> None:
-        """Make an empty folder to write to; clears what an interrupted checkpoint left."""
+        """Create an empty folder to write to; removes what an interrupted checkpoint left."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(stat.S_IMODE(self.folder.stat().st_mode) & ~_WRITABLE_BY_OTHERS)
         for leftover in self.folder.glob(".writing-*"):
@@ -59,7 +59,7 @@ class CheckpointStore:
         self.writing_folder(step).mkdir()
 
     def commit(self, state: TrainState) -> Path:
-        """Make the written checkpoint durable and the latest; removes all but the newest two."""
+        """Make the written checkpoint durable and the latest; keeps only the newest two."""
         written = self.writing_folder(state.step)
         (written / _STATE_FILE).write_text(json.dumps(asdict(state), indent=1))
         _close_to_others(written)
@@ -75,17 +75,17 @@ class CheckpointStore:
         return final
 
     def latest(self) -> tuple[Path, TrainState] | None:
-        """The newest whole checkpoint with its state; None if there never was one.
+        """The newest complete checkpoint with its state; None if there is none.
 
-        Raises ValueError if `latest` names a folder that is no checkpoint, or if another user could
-        have written to it: DeepSpeed unpickles what it loads, which runs any code in it.
+        Raises ValueError if `latest` names a folder that is not a checkpoint, or that another user
+        could have written to: DeepSpeed unpickles it, which runs any code in it.
         """
         pointer = self.folder / _LATEST_FILE
         if not pointer.exists():
             return None
         folder = self.folder / pointer.read_text().strip()
         if folder.parent != self.folder or folder.name in ("", ".", ".."):
-            raise ValueError(f"{pointer} names {folder}, which is no readable checkpoint in there")
+            raise ValueError(f"{pointer} names {folder}, which is not a checkpoint in that folder")
         for path in (self.folder, pointer):
             _refuse_of_others(path)
         refuse_foreign(folder)
@@ -93,8 +93,8 @@ class CheckpointStore:
             return folder, _read_state(folder / _STATE_FILE)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{pointer} names {folder}, which is no readable checkpoint ({error}); "
-                f"write the name of a whole one into {pointer}"
+                f"{pointer} names {folder}, which is not a readable checkpoint ({error}); "
+                f"write the name of a complete one into {pointer}"
             ) from error
 
     def _point_latest_to(self, name: str) -> None:
@@ -121,7 +121,7 @@ def _read_state(path: Path) -> TrainState:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raises ValueError unless only this user can have written the folder and all that is in it."""
+    """Raises ValueError unless only this user can have written the folder and its content."""
     for path in (folder, *folder.rglob("*")):
         _refuse_of_others(path)
 
@@ -130,9 +130,9 @@ def _refuse_of_others(path: Path) -> None:
     try:
         status = path.lstat()
     except FileNotFoundError:
-        return  # `latest` says so in its own words
+        return  # `latest` reports it
     if stat.S_ISLNK(status.st_mode):
-        why, fix = "is a symbolic link", "put the files themselves there"
+        why, fix = "is a symbolic link", "replace it with the files"
     elif status.st_uid != os.geteuid():
         why, fix = f"belongs to user {status.st_uid}, not to you ({os.geteuid()})", "chown it"
     elif status.st_mode & _WRITABLE_BY_OTHERS:
@@ -145,7 +145,7 @@ def _refuse_of_others(path: Path) -> None:
 
 
 def _close_to_others(folder: Path) -> None:
-    """Remove write access of other users, which a lax umask may have given."""
+    """Remove write access of other users, which a lax umask may have granted."""
     for path in (folder, *folder.rglob("*")):
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~_WRITABLE_BY_OTHERS)
 
@@ -157,7 +157,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Force a file's bytes, or a folder's entries, to the disk."""
+    """Sync a file's bytes, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -283,7 +283,7 @@ def test_config_file_that_is_missing_or_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_config(tmp_path / "missing.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
-    with pytest.raises(ConfigError, match="holds no settings"):
+    with pytest.raises(ConfigError, match="contains no settings"):
         read_config(tmp_path / "list.yaml")
 
 

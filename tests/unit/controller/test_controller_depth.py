@@ -83,7 +83,7 @@ def test_watch_draws_lines_until_the_run_is_over(live_run: RunDir) -> None:
     timer.join()
     first, *_, last = capture.get().splitlines()
     assert "ready 1" in first
-    assert last == f"{live_run.name} is over (finished), is over"
+    assert last == f"{live_run.name} is over (finished)"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from trainer_pool.algorithms.losses import PolicyLoss
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import Row, pack
-from trainer_pool.metrics import StepStats, StepTally
+from trainer_pool.metrics import StepAccumulator, StepStats
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def two_turns(reward: float, finish_reason: str, version: int) -> Trajectory:
     )
 
 
-def stats_of(ranks: Collectives, tally: StepTally, *, norms: list[float | None]) -> StepStats:
+def stats_of(ranks: Collectives, tally: StepAccumulator, *, norms: list[float | None]) -> StepStats:
     """A batch of one group that version 3 sampled, trained at version 4."""
     group = TrajectoryGroup(
         group_id="g",
@@ -61,13 +61,13 @@ def stats_of(ranks: Collectives, tally: StepTally, *, norms: list[float | None])
 
 
 def test_length_of_an_answer_is_what_the_policy_wrote(ranks: Collectives) -> None:
-    stats = stats_of(ranks, StepTally(torch.device("cpu")), norms=[0.5])
+    stats = stats_of(ranks, StepAccumulator(torch.device("cpu")), norms=[0.5])
     assert stats.response_length_mean == 4
     assert stats.truncated_fraction == 0.5
 
 
 def test_differences_are_nan_without_a_token_of_the_trained_version(ranks: Collectives) -> None:
-    tally = StepTally(torch.device("cpu"))
+    tally = StepAccumulator(torch.device("cpu"))
     (batch,) = pack(
         [
             Row(
@@ -93,8 +93,8 @@ def test_differences_are_nan_without_a_token_of_the_trained_version(ranks: Colle
 
 
 def test_updates_that_were_left_out_are_counted_by_their_reason(ranks: Collectives) -> None:
-    stats = stats_of(ranks, StepTally(torch.device("cpu")), norms=[0.5, None, 0.0])
+    stats = stats_of(ranks, StepAccumulator(torch.device("cpu")), norms=[0.5, None, 0.0])
     assert (stats.num_updates, stats.num_skipped_updates, stats.num_empty_updates) == (3, 1, 1)
     assert stats.grad_norm == 0.25
-    stats = stats_of(ranks, StepTally(torch.device("cpu")), norms=[None])
+    stats = stats_of(ranks, StepAccumulator(torch.device("cpu")), norms=[None])
     assert math.isnan(stats.grad_norm) and math.isnan(stats.entropy)
