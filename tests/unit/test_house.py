@@ -116,7 +116,7 @@ def _strings(path: Path) -> Iterator[str]:
             yield node.value
 
 
-def test_packages_import_only_what_their_borders_allow() -> None:
+def test_packages_import_only_what_is_allowed() -> None:
     for path in SOURCES:
         package = _name(path).split("/")[0]
         ours = {name.split(".")[0] for name in _imports(path)} & set(MAY_IMPORT)
@@ -152,7 +152,7 @@ def test_one_file_knows_the_http_paths_of_sglang() -> None:
 
 
 @pytest.mark.parametrize("types", ["buffer/types.py", "weight_sync/types.py"])
-def test_types_of_a_border_import_no_framework(types: str) -> None:
+def test_border_types_import_no_framework(types: str) -> None:
     imported = {name.split(".")[0] for name in _imports(ROOT / types)}
     assert not imported & {"torch", "redis", "ray"}
 
@@ -172,7 +172,7 @@ def _room(module: str) -> tuple[str, str]:
     return package, room
 
 
-def test_rooms_of_a_package_import_one_way() -> None:
+def test_folders_of_a_package_import_one_way() -> None:
     for module, path in MODULES.items():
         package, room = _room(module)
         if package not in FLOORS:
@@ -189,7 +189,7 @@ def _floor(floors: Sequence[str], room: str) -> int:
     return named[0] if named else floors.index("*")
 
 
-def test_modules_import_each_other_in_no_circle() -> None:
+def test_modules_have_no_import_cycle() -> None:
     sorter = TopologicalSorter({module: set(_ours(path)) for module, path in MODULES.items()})
     sorter.prepare()  # raises CycleError, which names the circle
 
@@ -202,7 +202,7 @@ def test_functions_are_short_enough_to_be_read_at_once() -> None:
                 assert length <= 80, f"split {node.name} in {_name(path)}"
 
 
-def test_modules_open_with_their_role() -> None:
+def test_modules_begin_with_their_role() -> None:
     written = [path for path in SOURCES if path.read_text().strip()]
     assert [_name(path) for path in written if not ast.get_docstring(_tree(path))] == []
 

@@ -123,7 +123,7 @@ def test_unknown_setting_is_refused_with_the_nearest(override: str, nearest: str
     assert f"did you mean {nearest}" in message
 
 
-def test_unknown_setting_like_no_other_is_refused_with_its_neighbours() -> None:
+def test_unknown_setting_without_a_near_match_is_refused_with_its_section() -> None:
     assert "trainer has trainer.num_ranks, " in refusal("trainer.zzzzz=1")
     assert "the sections are run, model, " in refusal("zzzzz=1")
 
@@ -230,7 +230,7 @@ def test_broken_rule_names_the_field_and_its_value(overrides: list[str], field: 
         ["task.tools=[python]", "task.chat_template=true", "task.max_turns=4"],
     ],
 )
-def test_what_has_a_use_is_accepted(overrides: list[str]) -> None:
+def test_valid_combinations_are_accepted(overrides: list[str]) -> None:
     load_config(overrides)
 
 
@@ -243,9 +243,7 @@ def test_what_has_a_use_is_accepted(overrides: list[str]) -> None:
         ("direct", "commit", CommitStrategy.direct),
     ],
 )
-def test_way_for_the_weights_can_be_chosen_by_name(
-    chosen: str, setting: str, value: object
-) -> None:
+def test_commit_strategy_can_be_chosen_by_name(chosen: str, setting: str, value: object) -> None:
     assert getattr(load_config([f"weight_sync={chosen}"]).weight_sync, setting) == value
 
 
@@ -256,11 +254,11 @@ def test_unknown_file_of_a_group_is_refused_with_those_that_exist() -> None:
 
 
 @pytest.mark.parametrize("override", ["buffer", "", "=4", "~buffer"])
-def test_argument_that_is_no_setting_is_refused(override: str) -> None:
+def test_argument_that_is_not_a_setting_is_refused(override: str) -> None:
     assert "write SETTING=VALUE" in refusal(override)
 
 
-def test_value_that_is_no_yaml_is_refused() -> None:
+def test_value_that_is_not_yaml_is_refused() -> None:
     assert "trainer.num_ranks=[1" in refusal("trainer.num_ranks=[1")
 
 
@@ -302,12 +300,12 @@ def test_files_of_code_become_absolute_and_modules_stay() -> None:
     assert config.task.rewards["mine"].function == f"{here}/rewards.py:score"
 
 
-def test_another_kind_of_task_takes_nothing_over_from_the_experiments() -> None:
+def test_another_kind_of_task_drops_the_experiments_settings() -> None:
     task = load_config(["task.path=/x.jsonl", "task.kind=gsm8k", "task.eval_size=3"]).task
     assert task == TaskConfig(kind=TaskKind.gsm8k, path="/x.jsonl", eval_size=3)
 
 
-def test_another_data_set_of_the_library_takes_no_parameters_over() -> None:
+def test_another_data_set_of_the_library_drops_its_parameters() -> None:
     task = load_config(["task.name=letter_counting"]).task
     assert (task.params, task.prompt_pattern, task.instruction) == ({}, None, "")
     assert task.eval_size == 100, "that is the run's"

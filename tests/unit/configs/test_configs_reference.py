@@ -107,7 +107,7 @@ def test_every_section_of_the_schema_is_seen() -> None:
 def test_choices_are_explained_by_their_comments() -> None:
     told = enum_docs(OnStale)
     assert "`requeue`: run its prompt again" in told
-    assert "`mask_tokens`: leave its over-age tokens out of the loss" in told
+    assert "`mask_tokens`: exclude its stale tokens from the loss" in told
     assert '`"' not in told and "`)" not in told
 
 

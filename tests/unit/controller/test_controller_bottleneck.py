@@ -44,7 +44,7 @@ def test_engine_that_is_late_explains_why_rollouts_wait() -> None:
     assert bottleneck_sentence(shares(rollout=0.6), 2, weights=late).startswith("Rollouts are")
 
 
-def test_weights_that_are_slower_than_steps_are_told_to_who_waits_for_them() -> None:
+def test_weights_slower_than_steps_are_named_to_the_side_that_waits() -> None:
     slow = WeightsPace(convergence_s=4.1, seconds_per_step=2.0)
     assert bottleneck_sentence(shares(trainer=0.4), 2, weights=slow).startswith("Weights are")
     sentence = bottleneck_sentence(shares(weights=0.4), 2, weights=slow)

@@ -55,7 +55,7 @@ def test_url_on_the_command_line_finds_a_buffer_that_the_folder_does_not_name(
     assert "ready 1" in capsys.readouterr().out
 
 
-def test_run_that_is_just_starting_is_told(
+def test_run_that_is_still_starting_has_no_buffer(
     live_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     live_run.forget_redis_url()
@@ -139,7 +139,7 @@ def test_url_that_is_refused_is_shown_without_its_password() -> None:
     assert "secret" not in str(refused.value)
 
 
-def test_server_that_does_not_know_the_run_is_told(
+def test_server_without_the_run_is_an_error(
     live_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["depth", "--dir", str(live_run.path.parent)]) == EXIT_FAILED
@@ -154,7 +154,7 @@ async def add_reader(url: str, name: str) -> None:
         await redis.aclose()
 
 
-def test_what_a_user_may_not_do_is_told(
+def test_command_that_a_user_may_not_use_is_named(
     live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(fill(redis_url, live_run.name, pushed=1))

@@ -38,7 +38,7 @@ def test_dump_of_one_run_is_loaded_into_another(
     assert "ready 5" in capsys.readouterr().out
 
 
-def test_file_that_exists_is_not_written_over(
+def test_existing_file_is_not_overwritten(
     live_run: RunDir, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "precious"
@@ -50,7 +50,7 @@ def test_file_that_exists_is_not_written_over(
 
 
 @pytest.mark.parametrize("content", [b"", b"something else", b"LEASH-DUMP 1 00000000 {}\n"])
-def test_file_that_is_no_dump_is_one_line(
+def test_file_that_is_not_a_dump_is_one_line(
     live_run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:
     file = tmp_path / "other"
@@ -61,7 +61,7 @@ def test_file_that_is_no_dump_is_one_line(
     assert str(file) in error and error.count("\n") == 1
 
 
-def test_file_that_is_not_there_is_one_line(
+def test_missing_file_is_one_line(
     live_run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(tmp_path / "nowhere")

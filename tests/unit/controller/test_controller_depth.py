@@ -63,7 +63,7 @@ def test_pushes_that_had_to_wait_are_in_the_line() -> None:
     assert line.endswith("blocked pushes 3 (12 s)")
 
 
-def test_command_reads_the_buffer_of_a_run_that_goes_on(
+def test_command_reads_the_buffer_of_a_running_run(
     live_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill_now(live_run, pushed=3, leased=2)
@@ -87,7 +87,7 @@ def test_watch_draws_lines_until_the_run_is_over(live_run: RunDir) -> None:
 
 
 @pytest.mark.slow
-def test_watch_of_a_server_that_is_gone_ends_with_a_word(live_run: RunDir, tmp_path: Path) -> None:
+def test_watch_of_a_lost_server_ends_with_a_message(live_run: RunDir, tmp_path: Path) -> None:
     server = EmbeddedServer.start(
         tmp_path / "redis", BufferConfig(), "127.0.0.1", tmp_path / "redis.log"
     )
@@ -149,7 +149,7 @@ def test_data_of_a_run_that_is_over_is_served_for_the_command(
     assert left == []
 
 
-def test_run_that_is_over_and_left_no_data_is_told(
+def test_finished_run_without_data_is_an_error(
     live_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     live_run.forget_redis_url()

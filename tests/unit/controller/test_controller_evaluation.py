@@ -72,7 +72,7 @@ async def test_engine_is_held_for_the_evaluation_and_released() -> None:
     assert (record["engine"], record["accuracy"], record["pass_at_1"]) == ("engine-2", 0.5, 0.5)
 
 
-async def test_engine_that_has_gone_past_the_version_or_is_dead_is_not_taken() -> None:
+async def test_engine_past_the_version_or_dead_is_not_held() -> None:
     pool = Pool({"engine-0"}, {"engine-2"})
     record = await evaluate(pool, 4, may_hold=True, await_result=await_result)
     assert [what for what, _ in pool.log] == ["hold", "hold", "hold", "evaluate", "release"]
@@ -80,21 +80,21 @@ async def test_engine_that_has_gone_past_the_version_or_is_dead_is_not_taken() -
 
 
 @pytest.mark.parametrize("may_hold", [False, True])
-async def test_without_an_engine_of_its_own_any_may_answer(may_hold: bool) -> None:
+async def test_evaluation_without_a_reserved_engine_uses_any(may_hold: bool) -> None:
     pool = Pool(set(), set())
     record = await evaluate(pool, 4, may_hold=may_hold, await_result=await_result)
     assert pool.log[-1] == ("evaluate", None) and record["engine"] == ""
     assert len(pool.log) == 1 + 3 * may_hold
 
 
-async def test_evaluation_that_fails_releases_the_engine_and_tells_why() -> None:
+async def test_failed_evaluation_releases_the_engine_and_says_why() -> None:
     pool = Pool({"engine-2"}, set(), ValueError("a bad task"))
     with pytest.raises(ValueError, match="a bad task"):
         await evaluate(pool, 4, may_hold=True, await_result=await_result)
     assert pool.log[-1] == ("release", "engine-2")
 
 
-async def test_evaluation_beside_training_that_fails_is_a_record() -> None:
+async def test_failed_evaluation_during_training_is_a_record() -> None:
     why = "worker-0 failed: EvaluationFailed: 9 of 64 held-out prompts got no answer"
     pool = Pool({"engine-2"}, set(), RunFailed(f"{why}\nline of a log\nanother"))
     kind, record = await try_evaluate(pool, 4, may_hold=True, await_result=await_result)
@@ -136,5 +136,5 @@ async def test_evaluation_that_is_cancelled_releases_the_engine() -> None:
         (["rollout.num_engines=2", "rollout.eval.pinned=false"], False),
     ],
 )
-def test_one_of_several_engines_can_be_spared(settings: list[str], expected: bool) -> None:
+def test_engine_is_reserved_only_among_several(settings: list[str], expected: bool) -> None:
     assert should_hold(load_config(settings, "quickstart")) is expected

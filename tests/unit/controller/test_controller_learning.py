@@ -36,7 +36,7 @@ def test_run_that_learns_raises_no_alarm_after_any_step() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 0.8), (-1.0, -0.1)])
-def test_reward_that_collapsed_is_told_with_what_it_was(low: float, high: float) -> None:
+def test_collapsed_reward_is_reported_with_its_best(low: float, high: float) -> None:
     rewards = [low + (high - low) * step / 20 for step in range(20)] + [high] * 10
     fallen = [low + 0.05 * (high - low)] * 10
     assert not words(history(30, reward_mean=rewards))
@@ -44,7 +44,7 @@ def test_reward_that_collapsed_is_told_with_what_it_was(low: float, high: float)
     assert alarm.startswith(f"reward collapsed from {high:.2f} to {fallen[-1]:.2f}")
 
 
-def test_groups_without_variance_are_told_after_three_steps() -> None:
+def test_groups_without_variance_raise_an_alarm_after_three_steps() -> None:
     fractions = [0.5] * 37 + [1.0] * 3
     steps = history(zero_variance_fraction=fractions)
     assert words(steps) == ["all groups lack variance (3 steps)"]
@@ -52,14 +52,14 @@ def test_groups_without_variance_are_told_after_three_steps() -> None:
     assert "the mean reward is 0.50" in learning_alarms(steps)[0].sentence
 
 
-def test_step_without_gradient_is_told_at_once() -> None:
+def test_step_without_gradient_raises_an_alarm_at_once() -> None:
     (alarm,) = words(history(num_empty_updates=[0.0] * 39 + [1.0]))
     assert alarm == "no gradient, weights unchanged (1 step)"
     (alarm,) = words(history(num_skipped_updates=[0.0] * 38 + [1.0] * 2))
     assert alarm == "a gradient was not finite (2 steps)"
 
 
-def test_lengths_that_run_away_are_told_unless_reward_rises_with_them() -> None:
+def test_growing_lengths_raise_an_alarm_unless_reward_rises() -> None:
     lengths = [20.0 + 2 * step for step in range(40)]
     (alarm,) = words(history(response_length_mean=lengths))
     assert alarm == "answers grew from 29 to 89 tokens without reward"
@@ -75,7 +75,7 @@ def test_engines_that_serve_other_weights_raise_an_alarm() -> None:
     assert alarm == "engines and trainer disagree by 0.50 nats per token"
 
 
-def test_step_line_and_summary_say_that_learning_died(tmp_path: Path) -> None:
+def test_step_line_and_summary_show_alarms(tmp_path: Path) -> None:
     steps = history(
         reward_mean=[0.6] * 20 + [0.0] * 20,
         zero_variance_fraction=[0.25] * 25 + [1.0] * 15,

@@ -23,7 +23,7 @@ def test_records_come_back_in_their_order(tmp_path: Path) -> None:
     assert [record.number("reward_mean") for record in read_metrics(path, "step")] == [0.5, 0.6]
 
 
-def test_what_is_no_number_reads_as_nan(tmp_path: Path) -> None:
+def test_missing_number_reads_as_nan(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         record = log.append("step", {"loss": math.nan, "norm": math.inf, "name": "x"})
     (read,) = read_metrics(tmp_path / "metrics.jsonl")
@@ -33,14 +33,14 @@ def test_what_is_no_number_reads_as_nan(tmp_path: Path) -> None:
     assert written["loss"] is written["norm"] is None
 
 
-def test_last_line_without_its_end_is_left_out(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"t": 1.0, "kind": "step", "step": 0}\n{"t": 2.0, "ki')
     assert len(read_metrics(path)) == 1
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"kind": "step"}', '{"t": "x", "kind": "step"}'])
-def test_broken_line_is_told_with_its_number(tmp_path: Path, line: str) -> None:
+def test_invalid_line_is_named_by_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"t": 1.0, "kind": "step"}}\n{line}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a metrics record"):

@@ -54,7 +54,7 @@ def test_view_knows_pace_and_time_left() -> None:
     assert view.shares.trainer_for_rollout == pytest.approx(0.6)
 
 
-def test_evaluation_that_failed_is_told_until_the_next_one() -> None:
+def test_failed_evaluation_is_shown_until_the_next_one() -> None:
     view = trained_view()
     failed = {"version": 25, "why": "worker-0 failed: no engine"}
     view.apply(Record(t=1011.0, kind="eval_failed", values=failed))
@@ -64,7 +64,7 @@ def test_evaluation_that_failed_is_told_until_the_next_one() -> None:
     assert told not in text_of(view)
 
 
-def test_panel_shows_what_one_looks_for() -> None:
+def test_panel_shows_progress_buffer_and_waits() -> None:
     text = text_of(trained_view())
     for shown in (
         "night",
@@ -86,13 +86,13 @@ def test_panel_shows_what_one_looks_for() -> None:
     assert "add up" not in text
 
 
-def test_groups_that_do_not_add_up_are_told() -> None:
+def test_groups_that_do_not_add_up_are_shown() -> None:
     view = trained_view()
     view.observe(1020.0, replace(STATS, pushed=2261), {}, {})
     assert "does NOT add up" in text_of(view)
 
 
-def test_groups_in_quarantine_are_told() -> None:
+def test_groups_in_quarantine_are_a_remark() -> None:
     view = trained_view()
     view.observe(1020.0, replace(STATS, pushed=2263, quarantined=3), {}, {})
     text = text_of(view, width=140)
@@ -115,7 +115,7 @@ def test_groups_in_quarantine_are_told() -> None:
         ),
     ],
 )
-def test_pushes_that_wait_for_capacity_are_told(change: dict[str, float], told: str) -> None:
+def test_pushes_that_wait_for_capacity_are_a_remark(change: dict[str, float], told: str) -> None:
     (remark,) = buffer_remarks(replace(STATS, **change))  # type: ignore[arg-type]
     assert told in remark
 
@@ -124,13 +124,13 @@ def test_buffer_with_room_has_no_remark() -> None:
     assert buffer_remarks(replace(STATS, capacity_groups=49, capacity_bytes=20_001)) == []
 
 
-def test_engines_that_lag_are_told() -> None:
+def test_engines_that_lag_are_shown() -> None:
     view = trained_view()
     view.observe(1020.0, STATS, {}, {})
     assert "versions 136 to 137 (1 behind)" in text_of(view)
 
 
-def test_engines_that_are_late_or_gone_are_told_with_what_that_means() -> None:
+def test_late_or_lost_engines_are_a_remark() -> None:
     view = trained_view()
     view.apply(event_record("engine_lost", "engine-1"))
     view.observe(1020.0, replace(STATS, engine_versions={"engine-0": 134}), {}, {})
@@ -159,7 +159,7 @@ def test_smaller_max_staleness_still_shows_the_older_groups() -> None:
     assert "staleness 2" in text_of(view)
 
 
-def test_without_a_terminal_each_step_is_one_line() -> None:
+def test_panel_without_a_terminal_prints_one_line_per_step() -> None:
     out = io.StringIO()
     view = trained_view()
     with Panel(console=Console(file=out, width=100)) as panel:
@@ -196,7 +196,7 @@ def test_start_step_that_fails_is_marked_and_raises() -> None:
     assert "✗ engines" in out.getvalue()
 
 
-def test_on_a_terminal_the_panel_is_drawn_in_place_and_the_cursor_given_back() -> None:
+def test_panel_on_a_terminal_is_drawn_in_place_and_restores_the_cursor() -> None:
     out = io.StringIO()
     with Panel(console=Console(file=out, width=100, height=50, force_terminal=True)) as panel:
         with panel.step("Redis server"), panel.step("Ray"):
@@ -208,14 +208,14 @@ def test_on_a_terminal_the_panel_is_drawn_in_place_and_the_cursor_given_back() -
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown again"
 
 
-def test_disabled_the_panel_prints_lines_on_a_terminal_too() -> None:
+def test_disabled_panel_prints_lines_on_a_terminal_too() -> None:
     out = io.StringIO()
     with Panel(enabled=False, console=Console(file=out, width=100, force_terminal=True)) as panel:
         panel.show(trained_view())
     assert out.getvalue().startswith("step 20/40")
 
 
-def test_sparkline_keeps_the_shape_in_the_room_there_is() -> None:
+def test_sparkline_keeps_the_shape_at_any_width() -> None:
     assert sparkline([0.0, 0.5, 1.0], width=8) == "▁▅█"
     assert sparkline([0.0] * 50 + [1.0] * 50, width=4) == "▁▁██"
     assert sparkline([0.0, 0.0], width=4) == "▁▁"

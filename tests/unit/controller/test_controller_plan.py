@@ -25,26 +25,26 @@ def text_of(plan: Plan) -> str:
     return capture.get()
 
 
-def test_without_gpus_the_cores_are_shared_out() -> None:
+def test_cores_are_divided_without_gpus() -> None:
     plan = make_plan(load_config(["rollout.num_engines=2"]), num_gpus=0, num_cpus=16)
     assert (plan.devices.rank_gpus, plan.devices.engine_gpus, plan.num_gpus) == (0, 0, 0)
     assert plan.threads_per_process == 16 // (2 + 2)
 
 
-def test_threads_are_never_none_and_can_be_set() -> None:
+def test_threads_are_at_least_one_and_can_be_set() -> None:
     assert make_plan(load_config([]), 0, 2).threads_per_process == 1
     config = load_config(["cluster.threads_per_process=3"])
     assert make_plan(config, 0, 2).threads_per_process == 3
 
 
-def test_with_gpus_each_rank_takes_one_and_an_engine_its_tensor_parallel_size() -> None:
+def test_gpus_are_one_per_rank_and_tp_size_per_engine() -> None:
     config = load_config(["rollout.num_engines=3", "rollout.engine.tp_size=2"])
     plan = make_plan(config, num_gpus=8, num_cpus=64)
     assert (plan.devices.rank_gpus, plan.devices.engine_gpus) == (1, 2)
     assert plan.num_gpus == 2 * 1 + 3 * 2
 
 
-def test_more_gpus_than_there_are_is_refused_with_the_numbers() -> None:
+def test_too_many_gpus_are_refused_with_the_numbers() -> None:
     config = load_config([], "qwen2.5-7b-gsm8k")
     with pytest.raises(ValueError, match=r"need 16 GPUs, and Ray has 4: lower trainer\.num_ranks"):
         make_plan(config, num_gpus=4, num_cpus=64)
@@ -52,19 +52,19 @@ def test_more_gpus_than_there_are_is_refused_with_the_numbers() -> None:
         make_plan(load_config(["cluster.gpus_per_rank=1"]), num_gpus=0, num_cpus=2)
 
 
-def test_dry_run_for_a_cluster_takes_its_gpus_for_given() -> None:
+def test_dry_run_for_a_cluster_assumes_enough_gpus() -> None:
     plan = make_plan(load_config([], "qwen2.5-7b-gsm8k"), num_gpus=None, num_cpus=8)
     assert plan.num_gpus == 16
 
 
-def test_rendered_plan_says_what_starts_and_how_far_the_leash_reaches() -> None:
+def test_rendered_plan_lists_processes_and_the_leash() -> None:
     text = text_of(make_plan(load_config([]), 0, 2))
     for word in ("Redis server", "rollout worker", "trainer rank", "SGLang engine", "428k"):
         assert word in text
     assert "(2 + 1) x 16 = 48 groups" in text
 
 
-def test_server_of_yours_is_named_without_its_password() -> None:
+def test_own_server_is_named_without_its_password() -> None:
     text = text_of(make_plan(load_config(["buffer.url=redis://me:secret@box:6380/0"]), 0, 2))
     assert "at box:6380" in text
     assert "secret" not in text
@@ -114,7 +114,7 @@ def test_folder_is_counted_by_its_config(tmp_path: Path) -> None:
     ("name", "num_params"),
     [("Qwen/Qwen2.5-7B-Instruct", 7e9), ("Qwen/Qwen3-0.6B", 0.6e9), ("org/model", None)],
 )
-def test_hub_name_tells_its_size(name: str, num_params: float | None) -> None:
+def test_hub_name_gives_the_size(name: str, num_params: float | None) -> None:
     assert model_size(ModelConfig(path=name)).num_params == num_params
 
 
@@ -135,7 +135,7 @@ def test_plan_describes_the_transfer_of_weights() -> None:
     assert "at most 2 engines pause at a time" in text
 
 
-def test_what_needs_a_gpu_is_refused_where_ray_has_none() -> None:
+def test_settings_that_need_a_gpu_are_refused_without_one() -> None:
     for setting in ("weight_sync=ipc", "weight_sync.backend=nccl"):
         with pytest.raises(ValueError, match="there is no GPU: choose"):
             make_plan(load_config([setting]), num_gpus=0, num_cpus=2)
@@ -178,12 +178,12 @@ def test_three_gpus_are_for_two_ranks_and_one_engine() -> None:
         (["rollout.engine.tp_size=2"], 1),
     ],
 )
-def test_what_was_asked_for_and_does_not_fit_is_refused(settings: list[str], num_gpus: int) -> None:
+def test_settings_that_do_not_fit_are_refused(settings: list[str], num_gpus: int) -> None:
     with pytest.raises(ValueError, match=rf"GPUs, and Ray has {num_gpus}: lower"):
         make_plan(load_config(settings), num_gpus=num_gpus, num_cpus=8)
 
 
-def test_settings_of_a_shared_gpu_are_kept_where_they_can_be() -> None:
+def test_settings_of_a_shared_gpu_are_kept_if_they_fit() -> None:
     chosen = load_config(["rollout.engine.mem_fraction=0.2", "trainer.num_ranks=1"])
     plan = make_plan(chosen, num_gpus=1, num_cpus=8, gpu_bytes=80 * GIB)
     assert plan.devices.is_shared and plan.config.rollout.engine.mem_fraction == 0.2
@@ -195,7 +195,7 @@ def test_settings_of_a_shared_gpu_are_kept_where_they_can_be() -> None:
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
-def test_model_too_large_for_the_gpus_goes_to_the_cpu_and_the_plan_says_why(
+def test_model_too_large_for_the_gpus_runs_on_the_cpu(
     num_gpus: int,
 ) -> None:
     settings = ["model=pretrained", "model.path=Qwen/Qwen2.5-7B-Instruct"]

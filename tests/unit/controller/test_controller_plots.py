@@ -108,7 +108,7 @@ def test_area_of_the_buffer_reaches_every_peak(num_samples: int) -> None:
     assert max(tops) == 40
 
 
-def test_shares_of_time_say_what_they_are_shares_of() -> None:
+def test_time_shares_have_a_titled_legend() -> None:
     (axes,) = drawn(run_records(20))["time_shares.png"].axes
     legend = axes.get_legend()
     assert legend is not None and legend.get_title().get_text() == "share of the training time"

@@ -47,12 +47,12 @@ def save_model(folder: Path, *, chat_template: str | None, weights: bool = True)
         ),
     ],
 )
-def test_dry_run_refuses_what_start_up_would_refuse_late(settings: list[str], message: str) -> None:
+def test_dry_run_refuses_what_start_up_would_refuse(settings: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_plan(load_config(settings))
 
 
-def test_tokenizer_without_a_chat_template_is_refused_where_one_is_asked_for(
+def test_tokenizer_without_a_required_chat_template_is_refused(
     tmp_path: Path,
 ) -> None:
     short = ["model=pretrained", "rollout.max_prompt_tokens=32", "trainer.warm_start.num_steps=0"]
@@ -64,7 +64,7 @@ def test_tokenizer_without_a_chat_template_is_refused_where_one_is_asked_for(
             check(config)
 
 
-def test_folder_that_is_no_model_or_takes_fewer_tokens_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_model_or_with_a_short_context_is_refused(tmp_path: Path) -> None:
     empty = save_model(tmp_path / "empty", chat_template=None, weights=False)
     with pytest.raises(ValueError, match="neither a folder with a Hugging Face model"):
         check_plan(load_config(["model=pretrained", empty]))
@@ -73,7 +73,7 @@ def test_folder_that_is_no_model_or_takes_fewer_tokens_is_refused(tmp_path: Path
         check_plan(load_config(["model=pretrained", small, "rollout.max_prompt_tokens=64"]))
 
 
-def test_what_a_dry_run_cannot_look_at_is_named() -> None:
+def test_dry_run_names_what_it_does_not_check() -> None:
     assert check_plan(load_config([], "qwen2.5-7b-gsm8k")) == [
         "the data set openai/gsm8k",
         "the model Qwen/Qwen2.5-7B-Instruct",
@@ -81,7 +81,7 @@ def test_what_a_dry_run_cannot_look_at_is_named() -> None:
     assert check_plan(load_config([])) == []
 
 
-def test_port_that_is_taken_and_a_foreign_address_are_refused_before_the_start() -> None:
+def test_port_in_use_and_foreign_address_are_refused_before_the_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for name in ("run.prometheus_port", "rollout.openai.port"):
@@ -110,7 +110,7 @@ def test_shared_memory_without_room_for_the_staged_weights_is_refused_before_the
         check_inputs(config)
 
 
-def test_stage_folder_of_its_own_counts_the_staged_weights_alone(tmp_path: Path) -> None:
+def test_separate_stage_folder_needs_room_for_staged_weights_only(tmp_path: Path) -> None:
     config = load_config([*HUGE, f"weight_sync.stage_dir={tmp_path}/not/there/yet"])
     with pytest.raises(
         ValueError, match=f"no room in {tmp_path} for 2 slots of about [0-9]+ bytes \\("

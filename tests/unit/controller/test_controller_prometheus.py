@@ -70,7 +70,7 @@ async def live_then_stats(url: str, run: str) -> BufferStats:
         return await buffer.stats()
 
 
-def test_scrape_tells_what_the_buffer_tells(redis_url: str, run_name: str) -> None:
+def test_scrape_agrees_with_the_buffer(redis_url: str, run_name: str) -> None:
     stats = asyncio.run(live_then_stats(redis_url, run_name))
     address = BufferAddress(url=redis_url, run=run_name, settings=BufferConfig())
     with closing(MetricsServer(address, "127.0.0.1", 0)) as server:
@@ -130,9 +130,7 @@ async def live_with_weights(url: str, run: str) -> None:
         await state.close()
 
 
-def test_scrape_tells_of_the_weights_and_counts_no_record_twice(
-    redis_url: str, run_name: str
-) -> None:
+def test_scrape_has_the_weights_and_counts_no_record_twice(redis_url: str, run_name: str) -> None:
     asyncio.run(fill(redis_url, run_name))
     asyncio.run(live_with_weights(redis_url, run_name))
     address = BufferAddress(url=redis_url, run=run_name, settings=BufferConfig())
@@ -182,9 +180,7 @@ def test_scrape_is_answered_when_redis_is_gone(tmp_path: Path) -> None:
     }
 
 
-def test_server_that_is_closed_frees_its_port_and_leaves_no_thread(
-    redis_url: str, run_name: str
-) -> None:
+def test_closed_server_frees_its_port_and_leaves_no_thread(redis_url: str, run_name: str) -> None:
     before = threading.active_count()
     address = BufferAddress(url=redis_url, run=run_name, settings=BufferConfig())
     server = MetricsServer(address, "127.0.0.1", 0)
@@ -211,7 +207,7 @@ def test_server_looks_up_no_name_for_its_address(redis_url: str, run_name: str) 
     assert asked == []
 
 
-def test_port_in_use_is_told_by_the_name_of_its_setting(redis_url: str, run_name: str) -> None:
+def test_port_in_use_is_named_by_its_setting(redis_url: str, run_name: str) -> None:
     address = BufferAddress(url=redis_url, run=run_name, settings=BufferConfig())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -50,7 +50,7 @@ async def stats_of(url: str, run: str) -> BufferStats:
         return await buffer.stats()
 
 
-def test_poison_is_listed_released_and_discarded(
+def test_quarantined_group_is_listed_released_and_discarded(
     live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = ["--dir", str(live_run.path.parent)]
@@ -89,7 +89,7 @@ async def put_a_prompt_aside(url: str, run: str) -> None:
         assert failure == Failure(num_failures=1, is_quarantined=True)
 
 
-def test_prompts_are_listed_beside_groups_and_leave_by_their_names(
+def test_quarantined_prompts_are_listed_and_taken_out_by_name(
     live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = ["--dir", str(live_run.path.parent)]

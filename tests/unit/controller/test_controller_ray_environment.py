@@ -34,7 +34,7 @@ def prepared(cluster: dict[str, str], **environment: str) -> dict[str, str]:
     return found
 
 
-def test_local_ray_always_wants_a_token_and_outlasts_what_redis_clients_do() -> None:
+def test_local_ray_requires_a_token_and_outlasts_redis_clients() -> None:
     local = prepared({}, RAY_AUTH_MODE="disabled")
     assert local["RAY_AUTH_MODE"] == "token"
     assert local["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
@@ -42,7 +42,7 @@ def test_local_ray_always_wants_a_token_and_outlasts_what_redis_clients_do() -> 
     assert period_s * int(local["RAY_health_check_failure_threshold"]) >= 2 * 60
 
 
-def test_cluster_is_joined_by_token_unless_its_owner_says_otherwise() -> None:
+def test_cluster_is_joined_by_token_unless_disabled() -> None:
     cluster = {"ray_address": "10.0.0.5:6379"}
     assert prepared(cluster)["RAY_AUTH_MODE"] == "token"
     assert int(prepared(cluster)["RAY_gcs_rpc_server_reconnect_timeout_s"]) >= 2 * 60

@@ -35,7 +35,7 @@ FOREIGN: list[tuple[str, Mapping[str, Any]]] = [
 ]
 
 
-async def test_what_no_process_of_ours_writes_is_left_out(
+async def test_entries_that_no_process_of_ours_writes_are_ignored(
     redis_url: str, run_name: str, tmp_path: Path
 ) -> None:
     state = await RunState.connect(redis_url, run_name, BufferConfig())

@@ -50,7 +50,7 @@ def loaded(arguments: list[str]) -> object:
         (["rollout.engine.extra_args=[--log-level=error, 'a b']"], "gsm8k-smoke"),
     ],
 )
-def test_command_gives_the_same_settings_again(overrides: list[str], experiment: str) -> None:
+def test_repeat_command_gives_the_same_settings(overrides: list[str], experiment: str) -> None:
     config = load_config([*overrides, "run.name=first"], experiment)
     command = repeat_command(config)
     assert command is not None
@@ -59,19 +59,19 @@ def test_command_gives_the_same_settings_again(overrides: list[str], experiment:
     assert again == config
 
 
-def test_command_shows_no_password() -> None:
+def test_repeat_command_shows_no_password() -> None:
     command = repeat_command(load_config(["buffer.url=redis://me:secret@host:6379/0"]))
     assert command is not None and "secret" not in command and "redis://me:***@host" in command
 
 
-def test_command_shows_no_password_of_a_reward_and_the_rest_of_it_whole() -> None:
+def test_repeat_command_hides_only_the_password_of_a_reward() -> None:
     judge = "{kind: judge, url: 'http://me:secret@judge:1/v1', model: a@b}"
     command = repeat_command(load_config([f"task.rewards={{task: {{weight: 1.0}}, j: {judge}}}"]))
     assert command is not None and "secret" not in command
     assert "http://me:***@judge:1/v1" in command and "a@b" in command
 
 
-def test_settings_that_no_command_says_have_none() -> None:
+def test_settings_that_no_command_reproduces_have_none() -> None:
     config = load_config([])
     assert repeat_command(replace(config, experiment="gone")) is None
     fewer = replace(config, task=replace(config.task, params={"min_word_len": 3}))
@@ -88,5 +88,5 @@ def test_settings_that_no_command_says_have_none() -> None:
         (["task=alphabet_sort"], "alphabet_sort"),
     ],
 )
-def test_task_is_named_by_what_tells_it_from_others(overrides: list[str], label: str) -> None:
+def test_task_label_distinguishes_tasks_of_a_kind(overrides: list[str], label: str) -> None:
     assert task_label(load_config(overrides).task) == label

@@ -62,7 +62,7 @@ def test_report_of_a_stopped_run_has_summary_plots_and_result(run_dir: RunDir) -
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in run_dir.path.glob("*.png"))
 
 
-def test_report_of_a_run_with_one_evaluation_claims_no_rise(run_dir: RunDir) -> None:
+def test_report_of_a_run_with_one_evaluation_claims_no_improvement(run_dir: RunDir) -> None:
     train(run_dir, num_steps=4, evals={0: 0.25})
     run_dir.end("stopped")
     result = write_summary(run_dir, read_metrics(run_dir.metrics))
@@ -70,7 +70,7 @@ def test_report_of_a_run_with_one_evaluation_claims_no_rise(run_dir: RunDir) -> 
     assert "points" not in (run_dir.path / "summary.md").read_text()
 
 
-def test_report_of_a_run_that_failed_in_its_start_says_of_what(run_dir: RunDir) -> None:
+def test_report_of_a_run_that_failed_in_its_start_says_why(run_dir: RunDir) -> None:
     run_dir.end("failed", "engine-0 died (exit code -9); the last lines of it:\nloading")
     result = write_summary(run_dir, read_metrics(run_dir.metrics))
     assert (result.state, result.steps, result.groups_pushed) == ("failed", 0, 0)

@@ -20,12 +20,12 @@ COUNTERS = {
 }
 
 
-def test_lengths_are_told_shortest_first_with_the_time_that_a_group_took() -> None:
+def test_length_rows_are_sorted_and_have_the_mean_time() -> None:
     rows = [(r.length, r.completed, r.given_up, r.seconds) for r in length_rows(COUNTERS)]
     assert rows == [("<=256", 1, 0, 0.5), ("<=1k", 4, 0, 2.5), (">64k", 0, 2, 0.0)]
 
 
-def test_summary_tells_what_happened_and_no_more() -> None:
+def test_summary_lists_only_nonzero_counters() -> None:
     rows = dict(summary_rows(COUNTERS, 0))
     assert rows["tokens that could not be used"] == "2.5%"
     assert rows["groups stopped in favour of others"] == "3"
@@ -42,7 +42,7 @@ def test_tokens_that_the_buffer_dropped_are_wasted_too() -> None:
     assert "10.0% of tokens wasted" in panel_line(COUNTERS, 150)
 
 
-def test_panel_says_nothing_as_long_as_all_is_well() -> None:
+def test_panel_line_is_empty_without_notable_counters() -> None:
     assert panel_line({"tokens_generated": 100.0, "completed:<=256": 9.0}, 0) == ""
     assert panel_line(COUNTERS, 0) == "2.5% of tokens wasted, 3 postponed"
 

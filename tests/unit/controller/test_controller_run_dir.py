@@ -25,7 +25,7 @@ def test_new_run_is_found_by_name_and_as_the_newest(tmp_path: Path) -> None:
     assert first.read_record().state == "running" and first.read_record().is_alive
 
 
-def test_folder_in_use_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_folder_in_use_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious").write_text("x")
     with pytest.raises(RunDirError, match=r"run\.name='mine': .* is in use; choose another"):
@@ -34,19 +34,19 @@ def test_folder_in_use_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a b", "../up", "", "a:b", "{x}", "-x"])
-def test_name_that_could_not_name_redis_keys_is_refused(tmp_path: Path, name: str) -> None:
+def test_name_unfit_for_redis_keys_is_refused(tmp_path: Path, name: str) -> None:
     if name:
         with pytest.raises(RunDirError, match=r"run\.name="):
             RunDir.create(str(tmp_path), name, "quickstart")
 
 
-def test_folder_that_cannot_be_made_is_told_with_the_fix(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_an_error_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirError, match=r"run\.dir='.*': cannot make .* choose a folder"):
         RunDir.create(str(tmp_path / "file"), "a", "quickstart")
 
 
-def test_redis_url_is_for_its_owner_alone_and_can_be_forgotten(tmp_path: Path) -> None:
+def test_redis_url_is_readable_only_by_its_owner_and_can_be_removed(tmp_path: Path) -> None:
     run = RunDir.create(str(tmp_path), "a", "quickstart")
     run.write_redis_url("redis://:secret@127.0.0.1:1/0")
     assert run.read_redis_url() == "redis://:secret@127.0.0.1:1/0"
@@ -55,7 +55,7 @@ def test_redis_url_is_for_its_owner_alone_and_can_be_forgotten(tmp_path: Path) -
     assert run.read_redis_url() is None
 
 
-def test_run_whose_process_is_gone_is_not_alive_even_if_its_number_is_used_again(
+def test_run_whose_process_is_gone_is_not_alive_even_if_its_pid_is_reused(
     tmp_path: Path,
 ) -> None:
     run = RunDir.create(str(tmp_path), "a", "quickstart")
@@ -68,7 +68,7 @@ def test_run_whose_process_is_gone_is_not_alive_even_if_its_number_is_used_again
     assert not living.is_alive
 
 
-def test_unknown_run_is_told_with_those_that_exist(tmp_path: Path) -> None:
+def test_unknown_run_is_an_error_that_lists_the_others(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match="no run below"):
         RunDir.find(str(tmp_path), None)
     RunDir.create(str(tmp_path), "a", "quickstart")
@@ -76,7 +76,7 @@ def test_unknown_run_is_told_with_those_that_exist(tmp_path: Path) -> None:
         RunDir.find(str(tmp_path), "b")
 
 
-def test_controller_on_another_machine_is_believed_by_its_record(tmp_path: Path) -> None:
+def test_controller_on_another_machine_counts_as_its_record_says(tmp_path: Path) -> None:
     """Process ids of another machine say nothing here."""
     run = RunDir.create(str(tmp_path), "a", "quickstart")
     record = run.read_record()
@@ -87,7 +87,7 @@ def test_controller_on_another_machine_is_believed_by_its_record(tmp_path: Path)
     assert replace(record, host="").is_here, "a record of an earlier version names none"
 
 
-def test_stop_on_another_host_ends_what_is_there_and_leaves_the_rest_to_its_owners(
+def test_stop_on_another_host_ends_only_what_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDir.create(str(tmp_path), "a", "quickstart")
@@ -126,7 +126,7 @@ def mode(path: Path) -> str:
     return oct(path.stat().st_mode & 0o7777)
 
 
-def test_run_folder_is_its_owners_alone(tmp_path: Path) -> None:
+def test_run_folder_is_private(tmp_path: Path) -> None:
     run = RunDir.create(str(tmp_path / "runs"), "a", "quickstart")
     assert [mode(run.path), mode(run.logs)] == [oct(0o700)] * 2
     assert mode(run.path / "run.json") == oct(0o600)
@@ -149,7 +149,7 @@ def test_unknown_group_is_refused_with_the_fix(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def test_temporary_folder_is_private_noted_in_the_run_and_goes_with_it(tmp_path: Path) -> None:
+def test_temporary_folder_is_private_and_removed_with_the_run(tmp_path: Path) -> None:
     run = RunDir.create(str(tmp_path), "a", "quickstart")
     temporary = run.make_temporary()
     (temporary / "below").mkdir()

@@ -65,7 +65,7 @@ def group() -> TrajectoryGroup:
     )
 
 
-def test_marks_tell_versions_the_mask_and_unlikely_tokens() -> None:
+def test_marks_show_versions_the_mask_and_unlikely_tokens() -> None:
     texts = token_texts(Words(), range(8))
     assert texts == WORDS
     assert marked(cut(trajectory(), texts)) == (
@@ -73,7 +73,7 @@ def test_marks_tell_versions_the_mask_and_unlikely_tokens() -> None:
     )
 
 
-def test_further_columns_are_told_in_short() -> None:
+def test_further_columns_are_summarized() -> None:
     column = np.array([0, -1, -2, -3, -4, -90, -5, -9], np.float32)
     one = trajectory(columns={"teacher_logprobs": column})
     line = "  teacher_logprobs: mean -4.00 over the trained tokens, from -9.00 to -1.00"
@@ -89,7 +89,7 @@ def test_further_columns_are_told_in_short() -> None:
     assert column_line("a", untrained) == "  a: no token is trained"
 
 
-def test_line_says_what_became_of_the_trajectory() -> None:
+def test_headline_describes_the_trajectory() -> None:
     # Logarithms of 0.5, 0.4, 0.009, 0.05, 0.9 and 0.9: their mean is -1.59.
     assert headline(2, trajectory(episode=1)) == (
         "trajectory 2, episode 1: reward 0.75 (right 1, short -0.5), stop, 8 tokens of which 6 are "
@@ -114,14 +114,14 @@ def test_colours_are_those_of_versions_and_the_mask_is_dim() -> None:
     assert "⟦" not in shown
 
 
-def test_characters_of_several_tokens_stand_with_the_last_one() -> None:
+def test_character_of_several_tokens_belongs_to_the_last_one() -> None:
     assert token_texts(Bytes(), "aé€".encode()) == ["a", "", "é", "", "", "€"]
     broken = token_texts(Bytes(), b"a\xff" + 9 * b"\xff" + b"b")
     assert "".join(broken).count("\ufffd") == 10 and broken[-1].endswith("b")
     assert token_texts(Bytes(), "é".encode()[:1]) == ["\ufffd"]
 
 
-def test_what_a_model_writes_cannot_control_the_terminal() -> None:
+def test_text_of_a_model_cannot_control_the_terminal() -> None:
     texts = ["\x1b[2J", *7 * ["a\r\n"]]
     assert marked(cut(trajectory(), texts)).startswith("␛[2J⟦v7⟧a␍\n⟦v8⟧")
 
@@ -167,7 +167,7 @@ def test_command_shows_a_group_that_only_the_buffer_has(
     assert "in the buffer" in printed and "⟦v0⟧" in printed
 
 
-def test_group_that_nobody_kept_is_one_line(
+def test_group_that_was_not_kept_is_one_line(
     run_dir: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(fill(redis_url, run_dir.name))

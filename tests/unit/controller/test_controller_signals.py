@@ -85,7 +85,7 @@ def guarded():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signal_to_the_group_is_one_request_and_meets_no_child(
+def test_signal_to_the_group_is_one_request_and_reaches_no_child(
     guarded: Guarded, number: signal.Signals
 ) -> None:
     os.killpg(guarded.process.pid, number)
@@ -117,7 +117,7 @@ def test_stop_request_does_not_raise_where_a_signal_arrives() -> None:
             stop.check()
 
 
-def test_interrupting_breaks_off_a_wait() -> None:
+def test_interrupting_ends_a_wait() -> None:
     stop = StopRequest()
     with HandlersKept():
         stop.listen()
@@ -166,7 +166,7 @@ sys.exit(5 if stop.is_set else 1)
 """
 
 
-def test_hangup_asks_to_end_and_output_fails_no_more() -> None:
+def test_hangup_sets_the_stop_request_and_output_no_longer_fails() -> None:
     terminal, slave = os.openpty()
     command = [sys.executable, "-c", HUNG_UP]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=slave, text=True) as process:
@@ -188,7 +188,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_launch_that_is_interrupted_while_it_loads_says_one_line(
+def test_launch_interrupted_during_imports_prints_one_line(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     # A library of the controller's that never comes to the end of its import.

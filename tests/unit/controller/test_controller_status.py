@@ -62,7 +62,7 @@ async def _begin_run(url: str, run: str) -> None:
     await state.close()
 
 
-def test_run_that_goes_on_is_shown_live(run_dir: RunDir, redis_url: str) -> None:
+def test_running_run_is_shown_live(run_dir: RunDir, redis_url: str) -> None:
     asyncio.run(_begin_run(redis_url, run_dir.name))
     run_dir.write_redis_url(redis_url)
     text = status_of(run_dir)
@@ -94,24 +94,24 @@ def test_command_from_outside_fits_the_server(run_dir: RunDir, url: str, client:
     assert shown.stdout.strip() == unquote(urlsplit(url).password or "")
 
 
-def test_run_whose_server_is_away_is_told(run_dir: RunDir) -> None:
+def test_run_whose_server_is_down_is_an_error(run_dir: RunDir) -> None:
     run_dir.write_redis_url("redis://127.0.0.1:1/0")
     with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:1"):
         status_of(run_dir)
 
 
-def test_run_that_starts_is_told(run_dir: RunDir) -> None:
+def test_starting_run_is_reported(run_dir: RunDir) -> None:
     assert "is starting" in status_of(run_dir)
 
 
-def test_run_that_lost_its_controller_is_told(run_dir: RunDir) -> None:
+def test_run_without_its_controller_is_reported(run_dir: RunDir) -> None:
     run_dir.write_record(replace(run_dir.read_record(), process_started=0.0))
     text = status_of(run_dir)
     assert "its controller is gone" in text
     assert "It made 10 steps" in text
 
 
-def test_finished_run_shows_its_summary_and_what_held_it_back(run_dir: RunDir) -> None:
+def test_finished_run_shows_its_summary_and_bottleneck(run_dir: RunDir) -> None:
     write_summary(run_dir, read_metrics(run_dir.metrics))
     run_dir.end("finished")
     text = status_of(run_dir)

@@ -81,7 +81,7 @@ def test_result_agrees_with_the_records_by_hand() -> None:
     assert result.staleness_mean == pytest.approx(1.25)
 
 
-def test_result_line_is_json_with_everything_asked_for() -> None:
+def test_result_line_is_json_with_every_field() -> None:
     line = result_line(result_of(run_records()))
     assert "\n" not in line
     word, _, text = line.partition(" ")
@@ -93,7 +93,7 @@ def test_result_line_is_json_with_everything_asked_for() -> None:
     assert fields["groups_pushed"] == sum(fields[place] for place in places) + dropped
 
 
-def test_evaluation_that_failed_is_counted_and_the_last_one_leaves_no_accuracy() -> None:
+def test_failed_evaluations_are_counted_and_a_failed_last_one_leaves_no_accuracy() -> None:
     records = run_records()
     between = Record(t=1010.0, kind="eval_failed", values={"version": 10, "why": "lost"})
     result = result_of([*records, between])
@@ -114,7 +114,7 @@ def test_run_without_steps_has_a_result_too() -> None:
     assert figures([]) == {}
 
 
-def test_summary_names_the_rise_the_plots_and_the_command(tmp_path: Path) -> None:
+def test_summary_has_the_improvement_the_plots_and_the_command(tmp_path: Path) -> None:
     records = run_records()
     result = result_of(records)
     for name in PLOTS:
@@ -130,7 +130,7 @@ def test_summary_names_the_rise_the_plots_and_the_command(tmp_path: Path) -> Non
     assert all(f"]({name})" in summary for name in PLOTS)
 
 
-def test_bound_of_each_time_is_told_after_it_was_changed() -> None:
+def test_bounds_in_force_are_listed_after_a_change() -> None:
     records = []
     for step, bound in enumerate([2, 2, 4, 4, 1]):
         records.append(Record(t=step, kind="buffer", values={"max_staleness": bound}))
@@ -144,7 +144,7 @@ def test_bound_of_each_time_is_told_after_it_was_changed() -> None:
     assert "| the bound over the run | 2 from step 1, 4 from step 3, 1 from step 5 |" in summary
 
 
-def test_broken_law_stands_out_in_the_summary() -> None:
+def test_broken_conservation_stands_out_in_the_summary() -> None:
     result = replace(result_of(run_records()), is_conserved=False)
     assert "**NO" in summary_of(result)
 

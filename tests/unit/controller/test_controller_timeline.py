@@ -66,7 +66,7 @@ def test_timeline_is_made_of_the_times_that_were_recorded() -> None:
     )
 
 
-def test_version_can_be_chosen_also_one_that_not_all_engines_took() -> None:
+def test_version_can_be_chosen_even_if_not_all_engines_took_it() -> None:
     chosen = find_timeline(RECORDS, 4)
     assert chosen is not None and chosen.version == 4
     values = {k: v for k, v in RECORDS[2].values.items() if not k.startswith("converge")}
@@ -86,7 +86,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     return run_dir
 
 
-def test_command_draws_into_the_folder_and_says_where(
+def test_command_draws_into_the_folder_and_prints_the_path(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["timeline", "--dir", str(run_dir.path.parent)]
@@ -99,7 +99,7 @@ def test_command_draws_into_the_folder_and_says_where(
     assert "has no publish of a version 9" in capsys.readouterr().err
 
 
-def test_last_one_is_drawn_at_the_end_of_a_run(tmp_path: Path) -> None:
+def test_last_timeline_is_drawn_at_the_end_of_a_run(tmp_path: Path) -> None:
     write_last_timeline(tmp_path, [Record(t=0.0, kind="step", values={})])
     assert list(tmp_path.iterdir()) == []
     write_last_timeline(tmp_path, RECORDS)

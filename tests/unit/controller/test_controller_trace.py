@@ -18,7 +18,7 @@ def event(at: float, name: str, **detail: str) -> GroupEvent:
     return GroupEvent(at=at, event=name, group_id="g", detail=detail)
 
 
-def test_life_is_told_with_times_and_durations() -> None:
+def test_life_has_times_and_durations() -> None:
     lines = life_lines(
         "night",
         "g",
@@ -47,7 +47,7 @@ def test_life_is_told_with_times_and_durations() -> None:
     assert lines[-1] == "running 2.5 s, ready 9.0 s, leased 3.0 s, consumed 1m 00s"
 
 
-def test_life_of_a_group_that_waits_goes_on_until_now() -> None:
+def test_life_of_a_waiting_group_extends_until_now() -> None:
     lines = life_lines("night", "g", [event(1000.0, "pushed")], now=1030.0)
     assert lines[0].endswith("g of night: ready")
     assert lines[-1] == "ready 30 s until now"
@@ -61,7 +61,7 @@ async def train_one(url: str, run: str) -> None:
         await buffer.consume(batch, batch.group_ids)
 
 
-def test_command_tells_the_life_of_a_real_group(
+def test_command_prints_the_life_of_a_real_group(
     live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(train_one(redis_url, live_run.name))
@@ -73,7 +73,7 @@ def test_command_tells_the_life_of_a_real_group(
     assert "step 0" in printed
 
 
-def test_group_that_nobody_knows_is_one_line(
+def test_unknown_group_is_one_line(
     live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(fill(redis_url, live_run.name))
@@ -83,7 +83,7 @@ def test_group_that_nobody_knows_is_one_line(
     assert "never had such a group" in error and "buffer.audit_length=100000" in error
 
 
-def test_state_is_told_of_a_group_whose_events_are_gone(
+def test_state_is_printed_for_a_group_without_events(
     live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(fill(redis_url, live_run.name, pushed=1, audit_length=0))

@@ -115,7 +115,7 @@ class Right:
 
 
 @pytest.mark.parametrize("chat_template", [False, True])
-async def test_example_is_the_very_tokens_of_an_episode_that_went_right(
+async def test_example_has_the_tokens_of_a_successful_episode(
     chat_template: bool,
 ) -> None:
     config = load_config([f"task.chat_template={str(chat_template).lower()}"], "alphabet-sort")
@@ -137,7 +137,7 @@ async def test_example_is_the_very_tokens_of_an_episode_that_went_right(
     assert branch.loss_mask == example.loss_mask.tolist()
 
 
-def test_with_a_chat_template_the_words_of_the_assistant_are_learnt_and_tools_are_told() -> None:
+def test_chat_template_examples_learn_the_assistant_and_describe_tools() -> None:
     tokenizer = chat_tokenizer()
     chat = ChatFormat(tokenizer, chat_template=True, tool_parser=ToolParser.hermes)
     conversation = said(
@@ -157,7 +157,7 @@ def test_with_a_chat_template_the_words_of_the_assistant_are_learnt_and_tools_ar
 @pytest.mark.parametrize(
     "turns", [[], [("assistant", "a")], [("user", "a")], [("user", "a"), ("tool", "b")]]
 )
-def test_demonstration_that_ends_with_somebody_else_is_refused(
+def test_demonstration_that_does_not_end_with_the_assistant_is_refused(
     turns: list[tuple[str, str]],
 ) -> None:
     chat = ChatFormat(byte_tokenizer(), chat_template=False, tool_parser=ToolParser.hermes)
@@ -218,14 +218,14 @@ def task_config(tmp_path: Path, **changes: object) -> TaskConfig:
         ),
     ],
 )
-def test_what_the_task_names_is_looked_for_before_a_run(
+def test_task_settings_are_checked_before_a_run(
     tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check_task(task_config(tmp_path, **changes))
 
 
-def test_what_is_there_passes(tmp_path: Path) -> None:
+def test_valid_task_passes_the_check(tmp_path: Path) -> None:
     check_task(task_config(tmp_path, env="FILE:env", function="FILE:reward"))
     check_task(task_config(tmp_path, agent="FILE:good_agent"))
     steps = {"steps": RewardConfig(kind=RewardKind.env)}

@@ -39,7 +39,7 @@ def test_one_version_behind_is_on_its_way_and_two_are_late() -> None:
     assert words == "engine-1 (and 1 more) is 3 versions behind"
 
 
-def test_engine_that_is_lost_stays_so_until_it_commits_again() -> None:
+def test_lost_engine_stays_lost_until_it_commits_again() -> None:
     view = WeightsView()
     view.apply(event_record("engine_lost", "engine-1"))
     view.apply(event_record("joined", "receiver-0"))
@@ -84,7 +84,7 @@ def test_publish_that_did_not_converge_counts_for_what_it_has() -> None:
     assert result.weights_wire_bytes == 2_500_000
 
 
-def test_engines_that_need_a_look_are_told() -> None:
+def test_engines_that_need_attention_are_a_remark() -> None:
     assert engine_remarks(STATS) == []
     late = replace(STATS, engine_versions={"engine-0": 137, "engine-1": 134})
     assert engine_remarks(late) == [

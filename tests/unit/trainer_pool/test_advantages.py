@@ -27,6 +27,6 @@ def test_equal_rewards_give_exactly_zero(reward: float) -> None:
     np.testing.assert_array_equal(advantages, np.zeros(7, np.float32))
 
 
-def test_reward_that_is_no_number_is_refused() -> None:
+def test_reward_that_is_not_a_number_is_refused() -> None:
     with pytest.raises(AssertionError):
         grpo_advantages(np.array([1.0, np.nan]), should_normalize_std=True)

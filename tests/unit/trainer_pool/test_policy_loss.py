@@ -153,7 +153,7 @@ def test_without_branches_loss_and_gradient_are_the_unweighted_ones_bit_for_bit(
     assert torch.equal(values[0].grad, values[1].grad)
 
 
-def test_masked_positions_count_for_nothing_whatever_they_hold() -> None:
+def test_masked_positions_do_not_change_the_loss() -> None:
     trainer = torch.tensor([[log(0.5), -1e4, 0.0]], requires_grad=True)
     result = loss_of(
         trainer=trainer,

@@ -57,7 +57,7 @@ def test_episode_counts_once_and_its_trajectories_share_its_weight() -> None:
     assert all(row.is_current for row in rows)
 
 
-def test_episodes_may_stand_in_any_order() -> None:
+def test_episodes_may_be_in_any_order() -> None:
     rows = rows_of_group(
         group(trajectory(1, 4.0), trajectory(0, 2.0), trajectory(1, 4.0)),
         4,
@@ -74,7 +74,7 @@ def test_trajectory_without_a_trained_token_leaves_its_weight_to_the_others() ->
     assert [(row.advantage, row.weight) for row in rows] == [(0.5, 1.0), (-0.5, 1.0)]
 
 
-def test_one_trajectory_an_episode_weighs_exactly_one() -> None:
+def test_single_trajectory_of_an_episode_weighs_exactly_one() -> None:
     some = group(trajectory(0, 1.0), trajectory(1, 0.0))
     assert [row.weight for row in rows_of_group(some, 3, should_normalize_std=True)] == [1.0, 1.0]
 
@@ -95,7 +95,7 @@ def test_rows_keep_the_temperature_of_their_group() -> None:
         ({"temperature": 0.0}, r"group g7: temperature=0\.0: greedy"),
     ],
 )
-def test_what_was_not_drawn_from_the_policy_itself_is_refused(
+def test_samples_not_drawn_from_the_policy_are_refused(
     changes: dict[str, float], message: str
 ) -> None:
     some = group(trajectory(0, 1.0), trajectory(1, 0.0), **changes)

@@ -92,7 +92,7 @@ def test_differences_are_nan_without_a_token_of_the_trained_version(ranks: Colle
     assert stats.ratio_mean == pytest.approx((1 + math.exp(-1)) / 2)
 
 
-def test_updates_that_were_left_out_are_counted_by_their_reason(ranks: Collectives) -> None:
+def test_skipped_updates_are_counted_by_reason(ranks: Collectives) -> None:
     stats = stats_of(ranks, StepAccumulator(torch.device("cpu")), norms=[0.5, None, 0.0])
     assert (stats.num_updates, stats.num_skipped_updates, stats.num_empty_updates) == (3, 1, 1)
     assert stats.grad_norm == 0.25

@@ -269,7 +269,7 @@ def test_stop_ends_all_ranks_after_the_same_step(outcome: Outcome) -> None:
     assert first.num_steps == second.num_steps == first.version >= 3
 
 
-def test_engine_holds_the_weights_that_training_ended_with(outcome: Outcome) -> None:
+def test_engine_has_the_final_weights(outcome: Outcome) -> None:
     model = AutoModelForCausalLM.from_pretrained(outcome.reports["trainer-0"].export_dir)
     names = {name for name, _ in model.named_parameters()}
     assert names == set(outcome.engine_weights)
@@ -291,7 +291,7 @@ def test_trained_groups_are_acked_and_within_the_leash(outcome: Outcome) -> None
     assert stats.max_staleness_trained <= MAX_STALENESS
 
 
-def test_last_checkpoint_holds_the_last_step(outcome: Outcome) -> None:
+def test_last_checkpoint_contains_the_last_step(outcome: Outcome) -> None:
     latest = CheckpointStore(outcome.run_dir / "checkpoints").latest()
     assert latest is not None
     folder, state = latest
@@ -300,7 +300,7 @@ def test_last_checkpoint_holds_the_last_step(outcome: Outcome) -> None:
     assert len(list((folder / "zero3").glob("*optim_states.pt"))) == 2
 
 
-def test_way_of_the_page_reads_the_whole_model_out_of_a_checkpoint(outcome: Outcome) -> None:
+def test_checkpoint_is_read_as_a_whole_model_as_documented(outcome: Outcome) -> None:
     page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
     code = re.findall(r"^    (.*get_fp32_state_dict_from_zero_checkpoint.*)$", page, re.MULTILINE)
     assert len(code) == 2
@@ -313,7 +313,7 @@ def test_way_of_the_page_reads_the_whole_model_out_of_a_checkpoint(outcome: Outc
         assert read.dtype == torch.float32 and torch.equal(read.to(weights.dtype), weights), name
 
 
-def test_each_step_is_on_record_with_its_times(outcome: Outcome) -> None:
+def test_each_step_is_recorded_with_its_times(outcome: Outcome) -> None:
     for number, record in enumerate(outcome.records, start=1):
         assert record["step"] == number and record["version"] == number - 1
         assert record["num_groups"] == GROUPS_PER_STEP and record["num_tokens"] > 0

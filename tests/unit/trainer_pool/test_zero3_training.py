@@ -217,7 +217,7 @@ def test_rewards_are_reported_by_part_and_counted_by_episode(two_ranks: Outcome)
         assert step["zero_variance_fraction"] in (0, 0.25, 0.5, 0.75, 1)
 
 
-def test_copy_of_the_weights_is_awaited_right_before_each_update(two_ranks: Outcome) -> None:
+def test_weight_copy_is_awaited_right_before_each_update(two_ranks: Outcome) -> None:
     """Not before the passes through the model, which leave the weights as they are."""
     calls = two_ranks.results["calls"]
     updates = [place for place, call in enumerate(calls) if call == "step"]
@@ -272,7 +272,7 @@ def test_warm_start_is_the_same_on_one_and_two_ranks_and_leaves_no_momentum(
     assert together["largest_moment_left"] == 0
 
 
-def test_step_without_any_gradient_changes_nothing_and_is_counted(
+def test_step_without_gradient_changes_nothing_and_is_counted(
     one_rank: Outcome, two_ranks: Outcome
 ) -> None:
     for outcome in (one_rank, two_ranks):
@@ -283,7 +283,7 @@ def test_step_without_any_gradient_changes_nothing_and_is_counted(
         assert outcome.results["changed_without_gradient"] == []
 
 
-def test_what_two_ranks_publish_is_what_they_export_cast_to_the_serving_dtype(
+def test_published_weights_equal_the_export_in_the_serving_dtype(
     two_ranks: Outcome, staged: Staged
 ) -> None:
     newest = staged()
