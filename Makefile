@@ -1,7 +1,7 @@
-# Every target makes its own set-up. `make help` lists them.
-# Those on a run take RUN=name (default: the newest) and DIR=folder (default: runs); those on its buffer
-# also URL=redis://user@host:port/0, where the run's folder does not tell (any more) where that is. A password
-# comes from LEASH_REDIS_PASSWORD in the environment: a command line is seen by everybody.
+# Every target does its own set-up. `make help` lists them.
+# Targets on a run take RUN=name (default: the newest) and DIR=folder (default: runs); those on its buffer
+# also URL=redis://user@host:port/0, if the run's folder does not contain the address (any more). A password
+# comes from LEASH_REDIS_PASSWORD in the environment: every user can see a command line.
 EXPERIMENT ?=
 ARGS ?=
 RAY_ADDRESS ?=
@@ -25,13 +25,13 @@ BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
-install: ## make .venv (nothing is done when it is up to date)
+install: ## make .venv (does nothing when it is up to date)
 	@deploy/install.sh
 
 lock: install ## write the lock files after a change of pyproject.toml (ARGS=--upgrade: newer versions too)
 	@deploy/lock.sh $(ARGS)
 
-check-lock: install ## the lock files fit pyproject.toml
+check-lock: install ## check the lock files against pyproject.toml
 	@deploy/lock.sh --check
 
 launch: install ## train: make launch [EXPERIMENT=...] [ARGS="buffer.max_staleness=4 ..."] [RAY_ADDRESS=auto]
@@ -40,28 +40,28 @@ launch: install ## train: make launch [EXPERIMENT=...] [ARGS="buffer.max_stalene
 dry-run: install ## print the resolved config and the plan, start nothing
 	@$(LEASH) dry-run $(EXPERIMENT_FLAG) $(OVERRIDES)
 
-status: install ## what a run does now and what holds it back (RUN=name; default: the newest)
+status: install ## what a run is doing, and its bottleneck (RUN=name; default: the newest)
 	@$(LEASH) status $(RUN_FLAG)
 
 stop: install ## stop a run from another shell (RUN=name; default: the newest)
 	@$(LEASH) stop $(RUN_FLAG)
 
-report: install ## write summary, plots and result of a run anew from its files (RUN=name; default: the newest)
+report: install ## rewrite summary, plots and result of a run from its files (RUN=name; default: the newest)
 	@$(LEASH) report $(RUN_FLAG)
 
 tune: install ## change a running job: make tune MAX_STALENESS=2 [RUN=name]
 	@$(LEASH) tune $(RUN_FLAG) --max-staleness $(MAX_STALENESS)
 
-timeline: install ## draw one version's way to the engines: make timeline [VERSION=...] [RUN=name]
+timeline: install ## draw how a version reached the engines: make timeline [VERSION=...] [RUN=name]
 	@$(LEASH) timeline $(RUN_FLAG) $(if $(VERSION),--version $(VERSION))
 
-depth: install ## what the buffer holds, in one line; WATCH=1 draws it again and again [RUN=name]
+depth: install ## what the buffer holds, in one line; WATCH=1 redraws it [RUN=name]
 	@$(LEASH) depth $(BUFFER_FLAG) $(if $(WATCH),--watch)
 
 trace: install ## the life of one group: make trace GROUP=id [RUN=name]
 	@$(LEASH) trace $(BUFFER_FLAG) $(if $(GROUP),'$(GROUP)')
 
-show: install ## what a group says, token by token: make show [GROUP=id] [RUN=name] (default: the last one recorded)
+show: install ## the text of a group, token by token: make show [GROUP=id] [RUN=name] (default: the last one recorded)
 	@$(LEASH) show $(BUFFER_FLAG) $(if $(GROUP),'$(GROUP)')
 
 quarantine: install ## groups that are kept but not trained [RELEASE=id or DISCARD=id] [RUN=name]
@@ -73,11 +73,11 @@ buffer-dump: install ## write the buffer's groups to a file: make buffer-dump FI
 buffer-load: install ## read them from a file: make buffer-load FILE=path [RUN=name]
 	@$(LEASH) buffer-load $(BUFFER_FLAG) $(if $(FILE),'$(FILE)')
 
-# A file's tests stay in one worker, so that it starts what they share once.
-# One worker more than the two cores that they are for: a third of the time is spent in waits.
+# A file's tests stay in one worker, so that shared fixtures start once.
+# One worker more than the two cores of the machine: a third of the time is waiting.
 PARALLEL := tests/unit -n 3 --dist loadfile
 
-test: test-unit test-machine test-servers ## all tests, those with real servers too
+test: test-unit test-machine test-servers ## all tests, also those with real servers
 
 test-unit: install
 	@$(PYTHON_BIN) -m pytest $(PARALLEL) -m "not machine" --durations=20
@@ -88,17 +88,17 @@ test-machine: install
 test-servers: install
 	@$(PYTHON_BIN) -m pytest tests --ignore=tests/unit --durations=40
 
-test-fast: install ## unit tests alone
+test-fast: install ## the fast unit tests
 	@$(PYTHON_BIN) -m pytest $(PARALLEL) -m "not slow and not machine"
 
-# Full size; CI runs the same tests in short (`make test`). Any of them may be given: make soak SOAK="MINUTES=1"
+# Full size; CI runs the same tests at small size (`make test`). Override sizes: make soak SOAK="MINUTES=1"
 SOAK ?=
 SOAK_SIZES := SIGNALS=12 GROUPS=100000 KILLS=200 SERVER_KILLS=30 KILLS_PER_POINT=50 LOSSY_GROUPS=20000 \
 	SEQUENCES=10000 FUZZ=1000000 MINUTES=30 WEIGHT_FAULTS=20 ROLLOUT_KILLS=20 $(SOAK)
 SOAK_TESTS := tests/soak tests/unit/buffer/test_buffer_model.py tests/unit/buffer/test_buffer_codec_fuzz.py \
 	tests/integration/test_launch.py
 
-soak: install ## the long form of the tests that CI runs in short (hours): kills, fuzzing, signals, 30 minutes at full rate
+soak: install ## the long form of tests that CI runs briefly (hours): kills, fuzzing, signals, 30 minutes at full rate
 	@env $(addprefix LEASH_SOAK_,$(SOAK_SIZES)) $(PYTHON_BIN) -m pytest $(SOAK_TESTS) --timeout 0 -s \
 		-k "not launch or at_a_line"
 
@@ -108,7 +108,7 @@ bench: install ## the buffer against a Ray queue, bare Redis and its own targets
 bench-weights: install ## the checkpoint engine against the wire and other ways to send weights; last line RESULT {json}
 	@$(PYTHON_BIN) benchmarks/weight_sync.py $(ARGS)
 
-bench-rollout: install ## four ways to schedule rollouts at a real engine, and what the pool costs; last line RESULT {json}
+bench-rollout: install ## four ways to schedule rollouts on a real engine, and the pool's overhead; last line RESULT {json}
 	@$(PYTHON_BIN) benchmarks/rollout.py $(ARGS)
 
 lint: install ## ruff, and formatting
@@ -120,7 +120,7 @@ format: install ## rewrite formatting
 typecheck: install ## mypy, strict
 	@.venv/bin/mypy
 
-docs: install ## write docs/configuration.md anew from the schema
+docs: install ## rewrite docs/configuration.md from the schema
 	@$(PYTHON_BIN) -m configs.reference
 
 clean: ## remove .venv and caches; runs/ stays

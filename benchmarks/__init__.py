@@ -1,1 +1,1 @@
-"""What the parts of Leash cost, against what else one could use; run by `make bench`."""
+"""Benchmarks of the parts of Leash against alternatives; run by `make bench`."""

@@ -1,4 +1,4 @@
-"""What a benchmark tells: a table of figures beside their targets, and a last line for machines."""
+"""The report of a benchmark: a table of numbers and targets, and a last line for programs."""
 
 from __future__ import annotations
 

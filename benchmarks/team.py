@@ -1,4 +1,4 @@
-"""Four processes that stay, two that produce and two that consume, and what a round costs them."""
+"""Two producer and two consumer processes that persist over rounds, and the cost of a round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast those who wait are woken, and what they cost while nothing happens."""
+"""How fast blocked calls are woken, and what they cost while nothing happens."""
 
 from __future__ import annotations
 

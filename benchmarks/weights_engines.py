@@ -1,4 +1,4 @@
-"""Two real SGLang servers under load, and a finger on the pulse of each.
+"""Two real SGLang servers under load, and the time of each decoding step.
 
 An engine decodes all its running requests in one batch, a token each a step. So one request whose
 every token is streamed tells when each step ended, and the others need not be streamed at all.

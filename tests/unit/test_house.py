@@ -1,4 +1,4 @@
-"""Holds the borders between the packages, by the imports and strings that their sources contain."""
+"""Enforces the boundaries of the packages, by the imports and strings in their sources."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ FLOORS = {
         "*",
     ),
 }
-"""The rooms of a package from the ground up: files by name, folders whole, * for all other files.
-Each may import from its own floor and from those below."""
+"""Layers of a package, lowest first: names of files and folders, * for all other files. Each may
+import from its own layer and from lower ones."""
 
 
 def _name(path: Path) -> str:

@@ -105,10 +105,10 @@ def test_every_section_of_the_schema_is_seen() -> None:
 
 
 def test_choices_are_explained_by_their_comments() -> None:
-    told = enum_docs(OnStale)
-    assert "`requeue`: run its prompt again" in told
-    assert "`mask_tokens`: exclude its stale tokens from the loss" in told
-    assert '`"' not in told and "`)" not in told
+    output = enum_docs(OnStale)
+    assert "`requeue`: run its prompt again" in output
+    assert "`mask_tokens`: exclude its stale tokens from the loss" in output
+    assert '`"' not in output and "`)" not in output
 
 
 @pytest.mark.parametrize("choices", ENUMS, ids=lambda choices: choices.__name__)

@@ -58,10 +58,10 @@ def test_failed_evaluation_is_shown_until_the_next_one() -> None:
     view = trained_view()
     failed = {"version": 25, "why": "worker-0 failed: no engine"}
     view.apply(Record(t=1011.0, kind="eval_failed", values=failed))
-    told = "The evaluation of version 25 failed"
-    assert told in text_of(view) and "no engine" in text_of(view)
+    message = "The evaluation of version 25 failed"
+    assert message in text_of(view) and "no engine" in text_of(view)
     view.apply(eval_record(30, 1012.0, 0.8))
-    assert told not in text_of(view)
+    assert message not in text_of(view)
 
 
 def test_panel_shows_progress_buffer_and_waits() -> None:
@@ -101,7 +101,7 @@ def test_groups_in_quarantine_are_a_remark() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         ({"capacity_groups": 48}, "is full: 48 groups, buffer.capacity_groups=48. The trainer"),
         ({"capacity_bytes": 20_000}, "is full: 19.5 KiB, buffer.capacity_bytes=20000. The trainer"),
@@ -115,9 +115,11 @@ def test_groups_in_quarantine_are_a_remark() -> None:
         ),
     ],
 )
-def test_pushes_that_wait_for_capacity_are_a_remark(change: dict[str, float], told: str) -> None:
+def test_pushes_that_wait_for_capacity_are_a_remark(
+    change: dict[str, float], expected: str
+) -> None:
     (remark,) = buffer_remarks(replace(STATS, **change))  # type: ignore[arg-type]
-    assert told in remark
+    assert expected in remark
 
 
 def test_buffer_with_room_has_no_remark() -> None:

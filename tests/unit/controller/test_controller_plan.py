@@ -223,5 +223,5 @@ def test_dry_run_shows_the_plan_for_any_number_of_gpus(
     num_gpus: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["dry-run", f"cluster.num_gpus={num_gpus}"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert ("share it" if num_gpus == 1 else "each of 2 trainer ranks") in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert ("share it" if num_gpus == 1 else "each of 2 trainer ranks") in output

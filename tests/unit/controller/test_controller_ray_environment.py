@@ -21,7 +21,7 @@ print(json.dumps(dict(os.environ)))
 def prepared(cluster: dict[str, str], **environment: str) -> dict[str, str]:
     """The environment after `prepare_environment`, in a process that begins with `environment`."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", SHOW, json.dumps(cluster)],
         env=inherited | environment,
         capture_output=True,
@@ -29,7 +29,7 @@ def prepared(cluster: dict[str, str], **environment: str) -> dict[str, str]:
         check=True,
         timeout=60,
     )
-    found = json.loads(told.stdout)
+    found = json.loads(output.stdout)
     assert isinstance(found, dict)
     return found
 

@@ -19,14 +19,14 @@ LAUNCH = ("-m", "controller.main", "launch")
 def given_to_leash(command: str) -> list[str]:
     """What `leash launch` gets if `command` is typed into a shell in the project's folder."""
     if command.startswith("make "):
-        told = subprocess.run(
+        output = subprocess.run(
             ["bash", "-c", command.replace("make ", "make --no-print-directory -n ", 1)],
             cwd=ROOT,
             capture_output=True,
             text=True,
             check=True,
         )
-        command = told.stdout.strip().splitlines()[-1]
+        command = output.stdout.strip().splitlines()[-1]
     words = shlex.split(command)
     return words[words.index("launch") + 1 :]
 

@@ -107,9 +107,9 @@ def test_stop_on_another_host_ends_only_what_is_there(
         left.wait(timeout=30)
     assert not staged.exists() and list_of_third.exists() and rays.exists()
     assert run.read_record().state == "running" and run.read_redis_url() is not None
-    told = capsys.readouterr().out
-    assert "nothing of a is left on this host; its controller is on another-host" in told
-    assert f"third may still hold files of the run: `make stop RUN=a DIR={tmp_path}`" in told
+    output = capsys.readouterr().out
+    assert "nothing of a is left on this host; its controller is on another-host" in output
+    assert f"third may still hold files of the run: `make stop RUN=a DIR={tmp_path}`" in output
 
 
 def test_leftovers_of_another_host_outlive_the_controllers_end(tmp_path: Path) -> None:

@@ -78,13 +78,13 @@ def test_further_columns_are_summarized() -> None:
     one = trajectory(columns={"teacher_logprobs": column})
     line = "  teacher_logprobs: mean -4.00 over the trained tokens, from -9.00 to -1.00"
     assert column_line("teacher_logprobs", one) == line
-    told = group_lines(
+    output = group_lines(
         TrajectoryGroup(group_id="g", prompt=PromptRef(task="sums", index=5), trajectories=(one,)),
         "here",
         Words(),
         has_colours=False,
     )
-    assert line in [text.plain for text in told]
+    assert line in [text.plain for text in output]
     untrained = trajectory(columns={"a": column}, loss_mask=np.zeros(8, np.uint8))
     assert column_line("a", untrained) == "  a: no token is trained"
 

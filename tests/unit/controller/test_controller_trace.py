@@ -34,8 +34,8 @@ def test_life_has_times_and_durations() -> None:
         now=2000.0,
     )
     assert lines[0].endswith("g of night: acked")
-    told = [re.sub(r"^\S+", "TIME", line) for line in lines[1:-1]]
-    assert told == [
+    output = [re.sub(r"^\S+", "TIME", line) for line in lines[1:-1]]
+    assert output == [
         "TIME              admitted (version 3)",
         "TIME     +2.5 s   pushed",
         "TIME     +8.0 s   leased (step 4, owner 3fa9)",
