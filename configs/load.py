@@ -291,7 +291,7 @@ def _to_schema(composed: DictConfig) -> Config:
         section = OmegaConf.select(composed, name)
         # OmegaConf rejects a scalar here as well, but does not say where.
         if section is not None and not isinstance(section, DictConfig):
-            raise ConfigError(f"{name}={section!r}: this is a section; set its settings one by one")
+            raise ConfigError(f"{name}={section!r}: is a section; set its settings one by one")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), composed)
         config = OmegaConf.to_object(merged)

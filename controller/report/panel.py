@@ -253,7 +253,7 @@ def _law(stats: BufferStats) -> Text:
     if stats.quarantined:
         text.append(f" + {stats.quarantined} quarantined")
     if not stats.is_conserved:
-        text.append("  (does NOT add up)", style="bold red")
+        text.append("  which does NOT add up", style="bold red")
     return text
 
 

@@ -79,7 +79,7 @@ def test_panel_shows_progress_buffer_and_waits() -> None:
         "1,000 tokens/s",
         "2,260 pushed = 2,192 trained + 20 dropped (20 stale) + 32 ready + 16 leased",
         "900 ms to every engine",
-        "100 ms a commit",
+        "100 ms per commit",
         "Rollouts are the bottleneck",
     ):
         assert shown.replace("1,000", "1k") in text, shown

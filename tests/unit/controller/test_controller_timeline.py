@@ -62,7 +62,7 @@ def test_timeline_is_made_of_the_times_that_were_recorded() -> None:
     # The trainer goes on with its next step: it ended 0.05 s (the snapshot) before its record.
     assert bars_of(timeline, "trainer")[TRAINING] == (0.1, 0.6)
     assert timeline.title == (
-        "Version 5: what changed, 244 KiB, 900 ms until every engine serves it"
+        "Version 5: changes only, 244 KiB, 900 ms until every engine serves it"
     )
 
 
