@@ -69,7 +69,8 @@ class Service:
         self._thread.join(timeout=10)
 
     async def _answer(self, request: Request) -> Response:
-        self.bodies.append(await request.json())
+        body = await request.json()
+        self.bodies.append(body)
         self.headers.append(dict(request.headers))
         self.paths.append(request.url.path)
         self.times.append(time.monotonic())
@@ -81,7 +82,7 @@ class Service:
         finally:
             self.num_open -= 1
         if callable(reply) and not isinstance(reply, Response):
-            reply = reply(self.bodies[-1])
+            reply = reply(body)
         if isinstance(reply, Response):
             return reply
         if isinstance(reply, int):
