@@ -1,4 +1,4 @@
-"""Ends tasks of an event loop for sure."""
+"""Cancels tasks reliably."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ CANCEL_AGAIN_S = 0.5
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]], again_s: float = CANCEL_AGAIN_S) -> None:
-    """Cancel until they have ended; what they raise stays with them.
-
-    Once may not be enough: asyncio.wait_for, through which redis-py sends, swallows a cancellation
-    that comes at the moment it is done (github.com/python/cpython/issues/86296, fixed in 3.12).
-    `again_s`: as long they may clear up undisturbed.
-    """
+    """Cancel `tasks` every `again_s` until all have ended. Ignores what they raise."""
+    # Once may not be enough: asyncio.wait_for, which redis-py uses, swallows a cancellation that
+    # arrives as it finishes (github.com/python/cpython/issues/86296, fixed in 3.12).
     pending = set(tasks)
     while pending:
         for task in pending:

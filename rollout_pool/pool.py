@@ -1,4 +1,4 @@
-"""The rollout pool as the controller sees it: Ray actors, thin shells round plain classes.
+"""The rollout pool as the controller sees it: Ray actors, thin wrappers around plain classes.
 
     node 0:  engine-0  engine-1  ◄── receiver-0        worker-0  worker-1
     node 1:  engine-2  engine-3  ◄── receiver-1        (wherever there is room)
@@ -39,16 +39,16 @@ from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
 from rollout_pool.worker.build import WorkerParts
 
 SEED_STRIDE = 1_000_003
-"""Between the sampling seeds of two engines, so that neighbouring runs share none either."""
+"""Step between the sampling seeds of two engines; large, so that neighbouring runs share none."""
 STOP_TIMEOUT_S = 60.0
-"""Longest that a worker's `run` takes to end."""
+"""Longest wait for a worker's `run` to end."""
 
 
 class EngineActor:
     """One engine in a process of its own. Every method is a coroutine; none blocks the others."""
 
     def __init__(self, spec: RolloutSpec, index: int, receiver: str) -> None:
-        """`receiver` is the one of this engine's node."""
+        """`receiver`: name of the receiver on this engine's node."""
         _log_to_stderr()
         self._spec = spec
         self._receiver = receiver
@@ -74,7 +74,7 @@ class EngineActor:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     async def wait_dead(self) -> str:
-        """Why the engine is given up. Does not return while it is started again, nor if stopped."""
+        """Why the engine was given up. Does not return across restarts, nor after `stop`."""
         return await self._started.wait_given_up()
 
     async def hold(self, version: int, wait_s: float, limit_s: float) -> bool:
@@ -100,10 +100,10 @@ class EngineActor:
 
 
 class ReceiverActor:
-    """The receiver of one node. Its death never ends the run: `keep` begins again."""
+    """The receiver of one node. Its death never ends the run: `keep` runs again."""
 
     def __init__(self, spec: RolloutSpec, name: str, token: str) -> None:
-        """`token` keeps what it stages apart from what any other run stages."""
+        """`token` keeps its stage folder apart from any other run's."""
         _log_to_stderr()
         self._spec = spec
         self._name = name
@@ -112,10 +112,8 @@ class ReceiverActor:
         self._state: RunState | None = None
 
     async def keep(self, gpu_ids: list[str]) -> str:
-        """Runs the receiver until `stop`; returns why it is kept no more.
-
-        Where Ray starts this actor anew, it calls this again. `gpu_ids`: of the node's first
-        engine, of which the receiver shares the first.
+        """Runs the receiver until `stop`; returns why it ended. Ray calls it again after it has
+        restarted this actor. `gpu_ids`: of the node's first engine; the receiver shares the first.
         """
         if gpu_ids:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu_ids[0]
@@ -131,7 +129,7 @@ class ReceiverActor:
         return await keeper.run()
 
     async def start(self) -> None:
-        """Until the run knows where the receiver is. Raises WeightSyncError if it can't start."""
+        """Returns when the receiver is registered. Raises WeightSyncError if it can't start."""
         await (await asyncio.shield(self._kept)).wait_ready()
 
     async def stop(self, timeout_s: float) -> None:
@@ -153,14 +151,13 @@ class ReceiverActor:
 class WorkerActor:
     """One rollout worker in a process of its own.
 
-    Where Ray starts it anew because its process died, Ray also repeats the calls that were not
-    answered. Whichever comes first gets the new worker ready; `run` reclaims the groups of the life
-    before and goes on.
+    When its process dies, Ray restarts the actor and repeats the calls that were not answered. The
+    first of them prepares the new worker; `run` reclaims the groups of the one before and goes on.
     """
 
     def __init__(self, spec: RolloutSpec, index: int) -> None:
         _log_to_stderr()
-        # Asked for by name: with a handle among the arguments Ray could not start this actor again
+        # Looked up by name: with a handle among its arguments Ray could not restart this actor
         # once the driver's object store has forgotten it.
         names = [_scorer_name(spec, number) for number in range(spec.config.reward_actors)]
         scorers = [RayScorer(ray.get_actor(name)) for name in names]
@@ -172,11 +169,8 @@ class WorkerActor:
         self._is_closed = asyncio.Event()
 
     async def start(self, engines: list[Awaitable[EngineInfo]]) -> None:
-        """Get ready while the engines start (their references come in a list, so that Ray does not
-        wait for them first), then connect to them.
-
-        Raises ValueError for a bad task or model at once.
-        """
+        """Prepare while the engines start, then connect to them. The references come in a list, so
+        that Ray does not wait for them first. Raises ValueError for a bad task or model at once."""
         if self._getting_ready is None:
             self._getting_ready = asyncio.create_task(self._get_ready(engines))
         await asyncio.shield(self._getting_ready)
@@ -205,8 +199,7 @@ class WorkerActor:
     async def stop(self) -> None:
         """End `run`; evaluations are still answered.
 
-        Not answered before `run` has ended: if the process dies meanwhile, the next life must hear
-        of it too.
+        Returns only after `run` has ended: if the process dies before, Ray repeats the call.
         """
         self._is_stopping = True
         if self._getting_ready is not None and self._getting_ready.done():
@@ -216,8 +209,8 @@ class WorkerActor:
                 await self._has_ended.wait()
 
     async def wait_dead(self) -> str:
-        """Does not return before `close`: Ray raises at the reference when the process ends for
-        good. (A call that is open when the actor is killed is one that Ray complains of.)"""
+        """Returns after `close`; Ray raises at the reference when the process is gone for good.
+        (Ray logs an error for a call that is open when the actor is killed.)"""
         await self._is_closed.wait()
         return "was closed"
 
@@ -238,7 +231,7 @@ class _Member:
 
 
 class RolloutPool:
-    """Engines and workers. Methods return at once, with pending results by process name."""
+    """Engines and workers. Methods return pending results, by process name, at once."""
 
     def __init__(
         self,
@@ -254,7 +247,7 @@ class RolloutPool:
         self._workers = workers
         self._keeping: dict[str, Pending[str]] = {}
         self._infos: list[Pending[EngineInfo]] = []
-        """References to each engine's EngineInfo; a worker that starts anew needs them again."""
+        """References to each engine's EngineInfo; a restarted worker needs them again."""
 
     @classmethod
     def create(
@@ -309,7 +302,7 @@ class RolloutPool:
         )
 
     def start(self) -> dict[str, Pending[Any]]:
-        """Engines load while workers prepare; a worker is started when it has met every engine."""
+        """Engines load while workers prepare; a worker has started once it reaches every engine."""
         engines = {engine.name: engine.handle.start.remote() for engine in self._engines}
         self._infos = [*engines.values()]
         workers = {w.name: w.handle.start.remote(self._infos) for w in self._workers}
@@ -317,7 +310,7 @@ class RolloutPool:
         return {**engines, **self._start_receivers(), **scorers, **workers}
 
     def _start_receivers(self) -> dict[str, Pending[None]]:
-        # The references are kept: a task whose result is not wanted is not started again.
+        # Keep the references: Ray does not retry a task whose result nobody holds.
         self._keeping = {
             receiver.name: receiver.handle.keep.remote(
                 self._engines[engine].handle.gpu_ids.remote()
@@ -331,8 +324,8 @@ class RolloutPool:
         return {worker.name: worker.handle.run.remote(self._infos) for worker in self._workers}
 
     def evaluate(self, version: int, engine: str | None = None) -> tuple[str, Pending[EvalReport]]:
-        """The worker that evaluates, and its report of `version` or later; `engine` alone answers
-        if one is held at that version."""
+        """The evaluating worker's name and its report on `version` or later; if an engine is held
+        at `version`, pass it as `engine`."""
         worker = self._workers[0]
         return worker.name, worker.handle.evaluate.remote(self._infos, version, engine)
 
@@ -357,12 +350,12 @@ class RolloutPool:
         return {worker.name: worker.handle.stop.remote() for worker in self._workers}
 
     def deaths(self) -> dict[str, Pending[str]]:
-        """They resolve, or raise RayActorError, when a process is gone for good."""
+        """Resolve, or raise RayActorError, when a process is gone for good."""
         members = [*self._engines, *self._workers]
         return {**{m.name: m.handle.wait_dead.remote() for m in members}, **self._keeping}
 
     def close(self, timeout_s: float) -> None:
-        """End everything; what does not end within `timeout_s` is killed with its actor."""
+        """Stop everything; actors that do not stop within `timeout_s` are killed."""
         ends = [worker.handle.close.remote() for worker in self._workers]
         others = [*self._engines, *self._receivers.values()]
         ends += [member.handle.stop.remote(timeout_s / 2) for member in others]
@@ -373,7 +366,7 @@ class RolloutPool:
 
 
 def clear_other_hosts(run_dir: Path, timeout_s: float) -> None:
-    """Remove what killed engines and receivers left on other hosts, where Ray reaches those.
+    """Remove what killed engines and receivers left on other hosts that Ray can reach.
 
     What cannot be removed within `timeout_s` stays listed in the run's folder.
     """
@@ -394,7 +387,7 @@ def clear_other_hosts(run_dir: Path, timeout_s: float) -> None:
 
 
 def _log_to_stderr() -> None:
-    """Standard error is the process's own log. httpx would log every request."""
+    """Standard error goes to the process's log. Silences httpx, which logs every request."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
@@ -404,7 +397,7 @@ def engine_name(index: int) -> str:
 
 
 def engine_spec(spec: RolloutSpec, index: int, host: str) -> EngineSpec:
-    """The spec of engine `index` of the pool. Its server logs where its actor logs."""
+    """The spec of engine `index`. Its server logs to the same place as its actor."""
     name = engine_name(index)
     return EngineSpec(
         name=name,
@@ -423,7 +416,7 @@ def engine_spec(spec: RolloutSpec, index: int, host: str) -> EngineSpec:
 
 
 def first_on_node(nodes: Sequence[str]) -> list[int]:
-    """For each engine the first engine on its node, both by index; `nodes` by engine."""
+    """For each engine the index of the first engine on its node; `nodes` by engine."""
     return [nodes.index(node) for node in nodes]
 
 
@@ -437,7 +430,7 @@ def _place(
     environment: Mapping[str, str] | None = None,
     **options: Any,
 ) -> _Member:
-    """An actor in a bundle, which holds the cores. `options` are Ray's."""
+    """An actor in a bundle, which reserves the cores. `options` are Ray's."""
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=bundle
     )
@@ -446,7 +439,7 @@ def _place(
 
 
 def _place_scorer(spec: RolloutSpec, index: int) -> _Member:
-    """Scoring processes on whichever node has the fewest; Ray starts them anew when they die."""
+    """Scoring processes, spread over the nodes; Ray restarts them when they die."""
     config, log_path = spec.config, Path(spec.run_dir) / "logs" / f"rewards-{index}.log"
     arguments = (spec.task, config.reward_processes, config.reward_timeout_s, str(log_path))
     options = {"num_cpus": 1, "max_restarts": -1, "scheduling_strategy": "SPREAD"}
@@ -469,12 +462,12 @@ def _create(
 
 
 def _scorer_name(spec: RolloutSpec, index: int) -> str:
-    """By which the workers of the run find a ScorerActor."""
+    """The name under which the run's workers find a ScorerActor."""
     return f"{spec.run}/scorer-{index}"
 
 
 def _listen_host(host: str) -> str:
-    """`host` if that is loopback, else the address of the node that this actor is on."""
+    """`host` if it is loopback, else the address of this actor's node."""
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -21,33 +21,33 @@ class RolloutSpec:
     """Hugging Face name or folder: the tokenizer, the architecture and the first weights."""
     trust_remote_code: bool
     redis_url: str = field(repr=False)
-    """With its password, so that no log shows it."""
+    """Contains the password, so it is kept out of `repr`."""
     run: str
     run_dir: str
     host: str
-    """Address on which servers listen; beyond loopback each engine listens on its own node's."""
+    """Address on which servers listen; unless it is loopback, each uses its own node's address."""
     num_threads: int
     """Torch threads of an engine without a GPU."""
     uses_gpu: bool
     seed: int
     engine_key: str = field(repr=False)
-    """What a request must carry for an engine to answer it; made anew for each run."""
+    """API key of the engines; new for each run."""
     weights_key: str = field(repr=False)
-    """The same for the receivers of weights."""
+    """API key of the weight receivers; new for each run."""
     gpu_share: float = 1.0
-    """Share of each GPU that an engine uses: less than 1 where a trainer rank has the rest."""
+    """Share of each GPU that an engine uses: below 1 where a trainer rank has the rest."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WorkerReport:
-    """How a worker's generating ended."""
+    """What a worker did, reported at its end."""
 
     num_groups: int
     """Groups handed to the buffer."""
     num_failed: int
     """Groups that no engine could complete."""
     num_too_old: int
-    """Groups stopped since they could not have been trained any more."""
+    """Groups stopped because they became too stale to be trained."""
     num_skipped: int
     """Prompts that were too long."""
 
@@ -58,23 +58,23 @@ class EvalReport:
 
     version_min: int
     version_max: int
-    """The oldest and the newest policy version that wrote a token of it."""
+    """The oldest and the newest policy version that sampled one of its tokens."""
     accuracy: float
     """Share of answers that got rollout.eval.full_score or more."""
     score_mean: float
     num_prompts: int
-    """Number of prompts with all their answers; the others count for nothing."""
+    """Prompts with all their answers; the others are left out."""
     seconds: float
     num_samples: int = 1
-    """Answers of each prompt."""
+    """Answers per prompt."""
     num_failed: int = 0
-    """Prompts of which an answer could not be had."""
+    """Prompts for which an answer failed."""
     num_unscored: int = 0
-    """Answers that no service could score; they count for nothing."""
+    """Answers that no service could score; they are left out."""
     mean_at_k: Mapping[int, float] = field(default_factory=dict)
-    """Share of right ones among the first k answers, for k = 1, 2, 4, ... and `num_samples`."""
+    """Share of correct answers among the first k, for k = 1, 2, 4, ... and `num_samples`."""
     pass_at_k: Mapping[int, float] = field(default_factory=dict)
-    """Estimate of the chance that one of k answers is right, for the same k."""
+    """Estimated probability that at least one of k answers is correct, for the same k."""
 
     def record(self) -> dict[str, float | int | str]:
         """Flat, for a metrics log: mean_at_<k> and pass_at_<k> for each k."""

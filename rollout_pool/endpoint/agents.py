@@ -1,4 +1,4 @@
-"""Runs an agent, a program of the user's that talks to the model by itself, as an episode.
+"""Runs an agent, a user's program that calls the model by itself, as an episode.
 
 run(prompt, request) ──► session ──► agent(session, prompt) ──► reward ──► Episode
                                     │     ▲
@@ -40,22 +40,22 @@ Answered = float | tuple[float, Mapping[str, float]]
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class SessionHandle:
-    """What an agent gets to reach the model with: one episode's own address and key."""
+    """How an agent reaches the model: the address and key of one episode."""
 
     session_id: str
     base_url: str
     """For any client of OpenAI's API, with `api_key`."""
     keyed_url: str = field(repr=False)
-    """The same with the key in it, for clients that can't send one."""
+    """`base_url` with the key in its path, for clients that can't send one."""
     api_key: str = field(repr=False)
     model: str
     _clients: list[AsyncOpenAI] = field(default_factory=list, repr=False)
 
     def client(self) -> AsyncOpenAI:
-        """Waits as long as an answer takes, and never asks twice. Closed with the episode."""
+        """A client without timeout or retries. Closed with the episode."""
         from openai import AsyncOpenAI
 
-        # Each has connections of its own: among thousands of them httpx would search for long.
+        # One connection pool per client: httpx searches a shared pool of thousands slowly.
         transport = httpx.AsyncHTTPTransport(verify=_NO_TLS, trust_env=False)
         client = AsyncOpenAI(
             base_url=self.base_url,
@@ -81,8 +81,8 @@ def load_agent(name: str) -> Agent:
     called = agent if inspect.isroutine(agent) else type(agent).__call__
     if not inspect.iscoroutinefunction(called):
         raise ValueError(
-            f"task.agent={name!r}: must be an async function of (session, prompt); blocking code "
-            "belongs into asyncio.to_thread inside it"
+            f"task.agent={name!r}: must be an async function of (session, prompt); run "
+            "blocking code in asyncio.to_thread inside it"
         )
     return agent
 
@@ -95,9 +95,9 @@ class AgentTask(Protocol):
 
 
 def find_agent(config: TaskConfig, task: Task) -> Agent | None:
-    """The agent that plays the episodes of `task` (task.agent); None if an environment does.
+    """The agent that runs the episodes of `task` (task.agent); None if an environment does.
 
-    Raises ValueError naming task.agent for one that does not exist or is no async function.
+    Raises ValueError naming task.agent if it does not exist or is no async function.
     """
     if config.agent is not None:
         return load_agent(config.agent)
@@ -105,7 +105,7 @@ def find_agent(config: TaskConfig, task: Task) -> Agent | None:
 
 
 class AgentRunner(EpisodeSource):
-    """Plays episodes with `agent`. Settings: task.episode_timeout_s,
+    """Runs episodes with `agent`. Settings: task.episode_timeout_s,
     rollout.openai.session_timeout_s."""
 
     def __init__(self, agent: Agent, endpoint: Endpoint) -> None:
@@ -116,9 +116,9 @@ class AgentRunner(EpisodeSource):
     async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
         """The finished episode; what the agent returned is its env_reward.
 
-        Whatever the agent raises ends it with "env_error", and it is scored for what it has.
-        Raises SessionLost if the agent never asked the model, and SampleFailed or TimeoutError if
-        it failed since an answer could not be had.
+        If the agent raises, it ends with "env_error" and is scored for what it has. Raises
+        SessionLost if the agent never called the model, and SampleFailed or TimeoutError if it
+        failed because sampling failed.
         """
         sessions = self._endpoint.sessions
         session = sessions.open(request)
@@ -128,7 +128,7 @@ class AgentRunner(EpisodeSource):
             await sessions.close(session, "its episode has ended")
 
     async def close(self) -> None:
-        """Ends the agents that still play, and their episodes with them."""
+        """Cancels the running agents and their episodes."""
         await end_tasks(self._acting)
 
     async def _play(self, session: Session, prompt: Prompt) -> Episode:
@@ -158,7 +158,7 @@ class AgentRunner(EpisodeSource):
         try:
             returned = await self._agent(handle, prompt)
         except (SystemExit, KeyboardInterrupt) as error:  # they would end the worker's loop
-            raise RuntimeError(f"the agent wanted the process to end: {error!r}") from error
+            raise RuntimeError(f"the agent tried to end the process: {error!r}") from error
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -173,7 +173,7 @@ class AgentRunner(EpisodeSource):
             )
         raise TypeError(
             f"the agent returned {returned!r}; it must return its reward, a number, or a pair of "
-            "that and named parts of it"
+            "the reward and its named parts"
         )
 
     def _handle(self, session: Session) -> SessionHandle:

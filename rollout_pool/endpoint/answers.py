@@ -2,11 +2,11 @@
 
     begun ──► running ──► ended ──► delivered (a turn of its session, once)
                  │          ▲
-       its client went away │ the client asked again within the grace, and reads on
-                 └──────────┴──► no client came: given up
+      client disconnects    │ client retries within the grace period, and reads on
+                 └──────────┴──► no retry: cancelled
 
-The official clients ask again after a lost connection. That must not make the model write twice,
-since only one of the two answers would be what the agent saw.
+The official clients retry after a lost connection. A retry must not sample again, since the agent
+would see only one of the two answers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 from rollout_pool.sampling.sample import Sample
 
 RETRY_GRACE_S = 20.0
-"""The official clients wait 8 s at most before they ask again."""
+"""The official clients wait at most 8 s before they retry."""
 DROPPED = "dropped"
 
 
 class Answer:
-    """`sample` grows while `complete(sample)` runs, which begins with the construction."""
+    """Constructing it starts `complete(sample)`, which extends `sample`."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Answer:
         fingerprint: bytes,
         grace_s: float,
     ) -> None:
-        """`fingerprint`: of the request; one that is sent again has the same."""
+        """`fingerprint`: of the request; a retry has the same."""
         self.sample = sample
         self.fingerprint = fingerprint
         self.created = int(time.time())
@@ -45,7 +45,7 @@ class Answer:
         self.delivered = asyncio.Event()
         self._grace_s = grace_s
         self._news = asyncio.Event()
-        """Replaced at each arrival, so that each waits for the next one."""
+        """Replaced at each arrival, so that waiters wait for the next one."""
         self._leave: asyncio.TimerHandle | None = None
         sample.on_tokens = self._arrived
         self.task = asyncio.create_task(complete(sample))
@@ -57,7 +57,7 @@ class Answer:
 
     @property
     def is_delivered(self) -> bool:
-        """Whether a client got it."""
+        """Whether a client received it."""
         return self.delivered.is_set()
 
     @property
@@ -66,12 +66,12 @@ class Answer:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether it had its end, but its session was over before anybody got it."""
+        """Whether it was complete, but its session ended before a client received it."""
         return self.sample.finish_reason == DROPPED
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """While a client waits for it. Without any, it ends after the grace."""
+        """Marks a waiting client. Without any, the answer is cancelled after the grace period."""
         self.num_readers += 1
         if self._leave is not None:
             self._leave.cancel()
@@ -85,11 +85,11 @@ class Answer:
                 self._leave = loop.call_later(self._grace_s, self.task.cancel)
 
     async def wait(self) -> None:
-        """Until it has ended, however it did."""
+        """Returns when it has ended, in whatever way."""
         await asyncio.wait([self.task])
 
     async def wait_news(self, seen: int, timeout_s: float) -> bool:
-        """Until there are more than `seen` tokens, or it has ended. False after `timeout_s`."""
+        """Waits for more than `seen` tokens or its end. False after `timeout_s`."""
         if len(self.sample.output_ids) > seen or not self.is_running:
             return True
         try:
@@ -110,11 +110,11 @@ class Answer:
         if task.cancelled():
             self.drop()
         else:
-            task.exception()  # a reader has seen it; without readers nothing is lost
+            task.exception()  # mark as retrieved: readers have seen it
         self._arrived(self.sample)
 
     def drop(self) -> None:
-        """Its tokens reach no client: they count as wasted, and their versions do not count."""
+        """No client receives its tokens: they count as wasted, their versions are ignored."""
         assert not self.is_delivered
         sample = self.sample
         sample.num_wasted += len(sample.output_ids)

@@ -2,8 +2,8 @@
 
 POST /v1/chat/completions   /v1/completions      GET /v1/models     with a session's key
 the same under /sessions/KEY/v1, for clients that can't send a key
-POST /sessions/ID/reward                                            with its key, or the admin's
-POST /groups                                                        with the admin's key
+POST /sessions/ID/reward                                            with its key or the admin key
+POST /groups                                                        with the admin key
 GET  /health                                                        with none
 """
 
@@ -42,9 +42,9 @@ from weight_sync.http_server import read_body
 log = logging.getLogger(__name__)
 
 MAX_SMALL_BODY_BYTES = 64 * 1024
-"""Limit of a request that holds no conversation."""
+"""Limit of a request without a conversation."""
 MAX_PARTS = 100
-"""Named parts of one reward: each becomes a metric."""
+"""Named parts of one reward; each becomes a metric."""
 GROUP_TIMEOUT_S = 600.0
 """Longest wait for a credit, unless the request says otherwise."""
 MAX_GROUP_TIMEOUT_S = 86_400.0
@@ -85,7 +85,7 @@ def make_app(
 
 
 class _RequestIds:
-    """Every request has an id, its client's or one of ours; the answer says it."""
+    """Gives every request an id, its client's or a new one, and returns it in the response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -115,7 +115,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     log.error("request %s failed with %r", request.state.request_id, error)
-    message = f"failed with {type(error).__name__}; the worker's log says where"
+    message = f"failed with {type(error).__name__}; see the worker's log"
     return ApiError(500, message, should_retry=False).response(request)
 
 
@@ -160,7 +160,7 @@ class _Api:
                 return _Active(session, Stream(turn, answer))
             async with answer.reading():
                 await unless_gone(request.receive, answer.wait())
-                if answer.is_running:  # and its client is gone
+                if answer.is_running:  # its client disconnected
                     return Response(status_code=499)
                 await ended(answer, session)
                 return JSONResponse(turn.result(answer))
@@ -170,14 +170,14 @@ class _Api:
         return make_turn(session, Fields(_as_json(body)))
 
     async def _begin(self, request: Request, turn: Turn, body: bytes) -> Answer:
-        """The answer to `turn`, or the one to the same request that came before."""
+        """The answer to `turn`; for a retry, the answer to the original request."""
         page = request.url.path.rpartition("/v1/")[2]
         fingerprint = await self._room.read(
             body, lambda: hashlib.sha256(page.encode() + b"\n" + body).digest()
         )
 
         def again() -> Answer | None:
-            self._session(request)  # it may have ended meanwhile
+            self._session(request)  # raises if it has ended meanwhile
             return turn.session.again(fingerprint) if _is_retry(request) else None
 
         if (answer := again()) is not None:
@@ -206,7 +206,7 @@ class _Api:
         fields.only("timeout_s")
         timeout_s = fields.number("timeout_s", GROUP_TIMEOUT_S)
         if not 0 <= timeout_s <= MAX_GROUP_TIMEOUT_S:
-            problem = f"{timeout_s:g} must lie between 0 and {MAX_GROUP_TIMEOUT_S:g}; ask again"
+            problem = f"{timeout_s:g} must be between 0 and {MAX_GROUP_TIMEOUT_S:g}"
             raise refuse("timeout_s", problem)
         group = self._groups.request()
         is_told = False
@@ -220,8 +220,8 @@ class _Api:
         except TimeoutError as error:
             raise ApiError(
                 503,
-                f"no group could be admitted within {timeout_s:g} s: the trainer has not taken "
-                "those that there are",
+                f"no group could be admitted within {timeout_s:g} s: the trainer has not yet "
+                "taken the earlier ones",
                 code="no_credit",
                 should_retry=False,
             ) from error
@@ -231,7 +231,7 @@ class _Api:
         return JSONResponse(group.describe(_base_url(request)))
 
     async def reward(self, request: Request) -> Response:
-        """The end of a session. The same reward may be posted again."""
+        """Ends a session. Posting the same reward again is allowed."""
         session_id = request.path_params["session_id"]
         self._check_may_reward(request, session_id)
         outcome = _read_outcome(Fields(_as_json(await read_body(request, MAX_SMALL_BODY_BYTES))))
@@ -242,11 +242,11 @@ class _Api:
                 return JSONResponse({"session": session_id, "reward": outcome.reward})
             raise
         if session.num_turns == 0:
-            raise ApiError(409, "the model was never asked in this session", should_retry=False)
+            raise ApiError(409, "the model was never called in this session", should_retry=False)
         if not session.outcome.done():
             session.outcome.set_result(outcome)
         elif session.outcome.result() != outcome:
-            raise ApiError(409, "another reward was posted before", should_retry=False)
+            raise ApiError(409, "a different reward was already posted", should_retry=False)
         return JSONResponse({"session": session_id, "reward": outcome.reward})
 
     async def health(self, request: Request) -> Response:
@@ -268,11 +268,11 @@ class _Api:
                 raise
             session = None
         if session is None or session.session_id != session_id:
-            raise ApiError(401, "this key is not that session's", code="invalid_api_key")
+            raise ApiError(401, "this key belongs to another session", code="invalid_api_key")
         return session
 
     def _check_may_reward(self, request: Request, session_id: str) -> None:
-        """Before anything of the body is read. A session that is over can have had this reward."""
+        """Checked before the body is read. A closed session may have had this same reward."""
         with contextlib.suppress(SessionOver):
             self._session_named(request, session_id)
 
@@ -283,11 +283,11 @@ class _Api:
 
     def _check_admin(self, request: Request) -> None:
         if not self._is_admin(request):
-            raise ApiError(401, "this takes the admin key", code="invalid_api_key")
+            raise ApiError(401, "this request needs the admin key", code="invalid_api_key")
 
 
 class _Active(Response):
-    """Streams, and keeps the session from being idle meanwhile."""
+    """Streams, and keeps the session active meanwhile."""
 
     def __init__(self, session: Session, stream: Stream) -> None:
         self._session = session
@@ -313,7 +313,7 @@ def _base_url(request: Request) -> str:
 
 
 def _is_retry(request: Request) -> bool:
-    """Whether an official client sends the request again."""
+    """Whether this is a retry of an official client."""
     name = "x-stainless-retry-count"
     count = request.headers.get(name, "0")
     if not count.isdecimal() or len(count) > MAX_RETRY_COUNT_DIGITS:
@@ -325,7 +325,7 @@ def _as_json(body: bytes) -> object:
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"body: is not JSON: {error}", param="body") from error
+        raise ApiError(400, f"body: not valid JSON: {error}", param="body") from error
     if b"\\u" in body:
         check_whole("body", value)
     return value
@@ -338,7 +338,7 @@ def _read_outcome(fields: Fields) -> Outcome:
     parts = fields.raw("parts") or {}
     named = Fields(parts, "parts")
     if len(parts) > MAX_PARTS:
-        raise refuse("parts", f"a reward has {MAX_PARTS} parts at most, not {len(parts)}")
+        raise refuse("parts", f"a reward has at most {MAX_PARTS} parts, not {len(parts)}")
     return Outcome(
         reward=fields.number("reward", 0.0),
         parts={name: named.number(name, 0.0) for name in parts},

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: what is asked, and the answer in its form."""
+"""POST /v1/chat/completions: the request and its response."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _FIELDS = (
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ChatRequest:
-    """One request."""
+    """One parsed request."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
     may_call: bool
-    """False: what looks like a tool call is text."""
+    """If False, tool calls in the text are left as text."""
     max_tokens: int | None
     delivery: Delivery
 
@@ -55,11 +55,11 @@ def read_chat(fields: Fields, model: str, sampling: SamplingParams) -> ChatReque
     fields.only(*_FIELDS)
     check_shared(fields, model, sampling)
     fields.must_be(
-        "response_format", [{"type": "text"}], "an answer is not forced into a form; ask for text"
+        "response_format", [{"type": "text"}], "constrained output is not available; use text"
     )
-    fields.must_be("modalities", [["text"]], "the model writes text")
-    fields.must_be("tool_choice", ["auto", "none"], "the model is not forced to call a tool")
-    fields.must_be("parallel_tool_calls", [True], "how many tools are called is the model's choice")
+    fields.must_be("modalities", [["text"]], "the model only writes text")
+    fields.must_be("tool_choice", ["auto", "none"], "tool calls cannot be forced")
+    fields.must_be("parallel_tool_calls", [True], "the model chooses how many tools it calls")
     fields.must_be("top_logprobs", [0], "only the log-probability of the token itself is recorded")
     tools = read_tools(fields)
     limits = [
@@ -77,51 +77,51 @@ def read_chat(fields: Fields, model: str, sampling: SamplingParams) -> ChatReque
 
 
 class ChatTurn:
-    """Makes the API's answer of what the model wrote."""
+    """Turns an answer into the API's response."""
 
     kind = "chat.completion"
     prefix = "chatcmpl"
 
-    def __init__(self, session: Session, asked: ChatRequest) -> None:
+    def __init__(self, session: Session, request: ChatRequest) -> None:
         self.session = session
-        self.delivery = asked.delivery
-        self._asked = asked
-        self._told = ""
+        self.delivery = request.delivery
+        self._request = request
+        self._streamed = ""
         """Content that was streamed."""
         tokenizer, parser = session.serving.tokenizer, session.serving.task.tool_parser
         self._texts: TextStream | ContentStream = (
-            ContentStream(tokenizer, parser) if asked.may_call else TextStream(tokenizer)
+            ContentStream(tokenizer, parser) if request.may_call else TextStream(tokenizer)
         )
 
     def render(self) -> list[int]:
-        asked = self._asked
-        check_parts(self.session, _num_parts(asked), "messages")
-        check_characters(self.session, _num_characters(asked), "messages")
+        request = self._request
+        check_parts(self.session, _num_parts(request), "messages")
+        check_characters(self.session, _num_characters(request), "messages")
         try:
-            return self.session.conversations.render(asked.messages, asked.tools)
-        except ValueError as error:  # the model's template has rules of its own
+            return self.session.conversations.render(request.messages, request.tools)
+        except ValueError as error:  # the template may refuse a conversation
             raise refuse("messages", str(error)) from error
 
     def begin(self, prompt: list[int], fingerprint: bytes) -> Answer:
-        return self.session.begin(prompt, self._asked.max_tokens, fingerprint)
+        return self.session.begin(prompt, self._request.max_tokens, fingerprint)
 
     def deliver(self, answer: Answer) -> Message:
-        """The message that ends `answer`; it becomes a turn of the session."""
-        message, asked = self._message(answer), self._asked
-        if self.session.deliver(answer, (*asked.messages, message)):
+        """The message of `answer`, which becomes a turn of the session."""
+        message, request = self._message(answer), self._request
+        if self.session.deliver(answer, (*request.messages, message)):
             self._note(answer, message)
         return message
 
     def _note(self, answer: Answer, message: Message) -> None:
-        """What begins with `message` as the answer goes on with its tokens."""
-        asked, tokens = self._asked, [*answer.sample.prompt, *answer.sample.output_ids]
-        self.session.conversations.note(asked.messages, asked.tools, message, tokens)
+        """Lets a later conversation that includes `message` reuse the answer's tokens."""
+        request, tokens = self._request, [*answer.sample.prompt, *answer.sample.output_ids]
+        self.session.conversations.note(request.messages, request.tools, message, tokens)
 
     def _message(self, answer: Answer) -> Message:
         sample = answer.sample
         assert sample.finish_reason is not None
         completion = self.session.serving.chat.parse(sample.output_ids, sample.finish_reason)
-        if not self._asked.may_call or not completion.tool_calls:
+        if not self._request.may_call or not completion.tool_calls:
             return Message(role="assistant", content=completion.text)
         calls = tuple(
             dataclasses.replace(call, call_id=f"call_{sample.sample_id}.{place}")
@@ -130,7 +130,7 @@ class ChatTurn:
         return Message(role="assistant", content=completion.content, tool_calls=calls)
 
     def result(self, answer: Answer) -> dict[str, Any]:
-        """The whole answer at once."""
+        """The whole response."""
         message = self.deliver(answer)
         choice = {
             "index": 0,
@@ -148,7 +148,7 @@ class ChatTurn:
     def piece(self, answer: Answer, start: int) -> list[dict[str, Any]]:
         """Choices of chunks; tokens before `start` have been sent."""
         content = self._texts.feed(answer.sample.output_ids, is_end=False)
-        self._told += content
+        self._streamed += content
         logprobs = self._logprobs(answer, start)
         if not content and not logprobs:
             return []
@@ -160,9 +160,9 @@ class ChatTurn:
         rest = self._texts.feed(answer.sample.output_ids, is_end=True)
         if isinstance(self._texts, ContentStream):
             rest += self._texts.rest(message.content)
-        if self._told + rest != message.content:
-            # Bytes that are no characters can look different when they come in pieces.
-            self._note(answer, dataclasses.replace(message, content=self._told + rest))
+        if self._streamed + rest != message.content:
+            # Invalid UTF-8 can decode differently in pieces.
+            self._note(answer, dataclasses.replace(message, content=self._streamed + rest))
         if rest:
             choices.append(_choice({"content": rest}))
         for index, call in enumerate(calls_json(message.tool_calls)):
@@ -177,20 +177,20 @@ class ChatTurn:
         return {"content": entries, "refusal": None}
 
 
-def _calls(asked: ChatRequest) -> list[ToolCall]:
-    return [call for message in asked.messages for call in message.tool_calls]
+def _calls(request: ChatRequest) -> list[ToolCall]:
+    return [call for message in request.messages for call in message.tool_calls]
 
 
-def _num_parts(asked: ChatRequest) -> int:
-    return len(asked.messages) + len(_calls(asked)) + len(asked.tools)
+def _num_parts(request: ChatRequest) -> int:
+    return len(request.messages) + len(_calls(request)) + len(request.tools)
 
 
-def _num_characters(asked: ChatRequest) -> int:
-    """Of all that a template can write out, without the marks between."""
+def _num_characters(request: ChatRequest) -> int:
+    """Of all text that a template can render, without its own marks."""
     texts = [
-        *(text for m in asked.messages for text in (m.content, m.name, m.tool_call_id) if text),
-        *(text for c in _calls(asked) for text in (c.name, c.call_id, str(c.arguments))),
-        *(text for t in asked.tools for text in (t.name, t.description, str(t.parameters))),
+        *(text for m in request.messages for text in (m.content, m.name, m.tool_call_id) if text),
+        *(text for c in _calls(request) for text in (c.name, c.call_id, str(c.arguments))),
+        *(text for t in request.tools for text in (t.name, t.description, str(t.parameters))),
     ]
     return sum(map(len, texts))
 

@@ -1,4 +1,4 @@
-"""POST /v1/completions: plain text, or tokens, that the model goes on with."""
+"""POST /v1/completions: plain text or tokens that the model continues."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from rollout_pool.episodes.env import Message
 
 _FIELDS = (*SHARED, "prompt", "echo", "suffix", "best_of")
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's own, for this endpoint."""
+"""OpenAI's default for this endpoint."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class CompletionRequest:
-    """One request."""
+    """One parsed request."""
 
     prompt: str | list[int]
     max_tokens: int
@@ -42,9 +42,9 @@ def read_completion(
     has embeddings for."""
     fields.only(*_FIELDS)
     check_shared(fields, model, sampling)
-    fields.must_be("echo", [False], "the prompt is not said again")
-    fields.must_be("suffix", [], "the model writes from left to right")
-    fields.must_be("best_of", [1], "one answer is written, and that is the one")
+    fields.must_be("echo", [False], "the prompt is not repeated")
+    fields.must_be("suffix", [], "the model only continues a text")
+    fields.must_be("best_of", [1], "only one answer is sampled")
     fields.must_be("logprobs", [0, 1], "only the log-probability of the token itself is recorded")
     return CompletionRequest(
         prompt=_read_prompt(fields, vocab_size),
@@ -59,7 +59,7 @@ def _read_prompt(fields: Fields, vocab_size: int) -> str | list[int]:
         return prompt
     if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
         if (wrong := next((t for t in prompt if not 0 <= t < vocab_size), None)) is not None:
-            problem = f"there is no token {shown(wrong)}: the model's are 0 to {vocab_size - 1}"
+            problem = f"there is no token {shown(wrong)}: the model has 0 to {vocab_size - 1}"
             raise refuse("prompt", problem)
         return prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str) and prompt[0]:
@@ -68,27 +68,27 @@ def _read_prompt(fields: Fields, vocab_size: int) -> str | list[int]:
 
 
 class CompletionTurn:
-    """Makes the API's answer of what the model wrote."""
+    """Turns an answer into the API's response."""
 
     kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, session: Session, asked: CompletionRequest) -> None:
+    def __init__(self, session: Session, request: CompletionRequest) -> None:
         self.session = session
-        self.delivery = asked.delivery
-        self._asked = asked
+        self.delivery = request.delivery
+        self._request = request
         self._texts = TextStream(session.serving.tokenizer)
-        self._told = ""
-        """The text streamed so far."""
+        self._streamed = ""
+        """Text streamed so far."""
         self._offset = 0
         """Position of the next token's text, among those whose log-probabilities were sent."""
 
     def begin(self, prompt: list[int], fingerprint: bytes) -> Answer:
-        return self.session.begin(prompt, self._asked.max_tokens, fingerprint)
+        return self.session.begin(prompt, self._request.max_tokens, fingerprint)
 
     def render(self) -> list[int]:
-        """What the session has said or heard before stands for the tokens as they were."""
-        prompt = self._asked.prompt
+        """Text that the session knows keeps its original tokens."""
+        prompt = self._request.prompt
         if not isinstance(prompt, str):
             return list(prompt)
         check_characters(self.session, len(prompt), "prompt")
@@ -103,7 +103,7 @@ class CompletionTurn:
         sample = answer.sample
         decode = self.session.serving.tokenizer.decode
         text = decode(sample.output_ids, skip_special_tokens=True)
-        prompt = self._asked.prompt
+        prompt = self._request.prompt
         shown = prompt if isinstance(prompt, str) else decode(prompt)
         messages = (
             Message(role="user", content=shown),
@@ -114,13 +114,13 @@ class CompletionTurn:
         return text
 
     def _note(self, answer: Answer, text: str) -> None:
-        """What begins with the prompt and `text` goes on with the answer's tokens."""
-        if isinstance(prompt := self._asked.prompt, str):
+        """Lets a later prompt that begins with this prompt and `text` reuse the answer's tokens."""
+        if isinstance(prompt := self._request.prompt, str):
             tokens = [*answer.sample.prompt, *answer.sample.output_ids]
             self.session.texts.note(prompt + text, tokens)
 
     def result(self, answer: Answer) -> dict[str, Any]:
-        """The whole answer at once, its tokens too: a client that sends tokens needs them."""
+        """The whole response, with its tokens: a client that sends tokens needs them."""
         text = self._deliver(answer)
         body = about(self, answer)
         body["leash"]["token_ids"] = list(answer.sample.output_ids)
@@ -134,14 +134,14 @@ class CompletionTurn:
 
     def piece(self, answer: Answer, start: int) -> list[dict[str, Any]]:
         text = self._texts.feed(answer.sample.output_ids, is_end=False)
-        self._told += text
+        self._streamed += text
         return [self._choice(answer, text, start, None)]
 
     def ending(self, answer: Answer, start: int) -> list[dict[str, Any]]:
         self._deliver(answer)
         text = self._texts.feed(answer.sample.output_ids, is_end=True)
-        # Bytes that are no characters can look different when they come in pieces.
-        self._note(answer, self._told + text)
+        # Invalid UTF-8 can decode differently in pieces.
+        self._note(answer, self._streamed + text)
         return [self._choice(answer, text, start, answer.sample.finish_reason)]
 
     def _choice(

@@ -1,4 +1,4 @@
-"""Errors of the endpoint, in the form of OpenAI's API."""
+"""Errors of the endpoint, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 
 
 class ApiError(Exception):
-    """An answer other than 200. `param` names the field of the request that is to blame."""
+    """A response other than 200. `param` names the request's field at fault."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class ApiError(Exception):
         code: str | None = None,
         should_retry: bool | None = None,
     ) -> None:
-        """`should_retry` tells the official clients what they would otherwise guess by status."""
+        """`should_retry` overrides what the official clients infer from the status."""
         super().__init__(message)
         self.status = status
         self.message = message

@@ -1,4 +1,4 @@
-"""Groups that programs elsewhere request and play.
+"""Groups that external programs request and run.
 
 program                        endpoint                         worker
 POST /groups ─────────────────► ExternalGroup                    credit, prompt
@@ -22,12 +22,12 @@ from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt
 
 MAX_WAITING = 1024
-"""Requests for groups that may wait; later ones are refused."""
+"""Most requests for groups that may wait; further ones are refused."""
 
 
 class ExternalGroup(EpisodeSource):
-    """A group that a program elsewhere requested: a worker that takes it has each of its n episodes
-    `run`."""
+    """A group that an external program requested. The worker that takes it calls `run` for each
+    of its n episodes."""
 
     is_external = True
 
@@ -47,26 +47,26 @@ class ExternalGroup(EpisodeSource):
         return self._withdrawn.is_set()
 
     def give_up(self, why: str) -> None:
-        """There will be no such group, or it has begun and will not be finished: its sessions are
-        over for this reason. The first reason counts."""
+        """The group will not be finished: its sessions are closed for this reason, of several the
+        first."""
         self._why = self._why or why
         if not self.opened.done():
             error = ApiError(
                 503, f"there is no group: {self._why}", code="no_group", should_retry=False
             )
             self.opened.set_exception(error)
-            self.opened.exception()  # the program may have left
+            self.opened.exception()  # mark as retrieved: the program may have disconnected
 
     def withdraw(self) -> None:
-        """The program has gone: the worker need not take the group, or gives it up."""
+        """The program disconnected: the worker skips the group or gives it up."""
         self._withdrawn.set()
 
     async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
-        """One of its episodes: it lasts until its reward is posted.
+        """One of its episodes; returns when its reward is posted.
 
         Raises SessionLost if that does not happen within `rollout.openai.session_timeout_s` after
         the last request and `task.episode_timeout_s` in all, and SampleFailed or TimeoutError if
-        the engines were to blame.
+        the engines failed.
         """
         session = self._sessions.open(request)
         is_rewarded = False
@@ -99,7 +99,7 @@ class ExternalGroup(EpisodeSource):
         if session.failure is not None:
             raise session.failure
         if self._withdrawn.is_set():
-            raise SessionLost(f"whoever asked for the group of {session.session_id} went away")
+            raise SessionLost(f"{session.session_id}: the program that requested the group left")
         serving = self._sessions.serving
         if is_late:
             limit_s = serving.task.episode_timeout_s
@@ -109,12 +109,12 @@ class ExternalGroup(EpisodeSource):
             )
         timeout_s = serving.rollout.openai.session_timeout_s
         raise SessionLost(
-            f"nothing was asked in session {session.session_id} for {timeout_s:g} s "
+            f"no request came in session {session.session_id} for {timeout_s:g} s "
             "(rollout.openai.session_timeout_s), and no reward was posted"
         )
 
     def describe(self, url: str) -> dict[str, Any]:
-        """The answer to the program: the prompt, and how to reach each session."""
+        """The response to the program: the prompt, and how to reach each session."""
         assert self._prompt is not None
         system = self._sessions.serving.task.system_prompt
         messages = [] if system is None else [{"role": "system", "content": system}]
@@ -151,7 +151,7 @@ class ExternalGroups:
         if len(self._waiting) >= MAX_WAITING:
             self._waiting = deque(group for group in self._waiting if not group.is_withdrawn)
         if len(self._waiting) >= MAX_WAITING:
-            why = f"{MAX_WAITING} groups are waited for already"
+            why = f"{MAX_WAITING} requests for groups are already waiting"
             raise ApiError(429, why, code="too_many_groups", should_retry=True)
         group = ExternalGroup(self._sessions)
         self._waiting.append(group)
@@ -160,10 +160,8 @@ class ExternalGroups:
         return group
 
     def take(self) -> ExternalGroup | None:
-        """The one that has waited longest and is still wanted; None if there is none.
-
-        A worker that takes it has a credit and a prompt for it.
-        """
+        """The longest-waiting one that is still wanted; None if there is none. The worker must have
+        a credit and a prompt for it."""
         while self._waiting:
             group = self._waiting.popleft()
             if not group.is_withdrawn:
@@ -171,7 +169,7 @@ class ExternalGroups:
         return None
 
     def close(self) -> None:
-        """Refuses those that wait, and all that come later."""
+        """Refuses the waiting requests and all later ones."""
         self._is_closed = True
         while self._waiting:
             self._waiting.popleft().give_up("the run is ending")

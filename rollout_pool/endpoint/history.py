@@ -1,13 +1,13 @@
-"""Remembers what a session has said and heard, so that a conversation goes on token by token.
+"""Remembers the tokens of a session's conversations, so that later requests extend them exactly.
 
     request 1   [system, user]                          rendered whole            ─► answer a
     request 2   [system, user, a, tool]                 tokens of 1 and a, + tool ─► answer b
     request 3   [system, user, a, tool, b, user]        tokens of 2 and b, + user ─► answer c
     request 4   [system, summary]                       rendered whole: a branch  ─► answer d
 
-Clients send text. Tokenizing a text of the model again need not give the tokens that it wrote, and
-the log-probabilities would then be those of others. So messages that a session has already answered
-stand for the tokens as they were, and only what is new is tokenized.
+Clients send text. Tokenizing the model's text again need not give the tokens that it sampled, and
+then the log-probabilities would not match. So messages that a session has already answered keep
+their original tokens, and only new text is tokenized.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ class Conversations:
         """Digest of messages up to an answer -> all tokens up to its end."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """The prompt's tokens. They extend those of the longest conversation that `messages` go on
-        with; if there is none, or what is new has words put into the model's mouth, all of
-        `messages` are rendered anew."""
+        """The prompt's tokens. They extend those of the longest known conversation that `messages`
+        continue; without one, or if the new messages include an assistant's, all are rendered."""
         for place, digest in reversed(list(enumerate(_digests(messages, tools), start=1))):
             known, new = self._tokens.get(digest), messages[place:]
             if known is not None and new and all(m.role != "assistant" for m in new):
@@ -45,21 +44,21 @@ class Conversations:
         answer: Message,
         tokens: list[int],
     ) -> None:
-        """`answer` came to `messages`; `tokens` are all of them, the answer's own at the end."""
+        """`answer` followed `messages`; `tokens` are those of both."""
         *_, digest = _digests((*messages, answer), tools)
         self._tokens[digest] = tokens
 
 
 class Texts:
-    """The same for plain texts: each prompt with its answer, and the tokens of both."""
+    """The same for plain text: each prompt with its answer, and the tokens of both."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, list[int]] = {}
 
     def known_start(self, text: str) -> tuple[str, list[int]]:
-        """The longest text that `text` begins with and that the session knows, and its tokens."""
+        """The longest known prefix of `text`, and its tokens."""
         start = max(
-            # A copy: this may be asked in a thread while another answer is noted.
+            # A copy: this may run in a thread while another answer is noted.
             (known for known in list(self._tokens) if text.startswith(known)),
             key=len,
             default="",
@@ -71,7 +70,7 @@ class Texts:
 
 
 def _digests(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Iterator[bytes]:
-    """One after each message, of everything up to there."""
+    """After each message, the digest of everything so far."""
     known = [[tool.name, tool.description, dict(tool.parameters)] for tool in tools]
     digest = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16)
     for message in messages:
@@ -82,8 +81,8 @@ def _digests(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Iterator
 def _normal_form(message: Message) -> list[object]:
     """Equal for messages that say the same.
 
-    Ids of calls are left out: they are this endpoint's own, and some frameworks give new ones. So
-    is white space around and in the model's own words, which frameworks strip.
+    Leaves out call ids, which some frameworks replace, and white space around and in the model's
+    own words, which frameworks strip.
     """
     is_own = message.role == "assistant"
     content = "".join(message.content.split()) if is_own else message.content

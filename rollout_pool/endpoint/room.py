@@ -1,7 +1,7 @@
-"""Refuses what cannot have room before any work is spent on it.
+"""Refuses requests that cannot fit before any work is spent on them.
 
-To parse some MiB of JSON and to count the tokens of it takes seconds. The event loop that the
-engines are driven from must not stand still for so long.
+Parsing and tokenizing some MiB of JSON takes seconds. It must not block the event loop, which also
+drives the engines.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from rollout_pool.endpoint.errors import ApiError
 from rollout_pool.endpoint.sessions import Serving, Session
 
 CHARACTERS_PER_TOKEN = 16
-"""Of a text as a whole no tokenizer has so many, however long its longest tokens are."""
+"""No tokenizer averages as many over a whole text, however long its longest tokens are."""
 BYTES_PER_CHARACTER = 6
 r"""In JSON: a character can be spelled \u00e9."""
 BASE_BODY_BYTES = 2**20
 MAX_BODY_BYTES = 16 * 2**20
 BASE_VALUES = 50_000
 LARGE_BODY_BYTES = 16 * 1024
-"""A larger request is read and tokenized in a thread."""
+"""A larger request is parsed and tokenized in a thread."""
 MAX_LARGE_AT_ONCE = 2
-"""Threads that are busy with requests share Python's lock with the event loop."""
+"""These threads compete with the event loop for the GIL."""
 
 T = TypeVar("T")
 
 
 class RequestRoom:
-    """The room for one request of a session, and the threads for large ones."""
+    """Limits on one request of a session, and the threads for large ones."""
 
     def __init__(self, serving: Serving) -> None:
         self._max_values = BASE_VALUES + serving.max_tokens
@@ -40,13 +40,11 @@ class RequestRoom:
         self._large = asyncio.Semaphore(MAX_LARGE_AT_ONCE)
 
     def check_values(self, body: bytes) -> None:
-        """Raises ApiError for JSON of more values than a request can need.
-
-        json.loads holds Python's lock until it has made all of them, in a thread too.
-        """
+        """Raises ApiError for JSON with more values than a request can need."""
+        # json.loads holds the GIL until it has made all of them, in a thread too.
         if body.count(b",") + body.count(b"[") + body.count(b"{") <= self._max_values:
             return
-        # Most of them may stand inside of strings, in code for example.
+        # Most of these characters may lie inside strings, in code for example.
         unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
         is_many = unescaped.count(b'"') > 4 * self._max_values
         outside = b"" if is_many else b"".join(unescaped.split(b'"')[::2])
@@ -56,7 +54,7 @@ class RequestRoom:
             raise ApiError(400, f"body: {problem}", param="body", code="too_many_values")
 
     async def read(self, body: bytes, work: Callable[[], T]) -> T:
-        """The result of `work` on a request with this body."""
+        """The result of `work`, run in a thread if `body` is large."""
         if len(body) <= LARGE_BODY_BYTES:
             return work()
         async with self._large:
@@ -64,15 +62,15 @@ class RequestRoom:
 
 
 def check_characters(session: Session, number: int, param: str) -> None:
-    """Raises ApiError for a conversation of so many characters that it can't have room."""
+    """Raises ApiError if a conversation has too many characters to fit."""
     most = session.serving.max_tokens
     if number > CHARACTERS_PER_TOKEN * most:
-        words = f"{number} characters, more than {CHARACTERS_PER_TOKEN} for each of them"
+        words = f"{number} characters, more than {CHARACTERS_PER_TOKEN} per token"
         raise _no_room(session, words, param)
 
 
 def check_parts(session: Session, number: int, param: str) -> None:
-    """The same for a conversation of so many messages, calls and tools: each takes a token."""
+    """The same for the number of messages, calls and tools: each takes at least a token."""
     if number > session.serving.max_tokens:
         raise _no_room(session, f"{number} messages, tool calls and tools", param)
 

@@ -1,7 +1,7 @@
-"""What a request may contain: its JSON fields, its messages and tools, and what they may ask for.
+"""What a request may contain: its JSON fields, messages and tools.
 
-Nothing is ignored that would change the answer: what cannot be done is refused by its name. A
-session's tokens are trained on, so how they are drawn is the run's decision and not the client's.
+No field that would change the answer is ignored: what is not supported is refused by name. A
+session's tokens are trained on, so the run and not the client decides how they are sampled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Fields:
-    """One JSON object. Null is the same as a field left out, as in OpenAI's API."""
+    """One JSON object. Null means absent, as in OpenAI's API."""
 
     def __init__(self, values: object, path: str = "") -> None:
         self.path = path
@@ -36,7 +36,7 @@ class Fields:
         return self._values.get(key) is not None
 
     def only(self, *allowed: str) -> None:
-        """Refuses unknown fields: ignoring one could change what it promises."""
+        """Refuses all other fields."""
         for key in self._values:
             if key not in allowed and self.has(key):
                 raise refuse(self.name(key), "is not supported here; leave it out")
@@ -53,7 +53,7 @@ class Fields:
             return default
         number = math.nan
         if isinstance(value, int | float) and not isinstance(value, bool):
-            with contextlib.suppress(OverflowError):  # a whole number that no float holds
+            with contextlib.suppress(OverflowError):  # an integer too large for a float
                 number = float(value)
         if not math.isfinite(number):
             raise refuse(self.name(key), f"must be a number, not {_kind(value)}")
@@ -72,14 +72,14 @@ class Fields:
         return self.count(key, 0, at_least=at_least) if self.has(key) else None
 
     def raw(self, key: str) -> Any:
-        """The value as it came; None if there is none."""
+        """The raw value; None if absent."""
         return self._values.get(key)
 
     def inner(self, key: str) -> Fields | None:
         return Fields(self._values[key], self.name(key)) if self.has(key) else None
 
     def objects(self, key: str) -> list[Fields]:
-        """The elements of a list of objects; none if there is no list."""
+        """The elements of a list of objects; empty if absent."""
         values = self._values.get(key)
         if values is None:
             return []
@@ -88,7 +88,7 @@ class Fields:
         return [Fields(value, f"{self.name(key)}[{i}]") for i, value in enumerate(values)]
 
     def must_be(self, key: str, accepted: Sequence[object], why: str) -> None:
-        """Refuses a value that is none of `accepted`, for `why`."""
+        """Refuses a value not in `accepted`; `why` goes into the message."""
         value = self._values.get(key)
         if value is not None and not any(
             type(value) is type(one) and value == one for one in accepted
@@ -107,7 +107,7 @@ class Fields:
 
 
 def check_whole(name: str, value: object) -> None:
-    """Refuses halves of characters, which JSON can spell and nothing can write out again."""
+    """Refuses lone surrogates, which JSON can spell but UTF-8 cannot encode."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -131,13 +131,13 @@ def _kind(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """For a message: however long it is, not all of it."""
+    """For an error message, shortened."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier")
-"""Fields for OpenAI's own bookkeeping, and the like: an answer does not depend on them."""
+"""Fields, such as OpenAI's bookkeeping, that do not affect the answer."""
 CACHE_HINTS = ("prompt_cache_key", "prompt_cache_retention")
 SHARED = (
     "model",
@@ -161,12 +161,12 @@ class Delivery:
 
     is_streamed: bool
     wants_usage: bool
-    """Streamed: a last chunk with the number of tokens."""
+    """When streamed, a last chunk has the token counts."""
     wants_logprobs: bool
 
 
 def check_shared(fields: Fields, model: str, sampling: SamplingParams) -> None:
-    """Raises ApiError for whatever this endpoint does not do."""
+    """Raises ApiError for fields that both endpoints do not support."""
     asked = fields.text("model")
     if asked != model:
         raise ApiError(
@@ -180,14 +180,14 @@ def check_shared(fields: Fields, model: str, sampling: SamplingParams) -> None:
         if value != configured:
             raise refuse(
                 name,
-                f"{value:g} was asked for, but this session is sampled with {configured:g}. Its "
-                "tokens are trained on, so they are drawn as the run is configured "
+                f"{value:g} was requested, but this session is sampled with {configured:g}. Its "
+                "tokens are trained on, so they are sampled as the run is configured "
                 "(rollout.sampling); leave the field out",
             )
-    fields.must_be("n", [1], "an episode has one answer at a time; ask again for another")
-    fields.must_be("stop", [[]], "an answer ends where the model ends it; leave the field out")
+    fields.must_be("n", [1], "one answer per request; send another request")
+    fields.must_be("stop", [[]], "the model decides where an answer ends; leave the field out")
     fields.must_be("logit_bias", [{}], "the policy is trained as it is sampled")
-    fields.must_be("seed", [], "a rollout can't be drawn again; leave the field out")
+    fields.must_be("seed", [], "sampling is not reproducible; leave the field out")
 
 
 def read_delivery(fields: Fields, *, wants_logprobs: bool) -> Delivery:
@@ -195,7 +195,7 @@ def read_delivery(fields: Fields, *, wants_logprobs: bool) -> Delivery:
     options = fields.inner("stream_options")
     if options is not None:
         if not is_streamed:
-            raise refuse(fields.name("stream_options"), "has a meaning with stream=true only")
+            raise refuse(fields.name("stream_options"), "requires stream=true")
         options.only("include_usage", "include_obfuscation")
     return Delivery(
         is_streamed=is_streamed,
@@ -214,7 +214,7 @@ _ROLES = {
 
 
 def read_messages(fields: Fields, key: str = "messages") -> tuple[Message, ...]:
-    """The conversation so far. Raises ApiError naming what is wrong with which message."""
+    """The conversation so far. Raises ApiError naming the message and its error."""
     messages: list[Message] = []
     names: dict[str, str] = {}
     for one in fields.objects(key):
@@ -226,7 +226,7 @@ def read_messages(fields: Fields, key: str = "messages") -> tuple[Message, ...]:
     if messages[-1].role == "assistant":
         raise refuse(
             f"{fields.name(key)}[{len(messages) - 1}].role",
-            "the last message is the model's own; what should it answer to?",
+            "the last message is the model's own; end with another role",
         )
     return tuple(messages)
 
@@ -237,7 +237,7 @@ def read_tools(fields: Fields, key: str = "tools") -> tuple[ToolSpec, ...]:
 
 
 def message_json(message: Message) -> dict[str, Any]:
-    """The model's answer as the API gives it."""
+    """The model's answer in the API's format."""
     return {
         "role": message.role,
         "content": message.content if message.content or not message.tool_calls else None,
@@ -258,15 +258,15 @@ def calls_json(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 
 
 def _read_message(fields: Fields, names: dict[str, str]) -> Message:
-    """`names`: of the tools called so far, by the calls' ids."""
+    """`names`: of the tools called so far, by call id."""
     role = _ROLES.get(fields.text("role"))
     if role is None:
         raise refuse(fields.name("role"), f"must be one of {', '.join(_ROLES)}")
     for key in ("function_call", "audio"):
-        fields.must_be(key, [], "messages hold text and tool calls")
+        fields.must_be(key, [], "a message has only text and tool calls")
     calls = tuple(_read_call(one) for one in fields.objects("tool_calls"))
     if calls and role != "assistant":
-        raise refuse(fields.name("tool_calls"), f"a message of {role} has none")
+        raise refuse(fields.name("tool_calls"), f"a {role} message has none")
     content = _read_content(fields)
     if content is None and role != "assistant":
         raise refuse(fields.name("content"), "is missing: it must be a string")
@@ -287,13 +287,13 @@ def _read_content(fields: Fields) -> str | None:
     for part in fields.objects("content"):
         kind = part.text("type", "text")
         if kind != "text":
-            raise refuse(part.name("type"), f"{kind!r} is not supported: the model reads text")
+            raise refuse(part.name("type"), f"{kind!r} is not supported: the model only reads text")
         parts.append(part.text("text"))
     return "".join(parts)
 
 
 def _read_call(fields: Fields) -> ToolCall:
-    fields.must_be("type", ["function"], "a tool is a function here")
+    fields.must_be("type", ["function"], "only functions are supported")
     function = fields.inner("function")
     if function is None:
         raise refuse(fields.name("function"), "is missing")
@@ -303,13 +303,13 @@ def _read_call(fields: Fields) -> ToolCall:
     except (ValueError, RecursionError) as error:
         raise refuse(function.name("arguments"), f"is not JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise refuse(function.name("arguments"), "must be the JSON of an object")
+        raise refuse(function.name("arguments"), "must be a JSON object")
     check_whole(function.name("arguments"), arguments)
     return ToolCall(call_id=fields.text("id"), name=function.text("name"), arguments=arguments)
 
 
 def _read_tool(fields: Fields) -> ToolSpec:
-    fields.must_be("type", ["function"], "a tool is a function here")
+    fields.must_be("type", ["function"], "only functions are supported")
     function = fields.inner("function")
     if function is None:
         raise refuse(fields.name("function"), "is missing")

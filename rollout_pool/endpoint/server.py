@@ -1,4 +1,4 @@
-"""The endpoint as a server, in the event loop of the worker whose engines it stands before."""
+"""The endpoint's HTTP server, in the event loop of its worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLOSE_S = 5
 
 
 class Endpoint:
-    """`start` listens, `close` ends it; `sessions` and `groups` are what is served."""
+    """Serves `sessions` and `groups` from `start` to `close`."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class Endpoint:
         vocab_size: int | None = None,
         limits: HttpLimits | None = None,
     ) -> None:
-        """`port` 0 takes a free one. Without `admin_key` one is made. `vocab_size`: tokens that the
-        model has embeddings for; those of the tokenizer if it is not given."""
+        """`port` 0 takes a free one. Without `admin_key` one is generated. `vocab_size`: number of
+        tokens that the model has embeddings for; by default the tokenizer's."""
         self.sessions = Sessions(serving)
         self.groups = ExternalGroups(self.sessions)
         self.admin_key = admin_key or f"sk-leash-admin-{secrets.token_urlsafe(24)}"
@@ -56,7 +56,7 @@ class Endpoint:
         return self._url
 
     async def start(self) -> None:
-        """Requests are accepted from here on. Raises OSError naming the address if it is taken."""
+        """Starts to accept requests. Raises OSError naming the address if it is taken."""
         listening = _listen(self._host, self._port)
         host, port = listening.getsockname()[:2]
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -70,7 +70,7 @@ class Endpoint:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
 
     def write_address(self, path: Path) -> None:
-        """Writes the address and the admin key, for programs that may read the run's folder."""
+        """Writes the address and the admin key, for programs with access to the run's folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"url": self.url, "admin_key": self.admin_key}) + "\n"
         new = path.with_name(f".{path.name}.{os.getpid()}")
@@ -92,7 +92,7 @@ class Endpoint:
 
 
 class _Server(uvicorn.Server):
-    """Signals are the worker's business."""
+    """Leaves signals to the worker."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -100,7 +100,7 @@ class _Server(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Bound and listening, so that no client that knows the address is refused."""
+    """Listens at once, so that no client that has the address is refused."""
     [(family, kind, _, _, address), *_] = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )

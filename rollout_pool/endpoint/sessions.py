@@ -1,4 +1,4 @@
-"""Sessions: each is one episode, in which an agent or a program elsewhere talks to the model.
+"""Sessions: each is one episode, in which an agent or an external program calls the model.
 
 open ──► requests, one after the other or several at once ──► closed (why)
           each answer that was delivered is a turn              no request is served any more
@@ -38,22 +38,22 @@ from rollout_pool.sampling.sample import Completer, Interrupted, Sample, SampleF
 log = logging.getLogger(__name__)
 
 RETRY_WINDOW_S = 120.0
-"""As long an answer that has ended is kept for a client that asks for it again."""
+"""How long a finished answer is kept for a retry."""
 KEEP_ALIVE_S = 15.0
-"""A stream without tokens says so at least this often, lest something on the way ends it."""
+"""Longest silence of a stream: proxies close idle connections."""
 MODEL_NAME = "policy"
-"""In requests and answers, whatever the model's folder is called."""
+"""In requests and responses, whatever the model's folder is called."""
 NUM_REMEMBERED = 10_000
-"""Closed sessions that are remembered: a request with their key learns what happened."""
+"""Closed sessions that are remembered, so that late requests get the reason."""
 
 
 class SessionLost(EpisodeFailed):
-    """An episode that cannot be scored: it has no answer, or its program is gone."""
+    """An episode that cannot be scored: it has no answer, or its program disconnected."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Outcome:
-    """The reward of an episode, from the program that played it."""
+    """The reward of an episode, from the program that ran it."""
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -75,17 +75,17 @@ class Serving:
     rollout: RolloutConfig
     model: str = MODEL_NAME
     grace_s: float = RETRY_GRACE_S
-    """As long an answer whose client went away waits for it to come back."""
+    """How long an answer whose client disconnected waits for a retry."""
     keep_alive_s: float = KEEP_ALIVE_S
 
     @property
     def max_tokens(self) -> int:
-        """Limit of a conversation, prompts and answers together."""
+        """Limit of a conversation: prompts and answers together."""
         return self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
 
 
 class Session:
-    """One episode under way. All of it happens in the endpoint's event loop."""
+    """One episode in progress. Used in the endpoint's event loop only."""
 
     def __init__(self, key: str, request: EpisodeRequest, serving: Serving) -> None:
         self.session_id = request.session
@@ -97,12 +97,12 @@ class Session:
         self.messages: tuple[Message, ...] = ()
         """The conversation that was answered last."""
         self.clock = EpisodeClock(serving.task.episode_timeout_s)
-        """Stands still while any of its samples waits for a place or may not go on."""
+        """Paused while any of its samples waits for a slot or may not go on."""
         self.num_turns = 0
         self.is_full = False
-        """Whether a request found no room."""
+        """Whether a request was too long for the remaining context."""
         self.failure: SampleFailed | TimeoutError | None = None
-        """Why an answer could not be had; the engines' fault, not the agent's."""
+        """Why sampling failed; the engines' fault, not the agent's."""
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         """Set when the reward is posted."""
         self.over_because: str | None = None
@@ -119,7 +119,7 @@ class Session:
 
     @contextlib.contextmanager
     def activity(self) -> Iterator[None]:
-        """While a request is served: the session is not idle."""
+        """Marks the session as active while a request is served."""
         self._num_active += 1
         try:
             yield
@@ -128,7 +128,7 @@ class Session:
             self._last_active = time.monotonic()
 
     async def wait_idle(self, timeout_s: float) -> None:
-        """Returns once nothing has been asked for `timeout_s`."""
+        """Returns once there was no request for `timeout_s`."""
         while True:
             since = time.monotonic() if self._num_active else self._last_active
             left_s = since + timeout_s - time.monotonic()
@@ -137,8 +137,8 @@ class Session:
             await asyncio.sleep(left_s)
 
     async def wait_end(self, *ends: asyncio.Future[Any]) -> bool:
-        """Returns once one of `ends` is done, or nothing has been asked for
-        rollout.openai.session_timeout_s, or the episode's time is over; whether it was the last."""
+        """Returns once one of `ends` is done, there was no request for
+        rollout.openai.session_timeout_s, or the episode timed out; True in the last case."""
         is_late = asyncio.Event()
         late = asyncio.create_task(is_late.wait())
         idle = asyncio.create_task(self.wait_idle(self.serving.rollout.openai.session_timeout_s))
@@ -150,8 +150,8 @@ class Session:
         return is_late.is_set()
 
     def again(self, fingerprint: bytes) -> Answer | None:
-        """The answer to the same request that came before; of several the one that is most likely
-        missed. None if there is none that is of use."""
+        """The answer that a retry of this request wants, of several the one most likely missed;
+        None if there is none."""
         now = time.monotonic()
         known, self._answers = self._answers, []
         for answer in known:
@@ -167,7 +167,7 @@ class Session:
         return min(same, key=lambda one: (one.is_delivered, one.num_readers), default=None)
 
     def begin(self, prompt: list[int], max_tokens: int | None, fingerprint: bytes) -> Answer:
-        """Let the model answer with at most `max_tokens`. Raises ApiError if there is no room."""
+        """Starts an answer of at most `max_tokens`. Raises ApiError if the prompt is too long."""
         if self._is_cut:
             why = f"session {self.session_id} is over: its time is up"
             raise ApiError(410, why, code="session_over", should_retry=False)
@@ -193,7 +193,7 @@ class Session:
         return answer
 
     def deliver(self, answer: Answer, messages: tuple[Message, ...]) -> bool:
-        """The client gets `answer`, so it is a turn; `messages` are the conversation that it ends.
+        """Makes `answer` a turn, since a client receives it; `messages` include it at their end.
         False if it was one already."""
         if answer.is_delivered:
             return False
@@ -232,7 +232,7 @@ class Session:
         """The answers delivered so far. Raises SessionLost if there are none."""
         if self.num_turns == 0:
             why = f": {error}" if error else ""
-            raise SessionLost(f"session {self.session_id} never asked the model anything{why}")
+            raise SessionLost(f"session {self.session_id} never called the model{why}")
         return Episode(
             branches=self._branches.finish(),
             messages=self.messages,
@@ -244,8 +244,8 @@ class Session:
         )
 
     async def cut_short(self) -> None:
-        """The session's time is over. Answers that a client waits for end where they are and
-        are delivered; there are no new ones."""
+        """Ends the session at its time limit: answers that a client waits for are cut and
+        delivered, new requests are refused."""
         self._is_cut = True
         awaited = [answer for answer in self._answers if answer.is_running and answer.num_readers]
         for answer in awaited:
@@ -258,7 +258,7 @@ class Session:
                         await answer.delivered.wait()
 
     async def stop_answers(self) -> None:
-        """Ends the answers that are still being written."""
+        """Cancels the answers in progress."""
         await end_tasks(answer.task for answer in self._answers)
         for answer in self._answers:
             if answer.is_delivered:
@@ -270,7 +270,7 @@ class Session:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Closed:
-    """A session that is over, as far as it is remembered."""
+    """What is remembered of a closed session."""
 
     session_id: str
     why: str
@@ -278,7 +278,7 @@ class Closed:
 
 
 class SessionOver(ApiError):
-    """A request came too late."""
+    """The session of the request is closed."""
 
     def __init__(self, closed: Closed) -> None:
         message = f"session {closed.session_id} is over: {closed.why}"
@@ -306,7 +306,7 @@ class Sessions:
         return session
 
     def find(self, key: str) -> Session:
-        """The session that `key` opens. Raises ApiError, 401 or 410."""
+        """The session with this key. Raises ApiError, 401 or 410."""
         digest = _digest(key)
         if (session := self._open.get(digest)) is not None:
             return session
@@ -325,7 +325,7 @@ class Sessions:
         raise ApiError(404, f"there is no session {session_id!r}", code="no_such_session")
 
     async def close(self, session: Session, why: str) -> None:
-        """No request is served any more; those under way are answered with `why`."""
+        """Serves no further request; those in progress are refused with `why`."""
         digest = _digest(session.key)
         if self._open.pop(digest, None) is None:
             return
@@ -341,5 +341,5 @@ class Sessions:
 
 
 def _digest(key: str) -> bytes:
-    """Keys are looked up by it, so that the time it takes says nothing of other keys."""
+    """Keys are looked up by digest, so that the lookup time reveals nothing about them."""
     return hashlib.sha256(key.encode()).digest()

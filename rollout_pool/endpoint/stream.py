@@ -1,7 +1,7 @@
-"""An answer on its way to the client: its tokens as text, its JSON, whole or in server-sent events.
+"""Sends an answer to the client, as one JSON object or as server-sent events.
 
-The client may go away at any moment. What that means for the answer is decided by the answer (see
-`Answer.reading`); here it only ends the sending.
+The client may disconnect at any moment. That ends the sending here; `Answer.reading` decides what
+happens to the answer.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ T = TypeVar("T")
 
 
 async def ended(answer: Answer, session: Session) -> None:
-    """Waits for the end of `answer`, however long that takes. Raises ApiError if it has none."""
+    """Waits until `answer` has ended. Raises ApiError if it failed."""
     await answer.wait()
     error = None if answer.task.cancelled() else answer.task.exception()
     if answer.task.cancelled() or answer.is_dropped or isinstance(error, Interrupted):
-        why = "its client was gone for too long, or its time is up"
+        why = "its client disconnected for too long, or its time is up"
         if session.over_because is not None:
             why = f"session {session.session_id} is over: {session.over_because}"
         raise ApiError(
             410, f"this answer was given up: {why}", code="session_over", should_retry=False
         )
     if isinstance(error, SampleFailed | TimeoutError):
-        # The engines were asked as often as the settings allow: asking again is no use.
+        # The sampler has already retried as often as the settings allow.
         raise ApiError(
             503, f"no engine gave an answer: {error}", code="sample_failed", should_retry=False
         ) from error
@@ -60,9 +60,9 @@ class Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._request_id = scope["state"]["request_id"]
-        await unless_gone(receive, self._tell(send))
+        await unless_gone(receive, self._send(send))
 
-    async def _tell(self, send: Send) -> None:
+    async def _send(self, send: Send) -> None:
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
@@ -97,14 +97,14 @@ class Stream(Response):
         yield b"data: [DONE]\n\n"
 
     def _chunk(self, choice: Mapping[str, Any]) -> bytes:
-        # Usage is null in all chunks but the last, if it was asked for.
+        # Usage, if requested, is null in all chunks but the last.
         extra = {"usage": None} if self._turn.delivery.wants_usage else {}
         body = about(self._turn, self._answer, is_chunk=True)
         return _event({**body, "choices": [choice], **extra})
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None, and `work` cancelled, if the client goes away before."""
+    """The result of `work`; None, with `work` cancelled, if the client disconnects first."""
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_wait_gone(receive))
     try:
@@ -115,7 +115,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | Non
 
 
 async def settled(future: asyncio.Future[Any]) -> None:
-    """Until `future` is done, however it ended; it is not cancelled with the wait."""
+    """Waits until `future` is done; cancelling the wait does not cancel it."""
     await asyncio.wait([future])
 
 
@@ -129,29 +129,29 @@ def _event(body: Mapping[str, Any]) -> bytes:
 
 
 class Turn(Protocol):
-    """One request of one of the two endpoints, and how its answer is written."""
+    """One request to one of the two endpoints, and how its response is written."""
 
     session: Session
     delivery: Delivery
     kind: str
-    """The API's name of the object."""
+    """The API's name for the object."""
     prefix: str
     """Prefix of its id."""
 
     def render(self) -> list[int]:
-        """The tokens that the model goes on from. Raises ApiError. May be called in a thread."""
+        """The prompt's tokens. Raises ApiError. May be called in a thread."""
         ...
 
     def begin(self, prompt: list[int], fingerprint: bytes) -> Answer:
-        """Let the model write. `prompt`: as rendered. Raises ApiError."""
+        """Starts the answer to a rendered `prompt`. Raises ApiError."""
         ...
 
     def result(self, answer: Answer) -> dict[str, Any]:
-        """The whole answer; with it the answer is delivered."""
+        """The whole response; marks the answer as delivered."""
         ...
 
     def opening(self) -> list[dict[str, Any]]:
-        """Choices of the chunks with which a stream begins."""
+        """Choices of a stream's first chunks."""
         ...
 
     def piece(self, answer: Answer, start: int) -> list[dict[str, Any]]:
@@ -159,12 +159,12 @@ class Turn(Protocol):
         ...
 
     def ending(self, answer: Answer, start: int) -> list[dict[str, Any]]:
-        """Choices of the last chunks; with them the answer is delivered."""
+        """Choices of the last chunks; marks the answer as delivered."""
         ...
 
 
 def about(turn: Turn, answer: Answer, *, is_chunk: bool = False) -> dict[str, Any]:
-    """`leash` holds what the API has no place for."""
+    """Fields that all responses share; `leash` holds what OpenAI's API has no field for."""
     sample = answer.sample
     return {
         "id": f"{turn.prefix}-{sample.sample_id}",
@@ -208,25 +208,24 @@ def logprob_entries(sample: Sample, tokenizer: Tokenizer, start: int) -> list[di
 _BROKEN = "\ufffd"
 _MARKERS = {ToolParser.hermes: OPEN, ToolParser.llama3_json: PYTHON_TAG}
 MAX_BROKEN_TOKENS = 8
-"""A character has at most four bytes, so what is broken for longer stays broken."""
+"""A character has at most four bytes, so text incomplete for longer stays invalid."""
 
 
 class TextStream:
-    """Text of a growing list of tokens, in pieces that put together give the text of all of them.
+    """Decodes a growing list of tokens in pieces whose concatenation is the whole text.
 
-    A token can hold a part of a character, and how it is written can depend on the one before. So a
-    piece is the difference between two decoded stretches that begin at the same earlier token, and
-    waits while it ends within a character.
+    A token can hold part of a character, and its text can depend on the token before. So a piece is
+    the difference of two decoded ranges with the same start; incomplete characters are held back.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._start = 0
-        """The stretch begins here; its text up to `_sent` is out."""
+        """Start of the decoded range; its text up to `_sent` has been sent."""
         self._sent = 0
 
     def feed(self, tokens: list[int], *, is_end: bool) -> str:
-        """What `tokens`, all that there are so far, add to the text."""
+        """The new text, given all `tokens` so far."""
         if len(tokens) <= self._sent:
             return ""
         before = self._decode(tokens[self._start : self._sent])
@@ -242,14 +241,12 @@ class TextStream:
 
 
 class ContentStream:
-    """The same without tool calls: lets text through up to the first one.
-
-    White space waits for what follows it: around calls it is no content.
-    """
+    """The same up to the first tool call. White space is held back until text follows, since
+    around calls it is no content."""
 
     def __init__(self, tokenizer: Tokenizer, parser: ToolParser) -> None:
         self.sent = ""
-        """All that was let through."""
+        """All content sent so far."""
         self._tokenizer = tokenizer
         self._texts = TextStream(tokenizer)
         self._parser = parser
@@ -259,7 +256,7 @@ class ContentStream:
         self._is_over = False
 
     def feed(self, tokens: list[int], *, is_end: bool) -> str:
-        """What `tokens`, all that there are so far, add to the content."""
+        """The new content, given all `tokens` so far."""
         if self._is_over:
             return ""
         end = self._marker_token(tokens)
@@ -270,14 +267,14 @@ class ContentStream:
         return out
 
     def rest(self, content: str) -> str:
-        """What is missing of `content`, the whole of it as it was found at the end."""
+        """The part of `content`, as parsed at the end, that has not been sent."""
         if not content.startswith(self.sent):
             content = content.lstrip()
         return content[len(self.sent) :] if content.startswith(self.sent) else ""
 
     def _marker_token(self, tokens: list[int]) -> int:
-        """Where a call begins with a token of its own, which the text leaves out if it is special;
-        else the number of tokens."""
+        """Index of a token that opens a call by itself (the text omits it if it is special); else
+        the number of tokens."""
         for place in range(self._num_seen, len(tokens)):
             if self._tokenizer.decode([tokens[place]]) == self._marker:
                 self._is_over = True

@@ -1,15 +1,15 @@
-"""Samples on their way to one engine and back: which share a call, and what each gets.
+"""Batches samples into HTTP calls to one engine, and splits the answers.
 
     generate(sample) ─┐                             ┌─► part ─► its sample
     generate(sample) ─┼─ one turn of the loop ─► call ─► part ─► its sample ─► its end
     generate(sample) ─┘                             └─► ...
 
-A call of n samples costs both sides a fraction of n calls, and yet each sample has a fate of its
-own: it ends when it is complete, is stopped alone, and fails alone unless the call fails.
+One call of n samples is much cheaper than n calls. Still, each sample ends when it is complete, can
+be stopped alone, and fails alone unless the whole call fails.
 
-The server streams disjoint parts. A part that is not a sample's last has `weight_version`, what the
-server calls its weights at that moment; the last has `weight_versions`, exact spans over all tokens
-of the request. Read in the source of SGLang 0.5.20.
+The server streams disjoint parts. Every part but a sample's last has `weight_version`, the version
+served at that moment; the last has `weight_versions`, exact spans over all tokens of the request.
+(Source: SGLang 0.5.20.)
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, Sample
 from rollout_pool.sampling.sample import Answer, Sample
 
 ROUNDING = 1e-3
-"""A certain token's log-probability may come out this much above 0."""
+"""Log-probabilities may exceed 0 by this much through rounding."""
 STREAM_INTERVAL = 64
-"""Tokens between two parts of an answer. A killed engine costs each of its samples half of them on
-the average, which is written anew in a second or two. A part costs both processes about what some
-hundred bytes do, so larger ones would save nearly nothing."""
+"""Tokens between two parts of an answer. When an engine is killed, each of its samples loses half of
+them on average, which takes a second or two to sample again. A larger interval saves little: a part
+costs both processes about as much as a few hundred bytes."""
 _VERSION = re.compile("[0-9]+")
 MAX_SAMPLES = 32
-"""In one call: the server's work for each part grows with the number of samples in its call."""
+"""Per call: the server's work per part grows with the number of samples in the call."""
 CALL_GAP_S = 0.005
-"""The first sample goes at once; those of the next moment share the next call. Samples that get
-room one after the other, as others end, would each have a call of their own otherwise."""
+"""The first sample is sent at once; those that arrive within this time share the next call. Without
+it, samples that start one by one as others end would each have their own call."""
 LONGEST_GAP_S = 0.05
 FEW_CALLS = 16
-"""With more of them open the gap grows as their number: at each call the HTTP client looks at all
+"""Above this the gap grows in proportion to the open calls: for each call the HTTP client scans all
 of its connections."""
 STOP_AGAIN_S = 1.0
-"""A stop that overtakes its request is lost, so it is repeated until the end has come."""
+"""A stop that overtakes its request is lost, so it is repeated until the sample has ended."""
 STOP_TIMEOUT_S = 30.0
-"""Longest that a stopped sample's end may take: a commit may lie in between."""
+"""Longest wait for a stopped sample to end: a commit may come in between."""
 
 
 class CallRefused(EngineError):
-    """The engine found a fault with what a call asked, and began nothing of it."""
+    """The engine rejected a call and started none of its samples."""
 
 
 class _Request:
-    """One sample's request, until its end has come."""
+    """One sample's request, until the engine has ended it."""
 
     def __init__(
         self, sample: Sample, request_id: str, on_arrival: Callable[[], None] | None
@@ -67,12 +67,12 @@ class _Request:
         """None until it is sent."""
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.over = asyncio.Event()
-        """The engine has ended it, or cannot be heard any more."""
+        """Set when the engine has ended it, or is unreachable."""
         self.is_stopping = False
 
     def end(self, error: Exception | None = None) -> None:
         if self.outcome.done():
-            return  # it was cancelled, or has failed before its end came
+            return  # it was cancelled, or has failed already
         if error is None:
             self.outcome.set_result(None)
         else:
@@ -80,7 +80,7 @@ class _Request:
 
 
 class GenerateCalls(ABC):
-    """All that is in flight between this process and one engine: an EngineClient but for HTTP."""
+    """The calls in flight to one engine: an EngineClient without the HTTP part."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class GenerateCalls(ABC):
         stream_interval: int = STREAM_INTERVAL,
         vocab_size: int | None = None,
     ) -> None:
-        """`vocab_size`: of the engine's model, None if that is unknown."""
+        """`vocab_size`: of the engine's model, None if unknown."""
         self._name = name
         self._keys_prefix = keys_prefix_by_version
         self._stream_interval = stream_interval
@@ -101,7 +101,7 @@ class GenerateCalls(ABC):
         self._flush: asyncio.TimerHandle | None = None
         self._next_flush = 0.0
         self._num_open = 0
-        """Calls whose answer has not ended."""
+        """Calls in progress."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_preemptions = 0
         """See LoadSource.num_preemptions."""
@@ -112,14 +112,14 @@ class GenerateCalls(ABC):
 
     @abstractmethod
     def _stream(self, body: Mapping[str, object]) -> AsyncGenerator[dict[str, Any]]:
-        """The parts of a call's answer. Raises EngineError."""
+        """The parts of a call's response. Raises EngineError."""
 
     @abstractmethod
     async def _abort(self, request_id: str) -> None:
-        """Takes seconds at most, and never raises."""
+        """Takes a few seconds at most and never raises."""
 
     def note_version(self, version: int) -> None:
-        """The engine serves `version` now, so prefixes of older ones are of no use."""
+        """The engine serves `version` now: cached prefixes of older versions are not reused."""
         self._latest_version = max(self._latest_version, version)
 
     async def generate(
@@ -146,7 +146,7 @@ class GenerateCalls(ABC):
             return
         request.is_stopping = True
         if request in self._unsent:
-            request.end()  # nothing of it has left
+            request.end()  # it was never sent
         else:
             self._keep(self._stop(request))
 
@@ -156,19 +156,19 @@ class GenerateCalls(ABC):
         await end_tasks(self._tasks)
 
     def _check_tokens(self, sample: Sample) -> None:
-        """SGLang does not look before it looks an embedding up, and one that is not there ends the
-        engine with all that it has; asked again elsewhere, the sample would end the next."""
+        """Raises SampleRefused for ids without an embedding: SGLang does not check them, and its
+        server would crash, and so would the next one that got the sample."""
         tokens = (*sample.prompt, *sample.output_ids)
         lowest, highest = min(tokens, default=0), max(tokens, default=0)
         if lowest < 0 or (self._vocab_size is not None and highest >= self._vocab_size):
             wrong = lowest if lowest < 0 else highest
             most = "" if self._vocab_size is None else f" of the {self._vocab_size}"
             raise SampleRefused(
-                f"{self._name} was not asked: token {wrong} of {sample.sample_id} is none{most} "
-                "that the model knows"
+                f"{self._name}: not sent: {sample.sample_id} has token {wrong}, which is not one"
+                f"{most} that the model knows"
             )
 
-    # Out ------------------------------------------------------------------------------------------
+    # Sending --------------------------------------------------------------------------------------
 
     def _send_soon(self, request: _Request) -> None:
         self._unsent.append(request)
@@ -192,7 +192,7 @@ class GenerateCalls(ABC):
         return task
 
     async def _carry(self, requests: list[_Request]) -> None:
-        """One call, from sending it to the end of its last sample."""
+        """One call, until its last sample has ended."""
         pending = {request.wire_id: request for request in requests}
         for request in requests:
             request.answer = Answer(request.sample, self._latest_version)
@@ -210,7 +210,7 @@ class GenerateCalls(ABC):
             error = failure
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as failure:
             error = EngineError(
-                f"{self._name} answered in a form that SGLang 0.5.20 does not have: {failure!r}"
+                f"{self._name} gave a response that SGLang 0.5.20 does not give: {failure!r}"
             )
         finally:
             self._num_open -= 1
@@ -224,7 +224,7 @@ class GenerateCalls(ABC):
         return generate_body(samples, key, self._stream_interval)
 
     def _ask_each(self, pending: dict[str, _Request]) -> None:
-        """One bad sample fails the call of all; it alone is to bear that."""
+        """Resends each sample in its own call, since one bad sample fails all in its call."""
         for request in pending.values():
             if request.outcome.done():
                 request.over.set()
@@ -234,20 +234,20 @@ class GenerateCalls(ABC):
         pending.clear()
 
     def _lose(self, request: _Request, error: Exception) -> None:
-        """The end of the request will never come."""
+        """The engine will not end this request."""
         if request.answer is not None and request.answer.num_tokens and not request.outcome.done():
-            # Between two parts nothing is heard of what is written: this is the average of it.
+            # Tokens since the last part are unknown: count their average number.
             request.sample.num_wasted += min(self._stream_interval // 2, request.sample.num_left)
         request.end(error)
         request.over.set()
 
-    # Back -----------------------------------------------------------------------------------------
+    # Receiving ------------------------------------------------------------------------------------
 
     def _take(self, part: Mapping[str, Any], pending: dict[str, _Request]) -> None:
         meta = part["meta_info"]
         request = pending[meta["id"]]
         reason = meta["finish_reason"]
-        if request.outcome.done():  # it was given up, and the engine writes on until it hears
+        if request.outcome.done():  # it was given up, and the engine has not stopped yet
             request.sample.num_wasted += len(part["output_ids"])
         else:
             try:
@@ -267,7 +267,7 @@ class GenerateCalls(ABC):
             return
         try:
             request.on_arrival()
-        except Exception as error:  # its owner's, whom it reaches; the others of the call go on
+        except Exception as error:  # fails only this sample, not the others of its call
             self._fail(request, error, is_over=is_over)
 
     def _fail(self, request: _Request, error: Exception, *, is_over: bool) -> None:
@@ -281,8 +281,8 @@ class GenerateCalls(ABC):
         sample, answer = request.sample, request.answer
         assert answer is not None
         if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
-            # An error of the engine's; what comes with it is no sample's.
-            raise SampleRefused(f"{self._name} gave a sample up: {reason.get('message')}")
+            # An error of the engine; tokens that come with it are not the sample's.
+            raise SampleRefused(f"{self._name} aborted a sample: {reason.get('message')}")
         try:
             output_ids, logprobs = new_tokens(self._name, part, answer.num_tokens)
             if output_ids:
@@ -303,7 +303,9 @@ class GenerateCalls(ABC):
 
     def _check_room(self, sample: Sample, output_ids: list[int]) -> None:
         if len(output_ids) > sample.num_left:
-            raise SampleRefused(f"{self._name} wrote more than the {sample.max_new_tokens} asked")
+            raise SampleRefused(
+                f"{self._name} returned more than the {sample.max_new_tokens} tokens requested"
+            )
 
     def _spans(
         self, part: Mapping[str, Any], reason: Mapping[str, Any] | None, length: int
@@ -318,10 +320,10 @@ class GenerateCalls(ABC):
                 raise SampleRefused(f"{self._name} returned a sample without a token")
             request.sample.finish_reason = reason["type"]
         elif not request.is_stopping:
-            raise EngineError(f"{self._name} gave a sample up: {reason.get('message') or reason}")
+            raise EngineError(f"{self._name} aborted a sample: {reason.get('message') or reason}")
 
     def _count_preemptions(self, meta: Mapping[str, Any]) -> None:
-        """A pause for a commit may put requests back too, once for each new version."""
+        """Does not count retractions by a commit's pause, at most one per new version."""
         commits = max(0, len(meta.get("weight_versions") or []) - 1)
         self.num_preemptions += max(0, meta.get("num_retractions", 0) - commits)
 
@@ -339,7 +341,7 @@ class GenerateCalls(ABC):
             request.end(EngineError(f"{self._name} did not stop a sample in {STOP_TIMEOUT_S:g} s"))
 
     async def _give_up(self, request: _Request) -> None:
-        """Frees the engine of a cancelled request; returns when it has been asked to."""
+        """Stops a cancelled request at the engine; returns when the first stop was sent."""
         if request in self._unsent or request.over.is_set():
             return
         is_asked = asyncio.Event()
@@ -357,13 +359,13 @@ async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
         return
 
 
-# The form of requests and answers -----------------------------------------------------------------
+# Format of requests and responses -----------------------------------------------------------------
 
 
 def generate_body(
     samples: Mapping[str, Sample], extra_key: str | None, stream_interval: int
 ) -> dict[str, object]:
-    """One call for all samples, by their request ids; each has its own sampling."""
+    """One call for all samples, by request id; each has its own sampling parameters."""
     body: dict[str, object] = {
         "rid": list(samples),
         "input_ids": [[*sample.prompt, *sample.output_ids] for sample in samples.values()],
@@ -394,7 +396,7 @@ def _sampling(sample: Sample, stream_interval: int) -> dict[str, object]:
 def new_tokens(
     engine: str, answer: Mapping[str, Any], num_gathered: int
 ) -> tuple[list[int], list[float]]:
-    """Tokens of one part that are new, with their log-probabilities.
+    """The new tokens of one part, with their log-probabilities.
 
     `num_gathered` tokens of the request came before. Raises SampleRefused, BadLogprobs.
     """
@@ -403,21 +405,21 @@ def new_tokens(
     pairs = meta.get("output_token_logprobs") or []
     number = meta["completion_tokens"] - num_gathered
     if len(output_ids) > number >= 0 and _is_abort(meta):
-        # One that is given up while it is queued ends with its last token and with all of its
-        # log-probabilities once more; if parts were joined, the new ones come first.
+        # A request aborted while it is queued repeats its last token and all log-probabilities at
+        # its end; if parts were merged, the new ones come first.
         output_ids, pairs = output_ids[:number], pairs[:number]
     if len(output_ids) != number:
         raise SampleRefused(
-            f"{engine}: {num_gathered} tokens and {len(output_ids)} more were not the "
+            f"{engine}: {num_gathered} tokens and {len(output_ids)} more do not make the "
             f"{meta['completion_tokens']} that the sample has"
         )
     if [pair[1] for pair in pairs] != output_ids:
-        raise BadLogprobs("the log-probabilities are those of other tokens than were returned")
+        raise BadLogprobs("the log-probabilities are of other tokens than those returned")
     return output_ids, _floats([pair[0] for pair in pairs])
 
 
 def _floats(logprobs: list[Any]) -> list[float]:
-    """Raises BadLogprobs, with the place, for one that is missing, not finite or above 0."""
+    """Raises BadLogprobs, naming the token, if one is missing, not finite or above 0."""
     try:
         if not logprobs or (math.isfinite(math.fsum(logprobs)) and max(logprobs) <= ROUNDING):
             return logprobs
@@ -434,7 +436,7 @@ def _is_abort(meta: Mapping[str, Any]) -> bool:
 
 
 def read_spans(engine: str, spans: Sequence[Mapping[str, Any]], length: int) -> list[VersionSpan]:
-    """Spans over the `length` tokens of a request. Raises SampleRefused if they are not that."""
+    """Spans over all `length` tokens of a request. Raises SampleRefused if they leave gaps."""
     end, parsed = 0, []
     for span in spans:
         if span["start"] != end or span["end"] <= end:
@@ -450,7 +452,7 @@ def read_spans(engine: str, spans: Sequence[Mapping[str, Any]], length: int) -> 
 
 
 def read_version(engine: str, text: str) -> int:
-    """Raises SampleRefused for what is no number of a policy version."""
+    """Raises SampleRefused if `text` is not a policy version."""
     if not _VERSION.fullmatch(text):
         raise SampleRefused(
             f"{engine} served weights of version {text!r}, which no trainer published"

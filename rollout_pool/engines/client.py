@@ -1,7 +1,7 @@
-"""The only place that knows SGLang's HTTP API.
+"""Client of SGLang's HTTP API.
 
-One client a process and engine. `batching` decides how samples share a call to /generate, and knows
-the form of that call and its answers.
+One client per process and engine. `batching` decides how samples share a call to /generate, and
+knows the format of that call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BEGIN_UPDATE = "/begin_weight_update"
 class SGLangClient(GenerateCalls):
     """Calls one server at `url`, from one event loop. Every method may raise EngineError.
 
-    `request_timeout_s` bounds the silence between two parts of an answer, not the whole of it.
+    `request_timeout_s` bounds the time between two parts of a response, not the whole.
     """
 
     def __init__(
@@ -46,10 +46,9 @@ class SGLangClient(GenerateCalls):
         stream_interval: int = STREAM_INTERVAL,
         vocab_size: int | None = None,
     ) -> None:
-        """`keys_prefix_by_version`: the server reuses prefixes, which must be of one version.
-        `stream_interval`: tokens of a sample between two arrivals. `vocab_size`: tokens that the
-        model has embeddings for, which the server does not say; a sample with another token is
-        refused before it is sent, for it would end the server."""
+        """`keys_prefix_by_version`: the server has a prefix cache; only prefixes of the same
+        version may be reused. `stream_interval`: tokens of a sample between two parts.
+        `vocab_size`: tokens that the model has embeddings for; others are refused unsent."""
         super().__init__(
             name,
             keys_prefix_by_version=keys_prefix_by_version,
@@ -62,12 +61,12 @@ class SGLangClient(GenerateCalls):
             timeout=httpx.Timeout(
                 request_timeout_s, connect=min(CONNECT_TIMEOUT_S, request_timeout_s), pool=None
             ),
-            # The engine queues what it can't run; a queue here would hide that from the router.
-            # Idle connections end before SGLang ends them (5 s), or a call could meet that.
+            # No limit: requests must queue at the engine, where the router can see them.
+            # Close idle connections before SGLang does (5 s): a call could meet a closing one.
             limits=httpx.Limits(
                 max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0
             ),
-            trust_env=False,  # a proxy of the environment is not for engines
+            trust_env=False,  # no proxy to engines
         )
 
     @property
@@ -135,18 +134,18 @@ class SGLangClient(GenerateCalls):
         return _FROM_IPC in await self._routes()
 
     async def wants_update_session(self) -> bool:
-        """Whether a broadcast must lie between `begin_update` and `end_update`."""
+        """Whether a broadcast must be wrapped in `begin_update` and `end_update`."""
         return _BEGIN_UPDATE in await self._routes()
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding; running requests wait, and new ones are queued."""
+        """Stops decoding: running requests pause, new ones are queued."""
         await self._post("/pause_generation", {"mode": mode.value}, CONTROL_TIMEOUT_S)
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {}, CONTROL_TIMEOUT_S)
 
     async def served_version(self) -> int:
-        """The version that the engine says it serves."""
+        """The version that the engine reports."""
         info = await self._model_info(CONTROL_TIMEOUT_S)
         return read_version(self._name, str(info["weight_version"]))
 
@@ -158,7 +157,7 @@ class SGLangClient(GenerateCalls):
     async def update_from_ipc(
         self, zmq_handles: Mapping[str, str], version: int, timeout_s: float
     ) -> None:
-        """Load what checkpoint-engine's protocol brings over these sockets, by GPU."""
+        """Load from these sockets, one per GPU, by checkpoint-engine's protocol."""
         body = {
             "zmq_handles": dict(zmq_handles),
             "flush_cache": False,
@@ -167,7 +166,7 @@ class SGLangClient(GenerateCalls):
         await self._post(_FROM_IPC, body, timeout_s)
 
     async def join_broadcast(self, spec: GroupSpec) -> None:
-        """Become the receivers of a group whose rank 0 sends. Returns when all have come."""
+        """Join a group as receivers; rank 0 sends. Returns when all members have joined."""
         body = {
             "master_address": spec.host,
             "master_port": spec.port,
@@ -182,7 +181,7 @@ class SGLangClient(GenerateCalls):
         await self._post(_BEGIN_UPDATE, {}, CONTROL_TIMEOUT_S)
 
     async def receive(self, tensors: Sequence[TensorSpec], spec: GroupSpec, version: int) -> None:
-        """Take one broadcast of rank 0, these tensors one after the other, and load it."""
+        """Receive one broadcast of rank 0, the concatenated `tensors`, and load it."""
         body = {
             "names": [tensor.name for tensor in tensors],
             "dtypes": [tensor.dtype for tensor in tensors],
@@ -211,11 +210,11 @@ class SGLangClient(GenerateCalls):
         except (httpx.HTTPError, EngineError):
             return False
         if info.get("served_model_name") != served_name:
-            raise EngineError(f"another server than {self._name} answers at {self._http.base_url}")
+            raise EngineError(f"a server other than {self._name} answers at {self._http.base_url}")
         return True
 
     async def answers(self, timeout_s: float) -> bool:
-        """Whether the HTTP process does; the scheduler may be loading weights, or be paused."""
+        """Whether the HTTP process answers; the scheduler may be loading weights or paused."""
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(timeout_s):
                 return bool(await self._model_info(timeout_s))
@@ -226,10 +225,10 @@ class SGLangClient(GenerateCalls):
         await self._http.aclose()
 
     async def _routes(self) -> Mapping[str, object]:
-        """By path: what this version of the server offers."""
+        """This server's routes, by path."""
         description = await self._get("/openapi.json", CONTROL_TIMEOUT_S)
-        if "paths" not in description:  # to take that for "offers nothing" would skip a step
-            raise EngineError(f"{self._name} does not say in /openapi.json what it offers")
+        if "paths" not in description:  # taking it for "no routes" would skip a step
+            raise EngineError(f"{self._name} lists no routes in /openapi.json")
         return cast(Mapping[str, object], description["paths"])
 
     async def _model_info(self, timeout_s: float) -> dict[str, Any]:
@@ -254,7 +253,7 @@ class SGLangClient(GenerateCalls):
         return response
 
     def _failure(self, path: str, error: httpx.HTTPError) -> EngineError:
-        what = str(error) or type(error).__name__  # a timeout's text is empty
+        what = str(error) or type(error).__name__  # the message of a timeout is empty
         return EngineError(f"{self._name} did not answer {path}: {what}")
 
     def _refusal(self, path: str, response: httpx.Response) -> EngineError:
@@ -271,7 +270,7 @@ def _update(version: int) -> dict[str, object]:
 
 
 async def _lines(response: httpx.Response) -> AsyncGenerator[bytes]:
-    """Without their ends; httpx's own decodes each, at several times the price."""
+    """Lines without line ends; httpx's aiter_lines decodes each and is several times slower."""
     rest = b""
     async for data in response.aiter_bytes():
         *lines, rest = (rest + data).split(b"\n")

@@ -1,13 +1,12 @@
-"""How one engine comes to serve a version that lies staged beside it.
+"""Switches one engine to a version that is staged on its node.
 
     prepare ── pause ── load ── which version are you at? ── continue ──► CommitReport
                  └───────── pause_s: no token is decoded ────────┘
 
-Requests in flight wait and then go on. If something fails before the load, the engine is whole and
-goes on at its old version. From the load's first byte on it is torn, until it has said itself that
-it serves the new one: SGLang's "rollback" of a failed load reads the same new files again. A torn
-engine stays paused for good, so that no token is ever decoded with torn weights, and has to be
-started again.
+Requests in flight pause and then continue. If a step before the load fails, the engine continues at
+its old version. From the load's first byte the engine counts as torn until it reports the new
+version: SGLang's "rollback" of a failed load reads the same new files again. A torn engine stays
+paused, so that no token is ever decoded with torn weights, and must be restarted.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from rollout_pool.sampling.engine_client import EngineError
 
 
 class TornEngine(EngineError):
-    """An engine with unknown weights or state: it must never decode again, only be restarted.
+    """The engine's weights or state are unknown: it must never decode again, only be restarted.
 
     The message names the engine and what failed.
     """
@@ -31,21 +30,21 @@ class TornEngine(EngineError):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class CommitReport:
-    """One engine's switch to a version, as the engine's own process measured it."""
+    """One engine's switch to a version, as measured in its actor."""
 
     engine: str
     version: int
     strategy: str
     pause_s: float
-    """From the call that stops decoding until the one that lets it go on has returned."""
+    """From the call that stops decoding to the return of the one that resumes it."""
     load_s: float
-    """The part of it that the load took."""
+    """Part of `pause_s`."""
     paused_at: float
-    """Unix time at which the pause began."""
+    """Unix time of the pause's start."""
 
 
 class Strategy(Protocol):
-    """One way in which an engine takes a staged version. Made anew for each start of a server."""
+    """One way to load a staged version into an engine. New for each start of a server."""
 
     @property
     def name(self) -> str:
@@ -57,18 +56,18 @@ class Strategy(Protocol):
         ...
 
     async def prepare(self, folder: Path) -> None:
-        """Whatever can be done while the engine still decodes. Raises EngineError."""
+        """Work that can be done while the engine still decodes. Raises EngineError."""
         ...
 
     async def load(self, version: int, folder: Path) -> None:
-        """Load `folder`/model.safetensors into the paused engine. Raises anything if it fails."""
+        """Load `folder`/model.safetensors into the paused engine. May raise anything."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Committer:
-    """Takes one engine from version to version. One call at a time."""
+    """Switches one engine from version to version. One call at a time."""
 
     def __init__(self, client: SGLangClient, strategy: Strategy, pause_mode: PauseMode) -> None:
         self._client = client
@@ -77,15 +76,15 @@ class Committer:
         self._torn: str | None = None
 
     async def commit(self, version: int, folder: Path) -> CommitReport:
-        """Make the engine serve what lies in `folder` as `version`.
+        """Make the engine serve the weights in `folder` as `version`.
 
-        Raises EngineError if it could not begin (the engine goes on at its old version), and
-        TornEngine for anything later, also for every call after that. Cancelled, it leaves the
-        engine torn, unless it had not been paused yet.
+        Raises EngineError if it could not begin (the engine continues at its old version), and
+        TornEngine for anything later and for every call after that. Cancelling it after the pause
+        leaves the engine torn.
         """
         self._check_whole()
         await self._strategy.prepare(folder)
-        self._torn = f"the commit of version {version} was broken off"
+        self._torn = f"the commit of version {version} was cancelled"
         paused_at, pause_began = time.time(), time.perf_counter()
         await self._pause()
         try:
@@ -94,7 +93,7 @@ class Committer:
             load_s = time.perf_counter() - load_at
             served = await self._client.served_version()
             if served != version:
-                raise EngineError(f"the engine says that it serves version {served}")
+                raise EngineError(f"the engine reports version {served}")
             await self._client.resume()
         except Exception as error:
             what = str(error) or type(error).__name__
@@ -115,14 +114,14 @@ class Committer:
         await self._strategy.close()
 
     async def _pause(self) -> None:
-        """Stops decoding; a refused pause is taken back, whatever has become of it."""
+        """Stops decoding; a pause that fails is undone, since it may have taken effect."""
         try:
             await self._client.pause(self._pause_mode)
         except EngineError as error:
             try:
                 await self._client.resume()
             except EngineError:
-                self._torn = f"it neither stops nor goes on: {error}"
+                self._torn = f"it neither pauses nor resumes: {error}"
                 raise self._tear() from error
             self._torn = None
             raise
@@ -132,4 +131,4 @@ class Committer:
             raise self._tear()
 
     def _tear(self) -> TornEngine:
-        return TornEngine(f"{self._client.name} must be started again: {self._torn}")
+        return TornEngine(f"{self._client.name} must be restarted: {self._torn}")

@@ -1,4 +1,4 @@
-"""One SGLang server as a child process: its start, its readiness, its end."""
+"""One SGLang server as a child process: start, readiness, end."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 PORT_ATTEMPTS = 3
 SHARED_MEMORY_BYTES = 2**20
-"""Room in shared memory that a server of one rank needs; without it its scheduler dies by SIGBUS,
-after minutes."""
+"""Shared memory that a server of one rank needs; without it its scheduler dies of SIGBUS, minutes
+later."""
 SHARED_MEMORY_BYTES_OF_RANKS = 32 * 2**20
-"""For each rank where there are several, which talk to each other there."""
+"""Per rank where there are several, since they communicate through it."""
 RESTART_STOP_S = 5.0
-"""Longest wait for a server to end by itself; one that hangs is killed then."""
+"""Longest wait for a server to exit before it is killed."""
 PROBE_INTERVAL_S = 0.25
 PROGRESS_INTERVAL_S = 10.0
 LOOK_INTERVAL_S = 2.0
@@ -43,7 +43,7 @@ LOG_TAIL_LINES = 20
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EngineSpec:
-    """Everything that an engine is built from."""
+    """How to build an engine."""
 
     name: str
     config: EngineConfig
@@ -54,14 +54,14 @@ class EngineSpec:
     log_path: Path
     """Where the server's output goes."""
     leftovers_path: Path
-    """Lists what a killed server would leave, to be removed when this process is dead."""
+    """List of what a killed server leaves, to be removed when this process has died."""
     num_threads: int
     """Torch threads of a server without a GPU."""
     uses_gpu: bool
     seed: int
-    """For its sampling; engines must differ, or they would give the same samples."""
+    """Sampling seed; must differ between engines, or they would draw the same samples."""
     key: str = field(repr=False)
-    """What a request must carry for the server to answer it."""
+    """API key of the server."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -80,7 +80,7 @@ class SGLangEngine:
         self._client: SGLangClient | None = None
         self._info: EngineInfo | None = None
         self._reserved: socket.socket | None = None
-        """Keeps the port for the next server when one has died."""
+        """Reserves the port for the next server after one has died."""
 
     @property
     def info(self) -> EngineInfo:
@@ -94,7 +94,7 @@ class SGLangEngine:
         return self._client
 
     async def start(self) -> EngineInfo:
-        """Start the server on a free port and wait until it takes requests.
+        """Start the server on a free port and wait until it is ready.
 
         Raises EngineError with the end of its log if it dies or is not ready within
         `rollout.engine.start_timeout_s`.
@@ -121,13 +121,13 @@ class SGLangEngine:
         if free < needed:
             raise EngineError(
                 f"{self.spec.name}: no room in {tree.SHARED_MEMORY} for its server, which "
-                f"needs {needed} bytes; {free} bytes are free. Remove what lies there, or make it "
+                f"needs {needed} bytes; {free} bytes are free. Delete files there, or make it "
                 "larger (in a container: --shm-size)"
             )
 
     async def restart(self) -> EngineInfo:
-        """End what is left of the server and start another one at the same URL, so that
-        its clients may go on. Raises EngineError like `start`; it may be called again then.
+        """End what is left of the server and start another one at the same URL.
+        Raises EngineError like `start`; it may be called again then.
         """
         assert self._reserved is not None, "start() comes first"
         await self._end_server(RESTART_STOP_S)
@@ -145,12 +145,12 @@ class SGLangEngine:
             raise
 
     async def wait_dead(self) -> int:
-        """Its exit code, when the server has ended, also after `stop`."""
+        """Returns the server's exit code once it has ended, also after `stop`."""
         assert self._server is not None, "start() comes first"
         return await self._server.child.exit()
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """End the server and everything that it started, and remove what it left."""
+        """End the server and its processes, and remove what they left."""
         try:
             await self._end_server(timeout_s)
         finally:
@@ -176,7 +176,9 @@ class SGLangEngine:
 
     def _launch(self, port: int) -> None:
         spec = self.spec
-        served_name = f"leash-{spec.name}-{uuid.uuid4().hex[:8]}"  # no other server answers to it
+        served_name = (
+            f"leash-{spec.name}-{uuid.uuid4().hex[:8]}"  # unique, to recognise this server
+        )
         arguments = server_arguments(
             spec.config,
             pause_mode=spec.pause_mode,
@@ -211,10 +213,10 @@ class SGLangEngine:
             if now > next_word:
                 log.info("%s: starting for %.0f s", self.spec.name, now - started)
                 next_word += PROGRESS_INTERVAL_S
-            if now > next_look:  # what it has made by now it would leave if it were killed
+            if now > next_look:  # a killed server leaves what it has created
                 server.note_family()
                 next_look = now + LOOK_INTERVAL_S
-            # Another process's start has no event to wait for, but its end has.
+            # There is an event for the end of a process, but none for its readiness.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(server.child.exit(), PROBE_INTERVAL_S)
         log.info("%s: ready after %.1f s", self.spec.name, time.monotonic() - started)
@@ -228,17 +230,17 @@ class SGLangEngine:
 
     def _failed_start(self, what: str) -> str:
         return (
-            f"{self.spec.name}: the SGLang server {what} at its start; the last lines of "
+            f"{self.spec.name}: the SGLang server {what} during its start; the last lines of "
             f"{self.spec.log_path}:\n{self.log_tail()}\n"
         )
 
 
 class _Server:
-    """The process itself, and what it would leave if it were killed."""
+    """The process, and the list of what it leaves if it is killed."""
 
     def __init__(self, served_name: str, arguments: list[str], spec: EngineSpec) -> None:
         self.served_name = served_name
-        # Paths of unix sockets may not be longer than 107 bytes; a run's folder could be too deep.
+        # Paths of Unix sockets are limited to 107 bytes: the run's folder could be too deep.
         self._socket_folder = tempfile.mkdtemp(prefix="leash-sglang-")
         self._shared_memory: frozenset[Path] = frozenset()
         self._children: list[psutil.Process] = []
@@ -250,7 +252,7 @@ class _Server:
         )
 
     def note_family(self) -> None:
-        """Notes what the server would leave if it were killed: children and shared memory."""
+        """Notes what a killed server would leave: children and shared memory."""
         family = tree.family(self.child.pid)
         self._children = family[1:]
         if not (found := tree.shared_memory_files(family)) <= self._shared_memory:
@@ -263,9 +265,9 @@ class _Server:
         )
 
     def stop(self, timeout_s: float) -> None:
-        """Blocks. A server that was killed, by us or another, could not clear up behind itself."""
+        """Blocks. Also removes what a killed server has left."""
         children = [*self._children, *tree.descendants(self.child.pid)]
-        self.child.stop(timeout_s, whole_group=False)  # `tree.kill` spares some of the group
+        self.child.stop(timeout_s, whole_group=False)  # `tree.kill` ends the right ones
         tree.kill(children, timeout_s)
         for path in self._shared_memory:
             path.unlink(missing_ok=True)
@@ -277,25 +279,25 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
     environment: dict[str, str] = {}
     if not spec.uses_gpu:
         environment["OMP_NUM_THREADS"] = str(spec.num_threads)
-        # Ray hides no GPU from an actor that has none, and SGLang would take the first.
+        # Ray does not hide GPUs from an actor without any, and SGLang would take the first.
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if not any(word.startswith("--dist-init-addr") for word in spec.config.extra_args):
-        # All ranks of the server run on this machine, and so does their sender. gloo would listen
-        # where the machine's name leads, and accepts every connection.
+        # All ranks and their sender run on this machine. By default gloo listens where the host
+        # name points, and it accepts every connection.
         environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = "lo"
     return environment
 
 
 def shared_memory_bytes(tp_size: int) -> int:
-    """Room that a server of so many ranks needs in shared memory."""
+    """Shared memory that a server of `tp_size` ranks needs."""
     return SHARED_MEMORY_BYTES if tp_size == 1 else tp_size * SHARED_MEMORY_BYTES_OF_RANKS
 
 
 def _reserve_port(host: str) -> socket.socket:
     """A free port, held until the socket is closed.
 
-    The server binds its port only when its model is loaded. Until then a bound socket that does not
-    listen keeps others from being given the port, and SO_REUSEADDR on both lets the server have it.
+    The server binds its port only after loading its model. Until then a bound socket that does not
+    listen reserves the port, and SO_REUSEADDR on both lets the server bind it.
     """
     holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -304,7 +306,7 @@ def _reserve_port(host: str) -> socket.socket:
     except OSError as error:
         holder.close()
         raise EngineError(
-            f"no server can listen on cluster.host={host!r} of this machine: {error}"
+            f"no server can listen on cluster.host={host!r} on this machine: {error}"
         ) from error
     return holder
 
@@ -314,7 +316,7 @@ def _url(host: str, port: int) -> str:
 
 
 CPU_TOTAL_TOKENS = 65536
-"""KV cache of a server without a GPU: SGLang would size it by the whole machine's memory."""
+"""KV cache of a server without a GPU: SGLang would size it by the machine's whole memory."""
 
 
 def server_arguments(
@@ -331,8 +333,8 @@ def server_arguments(
 ) -> list[str]:
     """Arguments after the module's name.
 
-    On a GPU SGLang chooses attention and sampling kernels itself. `config.extra_args` come last and
-    win over all others.
+    On a GPU SGLang chooses attention and sampling kernels itself. `config.extra_args` come last, so
+    they override the others.
     """
     arguments = ["--model-path", model_path, "--served-model-name", served_name]
     arguments += ["--host", host, "--port", str(port)]
@@ -340,27 +342,27 @@ def server_arguments(
     arguments += ["--max-running-requests", str(config.max_running_requests)]
     arguments += ["--random-seed", str(seed)]
     arguments += ["--skip-tokenizer-init"]  # token ids in, token ids out
-    # Each part of an answer has only what is new; otherwise it repeats all that came before.
+    # Each part of an answer has only the new tokens, not all so far.
     arguments += ["--incremental-streaming-output"]
-    arguments += ["--log-level-http", "warning"]  # a line a request would drown the log
+    arguments += ["--log-level-http", "warning"]  # no line per request
     if trust_remote_code:
         arguments += ["--trust-remote-code"]
     if not config.radix_cache:
-        # A commit does not flush: a prefix computed under old weights would be found again.
+        # A commit does not flush: prefixes computed with old weights would be reused.
         arguments += ["--disable-radix-cache"]
     max_total_tokens = config.max_total_tokens
     if uses_gpu:
         if config.mem_fraction is not None:
             arguments += ["--mem-fraction-static", str(config.mem_fraction)]
         if pause_mode is PauseMode.in_place:
-            # With overlap a batch sampled under the old weights is booked after the commit, and its
-            # tokens would be stamped with the new version. A retracting pause books it first.
+            # With overlap a batch sampled with the old weights is processed after the commit, and
+            # its tokens get the new version. A retracting pause processes it first.
             arguments += ["--disable-overlap-schedule"]
     else:
         arguments += ["--device", "cpu", "--attention-backend", "torch_native"]
         arguments += ["--sampling-backend", "pytorch", "--disable-cuda-graph"]
         arguments += ["--disable-overlap-schedule", "--skip-server-warmup"]
-        arguments += ["--sleep-on-idle"]  # an idle scheduler would spin on a whole core
+        arguments += ["--sleep-on-idle"]  # an idle scheduler would busy-wait on a whole core
         max_total_tokens = max_total_tokens or CPU_TOTAL_TOKENS
     if max_total_tokens is not None:
         arguments += ["--max-total-tokens", str(max_total_tokens)]
