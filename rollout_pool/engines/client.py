@@ -262,9 +262,9 @@ class SGLangClient(GenerateCalls):
 
 
 def _update(version: int) -> dict[str, object]:
-    """Part of every load. With requests pending a flush fails an assertion that ends the server.
+    """Part of every load. With requests pending a flush would crash the server (a failed assertion),
 
-    An abort would give up requests that are to go on.
+    and an abort would end requests that are to continue.
     """
     return {"flush_cache": False, "abort_all_requests": False, "weight_version": str(version)}
 

@@ -176,9 +176,7 @@ class SGLangEngine:
 
     def _launch(self, port: int) -> None:
         spec = self.spec
-        served_name = (
-            f"leash-{spec.name}-{uuid.uuid4().hex[:8]}"  # unique, to recognise this server
-        )
+        served_name = f"leash-{spec.name}-{uuid.uuid4().hex[:8]}"  # unique
         arguments = server_arguments(
             spec.config,
             pause_mode=spec.pause_mode,

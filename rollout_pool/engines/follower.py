@@ -4,9 +4,8 @@
               ▲                   max_concurrent_commits     held staged                 │
               └──────────────────────────────────────────────────────────────────────────┘
 
-A slow engine skips versions, and one that is pinned stays where it is until it is released.
-Nothing here waits on the trainer or on another engine but the gate,
-and a place in the gate ends by itself.
+A slow engine skips versions; a pinned one keeps its version until it is released. An engine waits
+for the trainer or another engine only at the gate, where each place expires.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ log = logging.getLogger(__name__)
 
 LONG_POLL_S = 30.0
 CALL_TIMEOUT_S = 10.0
-"""For calls that a receiver answers at once."""
+"""For calls that a healthy receiver answers at once."""
 LOOK_AGAIN_S = 0.5
-"""Before another try: a receiver that is away comes back elsewhere, which nothing announces."""
+"""Time before the next try: a receiver that restarts at another address is not announced."""
 ANSWER_TIMEOUT_S = 5.0
-"""For an engine that is about to commit; a slower one is asked again."""
+"""For an engine that is about to commit; a slower one is tried again later."""
 SLACK_S = 30.0
-"""The gate and the hold outlast a commit by so much."""
+"""By how much the gate and the hold outlast a commit."""
 MAX_FAILURES = 3
-"""So many commits in a row that could not even begin: the engine is restarted."""
+"""The engine is restarted after so many commits in a row that could not begin."""
 
 
 class WeightFollower:
@@ -56,10 +55,8 @@ class WeightFollower:
         answers: Answers,
         pin: VersionPin,
     ) -> None:
-        """`receiver` is looked up in the run's state; `key` opens it.
-
-        `answers` asks the engine's server for a sign of life.
-        """
+        """`receiver` is looked up in the run's state; `key` is its API key. `answers`: whether the
+        engine's server answers within a time."""
         self._engine = engine
         self._receiver = receiver
         self._key = key
@@ -73,7 +70,7 @@ class WeightFollower:
         self._num_failures = 0
 
     async def run(self) -> None:
-        """Never returns. Raises TornEngine when the engine must be started again."""
+        """Never returns. Raises TornEngine when the engine must be restarted."""
         while True:
             offered = await self._newest_unless_pinned()
             if self._pin.is_away:
@@ -86,7 +83,7 @@ class WeightFollower:
         await self._forget_receiver()
 
     async def _rejoin(self) -> None:
-        """Counts again among the engines that serve, if possible with the newest version."""
+        """Registers as a serving engine, if possible with the newest version."""
         self._pin.is_away = False
         newest = await self._newest(timeout_s=0)
         has_committed = newest is not None and await self._try(newest)
@@ -104,7 +101,7 @@ class WeightFollower:
             return False
 
     async def _newest_unless_pinned(self) -> StagedVersion | None:
-        """The next version, after a while None; None at once when the engine is pinned."""
+        """The next version; None after a timeout, or at once when the engine is pinned."""
         polling = asyncio.create_task(self._newest(LONG_POLL_S))
         pinning = asyncio.create_task(self._pin.wait_pinned())
         try:
@@ -114,7 +111,7 @@ class WeightFollower:
             await end_tasks({polling, pinning})
 
     async def _newest(self, timeout_s: float) -> StagedVersion | None:
-        """The newest version above the served one; None if there is none, or no receiver, yet."""
+        """The newest version above the served one; None if there is none or no receiver yet."""
         try:
             if self._client is None:
                 url = (await self._state.receivers()).get(self._receiver)
@@ -139,15 +136,15 @@ class WeightFollower:
             self._engine, self._config.max_concurrent_commits, limit_s + SLACK_S, limit_s
         )
         if not is_inside:
-            return False  # others took too long; what is offered may be newer by now
+            return False  # the gate took too long; a newer version may be offered by now
         gate_wait_s = time.monotonic() - offered_at
         try:
-            if not await self._is_alive():  # the others' commits may have taken long
+            if not await self._is_alive():  # the wait at the gate may have been long
                 return False
             staged = await self._newest(timeout_s=0)
             if staged is None or not await self._hold(staged):
                 return False
-            if staged.version != offered.version:  # a newer one, which came at the gate
+            if staged.version != offered.version:  # a newer one arrived during the wait
                 seen_at, offered_at = time.time(), time.monotonic()
             if not self._pin.take(staged.version):
                 await self._let_go(staged)
@@ -155,7 +152,7 @@ class WeightFollower:
             try:
                 report = await self._commit(staged)
             except EngineError:
-                self._pin.note_served(self._served)  # EngineLife reports a torn one as lost
+                self._pin.note_served(self._served)  # for a torn one EngineLife calls note_lost
                 raise
             finally:
                 await self._let_go(staged)
@@ -175,10 +172,10 @@ class WeightFollower:
         return True
 
     async def _is_alive(self) -> bool:
-        """One that has stalled must not keep the others from the gate."""
+        """A stalled engine must not block the gate."""
         if await self._answers(ANSWER_TIMEOUT_S):
             return True
-        log.warning("%s does not answer: it leaves the gate to the others", self._engine)
+        log.warning("%s does not answer and leaves the gate", self._engine)
         return False
 
     async def _commit(self, staged: StagedVersion) -> CommitReport:
@@ -207,16 +204,16 @@ class WeightFollower:
         await self._state.append_metrics(record, "commit")
 
     def _note_failure(self, error: EngineError) -> None:
-        """A commit could not begin: the engine goes on, and may be better in a moment."""
+        """A commit could not begin: the engine continues and tries again."""
         self._num_failures += 1
         if self._num_failures >= MAX_FAILURES:
             raise TornEngine(f"{self._num_failures} commits in a row failed: {error}") from error
-        log.warning("%s goes on at version %d: %s", self._engine, self._served, error)
+        log.warning("%s stays at version %d: %s", self._engine, self._served, error)
 
-    # The staged copy must stay while the engine reads it ----------------------------------------
+    # The staged copy is held while the engine reads it -----------------------------------------
 
     async def _hold(self, staged: StagedVersion) -> bool:
-        """Whether the version is still there; if not, there is a newer one, or no receiver."""
+        """Whether the version is still staged; if not, there is a newer one or no receiver."""
         assert self._client is not None
         ttl_s = self._config.commit_timeout_s + SLACK_S
         try:
@@ -228,7 +225,7 @@ class WeightFollower:
         return True
 
     async def _let_go(self, staged: StagedVersion) -> None:
-        """What is not let go of frees itself later."""
+        """Best effort: a hold expires by itself."""
         if self._client is not None:
             try:
                 await self._client.let_go(staged.version, self._engine, timeout_s=CALL_TIMEOUT_S)
@@ -243,25 +240,25 @@ class WeightFollower:
 
 
 class VersionPin:
-    """An agreement between an evaluation that wants an engine held and its follower, which commits.
+    """Coordinates an evaluation, which pins an engine to a version, with the engine's follower.
 
         free ──► wanted ── the engine serves it ──► pinned ── release ──► free
                     └── it went past it, it was lost, given up ─────────────▲
 
-    Everything here happens at once, in one event loop; so between `take` and `note_served` no
-    one can be promised the version that is about to be replaced.
+    State changes are atomic, in one event loop: between `take` and `note_served` no evaluation is
+    promised the version that is about to be replaced.
     """
 
     def __init__(self) -> None:
         self._served = -1
         self._taken = -1
-        """The version that is being committed, else the one served."""
+        """The version being committed, else the served one."""
         self._wanted: int | None = None
         self._outcome: Future[bool] | None = None
         self._is_pinned, self._is_free = asyncio.Event(), asyncio.Event()
         self._is_free.set()
         self.is_away = False
-        """It has been pinned since the engine's side last made this False."""
+        """Pinned at some time since the follower last set this to False."""
 
     @property
     def is_pinned(self) -> bool:
@@ -270,10 +267,8 @@ class VersionPin:
     # The evaluation's side ------------------------------------------------------------------------
 
     async def want(self, version: int, timeout_s: float) -> bool:
-        """Whether the engine now serves exactly this version, and stays there until `release`.
-
-        Waits for it; False at once if it is too late, or if another version is wanted.
-        """
+        """Whether the engine now serves exactly this version until `release`. Waits for it; False
+        at once if it is past it, or if another version is wanted."""
         if self._wanted is not None or self._taken > version:
             return False
         self._wanted = version
@@ -290,7 +285,7 @@ class VersionPin:
             raise
 
     def release(self) -> None:
-        """Let the engine go on; nothing if it is free."""
+        """Let the engine continue; does nothing if it is free."""
         self._wanted = None
         self._is_pinned.clear()
         self._is_free.set()
@@ -300,16 +295,16 @@ class VersionPin:
     # The engine's side ----------------------------------------------------------------------------
 
     def take(self, version: int) -> bool:
-        """Whether this version may be committed now; if so, follow with `note_served`."""
+        """Whether this version may be committed now; if so, `note_served` must follow."""
         if self.is_pinned:
             return False
         if self._wanted is not None and version > self._wanted:
-            self.release()  # it can't be had any more
+            self.release()  # the wanted version was skipped
         self._taken = version
         return True
 
     def note_served(self, version: int) -> None:
-        """The engine serves `version`: the one that it took, or still the one before."""
+        """The engine serves `version`: the one taken, or still the one before."""
         self._served = self._taken = version
         self._look()
 

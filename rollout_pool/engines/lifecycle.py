@@ -1,12 +1,12 @@
-"""The life of one engine: its server serves, dies or tears, is started again, catches up.
+"""The life cycle of one engine: it serves, dies or is torn, is restarted and catches up.
 
     start ──► follow the receiver, serve ──► died, silent ──► forgotten ──► start again, same URL
                    ▲  in engine_versions      or torn         no requests       │ max_restarts times
                    └────────────────── catches up ◄─────────────────────────────┘
                                                                                 └──► given up
 
-Only an engine that has committed a version is in the run's engine_versions, and only those get
-requests and are waited for. One that is held for an evaluation is lent: it is not among them.
+Only an engine that has committed a version is in the run's engine_versions; only those get requests
+and count for admission. An engine held for an evaluation is not among them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from rollout_pool.sampling.engine_client import EngineError
 log = logging.getLogger(__name__)
 
 SHORTEST_SILENCE_S, LONGEST_SILENCE_S = 10.0, 30.0
-"""Between these lies the silence, weight_sync.timeout_s, after which an engine counts as dead."""
+"""Bounds of the silence after which an engine counts as dead (weight_sync.timeout_s)."""
 LOOK_AGAIN_S = 5.0
-"""At a hold's other engines, should a change of theirs not be announced."""
+"""How often a hold checks the other engines, in case a change was not announced."""
 CLEAR_UP_S = 5.0
-"""Before its tasks are cancelled again: they may be about to end a server."""
+"""Time before its tasks are cancelled again: they may be ending a server."""
 
 
 class EngineLife:
@@ -51,7 +51,7 @@ class EngineLife:
         key: str,
         state: RunState,
     ) -> None:
-        """`receiver` is the one beside this engine, by its name in the run's state."""
+        """`receiver`: name in the run's state of the receiver on this engine's node."""
         self._engine = engine
         self._config = config
         self._receiver = receiver
@@ -64,7 +64,7 @@ class EngineLife:
         self._guarding: asyncio.Task[None] | None = None
 
     async def start(self) -> EngineInfo:
-        """Raises EngineError if the server does not start, ValueError if it can't commit so."""
+        """Raises EngineError if the server does not start, ValueError if it can't commit as set."""
         info = await self._engine.start()
         try:
             await self._check_strategy()
@@ -76,15 +76,15 @@ class EngineLife:
         return info
 
     async def wait_given_up(self) -> str:
-        """Why the engine is not started again. Does not return for one that was stopped."""
+        """Why the engine is not restarted any more. Does not return after `stop`."""
         return await asyncio.shield(self._given_up)
 
     async def hold(self, version: int, wait_s: float, limit_s: float) -> bool:
-        """Whether the engine now serves exactly `version`, stays there and is no one else's.
+        """Reserves the engine at exactly `version`, for which it waits up to `wait_s`.
 
-        Waits for the version up to `wait_s`. Until `release`, at the latest after `limit_s`, it is
-        not among the run's engine_versions, so router and admission do without it. It is not held
-        while it is the only one; and when the others are gone, it is released.
+        Until `release`, at the latest after `limit_s`, it is not among the run's engine_versions,
+        so router and admission ignore it. False if the version is past or not reached, or if it is
+        the only engine; it is released when the other engines are gone.
         """
         if not self._pin.is_pinned:
             await self._end_guard()  # of a hold that was lost with the server
@@ -104,7 +104,7 @@ class EngineLife:
         return is_held
 
     async def release(self) -> None:
-        """Let the engine take newer versions and requests again; nothing if it is not held."""
+        """Let the engine take new versions and requests again; does nothing if it is not held."""
         await self._end_guard()
         self._pin.release()
 
@@ -120,9 +120,9 @@ class EngineLife:
                 served = await self._state.engine_versions()
                 while served:
                     served = await self._state.wait_engines_changed(served, LOOK_AGAIN_S)
-            log.warning("%s is held no more: the other engines are gone", self._engine.spec.name)
+            log.warning("%s is released: the other engines are gone", self._engine.spec.name)
         except TimeoutError:
-            log.warning("%s is held no more, after %g s", self._engine.spec.name, limit_s)
+            log.warning("%s is released after %g s", self._engine.spec.name, limit_s)
         finally:
             self._pin.release()
 
@@ -159,7 +159,7 @@ class EngineLife:
             async with contextlib.AsyncExitStack() as closing:
                 why = await self._serve(closing)
                 self._pin.note_lost()
-                # Before anything else: requests go elsewhere, and admission follows the others.
+                # First of all, so that requests go elsewhere and admission ignores it.
                 await self._state.forget_engine(name)
                 await self._note("engine_lost", why)
             is_up = False
@@ -167,23 +167,21 @@ class EngineLife:
                 if self._num_restarts >= limit:
                     return f"{why}, after {limit} restarts (rollout.engine.max_restarts={limit})"
                 self._num_restarts += 1
-                log.warning("%s %s: starting it again", name, why)
+                log.warning("%s %s: restarting it", name, why)
                 await self._note("engine_restarted", why)
                 try:
                     await self._engine.restart()
                     is_up = True
                 except EngineError as error:
-                    why = f"did not start again: {error}"
+                    why = f"did not restart: {error}"
 
     async def _note(self, event: str, why: str) -> None:
         record = {"event": event, "who": self._engine.spec.name, "detail": why}
         await self._state.append_metrics(record, "weights_event")
 
     async def _serve(self, closing: contextlib.AsyncExitStack) -> str:
-        """Follows the receiver until the server has died, is silent or torn; says which.
-
-        What remains to be closed then is left to `closing`.
-        """
+        """Follows the receiver until the server has died, is silent or torn; returns which.
+        `closing` gets what must be closed then."""
         pulse = EnginePulse(self._engine.client, self._engine.info.pid)
         strategy = self._strategy()
         committer = Committer(self._engine.client, strategy, self._config.pause_mode)
@@ -220,20 +218,20 @@ class EngineLife:
             await follower.run()
         except TornEngine as error:
             return str(error)
-        except EngineError as error:  # it has just been started and answers nothing
+        except EngineError as error:  # it has just been started and does not answer
             return str(error)
         raise AssertionError("unreachable")
 
 
 class EnginePulse:
-    """Whether one start of an engine's server is alive, however busy, or paused, it may be.
+    """Whether a server is alive, even if it is busy or paused.
 
-    Its HTTP process answers while the scheduler loads weights or is paused. It cannot report a
-    scheduler that was stopped; the state of the process does.
+    Its HTTP process answers while the scheduler loads weights or is paused, and even while the
+    scheduler is stopped by a signal: the latter shows in the state of its process.
     """
 
     def __init__(self, client: SGLangClient, pid: int) -> None:
-        """`pid` is the server's, which is ready: all its processes are there."""
+        """`pid`: of a ready server, which has started all its processes."""
         self._client = client
         self._family = tree.family(pid)
 
@@ -241,12 +239,12 @@ class EnginePulse:
         return not self._is_stopped() and await self._client.answers(timeout_s)
 
     def _is_stopped(self) -> bool:
-        """By a signal; who looks at a process with a debugger stops it in another way."""
+        """Stopped by a signal (not by a debugger, which shows as another state)."""
         return any(_status(process) == psutil.STATUS_STOPPED for process in self._family)
 
 
 def _status(process: psutil.Process) -> str:
     try:
         return str(process.status())
-    except psutil.NoSuchProcess:  # the server ends when one of its processes has ended
+    except psutil.NoSuchProcess:  # the server exits when one of its processes has
         return str(psutil.STATUS_DEAD)

@@ -1,4 +1,4 @@
-"""Keeps the receiver of one node running, and the run knowing where it is."""
+"""Keeps the receiver of one node running and registered in the run."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 STAGE_DIR = "/dev/shm"
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Between two starts of a receiver that keeps dying."""
+"""Pause between two starts of a receiver that keeps dying."""
 FIRST_START_S = 60.0
-"""The first start is tried for so long: an earlier keeper's receiver may still hold the folder."""
+"""How long the first start is retried: an earlier receiver may still hold the folder."""
 KILL_AFTER_S = 2.0
-"""A receiver that is silent is asked to end, and killed then."""
+"""Time that a silent receiver has to exit before it is killed."""
 CLEAR_UP_S = 5.0
-"""Before its task is cancelled again: it may be about to end a receiver."""
+"""Time before its task is cancelled again: it may be ending a receiver."""
 
 
 class ReceiverKeeper:
@@ -43,8 +43,8 @@ class ReceiverKeeper:
     ) -> None:
         """`host` is where this node listens; the receiver's GPU is the first that it sees.
 
-        `token` keeps the run's folder apart from that of any other run. A keeper of the same one
-        finds what an earlier keeper's receiver staged.
+        `token` keeps the run's folder apart from any other run's. A keeper with the same token
+        reuses what an earlier keeper's receiver staged.
         """
         self._name = name
         self._state = state
@@ -72,20 +72,20 @@ class ReceiverKeeper:
         self._running: asyncio.Task[None] | None = None
 
     async def run(self) -> str:
-        """Returns why it is kept no more: it was stopped, or could not be started even once."""
+        """Returns why it ended: it was stopped, or the receiver could not be started even once."""
         self._running = asyncio.create_task(self._keep())
         await asyncio.wait({self._running})
         if self._running.cancelled():
             return "was stopped"
         error = self._running.exception()
-        assert error is not None, "it is kept until it is stopped"
+        assert error is not None, "runs until it is stopped"
         log.error("%s is given up", self._name, exc_info=error)
         if not self._ready.done():
             self._ready.set_exception(error)
         return f"was given up: {error}"
 
     async def wait_ready(self) -> None:
-        """Until it has been registered for the first time. Raises what made that impossible."""
+        """Waits for the first registration. Raises the error that made it impossible."""
         await asyncio.shield(self._ready)
 
     async def stop(self, timeout_s: float = 10.0) -> None:
@@ -100,7 +100,7 @@ class ReceiverKeeper:
                 self._leftovers.unlink(missing_ok=True)
 
     async def _keep(self) -> None:
-        # What runs staged that lost this host or were killed: memory that this one may need.
+        # Frees the memory of versions staged by runs that were killed or lost this host.
         await asyncio.to_thread(remove_leftovers_of_dead_runs, self._run_dir.parent)
         self._make_folder()
         if self._name in await self._state.receivers():
@@ -115,7 +115,7 @@ class ReceiverKeeper:
                 why = f"did not start: {error}"
             if self._ready.done():
                 await self._note_restart(why)
-            log.warning("%s %s: starting it again", self._name, why)
+            log.warning("%s %s: restarting it", self._name, why)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -125,7 +125,7 @@ class ReceiverKeeper:
         await self._state.append_metrics(event, "weights_event")
 
     async def _live_once(self) -> str:
-        """One life of the process; returns how it ended. WeightSyncError: it did not begin."""
+        """Runs the process once; returns how it ended. Raises WeightSyncError if it did not start."""
         info = await self._process.start()
         await self._state.register_receiver(self._name, info.url)
         if not self._ready.done():
@@ -138,7 +138,7 @@ class ReceiverKeeper:
             await end_tasks({dying, stalling})
         if not dying.cancelled():
             return f"died (exit code {dying.result()})"
-        # It keeps what it staged, and its folder from the next one.
+        # A silent process still holds its staged versions and its folder.
         await self._process.stop(KILL_AFTER_S, should_remove=False)
         return f"did not answer for {stalling.result():.0f} s"
 
@@ -159,7 +159,7 @@ class ReceiverKeeper:
             await client.close()
 
     def _make_folder(self) -> None:
-        """Noted first, so that it is removed even if this process is killed."""
+        """Listed before it is made, so that it is removed even if this process is killed."""
         write_list(self._leftovers, [self._folder])
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -2,8 +2,8 @@
 
 Two of the packages that sglang imports at start-up exist only as CUDA builds: `sgl_kernel` (its
 functions are never called on the CPU path used here) and `torchvision` (image models only). A
-finder at the end of `sys.meta_path` answers for them with empty modules whose every attribute
-raises when it is called: what would really need a kernel fails by name, never with a wrong result.
+finder at the end of `sys.meta_path` provides empty modules for them whose every attribute raises
+when it is called: code that needs a kernel fails with its name, never with a wrong result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STUBBED = ("sgl_kernel", "torchvision")
 
 
 class _Missing:
-    """Stands for one function or class of a package that is not there."""
+    """Stands for a function or class of a missing package."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -37,7 +37,7 @@ class _Missing:
 
 
 class _StubModule(types.ModuleType):
-    __version__ = "0.0.0"  # transformers compares it
+    __version__ = "0.0.0"  # transformers compares versions
 
     def __getattr__(self, name: str) -> _Missing:
         if name.startswith("__"):
@@ -64,9 +64,9 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Put the stubs in place, before the first import of sglang in each of its processes."""
+    """Install the stubs. Call it before the first import of sglang in each of its processes."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    # A crashing server would wait more than a minute for core dumps of GPUs.
+    # Else a crashing server waits more than a minute for GPU core dumps.
     os.environ.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
     os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
     os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "0")

@@ -1,12 +1,11 @@
 """The SGLang server process: `python -m rollout_pool.engines.sglang_server <folder> <arguments>`.
 
-Its standard input brings one line, the key that every request must carry, and nothing more. The
-server lives exactly as long as that pipe: its parent holds the other end, so a parent that
-is killed never leaves a server behind. SGLang's own SIGTERM is no way to stop it: it waits for
-running requests, which a paused server never ends.
+Standard input carries one line, the API key, and nothing more. The server lives exactly as long as
+that pipe: its parent holds the other end, so a killed parent never leaves a server behind. SIGTERM
+does not stop it reliably: SGLang waits for running requests, which a paused server never ends.
 
 With CUDA, which does not survive a fork, SGLang spawns its scheduler and detokenizer: each imports
-this module and sglang again. Without it they are forked from this process once all is imported.
+this module and sglang again. Without CUDA they are forked from this process after the imports.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from processes.die_with_parent import die_with_parent
 
 KILL_TIMEOUT_S = 5.0
 NEW_CHILDREN_S = 0.5
-"""Between two looks for children that were started meanwhile."""
+"""Interval at which new child processes are looked for."""
 
 _ending = threading.Lock()
-"""Held by the thread that ends this process."""
+"""Held for good by the thread that ends this process."""
 
 
 def main(argv: list[str]) -> None:
-    """Run the stock server until standard input ends, or until the server fails by itself."""
+    """Run the stock server until standard input ends or the server fails."""
     if not torch.cuda.is_available():
         _fork_children()
     from sglang.launch_server import run_server
@@ -58,14 +57,14 @@ def main(argv: list[str]) -> None:
     key = _read_line(sys.stdin.fileno())
     threading.Thread(target=_end_with_parent, args=(socket_folder,), daemon=True).start()
     threading.Thread(target=_end_with_child, args=(socket_folder,), daemon=True).start()
-    # SGLang's own watcher would kill this process while it clears up and says who died.
+    # SGLang's own watcher would kill this process before it has cleaned up and logged which died.
     watchdog.SubprocessWatchdog.start = lambda _self: None
     try:
         server_args = prepare_server_args(arguments)
         server_args.api_key = key
         if server_args.dist_init_addr is None:
             _meet_in(socket_folder)
-        _keep_out_of_logs(key)  # SGLang logs all of its settings
+        _keep_out_of_logs(key)  # SGLang logs all its settings
         run_server(server_args)
     finally:
         _ending.acquire()
@@ -73,21 +72,20 @@ def main(argv: list[str]) -> None:
 
 
 def _fork_children() -> None:
-    """Scheduler and detokenizer take over what is imported here: their own imports would cost 15 s
-    of CPU and 200 MB each."""
-    import sglang.srt.managers.detokenizer_manager  # what they run, too
+    """Fork scheduler and detokenizer, which saves each 15 s of CPU and 200 MB for its imports."""
+    import sglang.srt.managers.detokenizer_manager  # imported for the children
     import sglang.srt.managers.scheduler  # noqa: F401
 
     multiprocessing.set_start_method("fork", force=True)
-    # SGLang insists on spawn when it begins.
+    # SGLang sets spawn when it starts.
     multiprocessing.set_start_method = lambda *_args, **_kwargs: None
     register_after_fork(_begin_child, _begin_child)
 
 
 def _begin_child(_: object) -> None:
-    """In a forked child, before it does anything else."""
+    """Runs first in a forked child."""
     tempfile.tempdir = None
-    # SGLang does so, too, but only later, and without asking whether the parent is still there.
+    # SGLang does so too, but later, and without checking that the parent is still alive.
     die_with_parent(signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is None or os.getppid() != parent.pid:
@@ -95,16 +93,16 @@ def _begin_child(_: object) -> None:
 
 
 def _meet_in(folder: str) -> None:
-    """The server's ranks meet through a file of this folder, not through a TCPStore.
+    """Makes the server's ranks rendezvous through a file in `folder` instead of a TCPStore.
 
-    SGLang's store would listen on every interface and answer every connection. All ranks run on
-    this machine: `--dist-init-addr`, which spreads them over several, keeps SGLang's own way.
+    SGLang's store listens on every interface and answers every connection. With
+    `--dist-init-addr`, for ranks on several machines, it is used nevertheless.
     """
     os.environ.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{folder}/rendezvous")
 
 
 def _read_line(descriptor: int) -> str:
-    """Byte by byte: a buffered reader would keep what comes after the line from other readers."""
+    """Reads byte by byte: a buffered reader would swallow what follows the line."""
     line = b""
     while (byte := os.read(descriptor, 1)) not in (b"\n", b""):
         line += byte
@@ -130,17 +128,17 @@ def _end_with_parent(socket_folder: str) -> None:
 
 
 def _end_with_child(socket_folder: str) -> None:
-    """When a scheduler or detokenizer has died, with a last line that names it."""
+    """Ends this process when a scheduler or detokenizer has died, after logging which."""
     children: dict[BaseProcess, str] = {}
     while True:
         for child in multiprocessing.active_children():
-            children[child] = _title(child)  # SGLang changes it when the process has begun
+            children[child] = _title(child)  # SGLang changes it in the running process
         sentinels = [child.sentinel for child in children]
         over = multiprocessing.connection.wait(sentinels, NEW_CHILDREN_S)
         for child in [child for child in children if child.sentinel in over]:
             child.join(KILL_TIMEOUT_S)
             title = children.pop(child)
-            if child.exitcode != 0:  # 0: it has done its work, or has reported why it ends
+            if child.exitcode != 0:  # 0: it is done, or has reported its error
                 _end(socket_folder, f"{title} died (exit code {child.exitcode})")
 
 
@@ -152,7 +150,7 @@ def _title(child: BaseProcess) -> str:
 
 
 def _end(socket_folder: str, failure: str | None = None) -> None:
-    _ending.acquire()  # and never released: the thread that comes first ends this process
+    _ending.acquire()  # never released: the first thread ends this process
     if failure is not None:
         print(failure, file=sys.stderr, flush=True)
     _leave_nothing(socket_folder)
@@ -163,7 +161,7 @@ def _leave_nothing(socket_folder: str) -> None:
     pid = os.getpid()
     # Files first: SGLang kills this process as soon as one of its children has ended.
     for path in tree.shared_memory_files(tree.family(pid)):
-        if not tree.is_semaphore(path):  # Python's resource tracker removes those
+        if not tree.is_semaphore(path):  # Python's resource tracker removes them
             path.unlink(missing_ok=True)
     shutil.rmtree(socket_folder, ignore_errors=True)
     tree.kill(tree.descendants(pid), KILL_TIMEOUT_S)

@@ -1,6 +1,6 @@
-"""How a staged version gets into one paused engine: a class for each weight_sync.commit.
+"""Loads a staged version into one paused engine: a class for each weight_sync.commit.
 
-    weight_sync.commit   the load, while the engine stands still
+    weight_sync.commit   the load, while the engine is paused
     staged_disk          the engine reads the staged file through its own loader
     direct               this process broadcasts the staged file to SGLang's own endpoint
     ipc                  the engine copies from a buffer in GPU memory that this process fills
@@ -53,7 +53,7 @@ def make_strategy(
 
 
 class StagedDisk:
-    """The engine's own loader reads the staged file: no byte passes through this process."""
+    """The engine's own loader reads the staged file; no data passes through this process."""
 
     name = "staged_disk"
 
@@ -64,25 +64,25 @@ class StagedDisk:
     async def check(self) -> None:
         if not await self._client.can_update_from_disk():
             raise ValueError(
-                "weight_sync.commit=staged_disk: this SGLang server loads nothing from a folder; "
+                "weight_sync.commit=staged_disk: this SGLang server cannot load from a folder; "
                 "use weight_sync.commit=direct or a newer SGLang"
             )
 
     async def prepare(self, folder: Path) -> None:
-        """Nothing: the bytes are where the engine reads them."""
+        """Nothing to do."""
 
     async def load(self, version: int, folder: Path) -> None:
         await self._client.update_from_disk(str(folder), version, self._timeout_s)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 class Direct:
-    """SGLang's own broadcast: receive and load share the scheduler's thread, batch by batch.
+    """SGLang's own broadcast: receives and loads alternate in the scheduler's thread.
 
-    What others do to a whole fleet; here the sender is local. Always gloo, for nccl refuses two
-    members on one GPU. The baseline that the other strategies are measured against.
+    The baseline for the other strategies: what other systems do across a fleet, here from a local
+    sender. Always gloo, since nccl refuses two members on one GPU.
     """
 
     name = "direct"
@@ -99,7 +99,7 @@ class Direct:
         self._wants_session = False
 
     async def check(self) -> None:
-        """It works with every SGLang server."""
+        """Every SGLang server supports it."""
         self._wants_session = await self._client.wants_update_session()
 
     async def prepare(self, folder: Path) -> None:
@@ -112,7 +112,7 @@ class Direct:
             await self._client.begin_update()
         assert self._spec is not None, "prepare() comes first"
         for batch in staged.batches(self._config.bucket_bytes):
-            # If one end fails, the other one's wait ends at the group's timeout or with the server.
+            # If one end fails, the other waits until the group's timeout or the server's end.
             await asyncio.gather(
                 self._client.receive(batch.tensors, self._spec, version),
                 asyncio.to_thread(self._broadcast, batch),
@@ -125,10 +125,10 @@ class Direct:
             await asyncio.to_thread(self._leave)
 
     async def _join(self) -> None:
-        # torch is a second of start-up and 200 MB: only who broadcasts pays for it.
+        # Imported here: torch costs a second and 200 MB, and only this strategy needs it.
         from weight_sync.group import join_as_sglang_sender, open_store
 
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the engine is on this machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the engine is local
         timeout_s = self._config.timeout_s
         store = await asyncio.to_thread(open_store, self._host, timeout_s)
         name = self._client.name
@@ -155,7 +155,7 @@ class Direct:
                 ),
             )
         except RuntimeError as error:  # torch's DistStoreError is one
-            raise EngineError(f"{name} did not meet its sender: {error}") from error
+            raise EngineError(f"{name} did not join its sender: {error}") from error
         self._spec = spec
 
     def _broadcast(self, batch: Batch) -> None:
@@ -197,7 +197,7 @@ class Ipc:
 
         why = await asyncio.to_thread(missing)
         if why is None and not await self._client.can_update_from_ipc():
-            why = "this SGLang server does not offer it"
+            why = "this SGLang server does not support it"
         if why is not None:
             raise ValueError(
                 f"weight_sync.commit=ipc: {why}; use weight_sync.commit=staged_disk, which works "
@@ -205,7 +205,7 @@ class Ipc:
             )
 
     async def prepare(self, folder: Path) -> None:
-        """Nothing: the buffer would take GPU memory while the engine decodes."""
+        """Nothing yet: the buffer would take GPU memory while the engine decodes."""
 
     async def load(self, version: int, folder: Path) -> None:
         staged = await asyncio.to_thread(StagedFile.open, folder)
@@ -223,24 +223,24 @@ class Ipc:
         )
 
     async def close(self) -> None:
-        """Nothing is held between two commits."""
+        """Nothing to close: no memory is kept between commits."""
 
     def _gpu_keys(self) -> list[str]:
-        """As SGLang looks for its own socket."""
+        """The keys under which SGLang's ranks look up their sockets."""
         import torch
 
         gpus = range(self._tp_size)
         return [f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus]
 
     def _send(self, staged: StagedFile, gpu: int, address: str) -> None:
-        """All of the file to the engine's rank on `gpu`; load_weights takes that rank's part."""
+        """Sends the whole file to the rank on `gpu`; its load_weights takes its own shards."""
         import torch
         import zmq
         from torch.multiprocessing.reductions import reduce_tensor
 
         largest = max(tensor.num_bytes for tensor in staged.tensors)
         half = _aligned(max(self._config.bucket_bytes, largest))
-        # Batches are cut by their bytes alone; what the alignment adds has to fit as well.
+        # Batches are sized without alignment, so leave room for it.
         half += ALIGNMENT * len(staged.tensors)
         with torch.cuda.device(gpu), zmq.Context() as context, context.socket(zmq.REQ) as socket:
             socket.linger = 0
@@ -256,7 +256,9 @@ class Ipc:
                     synchronize=torch.cuda.synchronize,
                 )
             except zmq.Again as error:
-                raise EngineError(f"{self._client.name} fell silent in its load") from error
+                raise EngineError(
+                    f"{self._client.name} stopped answering during its load"
+                ) from error
             finally:
                 del buffer
                 torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
@@ -270,18 +272,18 @@ def send_weights(
     batches: Iterable[Batch],
     synchronize: Callable[[], None],
 ) -> None:
-    """Leads checkpoint-engine's protocol on a bound REQ socket, one a GPU; SGLang (REP) follows.
+    """The sender of checkpoint-engine's protocol: a bound REQ socket per GPU; SGLang is the REP.
 
         handle of a GPU buffer ─►                                             ◄─ ""
-        [{name, dtype, shape, offset}, ...] ─►   loads them from the buffer   ◄─ "" or its error
+        [{name, dtype, shape, offset}, ...] ─►   loads them from the buffer   ◄─ "" or an error
         ...                                      the other half is filled meanwhile
-        None ─►                                  lets go of the buffer        ◄─ ""
+        None ─►                                  releases the buffer          ◄─ ""
         None ─►                                  post-processing              ◄─ ""
 
-    (github.com/MoonshotAI/checkpoint-engine, checkpoint_engine/worker.py.) It pickles what goes to
-    the engine, over a socket that only this machine can reach; what comes back is plain text, and
-    nothing here reads a pickle. `buffer` [bytes] has room for two batches. Raises EngineError with
-    what the engine says if it cannot load one.
+    (github.com/MoonshotAI/checkpoint-engine, checkpoint_engine/worker.py.) Messages to the engine are
+    pickled, over a socket that only this machine can reach; replies are plain text, so nothing is
+    unpickled here. `buffer` [bytes] has room for two batches. Raises EngineError with the engine's
+    error if it cannot load a batch.
     """
     import torch
 
@@ -304,9 +306,9 @@ def send_weights(
             position += tensor.num_bytes
             offset += _aligned(tensor.num_bytes)
         synchronize()
-        _take_reply(socket)  # only now may the engine see these: it has loaded the batch before
+        _take_reply(socket)  # the engine has loaded the batch before
         socket.send_pyobj(payload)
-    for _ in ("let go of the buffer", "post-process"):
+    for _ in ("release the buffer", "post-process"):
         _take_reply(socket)
         socket.send_pyobj(None)
     _take_reply(socket)
@@ -314,8 +316,8 @@ def send_weights(
 
 def _take_reply(socket: zmq.Socket[bytes]) -> None:
     if reply := socket.recv():
-        # The engine waits for one more message, and raises if it is an error.
-        socket.send_pyobj(RuntimeError("the load is given up"))
+        # The engine waits for one more message and raises if it is an error.
+        socket.send_pyobj(RuntimeError("the load was aborted"))
         raise EngineError(f"the engine could not load a batch: {reply.decode(errors='replace')}")
 
 
@@ -330,23 +332,23 @@ _LENGTH_BYTES = 8
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Batch:
-    """Tensors that lie next to each other in the file, whole."""
+    """Whole tensors that are adjacent in the file."""
 
     tensors: tuple[TensorSpec, ...]
     data: npt.NDArray[np.uint8]
-    """[bytes of all of them], in this order."""
+    """[bytes] of all of them, in this order."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StagedFile:
     tensors: tuple[TensorSpec, ...]
-    """In the order in which they lie in the file."""
+    """In the order of the file."""
     data: npt.NDArray[np.uint8]
-    """Everything behind the header; a write to it would not reach the file."""
+    """Everything after the header, mapped copy-on-write."""
 
     @classmethod
     def open(cls, folder: Path) -> StagedFile:
-        """Raises OSError, and ValueError for a file that is not what a receiver stages."""
+        """Raises OSError, or ValueError for a file that no receiver staged."""
         path = folder / FILE_NAME
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -359,16 +361,14 @@ class StagedFile:
                 for name, e in entries
             )
         except KeyError as error:
-            raise ValueError(
-                f"{path}: a tensor is of a dtype that is not served: {error}"
-            ) from None
+            raise ValueError(f"{path}: a tensor has an unsupported dtype: {error}") from None
         data = np.memmap(path, np.uint8, mode="c", offset=_LENGTH_BYTES + length)
         if sum(tensor.num_bytes for tensor in tensors) != data.size:
-            raise ValueError(f"{path}: its tensors do not fill it")
+            raise ValueError(f"{path}: its tensors do not cover the file")
         return cls(tensors=tensors, data=data)
 
     def batches(self, max_bytes: int) -> Iterator[Batch]:
-        """All tensors, as many at a time as fit into `max_bytes`, and one at least."""
+        """All tensors in batches of at most `max_bytes`, each of at least one tensor."""
         start, size, tensors = 0, 0, list[TensorSpec]()
         for tensor in self.tensors:
             if tensors and size + tensor.num_bytes > max_bytes:
