@@ -30,9 +30,9 @@ from rollout_pool.sampling.sample import Answer, Sample
 ROUNDING = 1e-3
 """Log-probabilities may exceed 0 by this much through rounding."""
 STREAM_INTERVAL = 64
-"""Tokens between two parts of an answer. When an engine is killed, each of its samples loses half as
-many on average, which takes a second or two to sample again. A larger interval saves little: a
-part costs both processes about as much as a few hundred bytes."""
+"""Tokens between two parts of an answer. When an engine is killed, each of its samples loses half
+of them on average, which takes a second or two to sample again. A larger interval saves little:
+a part costs both processes about as much as a few hundred bytes."""
 _VERSION = re.compile("[0-9]+")
 MAX_SAMPLES = 32
 """Per call: the server's work per part grows with the number of samples in the call."""

@@ -262,10 +262,8 @@ class SGLangClient(GenerateCalls):
 
 
 def _update(version: int) -> dict[str, object]:
-    """Part of every load. With requests pending a flush would crash the server (a failed assertion),
-
-    and an abort would end requests that are to continue.
-    """
+    """Fields of every load. With requests pending a flush would crash the server (a failed
+    assertion), and an abort would end requests that are to continue."""
     return {"flush_cache": False, "abort_all_requests": False, "weight_version": str(version)}
 
 

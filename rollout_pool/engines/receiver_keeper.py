@@ -125,7 +125,7 @@ class ReceiverKeeper:
         await self._state.append_metrics(event, "weights_event")
 
     async def _live_once(self) -> str:
-        """Runs the process once; returns how it ended. Raises WeightSyncError if it did not start."""
+        """Runs the process once; returns how it ended. WeightSyncError: it did not start."""
         info = await self._process.start()
         await self._state.register_receiver(self._name, info.url)
         if not self._ready.done():

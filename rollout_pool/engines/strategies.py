@@ -256,9 +256,7 @@ class Ipc:
                     synchronize=torch.cuda.synchronize,
                 )
             except zmq.Again as error:
-                raise EngineError(
-                    f"{self._client.name} stopped answering during its load"
-                ) from error
+                raise EngineError(f"{self._client.name} stopped answering in its load") from error
             finally:
                 del buffer
                 torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
@@ -280,9 +278,9 @@ def send_weights(
         None ─►                                  releases the buffer          ◄─ ""
         None ─►                                  post-processing              ◄─ ""
 
-    (github.com/MoonshotAI/checkpoint-engine, checkpoint_engine/worker.py.) Messages to the engine are
-    pickled, over a socket that only this machine can reach; replies are plain text, so nothing is
-    unpickled here. `buffer` [bytes] has room for two batches. Raises EngineError with the engine's
+    (github.com/MoonshotAI/checkpoint-engine, checkpoint_engine/worker.py.) Messages to the engine
+    are pickled, over a socket that only this machine can reach; replies are plain text, so nothing
+    is unpickled here. `buffer` [bytes] has room for two batches. Raises EngineError with the engine's
     error if it cannot load a batch.
     """
     import torch

@@ -1,17 +1,17 @@
-"""How a conversation becomes tokens, and the model's tokens an answer.
+"""Converts conversations to tokens, and the model's tokens to answers.
 
     first()   [ system, user, opening of an answer ]
     model     [ .................................. | answer ]        its own tokens, kept
     follow()  [ .................................. | answer | end of turn, user, opening ]
 
-Text that the model wrote is never tokenized again: its own tokens need not be those that the
-tokenizer would choose, and a policy must be trained on what it drew. So what follows an answer is
-rendered behind a stand-in, and only that part is taken. It makes no difference what a template does
-to earlier turns, such as leaving their thoughts out.
+Text that the model wrote is never tokenized again: the tokenizer might choose other tokens, and a
+policy must be trained on those it sampled. So what follows an answer is rendered after a stand-in
+for it, and only that part is used. What a template does to earlier turns, such as removing their
+thoughts, has no effect.
 
-With a template only the model can end a turn or begin one: where the words of a user, a
-system, an environment or a tool spell a special token they are not that token (see `PlainWords`).
-An assistant's message is taken as it is written.
+With a template only the model can end or begin a turn: text of a user, a system, an environment or
+a tool never becomes a special token, even if it spells one (see `PlainWords`). An assistant's
+message is used as it is.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from rollout_pool.episodes.tokenizer import PlainWords, Tokenizer
 from rollout_pool.episodes.tool_calls import parse_tool_calls
 
 STAND_IN = "-an-answer-stands-here-"
-"""Takes the place of the model's words while what follows them is rendered."""
+"""Stands for the model's text while what follows it is rendered."""
 TEXTS_KEPT = 64
-"""The members of a group open with the same text; it is tokenized once."""
+"""The episodes of a group begin with the same text, which is tokenized once."""
 LONGEST_TEXT_KEPT = 256 * 1024
 """In characters."""
 
 QUESTION = Message(role="user", content="?")
-"""Templates want a question before an answer."""
+"""Templates require a question before an answer."""
 
 
 class ChatFormat:
     """Settings: task.chat_template, task.tool_parser.
 
-    Without the template texts follow each other as they are, and tools are not shown.
+    Without the template texts are concatenated as they are, and tools are not shown.
     """
 
     def __init__(
@@ -60,18 +60,18 @@ class ChatFormat:
     def first(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """A conversation up to where the model's next answer begins.
 
-        Raises ValueError naming task.chat_template if there is no template or it refuses the
-        messages; so do the other methods.
+        Like the other methods, raises ValueError naming task.chat_template if there is no template
+        or it refuses the messages.
         """
         if not self._chat_template:
             return list(self._opening("".join(message.content for message in messages)))
         return list(self._opening(self._rendered(messages, tools, opens_answer=True)))
 
     def follow(self, tokens: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """`tokens`, which end in an answer of the model, and what `messages` append to them.
+        """`tokens`, which end with an answer of the model, extended by `messages`.
 
-        An answer that was cut is ended as the template ends one; one that the model ended, with
-        whichever special token, is not ended twice.
+        A truncated answer gets the template's end of turn; one that the model ended itself, with
+        any special token, is not ended twice.
         """
         if not self._chat_template:
             text = "".join(message.content for message in messages)
@@ -80,7 +80,7 @@ class ChatFormat:
         end = self._end_tokens
         if self._is_special(tokens[-1]) and end and appended[: len(end)] == end:
             return [*tokens, *appended[len(end) :]]
-        # Some models end an answer by opening the next turn: GLM writes the user's own mark.
+        # Some models end an answer by opening the next turn: GLM writes the user's mark.
         return [*tokens, *appended[appended[:1] == [tokens[-1]] :]]
 
     def answer(self, message: Message) -> list[int]:
@@ -101,15 +101,15 @@ class ChatFormat:
     # Answers --------------------------------------------------------------------------------------
 
     def parse(self, output_ids: Sequence[int], finish_reason: str) -> Completion:
-        """What the model wrote, with its tool calls. No answer makes it raise.
+        """The parsed answer with its tool calls. Never raises.
 
-        Calls have ids of nine letters and digits, as Mistral's templates want them, unique among
-        those of this object.
+        Call ids have nine letters and digits, as Mistral's templates require, and are unique within
+        this object.
         """
         said = list(output_ids)
         if said and self._is_special(said[-1]):
             said.pop()
-        # Some tokenizers have special tokens around calls, which a text without them would lose.
+        # Keep special tokens: some tokenizers have them around calls.
         parsed = parse_tool_calls(self._tool_parser, self._tokenizer.decode(said))
         text = self._tokenizer.decode(said, skip_special_tokens=True)
         has_calls = bool(parsed.calls) or parsed.bad_call is not None
@@ -128,7 +128,7 @@ class ChatFormat:
     # What follows an answer -----------------------------------------------------------------------
 
     def _after_answer(self, messages: Sequence[Message]) -> str:
-        """What stands between the words of an answer and those of the next."""
+        """The text between an answer and the next one."""
         answer = Message(role="assistant", content=STAND_IN)
         try:
             rendered = self._render([QUESTION, answer, *messages], opens_answer=True)
@@ -137,10 +137,10 @@ class ChatFormat:
         return self._behind_stand_in(rendered)
 
     def _after_call(self, messages: Sequence[Message]) -> str:
-        """The same for templates that take a tool's message only behind a call.
+        """The same for templates that accept a tool's message only after a call.
 
-        They write a call in their own way, so the stand-in is no help: what the conversation has
-        more than the one up to the call is behind the end of the turn.
+        They write the call in their own format, which leaves no stand-in to find: take what the
+        conversation has beyond the one that ends with the call.
         """
         calls = tuple(
             ToolCall(
@@ -157,21 +157,21 @@ class ChatFormat:
         if not whole.startswith(until_call):
             raise ValueError(
                 "task.chat_template=true: the tokenizer's template rewrites a tool call when its "
-                "answer is there, so the answer cannot be appended; use another template, or "
+                "result follows, so the answer cannot be appended; use another template, or "
                 "task.chat_template=false"
             )
         return self._end_of_turn + whole[len(until_call) :]
 
     @cached_property
     def _end_of_turn(self) -> str:
-        """What the template writes behind a last answer."""
+        """What the template writes after a final answer."""
         answer = Message(role="assistant", content=STAND_IN)
         return self._behind_stand_in(self._rendered([QUESTION, answer]))
 
     @cached_property
     def _end_tokens(self) -> list[int]:
-        """The start of it, up to its special token: what a model that ends its turn itself has
-        written. Empty if there is none."""
+        """Its tokens up to the special token, which a model that ends its turn has written
+        already. Empty if there is none."""
         tokens = self._encode(self._end_of_turn)
         for place, token in enumerate(tokens):
             if self._is_special(token):
@@ -184,8 +184,8 @@ class ChatFormat:
         _, stand_in, behind = rendered.rpartition(STAND_IN)
         if not stand_in:
             raise ValueError(
-                "task.chat_template=true: the tokenizer's template leaves an assistant's words out "
-                "of the conversation; use another template, or task.chat_template=false"
+                "task.chat_template=true: the tokenizer's template drops an assistant's text "
+                "from the conversation; use another template, or task.chat_template=false"
             )
         return behind
 
@@ -223,7 +223,7 @@ class ChatFormat:
             )
         except ValueError as error:
             raise ValueError(
-                f"task.chat_template=true: the tokenizer has no chat template that could be used "
+                f"task.chat_template=true: the tokenizer has no usable chat template "
                 f"({error}); use a model that has one, or task.chat_template=false"
             ) from error
 
@@ -243,7 +243,7 @@ class ChatFormat:
         return self._known_opening(text)
 
     def _encode_opening(self, text: str) -> tuple[int, ...]:
-        # A template writes the tokens that belong in front itself.
+        # A template writes its own leading tokens.
         add_special_tokens = not self._chat_template
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
@@ -251,7 +251,7 @@ class ChatFormat:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _is_special(self, token: int) -> bool:
-        """Whether it is a special token: turns end with one of those, whichever a model prefers."""
+        """Whether a turn may end with `token`: models use different special tokens."""
         known = self._known_special.get(token)
         if known is None:
             decode = self._tokenizer.decode
@@ -266,7 +266,7 @@ class ChatFormat:
 
 
 def as_template_message(message: Message) -> dict[str, Any]:
-    """In the form that chat templates of the Hugging Face hub read."""
+    """In the format of Hugging Face chat templates."""
     written: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         written["tool_calls"] = [
@@ -285,7 +285,7 @@ def as_template_message(message: Message) -> dict[str, Any]:
 
 
 def as_template_tool(tool: ToolSpec) -> Mapping[str, Any]:
-    """In the form of OpenAI's function tools."""
+    """In the format of OpenAI's function tools."""
     return {
         "type": "function",
         "function": {

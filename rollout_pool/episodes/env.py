@@ -1,11 +1,11 @@
-"""Environments: one says something, the model answers, it says how that went.
+"""Environments: each gives an observation, the model answers, and it rewards the answer.
 
     reset() ──► observation ──► model ──► completion ──► step() ──► observation, reward
                      ▲                                                   │
                      └─────────────────── until there is none ◄──────────┘
 
-A question with one answer is the simplest: see SingleTurn. Text-only on purpose: how a conversation
-becomes tokens is the business of `chat`, so an environment never tokenizes.
+The simplest is a question with one answer: see SingleTurn. Environments only handle text; `chat`
+tokenizes it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ToolCall:
-    """A call that the model wrote."""
+    """A tool call of the model."""
 
     call_id: str
     name: str
@@ -41,11 +41,11 @@ class Message:
     """system, user, assistant or tool."""
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
-    """Calls of an assistant."""
+    """Of an assistant."""
     tool_call_id: str | None = None
-    """The call that a tool's message answers."""
+    """Of a tool's message: the call that it answers."""
     name: str | None = None
-    """The name of the tool."""
+    """Of a tool's message: the tool's name."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -53,12 +53,12 @@ class Observation:
     """What the model sees next."""
 
     messages: tuple[Message, ...]
-    """Appended to the conversation, after the model's own last answer."""
+    """Appended to the conversation, after the model's last answer."""
     tools: tuple[ToolSpec, ...] = ()
     """The tools that may be called; given once, with the first observation."""
     replaces_history: bool = False
-    """`messages` are the whole conversation from here on (edited, summarised): the episode goes on
-    in a new trajectory."""
+    """`messages` replace the whole conversation (edited, summarised): the episode continues in a
+    new trajectory."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -71,7 +71,7 @@ class Completion:
     """The text without its tool calls."""
     tool_calls: tuple[ToolCall, ...] = ()
     bad_call: str | None = None
-    """Why something that looks like a tool call is none; environments may pass it on."""
+    """Why something like a tool call is invalid; environments may show it to the model."""
     finish_reason: str = "stop"
     """"stop", or "length" for an answer that was cut."""
     num_tokens: int = 0
@@ -84,24 +84,24 @@ class Step:
     observation: Observation | None = None
     """What comes next; None ends the episode."""
     reward: float | None = None
-    """For this answer; None says nothing of it. An episode's rewards are added up."""
+    """Of this answer, or None. An episode's rewards are summed."""
     info: Mapping[str, float] = field(default_factory=dict)
-    """Named numbers, kept as parts of the reward (the last of each name)."""
+    """Named numbers, recorded as parts of the reward (the last value of each name)."""
 
 
 class Env(Protocol):
-    """One episode. Made for it, used once, from one event loop; no method may block the loop."""
+    """The environment of one episode, used in one event loop; no method may block it."""
 
     async def reset(self) -> Observation:
         """The first observation."""
         ...
 
     async def step(self, completion: Completion) -> Step:
-        """What the answer leads to. Bounded by task.turn_timeout_s."""
+        """Reacts to an answer, within task.turn_timeout_s."""
         ...
 
     async def close(self) -> None:
-        """The episode is over, however it ended."""
+        """Called once when the episode is over, however it ended."""
         ...
 
 

@@ -1,12 +1,12 @@
-"""An episode when it is over: its tokens, put together turn by turn, and its conversation.
+"""A finished episode: its tokens, assembled turn by turn, and its conversation.
 
     turn 1   [prompt | answer]                                          branch 0
     turn 2   [prompt | answer | observation | answer]                   extends it
     turn 3   [summary | answer]                                         begins branch 1
 
-An episode is one branch as long as each turn's prompt extends the tokens that are there; where its
-history is edited or summarised a new one begins. A token counts as the model's own only in the
-branch in which it was sampled, so none is trained twice.
+An episode is one branch as long as each turn's prompt extends the previous tokens; where its history
+is edited or summarised, a new branch begins. A token counts as the model's own only in the branch
+in which it was sampled, so none is trained twice.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from rollout_pool.episodes.env import Message
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Branch:
-    """Tokens in one piece: a prompt, and turns that each extend what was there before.
+    """One token sequence: a prompt, and turns that each extend it.
 
-    Lists of the same length T but for the spans; positions count from the first prompt token.
+    All lists but the spans have the same length T; positions count from the first prompt token.
     """
 
     tokens: list[int]
     loss_mask: list[int]
     """1 where the model wrote the token."""
     logprobs: list[float]
-    """0 where it did not."""
+    """0 elsewhere."""
     version_spans: list[VersionSpan]
     prompt_length: int
     finish_reason: str
-    """How its last turn ended."""
+    """Of its last turn."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -41,22 +41,22 @@ class Episode:
     """A finished episode."""
 
     branches: list[Branch]
-    """One, or several where the history was rewritten; each has a token that the model wrote."""
+    """One, or several where the history was rewritten; each has a sampled token."""
     messages: tuple[Message, ...]
-    """The whole conversation as it was at the end of the last branch."""
+    """The whole conversation at the end of the last branch."""
     end: str
     """"done", "max_turns", "length" (no room for another turn), "turn_timeout", "episode_timeout",
     "env_error"."""
     num_turns: int
     env_reward: float | None = None
-    """Sum of what the environment gave; None if it gave nothing."""
+    """Sum of the environment's rewards; None if it gave none."""
     env_parts: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
-    """What the environment raised, in words."""
+    """The message of what the environment raised."""
 
     @property
     def answer(self) -> str:
-        """The model's last words."""
+        """The model's last message."""
         mine = [message for message in self.messages if message.role == "assistant"]
         return mine[-1].content if mine else ""
 
@@ -75,10 +75,10 @@ class Branches:
         version_spans: Sequence[VersionSpan],
         finish_reason: str,
     ) -> None:
-        """One answer of n tokens, at least 1, to `prompt`.
+        """Adds an answer of n >= 1 tokens to `prompt`.
 
         `logprobs` has n numbers; `version_spans` cover [0, n), counted from the answer's first
-        token. Of several branches that `prompt` extends, the longest is taken.
+        token. It extends the longest branch that `prompt` extends, or begins a new one.
         """
         length = len(output_ids)
         assert length > 0 and len(logprobs) == length

@@ -1,4 +1,4 @@
-"""How an episode is sampled: the request, its interrupt loop, and the time that it has."""
+"""How an episode is sampled: the request, its interrupt loop and its clock."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from buffer.types import SamplingParams
 from rollout_pool.sampling.sample import Completer, Interrupted, Priority, Sample
 
 HEEDS_INTERRUPT_S = 10.0
-"""So soon a sample has stopped that was interrupted when its episode's time was over; a later one
-is cancelled, and what it had is lost."""
+"""Time that an interrupted sample has to stop when its episode times out; then it is cancelled, and
+its tokens are lost."""
 
 
 class EpisodeClock:
-    """Runs from the start, except while anything holds it. Used in one event loop.
+    """An episode's timeout, paused while anything waits. Used in one event loop.
 
         launch      waits for a place     at an engine      must not go on      at an engine   step
         ──►         ░░░░░░░░░░░░░░░░░░    ▓▓▓▓▓▓▓▓▓▓▓▓▓▓    ░░░░░░░░░░░░░░░     ▓▓▓▓▓▓▓▓▓▓▓    ▓▓▓▓
 
-    Waiting is no fault of the prompt: many episodes that wait for few engines must not look slow.
+    An episode must not time out because it waits for a busy engine.
     """
 
     def __init__(self, seconds: float) -> None:
         self._left_s = seconds
-        """When it was last let go."""
+        """When the clock last resumed."""
         self._since = time.monotonic()
         self._num_holds = 0
         self._ring: Callable[[], None] | None = None
@@ -47,7 +47,7 @@ class EpisodeClock:
             self.note_wait(False)
 
     def note_wait(self, is_waiting: bool) -> None:
-        """Something began or ended to wait; of several that wait at once, until the last ends."""
+        """Something began or stopped waiting; the clock resumes when nothing waits any more."""
         if is_waiting:
             self._left_s = self.left_s
             self._num_holds += 1
@@ -60,7 +60,7 @@ class EpisodeClock:
 
     @contextmanager
     def alarm(self, ring: Callable[[], None]) -> Iterator[None]:
-        """`ring` is called once if the time is over in here. One alarm at a time."""
+        """Calls `ring` once if the time runs out inside the block. One alarm at a time."""
         assert self._ring is None
         self._ring = ring
         self._set_timer()
@@ -84,7 +84,7 @@ class EpisodeClock:
 
 
 class EpisodeFailed(RuntimeError):
-    """An episode of which there is nothing: no token was sampled. The message says why."""
+    """An episode without a sampled token; the message says why."""
 
 
 def _note_nothing(sample: Sample) -> None:
@@ -92,34 +92,34 @@ def _note_nothing(sample: Sample) -> None:
 
 
 async def go_on(sample: Sample) -> None:
-    """An interrupted sample is completed at once."""
+    """Lets an interrupted sample continue at once."""
 
 
 @dataclass(kw_only=True, slots=True)
 class EpisodeRequest:
-    """How an episode is to be sampled, and who follows its samples."""
+    """How to sample an episode, and the callbacks that follow its samples."""
 
     session: str
-    """Unique in the run; ids of its samples are made from it."""
+    """Unique in the run; the ids of its samples begin with it."""
     sampling: SamplingParams
     order: int = 0
-    """The position of its group among the others; see Sample."""
+    """Of its group; see Sample.order."""
     priority: Priority = Priority.rollout
     min_version: int = 0
     engine: str | None = None
     on_sample: Callable[[Sample], None] = _note_nothing
     """Called for each sample before it is requested."""
     on_end: Callable[[Sample], None] = _note_nothing
-    """Called for a sample once it is no longer requested and its numbers are final. One that fails
-    or is cancelled need not come here."""
+    """Called for a sample that has ended, when its numbers are final; not always called for one
+    that failed or was cancelled."""
     may_go_on: Callable[[Sample], Awaitable[None]] = go_on
-    """Awaited before an interrupted sample is completed. The episode's clock stands still, as it
-    does while a sample waits for a slot at an engine."""
+    """Awaited before an interrupted sample continues. Meanwhile the episode's clock is paused, as
+    it is while a sample waits for a slot at an engine."""
 
     def new_sample(
         self, number: int, prompt: list[int], max_new_tokens: int, clock: EpisodeClock
     ) -> Sample:
-        """The episode's sample `number`, which is announced by `on_sample`."""
+        """Makes the episode's sample `number` and calls `on_sample`."""
         sample = Sample(
             sample_id=f"{self.session}.{number}",
             prompt=prompt,
@@ -143,10 +143,10 @@ class EpisodeRequest:
         *,
         is_over: Callable[[], bool],
     ) -> bool:
-        """Completes `sample`, which goes on after each interruption once it may.
+        """Completes `sample`; after each interruption it waits for `may_go_on` and continues.
 
-        False if it was interrupted when `is_over`: it holds what it has, and the rest is never
-        requested. Raises what the completer raises otherwise.
+        False if it was interrupted when `is_over`: it keeps its tokens, and the rest is never
+        requested. Otherwise raises what the completer raises.
         """
         while True:
             try:

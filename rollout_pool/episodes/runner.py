@@ -1,12 +1,12 @@
-"""Plays one episode: the environment and the model take turns until one of them is done.
+"""Runs one episode: the environment and the model take turns until one of them is done.
 
     reset ──► first prompt ──► sample ──► parse ──► step ──► follow ──┐
                                  ▲   interrupted: wait, go on         │
                                  └──────────── no, another turn ◄─────┘
                                                yes ──► done, max_turns, length, timeouts, env_error
 
-What the environment does costs its own episode and nothing else. What was sampled before stays and
-is scored.
+A failing environment ends its own episode and nothing else. What was sampled before is kept and
+scored.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class EpisodeRunner:
         self._heeds_interrupt_s = heeds_interrupt_s
 
     async def run(self, env: Env, request: EpisodeRequest) -> Episode:
-        """The finished episode; `env` is closed, whatever happens.
+        """The finished episode; `env` is closed in any case.
 
-        Raises SampleFailed if a sample could not be had, TimeoutError if no engine could be asked,
+        Raises SampleFailed if a sample failed, TimeoutError if no engine was available,
         EpisodeFailed if it ended before a token was sampled, and ValueError if its first prompt is
-        longer than `max_prompt_tokens` and that is to be refused.
+        longer than `max_prompt_tokens` and on_long_prompt is refuse.
         """
-        play = _Play(env=env, request=request, clock=EpisodeClock(self._task.episode_timeout_s))
+        play = _Progress(env=env, request=request, clock=EpisodeClock(self._task.episode_timeout_s))
         try:
             play.end = await self._take_turns(play)
         except _Over as over:
@@ -69,8 +69,8 @@ class EpisodeRunner:
             await self._close(env)
         return play.episode()
 
-    async def _take_turns(self, play: _Play) -> str:
-        """Why the episode ended."""
+    async def _take_turns(self, play: _Progress) -> str:
+        """Returns why the episode ended."""
         async with self._bounded(play, "reset"):
             observation: Observation | None = await play.env.reset()
         while observation is not None:
@@ -86,9 +86,9 @@ class EpisodeRunner:
                 return "max_turns"
         return "done"
 
-    # What the model goes on from ------------------------------------------------------------------
+    # The prompt of a turn -----------------------------------------------------------------------
 
-    def _next_turn(self, play: _Play, observation: Observation) -> _Turn:
+    def _next_turn(self, play: _Progress, observation: Observation) -> _Turn:
         if not play.num_turns:
             turn = self._first_turn(play, observation)
             self._check_length(play, len(turn.prompt))
@@ -99,17 +99,17 @@ class EpisodeRunner:
             if observation.replaces_history:
                 return self._first_turn(play, observation)
             prompt = self._chat.follow(play.tokens, observation.messages)
-        except Exception as error:  # words that the chat template or the tokenizer cannot take
+        except Exception as error:  # text that the chat template or the tokenizer refuses
             raise _Over("env_error", f"observation: {error}") from error
         return _Turn(prompt=prompt, messages=[*play.messages, *observation.messages])
 
-    def _first_turn(self, play: _Play, observation: Observation) -> _Turn:
+    def _first_turn(self, play: _Progress, observation: Observation) -> _Turn:
         """The turn that opens a branch."""
         messages = list(observation.messages)
         tools = observation.tools or play.tools
         return _Turn(prompt=self._chat.first(messages, tools), messages=messages)
 
-    def _check_length(self, play: _Play, length: int) -> None:
+    def _check_length(self, play: _Progress, length: int) -> None:
         most = self._rollout.max_prompt_tokens
         if 0 < length <= most:
             return
@@ -124,8 +124,8 @@ class EpisodeRunner:
 
     # The model's part -----------------------------------------------------------------------------
 
-    async def _answer(self, play: _Play, turn: _Turn) -> Completion:
-        """The model's next answer, which is then part of the episode."""
+    async def _answer(self, play: _Progress, turn: _Turn) -> Completion:
+        """Samples the model's next answer and adds it to the episode."""
         request, num_left = play.request, play.limit - len(turn.prompt)
         max_tokens = min(num_left, self._task.max_turn_tokens or num_left)
         sample = request.new_sample(play.num_turns, turn.prompt, max_tokens, play.clock)
@@ -142,12 +142,12 @@ class EpisodeRunner:
             raise _Over("episode_timeout")
         return completion
 
-    async def _complete(self, play: _Play, sample: Sample) -> bool:
-        """Whether the sample came to its end in the episode's time; if not, it holds what it has,
-        and the rest is never requested.
+    async def _complete(self, play: _Progress, sample: Sample) -> bool:
+        """Whether the sample ended within the episode's time; if not, it keeps its tokens, and the
+        rest is never requested.
 
-        At the end of the time the sample is interrupted, not cancelled: that is how its tokens and
-        their versions are known for sure.
+        At the timeout the sample is interrupted, not cancelled, so that its tokens and their
+        versions are exact.
         """
         async with self._alarm(play, sample):
             has_ended = await play.request.complete(
@@ -158,8 +158,8 @@ class EpisodeRunner:
         return has_ended
 
     @asynccontextmanager
-    async def _alarm(self, play: _Play, sample: Sample) -> AsyncIterator[None]:
-        """Interrupts `sample` when the episode's time is over."""
+    async def _alarm(self, play: _Progress, sample: Sample) -> AsyncIterator[None]:
+        """Interrupts `sample` when the episode times out."""
 
         loop = asyncio.get_running_loop()
         heeds = asyncio.timeout(None)
@@ -182,8 +182,8 @@ class EpisodeRunner:
     # The environment's part -----------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _bounded(self, play: _Play, what: str) -> AsyncIterator[None]:
-        """What the environment does in here ends the episode if it raises or takes too long."""
+    async def _bounded(self, play: _Progress, what: str) -> AsyncIterator[None]:
+        """Ends the episode if the environment's code inside raises or takes too long."""
         turn_s, left_s = self._task.turn_timeout_s, play.clock.left_s
         try:
             async with asyncio.timeout(min(turn_s, left_s)) as scope:
@@ -198,7 +198,7 @@ class EpisodeRunner:
         try:
             async with asyncio.timeout(self._task.turn_timeout_s):
                 await env.close()
-        except Exception:  # the episode is over: it can spoil nothing any more
+        except Exception:  # the episode is over: this cannot harm it
             log.warning("an environment did not close", exc_info=True)
 
 
@@ -213,29 +213,29 @@ class _Over(Exception):
 
 @dataclass(kw_only=True, slots=True)
 class _Turn:
-    """What the model is to answer."""
+    """One turn: what the model has to answer."""
 
     prompt: list[int]
-    """Everything before the answer, as tokens."""
+    """All tokens before the answer."""
     messages: list[Message]
     """The same as a conversation."""
 
 
 @dataclass(kw_only=True, slots=True)
-class _Play:
-    """An episode under way."""
+class _Progress:
+    """An episode in progress."""
 
     env: Env
     request: EpisodeRequest
     clock: EpisodeClock
     is_late: bool = False
-    """The clock has run out under a sample."""
+    """The episode timed out during a sample."""
     limit: int = 0
-    """No branch becomes longer: the first prompt and all that may follow it."""
+    """Most tokens of a branch: the first prompt and all that may follow it."""
     tools: tuple[ToolSpec, ...] = ()
     branches: Branches = field(default_factory=Branches)
     tokens: list[int] = field(default_factory=list)
-    """All that the model has seen and written in the current branch."""
+    """All tokens of the current branch."""
     messages: list[Message] = field(default_factory=list)
     num_turns: int = 0
     env_reward: float | None = None
@@ -259,7 +259,7 @@ class _Play:
         self.num_turns += 1
 
     def note_step(self, step: Step) -> None:
-        """Raises what a step of the user's deserves that is none."""
+        """Raises TypeError or ValueError for an invalid step of the user's."""
         info = {str(name): _finite(value, name) for name, value in step.info.items()}
         if step.reward is not None:
             reward = _finite(step.reward, "reward")
@@ -287,5 +287,5 @@ class _Play:
 def _finite(value: float, name: str) -> float:
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"the environment's {name} is {number}, which nothing can be learned from")
+        raise ValueError(f"the environment's {name} is {number}; it must be finite")
     return number

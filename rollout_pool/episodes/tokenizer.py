@@ -1,4 +1,4 @@
-"""The model's tokenizer, as far as it is used here."""
+"""The model's tokenizer."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, Protocol, cast
 
 
 class AddedToken(Protocol):
-    """A text that is one token wherever it stands."""
+    """A text that is always one token."""
 
     content: str
     special: bool
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used here."""
+    """The parts of a Hugging Face tokenizer that are used here."""
 
     eos_token_id: int | None
 
@@ -42,17 +42,16 @@ def load_tokenizer(model_path: str, *, trust_remote_code: bool) -> Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"model.path={model_path!r}: there is no tokenizer to load; give a folder with a "
-            f"Hugging Face model, or a model's name there ({error})"
+            f"model.path={model_path!r}: no tokenizer to load; give a folder with a "
+            f"Hugging Face model, or the name of one on the hub ({error})"
         ) from error
     return cast(Tokenizer, tokenizer)
 
 
 def vocab_size(model_path: str, tokenizer: Tokenizer, *, trust_remote_code: bool) -> int:
-    """How many tokens the model has embeddings for; ids are below it.
+    """Number of tokens that the model has embeddings for, which may be more than its tokenizer has.
 
-    Of the model's config, and of the tokenizer if that does not say: a model may have embeddings
-    for more tokens than its tokenizer ever writes.
+    Read from the model's config, or else from the tokenizer.
     """
     from transformers import AutoConfig
 
@@ -66,16 +65,16 @@ def vocab_size(model_path: str, tokenizer: Tokenizer, *, trust_remote_code: bool
 
 ZERO_WIDTH_SPACE = "\u200b"
 _MARK = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
-"""Some models' marks are not listed as special tokens. Others that are not (<think>, <tool_call>,
-HTML, runs of spaces) are words for everyone."""
+"""Marks between turns that some models do not list as special tokens. Other unlisted ones (<think>,
+<tool_call>, HTML, runs of spaces) are ordinary text."""
 
 
 class PlainWords:
-    """Keeps words from being taken for one tokenizer's marks between turns.
+    """Keeps text from being read as a tokenizer's marks between turns.
 
     A chat template writes the marks as text, so a user's or a tool's `<|im_end|>` would become the
-    very token that ends a turn. Such words are spelled with an invisible character in them; all
-    other text stays byte for byte what it is.
+    token that ends a turn. An invisible character is inserted into such text; all other text stays
+    as it is, byte for byte.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -91,13 +90,13 @@ class PlainWords:
         self._spelled: dict[str, str] = {}
 
     def of(self, text: str) -> str:
-        """`text` without a mark in it."""
-        while self._pattern.search(text):  # what is left out can bring others together
+        """`text` without marks."""
+        while self._pattern.search(text):  # a removal can form a new mark
             text = self._pattern.sub(lambda found: self._spell(found[0]), text)
         return text
 
     def within(self, value: Any) -> Any:
-        """The same for all texts of a JSON value, names included."""
+        """The same for all strings of a JSON value, keys included."""
         match value:
             case str():
                 return self.of(value)
@@ -109,11 +108,11 @@ class PlainWords:
                 return value
 
     def _spell(self, mark: str) -> str:
-        """Nearly as it was, in whichever way the tokenizer sees no mark in it."""
+        """The closest spelling in which the tokenizer sees no mark."""
         if mark not in self._spelled:
             ways = [
                 f"{mark[0]}{ZERO_WIDTH_SPACE}{mark[1:]}",
-                f"{mark[0]} {mark[1:]}",  # for a tokenizer that leaves invisible characters out
+                f"{mark[0]} {mark[1:]}",  # for a tokenizer that drops invisible characters
                 " ".join(mark),
             ]
             self._spelled[mark] = next((way for way in ways if self._is_plain(way)), "")

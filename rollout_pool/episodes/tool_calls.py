@@ -1,12 +1,11 @@
-"""Finds the tool calls in what a model wrote. Pure; no text makes it raise.
+"""Parses the tool calls in a model's text. Pure; never raises.
 
     hermes        I look it up. <tool_call>{"name": "find", "arguments": {"q": "x"}}</tool_call>
     llama3_json   <|python_tag|>{"name": "find", "parameters": {"q": "x"}}; {"name": ...}
 
-What a model writes is untrusted and often half right. What is clear is taken (arguments given as a
-text that holds JSON, line breaks inside strings, further keys); what is not becomes the reason in
-`bad_call`, which an environment may show to the model. Thoughts, up to the last `</think>`, hold no
-calls.
+Models often get calls only half right. Unambiguous deviations are accepted (arguments given as a
+string of JSON, line breaks inside strings, further keys); for others `bad_call` has the reason,
+which an environment may show to the model. Thoughts, up to the last `</think>`, hold no calls.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ SHOWN = 80
 
 
 Call = tuple[str, dict[str, Any]]
-"""Name of the tool, and its arguments."""
+"""Tool name and arguments."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ParsedAnswer:
-    """One answer, taken apart."""
+    """A parsed answer."""
 
     content: str
-    """What stands around the calls; the text as it was if there is none."""
+    """The text around the calls; the unchanged text if there is none."""
     calls: tuple[Call, ...] = ()
-    """In the order in which they were written."""
+    """In the order of the text."""
     bad_call: str | None = None
-    """Why the first thing that should have been a call is none."""
+    """Why the first invalid call is invalid."""
 
 
 def parse_tool_calls(parser: ToolParser, text: str) -> ParsedAnswer:
-    """The calls that `text` holds in the form that `parser` names."""
+    """The calls in `text`, in the format that `parser` names."""
     thoughts, said = _split_thoughts(text)
     content, calls, bad_call = PARSERS[parser](said)
     if not calls and bad_call is None:
@@ -57,15 +56,15 @@ def parse_tool_calls(parser: ToolParser, text: str) -> ParsedAnswer:
 
 
 _Parsed = tuple[str, list[Call], str | None]
-"""Content, calls, why one is none."""
+"""Content, calls, why one is invalid."""
 
 
 class _BadCall(ValueError):
-    """The message says why, in words for the model."""
+    """The message tells the model why."""
 
 
 def _split_thoughts(text: str) -> tuple[str, str]:
-    """What is thought, and what is said."""
+    """Splits the text into thoughts and answer."""
     end = text.rfind(END_OF_THINK)
     if end >= 0:
         end += len(END_OF_THINK)
@@ -80,8 +79,8 @@ def _parse_hermes(text: str) -> _Parsed:
     before, *rests = text.split(OPEN, 1)
     content, calls, bad_call = [before], [], None
     while rests:
-        # From here on `text` is what follows an opening tag. A string of the JSON may hold a
-        # closing tag, so the value is read first and the tag is looked for behind it.
+        # From here on `text` is what follows an opening tag. A JSON string may contain a closing
+        # tag, so the value is parsed first and the tag is searched after it.
         [text] = rests
         try:
             value, end = _read_json(text)
@@ -99,7 +98,7 @@ def _parse_hermes(text: str) -> _Parsed:
 
 
 def _after_close(text: str) -> str:
-    """From the next tag on; nothing if there is none."""
+    """The text after the next closing tag; "" if there is none."""
     places = [place for tag in (CLOSE, OPEN) if (place := text.find(tag)) >= 0]
     return text[min(places) :] if places else ""
 
@@ -110,7 +109,7 @@ def _after_close(text: str) -> str:
 def _parse_llama3(text: str) -> _Parsed:
     before, tag, rest = text.partition(PYTHON_TAG)
     if not tag or before.lstrip().startswith("{"):
-        # Without the tag an answer is calls only if it begins like one: other JSON is an answer.
+        # Without the tag only an answer that begins like a call is one: other JSON is text.
         if not _LLAMA_START.match(text):
             return text, [], None
         before, tag, rest = "", "", text
@@ -143,7 +142,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant)
-"""Takes line breaks inside strings, which models write into code; refuses NaN and infinities."""
+"""Accepts line breaks inside strings, which models write in code; refuses NaN and infinity."""
 
 
 def _read_json(text: str) -> tuple[Any, int]:
@@ -160,12 +159,12 @@ def _read_json(text: str) -> tuple[Any, int]:
 
 
 def _as_call(value: Any) -> Call:
-    """Keys besides the name and the arguments are of no account."""
+    """Ignores keys besides the name and the arguments."""
     if not isinstance(value, dict):
         raise _BadCall(f"a call must be a JSON object, not {_shown(value)}")
     name = value.get("name")
     if not isinstance(name, str) or not name.strip():
-        raise _BadCall(f'a call must have a "name", a text: {_shown(value)}')
+        raise _BadCall(f'a call must have a "name", a string: {_shown(value)}')
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str) and arguments.strip():
         arguments, _ = _read_json(arguments)
@@ -178,11 +177,11 @@ def _as_call(value: Any) -> Call:
 
 
 def _check_text(call: Any) -> None:
-    """JSON can spell halves of characters, which nothing can write out again."""
+    """Refuses lone surrogates, which JSON can spell but UTF-8 cannot encode."""
     try:
         json.dumps(call, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise _BadCall("the call holds half a character (a lone surrogate)") from None
+        raise _BadCall("the call contains a lone surrogate") from None
     except RecursionError:
         raise _BadCall("the call is nested too deeply") from None
 

@@ -5,7 +5,7 @@
                                         └──────────────────────────────────────────────────────┘
               answer without a call ──► the inner environment's own step
 
-The model sees what went wrong with a call and may do better; no failure of a call ends the episode.
+The model sees the error of a failed call and may try again; a failed call never ends the episode.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from rollout_pool.sandbox.run import REASONS, SandboxResult, run_python
 MAX_RESULT_CHARS = 8192
 """A longer result is cut in the middle."""
 MAX_CALLS = 16
-"""In one answer; further ones are not run."""
+"""Per answer; further calls are not run."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Tool:
-    """A tool as the model sees it, and the function that runs."""
+    """A tool's description for the model, and its function."""
 
     spec: ToolSpec
     run: Callable[[Mapping[str, Any]], Awaitable[str]]
-    """Gets the arguments, gives the text of the result. The model sees what it raises."""
+    """Maps the arguments to the text of the result. The model sees what it raises."""
 
 
 class ToolEnv:
-    """Any environment, with tools: it sees the answers in which nothing is called.
+    """Adds tools to an environment, which then sees only the answers without a call.
 
-    Counts are given as parts of the reward: tool_calls, tool_errors.
+    Reports the counts tool_calls and tool_errors as parts of the reward.
     """
 
     def __init__(self, inner: Env, tools: Sequence[Tool], *, call_timeout_s: float) -> None:
@@ -85,7 +85,7 @@ class ToolEnv:
             if not is_run:
                 raise ToolError(f"only the first {MAX_CALLS} calls of an answer are run")
             text = await self._result(call)
-        except Exception as error:  # a tool may raise anything; the model sees it
+        except Exception as error:  # a user's tool may raise anything
             self._num_errors += 1
             text = f"error: {_in_words(error)}"
         return Message(
@@ -95,7 +95,7 @@ class ToolEnv:
     async def _result(self, call: ToolCall) -> str:
         if call.name not in self._tools:
             raise ToolError(
-                f"there is no tool named {call.name!r}; there is {', '.join(self._tools)}"
+                f"there is no tool named {call.name!r}; the tools are {', '.join(self._tools)}"
             )
         try:
             async with asyncio.timeout(self._call_timeout_s) as limit:
@@ -111,13 +111,13 @@ class ToolEnv:
 
 
 class ToolError(Exception):
-    """The model reads this message alone."""
+    """The model sees only this message."""
 
 
 def _bad_call_message(why: str) -> Message:
     return Message(
         role="tool",
-        content=f"error: what looks like a tool call is none: {why}. Write it again, as a JSON "
+        content=f"error: invalid tool call: {why}. Write it again, as a JSON "
         'object with the tool\'s name and its arguments.',
     )  # fmt: skip
 
@@ -127,14 +127,14 @@ def _in_words(error: Exception) -> str:
 
 
 def as_text(result: object) -> str:
-    """A tool's result as the model reads it: texts as they are, anything else as JSON."""
+    """A tool's result as text: strings as they are, anything else as JSON."""
     if isinstance(result, str):
         return result
     return json.dumps(result, ensure_ascii=False, default=str)
 
 
 def shorten(text: str, limit: int = MAX_RESULT_CHARS) -> str:
-    """At most about `limit` characters, from both ends."""
+    """Cuts the middle out of a text of more than about `limit` characters."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -155,15 +155,17 @@ _JSON_TYPES: dict[object, str] = {
 
 
 def function_tool(function: Callable[..., Any], setting: str) -> Tool:
-    """A tool of the function's own name. An async function runs in the event loop, another one in
-    a thread.
+    """A tool with the function's name. An async function runs in the event loop, any other in a
+    thread.
 
     Raises ValueError naming `setting` for a function without a docstring, or with arguments that
-    JSON has no name for.
+    have no JSON type.
     """
     description = inspect.getdoc(function)
     if not description:
-        raise ValueError(f"{setting}: the function needs a docstring that tells the model its use")
+        raise ValueError(
+            f"{setting}: the function needs a docstring, which describes it to the model"
+        )
     signature = inspect.signature(function)
     spec = ToolSpec(
         name=function.__name__,
@@ -191,9 +193,7 @@ def _schema(
     required = []
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ValueError(
-                f"{setting}: argument {parameter.name!r} must be one that is passed by its name"
-            )
+            raise ValueError(f"{setting}: argument {parameter.name!r} must be a keyword argument")
         what = f"{setting}: argument {parameter.name!r}"
         properties[parameter.name] = _type_schema(hints.get(parameter.name, str), what)
         if parameter.default is parameter.empty:
@@ -217,7 +217,7 @@ def _type_schema(hint: Any, what: str) -> dict[str, Any]:
     if origin is dict:
         return {"type": "object", "additionalProperties": _type_schema(inner[1], what)}
     raise ValueError(
-        f"{what} is annotated as {hint!r}, which JSON has no name for; use str, int, float, bool, "
+        f"{what} is annotated as {hint!r}, which has no JSON type; use str, int, float, bool, "
         "list, dict, Literal or a union of these"
     )
 
@@ -230,8 +230,8 @@ MAX_OUTPUT_CHARS = 4096
 SPEC = ToolSpec(
     name="python",
     description=(
-        "Runs a Python program on its own, without network, and returns what it prints. Nothing is "
-        "kept from one call to the next."
+        "Runs a Python program in a sandbox without network and returns what it prints. No state is "
+        "kept between calls."
     ),
     parameters={
         "type": "object",
@@ -248,7 +248,7 @@ def python_tool() -> Tool:
 async def _run(arguments: Mapping[str, Any]) -> str:
     code = arguments.get("code")
     if not isinstance(code, str) or set(arguments) != {"code"}:
-        raise ToolError('python takes one argument, "code", a text')
+        raise ToolError('python takes one argument, "code", a string')
     return _shown(await run_python(code))
 
 
