@@ -280,8 +280,8 @@ def send_weights(
 
     (github.com/MoonshotAI/checkpoint-engine, checkpoint_engine/worker.py.) Messages to the engine
     are pickled, over a socket that only this machine can reach; replies are plain text, so nothing
-    is unpickled here. `buffer` [bytes] has room for two batches. Raises EngineError with the engine's
-    error if it cannot load a batch.
+    is unpickled here. `buffer` [bytes] has room for two batches. Raises EngineError with the
+    engine's error if it cannot load a batch.
     """
     import torch
 

@@ -4,9 +4,9 @@
     turn 2   [prompt | answer | observation | answer]                   extends it
     turn 3   [summary | answer]                                         begins branch 1
 
-An episode is one branch as long as each turn's prompt extends the previous tokens; where its history
-is edited or summarised, a new branch begins. A token counts as the model's own only in the branch
-in which it was sampled, so none is trained twice.
+An episode is one branch as long as each turn's prompt extends the previous tokens; an edited or
+summarised history begins a new branch. A token counts as the model's own only in the branch in
+which it was sampled, so none is trained twice.
 """
 
 from __future__ import annotations

@@ -60,118 +60,120 @@ class EpisodeRunner:
         EpisodeFailed if it ended before a token was sampled, and ValueError if its first prompt is
         longer than `max_prompt_tokens` and on_long_prompt is refuse.
         """
-        play = _Progress(env=env, request=request, clock=EpisodeClock(self._task.episode_timeout_s))
+        progress = _Progress(
+            env=env, request=request, clock=EpisodeClock(self._task.episode_timeout_s)
+        )
         try:
-            play.end = await self._take_turns(play)
+            progress.end = await self._take_turns(progress)
         except _Over as over:
-            play.end, play.error = over.end, over.error
+            progress.end, progress.error = over.end, over.error
         finally:
             await self._close(env)
-        return play.episode()
+        return progress.episode()
 
-    async def _take_turns(self, play: _Progress) -> str:
+    async def _take_turns(self, progress: _Progress) -> str:
         """Returns why the episode ended."""
-        async with self._bounded(play, "reset"):
-            observation: Observation | None = await play.env.reset()
+        async with self._bounded(progress, "reset"):
+            observation: Observation | None = await progress.env.reset()
         while observation is not None:
-            turn = self._next_turn(play, observation)
-            if len(turn.prompt) >= play.limit:
+            turn = self._next_turn(progress, observation)
+            if len(turn.prompt) >= progress.limit:
                 return "length"
-            completion = await self._answer(play, turn)
-            async with self._bounded(play, "step"):
-                step = await play.env.step(completion)
-                play.note_step(step)
+            completion = await self._answer(progress, turn)
+            async with self._bounded(progress, "step"):
+                step = await progress.env.step(completion)
+                progress.note_step(step)
             observation = step.observation
-            if observation is not None and play.num_turns >= self._task.max_turns:
+            if observation is not None and progress.num_turns >= self._task.max_turns:
                 return "max_turns"
         return "done"
 
     # The prompt of a turn -----------------------------------------------------------------------
 
-    def _next_turn(self, play: _Progress, observation: Observation) -> _Turn:
-        if not play.num_turns:
-            turn = self._first_turn(play, observation)
-            self._check_length(play, len(turn.prompt))
-            play.tools = observation.tools
-            play.limit = len(turn.prompt) + self._rollout.max_response_tokens
+    def _next_turn(self, progress: _Progress, observation: Observation) -> _Turn:
+        if not progress.num_turns:
+            turn = self._first_turn(progress, observation)
+            self._check_length(progress, len(turn.prompt))
+            progress.tools = observation.tools
+            progress.limit = len(turn.prompt) + self._rollout.max_response_tokens
             return turn
         try:
             if observation.replaces_history:
-                return self._first_turn(play, observation)
-            prompt = self._chat.follow(play.tokens, observation.messages)
+                return self._first_turn(progress, observation)
+            prompt = self._chat.follow(progress.tokens, observation.messages)
         except Exception as error:  # text that the chat template or the tokenizer refuses
             raise _Over("env_error", f"observation: {error}") from error
-        return _Turn(prompt=prompt, messages=[*play.messages, *observation.messages])
+        return _Turn(prompt=prompt, messages=[*progress.messages, *observation.messages])
 
-    def _first_turn(self, play: _Progress, observation: Observation) -> _Turn:
+    def _first_turn(self, progress: _Progress, observation: Observation) -> _Turn:
         """The turn that opens a branch."""
         messages = list(observation.messages)
-        tools = observation.tools or play.tools
+        tools = observation.tools or progress.tools
         return _Turn(prompt=self._chat.first(messages, tools), messages=messages)
 
-    def _check_length(self, play: _Progress, length: int) -> None:
+    def _check_length(self, progress: _Progress, length: int) -> None:
         most = self._rollout.max_prompt_tokens
         if 0 < length <= most:
             return
         if length > most and self._rollout.on_long_prompt is OnLongPrompt.refuse:
             raise ValueError(
                 f"rollout.max_prompt_tokens={most}: the first prompt of episode "
-                f"{play.request.session} has {length} tokens; raise the limit, or set "
+                f"{progress.request.session} has {length} tokens; raise the limit, or set "
                 "rollout.on_long_prompt=skip"
             )
         what = f"{length} tokens, max_prompt_tokens is {most}" if length else "no token"
-        raise EpisodeFailed(f"{play.request.session}: its first prompt has {what}")
+        raise EpisodeFailed(f"{progress.request.session}: its first prompt has {what}")
 
     # The model's part -----------------------------------------------------------------------------
 
-    async def _answer(self, play: _Progress, turn: _Turn) -> Completion:
+    async def _answer(self, progress: _Progress, turn: _Turn) -> Completion:
         """Samples the model's next answer and adds it to the episode."""
-        request, num_left = play.request, play.limit - len(turn.prompt)
+        request, num_left = progress.request, progress.limit - len(turn.prompt)
         max_tokens = min(num_left, self._task.max_turn_tokens or num_left)
-        sample = request.new_sample(play.num_turns, turn.prompt, max_tokens, play.clock)
+        sample = request.new_sample(progress.num_turns, turn.prompt, max_tokens, progress.clock)
         try:
-            has_ended = await self._complete(play, sample)
+            has_ended = await self._complete(progress, sample)
         finally:
             request.on_end(sample)
         if not has_ended and not sample.output_ids:
             raise _Over("episode_timeout")
         assert sample.finish_reason is not None
         completion = self._chat.parse(sample.output_ids, sample.finish_reason)
-        play.note_answer(turn, sample, completion)
+        progress.note_answer(turn, sample, completion)
         if not has_ended:
             raise _Over("episode_timeout")
         return completion
 
-    async def _complete(self, play: _Progress, sample: Sample) -> bool:
+    async def _complete(self, progress: _Progress, sample: Sample) -> bool:
         """Whether the sample ended within the episode's time; if not, it keeps its tokens, and the
         rest is never requested.
 
         At the timeout the sample is interrupted, not cancelled, so that its tokens and their
         versions are exact.
         """
-        async with self._alarm(play, sample):
-            has_ended = await play.request.complete(
-                sample, self._completer, play.clock, is_over=lambda: play.is_late
+        async with self._alarm(progress, sample):
+            has_ended = await progress.request.complete(
+                sample, self._completer, progress.clock, is_over=lambda: progress.is_late
             )
         if not has_ended:
             sample.finish_reason = "length"
         return has_ended
 
     @asynccontextmanager
-    async def _alarm(self, play: _Progress, sample: Sample) -> AsyncIterator[None]:
+    async def _alarm(self, progress: _Progress, sample: Sample) -> AsyncIterator[None]:
         """Interrupts `sample` when the episode times out."""
 
         loop = asyncio.get_running_loop()
         heeds = asyncio.timeout(None)
 
         def ring() -> None:
-            play.is_late = True
+            progress.is_late = True
             heeds.reschedule(loop.time() + self._heeds_interrupt_s)
             self._completer.interrupt(sample)
 
         try:
             async with heeds:
-                with play.clock.alarm(ring):
+                with progress.clock.alarm(ring):
                     yield
         except TimeoutError:
             if not heeds.expired():
@@ -182,16 +184,16 @@ class EpisodeRunner:
     # The environment's part -----------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _bounded(self, play: _Progress, what: str) -> AsyncIterator[None]:
+    async def _bounded(self, progress: _Progress, what: str) -> AsyncIterator[None]:
         """Ends the episode if the environment's code inside raises or takes too long."""
-        turn_s, left_s = self._task.turn_timeout_s, play.clock.left_s
+        turn_s, left_s = self._task.turn_timeout_s, progress.clock.left_s
         try:
             async with asyncio.timeout(min(turn_s, left_s)) as scope:
                 yield
         except Exception as error:
             if scope.expired():
                 raise _Over("turn_timeout" if turn_s < left_s else "episode_timeout") from None
-            log.info("%s: the environment failed", play.request.session, exc_info=True)
+            log.info("%s: the environment failed", progress.request.session, exc_info=True)
             raise _Over("env_error", f"{what}: {type(error).__name__}: {error}") from error
 
     async def _close(self, env: Env) -> None:

@@ -163,9 +163,7 @@ def function_tool(function: Callable[..., Any], setting: str) -> Tool:
     """
     description = inspect.getdoc(function)
     if not description:
-        raise ValueError(
-            f"{setting}: the function needs a docstring, which describes it to the model"
-        )
+        raise ValueError(f"{setting}: the function needs a docstring, its description")
     signature = inspect.signature(function)
     spec = ToolSpec(
         name=function.__name__,
@@ -230,8 +228,8 @@ MAX_OUTPUT_CHARS = 4096
 SPEC = ToolSpec(
     name="python",
     description=(
-        "Runs a Python program in a sandbox without network and returns what it prints. No state is "
-        "kept between calls."
+        "Runs a Python program on its own, without network, and returns what it prints. Nothing is "
+        "kept from one call to the next."
     ),
     parameters={
         "type": "object",

@@ -1,4 +1,4 @@
-"""Scores a program that the model wrote by the tests of its prompt, in the sandbox."""
+"""Scores the model's programs by running the tests of their prompts in the sandbox."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from rollout_pool.tasks.task import Prompt, Task
 log = logging.getLogger(__name__)
 
 LIMITS = SandboxLimits(cpu_time_s=5, wall_time_s=10.0)
-"""Of one test."""
+"""For one test."""
 MAX_TIMEOUTS = 2
-"""A program that took too long so often is not given the other tests."""
+"""After so many timeouts the remaining tests are skipped."""
 SHARE_OF_TIMEOUT = 0.8
-"""Of the time in which an answer must be scored: for its tests; the rest is for ending them."""
+"""Share of the scoring time for running tests; the rest is for ending them."""
 _BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("python", "python3", "py")
 
@@ -38,7 +38,7 @@ class Verdict:
     num_tests: int
     num_passed: int
     explanation: str
-    """Why the first test was not passed; "" if all were."""
+    """Why the first failed test failed; "" if all passed."""
 
     @property
     def share(self) -> float:
@@ -46,17 +46,17 @@ class Verdict:
 
 
 class CodeTests:
-    """Used in a scoring process, which has no event loop of its own."""
+    """Used in a scoring process, which has no event loop."""
 
     def __init__(self, task: Task, setting: str, timeout_s: float) -> None:
-        """`timeout_s`: for all tests of an answer; it does not come to that.
+        """`timeout_s`: limit for one answer; its tests stop earlier.
 
         Raises ValueError for a task whose prompts have no tests, SandboxError if programs cannot
         be run safely on this machine."""
         if not isinstance(task, CodeTask):
             raise ValueError(
                 f"{setting}.kind=code_tests: the prompts of {task.name} have no tests; "
-                "task.kind=code has"
+                "use task.kind=code"
             )
         self._task = task
         self._total_s = SHARE_OF_TIMEOUT * timeout_s
@@ -65,7 +65,7 @@ class CodeTests:
             log.warning("%s.kind=code_tests: %s", setting, cost)
 
     def score(self, prompt: Prompt, answer: str) -> float:
-        """The share of the prompt's tests that the answer's program passes."""
+        """Share of the prompt's tests that the answer's program passes."""
         tests = self._task.tests(prompt)
         verdict = self._runner.run(judge(program_of(answer), tests, total_s=self._total_s))
         if verdict.explanation:
@@ -75,7 +75,7 @@ class CodeTests:
 
 
 def program_of(answer: str) -> str:
-    """The last block of Python in a text, or else its last block, or else all of it."""
+    """The last Python code block, else the last code block, else the whole text."""
     blocks = _BLOCK.findall(answer)
     python = [code for language, code in blocks if language.lower() in _PYTHON]
     every = python or [code for _, code in blocks] or [answer]
@@ -88,8 +88,8 @@ async def judge(
     limits: SandboxLimits = LIMITS,
     total_s: float = math.inf,
 ) -> Verdict:
-    """One test after the other: a scoring process is meant to take one core. What has not been
-    passed by `total_s` is not passed."""
+    """Runs the tests one by one, since a scoring process is meant to use one core. Tests that have
+    not passed after `total_s` fail."""
     ends = time.monotonic() + total_s
     num_passed = num_timeouts = 0
     explanation = ""
@@ -113,13 +113,13 @@ async def judge(
 
 
 async def _run(program: str, test: ProgramTest, limits: SandboxLimits) -> tuple[str, bool]:
-    """Why the test was not passed ("" if it was), and whether it took too long."""
+    """Why the test failed ("" if it passed), and whether it timed out."""
     if test.statements is None:
         result = await run_python(program, stdin=test.input, limits=limits)
         right = _lines(result.stdout) == _lines(test.output)
-        return _explain(result, "" if right else "the output is another"), _is_timeout(result)
+        return _explain(result, "" if right else "wrong output"), _is_timeout(result)
     result = await run_python(program, stdin=test.input, limits=limits, statements=test.statements)
-    return _explain(result, "" if result.held else "it ended before its test"), _is_timeout(result)
+    return _explain(result, "" if result.held else "it ended before its tests"), _is_timeout(result)
 
 
 def _too_long(total_s: float) -> str:
@@ -135,5 +135,5 @@ def _is_timeout(result: SandboxResult) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    """Without white space at the ends of lines and of the text."""
+    """The lines without trailing white space; outer blank lines are dropped."""
     return [line.rstrip() for line in text.strip().splitlines()]

@@ -1,10 +1,10 @@
-"""Scoring processes of Ray actors on several hosts as one pool, for `rollout.reward_actors`.
+"""One pool over the scoring processes of Ray actors on several hosts (`rollout.reward_actors`).
 
     score() ──► mailbox of the host with the fewest open requests ──► one call each CALL_GAP_S,
                                                                       with all that is in it
 
-A call costs far more than a request, and episodes often end together. Answers come as they are
-there, so that a slow one does not hold up the others of its call.
+A call costs far more than a request, and episodes often end together. Answers return as they become
+available, so a slow one does not delay the others of its call.
 """
 
 from __future__ import annotations
@@ -27,30 +27,27 @@ log = logging.getLogger(__name__)
 
 MAX_BATCH = 256
 CALL_GAP_S = 0.02
-"""The first request goes at once; those of the next moment share the next call."""
+"""The first request is sent at once; those within this time share the next call."""
 RETURN_TIMEOUT_S = 300.0
-"""For a lost host to come back before it is given up, and for a request when all are lost."""
+"""How long a lost host may take to return, and how long a request waits if all are lost."""
 LINGER_S = 0.02
-"""Answers that are there by then go back together."""
+"""Answers available within this time are returned together."""
 ASK_AGAIN_S = 0.5
 
 Answers = list[tuple[int, PartScore]]
-"""Places in the call, and what was found."""
+"""Positions in the call, and results."""
 
 
 class ScoringHost(Protocol):
-    """One set of scoring processes, elsewhere."""
+    """A set of scoring processes in another process."""
 
     def score(self, requests: list[bytes]) -> AsyncIterator[Answers]:
-        """All answers of one call, in any order. Raises ConnectionError if the host is lost."""
+        """Yields all answers of one call in any order. Raises ConnectionError if it is lost."""
         ...
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Until it can be asked, also after it was lost.
-
-        Raises ConnectionError or TimeoutError if it does not come back, ValueError if it refuses
-        the settings.
-        """
+        """Waits until it accepts requests, also after it was lost. Raises ConnectionError or
+        TimeoutError if it does not return, ValueError if it refuses the settings."""
         ...
 
 
@@ -63,10 +60,10 @@ class RemoteScoring:
         self._one_is_back = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_lost = 0
-        """Times that a host was lost."""
+        """How often a host was lost."""
 
     async def start(self) -> None:
-        """Wait until all can be asked. Raises as `ScoringHost.wait_ready`."""
+        """Wait until all accept requests. Raises like `ScoringHost.wait_ready`."""
         await asyncio.gather(*(line.host.wait_ready(RETURN_TIMEOUT_S) for line in self._lines))
 
     async def score(self, request: bytes) -> PartScore:
@@ -110,7 +107,7 @@ class RemoteScoring:
 
 
 class _Line:
-    """What is open at one host."""
+    """The open requests of one host."""
 
     def __init__(self, host: ScoringHost, lost: Callable[[_Line], None]) -> None:
         self.host = host
@@ -149,7 +146,7 @@ class _Line:
         try:
             async for answers in self.host.score([request for request, _ in batch]):
                 for place, score in answers:
-                    if not batch[place][1].done():  # its caller may have given up
+                    if not batch[place][1].done():  # else its caller was cancelled
                         batch[place][1].set_result(score)
         except ConnectionError as error:
             log.warning("a scoring actor was lost: %s", error)
@@ -163,7 +160,7 @@ class _Line:
 
 
 class ScorerActor:
-    """`num_processes` scoring processes. Ray starts it anew when it dies (max_restarts=-1)."""
+    """`num_processes` scoring processes. Ray restarts it when it dies (max_restarts=-1)."""
 
     def __init__(
         self,
@@ -183,16 +180,14 @@ class ScorerActor:
         self._starting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Until its processes are ready; any number of times.
-
-        Raises ValueError if the task refuses its config, RewardError if none can be started.
-        """
+        """Waits until its processes are ready; may be called again. Raises ValueError if the task
+        refuses its config, RewardError if none can be started."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._pool.start())
         await asyncio.shield(self._starting)
 
     async def score(self, requests: list[bytes]) -> AsyncIterator[Answers]:
-        """Answers as they come. What is open when its caller is gone is still scored."""
+        """Yields answers as they come. Open requests are scored even if their caller is gone."""
         await self.start()
         pending = {
             asyncio.create_task(self._one(place, request)) for place, request in enumerate(requests)
@@ -234,5 +229,5 @@ class RayScorer:
                 try:
                     await self._handle.start.remote()
                     return
-                except RayActorError:  # it is being started anew
+                except RayActorError:  # it is restarting
                     await asyncio.sleep(ASK_AGAIN_S)

@@ -1,4 +1,4 @@
-"""A reward that a service of yours gives: POST the episode, read {"reward": number}."""
+"""A reward from your own service: POST the episode, read {"reward": number}."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rollout_pool.tasks.task import Prompt
 
 
 class HttpReward:
-    """The service is sent
+    """The service receives
 
         {"prompt": "3 + 4 =", "index": 7, "is_held_out": false, "answer": "7",
          "messages": [{"role": "user", "content": "3 + 4 ="}, ...],
          "num_turns": 1, "end": "done", "env_reward": null}
 
-    and answers {"reward": 1.0}, or with named numbers for the log:
+    and answers {"reward": 1.0}, or, with named numbers for the log,
     {"reward": 1.0, "parts": {"style": 0.3}}.
     """
 
@@ -44,7 +44,7 @@ class HttpReward:
         )
         parts = answer.get("parts") or {}
         if not isinstance(parts, dict):
-            raise RemoteFailure(f'its "parts" is no object: {str(parts)[:100]!r}')
+            raise RemoteFailure(f'its "parts" is not an object: {str(parts)[:100]!r}')
         named = {str(name): _number(value, f"parts.{name}") for name, value in parts.items()}
         return _number(answer.get("reward"), "reward"), named
 
@@ -55,5 +55,5 @@ class HttpReward:
 def _number(value: object, what: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not abs(value) < MAX_SCORE:  # type: ignore[arg-type]
-        raise RemoteFailure(f'its "{what}" is no number: {str(value)[:100]!r}')
+        raise RemoteFailure(f'its "{what}" is not a usable number: {str(value)[:100]!r}')
     return float(value)  # type: ignore[arg-type]

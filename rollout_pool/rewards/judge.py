@@ -1,4 +1,4 @@
-"""A reward that another model gives, behind any OpenAI-compatible URL."""
+"""A reward from another model, at any OpenAI-compatible URL."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Judge:
         return "{solution}" in self._prompt
 
     async def score(self, prompt: str, answer: str, solution: str, key: str) -> float:
-        """What it says in words is turned into a number. Raises RemoteFailure."""
+        """The score in the judge's text. Raises RemoteFailure."""
         texts = {"prompt": prompt, "answer": answer, "solution": solution}
-        # In one pass: what a model wrote may hold {solution} too.
+        # In one pass: the model's answer may itself contain {solution}.
         question = _PLACES.sub(lambda place: texts[place[1]], self._prompt)
         body = {
             "model": self._model,
@@ -51,16 +51,16 @@ class Judge:
 
 
 def parse_score(text: str) -> float:
-    """The last "score: x" of a judgement, or else its last number; of "7/10" it is 7.
+    """The last "score: x" of a judgement, else its last number; "7/10" is 7.
 
     Raises RemoteFailure if there is none.
     """
     found = _SCORE.findall(text) or _LAST.findall(text)
     if not found:
-        raise RemoteFailure(f"the judge named no score: {text.strip()[-200:]!r}")
+        raise RemoteFailure(f"the judge gave no score: {text.strip()[-200:]!r}")
     score = float(found[-1])
     if not abs(score) < MAX_SCORE:
-        raise RemoteFailure(f"the judge's score is no number to learn from: {found[-1][:100]!r}")
+        raise RemoteFailure(f"the judge's score is not a usable number: {found[-1][:100]!r}")
     return score
 
 
@@ -68,5 +68,5 @@ def _content(answer: dict[str, object]) -> str:
     try:
         content = answer["choices"][0]["message"]["content"]  # type: ignore[index]
     except (KeyError, IndexError, TypeError) as error:
-        raise RemoteFailure("the judge's answer is no chat completion") from error
+        raise RemoteFailure("the judge's answer is not a chat completion") from error
     return content if isinstance(content, str) else ""

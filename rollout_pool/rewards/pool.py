@@ -1,8 +1,7 @@
-"""Scores parts of rewards as episodes end, in processes of their own, aside from generation.
+"""Scores reward parts in separate processes as episodes end.
 
-A request whose process hangs gets no reward; one whose process dies is asked again once, elsewhere.
-Either way the process is replaced, and no other request notices more than one process fewer for a
-moment.
+A request whose process hangs gets no reward; one whose process dies is retried once in another.
+Either way the process is replaced; other requests only have one process less for a moment.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ END_TIMEOUT_S = 30.0
 """A killed process that is still there after this long is stuck in the kernel."""
 DEFAULT_FACTORY = "rollout_pool.tasks.registry:build_task"
 MAX_STARTS = 3
-"""Times that a process may die while it starts."""
-MAX_ASKED = 2
-"""Times that a request may cost a process its life."""
-_REPLY_LIMIT = 2**20  # bytes; a longer line is a broken process
+"""How often a process may die during its start."""
+MAX_ATTEMPTS = 2
+"""How often a request may kill its process."""
+_REPLY_LIMIT = 2**20  # bytes; the process is broken if it writes a longer line
 
 
 class RewardError(RuntimeError):
@@ -60,7 +59,7 @@ class RewardPool:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
         self.num_restarts = 0
-        """Processes that had to be replaced."""
+        """Number of processes replaced."""
 
     async def start(self) -> None:
         """Start all processes. Raises ValueError if the task refuses its config."""
@@ -69,17 +68,17 @@ class RewardPool:
             self._idle.put_nowait(process)
 
     async def score(self, request: bytes) -> PartScore:
-        """The answer to one line of JSON; waits for a free process, then at most `timeout_s`."""
+        """Answers one line of JSON; waits for a free process, then at most `timeout_s`."""
         came = time.monotonic()
         process = await self._idle.get()
         if self._is_closed:
-            self._idle.put_nowait(process)  # for the next one that waits
+            self._idle.put_nowait(process)  # wakes the next waiting request
             return PartScore(value=0.0, failure="the reward pool was closed")
-        # A caller that gives up leaves the process to end its answer; killing it would cost more.
+        # If the caller is cancelled the process finishes its answer; killing it would cost more.
         return await asyncio.shield(self._spawn(self._answer(process, request, came)))
 
     async def close(self) -> None:
-        """Requests that are open get no answer."""
+        """Open requests get no answer."""
         self._is_closed = True
         await end_tasks(self._tasks)
         await asyncio.gather(*(process.kill() for process in self._processes))
@@ -88,22 +87,22 @@ class RewardPool:
 
     async def _answer(self, process: _ScoringProcess, request: bytes, came: float) -> PartScore:
         waited_s = time.monotonic() - came
-        for asked in range(MAX_ASKED):
-            if asked:
+        for attempt in range(MAX_ATTEMPTS):
+            if attempt:
                 waiting = time.monotonic()
                 process = await self._idle.get()
                 waited_s += time.monotonic() - waiting
             try:
                 return await self._ask(process, request, waited_s)
             except ConnectionError:
-                log.warning("a scoring process died over a request, asked %d times", asked + 1)
+                log.warning("a scoring process died during a request, attempt %d", attempt + 1)
         return PartScore(value=0.0, failure="the scoring process died", waited_s=waited_s)
 
     async def _ask(self, process: _ScoringProcess, request: bytes, waited_s: float) -> PartScore:
-        """Gives the process back, or has it replaced. Raises ConnectionError if it died."""
+        """Returns the process to the pool or replaces it. Raises ConnectionError if it died."""
         has_answered = False
         try:
-            if not process.is_alive:  # killed while it was idle, or could not be started before
+            if not process.is_alive:  # killed while idle, or its start failed
                 self.num_restarts += 1
                 await process.start()
             async with asyncio.timeout(self._timeout_s):
@@ -124,7 +123,7 @@ class RewardPool:
         return PartScore(value=float(reply["reward"]), waited_s=waited_s)
 
     async def _replace(self, process: _ScoringProcess) -> None:
-        """Others go on meanwhile; one that does not start is tried again by the next request."""
+        """Restarts it; if that fails, the next request that gets it tries again."""
         self.num_restarts += 1
         try:
             await process.start()
@@ -141,10 +140,8 @@ class RewardPool:
 
 
 class _ScoringProcess:
-    """One child process, which can be started again.
-
-    Whatever ends it, what its scorers started ends with it, unless that left its process group.
-    """
+    """One child process, which can be restarted. The processes of its scorers end with it, unless
+    they have left its process group."""
 
     def __init__(self, setup: bytes, log_path: Path) -> None:
         self._setup = setup
@@ -156,10 +153,8 @@ class _ScoringProcess:
         return self._child is not None and self._child.wait(0) is None
 
     async def start(self) -> None:
-        """In place of the one that was there, which is killed.
-
-        Raises RewardError if it does not start, ValueError if it refuses its settings.
-        """
+        """Kills the old process and starts a new one. Raises RewardError if it does not start,
+        ValueError if it refuses its settings."""
         for _ in range(MAX_STARTS):
             await self.kill()
             try:
@@ -167,7 +162,7 @@ class _ScoringProcess:
                     await self._begin()
                     greeting = await self.ask(self._setup)
                 break
-            except ConnectionError:  # it died; whatever killed it may not meet the next
+            except ConnectionError:  # it died; the next one may not
                 continue
             except TimeoutError as error:
                 await self.kill()
@@ -194,7 +189,7 @@ class _ScoringProcess:
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_REPLY_LIMIT)
 
     async def ask(self, request: bytes) -> dict[str, Any]:
-        """Raises ConnectionError if the process dies over it."""
+        """Raises ConnectionError if the process dies."""
         self._writer.write(request + b"\n")
         await self._writer.drain()
         try:
@@ -202,21 +197,21 @@ class _ScoringProcess:
             if not line.endswith(b"\n"):
                 raise ConnectionError("the scoring process closed its output")
             return cast(dict[str, Any], json.loads(line))
-        except ValueError as error:  # longer than any reply, or none
-            raise ConnectionError(f"the scoring process talks nonsense: {error}") from error
+        except ValueError as error:  # too long, or not JSON
+            raise ConnectionError(f"the scoring process gave an invalid reply: {error}") from error
 
     async def kill(self) -> None:
-        """It and what it started; nothing if there is none."""
+        """Kills the process and what it started, if there is one."""
         if self._child is None:
             return
-        if not self._clearing.done():  # else its number may be another's
+        if not self._clearing.done():  # else its pid may have been reused
             kill_group(self._child.pid)
         self._writer.close()
-        # Not awaited itself: a caller that is cancelled here must not leave it undone.
+        # asyncio.wait does not cancel it, so a cancelled caller does not leave it half done.
         await asyncio.wait([self._clearing], timeout=END_TIMEOUT_S)
 
 
 async def _clear_up(child: Child) -> None:
-    """What is left when a process has ended."""
+    """Ends what is left of an ended process."""
     await child.exit()
     kill_group(child.pid)

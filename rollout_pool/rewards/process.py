@@ -1,14 +1,14 @@
-"""One scoring process: `python -m rollout_pool.rewards.process`, and the number of its socket.
+"""One scoring process: `python -m rollout_pool.rewards.process <descriptor of its socket>`.
 
-It reads one line of JSON with the task's factory, its config and the seconds in which a part must
-be scored, builds the task, loads the reward functions and says so. Then it answers each line of
-JSON (see `types`) with one line of JSON:
+It reads one line of JSON with the task's factory, its config and the time limit for a part, builds
+the task, loads the reward functions and reports that it is ready. Then it answers each line of JSON
+(see `types`) with one line of JSON:
 
     {"part": "brevity", "prompt": {...}, "answer": "7", ...}  ->  {"reward": 1.0}
-                                                          or  {"error": "why not"}
+                                                          or  {"error": "reason"}
 
-A process of its own because a scorer runs what a model wrote: it may hang or crash. Everything is
-run in its main thread, where the libraries that limit their own time with signals need to be.
+It is a process because a scorer may run what a model wrote, and hang or crash. Scorers run in its
+main thread, as libraries that limit their own time with signals require.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.task import Task
 
 PartScorer = Callable[[PartRequest], object]
-"""What it returns should be a number, but a user may have written it."""
+"""Should return a number, but may be a user's."""
 
 
 def encode_setup(factory: str, config: TaskConfig, timeout_s: float) -> bytes:
@@ -53,11 +53,8 @@ def decode_setup(line: str) -> tuple[str, TaskConfig, float]:
 
 
 def load_parts(task: Task, config: TaskConfig, timeout_s: float) -> dict[str, PartScorer]:
-    """Who scores each part that is scored in a process, which is killed if one takes `timeout_s`;
-    "" is the task itself.
-
-    Raises ValueError naming the setting that is at fault.
-    """
+    """The scorer of each part that is scored in a process; "" is the task itself. The process is
+    killed when one takes `timeout_s`. Raises ValueError naming the setting at fault."""
     parts: dict[str, PartScorer] = {"": _by_task(task)}
     for name, reward in config.rewards.items():
         setting = f"task.rewards.{name}"
@@ -87,7 +84,7 @@ def _by_tests(task: Task, setting: str, timeout_s: float) -> PartScorer:
 
 
 def answer(parts: dict[str, PartScorer], line: str) -> dict[str, object]:
-    """The reply to one request; whatever a scorer raises costs this part alone."""
+    """The reply to one request; an error of a scorer fails only this part."""
     request = decode_request(line)
     try:
         given = parts[request.part](request)
@@ -96,14 +93,14 @@ def answer(parts: dict[str, PartScorer], line: str) -> dict[str, object]:
     try:
         reward = float(given)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        return {"error": f"the reward is no number but {given!r}"[:500]}
+        return {"error": f"the reward is not a number: {given!r}"[:500]}
     if not math.isfinite(reward):
         return {"error": f"the reward is {reward}"}
     return {"reward": reward}
 
 
 def main(number: int) -> None:
-    die_with_parent(signal.SIGKILL)  # a scorer may ignore the SIGTERM that came with its start
+    die_with_parent(signal.SIGKILL)  # SIGKILL, since a scorer may ignore SIGTERM
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     requests, replies = _open_socket(number)
     try:
@@ -119,7 +116,7 @@ def main(number: int) -> None:
 
 
 def _open_socket(number: int) -> tuple[TextIO, TextIO]:
-    """Where requests come from and replies go to, which no process that a scorer starts may use."""
+    """Streams for requests and replies, not inherited by processes that a scorer starts."""
     os.set_inheritable(number, False)
 
     def give_up() -> None:

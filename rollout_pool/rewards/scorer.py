@@ -1,7 +1,7 @@
-"""The reward of an episode: its named parts, all asked for at once, and their weighted sum.
+"""The reward of an episode: named parts, scored concurrently, and their weighted sum.
 
           ┌─ task, function, code_tests ──► scoring process
-episode ──┼─ env ──► is there already            ──► sum of weight x part ──► Score
+episode ──┼─ env ──► known already               ──► sum of weight x part ──► Score
           └─ http, judge, teacher ──► service
 """
 
@@ -38,28 +38,25 @@ Columns = tuple[Mapping[str, FloatArray], ...]
 
 @dataclass(kw_only=True, slots=True)
 class _Part:
-    """What became of one part."""
+    """The result of one part."""
 
     value: float = 0.0
     failure: str | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Named numbers beside it."""
+    """Further named numbers."""
     columns: Columns = ()
 
 
 def needs_processes(config: TaskConfig) -> bool:
-    """Whether any part is scored in a scoring process. Without named parts the task may be."""
+    """Whether a part, or without parts the task, may be scored in a scoring process."""
     return not config.rewards or any(r.kind in IN_PROCESS for r in config.rewards.values())
 
 
 class EpisodeScorer:
-    """A `Scorer` by `task.rewards`. Made and used in one event loop."""
+    """The `Scorer` of `task.rewards`. Used in one event loop."""
 
     def __init__(self, config: TaskConfig, *, task: Task, pool: ScoringPool) -> None:
-        """`pool` scores what `needs_processes` speaks of; it is not closed with this.
-
-        Raises ValueError naming the setting that is at fault.
-        """
+        """`pool` is not closed by `close`. Raises ValueError naming the setting at fault."""
         self._rewards = config.rewards
         self._task = task
         self._pool = pool
@@ -67,7 +64,7 @@ class EpisodeScorer:
         if len(teachers) > 1:
             raise ValueError(
                 f"task.rewards.{teachers[1]}.kind=teacher: there is one already, and a trajectory "
-                "has one column of a teacher's log-probabilities; leave one of them out"
+                "has one column of teacher log-probabilities; remove one of them"
             )
         self._services = {
             name: _SERVICES[reward.kind](name, reward)
@@ -82,18 +79,18 @@ class EpisodeScorer:
         return self._queue.seconds
 
     async def score(self, prompt: Prompt, episode: Episode) -> Score:
-        """A part that cannot be had counts 0 and is told; where a service is to blame, the episode
-        is unscored. Never raises for it."""
-        asked = self._rewards or _usual(episode)
+        """Never raises for a failed part, which counts as 0 and is logged; if its service failed,
+        the episode is unscored."""
+        rewards = self._rewards or _usual(episode)
         answers = await asyncio.gather(
-            *(self._part(name, reward, prompt, episode) for name, reward in asked.items())
+            *(self._part(name, reward, prompt, episode) for name, reward in rewards.items())
         )
         total = 0.0
         parts: dict[str, float] = dict(episode.env_parts)
         failures: dict[str, str] = {}
         columns: Columns = ()
         is_unscored = False
-        for (name, reward), answer in zip(asked.items(), answers, strict=True):
+        for (name, reward), answer in zip(rewards.items(), answers, strict=True):
             columns = columns or answer.columns
             if answer.failure is not None:
                 failures[name] = answer.failure
@@ -125,7 +122,7 @@ class EpisodeScorer:
             return await self._at_service(name, prompt, episode)
         except RemoteFailure as error:
             return _Part(failure=str(error))
-        except Exception as error:  # whatever a service made of it: it costs this episode alone
+        except Exception as error:  # must not fail other episodes
             log.warning("prompt %d: %s", prompt.index, name, exc_info=error)
             return _Part(failure=f"{type(error).__name__}: {error}"[:500])
 
@@ -158,7 +155,7 @@ class EpisodeScorer:
     def _solution(self, prompt: Prompt) -> str:
         try:
             return self._task.solution(prompt)
-        except Exception as error:  # a user's code, or a data set without solutions
+        except Exception as error:  # a user's task, or a data set without solutions
             why = f"{type(error).__name__}: {error}"
             raise RemoteFailure(f"no solution for the judge: {why}"[:500]) from error
 
@@ -167,19 +164,19 @@ class EpisodeScorer:
 
 
 def _usual(episode: Episode) -> dict[str, RewardConfig]:
-    """Where nothing is said of rewards: the environment knows, or else the task does."""
+    """The default reward: the environment's if it gave one, else the task's score."""
     kind = RewardKind.task if episode.env_reward is None else RewardKind.env
     return {kind.name: RewardConfig(kind=kind)}
 
 
 class WaitMeter:
-    """Adds up the time in which anybody waited; those who wait together count once."""
+    """Measures the time during which at least one episode waited."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._until = 0.0
 
     def add(self, start: float, end: float) -> None:
-        """Somebody waited from `start` to `end`; told in the order of the ends, more or less."""
+        """An episode waited from `start` to `end`. Call it roughly in the order of `end`."""
         self.seconds += max(0.0, end - max(start, self._until))
         self._until = max(self._until, end)

@@ -1,4 +1,4 @@
-"""Calls to a service that scores: retried, spaced out, bounded in number; a key is never told."""
+"""Calls to a scoring service: retried, rate-limited, bounded in number. Keys are never logged."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from configs.rollout_schema import RewardConfig
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 MAX_AT_ONCE = 64
-"""Calls of one part that are under way."""
+"""Concurrent calls of one part."""
 MAX_ANSWER_BYTES = 64 * 2**20
 MAX_SCORE = 1e9
-"""A number beyond it is no reward: somebody repeats a digit."""
+"""A larger number is no reward: models may repeat a digit without end."""
 _WORTH_ANOTHER_TRY = (408, 425, 429)
-"""Besides every 5xx."""
+"""In addition to every 5xx."""
 
 
 class RemoteFailure(RuntimeError):
-    """A service gave no usable answer in the attempts that it had; the message says why."""
+    """A service gave no usable answer in all attempts; the message says why."""
 
 
 class _Refused(Exception):
-    """One attempt failed in a way that may pass."""
+    """One attempt failed; another may succeed."""
 
     def __init__(self, why: str, pause_s: float | None = None) -> None:
-        """`pause_s`: how long the service wants to be left alone."""
+        """`pause_s`: the service's Retry-After."""
         super().__init__(why)
         self.pause_s = pause_s
 
 
 class Spacing:
-    """At most `per_second` a second, evenly. None lets all through at once."""
+    """Spaces calls evenly, at most `per_second`; None does not limit."""
 
     def __init__(self, per_second: float | None) -> None:
         self._gap_s = 0.0 if per_second is None else 1.0 / per_second
@@ -57,10 +57,10 @@ class Spacing:
 
 
 class RemoteService:
-    """Where one part of the reward is asked for. Used in one event loop."""
+    """The service of one reward part. Used in one event loop."""
 
     def __init__(self, part: str, config: RewardConfig, path: str = "") -> None:
-        """`path` is put behind the configured URL. Raises ValueError if the key is not there."""
+        """`path` is appended to the configured URL. Raises ValueError if the key is missing."""
         assert config.url is not None, part
         self._url = config.url.rstrip("/") + path if path else config.url
         self._name = _without_secrets(self._url)
@@ -77,12 +77,12 @@ class RemoteService:
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             timeout=config.timeout_s,
             limits=httpx.Limits(max_connections=MAX_AT_ONCE),
-            trust_env=False,  # a proxy of the environment is not for the cluster's own services
+            trust_env=False,  # no proxy to the cluster's own services
         )
 
     async def ask(self, body: Mapping[str, Any], key: str) -> dict[str, Any]:
-        """The JSON object that the service answers. `key` is the same for all attempts, so that
-        the service can tell a repeated request from a new one. Raises RemoteFailure."""
+        """The service's answer, a JSON object. `key` is the same for all attempts, so that the
+        service can recognise a retry. Raises RemoteFailure."""
         content = json.dumps(body).encode()
         async with self._room:
             for attempt in range(self._max_retries + 1):
@@ -103,7 +103,7 @@ class RemoteService:
         headers = {"Content-Type": "application/json", "Idempotency-Key": key}
         request = self._client.build_request("POST", self._url, content=content, headers=headers)
         try:
-            # httpx limits each read; a service that trickles would never end.
+            # httpx limits each read only, which a slow trickle never exceeds.
             async with asyncio.timeout(self._timeout_s):
                 response = await self._client.send(request, stream=True)
                 try:
@@ -122,14 +122,14 @@ class RemoteService:
             raise _Refused(f"HTTP {status}", _retry_after_s(response.headers))
         if status >= 300:
             text = answer.decode("utf-8", "replace")
-            told = text.replace(self._key, "(key)") if self._key else text
-            raise RemoteFailure(f"{self._name}: HTTP {status}: {told[:200]}")
+            detail = text.replace(self._key, "(key)") if self._key else text
+            raise RemoteFailure(f"{self._name}: HTTP {status}: {detail[:200]}")
         try:
             parsed = json.loads(answer)
         except ValueError as error:
-            raise RemoteFailure(f"{self._name}: answers no JSON") from error
+            raise RemoteFailure(f"{self._name}: the answer is not JSON") from error
         if not isinstance(parsed, dict):
-            raise RemoteFailure(f"{self._name}: answers no JSON object")
+            raise RemoteFailure(f"{self._name}: the answer is not a JSON object")
         return parsed
 
 
@@ -142,15 +142,15 @@ async def _read(response: httpx.Response) -> bytes:
     return bytes(content)
 
 
-def _pause_s(attempt: int, asked_for_s: float | None) -> float:
-    """Longer each time, and not the same for all who failed together."""
+def _pause_s(attempt: int, retry_after_s: float | None) -> float:
+    """Exponential back-off with jitter."""
     longest = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0**attempt)
     pause_s = random.uniform(longest / 2, longest)
-    return pause_s if asked_for_s is None else min(MAX_PAUSE_S, asked_for_s) + pause_s / 10
+    return pause_s if retry_after_s is None else min(MAX_PAUSE_S, retry_after_s) + pause_s / 10
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds, from a number or a date."""
+    """In seconds, from a number or a date."""
     value = headers.get("Retry-After")
     if value is None:
         return None
@@ -170,13 +170,13 @@ def _key(part: str, variable: str | None) -> str:
         return ""
     if not (key := os.environ.get(variable, "")):
         raise ValueError(
-            f"task.rewards.{part}.api_key_env={variable!r}: there is no such environment variable "
-            "where the rollout workers run; set it before the run is launched"
+            f"task.rewards.{part}.api_key_env={variable!r}: this environment variable is not set "
+            "for the rollout workers; set it before launching the run"
         )
     return key
 
 
 def _without_secrets(url: str) -> str:
-    """Neither user, password nor query."""
+    """The URL without user, password and query."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

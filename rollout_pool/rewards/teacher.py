@@ -1,13 +1,13 @@
 """A teacher's log-probability of every token of an episode, for on-policy distillation.
 
-From /completions of an OpenAI-compatible server that gives log-probabilities of its prompt (SGLang,
-vLLM): the tokens go in as the prompt, come back as an echo, and one token is sampled and left out.
+Requested from /completions of an OpenAI-compatible server that returns prompt log-probabilities
+(SGLang, vLLM): the tokens are the prompt, which is echoed; the one sampled token is ignored.
 
     tokens             5     6     7    10
     token_logprobs   null  -1.2  -0.3  -2.0  | -0.7     of the sampled one
     teacher_logprobs   0   -1.2  -0.3  -2.0             position t: of token t, given those before
 
-The teacher must have the student's vocabulary: tokens go there by number.
+The teacher must have the student's vocabulary: tokens are sent as ids.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Teacher:
 
     async def columns(self, branches: Sequence[Branch], key: str) -> list[dict[str, FloatArray]]:
         """One [T] column for each branch, 0 at its first token. Raises RemoteFailure."""
-        asked = (self._ask(b.tokens, f"{key}-{place}") for place, b in enumerate(branches))
-        return [{COLUMN: column} for column in await asyncio.gather(*asked)]
+        columns = (self._ask(b.tokens, f"{key}-{place}") for place, b in enumerate(branches))
+        return [{COLUMN: column} for column in await asyncio.gather(*columns)]
 
     async def close(self) -> None:
         await self._service.close()
@@ -51,7 +51,7 @@ class Teacher:
 
 
 def read_logprobs(answer: dict[str, object], num_tokens: int) -> FloatArray:
-    """[num_tokens] Raises RemoteFailure if the server gave none of its prompt."""
+    """[num_tokens]. Raises RemoteFailure if the server did not return the prompt's."""
     try:
         given = answer["choices"][0]["logprobs"]["token_logprobs"]  # type: ignore[index]
     except (KeyError, IndexError, TypeError) as error:
@@ -60,11 +60,11 @@ def read_logprobs(answer: dict[str, object], num_tokens: int) -> FloatArray:
         number = len(given) if isinstance(given, list) else 0
         raise RemoteFailure(
             f"the teacher gave {number} log-probabilities for {num_tokens} tokens: its server must "
-            "echo the prompt's (SGLang and vLLM do), and take tokens by number"
+            "echo the prompt's (SGLang and vLLM do), and accept token ids"
         )
     if not all(isinstance(logprob, int | float) for logprob in given[1:num_tokens]):
-        raise RemoteFailure("the teacher left out log-probabilities of some tokens")
+        raise RemoteFailure("the teacher omitted the log-probabilities of some tokens")
     logprobs = np.asarray([0.0, *given[1:num_tokens]], np.float32)
     if not np.isfinite(logprobs).all() or (logprobs > 0).any():
-        raise RemoteFailure("the teacher gave log-probabilities that are none")
+        raise RemoteFailure("the teacher gave invalid log-probabilities")
     return logprobs

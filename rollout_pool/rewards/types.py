@@ -1,7 +1,7 @@
-"""What an episode is worth, and one part of it on its way to a scoring process and back.
+"""Scores of episodes, and the format of requests to scoring processes.
 
-A request is one line of JSON, written once where the episode ended and read once by the process
-that answers it; whatever lies between hands on the bytes.
+A request is one line of JSON, encoded once where the episode ended and decoded once in the process
+that answers it; everything between passes on the bytes.
 """
 
 from __future__ import annotations
@@ -20,55 +20,53 @@ from rollout_pool.tasks.task import Prompt
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Score:
-    """Of one episode."""
+    """The reward of one episode."""
 
     reward: float
     """The weighted sum of the parts."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Unweighted, by name."""
     failures: Mapping[str, str] = field(default_factory=dict)
-    """Part -> why it could not be had; it counts as 0 in the sum."""
+    """Failed part -> reason; it counts as 0 in the sum."""
     is_unscored: bool = False
-    """A service that the reward needs gave no usable answer: what the episode is worth is not
-    known, and nothing may be learned from it. Where the completion itself is to blame (it broke its
-    scorer, or took too long in it) the part is an honest 0."""
+    """A service that the reward needs gave no usable answer: the reward is unknown and must not be
+    trained on. If the completion is at fault (scorer crash, timeout), the part is 0."""
     columns: tuple[Mapping[str, FloatArray], ...] = ()
-    """For each branch further per-token columns, such as a teacher's log-probabilities; empty if
-    there are none."""
+    """Further per-token columns of each branch, such as a teacher's log-probabilities."""
 
     @property
     def reasons(self) -> str:
-        """Of all failures, by part."""
+        """All failures as text, by part."""
         return "; ".join(f"{name}: {why}" for name, why in self.failures.items())
 
 
 class Scorer(Protocol):
-    """Scores episodes as they end, each by itself, while others still go on."""
+    """Scores single episodes as they end."""
 
     async def score(self, prompt: Prompt, episode: Episode) -> Score:
-        """Never raises for what an episode or a remote service did: see `Score.failures`."""
+        """Never raises for an error of an episode or a service: see `Score.failures`."""
         ...
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PartScore:
-    """`failure` says why there is no honest value; `value` is then 0."""
+    """If there is a `failure`, `value` is 0."""
 
     value: float
     failure: str | None = None
     waited_s: float = 0.0
-    """Until a scoring process was free."""
+    """Time until a scoring process was free."""
 
 
 class ScoringPool(Protocol):
-    """Scoring processes: a worker's own, or those of actors on other hosts."""
+    """Scoring processes of the worker, or of actors on other hosts."""
 
     async def start(self) -> None:
-        """Until all are ready. Raises ValueError if the task refuses its config."""
+        """Waits until all are ready. Raises ValueError if the task refuses its config."""
         ...
 
     async def score(self, request: bytes) -> PartScore:
-        """Of one part. Never raises for what a request does to a process."""
+        """Scores one part. Never raises if a request breaks its process."""
         ...
 
     async def close(self) -> None: ...
@@ -76,16 +74,16 @@ class ScoringPool(Protocol):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EpisodeView:
-    """What a reward function of a user sees of an episode."""
+    """An episode as a user's reward function sees it."""
 
     messages: tuple[Message, ...]
     """The whole conversation."""
     answer: str
-    """The model's last words."""
+    """The model's last message."""
     num_turns: int
-    """Answers of the model."""
+    """Number of the model's answers."""
     env_reward: float | None
-    """Sum of what the environment gave; None if it gave nothing."""
+    """Sum of the environment's rewards; None if it gave none."""
     end: str
     """"done", or why it was broken off: see Episode.end."""
 
@@ -99,7 +97,7 @@ class PartRequest:
 
 
 def encode_request(part: str, prompt: Prompt, episode: Episode, *, with_messages: bool) -> bytes:
-    """One line. Without its messages an episode is scored by its answer alone."""
+    """One line of JSON. Without messages the scorer sees only the answer."""
     return json.dumps(
         {
             "part": part,

@@ -1,17 +1,17 @@
-"""How many samples an engine is given at once; pure, one step for each look at the engine's load.
+"""Adaptive limit on the samples in flight at an engine. Pure; one step per load report.
 
-Too few leave the engine idle, too many fill its KV cache: then it takes running samples out again
-and computes them anew later. The best number depends on lengths that are unknown beforehand, so it
-is sought as TCP seeks its window:
+Too few leave the engine idle; too many fill its KV cache, and then it preempts running samples and
+recomputes them later. The best number depends on lengths that are unknown beforehand, so the limit
+adapts like TCP's window:
 
     until it first falls   doubles while twice the tokens would still fit
-    room again             half the way back to where it fell last; close to that, and somewhat
-                           above, + 1 at each look; beyond, + a little more
+    room again             half the way back to where it last fell; near that, and slightly
+                           above, + 1 per step; beyond, a little more
     preemption, KV full    x 0.8
     a queue that stays     x 0.9
 
-It grows only while all slots are taken, and falls once for one cause: not again before so many
-samples have ended that it is kept.
+It grows only while all slots are taken. After a fall it does not fall again before enough samples
+have ended to meet it.
 """
 
 from __future__ import annotations
@@ -19,43 +19,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 START = 16
-"""Samples in flight when the first load is seen, unless more are."""
+"""The limit at the first load report, unless more samples are in flight."""
 KV_FULL = 0.95
 KV_ROOM = 0.85
-"""Below it there is room for more: samples that are there still grow."""
+"""KV usage below which there is room for more; running samples still grow."""
 FACTOR_FULL = 0.8
 FACTOR_QUEUE = 0.9
 QUEUE_SHARE = 0.05
-"""Share of the running requests: a shorter queue only bridges the time until the next one comes."""
+"""As a share of the running requests; a shorter queue is normal."""
 QUEUE_PATIENCE = 3
-"""Looks that a longer queue must last: a commit puts all requests back for a moment."""
+"""Reports that a longer queue must last: a commit briefly requeues all requests."""
 GROWTH_STEPS = 32
-"""From nothing to the most in so many steps."""
+"""Number of steps from 0 to the maximum."""
 CAREFUL_FROM = 0.9
 CAREFUL_TO = 1.25
-"""Shares of the limit from which it fell last: between them the next fall is near, if the lengths
-are still what they were."""
+"""As shares of the limit from which it last fell: between them the next fall is near, unless the
+lengths have changed."""
 IN_USE = 0.9
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LoadSample:
-    """One look at an engine."""
+    """One load report of an engine."""
 
     num_in_flight: int
-    """Samples of the process whose limit it is."""
+    """Samples of this process."""
     num_running: int
     num_queued: int
     kv_usage: float
     expected_usage: float
-    """Share of the KV cache that the samples in flight will hold if they become as long as others
-    were."""
+    """Share of the KV cache that the samples in flight will hold at their expected lengths."""
     num_preempted: int = 0
-    """Since the last look."""
+    """Since the last report."""
 
 
 class AdaptiveLimit:
-    """Between 1 and `most`; it is `most` until a load is seen."""
+    """A limit between 1 and `most`; `most` until the first load report."""
 
     def __init__(self, most: int) -> None:
         assert most >= 1
@@ -64,7 +63,7 @@ class AdaptiveLimit:
         self._has_begun = False
         self._fell_from: int | None = None
         self._is_settling = False
-        """It has fallen, and more samples than it allows are still in flight."""
+        """It has fallen, and more samples than allowed are still in flight."""
         self._queue_age = 0
 
     @property
@@ -87,7 +86,7 @@ class AdaptiveLimit:
             self._grow(max(seen.kv_usage, seen.expected_usage))
 
     def restart(self) -> None:
-        """The engine is a new one."""
+        """Call when the engine was restarted."""
         self._has_begun = self._is_settling = False
         self._fell_from = None
         self._queue_age = 0

@@ -1,4 +1,4 @@
-"""The interface of an inference engine: requests, answers and load, whichever engine it is."""
+"""The interface of an inference engine: requests, answers and load."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rollout_pool.sampling.sample import Sample
 
 
 class EngineError(RuntimeError):
-    """An engine did not do what it was asked; the message names the engine."""
+    """An engine's call failed; the message names the engine."""
 
 
 class SampleRefused(EngineError):
-    """One sample was turned down or written unusably, by an engine that is well otherwise."""
+    """A healthy engine refused one sample or returned unusable tokens for it."""
 
 
 class BadLogprobs(ValueError):
@@ -23,12 +23,12 @@ class BadLogprobs(ValueError):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EngineLoad:
-    """An engine's own report, over the requests of all its clients."""
+    """An engine's load report, over the requests of all its clients."""
 
     num_running: int
     num_queued: int
     num_tokens: int
-    """Held in the KV cache, and queued to be computed into it."""
+    """Tokens in the KV cache and tokens queued for it."""
     capacity: int
     """Tokens that the KV cache can hold."""
     kv_usage: float
@@ -42,38 +42,38 @@ class EngineClient(Protocol):
     def name(self) -> str: ...
 
     def note_version(self, version: int) -> None:
-        """The engine serves `version` now."""
+        """Call when the engine serves `version`."""
         ...
 
     async def generate(
         self, sample: Sample, request_id: str, on_arrival: Callable[[], None] | None = None
     ) -> None:
-        """Adds what the engine writes to `sample`, from where it stands, until it has ended.
+        """Continues `sample` until it has ended.
 
-        Tokens are added as they arrive, with their log-probabilities and versions; `on_arrival` is
-        called after each time. `request_id` must be unique among all that the engine ever gets, and
-        none may begin with another. Returns without a finish_reason only after `stop`. Raises
-        EngineError or BadLogprobs; what has arrived before stays in the sample and is good. When
-        cancelled, the engine is asked to stop.
+        Appends tokens as they arrive, with log-probabilities and versions, and then calls
+        `on_arrival`. `request_id` must be unique for the engine, and none may be a prefix of
+        another. Returns without a finish_reason only after `stop`. Raises EngineError or
+        BadLogprobs; tokens that arrived before stay in the sample and are valid. Cancelling it
+        stops the engine's request.
         """
         ...
 
     def stop(self, request_id: str) -> None:
-        """Let `generate` return soon, with all that the engine has written and exact versions."""
+        """Lets `generate` return soon, with all tokens so far and exact versions."""
         ...
 
 
 class LoadSource(Protocol):
-    """An engine that can be asked how busy it is."""
+    """An engine that reports its load."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def num_preemptions(self) -> int:
-        """How often requests of this client lost their KV cache for lack of memory, so far."""
+        """How often requests of this client have lost their KV cache for lack of memory."""
         ...
 
     async def load(self) -> EngineLoad | None:
-        """None if it lives but cannot report it. Raises EngineError if it does not answer."""
+        """None if the engine cannot report its load. Raises EngineError if it does not answer."""
         ...

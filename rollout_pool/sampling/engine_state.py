@@ -1,8 +1,8 @@
-"""One engine as the router sees it: who may go there, how many are there, and how well it does.
+"""The router's state of one engine: slots, load, version and health.
 
-Breaker          keeps requests away from an engine that fails
+Breaker          keeps requests away from a failing engine
 EngineState      its slots, load, version and health
-Slot             room for one sample, taken by the router and released by the sampler
+Slot             one sample's place, taken by the router and released by the sampler
 StickySessions   which engine holds the prefix of a session
 """
 
@@ -30,7 +30,7 @@ class BreakerState(Enum):
 
 
 class Breaker:
-    """Keeps requests away from one engine while it fails (pure: its clock is handed in).
+    """Circuit breaker of one engine (pure: the time is passed in).
 
     closed ──3 failures in a row──► open ──delay over──► half open ──first tokens──► closed
                                      ▲                     │ one request on trial
@@ -44,24 +44,24 @@ class Breaker:
         self._last_failure = self._last_success = float("-inf")
         self._is_on_trial = False
         self.retry_at = float("-inf")
-        """When an engine that has failed is worth another try."""
+        """When a failed engine may be tried again."""
 
     @property
     def state(self) -> BreakerState:
         return self._state
 
     def admits(self, now: float) -> bool:
-        """Whether a request may go there now."""
+        """Whether a request may be sent now."""
         if self._state is BreakerState.closed:
             return True
         return now >= self.retry_at and not self._is_on_trial
 
     def is_mended(self, failed_at: float, now: float) -> bool:
-        """Whether a sample that failed there at `failed_at` may try again now."""
+        """Whether a sample that failed here at `failed_at` may be sent again."""
         return self._last_success > failed_at or now >= self.retry_at
 
     def begin(self) -> bool:
-        """A request goes there, as `admits` allowed. Returns whether it is on trial."""
+        """A request is sent, as `admits` allowed. Returns whether it is on trial."""
         if self._state is BreakerState.closed:
             return False
         self._state = BreakerState.half_open
@@ -69,7 +69,7 @@ class Breaker:
         return True
 
     def succeed(self, now: float) -> None:
-        """A request got tokens."""
+        """A request received tokens."""
         self._state = BreakerState.closed
         self._num_failures = self._num_delays = 0
         self._last_success = now
@@ -78,7 +78,7 @@ class Breaker:
     def fail(self, begun: float, now: float) -> None:
         """A request that began at `begun` failed.
 
-        All that were under way when the engine fell fail together: that is one delay, not many.
+        Requests that were in flight when the engine failed fail together and count as one failure.
         """
         is_new = begun >= self._last_failure
         self._last_failure = now
@@ -94,21 +94,21 @@ class Breaker:
         self._is_on_trial = False
 
     def withdraw(self) -> None:
-        """The request on trial ended; if it did not decide about the engine, another may try."""
+        """The trial request ended; if without a result, another may be sent."""
         self._is_on_trial = False
 
     def expect(self, now: float) -> None:
-        """The engine is said to be back: no delay any more, but one request on trial first."""
+        """The engine is reported back: skip the delay, but send one trial request first."""
         self.retry_at = now
         self._num_delays = 0
 
 
 MAX_SESSIONS = 65_536
-"""Beyond it the least recently used are forgotten, which costs a prefill and nothing else."""
+"""Beyond this the least recently used are dropped, which only costs a prefill."""
 
 
 class StickySessions:
-    """The engine that holds the prefix of each session, by name."""
+    """For each session the name of the engine that holds its prefix."""
 
     def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
         self._max_sessions = max_sessions
@@ -124,13 +124,13 @@ class StickySessions:
             self._homes.popitem(last=False)
 
     def lose(self, engine: str) -> None:
-        """The engine holds no prefix any more."""
+        """The engine has lost its prefixes."""
         for session in [s for s, home in self._homes.items() if home == engine]:
             del self._homes[session]
 
 
 EVALUATION_SHARE = 1 / 8
-"""Share of an engine's limit that evaluation samples have beside the slots of the rollouts."""
+"""Slots for evaluation samples, beside those for rollouts, as a share of an engine's limit."""
 
 
 class EngineState:
@@ -156,7 +156,7 @@ class EngineState:
 
     @property
     def tokens(self) -> float:
-        """Expected tokens of all samples here, those of other workers included."""
+        """Expected tokens of all samples here, including other workers'."""
         return self._tokens + self._others_tokens
 
     @property
@@ -165,12 +165,12 @@ class EngineState:
 
     @property
     def limit(self) -> int:
-        """Samples that may be in flight at once."""
+        """Most samples in flight."""
         return self._limit.value
 
     def has_slot(self, priority: Priority) -> bool:
-        """Evaluation samples have slots beside the limit: an evaluation neither waits for slots of
-        the rollouts nor takes any from them."""
+        """Evaluation samples have their own slots, so that they neither wait for rollouts nor delay
+        them."""
         beside = max(1, int(EVALUATION_SHARE * self.limit))
         num_evaluations = self._num_in_flight[Priority.evaluation]
         if priority is Priority.evaluation and num_evaluations < beside:
@@ -178,23 +178,23 @@ class EngineState:
         return self.num_in_flight - min(beside, num_evaluations) < self.limit
 
     def may_serve(self, min_version: int, *, is_pinned: bool) -> bool:
-        """Whether it serves what such a sample needs, whatever its health.
+        """Whether it serves what such a sample needs, regardless of its health.
 
-        An engine that is requested by name need not serve what can be trained on, nor be known to
-        serve at all: an evaluation holds it at a version of its own.
+        An engine requested by name need not be registered as serving, nor serve a version that can
+        be trained on: an evaluation holds it at its own version.
         """
         if self.serves is None:
             return is_pinned
         return self.serves >= min_version and (self.may_roll_out or is_pinned)
 
     def is_healthy(self, now: float) -> bool:
-        """An engine that has failed and does not even report its load is not worth a sample."""
+        """False for an engine that has failed and does not report its load either."""
         if self._is_silent and self.breaker.state is not BreakerState.closed:
             return False
         return self.breaker.admits(now)
 
     def take(self, priority: Priority, tokens: int, now: float) -> bool:
-        """Whether the sample is on trial: what becomes of it decides about the engine."""
+        """Takes a slot. Returns whether the sample is the breaker's trial request."""
         self._num_in_flight[priority] += 1
         self._tokens += tokens
         self.last_progress = now
@@ -216,7 +216,7 @@ class EngineState:
         self.may_roll_out = may_roll_out
 
     def note_load(self, load: EngineLoad | None, num_preempted: int) -> None:
-        """`load` is None if the engine lives but cannot report it."""
+        """`load` is None if the engine is alive but cannot report it."""
         self._is_silent = False
         if load is None or not load.capacity:
             return
@@ -237,7 +237,7 @@ class EngineState:
         self._is_silent = True
 
     def _estimate_others(self, load: EngineLoad) -> float:
-        """Requests that are not ours are taken to be like ours, or as the engine's average."""
+        """Tokens of other workers' requests, assumed to be like ours or the engine's average."""
         number = load.num_running + load.num_queued
         own = self.num_in_flight
         if number <= own:
@@ -247,7 +247,7 @@ class EngineState:
 
 
 class Slot:
-    """Room for one sample at one engine, until `release`."""
+    """The place of one sample at one engine, until `release`."""
 
     def __init__(
         self,
@@ -270,13 +270,13 @@ class Slot:
         return self._engine.client
 
     def progress(self) -> None:
-        """Tokens have come."""
+        """Call when tokens have arrived."""
         now = time.monotonic()
         self._engine.last_progress = now
         self._engine.breaker.succeed(now)
 
     def fail(self) -> float:
-        """The engine did not do what it was asked. Returns the time, for `assign`'s `failed`."""
+        """Call when the engine failed. Returns the time, for `assign`'s `failed`."""
         now = time.monotonic()
         self._engine.breaker.fail(self.begun, now)
         return now

@@ -1,8 +1,8 @@
 """Samples that wait for a slot at an engine, in the order in which they are served.
 
-Samples that need the same of an engine share a queue: where its first finds no slot, none of it
-does. So the cost of serving the line grows with the number of queues, not of samples. One timer
-watches over all of them and ends the wait of samples that no engine makes progress for.
+Samples with the same needs share a queue: if its first finds no slot, none does. So the cost of
+serving grows with the number of queues, not of samples. One timer ends the wait of samples for
+which no engine makes progress.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _arrivals = count()
 
 
 class Needs(NamedTuple):
-    """The requirements that decide which engines may serve a sample."""
+    """What decides which engines may serve a sample."""
 
     engine: str | None
     """The only engine that may serve it, if one was named."""
@@ -30,36 +30,36 @@ class Needs(NamedTuple):
 
 
 class QueueKey(NamedTuple):
-    """The samples of one queue have these in common."""
+    """What the samples of one queue have in common."""
 
     needs: Needs
     failed: frozenset[str]
-    """Engines that failed them, at whatever time."""
+    """Engines that failed them."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Waiter:
-    """One sample. Those of equal order are served first come, first served."""
+    """One waiting sample. Equal orders are served first come, first served."""
 
     sample: Sample
     tokens: int
-    """Tokens that it is expected to hold in the end."""
+    """Its expected final number of tokens."""
     failed: Mapping[str, float]
-    """Engines at which it failed, with the time: others are preferred."""
+    """Engines at which it failed, with the time; others are preferred."""
     joined_at: float
     granted: asyncio.Future[Slot]
     order: tuple[int, int] = field(init=False)
     key: QueueKey = field(init=False)
 
     def __post_init__(self) -> None:
-        # Taken now: the line finds it by them when it leaves.
+        # Fixed now: the line finds the waiter by them when it leaves.
         self.order = (self.sample.order, next(_arrivals))
         needs = Needs(self.sample.engine, self.sample.min_version)
         self.key = QueueKey(needs, frozenset(self.failed))
 
 
 class WaitingLine:
-    """All that wait: every rollout before every evaluation, and the lowest order first."""
+    """All waiting samples: rollouts before evaluations, then the lowest order first."""
 
     def __init__(self) -> None:
         self._queues: dict[Priority, dict[QueueKey, list[Waiter]]] = {p: {} for p in Priority}
@@ -69,7 +69,7 @@ class WaitingLine:
         return len(self._of_sample)
 
     def queues(self, priority: Priority) -> dict[QueueKey, list[Waiter]]:
-        """None of them empty, each in order. A copy of the mapping, not of the queues."""
+        """The non-empty queues, each in order. The mapping is a copy, the queues are not."""
         return dict(self._queues[priority])
 
     def find(self, sample: Sample) -> Waiter | None:
@@ -82,7 +82,7 @@ class WaitingLine:
         insort(queue, waiter, key=_order)
 
     def leave(self, waiter: Waiter) -> None:
-        """Nothing happens if it has left before."""
+        """Does nothing if it has left already."""
         if self._of_sample.get(waiter.sample) is not waiter:
             return
         del self._of_sample[waiter.sample]
@@ -102,15 +102,15 @@ class _Waiters:
     """Waiters with the same needs, first come first."""
 
     progress_at: float = float("-inf")
-    """When an engine that may serve them was last seen to make progress."""
+    """When an engine that may serve them last made progress."""
     waiters: dict[Waiter, None] = field(default_factory=dict)
 
 
 class StarvationTimer:
-    """Calls `give_up` with each waiter for which no engine did anything for `timeout_s`.
+    """Calls `give_up` with each waiter for which no engine made progress for `timeout_s`.
 
-    A sample may wait as long as an engine that may serve it makes progress with any sample. The
-    waiter that is given up must leave.
+    A sample may wait while any engine that may serve it makes progress with any sample. `give_up`
+    must make the waiter leave.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class StarvationTimer:
         last_progress: Callable[[Needs], float],
         give_up: Callable[[Waiter], None],
     ) -> None:
-        """`last_progress`: of the engines that may serve such needs now."""
+        """`last_progress`: of the engines that can serve these needs now."""
         self._timeout_s = timeout_s
         self._last_progress = last_progress
         self._give_up = give_up
@@ -128,13 +128,13 @@ class StarvationTimer:
         self._alarm: asyncio.TimerHandle | None = None
 
     def join(self, waiter: Waiter) -> None:
-        """Waiters join in the order in which they came."""
+        """Waiters must join in the order of their arrival."""
         self._by_needs.setdefault(waiter.key.needs, _Waiters()).waiters[waiter] = None
         if self._alarm is None:
             self._set_alarm(waiter.joined_at + self._timeout_s)
 
     def leave(self, waiter: Waiter) -> None:
-        """Nothing happens if it has left before."""
+        """Does nothing if it has left already."""
         waiting = self._by_needs.get(waiter.key.needs)
         if waiting is None:
             return
@@ -146,7 +146,7 @@ class StarvationTimer:
             self._alarm = None
 
     def note_progress(self) -> None:
-        """Must be called before an engine changes in what it may serve."""
+        """Must be called before what an engine may serve changes."""
         for needs, waiting in self._by_needs.items():
             waiting.progress_at = max(waiting.progress_at, self._last_progress(needs))
 

@@ -1,12 +1,12 @@
-"""Chooses the engine for a sample: the least loaded of those that may have it and have room.
+"""Chooses the engine for a sample: the least loaded one that may serve it and has a free slot.
 
     assign() ──► waiting line, by priority and order ──► slot at an engine ──► release()
                      ▲   served whenever a slot, an engine, a version
                      └── or a better limit comes
 
-An engine may have samples while it serves a version whose tokens can still be trained. One that is
-starting, lost, too far behind or failing has none: its samples wait for it or go elsewhere. The
-turns of a session go where their prefix is, unless that engine is overloaded.
+An engine gets samples while it serves a version whose tokens can still be trained. One that is
+starting, lost, too far behind or failing gets none: samples wait for it or go elsewhere. The turns
+of a session go to the engine with their prefix, unless it is overloaded.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from rollout_pool.sampling.sample import Interrupted, Priority, Sample
 
 OVERLOAD_FACTOR = 1.5
 OVERLOAD_SAMPLES = 8
-"""A session leaves its engine when that has more than the factor times the load of the least
-loaded one, and so many samples of its own size more."""
+"""A session leaves its engine when that has more than OVERLOAD_FACTOR times the load of the least
+loaded one, and by at least so many samples of its own size."""
 LENGTHS_KEPT = 0.98
-"""Weight of the known mean length at each ended sample: it follows the policy in some hundred
-samples."""
+"""Decay of the mean length per ended sample: it adapts within a few hundred samples."""
 
 
 class Router:
-    """Knows the load of each engine, and which of them may have more. For one event loop."""
+    """Assigns samples to engines by load, version and health. Used in one event loop."""
 
     def __init__(
         self,
@@ -42,8 +41,8 @@ class Router:
         max_running_requests: int = 128,
         num_workers: int = 1,
     ) -> None:
-        """`wait_timeout_s`: longest that a sample waits while nothing at all progresses
-        (buffer.wait_timeout_s). The engines' slots are shared with the other workers."""
+        """`wait_timeout_s`: longest wait of a sample while no engine makes progress
+        (buffer.wait_timeout_s). All workers share the engines' slots."""
         assert engines
         self.engines = {
             engine.name: EngineState(engine, max_running_requests, num_workers)
@@ -57,13 +56,12 @@ class Router:
         self._sessions = StickySessions()
         self._mean_length: float | None = None
         self._alarm: asyncio.TimerHandle | None = None
-        self._situation = "nothing is known of them yet"
+        self._situation = "their versions are not known yet"
 
     # Reports ----------------------------------------------------------------------------------
 
     def follow(self, versions: Mapping[str, int], trainer: int, max_staleness: int) -> None:
-        """Takes the version that each engine serves now (without those that serve none), and the
-        trainer's."""
+        """Sets the version that each serving engine serves now, and the trainer's."""
         now = time.monotonic()
         self._starvation.note_progress()
         for engine in self.engines.values():
@@ -79,23 +77,23 @@ class Router:
         self.serve()
 
     def note_load(self, engine: str, load: EngineLoad | None, num_preempted: int) -> None:
-        """Takes an engine's report of its load; None if it lives but cannot report it."""
+        """Takes an engine's load report; None if it is alive but cannot report."""
         self.engines[engine].note_load(load, num_preempted)
         self.serve()
 
     def note_silence(self, engine: str) -> None:
-        """An engine did not answer when it was asked for its load."""
+        """An engine did not answer a request for its load."""
         self.engines[engine].note_silence()
 
     def note_end(self, sample: Sample) -> None:
-        """A sample has ended; its length is an estimate of how long others may become."""
+        """A sample has ended; its length updates the expected length of others."""
         length = len(sample.output_ids)
         known = length if self._mean_length is None else self._mean_length
         self._mean_length = LENGTHS_KEPT * known + (1 - LENGTHS_KEPT) * length
 
     @property
     def num_waiting(self) -> int:
-        """Samples that wait for a slot."""
+        """Number of samples waiting for a slot."""
         return len(self._line)
 
     # Assignment -----------------------------------------------------------------------------------
@@ -125,21 +123,21 @@ class Router:
         except BaseException:
             granted = waiter.granted
             if granted.done() and not granted.cancelled() and granted.exception() is None:
-                granted.result().release()  # it came at the same moment
+                granted.result().release()  # granted at the same moment
             raise
         finally:
             self._leave(waiter)
 
     def withdraw(self, sample: Sample) -> None:
-        """The sample waits no more; `assign` raises Interrupted. Nothing happens if it did not."""
+        """Makes `assign` raise Interrupted for a waiting sample; does nothing for others."""
         if (waiter := self._line.find(sample)) is not None:
             self._leave(waiter)
             if not waiter.granted.done():
                 waiter.granted.set_exception(Interrupted(sample.sample_id))
 
     def _expected_tokens(self, sample: Sample) -> int:
-        """Tokens that the sample will hold. The expected rest of a length with a long tail does not
-        shrink with age, so the mean is taken however long the sample is already."""
+        """Expected final tokens of the sample. With long-tailed lengths the expected rest does not
+        shrink with age, so the mean is added regardless of the current length."""
         mean = sample.num_left / 2 if self._mean_length is None else self._mean_length
         return len(sample.prompt) + len(sample.output_ids) + min(sample.num_left, round(mean))
 
@@ -150,7 +148,7 @@ class Router:
         self._starvation.leave(waiter)
 
     def _last_progress(self, needs: Needs) -> float:
-        """When an engine that may serve such needs last made progress with any sample."""
+        """When an engine that may serve these needs last made progress."""
         engines = self.engines.values()
         return max(
             (engine.last_progress for engine in engines if _may_serve(engine, needs)),
@@ -180,7 +178,7 @@ class Router:
     # Serving --------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Gives a slot to every sample that can have one."""
+        """Gives a slot to every waiting sample that can get one."""
         if not self.num_waiting:
             return
         now = time.monotonic()
@@ -189,7 +187,7 @@ class Router:
         self._set_alarm(now)
 
     def _serve_queues(self, priority: Priority, now: float) -> None:
-        """By the order of their first waiters; a queue that finds no slot is left alone."""
+        """Serves the queues by the order of their first waiters; skips one that finds no slot."""
         queues = self._line.queues(priority)
         firsts = [(queue[0].order, key) for key, queue in queues.items()]
         heapq.heapify(firsts)
@@ -208,7 +206,7 @@ class Router:
     def _find_slot(
         self, key: QueueKey, queue: list[Waiter], priority: Priority, now: float
     ) -> tuple[Waiter, EngineState] | None:
-        """The first of a queue that can be served, and where."""
+        """The first waiter of a queue that can be served, and its engine."""
         healthy = [
             engine
             for engine in self.engines.values()
@@ -218,7 +216,7 @@ class Router:
             free = [engine for engine in others if engine.has_slot(priority)]
             return (queue[0], self._choose(queue[0], free)) if free else None
         failed = [engine for engine in healthy if engine.has_slot(priority)]
-        # An engine that is healthy and has not mended has failed a time or two: few wait for it.
+        # Rare: a healthy engine that has not recovered has failed once or twice, so few wait for it.
         for waiter in queue if failed else ():
             if free := [r for r in failed if r.breaker.is_mended(waiter.failed[r.name], now)]:
                 return waiter, self._choose(waiter, free)
@@ -238,7 +236,7 @@ class Router:
         sample = waiter.sample
         self._leave(waiter)
         if waiter.granted.done():
-            return  # its task was cancelled a moment ago
+            return  # its task was just cancelled
         if sample.session:
             self._sessions.settle(sample.session, engine.name)
         sample = waiter.sample
@@ -246,7 +244,7 @@ class Router:
         waiter.granted.set_result(slot)
 
     def _set_alarm(self, now: float) -> None:
-        """Samples that wait for an engine to mend are served then, even if nothing else happens."""
+        """Serves samples that wait for an engine's recovery, even if nothing else happens."""
         times = [engine.breaker.retry_at for engine in self.engines.values()]
         at = min((time for time in times if time > now), default=None) if self.num_waiting else None
         if self._alarm is not None:

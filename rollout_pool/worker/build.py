@@ -1,4 +1,4 @@
-"""Puts one rollout worker together from its spec."""
+"""Builds one rollout worker from its spec."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REPORT_WAITS_S = 2.0
 
 
 class WorkerParts:
-    """Owns what a worker uses: `prepare`, then `connect`, then `worker`; `close` at the end."""
+    """Owns a worker's parts. Call `prepare`, `connect`, then use `worker`; `close` at the end."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class WorkerParts:
         scoring: ScoringPool | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        """`scoring`: None has scoring processes of the worker's own. `host`: where its endpoint
-        listens, if it has one."""
+        """`scoring`: None starts scoring processes of the worker itself. `host`: address of its
+        endpoint, if it has one."""
         self._spec = spec
         self._index = index
         self._host = host
@@ -80,7 +80,7 @@ class WorkerParts:
         return self._worker
 
     async def prepare(self) -> None:
-        """Load task and tokenizer, start the scorers, reach Redis.
+        """Load task and tokenizer, start the scorers, connect to Redis.
 
         Raises ValueError for a bad task or model, BufferConnectionError for a bad Redis.
         """
@@ -105,14 +105,14 @@ class WorkerParts:
         self._position = (await self._state.task_positions()).get(self._index, 0)
 
     async def note_restart(self) -> None:
-        """Count a restart: this is not the worker's first life."""
+        """Record that this worker was restarted."""
         assert self._state is not None, "prepare() first"
         await self._state.count("workers_restarted")
 
     async def connect(self, engines: Sequence[EngineInfo]) -> None:
-        """Build the worker on these engines, and follow what they serve.
+        """Build the worker on these engines, and follow their versions.
 
-        Raises ValueError for held-out prompts too long, for an environment, agent or reward that
+        Raises ValueError if all held-out prompts are too long or an environment, agent or reward
         cannot be loaded, and OSError naming rollout.openai.port if that is taken.
         """
         spec, config = self._spec, self._spec.config
@@ -136,7 +136,7 @@ class WorkerParts:
             ),
             asyncio.create_task(self._report_waits(self._scorer, self._state)),
         ]
-        # With agents of its own the endpoint has no groups for programs elsewhere.
+        # With an agent the endpoint offers no groups to external programs.
         external = None if self._agents or not self._endpoint else self._endpoint.groups
         self._worker = RolloutWorker(
             index=self._index,
@@ -183,7 +183,7 @@ class WorkerParts:
         )
 
     async def _open_endpoint(self, sampler: Sampler, chat: ChatFormat) -> None:
-        """The OpenAI-compatible endpoint, if the settings or an agent want one."""
+        """Starts the OpenAI-compatible endpoint, if the settings or an agent need it."""
         spec, port = self._spec, self._spec.config.openai.port
         assert self._task and self._tokenizer, "prepare() first"
         agent = find_agent(spec.task, self._task)
@@ -216,7 +216,7 @@ class WorkerParts:
         return EnvEpisodes(runner, environment_factory(self._spec.task, self._task))
 
     async def _report_waits(self, scorer: EpisodeScorer, state: RunState) -> None:
-        """Episodes that wait for a scoring process show up in `make status`."""
+        """Reports the waits for a scoring process, which `make status` shows."""
         reported = 0.0
         while True:
             await asyncio.sleep(REPORT_WAITS_S)

@@ -1,7 +1,7 @@
-"""Answers to the held-out prompts, while generation goes on at the same engines.
+"""Evaluates the policy on the held-out prompts, while generation continues at the same engines.
 
-With an engine held at the version, all of them are by that version alone; without, by it or later
-ones, and the report says by which.
+With an engine held at the version, all answers are from that version; without, from it or later
+ones, as the report says.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from rollout_pool.types import EvalReport
 log = logging.getLogger(__name__)
 
 EPISODES_AT_ONCE = 128
-"""Keeps the engines' queues short for the groups that the trainer waits for."""
+"""Limit, so that groups for the trainer do not queue behind an evaluation."""
 ROUNDING = 1e-6
-"""Rounding of a sum of weighted parts: an answer this little below rollout.eval.full_score is still
-right."""
+"""Of a weighted sum: an answer this close below rollout.eval.full_score is still correct."""
 MAX_FAILED = 0.05
-"""So large a share of the prompts without an answer is an error: the numbers would mislead. One
-of several prompts is never too many."""
+"""An evaluation fails if so large a share of the prompts got no answer; one of several prompts
+may always fail."""
 
 
 class EvaluationFailed(RuntimeError):
@@ -45,7 +44,7 @@ class EvaluationFailed(RuntimeError):
 class _Answer:
     score: float
     versions: frozenset[int]
-    """The versions that wrote a token of it."""
+    """The versions that sampled its tokens."""
     unscored: str | None
     """Why it has no score."""
 
@@ -58,7 +57,7 @@ class _Target:
 
 
 class Evaluator:
-    """Asks every held-out prompt rollout.eval.num_samples times."""
+    """Samples every held-out prompt rollout.eval.num_samples times."""
 
     def __init__(
         self,
@@ -83,10 +82,10 @@ class Evaluator:
             )
 
     async def run(self, version: int, engine: str | None = None) -> EvalReport:
-        """`version`: the oldest policy version that may have written a token; waits for it.
+        """`version`: the oldest policy version that may sample a token; waits for it.
 
-        `engine` is held at that version and asked alone, unless it fails: then the rest is asked
-        of any. Raises EvaluationFailed, and RuntimeError if an older version was still served.
+        `engine` is held at that version and serves all requests; if it fails, any engine serves
+        the rest. Raises EvaluationFailed, and RuntimeError if an older version was still served.
         """
         started = time.perf_counter()
         target, turn = _Target(engine=engine), asyncio.Semaphore(EPISODES_AT_ONCE)
@@ -108,7 +107,7 @@ class Evaluator:
         if num_failed >= max(2, MAX_FAILED * len(self._prompts)) or not complete:
             raise EvaluationFailed(
                 f"{num_failed} of {len(self._prompts)} held-out prompts got no answer, which is "
-                f"{MAX_FAILED:.0%} or more: the log of the worker says why"
+                f"{MAX_FAILED:.0%} or more: see the worker's log"
             )
         why = [answer.unscored for some in complete for answer in some]
         if None not in why:
@@ -122,7 +121,7 @@ class Evaluator:
         every = [answer for of_prompt in scored for answer in of_prompt]
         versions = {version for answer in every for version in answer.versions}
         is_right = [[a.score >= self._full_score for a in of_prompt] for of_prompt in scored]
-        # A prompt whose answers were not all scored counts with the others.
+        # A prompt with some unscored answers counts with its other answers.
         by_size = {
             k: enough
             for k in sample_sizes(self._num_samples)
@@ -167,11 +166,13 @@ class Evaluator:
                 episode = await self._episode(prompt, session, version, engine)
                 if min(_versions(episode)) >= version:
                     return episode
-                error: Exception | str = "it serves an older version"  # it was started again
+                error: Exception | str = "it serves an older version"  # it was restarted
             except (SampleFailed, TimeoutError) as failure:
                 error = failure
             if target.engine is not None:
-                log.warning("the evaluation of %d goes on without %s: %s", version, engine, error)
+                log.warning(
+                    "the evaluation of version %d continues without %s: %s", version, engine, error
+                )
             target.engine = None
             session += ".again"
         episode = await self._episode(prompt, session, version, None)
@@ -193,21 +194,21 @@ class Evaluator:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Probability that one of k samples is right, from n samples of which c are.
+    """Probability that one of k samples is correct, given n samples of which c are.
 
-    1 - C(n - c, k) / C(n, k), without bias (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    The unbiased estimator 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1).
     """
     assert 0 <= num_right <= num_samples and 1 <= k <= num_samples
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 def sample_sizes(num_samples: int) -> list[int]:
-    """1, 2, 4, ... and `num_samples` itself."""
+    """1, 2, 4, ... and `num_samples`."""
     return sorted({*(2**i for i in range(num_samples.bit_length())), num_samples})
 
 
 def _versions(episode: Episode) -> frozenset[int]:
-    """Each branch has a token that the model wrote."""
+    """Of all sampled tokens; each branch has one."""
     return frozenset(span.version for branch in episode.branches for span in branch.version_spans)
 
 

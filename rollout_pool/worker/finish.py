@@ -1,9 +1,9 @@
-"""Makes a group of a prompt, and ends it: pushed, or its credit and its prompt given back.
+"""Generates a group and ends it: pushed, or its credit and its prompt given back.
 
     whole     ──► pushed
               └─► filtered: its rewards are all equal
     failed    ──► its prompt runs again, until it has failed too often
-              └─► played elsewhere: its prompt runs again, and the failure is not held against it
+              └─► external: its prompt runs again, and the failure does not count against it
     cancelled ──► too old: its prompt runs again as that of a stale group
               └─► stopped with the run
 
@@ -32,17 +32,17 @@ from rollout_pool.worker.group_run import Counters, GroupRun, Verdict
 log = logging.getLogger(__name__)
 
 MAX_FAILURES_IN_A_ROW = 16
-"""So many groups failing one after the other are no accident: the worker ends with the error."""
+"""After so many failed groups in a row the worker ends with the error."""
 MAX_SAVED_GROUPS = 32
-"""The filter saves the budget of at most so many kept groups: a run of groups that differ must not
-let it starve the trainer for long afterwards."""
+"""Limit of the filter's budget, in kept groups: a long run of useful groups must not let it starve
+the trainer afterwards."""
 
 
 class VarianceFilter:
-    """Dynamic sampling: a group whose rewards are all equal teaches nothing and may be left out.
+    """Dynamic sampling: groups whose rewards are all equal have no gradient and may be left out.
 
-    Judges one worker's groups in their order (pure). Each kept group adds `max_ratio`
-    (rollout.max_filtered_ratio) to a budget, each that is left out takes 1 from it.
+    Judges one worker's groups in order (pure). Each kept group adds `max_ratio`
+    (rollout.max_filtered_ratio) to a budget; each one left out costs 1.
     """
 
     def __init__(self, max_ratio: float) -> None:
@@ -50,10 +50,8 @@ class VarianceFilter:
         self._budget = max_ratio
 
     def judge(self, group: TrajectoryGroup, num_unscored: int) -> Verdict:
-        """`num_unscored`: number of episodes that lack a part of their reward, which counts as 0.
-
-        A group with any of them is kept: its rewards may be equal because of the scorer.
-        """
+        """`num_unscored`: number of episodes with an unscored reward part, which counts as 0. A
+        group with any is kept: its rewards may be equal because of the scorer."""
         all_equal = not num_unscored and has_zero_variance(group)
         if all_equal and self._budget >= 1:
             self._budget -= 1
@@ -68,13 +66,13 @@ def has_zero_variance(group: TrajectoryGroup) -> bool:
 
 
 class GroupLog(Protocol):
-    """Records groups for people to read."""
+    """Records groups for inspection."""
 
     async def write(self, group: TrajectoryGroup, prompt_text: str) -> None: ...
 
 
 class GroupFinisher:
-    """Gets the groups of one worker into the buffer, any number at once."""
+    """Pushes the groups of one worker into the buffer, any number concurrently."""
 
     def __init__(
         self,
@@ -101,9 +99,9 @@ class GroupFinisher:
         self.num_too_old = 0
 
     async def generate_and_push(self, run: GroupRun) -> None:
-        """The group's work: generates it and pushes it, unless the filter leaves it out.
+        """Generates the group and pushes it, unless the filter leaves it out.
 
-        May be cancelled at any moment; `finish` must follow, however this ends.
+        May be cancelled at any moment; `finish` must follow in any case.
         """
         group = run.group = await generate_group(
             run, self._scorer, self._sampling, self._config.group_size
@@ -115,10 +113,10 @@ class GroupFinisher:
             await self._buffer.push(group)
 
     async def finish(self, run: GroupRun) -> bool:
-        """Acts on the end of the group's work; returns whether the group is complete.
+        """Settles the credit and the prompt of an ended group; returns whether it is complete.
 
         Must not be cancelled: a credit that is not given back is missing until it expires. Raises
-        an error that is to end the worker.
+        errors that must end the worker.
         """
         assert run.work is not None and run.work.done()
         is_done = False
@@ -148,7 +146,7 @@ class GroupFinisher:
         if isinstance(error, GroupFailed):
             await self._settle_failed(run, error)
             return False
-        # The push failed, or this program has a bug: the credit is not needed in either case.
+        # The push failed, or there is a bug: free the credit in either case.
         await self._buffer.abandon(run.group_id, "failed")
         raise error
 
@@ -167,28 +165,28 @@ class GroupFinisher:
 
     async def _settle_failed(self, run: GroupRun, error: GroupFailed) -> None:
         log.warning("%s", error)
-        if run.source.is_external:  # the program elsewhere may be to blame, not the prompt
+        if run.source.is_external:  # the external program may be at fault, not the prompt
             await self._buffer.abandon(run.group_id, "outside", Rerun.always, run.ref)
             return
         most = self._config.max_group_failures
         failure = await self._buffer.fail(run.group_id, run.ref, most)
         if failure is not None and failure.is_quarantined:
             self._counters.add("prompts_quarantined")
-            log.warning("prompt %d failed %d times: put aside", run.ref.index, most)
+            log.warning("prompt %d failed %d times: quarantined", run.ref.index, most)
         self.num_failed += 1
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise error
 
     async def _settle_cancelled(self, run: GroupRun) -> bool:
-        """Whether the group is in the buffer all the same."""
+        """Whether the group is in the buffer nevertheless."""
         if run.is_too_old:
             was_running = await self._buffer.abandon(
                 run.group_id, "too_old", Rerun.as_stale, run.ref
             )
         else:
             was_running = await self._buffer.abandon(run.group_id, "stopped")
-        if run.group is not None and not was_running:  # its push had arrived
+        if run.group is not None and not was_running:  # its push had completed
             await self._settle_whole(run)
             return True
         self.num_too_old += run.is_too_old
@@ -196,22 +194,22 @@ class GroupFinisher:
 
 
 class GroupFailed(RuntimeError):
-    """One of a group's episodes failed, so there is no group; the message says why."""
+    """An episode failed, and with it its group; the message says why."""
 
 
 async def generate_group(
     run: GroupRun, scorer: Scorer, sampling: SamplingParams, group_size: int
 ) -> TrajectoryGroup:
-    """The finished group of so many episodes, each scored as soon as it ends.
+    """Generates a group of `group_size` episodes, each scored as soon as it ends.
 
         source ──┬─ episode 3 ended ─► scorer ─┐
                  ├─ episode 0 ended ─► scorer ─┼─► group, when all n are there
                  └─ ...                        ┘
 
-    A group is indivisible: it has all its n episodes, or it fails. `run` is kept up to date
-    meanwhile. When it is cancelled, its episodes and their scoring end first. Raises GroupFailed.
+    A group has all its n episodes, or it fails with GroupFailed. `run` is kept up to date. A
+    cancellation ends the episodes and their scoring first.
     """
-    # All begin in the same turn of the event loop, so that their requests can go out as one.
+    # All start in the same turn of the event loop, so that their requests share one call.
     members = [
         asyncio.create_task(_member(run, place, scorer, sampling)) for place in range(group_size)
     ]
@@ -255,9 +253,9 @@ async def _member(
 
 
 def make_trajectories(episode: Episode, score: Score, place: int) -> list[Trajectory]:
-    """One for each branch of a group's episode number `place`; all have the episode's reward.
+    """One trajectory per branch of the group's episode `place`; all have the episode's reward.
 
-    Where the episode as a whole was broken off, that is their finish reason.
+    If the whole episode was cut short, that is their finish reason.
     """
     columns = score.columns or tuple({} for _ in episode.branches)
     return [

@@ -4,8 +4,8 @@
         │            └─────► filtered: its rewards are all equal
         ├─► failed, too old, stopped           `GroupFinisher.finish`: always follows
 
-While it runs, its samples are visible here: how old and how long they are, and what they cost.
-`Counters` gathers that of all groups that ended, and sends it to the run every second.
+While it runs, its samples show their age, length and cost here. `Counters` sums these over all
+ended groups and sends the sums to the run every second.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from rollout_pool.tasks.task import Prompt
 
 SEND_EVERY_S = 1.0
 LENGTHS = ((256, "<=256"), (1024, "<=1k"), (4096, "<=4k"), (16384, "<=16k"), (65536, "<=64k"))
-"""From 1k on, the buckets of the groups that the buffer drops."""
+"""From 1k on the same buckets as for groups that the buffer drops."""
 LONGER = ">64k"
 
 
 class Verdict(Enum):
-    """What the filter of groups without variance decided."""
+    """The decision of the variance filter."""
 
     keep = "keep"
     leave_out = "leave_out"
     keep_all_equal = "keep_all_equal"
-    """Its rewards are all equal, but the budget is used up."""
+    """The rewards are all equal, but the budget is used up."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Spent:
-    """Sums over samples: what they are and what they cost."""
+    """Sums over samples."""
 
     num_tokens: int = 0
     longest: int = 0
-    """Number of tokens of the longest."""
+    """Tokens of the longest sample."""
     oldest_version: int | None = None
     """The oldest version that sampled one of the tokens; None before the first token."""
     num_failures: int = 0
@@ -67,27 +67,27 @@ class Spent:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class GroupRun:
-    """A group in flight, and how far it has come."""
+    """A group in flight and its progress."""
 
     group_id: str
     ref: PromptRef
     prompt: Prompt
     source: EpisodeSource
-    """Plays its episodes."""
+    """Runs its episodes."""
     order: int = 0
-    """Its position among the groups: the lowest is served first."""
+    """Position among the groups: the lowest is served first."""
     may_go_on: Callable[[Sample], Awaitable[None]] = go_on
     """Awaited before an interrupted sample is completed."""
     started: float = field(default_factory=time.monotonic)
     work: asyncio.Task[None] | None = None
     """Generates and pushes the group; may be cancelled."""
     samples: set[Sample] = field(default_factory=set)
-    """Those under way. Of an ended sample only its numbers are kept, because prompts are long."""
+    """Samples in progress. Of an ended one only the sums are kept, because prompts are long."""
     group: TrajectoryGroup | None = None
-    """Set once it is whole."""
+    """Set once it is complete."""
     verdict: Verdict = Verdict.keep
     is_too_old: bool = False
-    """No later step could train its oldest token."""
+    """Its oldest token is too stale for any later step."""
     num_unscored: int = 0
     """Number of episodes with an unscored reward part."""
     _ended: Spent = field(default_factory=Spent, init=False)
@@ -95,24 +95,24 @@ class GroupRun:
 
     def note_sample(self, sample: Sample) -> None:
         """One of its samples is about to be requested."""
-        sample.order = self.order  # may have changed since its episode began
+        sample.order = self.order  # may have changed since the episode began
         self.samples.add(sample)
 
     def note_end(self, sample: Sample) -> None:
-        """One of its samples has ended; nothing in it changes any more."""
+        """One of its samples has ended and will not change any more."""
         if sample in self.samples:
             self.samples.remove(sample)
             self._ended.add(sample)
 
     def give_up(self, why: str) -> None:
-        """The group will not be finished; its source learns the first reason."""
+        """The group will not be finished; tells its source the first reason."""
         if not self._is_given_up:
             self._is_given_up = True
             self.source.give_up(why)
 
     @property
     def spent(self) -> Spent:
-        """By all its samples so far."""
+        """Sums over all its samples so far."""
         spent = replace(self._ended)
         for sample in self.samples:
             spent.add(sample)
@@ -125,14 +125,14 @@ class GroupRun:
 
 
 class ExternalGroups(Protocol):
-    """Groups that programs elsewhere have asked for."""
+    """Groups that external programs have requested."""
 
     def take(self) -> EpisodeSource | None:
-        """The one that has waited longest and is still wanted; None if there is none."""
+        """The longest-waiting one that is still wanted; None if there is none."""
         ...
 
     def close(self) -> None:
-        """Refuses those that wait, and all that come later."""
+        """Refuses the waiting requests and all later ones."""
         ...
 
 
@@ -142,7 +142,7 @@ def length_bucket(num_tokens: int) -> str:
 
 
 class CounterStore(Protocol):
-    """The part of RunState that is used here."""
+    """The part of RunState used here."""
 
     async def count(self, name: str, amount: float = 1) -> None: ...
 
@@ -157,7 +157,7 @@ class Counters:
 
     def add(self, name: str, amount: float = 1) -> None:
         if amount:
-            self._unsent[name] += amount  # type: ignore[assignment]  # seconds are no integers
+            self._unsent[name] += amount  # type: ignore[assignment]  # seconds are floats
 
     # How a group ended ----------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class Counters:
         self.add("rewards_failed", run.num_unscored)
 
     def add_completed(self, run: GroupRun, group: TrajectoryGroup) -> None:
-        """A complete group, by the length of its longest sample, and how its episodes ended."""
+        """A complete group: the length of its longest sample, and how its episodes ended."""
         self._add_length("completed", run)
         ends = {trajectory.episode: trajectory.finish_reason for trajectory in group.trajectories}
         for end in ends.values():
@@ -183,7 +183,7 @@ class Counters:
         self.add("tokens_wasted", run.spent.num_tokens)
 
     def add_stopped(self, run: GroupRun) -> None:
-        """A group cut short by the end of the run; nothing was wrong with it."""
+        """A group cut short by the end of the run."""
         self.add("groups_stopped")
         self.add("tokens_stopped", run.spent.num_tokens)
 
@@ -201,9 +201,9 @@ class Counters:
             await self.flush()
 
     async def flush(self) -> None:
-        """Sends all that was added so far. What could not be sent stays for the next flush."""
-        # A cancelled flush leaves its sending to come to its end, so that nothing is sent twice;
-        # the next flush waits for it.
+        """Sends all counts so far. Counts that could not be sent stay for the next flush."""
+        # When a flush is cancelled its sending still completes, so that nothing is sent twice; the
+        # next flush waits for it.
         if self._sending is not None:
             await asyncio.wait([self._sending])
         self._sending = asyncio.create_task(self._send())

@@ -1,21 +1,21 @@
 """One rollout worker: keeps as many groups in flight as admission allows.
 
-    fill ──► admit ──► prompt ──► n episodes, scored as they end ──► push     one task a group
+    fill ──► admit ──► prompt ──► n episodes, scored as they end ──► push   one task per group
       ▲        retries first, then the stream                         │
-      └───────────────── credit comes back ◄── trainer ◄──────────────┘
+      └───────────────── credit returns  ◄──── trainer ◄──────────────┘
     publish ──► groups in flight that became too old are cancelled, their prompts run again
     failure ──► the prompt runs again, until it is put into quarantine (finish.py)
-    death   ──► the next life reclaims the groups that ran; each prompt runs again, once
+    restart ──► the new worker reclaims the groups that ran; each prompt runs again, once
 
 Backpressure, from the trainer to the prompt:
 
-    scarce                    what waits                       until
+    scarce resource           what waits                       until
     credits                   the next admission               the trainer consumes a batch
     max_groups_in_flight      the next admission               any group ends
     memory of the buffer      a group's push                   the trainer consumes a batch
     scoring processes         a finished episode               a process is free
-    slots at the engines      a sample, the oldest group first a sample ends, an engine takes more
-    versions fresh enough     all samples                      an engine commits a newer version
+    slots at the engines      a sample, the oldest group first a sample ends or a limit grows
+    fresh enough versions     all samples                      an engine commits a newer version
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ log = logging.getLogger(__name__)
 
 WATCH_TIMEOUT_S = 60.0
 DROPPED_WHEN_STALE = (OnStale.requeue, OnStale.drop)
-"""Under other policies an old group is of use: its old tokens are masked, or the trainer waits."""
+"""Under other policies a stale group is used: old tokens are masked, or the trainer waits."""
 FLUSH_TIMEOUT_S = 5.0
 MIN_WAIT_S = 0.005
-"""Shorter waits for a credit are round trips, not waits."""
+"""Shorter waits for a credit are just the round trip."""
 STOP_AGAIN_S = 10.0
 """Time that the episodes of a cancelled group have to clean up before they are cancelled again."""
 
 
 class RolloutWorker:
-    """`run` generates until `stop`; `evaluate` may be called at any time, also after the end.
+    """`run` generates until `stop`; `evaluate` may be called at any time, also after that.
 
-    Example, with two credits free and three prompts in the stream (`WorkerParts` puts one
-    together):
+    Example, with two free credits and three prompts in the stream (`WorkerParts` builds a
+    worker):
 
         worker = RolloutWorker(index=0, spec=spec, task=task, ...)
         running = asyncio.create_task(worker.run())
@@ -70,7 +70,7 @@ class RolloutWorker:
         # consumes it, which frees its credit: the third group starts with prompt 2.
         await worker.evaluate(version=7)  # meanwhile, at the same engines
         worker.stop()
-        report = await running  # WorkerReport(num_groups=1, ...): the groups in flight are given up
+        report = await running  # WorkerReport(num_groups=1, ...); groups in flight are given up
     """
 
     def __init__(
@@ -92,10 +92,9 @@ class RolloutWorker:
         group_log: GroupLog | None = None,
         stop_again_s: float = STOP_AGAIN_S,
     ) -> None:
-        """`watching` keeps the router informed of the engines: if any of it ends, so does the
-        worker. `interrupter` completes the samples of `source`, which plays the groups that no
-        program elsewhere (`external`) has asked for.
-        """
+        """`watching` keeps the router informed of the engines; the worker ends if any of it does.
+        `interrupter` completes the samples of `source`, which runs all groups but `external` ones,
+        requested by external programs."""
         self._index = index
         self._spec = spec
         self._task = task
@@ -112,18 +111,18 @@ class RolloutWorker:
         self._runs: set[GroupRun] = set()
         """The groups in flight."""
         self._admission: asyncio.Task[None] | None = None
-        """The admission of the next group, if it is under way."""
+        """The admission of the next group, if in progress."""
         self._unfinished: set[asyncio.Task[Any]] = set()
-        """Tasks that are never cancelled; the worker does not end before them."""
+        """Tasks that are never cancelled; the worker waits for them at its end."""
         self._completed: asyncio.Queue[asyncio.Future[Any] | None] = asyncio.Queue()
-        """Everything of the worker that has ended; None wakes the loop."""
+        """Tasks that have ended; None wakes the loop."""
         self._is_ending = False
         self._error: BaseException | None = None
-        """The first error that was more than a group's own."""
+        """The first error that ends the worker."""
         self._last_end = 0.0
         self._next_order = 0
         self._in_hand: tuple[PromptRef, Prompt] | None = None
-        """Taken from the stream; no group has it yet."""
+        """Taken from the stream, not yet given to a group."""
         self._counters = Counters(state)
         self._finisher = GroupFinisher(
             config=spec.config,
@@ -144,12 +143,11 @@ class RolloutWorker:
     async def run(self) -> WorkerReport:
         """Generate until `stop`.
 
-        Raises ValueError for a prompt that the settings refuse, TimeoutError if no credit came, or
-        no engine could be asked, within `buffer.wait_timeout_s`, and GroupFailed if nothing
-        succeeds any more.
+        Raises ValueError for a prompt that the settings refuse, TimeoutError if there was no credit
+        or no engine within `buffer.wait_timeout_s`, and GroupFailed if all groups fail.
         """
         if num_lost := await self._buffer.reclaim(self._index):
-            log.warning("%d groups of this worker's earlier life run again", num_lost)
+            log.warning("%d groups of this worker from before its restart run again", num_lost)
         background = self._start_background()
         try:
             while not self._is_ending:
@@ -160,7 +158,7 @@ class RolloutWorker:
         if self._error is not None:
             raise self._error
         if not await self._buffer.flush(FLUSH_TIMEOUT_S):
-            log.warning("Redis has not confirmed that the last groups are on its disk")
+            log.warning("Redis has not confirmed that the last groups are on disk")
         return WorkerReport(
             num_groups=self._finisher.num_groups,
             num_failed=self._finisher.num_failed,
@@ -174,20 +172,20 @@ class RolloutWorker:
         self._completed.put_nowait(None)
 
     async def evaluate(self, version: int, engine: str | None = None) -> EvalReport:
-        """Answers to the held-out prompts by `version` or a later one; by `engine` alone if it is
-        held at that version."""
+        """Evaluates `version` or a later one on the held-out prompts; pass `engine` if it is held
+        at that version."""
         return await self._evaluator.run(version, engine)
 
     # The loop -------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Starts the next admission, one at a time, while there may be another group."""
+        """Starts the next admission, one at a time, if another group may start."""
         if self._admission is None and len(self._runs) < self._spec.config.max_groups_in_flight:
             self._admission = asyncio.create_task(self._admit())
             self._observe(self._admission)
 
     def _handle(self, completed: asyncio.Future[Any] | None) -> None:
-        """An ended group has left by itself; any error but a group's own ends the worker."""
+        """Ended groups have removed themselves; any error that is not a group's ends the worker."""
         if completed is self._admission:
             self._admission = None
         if completed is None or completed.cancelled():
@@ -197,7 +195,7 @@ class RolloutWorker:
             self._error = self._error or error
 
     def _start_background(self) -> list[asyncio.Task[None]]:
-        """Starts the tasks beside the groups; the worker ends when any of them does."""
+        """Starts the background tasks; the worker ends when any of them does."""
         work: list[Coroutine[Any, Any, None]] = [
             self._renew_credits(),
             self._tail.run(),
@@ -227,17 +225,17 @@ class RolloutWorker:
         await self._counters.flush()
 
     def _observe(self, work: asyncio.Future[Any]) -> None:
-        """The loop handles `work` when it has completed."""
+        """Lets the loop handle `work` when it has completed."""
         work.add_done_callback(self._completed.put_nowait)
 
     def _see_through(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Never cancels `work`; the worker does not end before it."""
+        """Runs `work` to its end, without cancelling it, before the worker ends."""
         task = asyncio.create_task(work)
         self._unfinished.add(task)
         task.add_done_callback(self._unfinished.discard)
         self._observe(task)
 
-    # Groups in ------------------------------------------------------------------------------------
+    # Starting groups ------------------------------------------------------------------------------
 
     async def _admit(self) -> None:
         """Waits for a credit, takes a prompt and starts the group."""
@@ -256,18 +254,18 @@ class RolloutWorker:
         if taken is None:
             return
         ref, prompt = taken
-        # The source is chosen last: a program that has left meanwhile costs no credit or prompt.
+        # The source is chosen last: a program that left meanwhile costs no credit and no prompt.
         source = (self._external.take() if self._external else None) or self._source
         self._start(GroupRun(group_id=group_id, ref=ref, prompt=prompt, source=source, order=order))
 
     async def _note_wait(self, started: float) -> None:
-        # While groups are in flight the engines are busy with them, so no time is lost.
+        # Not counted while groups are in flight: then the engines are busy.
         idle_s = time.monotonic() - max(started, self._last_end)
         if not self._runs and idle_s > MIN_WAIT_S:
             await self._state.add_wait("rollout", "trainer", idle_s)
 
     async def _take_prompt(self, group_id: str) -> tuple[PromptRef, Prompt] | None:
-        """The group's prompt, which the buffer knows from then on; None if it lost its credit."""
+        """Assigns the group a prompt in the buffer; None if it lost its credit."""
         ref = await self._buffer.take_retry(group_id)
         if ref is not None:
             if self._reader.accepts(prompt := self._task.example(ref.index)):
@@ -287,7 +285,7 @@ class RolloutWorker:
         self._counters.add("prompts_skipped", self._reader.num_skipped - skipped)
         return PromptRef(task=self._task.name, index=prompt.index), prompt
 
-    # Groups out -----------------------------------------------------------------------------------
+    # Ending groups -------------------------------------------------------------------------------
 
     def _start(self, run: GroupRun) -> None:
         self._tail.begin(run)
@@ -305,7 +303,7 @@ class RolloutWorker:
             self._tail.end(run, is_done=is_done)
             self._last_end = time.monotonic()
 
-    # Beside the groups ----------------------------------------------------------------------------
+    # Background tasks -----------------------------------------------------------------------------
 
     async def _is_batch_ready(self) -> bool:
         stats = await self._buffer.stats()
@@ -318,7 +316,7 @@ class RolloutWorker:
             try:
                 version = await self._state.wait_version_above(version, WATCH_TIMEOUT_S)
             except TimeoutError:
-                continue  # a long step; the trainer's own waits notice a dead one
+                continue  # a long step; a dead trainer is detected elsewhere
             max_staleness = await self._buffer.get_max_staleness()
             for run in self._runs:
                 oldest = run.spent.oldest_version
@@ -328,23 +326,23 @@ class RolloutWorker:
                 if not (run.is_too_old or run.work.done()):
                     run.is_too_old = True
                     run.give_up(
-                        f"its oldest token is of version {oldest}, and at version {version} "
-                        f"max_staleness={max_staleness} does not let a step train it any more"
+                        f"its oldest token is of version {oldest}, which at version {version} "
+                        f"is too old to be trained (max_staleness={max_staleness})"
                     )
                     self._see_through(end_tasks([run.work], self._stop_again_s))
 
     async def _renew_credits(self) -> None:
-        """A worker that dies gives the credits of its groups back by no longer renewing them."""
+        """Renews the groups' credits, so that those of a dead worker expire."""
         while True:
             await asyncio.sleep(self._spec.buffer.lease_timeout_s / 3)
             await self._buffer.renew_credits([run.group_id for run in self._runs])
 
 
 class PromptReader:
-    """Holds prompts to `max_prompt_tokens`; no prompt is ever cut.
+    """Enforces `max_prompt_tokens`; no prompt is ever truncated.
 
-    Measures a prompt as a question with one answer would open. With the `chat` of the episodes,
-    whose ChatFormat keeps the last texts, such a prompt is tokenized once.
+    Measures a prompt as SingleTurn would open with it. Use the episodes' `chat`, which caches the
+    last texts, so that such a prompt is tokenized only once.
     """
 
     def __init__(self, chat: ChatFormat, task: TaskConfig, rollout: RolloutConfig) -> None:
@@ -355,9 +353,9 @@ class PromptReader:
         self.num_skipped = 0
 
     def accepts(self, prompt: Prompt) -> bool:
-        """False for a prompt that is too long and may be skipped; it is counted.
+        """False for a prompt that is too long and is skipped, which is counted.
 
-        Raises ValueError for one that is too long if `on_long_prompt` is refuse, or empty.
+        Raises ValueError if it is empty, or too long and `on_long_prompt` is refuse.
         """
         num_tokens = len(self.opening(prompt))
         if not num_tokens:

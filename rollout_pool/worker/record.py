@@ -1,10 +1,10 @@
-"""Some groups written to the run's folder as they were sampled, for people who look (`make show`).
+"""Records a share of the groups in the run's folder as they were sampled, for `make show`.
 
-    rollouts/worker-0.jsonl      a line a group; when it is full it becomes worker-0.jsonl.1,
+    rollouts/worker-0.jsonl      a line per group; when full it becomes worker-0.jsonl.1,
     rollouts/worker-0.jsonl.1    that one .2, ... and the oldest is removed
 
-The ids of the groups alone decide which, so that it is known beforehand. A disk that fails costs
-lines and nothing else.
+Whether a group is recorded depends on its id alone, so it is known beforehand. A failing disk only
+loses lines.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ FOLDER = "rollouts"
 MAX_FILE_BYTES = 64 * 2**20
 NUM_FILES = 4
 _PIECE = 4096
-"""Numbers turned into text at once: other threads get their turn in between."""
+"""Numbers formatted at a time: other threads can run in between."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Recorded:
-    """A group as it was written."""
+    """A recorded group."""
 
     group: TrajectoryGroup
     text: str
-    """The prompt, as its task words it."""
+    """The prompt's text."""
     at: float
     """Unix time."""
     worker: str
 
 
 class RolloutLog:
-    """The lines of one worker. `write` may be called from any number of coroutines at once."""
+    """The log of one worker. `write` may be called concurrently."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class RolloutLog:
         max_file_bytes: int = MAX_FILE_BYTES,
         num_files: int = NUM_FILES,
     ) -> None:
-        """`folder` is the run's. `rate`: share of the groups (rollout.log_rate)."""
+        """`folder`: the run's. `rate`: share of the groups to record (rollout.log_rate)."""
         self.path = folder / FOLDER / f"{worker}.jsonl"
         self._worker = worker
         self._rate = rate
@@ -78,7 +78,7 @@ class RolloutLog:
         return int.from_bytes(digest[:6], "big") < self._rate * 2**48
 
     async def write(self, group: TrajectoryGroup, prompt_text: str) -> None:
-        """Writes the group if it is among those to be written. Never raises for the disk."""
+        """Records the group if its id is chosen. Never raises for a disk error."""
         if self.wants(group.group_id):
             await asyncio.to_thread(self._write, group, prompt_text)
 
@@ -92,7 +92,7 @@ class RolloutLog:
 
     def _append(self, line: bytes) -> None:
         if len(line) > self._max_file_bytes:
-            self._lose(f"a group of {len(line)} bytes is longer than {self.path} may become")
+            self._lose(f"a group of {len(line)} bytes exceeds the size limit of {self.path}")
             return
         self.path.parent.mkdir(exist_ok=True)
         with open(self.path, "ab+", buffering=0) as file:
@@ -101,7 +101,7 @@ class RolloutLog:
                 self._rotate()
             elif size:
                 file.seek(-1, os.SEEK_END)
-                if file.read() != b"\n":  # a line was cut off, by a full disk or a kill
+                if file.read() != b"\n":  # a line was truncated, by a full disk or a kill
                     line = b"\n" + line
         with open(self.path, "ab") as file:
             file.write(line)
@@ -111,16 +111,16 @@ class RolloutLog:
         for newer, older in reversed([*pairwise(files)]):
             if newer.exists():
                 newer.replace(older)
-        self.path.unlink(missing_ok=True)  # where one file is all there may be
+        self.path.unlink(missing_ok=True)  # if there is only one file
 
     def _lose(self, why: str) -> None:
         self.num_lost += 1
         if self.num_lost == 1:
-            log.warning("a group is not recorded, nor perhaps others: %s", why)
+            log.warning("a group is not recorded, and perhaps others: %s", why)
 
 
 def read_recorded(folder: Path, group_id: str | None) -> Recorded | None:
-    """The group of this id, else the newest one, from what the run's workers have written."""
+    """The recorded group with this id, or the newest one of all workers."""
     newest: Recorded | None = None
     for path in sorted((folder / FOLDER).glob("*.jsonl")):
         for part in _files(path, NUM_FILES):
@@ -128,7 +128,7 @@ def read_recorded(folder: Path, group_id: str | None) -> Recorded | None:
             if found is not None:
                 if newest is None or found.at > newest.at:
                     newest = found
-                break  # the parts before are older
+                break  # earlier files are older
     return newest
 
 
@@ -138,7 +138,7 @@ def _files(path: Path, number: int) -> list[Path]:
 
 
 def _read(path: Path, group_id: str | None) -> Recorded | None:
-    """The last whole line that is asked for."""
+    """The last complete line with this id."""
     start = b'{"group_id":' + (b"" if group_id is None else json.dumps(group_id).encode() + b",")
     try:
         with open(path, "rb") as file:
@@ -148,7 +148,7 @@ def _read(path: Path, group_id: str | None) -> Recorded | None:
     for line in reversed(lines):
         try:
             return _parse(json.loads(line))
-        except (ValueError, KeyError):  # cut off, by a full disk or a kill
+        except (ValueError, KeyError):  # truncated, by a full disk or a kill
             continue
     return None
 
@@ -173,7 +173,7 @@ def _line(group: TrajectoryGroup, text: str, at: float, worker: str) -> Iterator
 
 
 def _trajectory(trajectory: Trajectory) -> Iterator[str]:
-    said = {
+    line = {
         "episode": trajectory.episode,
         "reward": trajectory.reward,
         "reward_parts": dict(trajectory.reward_parts),
@@ -182,7 +182,7 @@ def _trajectory(trajectory: Trajectory) -> Iterator[str]:
         "version_spans": [[s.version, s.start, s.end] for s in trajectory.version_spans],
         "loss_mask_runs": _runs(trajectory.loss_mask),
     }
-    yield json.dumps(said, separators=(",", ":"))[:-1]
+    yield json.dumps(line, separators=(",", ":"))[:-1]
     yield from _numbers("tokens", trajectory.tokens)
     yield from _numbers("logprobs", trajectory.rollout_logprobs)
     yield ',"columns":{'
@@ -202,45 +202,45 @@ def _numbers(name: str, numbers: NDArray[Any]) -> Iterator[str]:
 
 
 def _piece(numbers: NDArray[Any]) -> str:
-    """Read again as the type that they had, they are the same."""
+    """Formats numbers so that they can be read back exactly in their dtype."""
     if numbers.dtype in (np.float16, np.float32) and np.isfinite(numbers).all():
-        # Nine digits distinguish any two of them, and are half as long as all of a float64's.
+        # Nine digits identify a float32 and are half as long as those of a float64.
         return ",".join([f"{number:.9g}" for number in numbers.tolist()])
     return json.dumps(numbers.tolist(), separators=(",", ":"))[1:-1]
 
 
 def _runs(mask: NDArray[np.uint8]) -> list[int]:
-    """Lengths of the runs of equal values, the first of zeros (perhaps empty)."""
+    """Run lengths; the first run is of zeros and may be empty."""
     changes = np.flatnonzero(np.diff(mask, prepend=0)).tolist()
     return np.diff([0, *changes, len(mask)]).tolist()  # type: ignore[no-any-return]
 
 
-def _parse(said: Mapping[str, Any]) -> Recorded:
+def _parse(line: Mapping[str, Any]) -> Recorded:
     group = TrajectoryGroup(
-        group_id=said["group_id"],
-        prompt=PromptRef(**said["prompt"]),
-        trajectories=tuple(map(_parse_trajectory, said["trajectories"])),
-        sampling=SamplingParams(**said["sampling"]),
+        group_id=line["group_id"],
+        prompt=PromptRef(**line["prompt"]),
+        trajectories=tuple(map(_parse_trajectory, line["trajectories"])),
+        sampling=SamplingParams(**line["sampling"]),
     )
-    return Recorded(group=group, text=said["text"], at=said["at"], worker=said["worker"])
+    return Recorded(group=group, text=line["text"], at=line["at"], worker=line["worker"])
 
 
-def _parse_trajectory(said: Mapping[str, Any]) -> Trajectory:
-    runs = said["loss_mask_runs"]
+def _parse_trajectory(line: Mapping[str, Any]) -> Trajectory:
+    runs = line["loss_mask_runs"]
     return Trajectory(
-        tokens=np.array(said["tokens"], np.int32),
+        tokens=np.array(line["tokens"], np.int32),
         loss_mask=np.repeat(np.arange(len(runs)) % 2, runs).astype(np.uint8),
-        rollout_logprobs=np.array(said["logprobs"], np.float32),
+        rollout_logprobs=np.array(line["logprobs"], np.float32),
         version_spans=tuple(
-            VersionSpan(version=v, start=start, end=end) for v, start, end in said["version_spans"]
+            VersionSpan(version=v, start=start, end=end) for v, start, end in line["version_spans"]
         ),
-        prompt_length=said["prompt_length"],
-        reward=said["reward"],
-        finish_reason=said["finish_reason"],
-        reward_parts=said["reward_parts"],
-        episode=said["episode"],
+        prompt_length=line["prompt_length"],
+        reward=line["reward"],
+        finish_reason=line["finish_reason"],
+        reward_parts=line["reward_parts"],
+        episode=line["episode"],
         columns={
             name: np.array(column["values"], column["dtype"]).reshape(column["shape"])
-            for name, column in said.get("columns", {}).items()  # older lines have none
+            for name, column in line.get("columns", {}).items()  # older lines have none
         },
     )

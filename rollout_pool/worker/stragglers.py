@@ -1,16 +1,16 @@
-"""What happens to groups that take much longer than the others.
+"""Policies for groups that take much longer than the others.
 
 continue_across_versions   nothing
 interrupt_and_resume       publish ──► all samples stop, keep their tokens and wait
-                           the engines serve the new version, or RESUME_AFTER_S are over
-                           ──► all go on, the stalest first
+                           the engines serve the new version, or RESUME_AFTER_S have passed
+                           ──► all continue, the stalest first
 postpone                   a full batch is ready ──► groups far slower than the median stop and wait
-                           the batch is taken, or they alone are left, or they waited as long as the
-                           median group takes ──► they go on behind those that were begun meanwhile
+                           the batch is taken, or only they are left, or they waited as long as the
+                           median group takes ──► they continue behind groups started meanwhile
 
-A group is postponed at most `max_postponements` times; after the last time it goes first, to its
-end. Every wait here is bounded, so no group starves. Groups that programs elsewhere play are not
-postponed and not part of the median: how long they take does not depend on the model.
+A group is postponed at most `max_postponements` times; after the last time it is served first until
+it ends. Every wait here is bounded, so no group starves. External groups are not postponed and do
+not count for the median: how long they take does not depend on the model.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ PUBLISH_TIMEOUT_S = 60.0
 RESUME_AFTER_S = 30.0
 """Longest time that interrupted samples wait for the engines to serve the published version."""
 SLOW_FACTOR = 2.0
-"""A group that runs so many times as long as the median of the last ones is slow."""
+"""A group is slow if it takes this many times the median of the last ones."""
 RECENT = 64
 MIN_RECENT = 4
-"""With fewer ended groups the median says nothing."""
+"""Groups needed for a meaningful median."""
 LOOK_EVERY_S = 0.5
-"""At least so long between two looks at the buffer; a postponed group waits at least once."""
+"""Shortest time between two looks at the buffer, and shortest wait of a postponed group."""
 
 
 class Interrupter(Protocol):
-    """The part of a Completer that is used here."""
+    """The part of a Completer used here."""
 
     def interrupt(self, sample: Sample) -> None: ...
 
 
 class Versions(Protocol):
-    """The part of RunState that is used here."""
+    """The part of RunState used here."""
 
     async def trainer_version(self) -> int: ...
     async def wait_version_above(self, version: int, timeout_s: float) -> int: ...
@@ -57,14 +57,14 @@ class Versions(Protocol):
 
 
 class WaitingRoom:
-    """Interrupted samples, released together and in their order."""
+    """Interrupted samples, released together, by order."""
 
     def __init__(self) -> None:
         self.is_open = True
         self._waiting: list[tuple[Sample, asyncio.Future[None]]] = []
 
     async def pass_through(self, sample: Sample, at_most_s: float) -> None:
-        """Returns when the room is open, after `at_most_s` at the latest."""
+        """Returns when the room is open, or after `at_most_s`."""
         if self.is_open:
             return
         waiting = (sample, asyncio.get_running_loop().create_future())
@@ -78,7 +78,7 @@ class WaitingRoom:
 
     @property
     def samples(self) -> set[Sample]:
-        """The samples that wait."""
+        """The waiting samples."""
         return {sample for sample, _ in self._waiting}
 
     def close(self) -> None:
@@ -93,13 +93,13 @@ class WaitingRoom:
 
 
 class Tail:
-    """What happens to the slow groups of one worker, which it knows from `begin` until `end`.
+    """The policy for slow groups of one worker, each known from `begin` until `end`.
 
-    Nothing, here: continue_across_versions.
+    This base class does nothing: continue_across_versions.
     """
 
     def begin(self, run: GroupRun) -> None:
-        """Before the group's first sample."""
+        """Called before the group's first sample."""
 
     def end(self, run: GroupRun, *, is_done: bool) -> None:
         """`is_done`: the group is complete."""
@@ -130,7 +130,7 @@ class InterruptAndResume(Tail):
             try:
                 version = await self._versions.wait_version_above(version, PUBLISH_TIMEOUT_S)
             except TimeoutError:
-                continue  # a long step; the trainer's own waits notice a dead one
+                continue  # a long step; a dead trainer is detected elsewhere
             self._room.close()
             try:
                 for run in self._runs:
@@ -150,19 +150,19 @@ class InterruptAndResume(Tail):
 
 @dataclass(kw_only=True, slots=True)
 class Lap:
-    """How a group is doing."""
+    """Progress of a group."""
 
     since: float
-    """When it began, or went on after it was postponed."""
+    """When it began or last resumed."""
     num_postponed: int = 0
     is_waiting: bool = False
     room: WaitingRoom = field(default_factory=WaitingRoom)
     stopped: set[Sample] = field(default_factory=set)
-    """The samples interrupted for its current wait."""
+    """Samples interrupted for its current postponement."""
 
 
 class Pace:
-    """How long groups take, and which take too long (pure)."""
+    """How long groups take, and which are slow (pure)."""
 
     def __init__(self, max_postponements: int) -> None:
         self._max_postponements = max_postponements
@@ -225,7 +225,7 @@ class Postpone(Tail):
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)  # it is time itself that makes a group slow
+            await asyncio.sleep(LOOK_EVERY_S)  # groups become slow by time alone
             if self._waiting() or self._slow():
                 is_ready = await self._is_batch_ready()
                 self._release(is_ready)
@@ -233,7 +233,7 @@ class Postpone(Tail):
                 if is_ready and len(slow) + len(self._waiting()) < len(self._laps):
                     for run in slow:
                         self._postpone(run)
-                # Environments that were at work when their group was postponed may have requested
+                # Environments that were running when their group was postponed may have requested
                 # another turn since.
                 for run in self._waiting():
                     self._stop(run)
@@ -242,7 +242,7 @@ class Postpone(Tail):
         return [run for run, lap in self._laps.items() if lap.is_waiting]
 
     def _slow(self) -> list[GroupRun]:
-        """Slow groups of which something is being sampled: others have nothing to interrupt."""
+        """Slow groups with a sample to interrupt."""
         now = time.monotonic()
         return [
             run for run, lap in self._laps.items() if run.running and self._pace.is_slow(lap, now)
@@ -260,7 +260,7 @@ class Postpone(Tail):
         self._counters.add("groups_postponed")
 
     def _stop(self, run: GroupRun) -> None:
-        """Interrupts the samples of a postponed group that are under way."""
+        """Interrupts the running samples of a postponed group."""
         lap = self._laps[run]
         running = {*run.running}
         for sample in running - lap.room.samples:
