@@ -56,7 +56,7 @@ class Breaker:
             return True
         return now >= self.retry_at and not self._is_on_trial
 
-    def is_mended(self, failed_at: float, now: float) -> bool:
+    def has_recovered(self, failed_at: float, now: float) -> bool:
         """Whether a sample that failed here at `failed_at` may be sent again."""
         return self._last_success > failed_at or now >= self.retry_at
 

@@ -25,7 +25,7 @@ from rollout_pool.sampling.sample import Interrupted, Priority, Sample
 OVERLOAD_FACTOR = 1.5
 OVERLOAD_SAMPLES = 8
 """A session leaves its engine when that has more than OVERLOAD_FACTOR times the load of the least
-loaded one, and by at least so many samples of its own size."""
+loaded one plus so many samples of the session's size."""
 LENGTHS_KEPT = 0.98
 """Decay of the mean length per ended sample: it adapts within a few hundred samples."""
 
@@ -99,11 +99,11 @@ class Router:
     # Assignment -----------------------------------------------------------------------------------
 
     async def assign(self, sample: Sample, failed: Mapping[str, float] | None = None) -> Slot:
-        """A slot for the sample, which its owner must release.
+        """A slot for the sample, which the caller must release.
 
-        Engines named in `failed` (with the time) are taken only if there is no other, and not
-        before they may have mended. Waits behind those of higher priority or lower order.
-        Raises TimeoutError naming the engines when nothing has progressed for so long, Interrupted
+        Engines in `failed` (with the time) are used only if there is no other, and only once they
+        may have recovered. Waits behind samples of higher priority or lower order.
+        Raises TimeoutError naming the engines if none made progress for too long, Interrupted
         after `withdraw`, and ValueError for an engine that does not exist.
         """
         if sample.engine is not None and sample.engine not in self.engines:
@@ -216,9 +216,9 @@ class Router:
             free = [engine for engine in others if engine.has_slot(priority)]
             return (queue[0], self._choose(queue[0], free)) if free else None
         failed = [engine for engine in healthy if engine.has_slot(priority)]
-        # Rare: a healthy engine that has not recovered has failed once or twice, so few wait for it.
+        # A healthy engine that has not recovered failed once or twice, so few wait for it.
         for waiter in queue if failed else ():
-            if free := [r for r in failed if r.breaker.is_mended(waiter.failed[r.name], now)]:
+            if free := [r for r in failed if r.breaker.has_recovered(waiter.failed[r.name], now)]:
                 return waiter, self._choose(waiter, free)
         return None
 

@@ -1,11 +1,11 @@
-"""One completion of one prompt, as far as it is: what is sampled, interrupted and resumed.
+"""One completion of one prompt, which may be interrupted and resumed.
 
     waiting ──► running at an engine ──► ended (finish_reason)
        ▲              │ interrupted, engine lost, refused
-       └──────────────┘ its tokens are kept; the rest is sampled at whichever engine has a slot
+       └──────────────┘ its tokens are kept; the rest is sampled at any engine with a slot
 
-A sample goes through as many engines as it takes. Each of its tokens keeps the log-probability and
-the policy version of the moment in which it was drawn.
+A sample may pass through several engines. Each token keeps the log-probability and the policy
+version with which it was sampled.
 """
 
 from __future__ import annotations
@@ -29,48 +29,45 @@ class Priority(IntEnum):
 class Sample:
     """One completion. Its owner requests it; the sampler appends what arrives.
 
-    Example: 4 tokens of which the last two came after a commit have
+    Example: 4 tokens, the last two sampled after a commit, have
     version_spans [(7, 0, 2), (8, 2, 4)].
     """
 
     sample_id: str
-    """Unique in the run; ids of requests are made from it."""
+    """Unique in the run; request ids begin with it."""
     prompt: list[int]
     sampling: SamplingParams
     max_new_tokens: int
-    """Limit of the whole completion, however many engines write it."""
+    """Limit of the whole completion, over all engines."""
     session: str = ""
-    """Samples of one session go to the engine that holds their common prefix, unless it is
-    overloaded."""
+    """Samples of one session go to the engine with their common prefix, unless it is overloaded."""
     priority: Priority = Priority.rollout
     order: int = 0
-    """Among samples of the same priority the lowest is served first: groups count up, so the
-    stalest is first."""
+    """Within a priority the lowest is served first: groups count up, so the stalest is first."""
     min_version: int = 0
-    """No token may be older."""
+    """Oldest policy version that may sample a token."""
     engine: str | None = None
     """The only engine that may serve it (an evaluation at a held engine)."""
     on_tokens: Callable[[Sample], None] | None = None
-    """Called after each arrival of tokens, and at the end."""
+    """Called when tokens have arrived, and at the end."""
     on_wait: Callable[[bool], None] | None = None
-    """Called with True when it begins to wait for a slot at an engine, with False when that wait
-    is over, however it ended."""
+    """Called with True when a wait for a slot at an engine begins, with False when it is over."""
 
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Natural logarithms, of each output token under the distribution that it was drawn from."""
+    """Natural log of each output token's probability under the distribution it was sampled from."""
     version_spans: list[VersionSpan] = field(default_factory=list)
-    """Cover [0, len(output_ids)) without gaps; positions count from the first output token."""
+    """Cover [0, len(output_ids)) without gaps, counted from the first output token."""
     finish_reason: str | None = None
     """"stop" at an end-of-sequence token, "length" at the limit; None before the end."""
     num_attempts: int = 0
     """Requests made for it so far."""
     num_failures: int = 0
-    """Requests that failed (an interruption is no failure)."""
+    """Failed requests; interruptions do not count."""
     num_refused: int = 0
     """Answers refused for their log-probabilities."""
     num_wasted: int = 0
-    """Tokens that an engine wrote and that cannot be used (lost with it, or refused)."""
+    """Sampled tokens that are lost or refused."""
 
     @property
     def oldest_version(self) -> int | None:
@@ -82,7 +79,7 @@ class Sample:
 
 
 class SampleFailed(RuntimeError):
-    """A sample got no further in the attempts that it had; what it has stays in it."""
+    """A sample failed in all its attempts; it keeps its tokens."""
 
 
 class Interrupted(RuntimeError):
@@ -93,31 +90,31 @@ class Completer(Protocol):
     """Completes samples."""
 
     async def complete(self, sample: Sample) -> None:
-        """Goes on from where the sample stands until it has ended.
+        """Continues the sample until it has ended.
 
         Raises SampleFailed, Interrupted if `interrupt` was called meanwhile, and TimeoutError if no
-        engine could be asked; what the sample has stays in it. When cancelled, it stops the
-        engine's request.
+        engine was available; the sample keeps its tokens. When cancelled, it stops the engine's
+        request.
         """
         ...
 
     def interrupt(self, sample: Sample) -> None:
-        """Lets `complete` raise Interrupted soon, with all tokens so far and their versions in the
-        sample; nothing happens if it is not under way, or ends by itself before."""
+        """Makes `complete` raise Interrupted soon, when the sample has all tokens so far with their
+        versions. Does nothing if it is not in progress or ends before."""
         ...
 
 
 class Answer:
-    """What one request adds to its sample: tokens as they come, their versions when they are known.
+    """What one request adds to its sample: tokens as they arrive, exact versions at the end.
 
-    While a request runs, its engine reports with each arrival only the version that it serves at
-    that moment. Which token is of which version it reports at the end:
+    While a request runs, its engine reports with each arrival only the version served at that
+    moment. Only at the end does it report the version of each token:
 
         arrivals   [ a | b c d | e f g ]  labels 7, 7, 8      until then   (7, a..g)
         settled                           7 up to e, then 8   at the end   (7, a..e) (8, f..g)
 
-    The end of a request whose engine was killed never comes, so what is written down until then
-    must hold by itself. `served_before`: a version not above the request's own.
+    A request whose engine was killed has no such report, so the versions recorded until then must
+    be safe. `served_before`: a lower bound of the request's versions.
     """
 
     def __init__(self, sample: Sample, served_before: int) -> None:
@@ -134,11 +131,10 @@ class Answer:
     def add(self, output_ids: Sequence[int], logprobs: Sequence[float], label: int) -> None:
         """Tokens, and the version that was served when they arrived.
 
-        Versions only grow. So tokens with the label of the arrival before them are of that version;
-        with another label they are of both, the border is unknown, and all are taken
-        for the older: the staleness gate then errs on the safe side, and log-probabilities are
-        those of the moment of drawing either way. The first token is sent by itself; if more come
-        at once the server was slow to send, and the same holds.
+        Versions only grow. So tokens with the same label as the arrival before are of that version.
+        With another label they may be of both, and all count as the older one: staleness is then
+        overestimated, which is safe, and log-probabilities are exact either way. The first token is
+        sent by itself; if more come at once the server was slow to send, and the same holds.
         """
         sample = self._sample
         if self._label is None:
@@ -153,7 +149,7 @@ class Answer:
         sample.version_spans = merge_spans([*sample.version_spans, span])
 
     def settle(self, spans: Sequence[VersionSpan]) -> None:
-        """The versions of all tokens of this request, counted from its own first token."""
+        """Sets the exact versions of all tokens, counted from the request's first token."""
         shifted = [
             VersionSpan(
                 version=span.version, start=self._start + span.start, end=self._start + span.end
@@ -164,7 +160,7 @@ class Answer:
 
 
 def merge_spans(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
-    """Neighbours of the same version become one."""
+    """Joins neighbouring spans of the same version."""
     merged: list[VersionSpan] = []
     for span in spans:
         if merged and merged[-1].version == span.version and merged[-1].end == span.start:

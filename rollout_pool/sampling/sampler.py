@@ -1,9 +1,9 @@
-"""Completes samples, even if engines fail on the way.
+"""Completes samples, retrying at other engines when one fails.
 
 complete(sample): slot ──► engine ──► ended
-                    ▲          │ engine lost, sample refused: its tokens stay, the rest is
-                    └──────────┘ asked for elsewhere, `max_retries` times
-                               │ interrupt(): the same, when its owner asks again
+                    ▲          │ engine lost, sample refused: its tokens are kept, the rest is
+                    └──────────┘ requested elsewhere, `max_retries` times
+                               │ interrupt(): the same, when `complete` is called again
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class _Run:
     num_failures: int = 0
     last_error: Exception | None = None
     is_interrupted: bool = False
-    asked: tuple[Slot, str] | None = None
-    """The request that is under way."""
+    in_flight: tuple[Slot, str] | None = None
+    """The request in flight."""
 
 
 class Sampler:
@@ -42,7 +42,7 @@ class Sampler:
 
     async def complete(self, sample: Sample) -> None:
         """See Completer."""
-        assert sample not in self._runs, f"{sample.sample_id} is under way"
+        assert sample not in self._runs, f"{sample.sample_id} is in progress already"
         run = self._runs[sample] = _Run()
         try:
             while not self._has_ended(sample):
@@ -56,22 +56,22 @@ class Sampler:
         if run is None:
             return
         run.is_interrupted = True
-        if run.asked is None:
+        if run.in_flight is None:
             self._router.withdraw(sample)
         else:
-            slot, request_id = run.asked
+            slot, request_id = run.in_flight
             slot.engine.stop(request_id)
 
     def _has_ended(self, sample: Sample) -> bool:
         if sample.finish_reason is None and sample.num_left <= 0:
-            # The engine died between its last token and the end.
+            # The engine died after the last token, before the end.
             sample.finish_reason = "length"
             self._router.note_end(sample)
             self._report(sample)
         return sample.finish_reason is not None
 
     async def _attempt(self, sample: Sample, run: _Run) -> None:
-        """One request. Raises if the sample can't be asked for again."""
+        """One request. Raises if it must not be retried."""
         slot = await self._wait_for_slot(sample, run)
         try:
             if not run.is_interrupted:
@@ -99,15 +99,15 @@ class Sampler:
 
     async def _ask(self, sample: Sample, run: _Run, slot: Slot) -> None:
         sample.num_attempts += 1
-        # SGLang aborts all requests whose ids begin with the one that it is given: the mark at the
-        # end keeps sample 1 from ending sample 10.
+        # SGLang aborts all requests whose ids begin with the given one: the mark at the end keeps
+        # an abort of sample 1 from ending sample 10.
         request_id = f"{sample.sample_id}.{sample.num_attempts}!"
 
         def on_arrival() -> None:
             slot.progress()
             self._report(sample)
 
-        run.asked = (slot, request_id)
+        run.in_flight = (slot, request_id)
         try:
             await slot.engine.generate(sample, request_id, on_arrival)
         except SampleRefused as error:
@@ -119,7 +119,7 @@ class Sampler:
             run.failed[slot.engine.name] = slot.fail()
             self._note_failure(sample, run, slot, error)
         finally:
-            run.asked = None
+            run.in_flight = None
 
     def _note_failure(self, sample: Sample, run: _Run, slot: Slot, error: Exception) -> None:
         run.failed.setdefault(slot.engine.name, slot.begun)

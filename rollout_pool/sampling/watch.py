@@ -1,4 +1,4 @@
-"""Keeps a worker's router informed: which versions the engines serve, and how busy they are.
+"""Keeps a worker's router informed of the engines' versions and load.
 
 RunState   engines' versions, the trainer's version ──┐
 buffer     max_staleness ─────────────────────────────┼──► EngineWatch ──► Router
@@ -17,11 +17,11 @@ from rollout_pool.sampling.engine_client import EngineError, LoadSource
 from rollout_pool.sampling.router import Router
 
 ASK_EVERY_S = 0.5
-"""An engine answers from memory that it shares with its scheduler, at the cost of a ping."""
+"""A cheap request: an engine answers from memory shared with its scheduler."""
 
 
 class LoadPoller:
-    """Asks each engine for its load every `every_s`, independently of the others."""
+    """Polls the load of each engine every `every_s`, independently of the others."""
 
     def __init__(
         self, router: Router, engines: Sequence[LoadSource], every_s: float = ASK_EVERY_S
@@ -31,7 +31,7 @@ class LoadPoller:
         self._every_s = every_s
 
     async def run(self) -> None:
-        """Never returns; ends when it is cancelled."""
+        """Never returns."""
         await asyncio.gather(*(self._follow(engine) for engine in self._engines))
 
     async def _follow(self, engine: LoadSource) -> None:
@@ -48,7 +48,7 @@ class LoadPoller:
 
 
 LOOK_AGAIN_S = 5.0
-"""A new max_staleness is seen after this time at the latest; engines and versions at once."""
+"""Longest delay until a new max_staleness is seen; versions are seen at once."""
 
 
 class EngineWatch:

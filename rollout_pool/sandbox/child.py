@@ -1,13 +1,13 @@
-"""The child side of the sandbox: locks itself in, layer by layer, then runs the program.
+"""The child side of the sandbox: applies the layers one by one, then runs the program.
 
-    keeper      own namespaces, own root          told by the parent what to run; waits, and says
-      │ fork                                      how the program ended (a pipe that it alone has)
+    keeper      own namespaces, own root          gets the request from the parent; waits, and
+      │ fork                                      reports the program's end (through its own pipe)
     program     own user, no capabilities, limits, Landlock, filter of system calls ──► exec(code)
-    statements  the same again, a process of their own, if a program is tested by any
+    statements  the same, in a process of their own, if there are any that test the program
 
-Started by `rollout_pool.sandbox.run` with no environment and nothing but the standard library. Each
-layer is used where the kernel allows; without the filter, or without a layer that keeps files
-away, nothing is run.
+Started by `rollout_pool.sandbox.run` with an empty environment and only the standard library. Each
+layer is used where the kernel allows it; without the filter, or a layer that protects files, nothing
+is run.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _NAMESPACES = (
 )
 _LARGEST_STACK, _SMALLEST_STACK = 8 * 2**20, 256 * 2**10
 _FIRST_USER = 0x60000000
-"""User ids from here on belong to nobody; a program's is this plus its keeper's process id."""
+"""First of the unused user ids; a program's is this plus its keeper's process id."""
 
 
 class Unsafe(Exception):
-    """The layers that this kernel allows are too few; the message says which is missing."""
+    """This kernel allows too few layers; the message says which is missing."""
 
 
 def main() -> None:
-    """`argv[2:]`: descriptors of the request, of the notes, of the ending, and of statements if
-    the program is tested by any."""
+    """`argv[2:]`: descriptors of the request, the notes, the ending, and the statements if there
+    are any that test the program."""
     request_fd, notes_fd, ending_fd, *statements_fds = (int(text) for text in sys.argv[2:])
     kernel.prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)
     with open(request_fd, "rb") as file:
@@ -50,7 +50,7 @@ def main() -> None:
     was_root = os.geteuid() == 0
     layers = _separate(request)
     if os.getppid() != request.parent_pid:
-        return  # it died before its death could reach us
+        return  # the parent died before this took effect
     alive_read, alive_write = os.pipe()
     os.set_blocking(alive_read, False)
     pipes = Pipes() if statements_fds else None
@@ -78,7 +78,7 @@ def main() -> None:
             _read_nothing()
             try:
                 _lock_in(request, layers, was_root=was_root, alive=alive_read)
-            except (Unsafe, OSError):  # which the program says for both
+            except (Unsafe, OSError):  # reported by the program's process
                 os._exit(1)
             run_tests(text, channel)
             return
@@ -89,23 +89,23 @@ def main() -> None:
 def _fork() -> int | None:
     try:
         return os.fork()
-    except OSError:  # the program has ended already, and its namespace with it
+    except OSError:  # the program and its namespace have ended already
         return None
 
 
 def _read_nothing() -> None:
-    """Standard input is the program's."""
+    """Leaves standard input to the program."""
     nothing = os.open("/dev/null", os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
 
 
 def _keep(program: int, tests: int | None, ending_fd: int, cpu_time_s: int) -> None:
-    """Wait for the program, and for its statements if there are any, and say how they ended; does
-    not return. SIGTERM ends both."""
+    """Waits for the program and its statements, if any, and reports how they ended. Never
+    returns. SIGTERM ends both."""
     for standard in (0, 1, 2):
         os.close(standard)
-    import signal  # while the program goes its own way already
+    import signal  # while the program is already running
 
     running = {program} if tests is None else {program, tests}
 
@@ -116,18 +116,18 @@ def _keep(program: int, tests: int | None, ending_fd: int, cpu_time_s: int) -> N
     signal.signal(signal.SIGTERM, end)
     endings = {}
     while running:
-        # The first to end is collected first: the program, which is the first process of its
-        # namespace, does not end before the other one has been.
+        # Reap in the order of ending: the program is the first process of its namespace and does
+        # not end before the other one has been reaped.
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-        assert ended is not None, "without WNOHANG it waits"
-        running = running - {ended.si_pid}  # its number will be another's
+        assert ended is not None, "waitid blocks without WNOHANG"
+        running = running - {ended.si_pid}  # its pid may be reused
         _, status, usage = os.wait4(ended.si_pid, 0)
         seconds = usage.ru_utime + usage.ru_stime
         endings[ended.si_pid] = os.waitstatus_to_exitcode(status), seconds
     exit_code, cpu_s = endings[program]
     tested, tested_cpu_s = endings[tests] if tests else (GONE, 0.0)
     if tested == -signal.SIGKILL and tested_cpu_s < cpu_time_s / 2:
-        tested = GONE  # with the program, as all of its namespace
+        tested = GONE  # ended with the program's namespace
     if exit_code == 0 and tests and tested != GONE:
         exit_code, cpu_s = tested, tested_cpu_s
     os.write(ending_fd, f"{exit_code} {cpu_s} {int(tested == 0)}".encode())
@@ -138,7 +138,7 @@ def _keep(program: int, tests: int | None, ending_fd: int, cpu_time_s: int) -> N
 
 
 def _separate(request: Request) -> list[str]:
-    """Namespaces, and in them a root that shows little; the names of what could be had."""
+    """Enters namespaces with a minimal root; returns the names of the layers in force."""
     layers: list[str] = []
     if "namespaces" not in request.without and _unshare(layers):
         layers.append("namespaces")
@@ -146,8 +146,7 @@ def _separate(request: Request) -> list[str]:
             view.enter(request.limits["max_folder_bytes"])
             layers.append("own root")
         except OSError:
-            # Half of it may be there. Landlock then has to keep files away, and nothing is
-            # writable.
+            # It may be half done. Then Landlock must protect the files, and nothing is writable.
             pass
     # The keeper has seen what it does as long as it lives; its death must still reach it.
     kernel.prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)
@@ -161,7 +160,7 @@ def _unshare(layers: list[str]) -> bool:
             kernel.unshare(_NAMESPACES)
             return True
         except OSError:
-            pass  # root without the rights of root, as in most containers
+            pass  # root without root's capabilities, as in most containers
     try:
         kernel.unshare(_NAMESPACES | kernel.CLONE_NEWUSER)
     except OSError:
@@ -176,7 +175,7 @@ def _unshare(layers: list[str]) -> bool:
                 file.write(text)
         layers.append("user namespace")
     except OSError:
-        pass  # root that may not even be mapped; what needs a user will not be had
+        pass  # root that cannot be mapped: go without the layers that need a user namespace
     return True
 
 
@@ -184,11 +183,11 @@ def _unshare(layers: list[str]) -> bool:
 
 
 def _lock_in(request: Request, inherited: list[str], *, was_root: bool, alive: int) -> list[str]:
-    """Give up everything that is not needed; the names of the further layers.
+    """Drops all privileges that are not needed; returns the names of the further layers.
 
-    Raises Unsafe if what is left is too much.
+    Raises Unsafe if too many remain.
     """
-    layers = _become_nobody("own root" in inherited)
+    layers = _become_unprivileged("own root" in inherited)
     if "user namespace" not in inherited and "namespaces" not in request.without:
         try:
             kernel.unshare(kernel.CLONE_NEWUSER)
@@ -199,7 +198,7 @@ def _lock_in(request: Request, inherited: list[str], *, was_root: bool, alive: i
     kernel.prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)
     _end_if_orphaned(alive)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    # Threads are counted by user and namespace, but root's are not: then there can be none.
+    # Threads are counted by user and namespace, except root's: root may start none.
     has_own_user = "own user" in layers or (
         not was_root and "user namespace" in (*inherited, *layers)
     )
@@ -215,8 +214,8 @@ def _lock_in(request: Request, inherited: list[str], *, was_root: bool, alive: i
     return [*layers, "seccomp"]
 
 
-def _become_nobody(has_own_root: bool) -> list[str]:
-    """Root becomes a user whom nothing belongs to, if that one could still read the library."""
+def _become_unprivileged(has_own_root: bool) -> list[str]:
+    """Root becomes a user who owns nothing, if that user can still read the library."""
     if os.geteuid() != 0 or not view.is_readable_by_all(through=not has_own_root):
         return []
     user = _FIRST_USER + os.getppid() if os.getppid() else _FIRST_USER + os.getpid()
@@ -224,7 +223,7 @@ def _become_nobody(has_own_root: bool) -> list[str]:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    except OSError:  # a container whose root may not
+    except OSError:  # a container whose root must not
         return []
     return ["own user"]
 
@@ -242,7 +241,7 @@ def _keep_files_away(request: Request, inherited: list[str], layers: list[str]) 
         layers.append("landlock")
     elif not has_own_root:
         raise Unsafe(
-            "nothing keeps the machine's files from the program: this kernel offers neither "
+            "nothing protects the machine's files from the program: this kernel offers neither "
             "Landlock (Linux 5.13 or newer, with landlock in its lsm= list) nor user and mount "
             "namespaces (kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0, "
             "and in a container a seccomp profile that allows landlock_* or unshare)"
@@ -266,15 +265,15 @@ def _limit(limits: dict[str, int], has_own_user: bool) -> None:
         _, hard = resource.getrlimit(kind)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
-    # Else a thread takes as much address space as the machine's settings say, and 64 MiB for its
-    # share of malloc: the memory would be full before the threads are as many as they may.
+    # By default each thread takes its full stack limit of address space and a 64 MiB malloc arena:
+    # the memory limit would be reached before the thread limit.
     share = limits["memory_bytes"] // (4 * limits["max_threads"])
     _thread.stack_size(max(_SMALLEST_STACK, min(share // 4096 * 4096, _LARGEST_STACK)))
     kernel.share_malloc()
 
 
 def _end_if_orphaned(alive: int) -> None:
-    """If the keeper died before its death could reach us, its end of the pipe is closed."""
+    """Ends if the keeper died before the death signal was set: its end of the pipe is closed."""
     try:
         if os.read(alive, 1) == b"":
             os._exit(1)

@@ -1,6 +1,6 @@
-"""System calls that Python has no function for, as plain functions that raise OSError.
+"""System calls that Python lacks, as functions that raise OSError.
 
-Part of the sandbox's child side, which runs without anything but the standard library.
+Part of the sandbox's child side, which uses only the standard library.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def syscall(number: int, *arguments: int | bytes | None) -> int:
-    """The system call of that number; raises OSError."""
+    """Makes a system call; raises OSError."""
     passed = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     return _checked(int(_libc.syscall(ctypes.c_long(number), *passed)), f"system call {number}")
 
@@ -61,7 +61,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str = ""
 
 
 def make_root(folder: str) -> None:
-    """`folder`, a mount point, becomes the root; nothing of the old one can be reached."""
+    """Makes `folder`, a mount point, the root; the old root becomes unreachable."""
     os.chdir(folder)
     syscall(_PIVOT_ROOT[os.uname().machine], b".", b".")
     _checked(_libc.umount2(b".", MNT_DETACH), "umount of the old root")
@@ -74,13 +74,13 @@ def prctl(option: int, value: int) -> None:
 
 
 def share_malloc() -> None:
-    """All threads to come share one heap."""
+    """Makes all future threads share one heap."""
     if hasattr(_libc, "mallopt"):  # glibc
         _libc.mallopt(ctypes.c_int(_M_ARENA_MAX), ctypes.c_int(1))
 
 
 def drop_capabilities() -> None:
-    """Of this thread, all of them."""
+    """Drops all capabilities of this thread."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     none = (ctypes.c_uint32 * 6)()
     _checked(_libc.capset(header, none), "capset")

@@ -1,4 +1,4 @@
-"""Landlock: which files the program may touch, whoever it is and whatever it is a child of."""
+"""Landlock: which files the program may access, regardless of its user and namespaces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import struct
 
 from rollout_pool.sandbox import kernel
 
-TYPE_CHECKING = False  # so that the module is not imported just to be named
+TYPE_CHECKING = False  # avoids the import of typing
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -15,16 +15,16 @@ _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
 _VERSION_FLAG = 1
 _RULE_PATH_BENEATH = 1
 _NO_AUDIT_LOG = 1
-"""From ABI 7: what a program may not do is no news for the kernel's log."""
+"""From ABI 7: do not log denied accesses."""
 
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
 WRITE_FILE = 1 << 1
 _OF_FILES = (1 << 0) | (1 << 1) | (1 << 2) | (1 << 14) | (1 << 15)
-"""Rights that can be given for a file; the others need a folder."""
+"""Rights that apply to files; the others apply to folders only."""
 
 
 def version() -> int:
-    """The kernel's Landlock ABI; 0 if it has none or it is switched off."""
+    """The kernel's Landlock ABI; 0 if it is missing or disabled."""
     try:
         return kernel.syscall(_CREATE, None, 0, _VERSION_FLAG)
     except OSError:
@@ -32,8 +32,8 @@ def version() -> int:
 
 
 def all_rights(abi: int) -> int:
-    """Every right over files that this ABI knows: execute, write, read, list, remove, make,
-    and what came later: rename across folders (2), truncate (3), device ioctl (5)."""
+    """All file rights of this ABI: execute, write, read, list, remove, make, and later ones: rename
+    across folders (2), truncate (3), device ioctl (5)."""
     rights = (1 << 13) - 1
     for since, bit in ((2, 13), (3, 14), (5, 15)):
         if abi >= since:
@@ -47,11 +47,11 @@ def apply(
     writable: Iterable[str],
     fillable: Iterable[str],
 ) -> None:
-    """From now on only these paths, with all below them (`listable`: only their names;
-    `fillable`: files that may be written to as they are).
+    """Restricts this process to these paths and everything below them (`listable`: names only;
+    `fillable`: existing files that may be written to).
 
-    Paths that do not exist are left out. TCP and signals to others are refused too where the
-    kernel's Landlock can. Needs no_new_privs; raises OSError.
+    Missing paths are skipped. Also denies TCP and signals to other processes where this ABI can.
+    Needs no_new_privs; raises OSError.
     """
     abi = version()
     ruleset = kernel.syscall(_CREATE, *_attributes(abi), 0)
@@ -70,12 +70,12 @@ def apply(
 
 
 def _attributes(abi: int) -> tuple[bytes, int]:
-    """struct landlock_ruleset_attr as this ABI has it, and its size."""
+    """struct landlock_ruleset_attr of this ABI, and its size."""
     fields = [all_rights(abi)]
     if abi >= 4:
         fields.append(0b11)  # bind and connect of TCP
     if abi >= 6:
-        fields.append(0b11)  # abstract Unix sockets and signals of others
+        fields.append(0b11)  # abstract Unix sockets and signals outside
     return struct.pack(f"{len(fields)}Q", *fields), 8 * len(fields)
 
 

@@ -1,16 +1,16 @@
-"""Plain values as bytes: all that a program and the process of its tests exchange.
+"""Encodes the plain values that a program and the process of its tests exchange.
 
     None, bool, int, float, complex, str, bytes        exactly as they are
     list, tuple, set, frozenset, dict, bytearray       with plain values in them
-    anything else                                      by a number: it stays where it is
+    anything else                                      by reference, as a number
 
-An instance of a subclass travels as what it is a subclass of. Decoding builds these kinds and
-nothing else, whatever the bytes are.
+An instance of a subclass is sent as its base type. Decoding builds only these types, whatever the
+bytes are.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # so that modules are not imported just to be named
+TYPE_CHECKING = False  # avoids the import of typing
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
@@ -20,14 +20,14 @@ _LISTS: dict[bytes, Any] = {b"l": list, b"t": tuple, b"s": set, b"z": frozenset}
 
 
 def encode(value: object, refer: Callable[[Any], int]) -> bytes:
-    """`refer` gives the number of what is not plain. Raises what it raises."""
+    """`refer` gives the number of an object that is not plain. Raises what `refer` raises."""
     parts: list[bytes] = []
     _put(value, refer, parts)
     return b"".join(parts)
 
 
 def decode(content: bytes, resolve: Callable[[int], Any]) -> Any:
-    """`resolve` gives what has a number. Raises ValueError for bytes that are no plain value."""
+    """`resolve` gives the object of a number. Raises ValueError for invalid bytes."""
     value, end = _take(content, 0, resolve)
     if end != len(content):
         raise ValueError("more than one value")
@@ -73,7 +73,7 @@ def _put_text(letter: bytes, text: str, parts: list[bytes]) -> None:
 
 
 def _take(content: bytes, place: int, resolve: Callable[[int], Any]) -> tuple[Any, int]:
-    """The value that begins there, and where it ends."""
+    """The value at `place`, and where it ends."""
     letter, place = content[place : place + 1], place + 1
     if letter in _CONSTANTS:
         return _CONSTANTS[letter], place
@@ -81,7 +81,7 @@ def _take(content: bytes, place: int, resolve: Callable[[int], Any]) -> tuple[An
         real, place = _take(content, place, resolve)
         imaginary, place = _take(content, place, resolve)
         if not (isinstance(real, float) and isinstance(imaginary, float)):
-            raise ValueError("a complex number of something else")
+            raise ValueError("invalid complex number")
         return complex(real, imaginary), place
     colon = content.index(b":", place)
     size, place = int(content[place:colon]), colon + 1
@@ -94,7 +94,7 @@ def _take(content: bytes, place: int, resolve: Callable[[int], Any]) -> tuple[An
     if letter == b"o":
         return resolve(size), place
     if not 0 <= size <= len(content) - place:
-        raise ValueError("a value is cut short")
+        raise ValueError("truncated value")
     return _of_bytes(letter, content[place : place + size]), place + size
 
 
@@ -119,4 +119,4 @@ def _of_bytes(letter: bytes, content: bytes) -> Any:
         return content
     if letter == b"a":
         return bytearray(content)
-    raise ValueError(f"no kind of value: {letter!r}")
+    raise ValueError(f"unknown type of value: {letter!r}")

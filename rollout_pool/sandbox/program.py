@@ -1,4 +1,4 @@
-"""Runs a program's code in this process as Python itself would, and notes what it ran into."""
+"""Runs a program's code in this process as Python itself would, and notes which limits it hit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 
 from rollout_pool.sandbox import statements
 
-TYPE_CHECKING = False  # so that modules are not imported just to be named
+TYPE_CHECKING = False  # avoids the import of typing
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
 NAME = "program.py"
-"""What the program's code is called in its tracebacks."""
+"""File name of the program's code in tracebacks."""
 _NETWORK_EVENTS = (
     "socket.connect",
     "socket.bind",
@@ -39,13 +39,13 @@ _FILE_ERRORS = (errno.EFBIG, errno.ENOSPC, errno.EMFILE, errno.EROFS, errno.EDQU
 
 
 class Notes:
-    """What the parent is told, a kind and a value a line. Meant for logs: a program could forge all
-    but the first, which was written before it ran."""
+    """Notes to the parent, one line with kind and value each. For logs only: a program could forge
+    all but the first, which is written before it runs."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self.tried: list[str] = []
-        """What was not allowed and tried, the latest last; each once."""
+        """Denied actions that were tried, without repeats, the latest last."""
 
     def write(self, kind: str, value: str) -> None:
         os.write(self._descriptor, f"{kind} {value}\n".encode())
@@ -57,8 +57,8 @@ class Notes:
 
 
 def run(code: str, notes: Notes, channel: statements.Channel | None = None) -> None:
-    """Run it as `__main__`; then answer what its tests ask through `channel`. Raises SystemExit as
-    the program would end."""
+    """Run it as `__main__`, then serve its tests through `channel`. Raises SystemExit with the
+    program's exit status."""
 
     def note(error: BaseException) -> None:
         if (reason := _reason(error, notes.tried)) is not None:
@@ -70,7 +70,7 @@ def run(code: str, notes: Notes, channel: statements.Channel | None = None) -> N
     server = channel and statements.Server(channel, module.__dict__, note)
     sys.addaudithook(_listener(notes))
     try:
-        exec(compile(code, NAME, "exec"), module.__dict__)  # what the sandbox is there for
+        exec(compile(code, NAME, "exec"), module.__dict__)  # safe: inside the sandbox
         if server:
             server.serve()
     except SystemExit:
@@ -82,7 +82,7 @@ def run(code: str, notes: Notes, channel: statements.Channel | None = None) -> N
 
 def run_tests(text: str, channel: statements.Channel) -> None:
     """Run the statements that test the program at the other end of `channel`. Raises SystemExit if
-    they did not hold."""
+    they fail."""
     module = type(sys)("__main__")
     _clear_up(module)
     try:
@@ -95,14 +95,14 @@ def run_tests(text: str, channel: statements.Channel) -> None:
 
 
 def _clear_up(module: ModuleType) -> None:
-    """Leave the program an interpreter as if it had been started with it."""
+    """Restore the state of an interpreter that was started with the program."""
     for name in [name for name in sys.modules if name.split(".")[0] == "rollout_pool"]:
         del sys.modules[name]
     del sys.path[0]
     sys.argv = [NAME]
     sys.modules["__main__"] = module
     module.__dict__["__builtins__"] = builtins
-    for name in ("exit", "quit"):  # which the site module adds elsewhere
+    for name in ("exit", "quit"):  # normally added by the site module
         setattr(builtins, name, sys.exit)
 
 
@@ -119,7 +119,7 @@ def _listener(notes: Notes) -> Callable[[str, tuple[object, ...]], None]:
 
 
 def _reason(error: BaseException, tried: list[str]) -> str | None:
-    """Which limit an error comes from, as far as one can tell."""
+    """The limit that caused an error, if known."""
     if isinstance(error, MemoryError):
         return "memory"
     if isinstance(error, RuntimeError) and "start new thread" in str(error):
@@ -134,7 +134,7 @@ def _reason(error: BaseException, tried: list[str]) -> str | None:
 
 
 def _print(error: BaseException, texts: dict[str, str]) -> None:
-    # Imported here: a program that ends well has no use for them.
+    # Imported here: a program that succeeds does not need them.
     import linecache
     import traceback
 
@@ -144,4 +144,4 @@ def _print(error: BaseException, texts: dict[str, str]) -> None:
     while trace and trace.tb_frame.f_code.co_filename not in texts:  # ours
         trace = trace.tb_next
     traceback.print_exception(type(error), error, trace)
-    sys.stderr.flush()  # its tests' process may have more to say behind it
+    sys.stderr.flush()  # its tests' process may write after it

@@ -1,9 +1,9 @@
-"""What the parent asks of the sandbox's child side, as text: JSON would take longer to import than
-the whole set-up takes.
+"""The parent's request to the sandbox's child side, as text: importing JSON would take longer than
+the whole set-up.
 
     parent_pid 4711
     without landlock,seccomp
-    memory_bytes 536870912          a limit a line
+    memory_bytes 536870912          one limit per line
 
     print("the code follows the first empty line")
 """
@@ -19,7 +19,7 @@ class Request:
     def __init__(
         self, *, code: str, limits: dict[str, int], parent_pid: int, without: list[str]
     ) -> None:
-        """`without`: layers to leave out."""
+        """`without`: layers not to use."""
         self.code = code
         self.limits = limits
         self.parent_pid = parent_pid
@@ -28,7 +28,7 @@ class Request:
     def encode(self) -> bytes:
         lines = [f"parent_pid {self.parent_pid}", f"without {','.join(self.without)}"]
         lines += [f"{name} {value}" for name, value in self.limits.items()]
-        # Code from a model may hold halves of surrogate pairs, which are no text to Python either.
+        # Code from a model may contain lone surrogates, which Python refuses anyway.
         return "\n".join([*lines, "", self.code]).encode("utf-8", "replace")
 
     @classmethod

@@ -1,11 +1,11 @@
-"""Runs Python that a model wrote, so that whatever it does costs nobody but itself.
+"""Runs Python code that a model wrote in a sandbox.
 
     run_python ──► keeper (own namespaces, own root) ──► program (no rights, no network, limits)
         │              └── dies with us, and the program with it
-        └── reads what is printed up to a limit, and kills both when time is up
+        └── reads the output up to a limit, and kills both when time is up
 
-What keeps the program in is in `rollout_pool.jail`. It sees the standard library, its standard
-input and an empty folder of its own (none where the kernel lets it have no root of its own); it
+The layers are in `child` and the modules that it uses. The program sees the standard library, its
+standard input and an empty folder of its own (none where the kernel allows no root of its own). It
 can start threads, but no process and no connection.
 """
 
@@ -39,45 +39,45 @@ _CHUNK = 65536
 _NOTES_LIMIT = 65536
 _KILL_AGAIN_S = 2.0
 _END_TIMEOUT_S = 30.0
-"""A killed process that is still there after this long is stuck in the kernel."""
+"""A killed process that has not ended after this time is stuck in the kernel."""
 _AT_ONCE = max(2, os.cpu_count() or 1)
-"""More programs at the same time would only take each other's time, which is limited."""
+"""More concurrent programs would only use up each other's time limits."""
 
 REASONS = {
-    "cpu_time": "it used more processor time than it may",
-    "wall_time": "it took longer than it may",
-    "memory": "it wanted more memory than it may have",
-    "output": "it printed more than it may",
-    "network": "it wanted to use the network",
-    "processes": "it wanted to start a process or to signal one, or made too many threads",
-    "files": "it wanted a file that is not for it or does not exist, or wrote too much",
+    "cpu_time": "it exceeded its CPU time",
+    "wall_time": "it took too long",
+    "memory": "it exceeded its memory",
+    "output": "it printed too much",
+    "network": "it tried to use the network",
+    "processes": "it tried to start or signal a process, or started too many threads",
+    "files": "it tried to use a forbidden or missing file, or wrote too much",
     "exit": "it ended with an error",
 }
-"""Why a program did not end well, in words."""
+"""Reasons for a failed program, as text."""
 
 
 class SandboxError(RuntimeError):
-    """Nothing can be run safely here; the message says what is missing."""
+    """Programs cannot be run safely here; the message says what is missing."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SandboxLimits:
     cpu_time_s: int = 10
-    """Of all its threads together."""
+    """All threads together."""
     wall_time_s: float = 20.0
     memory_bytes: int = 512 * 2**20
-    """Of its address space; the interpreter itself takes some 20 MiB of it."""
+    """Address space, of which the interpreter takes about 20 MiB."""
     max_file_bytes: int = 16 * 2**20
-    """Of one file."""
+    """Per file."""
     max_folder_bytes: int = 64 * 2**20
-    """Of all its files, which are kept in memory."""
+    """All files together; they are in memory."""
     max_output_bytes: int = 2**20
-    """Of standard output and of standard error, each."""
+    """For standard output and standard error each."""
     max_open_files: int = 64
     max_threads: int = 32
 
     def of_the_kernel(self) -> dict[str, int]:
-        """Those that the kernel holds; the others are ours."""
+        """The limits that the kernel enforces; the parent enforces the others."""
         every = dataclasses.asdict(self)
         ours = ("wall_time_s", "max_output_bytes")
         return {name: value for name, value in every.items() if name not in ours}
@@ -90,19 +90,19 @@ class SandboxResult:
     stdout: str
     stderr: str
     exit_code: int
-    """Negative: the signal that ended it."""
+    """If negative, the signal that ended it."""
     reason: str | None
-    """A key of REASONS; None if it ended well. Best effort where the program itself failed: one
-    that swallows what it ran into ends well, or for another reason."""
+    """A key of REASONS; None if it succeeded. Best effort: a program that catches the error of a
+    limit may succeed or end for another reason."""
     seconds: float
     tried: tuple[str, ...] = ()
-    """What it tried that is not allowed ("network", "processes"), even if it went on."""
+    """Denied actions that it tried ("network", "processes"), even if it continued."""
     held: bool = False
-    """Whether it came to its end and the statements that test it then held; False without any."""
+    """Whether it finished and the statements that test it passed; False without any."""
 
     @property
     def explanation(self) -> str:
-        """One line for logs; "" if it ended well."""
+        """One line for logs; "" if it succeeded."""
         if self.reason is None:
             return ""
         last = self.stderr.strip().rpartition("\n")[2]
@@ -118,12 +118,12 @@ async def run_python(
     statements: str | None = None,
     without: Collection[str] = (),
 ) -> SandboxResult:
-    """Run `code` as a program. A few run at a time; the rest wait for their turn.
+    """Run `code` as a program. Only a few run at once; others wait.
 
-    `statements` are run when it has come to its end, in a process of their own with the same
-    limits: they can call what it has defined, and it can see nothing of them but their calls.
-    `without`: layers to do without ("landlock", "namespaces", "seccomp"), to see that the others
-    hold. Raises SandboxError if the rest are too few; then nothing was run.
+    `statements` run after it, in a process of their own with the same limits: they can call what it
+    has defined, and it sees nothing of them but these calls. `without`: layers not to use
+    ("landlock", "namespaces", "seccomp"), for tests of the others. Raises SandboxError, without
+    running anything, if the rest are too few.
     """
     async with _turn():
         result, _ = await _Run(limits).run(code, stdin, without, statements)
@@ -131,28 +131,28 @@ async def run_python(
 
 
 async def protections(without: Collection[str] = ()) -> tuple[str, ...]:
-    """The layers that are in force on this machine. Raises SandboxError if they are too few."""
+    """The layers in force on this machine. Raises SandboxError if they are too few."""
     _, layers = await _Run(SandboxLimits()).run("", "", without)
     return layers
 
 
 def cost_of_missing(layers: Collection[str]) -> str | None:
-    """What it costs that the kernel allows no namespaces, if it does not; for the user to read."""
+    """A warning for the user if the kernel allows no namespaces."""
     if "namespaces" in layers and "own root" in layers:
         return None
     return (
         "programs of the model run WITHOUT NAMESPACES of their own, since this kernel or container "
-        "allows none: a filter of system calls and Landlock alone keep them from the machine's "
-        "files, processes and network, so one hole in either leads to the machine. They have no "
+        "allows none: only a system call filter and Landlock protect the machine's files, "
+        "processes and network, so a single hole in either exposes the machine. They have no "
         "folder to write to, and no threads if this is root. Allow unprivileged user namespaces "
         "(kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0; in a container a "
-        "seccomp profile that allows unshare and mount), or run on a machine that holds nothing "
-        "of worth"
+        "seccomp profile that allows unshare and mount), or run on a machine without valuable "
+        "data"
     )
 
 
 class _Run:
-    """One program, from its start to the end of its processes."""
+    """One run of a program, until all its processes have ended."""
 
     def __init__(self, limits: SandboxLimits) -> None:
         self._limits = limits
@@ -188,7 +188,7 @@ class _Run:
 
     async def _start(self, *descriptors: int) -> None:
         self._process = await asyncio.create_subprocess_exec(
-            # Not the virtual environment's: what is installed there is none of its business.
+            # The base interpreter: the program must not see the virtual environment.
             sys._base_executable,  # type: ignore[attr-defined]
             *("-I", "-S", "-X", "utf8", "-c", _START, _ROOT),
             *(str(descriptor) for descriptor in descriptors),
@@ -202,12 +202,12 @@ class _Run:
         )
 
     async def _talk(self, stdin: str) -> tuple[str, str]:
-        """What it printed, by the time it ended or was killed."""
+        """Returns what it printed until it ended or was killed."""
         assert self._process is not None
         assert self._process.stdout is not None and self._process.stderr is not None
         printed = bytearray(), bytearray()
         writing = asyncio.create_task(self._write(stdin))
-        # It may close its outputs long before it ends.
+        # It may close its outputs long before its end.
         ending: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._read(self._process.stdout, printed[0])),
             asyncio.create_task(self._read(self._process.stderr, printed[1])),
@@ -225,7 +225,7 @@ class _Run:
 
     async def _write(self, stdin: str) -> None:
         assert self._process is not None and self._process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it need not read it
+        with contextlib.suppress(ConnectionError):  # it may not read its input
             self._process.stdin.write(stdin.encode())
             await self._process.stdin.drain()
             self._process.stdin.close()
@@ -240,7 +240,7 @@ class _Run:
                 self._kill("output")
 
     def _kill(self, reason: str) -> None:
-        """Through the keeper, which also collects what is left of the program."""
+        """Kills it through the keeper, which also reaps the program's processes."""
         assert self._process is not None
         if self._killed_for is None:
             self._killed_for = reason
@@ -255,7 +255,7 @@ class _Run:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _end(self) -> None:
-        """Whatever happened, leave nothing behind."""
+        """Ends all processes in any case."""
         if self._process is None or self._process.returncode is not None:
             return
         self._kill("wall_time")
@@ -290,29 +290,29 @@ class _Run:
     def _reason(self, exit_code: int, cpu_s: float, notes: _Notes) -> str | None:
         if exit_code == 0:
             return None
-        if exit_code < 0 and cpu_s >= self._limits.cpu_time_s * 0.8:  # the kernel counts in ticks
+        if exit_code < 0 and cpu_s >= self._limits.cpu_time_s * 0.8:  # the kernel measures in ticks
             return "cpu_time"
         told = [value for kind, value in notes if kind == "reason" and value in REASONS]
         return told[-1] if told else "exit"
 
 
 _Notes = list[tuple[str, str]]
-"""Kind and value of each."""
+"""Kind and value."""
 
 
 def _layers(notes: _Notes, killed_for: str | None, stderr: str) -> tuple[str, ...]:
-    """What the first note says, which was written before the program ran."""
+    """The layers in the first note, which was written before the program ran."""
     kind, value = notes[0] if notes else ("", "")
     if kind == "layers":
         return tuple(value.split(","))
     if killed_for is not None:
-        return ()  # before it began
-    missing = value or f"the sandbox's own process ended before the program began: {stderr[-500:]}"
+        return ()  # killed before it started
+    missing = value or f"the sandbox process ended before the program started: {stderr[-500:]}"
     raise SandboxError(f"programs of the model cannot be run safely here: {missing}")
 
 
 async def _all_end(tasks: Collection[asyncio.Task[Any]], timeout_s: float) -> bool:
-    """Whether they have all ended by then; raises what one raised."""
+    """Whether all have ended within `timeout_s`; raises the error of one."""
     ended, late = await asyncio.wait(tasks, timeout=timeout_s)
     for task in ended:
         task.result()
@@ -337,7 +337,7 @@ def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
 
 
 def _read_pipe(descriptor: int) -> str:
-    """What is in a pipe that nobody writes to any more."""
+    """The content of a pipe without writers."""
     try:
         return os.read(descriptor, _NOTES_LIMIT).decode("utf-8", "replace")
     except BlockingIOError:
@@ -359,7 +359,7 @@ _turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] 
 
 @contextlib.asynccontextmanager
 async def _turn() -> AsyncIterator[None]:
-    """One of the few places of this event loop; each is given back within its program's limits."""
+    """Waits for one of the few slots of this event loop; each frees within its program's limits."""
     loop = asyncio.get_running_loop()
     if loop not in _turns:
         _turns[loop] = asyncio.Semaphore(_AT_ONCE)

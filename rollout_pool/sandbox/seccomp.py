@@ -1,8 +1,7 @@
-"""The filter of system calls: no new process, no network, nobody else's process, no mount.
+"""The system call filter: no new processes, no network, no access to other processes, no mounts.
 
-It holds wherever the kernel has filters (all do), without any privilege and for ever. What it
-refuses looks to the program like a missing permission. System calls newer than this list do not
-exist for the program.
+It needs no privileges and cannot be removed. The program sees a refused call as a missing
+permission, and calls newer than this list as unimplemented.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from rollout_pool.sandbox import kernel
 
 ALLOW = 0x7FFF0000
 REFUSE = 0x00050000
-"""With the error number in the low bits."""
+"""SECCOMP_RET_ERRNO; the error number is in the low bits."""
 KILL = 0x80000000
 
 _LOAD, _EQUAL, _GREATER_OR_EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 """Offsets in struct seccomp_data."""
 _NEWEST = 462
-"""Of the system calls that were looked at."""
+"""The newest system call that this list covers."""
 _CLONE_THREAD = 0x10000
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column in the tables below, and the kernel's name for the architecture."""
+"""Column in the tables below, and the AUDIT_ARCH constant."""
 
 _PR_SET_NAME, _PR_GET_NAME = 15, 16
 _SIGNAL_OWNER_OF_FILE = (8, 10, 15)  # fcntl F_SETOWN, F_SETSIG, F_SETOWN_EX
@@ -70,7 +69,7 @@ OTHERS: _Table = {
     "move_pages": (279, 239),
 }
 OUTLIVES: _Table = {
-    # Memory that no limit of the process counts, or that stays when it ends.
+    # Memory outside the process limits, or that outlives the process.
     "shmget": (29, 194),
     "msgget": (68, 186),
     "semget": (64, 190),
@@ -99,7 +98,7 @@ SYSTEM: _Table = {
     "setns": (308, 268),
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
-    # Whoever waits for the machine's disks makes everybody wait for them.
+    # Flushing disks slows the whole machine.
     "sync": (162, 81),
     "syncfs": (306, 267),
     "userfaultfd": (323, 282),
@@ -134,7 +133,7 @@ SYSTEM: _Table = {
     "nfsservctl": (180, 42),
 }
 ATTRIBUTES: _Table = {
-    # Landlock lets an owner change what a file is like.
+    # Landlock lets an owner change a file's attributes.
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -169,12 +168,12 @@ _STREAMS = tuple(1 | flags for flags in (0, 0o2000000, 0o4000, 0o2004000))
 
 
 def is_supported() -> bool:
-    """Whether the numbers of this machine's system calls are known."""
+    """Whether the system call numbers of this machine are known."""
     return os.uname().machine in _MACHINES
 
 
 def apply(*, with_threads: bool, with_attributes: bool) -> None:
-    """Filter this process from now on: may it make threads, may it change attributes of files?
+    """Filters this process: whether it may start threads and change attributes of files.
 
     Needs no_new_privs; raises OSError.
     """
@@ -191,7 +190,7 @@ def apply(*, with_threads: bool, with_attributes: bool) -> None:
 
 
 def program(machine: str, own_pid: int, *, with_threads: bool, with_attributes: bool) -> bytes:
-    """The filter as classic BPF, 8 bytes an instruction."""
+    """The filter as classic BPF, 8 bytes per instruction."""
     column, architecture = _MACHINES[machine]
     thread_flag = _if_argument(0, _ANY_BIT, (_CLONE_THREAD,))
     threads = thread_flag if with_threads else [_refuse(errno.EAGAIN)]
@@ -201,14 +200,14 @@ def program(machine: str, own_pid: int, *, with_threads: bool, with_attributes: 
         _step(_RETURN, KILL),
         _step(_LOAD, _NUMBER),
         *_when(_GREATER_OR_EQUAL, _NEWEST + 1, [_refuse(errno.ENOSYS)]),
-        # glibc falls back to clone, whose flags a filter can see.
+        # ENOSYS: glibc falls back to clone, whose flags a filter can check.
         *_when(_EQUAL, _CLONE3[column], [_refuse(errno.ENOSYS)]),
         *_when(_EQUAL, _CLONE[column], threads),
         *_when(_EQUAL, _PRCTL[column], _if_argument(0, _EQUAL, (_PR_SET_NAME, _PR_GET_NAME))),
         *_when(_EQUAL, _PRLIMIT64[column], _if_argument(0, _EQUAL, (0,))),
         *_when(_EQUAL, _FCNTL[column], _unless_argument(1, _SIGNAL_OWNER_OF_FILE)),
         *_when(_EQUAL, _IOCTL[column], _unless_argument(1, _IOCTL_OWNER)),
-        # A datagram socket sends to every socket of the machine whose name it can say.
+        # A datagram socket could send to any named socket of the machine.
         *_when(
             _EQUAL,
             _SOCKETPAIR[column],
@@ -226,14 +225,14 @@ def program(machine: str, own_pid: int, *, with_threads: bool, with_attributes: 
 
 
 def _when(test: int, value: int, then: list[bytes]) -> list[bytes]:
-    """`then`, which must return, if the loaded value passes the test."""
+    """Runs `then`, which must return, if the loaded value passes the test."""
     return [_step(test, value, 0, len(then)), *then]
 
 
 def _if_argument(index: int, test: int, values: tuple[int, ...]) -> list[bytes]:
-    """Allows the call if the low half of an argument passes with one of the values."""
+    """Allows the call if the low half of an argument passes the test with one of `values`."""
     checks = [
-        _step(test, value, len(values) - place, 0)  # over the other checks and the refusal
+        _step(test, value, len(values) - place, 0)  # skips the other checks and the refusal
         for place, value in enumerate(values)
     ]
     load = _step(_LOAD, _ARGUMENTS + 8 * index)
@@ -241,13 +240,13 @@ def _if_argument(index: int, test: int, values: tuple[int, ...]) -> list[bytes]:
 
 
 def _unless_other(index: int, value: int) -> list[bytes]:
-    """Refuses the call if the low half of an argument is another; else it goes on."""
+    """Refuses the call if the low half of an argument differs from `value`."""
     load = _step(_LOAD, _ARGUMENTS + 8 * index)
     return [load, _step(_EQUAL, value, 1, 0), _refuse(errno.EPERM)]
 
 
 def _unless_argument(index: int, values: tuple[int, ...]) -> list[bytes]:
-    """Refuses the call if the low half of an argument is one of the values."""
+    """Refuses the call if the low half of an argument is one of `values`."""
     checks = [_step(_EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
     load = _step(_LOAD, _ARGUMENTS + 8 * index)
     return [load, *checks, _step(_RETURN, ALLOW), _refuse(errno.EPERM)]

@@ -1,14 +1,13 @@
-"""Statements that test a program, run in a process that the program has no part in.
+"""Runs the statements that test a program in a process separate from the program.
 
     program                                     statements
-      its own part has come to its end ── "ran" ──►  begin to run
-      calls f, as its own process can  ◄── "f(3)" ──  meet a name of the program
-      tells what came of it            ─── "9" ───►  compare 9 with what they expect
+      has run to its end               ── "ran" ──►  start
+      calls f                          ◄── "f(3)" ──  use a name of the program
+      returns the result               ─── "9" ───►  compare 9 with the expected value
 
-Between the two, plain values travel (`plain`); other objects stay in the program's process and the
-statements hold a number, whose methods they can call. So a program sees what it is called with. It
-never sees what is expected, and nothing that it does to Python, or to these pipes, does more than
-to change what its own functions return.
+Only plain values are exchanged (`plain`); other objects stay in the program's process, and the
+statements hold proxies by number. So a program sees the arguments of calls but never the expected
+values, and whatever it does to Python or to these pipes only changes what its own functions return.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ import sys
 
 from rollout_pool.sandbox import plain
 
-TYPE_CHECKING = False  # so that modules are not imported just to be named
+TYPE_CHECKING = False  # avoids the import of typing
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType
     from typing import Any
 
 NAME = "tests.py"
-"""What the statements are called in tracebacks."""
+"""File name of the statements in tracebacks."""
 GONE = 87
-"""Exit code of statements whose program has ended before them."""
+"""Exit code of the statements if the program ended before them."""
 _RAN = b"ran"
 _LARGEST = 64 * 2**20
-"""Bytes of one message."""
-_PLAIN_RESULT = "compare what its methods return instead"
+"""Limit of one message in bytes."""
+_PLAIN_RESULT = "compare the results of its methods instead"
 
 
 class Gone(BaseException):
@@ -40,7 +39,7 @@ class Gone(BaseException):
 
 
 class Pipes:
-    """Between the program and its statements; each side closes what is the other's."""
+    """Pipes between the program and its statements; each side closes the other's ends."""
 
     __slots__ = ("_ends",)
 
@@ -50,12 +49,12 @@ class Pipes:
         self._ends = {"program": (asked, telling), "statements": (heard, asking)}
 
     def close(self) -> None:
-        """The keeper's part."""
+        """Called in the keeper."""
         for side in [*self._ends]:
             self._close(side)
 
     def of(self, side: str) -> Channel:
-        """Of "program" or "statements", in a process of its own."""
+        """The channel of "program" or "statements"; called in that process."""
         self._close("program" if side == "statements" else "statements")
         return Channel(*self._ends[side])
 
@@ -65,13 +64,13 @@ class Pipes:
 
 
 class Channel:
-    """One side's two ends. A message is 8 bytes, its length, and so many bytes more."""
+    """One side's two pipe ends. A message is its length in 8 bytes, then its bytes."""
 
     __slots__ = ("_read", "_reading", "_write", "_writing")
 
     def __init__(self, reading: int, writing: int) -> None:
         self._reading, self._writing = reading, writing
-        self._read, self._write = os.read, os.write  # a program may put others in their places
+        self._read, self._write = os.read, os.write  # a program may replace them in `os`
 
     def send(self, message: bytes) -> None:
         rest = len(message).to_bytes(8, "big") + message
@@ -82,7 +81,7 @@ class Channel:
             raise Gone from None
 
     def receive(self) -> bytes:
-        """Raises Gone at the end of what the other side sends."""
+        """Raises Gone when the other side has closed its end."""
         size = int.from_bytes(self._receive(8), "big")
         if size > _LARGEST:
             raise ValueError(f"a message of {size} bytes")
@@ -101,12 +100,12 @@ class Channel:
 
 
 class Server:
-    """Answers what the statements ask of a program that has come to its end."""
+    """Serves the statements' calls into a program that has run to its end."""
 
     def __init__(
         self, channel: Channel, names: dict[str, Any], note: Callable[[BaseException], None]
     ) -> None:
-        """`note` is given every error that a call ends with."""
+        """`note` gets every error that a call raises."""
         self._channel = channel
         self._names = names
         self._note = note
@@ -114,7 +113,7 @@ class Server:
         self._numbers: dict[int, int] = {}
 
     def serve(self) -> None:
-        """Until the statements have ended."""
+        """Returns when the statements have ended."""
         try:
             self._channel.send(_RAN)
             while True:
@@ -128,7 +127,7 @@ class Server:
             value = self._do(what, given, named)
             return plain.encode((None, value, given, named), self._refer)
         except Exception as error:
-            if what != "name":  # most of what is asked for by name is no name of the program
+            if what != "name":  # most names that are looked up are not the program's
                 self._note(error)
             kinds = [kind.__name__ for kind in type(error).__mro__]
             return plain.encode((kinds, str(error), [], {}), self._refer)
@@ -154,7 +153,7 @@ class Server:
     def _refer(self, value: Any) -> int:
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
-            self._objects.append(value)  # it is kept, so that its id stays its own
+            self._objects.append(value)  # kept alive, so that its id is not reused
         return number
 
 
@@ -162,9 +161,9 @@ class Server:
 
 
 class Asker:
-    """Puts questions to the program, and turns answers into values and errors.
+    """Calls into the program, and turns replies into values and errors.
 
-    If the program has ended, so does this process, at once: statements could catch an error.
+    If the program has ended, this process ends at once: statements could catch an error.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -172,12 +171,12 @@ class Asker:
         self._remotes: dict[int, Remote] = {}
 
     def wait_ran(self) -> None:
-        """Until the program's own part has come to its end."""
+        """Waits until the program has run to its end."""
         if self._receive() != _RAN:
             os._exit(GONE)
 
     def ask(self, what: str, *given: Any, **named: Any) -> Any:
-        """Raises what the program raised, as the nearest of Python's own errors."""
+        """Raises what the program raised, as the closest built-in exception."""
         question = plain.encode((what, [*given], named), _number)
         try:
             self._channel.send(question)
@@ -186,7 +185,7 @@ class Asker:
         kinds, value, *after = plain.decode(self._receive(), self._remote)
         if kinds is not None:
             error = _nearest(kinds)
-            # A call that says StopIteration would end a map() of the statements as if all was well.
+            # A StopIteration from a call would silently end a map() of the statements.
             raise (RuntimeError if error is StopIteration and what != "next" else error)(value)
         for mine, now in zip((*given, *named.values()), _flat(*after), strict=True):
             _update(mine, now)
@@ -203,8 +202,8 @@ class Asker:
 
 
 class Remote:
-    """An object of the program, by its number. Its word on whether it equals, orders or contains
-    anything, or is true, is not asked for."""
+    """A proxy of an object of the program. Comparison, containment and truth are refused, since the
+    program could fake them."""
 
     __slots__ = ("_asker", "_number")
 
@@ -244,8 +243,8 @@ class Remote:
 
 
 class NamedAsModule(Remote):
-    """What a program calls as a module of the standard library is called: `math.sqrt` is Python's,
-    `calendar(2024)` the program's."""
+    """A name of the program that is also a standard library module's: `math.sqrt` is Python's,
+    `calendar(2024)` calls the program's."""
 
     __slots__ = ("_name",)
 
@@ -258,13 +257,13 @@ class NamedAsModule(Remote):
 
 
 def run_statements(text: str, names: dict[str, Any], asker: Asker) -> None:
-    """Run them with those of the program's names that they mention. Raises what they raise; if the
-    program ends before them, this process ends as GONE."""
+    """Run them with the program's names that they mention. Raises what they raise; if the program
+    ends first, this process exits with GONE."""
     asker.wait_ran()
     code = compile(text, NAME, "exec", dont_inherit=True)
     for name in sorted(_mentioned(code)):
         if hasattr(builtins, name):
-            continue  # Python's own, whatever the program calls so
+            continue  # always Python's own
         try:
             value = asker.ask("name", name)
         except NameError:
@@ -276,7 +275,7 @@ def run_statements(text: str, names: dict[str, Any], asker: Asker) -> None:
 
 
 def _mentioned(code: CodeType) -> set[str]:
-    """Every name that may be looked up; attributes are among them."""
+    """Every name that may be looked up, including attributes."""
     names = {name for name in code.co_names if not name.startswith("__")}
     for constant in code.co_consts:
         if isinstance(constant, type(code)):
@@ -288,19 +287,19 @@ def _number(value: Any) -> int:
     if isinstance(value, Remote):
         return value._number
     raise TypeError(
-        f"a test cannot give a program {value!r}: numbers, texts, lists, tuples, sets and dicts "
-        "travel to it, and what it returned itself"
+        f"a test cannot pass {value!r} to a program: only numbers, strings, lists, tuples, sets, "
+        "dicts, and objects that it returned"
     )
 
 
 def _nearest(kinds: list[str]) -> type[Exception]:
-    """The first of these names that is an error of Python's own."""
+    """The first of these names that is a built-in exception."""
     for kind in kinds:
         found = getattr(builtins, str(kind), None)
         if isinstance(found, type) and issubclass(found, Exception):
             try:
                 found("")
-            except TypeError:  # UnicodeDecodeError and its like want more than a text
+            except TypeError:  # UnicodeDecodeError and others take more than a message
                 continue
             return found
     return Exception
@@ -311,11 +310,11 @@ def _flat(given: list[Any], named: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _update(mine: Any, now: Any) -> None:
-    """What a call did to a list, dict or set that it was given."""
+    """Applies what a call did to a list, dict or set argument."""
     if type(mine) is not type(now) or not isinstance(mine, (list, dict, set, bytearray)):
         return
     if plain.encode(mine, _number) == plain.encode(now, _number):
-        return  # what others hold of it stays the very same
+        return  # keep the objects' identity
     mine.clear()
     if isinstance(mine, (list, bytearray)):
         mine.extend(now)

@@ -1,7 +1,6 @@
-"""What a sandboxed program can see of the machine's files: Python, shared libraries, its own /tmp.
+"""The files that a sandboxed program can see: Python, shared libraries and its own /tmp.
 
-Two layers tell the kernel so, each for itself: a root of its own, put together from read-only
-mounts, and Landlock's rules.
+Two independent layers enforce it: a root assembled from read-only mounts, and Landlock's rules.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import sys
 from rollout_pool.sandbox import kernel
 
 SCRATCH = "/tmp"
-"""The program's own folder: in memory, limited in size, gone with the program."""
+"""The program's own folder: in memory, limited in size, deleted with the program."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 SINKS = ("/dev/null",)
-"""Devices that may be written to."""
+"""Writable devices."""
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 _SINGLE_FILES = ("/etc/ld.so.cache", "/etc/localtime")
 _NOT_PYTHON_ITSELF = ("site-packages", "dist-packages")
-"""What was installed beside Python may be the very project that runs here."""
+"""Excluded: installed packages may include this project."""
 _MOUNT_FLAGS = {
     os.ST_RDONLY: kernel.MS_RDONLY,
     os.ST_NOSUID: kernel.MS_NOSUID,
@@ -33,8 +32,8 @@ _MOUNT_FLAGS = {
 
 
 def python_folders() -> list[str]:
-    """The standard library, which may lie in two places."""
-    # sysconfig knows it too, but takes longer to import than all of this takes to run.
+    """Folders of the standard library, of which there may be two."""
+    # sysconfig has it too, but its import takes longer than all of this.
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     places = [os.path.dirname(os.__file__), f"{sys.exec_prefix}/{sys.platlibdir}/{version}"]
     return list(dict.fromkeys(os.path.realpath(place) for place in places if os.path.isdir(place)))
@@ -50,7 +49,7 @@ def python_libraries() -> list[str]:
 
 
 def readable() -> list[str]:
-    """What may be read, with all below it."""
+    """Readable paths, with everything below them."""
     paths = [*_LIBRARIES, *_SINGLE_FILES, *DEVICES, *python_libraries()]
     for folder in python_folders():
         paths += [
@@ -60,7 +59,7 @@ def readable() -> list[str]:
 
 
 def is_readable_by_all(through: bool) -> bool:
-    """Whether a user of no rights can read the library; `through`: and get to its folder."""
+    """Whether any user can read the library; `through`: and reach its folder."""
     for folder in python_folders():
         if not os.stat(folder).st_mode & stat.S_IXOTH:
             return False
@@ -74,9 +73,9 @@ def is_readable_by_all(through: bool) -> bool:
 
 
 def enter(scratch_bytes: int) -> None:
-    """Make the files above the whole world, in a mount namespace of our own. Raises OSError."""
+    """Makes these files the only visible ones, in an own mount namespace. Raises OSError."""
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    root = SCRATCH  # any folder will do to mount upon; nothing of it is seen afterwards
+    root = SCRATCH  # any folder can be the mount point; it is hidden afterwards
     kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID, "size=4m,nr_inodes=4k,mode=0755")
     for path in (*_LIBRARIES, *_SINGLE_FILES, *DEVICES, *python_folders(), *python_libraries()):
         _show(root, path)
@@ -98,7 +97,7 @@ def _mount_empty(path: str, size: int) -> None:
 
 
 def _show(root: str, path: str) -> None:
-    """`path` as it is, at the same place under `root`; a link stays a link."""
+    """Shows `path` at the same place under `root`; links stay links."""
     place = root + path
     if not os.path.lexists(path) or os.path.lexists(place):
         return
@@ -114,12 +113,12 @@ def _show(root: str, path: str) -> None:
 
 
 def _make_read_only(root: str) -> None:
-    """Every mount below `root`, also those that came along inside of another."""
+    """Makes every mount below `root` read-only, including nested ones."""
     with open("/proc/self/mountinfo", encoding="utf-8") as mounts:
         points = [line.split()[4].encode().decode("unicode_escape") for line in mounts]
     for point in points:
         if point.startswith(f"{root}/"):
-            # Flags that the mount has must be said again: it may not lose them.
+            # A remount must repeat the mount's flags, which must not be dropped.
             has = os.statvfs(point).f_flag
             flags = sum(mine for theirs, mine in _MOUNT_FLAGS.items() if has & theirs)
             flags |= kernel.MS_RDONLY | kernel.MS_NOSUID

@@ -1,10 +1,10 @@
-"""Names to be put into alphabetical order, with more of them at each turn.
+"""Sorting names alphabetically, with more names at each turn.
 
-    Ida Bob =        ──►  Bob Ida            all right: 1
+    Ida Bob =        ──►  Bob Ida            all in place: 1
     + Eva =          ──►  Eva Bob Ida        one name of three in its place: 1/3
 
 Each turn is scored by the share of names in their places; the episode's reward is the mean over its
-turns. With a chat template the same is asked in whole sentences.
+turns. With a chat template the questions are whole sentences.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from rollout_pool.tasks.names import FAMILY_NAMES, FIRST_NAMES
 from rollout_pool.tasks.task import Prompt
 
 EVAL_SEED_OFFSET = 2**30
-"""Keeps the seeds of held-out prompts apart from those that a training stream can reach."""
+"""Keeps the seeds of held-out prompts disjoint from those of the training stream."""
 EVAL_DRAWS = 50
-"""Episodes drawn for each held-out one before there are said to be too few different ones."""
+"""Draws per held-out episode before there are too few different ones."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SortParams:
-    """What `task.params` may say."""
+    """The parameters in `task.params`."""
 
     num_turns: int = 3
     num_names_first: int = 4
     """Names in the first turn."""
     num_names_more: int = 2
-    """Names that come with each further one."""
+    """Names added in each further turn."""
     sort_by: str = "first"
     """first or last."""
     last_names: bool = True
-    """Names with two words."""
+    """Whether names have a last name."""
     num_known: int = len(FIRST_NAMES)
-    """So many names there are to be drawn from, the shortest first."""
+    """Number of names to draw from, the shortest first."""
 
 
 class AlphabetSortTask:
-    """Names are drawn by seed and index; no episode has one twice."""
+    """Names are drawn by seed and index, without repeats within an episode."""
 
     name = "alphabet_sort"
 
@@ -58,7 +58,7 @@ class AlphabetSortTask:
         self._is_held_out = frozenset(self._held_out)
 
     def _draw_held_out(self, eval_size: int) -> list[Names]:
-        """The names of the held-out episodes; none twice."""
+        """The names of the held-out episodes, all different."""
         drawn: dict[Names, None] = {}
         for index in range(eval_size * EVAL_DRAWS):
             drawn.setdefault(self._draw(index, is_held_out=True))
@@ -87,7 +87,7 @@ class AlphabetSortTask:
         return self._words.answer(self._orders(prompt)[-1])
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        """Of the last turn's answer alone; the mean over all turns is the environment's reward."""
+        """The last turn's score; the environment's reward is the mean over all turns."""
         return share_in_place(self._words.read(completion), self._orders(prompt)[-1])
 
     def environment(self, prompt: Prompt) -> Env:
@@ -110,7 +110,7 @@ class AlphabetSortTask:
         return [self._words.question(new, turn) for turn, new in enumerate(names)]
 
     def _orders(self, prompt: Prompt) -> list[list[str]]:
-        """For each turn all names so far as they should stand."""
+        """For each turn all names so far in the right order."""
         names = self._names(prompt)
         so_far = [[name for new in names[: turn + 1] for name in new] for turn in range(len(names))]
         place = 0 if self._params.sort_by == "first" else -1
@@ -126,7 +126,7 @@ class AlphabetSortTask:
         params = self._params
         chance = random.Random(f"{self._seed + EVAL_SEED_OFFSET * is_held_out}/{index}")
         counts = [params.num_names_first] + [params.num_names_more] * (params.num_turns - 1)
-        # No word twice, first or last, so that there is one right order.
+        # No first or last name twice, so that the order is unique.
         drawn = chance.sample(FIRST_NAMES[: params.num_known], sum(counts))
         if params.last_names:
             family = chance.sample(FAMILY_NAMES[: params.num_known], sum(counts))
@@ -140,7 +140,7 @@ Names = tuple[tuple[str, ...], ...]
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Wording:
-    """How names are asked for and written: in sentences, or as a bare line for a raw model."""
+    """The format of questions and answers: sentences, or bare lines for a base model."""
 
     is_chat: bool
     params: SortParams
@@ -166,14 +166,14 @@ class Wording:
         return self._separator.join(names)
 
     def read(self, answer: str) -> list[str]:
-        """The names on the last line of an answer that is not blank."""
+        """The names on the last non-blank line of an answer."""
         lines = [line for line in answer.splitlines() if line.strip()] or [""]
         parts = lines[-1].split(self._separator.strip() or None)
         return [" ".join(part.split()) for part in parts if part.strip()]
 
 
 class SortEnv:
-    """One episode; `orders` are the right answers turn by turn."""
+    """One episode; `orders` are the right answers, by turn."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class SortEnv:
         self._turn += 1
         is_over = self._turn == len(self._orders)
         observation = None if is_over else Observation(messages=(self._question(),))
-        # Rewards are added up: together they are the mean.
+        # Rewards are summed, so this gives the mean.
         return Step(observation=observation, reward=share / len(self._orders), info=info)
 
     async def close(self) -> None:
@@ -210,7 +210,7 @@ class SortEnv:
 
 
 def share_in_place(given: Sequence[str], right: Sequence[str]) -> float:
-    """Names at their places, as a share of the longer of both lists.
+    """Share of the names in their places, relative to the longer list.
 
     Example: [Eva, Bob, Ida] for [Bob, Eva, Ida] is 1/3.
     """
@@ -237,8 +237,8 @@ def read_params(config: TaskConfig) -> SortParams:
     num_known = min(params.num_known, len(FIRST_NAMES))
     if num_names > num_known:
         raise ValueError(
-            f"task.params: an episode would have {num_names} names, and there are {num_known} to "
-            "be drawn from; lower num_turns, num_names_first or num_names_more, or raise "
+            f"task.params: an episode needs {num_names} names, but there are only {num_known} to "
+            "draw from; lower num_turns, num_names_first or num_names_more, or raise "
             f"num_known, up to {len(FIRST_NAMES)}"
         )
     return params

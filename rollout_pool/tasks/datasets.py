@@ -19,17 +19,17 @@ from rollout_pool.tasks.task import Prompt, PromptCut, SingleTurnTask
 class Problem(Protocol):
     @property
     def question(self) -> str:
-        """Names the problem: two of the same question are the same problem."""
+        """Identifies the problem."""
         ...
 
 
 P = TypeVar("P", bound=Problem)
 Read = Callable[[dict[str, Any], str], P]
-"""Makes a problem of one record; raises ValueError that begins with the place it is given."""
+"""Makes a problem from a record and its place; ValueErrors begin with the place."""
 
 
 class ProblemTask(SingleTurnTask, Generic[P]):
-    """Every training problem once an epoch, in an order that changes with it."""
+    """Every training problem once per epoch, in a different order each time."""
 
     def __init__(self, config: TaskConfig, training: Sequence[P], held_out: Sequence[P]) -> None:
         super().__init__(config)
@@ -81,8 +81,8 @@ def load_files(config: TaskConfig, read: Read[P], form: str) -> tuple[list[P], l
 def hold_out(
     config: TaskConfig, problems: list[P], source: str, read: Read[P], form: str
 ) -> tuple[list[P], list[P]]:
-    """Training and held-out problems: all and those of `task.eval_path`, or all but the last
-    `task.eval_size` and those. Raises ValueError if none is left, or for a bad line."""
+    """Training and held-out problems: the latter from `task.eval_path`, or else the last
+    `task.eval_size` problems. Raises ValueError if none is left, or for a bad line."""
     if config.eval_path is not None:
         held_out = read_file(Path(config.eval_path), "task.eval_path", read, form)
         return problems, held_out[: config.eval_size]
@@ -95,7 +95,7 @@ def hold_out(
 
 
 def read_file(path: Path, setting: str, read: Read[P], form: str) -> list[P]:
-    """The problems of a JSONL file; blank lines are passed over. `form` tells what a line must be.
+    """The problems of a JSONL file; blank lines are skipped. `form` says what a line must be.
 
     Raises ValueError naming `setting`, the file and the first bad line's number.
     """
@@ -128,10 +128,10 @@ def _record(line: str, place: str, form: str) -> dict[str, Any]:
 
 
 def text_of(record: dict[str, Any], key: str, place: str) -> str:
-    """The text under `key`. Raises ValueError if there is none, or an empty one."""
+    """The text at `key`. Raises ValueError if it is missing or empty."""
     text = record.get(key)
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(f'{place}: "{key}" must be a text that is not empty')
+        raise ValueError(f'{place}: "{key}" must be a non-empty string')
     return text
 
 
@@ -145,7 +145,7 @@ def load_problems(
     eval_split: str = "test",
 ) -> tuple[list[P], list[P]]:
     """Training and held-out problems of `task.path`, or else of the Hugging Face data set
-    `task.name`. Raises ValueError as `load_files`, and for a data set that does not load."""
+    `task.name`. Raises ValueError like `load_files`, or if the data set does not load."""
     if config.path is not None:
         return load_files(config, read, form)
     training = _download(config, train_split, read, subset)
@@ -153,7 +153,7 @@ def load_problems(
 
 
 def check_params(config: TaskConfig, task: str, known: Collection[str]) -> None:
-    """Raises ValueError for a name in `task.params` that the task does not know."""
+    """Raises ValueError for an unknown name in `task.params`."""
     for name in config.params:
         if name not in known:
             raise ValueError(
@@ -166,7 +166,7 @@ def _download(config: TaskConfig, split: str, read: Read[P], subset: str | None)
 
     try:
         rows = datasets.load_dataset(config.name, subset, split=split)
-    except Exception as error:  # the library raises dozens of types for one and the same mistake
+    except Exception as error:  # the library raises dozens of types
         raise ValueError(
             f"task.name={config.name!r}: the data set did not load ({error}); check the name and "
             "the network, or give a file in task.path"
@@ -185,9 +185,9 @@ class Question:
 
 
 class QuestionsTask(ProblemTask[Question]):
-    """Reward is 1 if the last line of what the model says is the answer, else 0.
+    """Reward is 1 if the last line of the model's answer is the reference, else 0.
 
-    Case, white space around it and a full stop behind it make no difference.
+    Ignores case, surrounding white space and a final full stop.
     """
 
     def __init__(self, config: TaskConfig) -> None:

@@ -1,7 +1,6 @@
-"""Finds what a setting names as `module:name` or `file.py:name`: a user's own task, reward or tool.
+"""Loads what a setting names as `module:name` or `file.py:name`: a user's task, reward or tool.
 
-A file is loaded once in a process and stays loaded under its path, so that two names of one file
-share its state.
+A file is loaded once per process, so that two names from one file share its state.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from typing import Any
 
 
 def load_dotted(name: str, setting: str) -> Any:
-    """The object that `name` stands for.
+    """The object named `name`.
 
     Example: load_dotted("my_rewards.py:brevity", "task.rewards.brevity.function")
-    Raises ValueError naming the setting, its value and what is missing.
+    Raises ValueError naming the setting, its value and the problem.
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
@@ -34,11 +33,11 @@ def load_dotted(name: str, setting: str) -> Any:
 
 
 def load_callable(name: str, setting: str) -> Any:
-    """The same for what must be a function, or a class. Raises ValueError if it is neither."""
+    """The same for a function or a class. Raises ValueError if it is neither."""
     found = load_dotted(name, setting)
     if not callable(found):
         raise ValueError(
-            f"{setting}={name!r}: is {type(found).__name__}, and must be a function or a class"
+            f"{setting}={name!r}: must be a function or a class, not {type(found).__name__}"
         )
     return found
 
@@ -55,7 +54,7 @@ def _load_module(place: str, what: str) -> ModuleType:
             f"{what}: there is no module named {error.name!r}; put it on PYTHONPATH, install it, "
             "or give the path of its file"
         ) from error
-    except Exception as error:  # whatever a user's file does while it is loaded
+    except Exception as error:  # a user's file may raise anything
         raise ValueError(
             f"{what}: {place} could not be loaded: {type(error).__name__}: {error}"
         ) from error
@@ -65,9 +64,9 @@ def _load_file(path: Path) -> ModuleType:
     if str(path) in sys.modules:
         return sys.modules[str(path)]
     spec = importlib.util.spec_from_file_location(str(path), path)
-    assert spec is not None and spec.loader is not None, path  # it ends in .py
+    assert spec is not None and spec.loader is not None, path  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[str(path)] = module  # dataclasses look their module up while they are made
+    sys.modules[str(path)] = module  # dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except BaseException:

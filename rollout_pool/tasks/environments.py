@@ -1,7 +1,7 @@
-"""Plays a prompt's episodes in an environment, the task's own or a user's, with tools or without.
+"""Runs a prompt's episodes in an environment, the task's or a user's, with or without tools.
 
-Settings: task.env, task.tools. The other sources of episodes are in `endpoint`: agents of the
-user's, and programs elsewhere.
+Settings: task.env, task.tools. The other sources of episodes are in `endpoint`: users' agents and
+external programs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rollout_pool.tasks.task import Prompt, Task
 
 PYTHON = "python"
 CALL_SHARE = 0.9
-"""Of task.turn_timeout_s: a call that takes too long is told to the model before the time for the
-whole step is over, which would end the episode."""
+"""Time limit of a call as a share of task.turn_timeout_s: the model sees a call's timeout before the
+step's own would end the episode."""
 
 EnvironmentFactory = Callable[[Prompt], Env]
 
 
 class EnvEpisodes(EpisodeSource):
-    """Plays each episode in a fresh environment."""
+    """Runs each episode in a new environment."""
 
     def __init__(self, runner: EpisodeRunner, make_env: EnvironmentFactory) -> None:
         self._runner = runner
@@ -36,25 +36,25 @@ class EnvEpisodes(EpisodeSource):
     async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
         try:
             env = self._make_env(prompt)
-        except Exception as error:  # a user's code: it costs its prompt, not the run
+        except Exception as error:  # a user's code: fails the prompt, not the run
             raise EpisodeFailed(
-                f"its environment could not be made: {type(error).__name__}: {error}"
+                f"its environment could not be created: {type(error).__name__}: {error}"
             ) from error
         return await self._runner.run(env, request)
 
 
 def environment_factory(config: TaskConfig, task: Task) -> EnvironmentFactory:
-    """What makes the environment of each episode of `task`.
+    """The function that creates the environment of each episode of `task`.
 
-    Raises ValueError for an environment or a tool that cannot be had.
+    Raises ValueError for an environment or a tool that cannot be loaded.
     """
     make = task.environment if config.env is None else _own(config, config.env)
     if not config.tools:
         return make
     if config.max_turns < 2:
         raise ValueError(
-            f"task.max_turns={config.max_turns}: with task.tools a call and what comes of it are "
-            "turns of their own; set at least 2"
+            f"task.max_turns={config.max_turns}: with task.tools a call and the answer to its "
+            "result are separate turns; set at least 2"
         )
     tools = load_tools(config.tools)
     timeout_s = config.turn_timeout_s * CALL_SHARE
@@ -90,6 +90,6 @@ def _load_tool(name: str) -> Tool:
         return python_tool()
     if ":" not in name:
         raise ValueError(
-            f"task.tools={name!r}: there is {PYTHON}; write a function of your own as module:name"
+            f"task.tools={name!r}: the built-in tool is {PYTHON}; give your own as module:name"
         )
     return function_tool(load_callable(name, "task.tools"), f"task.tools={name!r}")

@@ -1,4 +1,4 @@
-"""Word problems in the form of GSM8K, from the data set itself or a JSONL file, by math-verify.
+"""GSM8K word problems, from the data set or a JSONL file, scored by math-verify.
 
 One line of such a file: {"question": "...", "answer": "reasoning ... #### 42"}.
 """
@@ -13,7 +13,7 @@ from rollout_pool.tasks.datasets import ProblemTask, load_problems, text_of
 from rollout_pool.tasks.task import Prompt
 
 FINAL = "####"
-"""GSM8K puts its final answer behind this mark."""
+"""Precedes GSM8K's final answers."""
 LINE_FORM = 'each line must be {"question": "...", "answer": "... #### 42"}'
 
 
@@ -29,7 +29,7 @@ class WordProblem:
 
 
 class Gsm8kTask(ProblemTask[WordProblem]):
-    """Reward is 1 for the right final answer, else 0."""
+    """Reward is 1 for the correct final answer, else 0."""
 
     def __init__(self, config: TaskConfig) -> None:
         self.name = "gsm8k"
@@ -45,7 +45,7 @@ class Gsm8kTask(ProblemTask[WordProblem]):
 def is_same_answer(final: str, completion: str) -> bool:
     """Whether the last answer in `completion` is mathematically equal to `final`.
 
-    An answer behind the mark #### counts before any other number in the text.
+    An answer after the mark #### takes precedence over other numbers.
     """
     from math_verify import parse, verify
 

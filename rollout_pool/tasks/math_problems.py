@@ -1,4 +1,4 @@
-r"""Mathematics in the form of the MATH data set, from a JSONL file or the hub, by math-verify.
+r"""Problems in the format of the MATH data set, from a JSONL file or the hub, scored by math-verify.
 
 One line of such a file: {"problem": "...", "solution": "... \\boxed{42}"}.
 """
@@ -15,7 +15,7 @@ from rollout_pool.tasks.task import Prompt
 BOX = "\\boxed{"
 LINE_FORM = r'each line must be {"problem": "...", "solution": "... \\boxed{42}"}'
 SOURCE: dict[str, Any] = {"subset": None, "train_split": "train", "eval_split": "test"}
-"""What `task.params` may say of a Hugging Face data set, and what holds where it does not."""
+"""The parameters of a Hugging Face data set in `task.params`, with defaults."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -23,7 +23,7 @@ class MathProblem:
     question: str
     solution: str
     final: str
-    """What its last box holds."""
+    """The content of its last box."""
 
 
 class MathTask(ProblemTask[MathProblem]):
@@ -43,18 +43,18 @@ class MathTask(ProblemTask[MathProblem]):
 
 
 def is_equal(final: str, completion: str) -> bool:
-    """Whether the last box in `completion`, or its last answer if it has none, says `final`."""
+    """Whether the last box in `completion`, or else its last answer, equals `final`."""
     from math_verify import parse, verify
 
     given = last_box(completion)
     if given is not None and "".join(given.split()) == "".join(final.split()):
-        return True  # also for answers that are no mathematics, such as a name
+        return True  # also for answers such as a name
     answer = parse(completion if given is None else f"{BOX}{given}}}")
     return bool(answer) and bool(verify(parse(f"{BOX}{final}}}"), answer))
 
 
 def last_box(text: str) -> str | None:
-    """What stands in the last whole box of `text`, whose braces may nest; None without one."""
+    """The content of the last complete box of `text`, with nested braces; None without one."""
     start = text.rfind(BOX)
     while start >= 0:
         depth = 1

@@ -1,9 +1,9 @@
-"""Names to sort, the shortest first; no two of a list are equal."""
+"""Names to sort, the shortest first; each list has no duplicates."""
 
 from __future__ import annotations
 
 _FIRST = (
-    # The first twenty begin with letters of their own.
+    # The first twenty have different initials.
     "Ada Bob Cal Dan Eva Fay Gus Hal Ida Joe Kim Lou Max Ned Pam Ray Sue Tom Una Zoe "
     "Amy Ben Dee Eli Gil Ian Jan Ken Leo Mia Nia Pat Ron Sam Ted Val Wes Abe Bea Lea "
     "Alma Bert Cora Dora Emil Fern Gwen Hugo Iris Jude Kurt Lena Mila Nora Otto Paul Rosa Saul "

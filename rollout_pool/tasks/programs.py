@@ -1,10 +1,10 @@
-"""Programs to be written, from a JSONL file, each with tests that a right one passes.
+"""Programming exercises from a JSONL file, each with tests.
 
-One line of such a file, with tests of what a program reads and prints:
+One line of such a file, with tests of input and output:
 
     {"prompt": "Print twice the number given.", "tests": [{"input": "2", "output": "4"}]}
 
-or with statements that are run behind it, and with a program that passes, for the warm start:
+or with statements that run after it, and with a program that passes, for the warm start:
 
     {"prompt": "Write f(x) = 2x.", "tests": {"assert": "assert f(2) == 4"},
      "solution": "def f(x): return 2 * x"}
@@ -29,13 +29,13 @@ FENCE = "```"
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ProgramTest:
-    """What a right program prints for an input, or statements that hold behind it."""
+    """The expected output for an input, or statements to run after the program."""
 
     input: str = ""
     output: str = ""
-    """Whole standard output; white space at the ends of lines and of the text does not count."""
+    """Whole standard output; trailing white space is ignored."""
     statements: str | None = None
-    """Run behind the program instead, and must not raise."""
+    """Run after the program instead, and must not raise."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -46,7 +46,7 @@ class Exercise:
 
 
 class CodeTask(ProblemTask[Exercise]):
-    """The tests are run in the sandbox, by a reward of kind code_tests."""
+    """A reward of kind code_tests runs the tests in the sandbox."""
 
     def __init__(self, config: TaskConfig) -> None:
         self.name = "code"
@@ -55,7 +55,7 @@ class CodeTask(ProblemTask[Exercise]):
         super().__init__(config, *load_files(config, read_exercise, LINE_FORM))
 
     def tests(self, prompt: Prompt) -> tuple[ProgramTest, ...]:
-        """What an answer to `prompt` is tested by."""
+        """The tests of an answer to `prompt`."""
         return self.problem(prompt).tests
 
     def solution(self, prompt: Prompt) -> str:
@@ -77,7 +77,7 @@ class CodeTask(ProblemTask[Exercise]):
 def read_exercise(record: dict[str, Any], place: str) -> Exercise:
     solution = record.get("solution")
     if solution is not None and not isinstance(solution, str):
-        raise ValueError(f'{place}: "solution" must be a text')
+        raise ValueError(f'{place}: "solution" must be a string')
     return Exercise(
         question=text_of(record, "prompt", place),
         tests=_read_tests(record.get("tests"), place),
@@ -100,5 +100,5 @@ def _read_test(test: object, place: str) -> ProgramTest:
         return ProgramTest(statements=text_of(test, "assert", place))
     for key in ("input", "output"):
         if not isinstance(test.get(key), str):
-            raise ValueError(f'{place}: "{key}" must be a text')
+            raise ValueError(f'{place}: "{key}" must be a string')
     return ProgramTest(input=test["input"], output=test["output"])

@@ -1,4 +1,4 @@
-"""Any task of the reasoning-gym library: endless generated questions with verifiable answers."""
+"""Tasks of the reasoning-gym library: endless generated questions with verifiable answers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from configs.rollout_schema import TaskConfig
 from rollout_pool.tasks.task import Prompt, PromptCut, SingleTurnTask
 
 CHUNK = 1000
-"""Prompts of one generator object. Generators seed prompt i with seed + i, so chunks join smoothly,
-while those that lay out a table of `size` rows when they are built stay small."""
+"""Prompts per generator object. Prompt i is seeded with seed + i, so chunks join seamlessly, and
+generators that build a table of `size` rows stay small."""
 EVAL_SEED_OFFSET = 2**30
-"""Keeps the seeds of held-out prompts apart from those that a training stream can reach."""
+"""Keeps the seeds of held-out prompts disjoint from those of the training stream."""
 EVAL_DRAWS = 200
-"""Prompts drawn for each held-out one before a task is said to have too few different ones."""
+"""Draws per held-out prompt before a task has too few different ones."""
 
 
 class _Generator(Protocol):
-    """A data set of reasoning-gym, which ships no types."""
+    """A reasoning-gym data set (the library has no types)."""
 
     def __getitem__(self, index: int) -> dict[str, Any]: ...
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
@@ -40,7 +40,7 @@ class _Questions:
 
     def generator(self, chunk: int) -> _Generator:
         if chunk not in self._chunks:
-            if len(self._chunks) == 4:  # the oldest goes; requeued prompts reach back a little
+            if len(self._chunks) == 4:  # drop the oldest; requeued prompts reach back a little
                 self._chunks.pop(next(iter(self._chunks)))
             self._chunks[chunk] = cast(
                 _Generator,
@@ -69,7 +69,7 @@ class ReasoningGymTask(SingleTurnTask):
         self._eval_texts = frozenset(self._eval_indices)
 
     def _draw_held_out(self, eval_size: int) -> dict[str, int]:
-        """Prompt text -> its index among the held-out questions; no text twice."""
+        """Prompt text -> index among the held-out questions."""
         drawn: dict[str, int] = {}
         for index in range(eval_size * EVAL_DRAWS):
             drawn.setdefault(self._cut(self._held_out.entry(index)["question"]), index)
@@ -78,7 +78,7 @@ class ReasoningGymTask(SingleTurnTask):
         raise ValueError(
             f"task.eval_size={eval_size}: {self.name} with task.params gave only {len(drawn)} "
             f"different prompts in {eval_size * EVAL_DRAWS} draws; lower task.eval_size to less "
-            f"than {len(drawn)}, so that some are left to train on"
+            f"than {len(drawn)}, so that prompts remain to train on"
         )
 
     def example(self, index: int) -> Prompt:
@@ -92,7 +92,7 @@ class ReasoningGymTask(SingleTurnTask):
         ]
 
     def is_held_out(self, prompt: Prompt) -> bool:
-        # A small task asks the same question again under other seeds.
+        # A small task repeats questions under other seeds.
         return prompt.text in self._eval_texts
 
     def solution(self, prompt: Prompt) -> str:

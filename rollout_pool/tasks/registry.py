@@ -1,4 +1,4 @@
-"""Builds the task that a config names, or the user's own that task.factory makes."""
+"""Builds the task that a config names, or a user's task from task.factory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def build_task(config: TaskConfig) -> Task:
 
     Raises ValueError naming the setting for an unknown task, bad parameters or bad data.
     """
-    # Imported here: each brings libraries that take seconds to import and the others do not need.
+    # Imported here: each imports libraries that take seconds and that the others do not need.
     match config.kind:
         case TaskKind.reasoning_gym:
             from rollout_pool.tasks.reasoning_gym import ReasoningGymTask
@@ -48,17 +48,17 @@ def build_task(config: TaskConfig) -> Task:
 
 
 NEEDED = ("example", "eval_prompts", "is_held_out", "environment", "demonstration")
-"""Without these no run can start; `solution` and `score` are asked for when they are needed."""
+"""Needed by every run; `solution` and `score` are only looked up when needed."""
 
 
 def custom_task(config: TaskConfig) -> Task:
-    """Raises ValueError if there is no such factory, or what it makes is no task."""
-    assert config.factory is not None  # the schema holds kind and factory together
+    """Raises ValueError if there is no such factory, or it does not return a task."""
+    assert config.factory is not None  # checked by the schema
     made = load_callable(config.factory, "task.factory")(config)
     missing = [name for name in ("name", *NEEDED) if not hasattr(made, name)]
     if missing:
         raise ValueError(
-            f"task.factory={config.factory!r}: made a {type(made).__name__} without "
+            f"task.factory={config.factory!r}: returned a {type(made).__name__} without "
             f"{', '.join(missing)}; see Task in rollout_pool/tasks/task.py"
         )
     task: Task = made

@@ -1,4 +1,4 @@
-"""Who plays the episodes of a prompt."""
+"""The interface of whatever runs a prompt's episodes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from rollout_pool.tasks.task import Prompt
 
 
 class EpisodeSource(Protocol):
-    """Plays episodes: an environment with the model, a user's agent, or a program elsewhere."""
+    """Runs episodes: an environment, a user's agent, or an external program."""
 
     is_external: bool = False
-    """Whether programs elsewhere play: how long they take, and that they fail, says nothing about
-    the prompt or the model."""
+    """Whether external programs run them: their time and failures do not count against the prompt."""
 
     async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
-        """The finished episode. Raises SampleFailed, TimeoutError if no engine could be asked, and
-        EpisodeFailed if there is nothing that could be scored."""
+        """The finished episode. Raises SampleFailed, TimeoutError if no engine was available, and
+        EpisodeFailed if there is nothing to score."""
         ...
 
     def give_up(self, why: str) -> None:
-        """The group of its episodes will not be finished; they are about to be cancelled."""
+        """Called before the episodes are cancelled because their group is given up."""
         return

@@ -1,8 +1,8 @@
-"""What the policy practises on: prompts by index, their reference solutions and their scores.
+"""Tasks: prompts by index, their reference solutions and their scores.
 
-A task is a pure function of its config and an index, so a prompt is named by a number: a stream's
-position is one integer, a stale prompt can be run again, and another process can score an answer
-without being sent more than the number.
+A task is a pure function of its config and an index, so a prompt is identified by a number: the
+position in a stream is one integer, a stale prompt can run again, and another process needs only the
+number to score an answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.env import Env, Message, SingleTurn, system_message
 
 MAX_SKIPS = 100_000
-"""So many held-out prompts in a row mean that nothing else is left to train on."""
+"""After so many held-out prompts in a row nothing is left to train on."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -28,19 +28,19 @@ class Prompt:
     """
 
     index: int
-    """Place in the training stream, or in `eval_prompts()` if it is held out."""
+    """In the training stream, or in `eval_prompts()` if held out."""
     is_held_out: bool
     text: str
 
 
 class Task(Protocol):
-    """Every method is deterministic; none keeps state that another process would need."""
+    """All methods are deterministic and keep no state that another process would need."""
 
     @property
     def name(self) -> str: ...
 
     def example(self, index: int) -> Prompt:
-        """The training prompt at `index`, any number from 0."""
+        """The training prompt at `index` >= 0."""
         ...
 
     def eval_prompts(self) -> Sequence[Prompt]:
@@ -48,11 +48,11 @@ class Task(Protocol):
         ...
 
     def is_held_out(self, prompt: Prompt) -> bool:
-        """Whether a training prompt asks the same as a held-out one, and must be left out."""
+        """Whether a training prompt equals a held-out one and must be skipped."""
         ...
 
     def solution(self, prompt: Prompt) -> str:
-        """A right answer as the policy should write it, for supervised warm-up."""
+        """A correct answer as the policy should write it, for the supervised warm start."""
         ...
 
     def score(self, prompt: Prompt, completion: str) -> float:
@@ -60,19 +60,19 @@ class Task(Protocol):
         ...
 
     def environment(self, prompt: Prompt) -> Env:
-        """A fresh environment for one episode of this prompt."""
+        """A new environment for one episode of this prompt."""
         ...
 
     def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
-        """The episode as it should go, from the first message to the last answer: the warm start
-        learns what the assistant says in it."""
+        """A model episode, from the first message to the last answer; the warm start trains on the
+        assistant's messages."""
         ...
 
 
 class TaskStream:
     """The training prompts of one worker: every `num_workers`-th of the task, from `position` on.
 
-    Prompts that are held out are passed over. The next position is all there is to remember.
+    Held-out prompts are skipped. `position` is the only state.
     """
 
     def __init__(self, task: Task, worker: int, num_workers: int, position: int = 0) -> None:
@@ -81,7 +81,7 @@ class TaskStream:
         self._worker = worker
         self._num_workers = num_workers
         self.position = position
-        """How many places of this worker's stream have been passed."""
+        """Number of prompts of this worker's stream that were passed."""
 
     def __iter__(self) -> Iterator[Prompt]:
         return self
@@ -99,7 +99,7 @@ class TaskStream:
 
 
 class PromptCut:
-    """Makes a prompt from a task's question: `prompt_pattern` first, then `instruction`."""
+    """Makes a prompt from a question: applies `prompt_pattern`, then adds `instruction`."""
 
     def __init__(self, config: TaskConfig) -> None:
         try:
@@ -123,13 +123,13 @@ class PromptCut:
 
 
 def demonstrations(task: Task, num_examples: int) -> list[tuple[Message, ...]]:
-    """Conversations of the first training prompts as they should go, for the warm start."""
+    """The demonstrations of the first training prompts, for the warm start."""
     stream = TaskStream(task, 0, 1)
     return [task.demonstration(next(stream)) for _ in range(num_examples)]
 
 
 class SingleTurnTask(ABC):
-    """The part of a `Task` that follows from its prompts and its solutions."""
+    """The methods of a `Task` that follow from its prompts and solutions."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._system_prompt = config.system_prompt

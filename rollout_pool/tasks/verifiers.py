@@ -3,7 +3,7 @@
     row of its data set ──► its own rollout ──► our endpoint ──► engines
                                  └──► its rubric ──► reward, metrics
 
-Such an environment asks an OpenAI-compatible server by itself, so it is played as an agent.
+Such an environment calls an OpenAI-compatible server by itself, so it runs as an agent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Session(Protocol):
-    """What an episode's rollout needs of its session."""
+    """The part of a session used here."""
 
     @property
     def model(self) -> str: ...
@@ -37,7 +37,7 @@ class Session(Protocol):
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Row:
     question: str
-    """The conversation that the model is given first, as text."""
+    """The initial conversation, as text."""
     content: Mapping[str, Any]
 
 
@@ -45,14 +45,14 @@ class VerifiersTask(ProblemTask[Row]):
     """The environment `task.name`, loaded with `task.params`."""
 
     def __init__(self, config: TaskConfig, library: Library | None = None) -> None:
-        """`library`: the installed one if it is None."""
+        """`library`: by default the installed one."""
         setting = f"task.name={config.name!r}"
         _refuse_what_is_ignored(config)
         self.name = config.name
         library = library or InstalledLibrary(setting)
         try:
             self._environment = library.load_environment(config.name, **config.params)
-        except Exception as error:  # environments are packages of anybody's
+        except Exception as error:  # environments are third-party packages
             raise ValueError(
                 f"{setting}: the verifiers library loaded no such environment with "
                 f"task.params={config.params}: {error}"
@@ -80,12 +80,12 @@ class VerifiersTask(ProblemTask[Row]):
 
     def environment(self, prompt: Prompt) -> Env:
         raise ValueError(
-            f"task.name={self.name!r}: a verifiers environment is played through the endpoint; "
+            f"task.name={self.name!r}: a verifiers environment runs through the endpoint; "
             "leave task.env and task.tools out"
         )
 
     async def run_agent(self, session: Session, prompt: Prompt) -> tuple[float, dict[str, float]]:
-        """Plays one episode. Returns its reward and its metrics.
+        """Runs one episode. Returns its reward and metrics.
 
         Raises RuntimeError if the environment could not finish it.
         """
@@ -116,7 +116,7 @@ def _refuse_what_is_ignored(config: TaskConfig) -> None:
 
 
 def _split(environment: Environment, config: TaskConfig) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows. Without rows of its own for evaluation the last are held out."""
+    """Training and held-out rows; without evaluation rows the last training rows are held out."""
     training = [_row(row) for row in environment.get_dataset()]
     held_out = [_row(row) for row in environment.get_eval_dataset()]
     if [row.question for row in held_out] != [row.question for row in training]:
@@ -152,17 +152,17 @@ INSTALL = "pip install 'leash-rl[verifiers]'"
 
 class Environment(Protocol):
     def get_dataset(self) -> Iterable[Mapping[str, Any]]:
-        """Rows with `prompt` and what else the environment wants back in run_rollout."""
+        """Rows with `prompt` and whatever else run_rollout needs."""
         ...
 
     def get_eval_dataset(self) -> Iterable[Mapping[str, Any]]:
-        """The same to evaluate on; the training rows if there are no others."""
+        """Rows for evaluation; the training rows if there are no others."""
         ...
 
     async def run_rollout(
         self, input: Mapping[str, Any], client: Any, model: str, sampling_args: dict[str, Any]
     ) -> Mapping[str, Any]:
-        """Plays one row with `client`, an AsyncOpenAI, and scores it: reward, metrics, error."""
+        """Runs and scores one row with `client`, an AsyncOpenAI: reward, metrics, error."""
         ...
 
 
@@ -188,7 +188,7 @@ class InstalledLibrary:
 
 
 class _Signals:
-    """Stands for the module `signal`; takes no handler."""
+    """Replaces the module `signal` and ignores handlers."""
 
     SIGINT, SIGTERM = SIGINT, SIGTERM
     default_int_handler = staticmethod(default_int_handler)
@@ -203,9 +203,8 @@ _loading = threading.Lock()
 
 @contextlib.contextmanager
 def _no_signal_handlers(module: Any) -> Iterator[None]:
-    """An environment puts handlers of its own for SIGINT and SIGTERM in the place of the process's
-    when it is made. Ours must stay; and outside the main thread, where tasks are built, Python
-    refuses to set any, so no environment could be made there."""
+    """Keeps an environment from replacing our handlers of SIGINT and SIGTERM when it is created,
+    which would also fail outside the main thread, where tasks are built."""
     with _loading:
         signals, module.signal = module.signal, _Signals
         try:

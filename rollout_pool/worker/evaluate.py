@@ -171,7 +171,7 @@ class Evaluator:
                 error = failure
             if target.engine is not None:
                 log.warning(
-                    "the evaluation of version %d continues without %s: %s", version, engine, error
+                    "evaluation of version %d continues without %s: %s", version, engine, error
                 )
             target.engine = None
             session += ".again"
