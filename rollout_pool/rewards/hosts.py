@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError
 
 from configs.rollout_schema import TaskConfig
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.rewards.pool import DEFAULT_FACTORY, MAX_ASKED, RewardPool
+from rollout_pool.rewards.pool import DEFAULT_FACTORY, MAX_ATTEMPTS, RewardPool
 from rollout_pool.rewards.types import PartScore
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class RemoteScoring:
 
     async def score(self, request: bytes) -> PartScore:
         line: _Line | None = None
-        for _ in range(MAX_ASKED):
+        for _ in range(MAX_ATTEMPTS):
             try:
                 line = await self._pick(rather_not=line)
             except TimeoutError:

@@ -6,8 +6,8 @@
     statements  the same, in a process of their own, if there are any that test the program
 
 Started by `rollout_pool.sandbox.run` with an empty environment and only the standard library. Each
-layer is used where the kernel allows it; without the filter, or a layer that protects files, nothing
-is run.
+layer is used where the kernel allows it; without the filter, or a layer that protects files,
+nothing is run.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from rollout_pool.tasks.task import Prompt, Task
 
 PYTHON = "python"
 CALL_SHARE = 0.9
-"""Time limit of a call as a share of task.turn_timeout_s: the model sees a call's timeout before the
-step's own would end the episode."""
+"""Time limit of a call as a share of task.turn_timeout_s: the model sees a call's timeout before
+the step's own ends the episode."""
 
 EnvironmentFactory = Callable[[Prompt], Env]
 

@@ -1,4 +1,4 @@
-r"""Problems in the format of the MATH data set, from a JSONL file or the hub, scored by math-verify.
+r"""Problems in the format of the MATH data set, from a file or the hub, scored by math-verify.
 
 One line of such a file: {"problem": "...", "solution": "... \\boxed{42}"}.
 """

@@ -13,7 +13,7 @@ class EpisodeSource(Protocol):
     """Runs episodes: an environment, a user's agent, or an external program."""
 
     is_external: bool = False
-    """Whether external programs run them: their time and failures do not count against the prompt."""
+    """Whether external programs run them: their failures do not count against the prompt."""
 
     async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
         """The finished episode. Raises SampleFailed, TimeoutError if no engine was available, and

@@ -1,8 +1,8 @@
 """Tasks: prompts by index, their reference solutions and their scores.
 
 A task is a pure function of its config and an index, so a prompt is identified by a number: the
-position in a stream is one integer, a stale prompt can run again, and another process needs only the
-number to score an answer.
+position in a stream is one integer, a stale prompt can run again, and another process needs only
+the number to score an answer.
 """
 
 from __future__ import annotations
