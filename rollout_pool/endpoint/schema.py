@@ -111,7 +111,7 @@ def check_whole(name: str, value: object) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise refuse(name, "holds half a character (a lone surrogate)") from error
+        raise refuse(name, "contains a lone surrogate") from error
 
 
 def _kind(value: object) -> str:

@@ -223,7 +223,7 @@ class ChatFormat:
             )
         except ValueError as error:
             raise ValueError(
-                f"task.chat_template=true: the tokenizer has no usable chat template "
+                f"task.chat_template=true: the tokenizer has no chat template or a broken one "
                 f"({error}); use a model that has one, or task.chat_template=false"
             ) from error
 

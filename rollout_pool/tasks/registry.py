@@ -58,7 +58,7 @@ def custom_task(config: TaskConfig) -> Task:
     missing = [name for name in ("name", *NEEDED) if not hasattr(made, name)]
     if missing:
         raise ValueError(
-            f"task.factory={config.factory!r}: returned a {type(made).__name__} without "
+            f"task.factory={config.factory!r}: made a {type(made).__name__} without "
             f"{', '.join(missing)}; see Task in rollout_pool/tasks/task.py"
         )
     task: Task = made

@@ -182,7 +182,7 @@ async def test_load_that_fails_never_lets_a_token_out_and_a_restart_heals_it(
     tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(3, 3)
     committer = server.committer(CommitStrategy.staged_disk)
     broken = server.stage(tensors)
-    with pytest.raises(TornEngine, match=r"engine-0 must be started again.*failed"):
+    with pytest.raises(TornEngine, match=r"engine-0 must be restarted.*failed"):
         await committer.commit(*broken)
     with pytest.raises(TornEngine):
         await committer.commit(*server.stage(served_tensors(model_a)))

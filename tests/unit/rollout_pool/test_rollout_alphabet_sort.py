@@ -126,7 +126,7 @@ def test_index_always_names_the_same_episode_and_no_held_out_one_is_trained_on()
         ({"params": {"sort_by": "age"}}, r"task.params.sort_by='age': must be first or last"),
         ({"params": {**SHORT, "sort_by": "last"}}, r"sort_by='last': names have none with last_na"),
         ({"max_turns": 2}, r"task.max_turns=2: .*num_turns=3 turns; set task.max_turns=3"),
-        ({"params": {"num_names_more": 40}}, r"would have 84 names, and there are 62 to be drawn"),
+        ({"params": {"num_names_more": 40}}, r"needs 84 names, but there are only 62 to draw"),
         ({"params": {**SHORT, "num_known": 4}, "eval_size": 99}, r"gave only 24 different episode"),
     ],
 )

@@ -291,7 +291,7 @@ def test_what_a_template_refuses_names_the_setting():
     silent = chat_of(
         tokenizer("{% for m in messages if m.role == 'user' %}{{m.content}}{% endfor %}")
     )
-    with pytest.raises(ValueError, match=r"leaves an assistant's words out"):
+    with pytest.raises(ValueError, match=r"drops an assistant's text"):
         silent.follow([65], [say("user", "?")])
 
 

@@ -192,7 +192,7 @@ async def test_tokens_that_were_lost_on_the_way_are_noticed():
         "completion_tokens": 6,
         "output_token_logprobs": [[-1.0, 9, None]],
     }
-    with pytest.raises(SampleRefused, match="4 tokens and 1 more were not the 6"):
+    with pytest.raises(SampleRefused, match="4 tokens and 1 more do not make the 6"):
         new_tokens("engine-0", {"output_ids": [9], "meta_info": meta}, 4)
 
 
@@ -227,8 +227,8 @@ async def test_logprobs_that_cannot_be_trained_on_are_refused_for_their_sample_a
 @pytest.mark.parametrize(
     ("reply", "error", "message", "num_kept"),
     [
-        ({"finish_type": "abort"}, EngineError, "gave a sample up", 3),
-        ({"finish_type": "abort", "abort_status": 500}, SampleRefused, "gave a sample up", 1),
+        ({"finish_type": "abort"}, EngineError, "aborted a sample", 3),
+        ({"finish_type": "abort", "abort_status": 500}, SampleRefused, "aborted a sample", 1),
         ({"finish_type": None}, EngineError, "engine-0 ended an answer before 1 of its samples", 1),
         ({"logprobs": [-0.5]}, BadLogprobs, "those of other tokens", 1),
         ({"versions": [("1", 0, 2)]}, SampleRefused, "do not cover 3 tokens", 1),
@@ -453,7 +453,7 @@ async def test_what_a_server_can_do_is_asked(fake, client):
 
 async def test_server_under_another_name_is_not_taken_for_ours(fake, client):
     assert await client.is_ready("fake", timeout_s=2)
-    with pytest.raises(EngineError, match="another server than engine-0"):
+    with pytest.raises(EngineError, match="a server other than engine-0"):
         await client.is_ready("ours", timeout_s=2)
     fake.is_ready = False
     assert not await client.is_ready("fake", timeout_s=2)
@@ -468,7 +468,7 @@ async def test_sample_with_a_token_that_would_end_the_engine_is_not_sent(fake, f
     bad, good = make_sample(0, **fields), make_sample(1, prompt=[0, 263])
     error, ended = await ask_all(client, [bad, good])
     await client.close()
-    assert isinstance(error, SampleRefused) and "engine-0 was not asked" in str(error)
+    assert isinstance(error, SampleRefused) and "engine-0: not sent" in str(error)
     assert ended is good and good.finish_reason is not None
     [call] = fake.bodies("/generate")
     assert call["input_ids"] == [[0, 263]]

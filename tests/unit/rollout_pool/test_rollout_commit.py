@@ -41,10 +41,10 @@ async def test_commit_pauses_only_for_the_load_and_reports_the_served_version(fa
 
 async def test_engine_with_torn_weights_never_goes_on(fake, committer):
     fake.refused = {"/update_weights_from_disk"}
-    with pytest.raises(TornEngine, match=r"engine-0 must be started again.* 5 failed.*refused"):
+    with pytest.raises(TornEngine, match=r"engine-0 must be restarted.* 5 failed.*refused"):
         await committer.commit(5, FOLDER)
     fake.refused = set()
-    with pytest.raises(TornEngine, match="engine-0 must be started again"):
+    with pytest.raises(TornEngine, match="engine-0 must be restarted"):
         await committer.commit(6, FOLDER)
     assert paths(fake) == ["/pause_generation", "/update_weights_from_disk"]
 
@@ -55,7 +55,7 @@ async def test_engine_that_says_another_version_never_goes_on(fake, committer, c
             await super().load(version - 1, folder)
 
     committer = Committer(client, Forgetful(client, timeout_s=5), PauseMode.retract)
-    with pytest.raises(TornEngine, match="says that it serves version 4"):
+    with pytest.raises(TornEngine, match="reports version 4"):
         await committer.commit(5, FOLDER)
     assert "/continue_generation" not in paths(fake)
 
@@ -65,7 +65,7 @@ async def test_commit_broken_off_in_its_load_leaves_the_engine_torn(fake, commit
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
             await committer.commit(5, FOLDER)
-    with pytest.raises(TornEngine, match="version 5 was broken off"):
+    with pytest.raises(TornEngine, match="version 5 was cancelled"):
         await committer.commit(6, FOLDER)
     assert "/continue_generation" not in paths(fake)
 
@@ -82,18 +82,18 @@ async def test_what_fails_before_the_load_leaves_the_engine_at_its_old_version(f
 
 async def test_engine_that_neither_stops_nor_goes_on_is_torn(fake, committer):
     fake.status = 503
-    with pytest.raises(TornEngine, match="neither stops nor goes on"):
+    with pytest.raises(TornEngine, match="neither pauses nor resumes"):
         await committer.commit(5, FOLDER)
 
 
 async def test_what_cannot_be_prepared_does_not_even_pause_the_engine(fake, client):
     class Unready(StagedDisk):
         async def prepare(self, folder):
-            raise EngineError("engine-0 did not meet its sender")
+            raise EngineError("engine-0 did not join its sender")
 
     committer = Committer(client, Unready(client, timeout_s=5), PauseMode.retract)
     for _ in range(2):
-        with pytest.raises(EngineError, match="did not meet its sender"):
+        with pytest.raises(EngineError, match="did not join its sender"):
             await committer.commit(5, FOLDER)
     assert fake.calls == []
 

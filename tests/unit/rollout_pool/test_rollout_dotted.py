@@ -62,5 +62,5 @@ def test_file_that_fails_says_how_and_may_be_mended(tmp_path):
 
 
 def test_what_cannot_be_called_is_refused():
-    with pytest.raises(ValueError, match=r"task.factory='json:__doc__': is str, and must be a fun"):
+    with pytest.raises(ValueError, match=r"task.factory='json:__doc__': must be a fun"):
         load_callable("json:__doc__", SETTING)

@@ -174,7 +174,7 @@ async def test_torn_engine_raises_and_is_recorded_nowhere(fake, follow, state, r
     fake.refused = {"/update_weights_from_disk"}
     following = follow()
     receiver.offer(5)
-    with pytest.raises(TornEngine, match=r"engine-0 must be started again.*version 5"):
+    with pytest.raises(TornEngine, match=r"engine-0 must be restarted.*version 5"):
         async with asyncio.timeout(20):
             await following
     assert await state.engine_versions() == {} and await commits(state) == []

@@ -238,7 +238,7 @@ async def test_environment_that_cannot_be_made_or_begun_fails_its_group(model, s
     def no_env(prompt):
         raise ImportError("no such library")
 
-    with pytest.raises(GroupFailed, match=r"could not be made: ImportError: no such library"):
+    with pytest.raises(GroupFailed, match=r"could not be created: ImportError: no such library"):
         await generate(new_run(), model, scorer, no_env)
 
     class Unborn(SingleTurn):

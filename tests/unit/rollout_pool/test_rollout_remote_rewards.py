@@ -217,9 +217,9 @@ async def test_only_so_many_calls_are_under_way(service, reward):
         (Response('{"reward": NaN}'), 'its "reward" is no number'),
         (Response('{"reward": 1' + 400 * "0" + "}"), 'its "reward" is no number'),
         ({"reward": 1, "parts": {"a": None}}, r'its "parts.a" is no number'),
-        ({"reward": 1, "parts": [1]}, 'its "parts" is no object'),
-        (Response("<html>"), "answers no JSON"),
-        (Response("[1]"), "answers no JSON object"),
+        ({"reward": 1, "parts": [1]}, 'its "parts" is not an object'),
+        (Response("<html>"), "the answer is not JSON"),
+        (Response("[1]"), "the answer is not a JSON object"),
     ],
 )
 async def test_answer_that_is_no_reward_is_told(service, reward, reply, told):
@@ -411,9 +411,9 @@ async def test_each_token_gets_the_teachers_log_probability_given_those_before(s
     ("change", "told"),
     [
         (lambda given: given[-1:], "gave 1 log-probabilities for 3 tokens: its server must echo"),
-        (lambda given: [None, None, *given[2:]], "left out log-probabilities"),
-        (lambda given: [None, 0.5, *given[2:]], "that are none"),
-        (lambda given: [None, "x", *given[2:]], "left out log-probabilities"),
+        (lambda given: [None, None, *given[2:]], "omitted the log-probabilities"),
+        (lambda given: [None, 0.5, *given[2:]], "invalid log-probabilities"),
+        (lambda given: [None, "x", *given[2:]], "omitted the log-probabilities"),
         (lambda given: None, "gave 0 log-probabilities"),
     ],
 )

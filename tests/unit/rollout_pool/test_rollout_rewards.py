@@ -190,7 +190,7 @@ def running(pid: int) -> bool:
         ("crash", "the scoring process died", 2),  # it was asked a second time
         ("raise", "RuntimeError: no such thing", 0),
         ("nan", "the reward is nan", 0),
-        ("text", "the reward is no number but 'nothing'", 0),
+        ("text", "the reward is not a number: 'nothing'", 0),
     ],
 )
 async def test_bad_scorer_costs_its_own_sample_alone(pool, answer, failure, num_restarts):
@@ -411,6 +411,6 @@ async def test_programs_are_scored_in_a_scoring_process_and_slow_tests_do_not_co
     await pool.close()
     assert {score.failure for score in [*scores, score]} == {None} and pool.num_restarts == 0
     log = log_path.read_text()
-    assert "0 of 2 tests passed; test 1: it wanted to start a process" in log
-    assert "0 of 2 tests passed; test 1: it wanted a file" in log
+    assert "0 of 2 tests passed; test 1: it tried to start or signal a process" in log
+    assert "0 of 2 tests passed; test 1: it tried to use a forbidden or missing file" in log
     assert "all tests together took longer than 4.8 s" in log

@@ -68,7 +68,7 @@ def test_what_is_clear_is_taken(written, arguments):
         ('{"name": "f", "arguments": "3"}', r'the arguments of "f" must be a JSON object: 3'),
         ('{"name": "f", "arguments": "oops"}', r"not valid JSON .*oops"),
         ('{"name": "f", "arguments": {"x": NaN}}', r"NaN is not JSON"),
-        ('{"name": "f", "arguments": {"x": "\\ud800"}}', r"half a character"),
+        ('{"name": "f", "arguments": {"x": "\\ud800"}}', r"a lone surrogate"),
         ("[" * 100_000, r"nested too deeply"),
         ('{"name": "f", "arguments": ' + '{"a":' * 100_000, r"nested too deeply"),
     ],

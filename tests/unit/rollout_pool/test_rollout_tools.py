@@ -88,7 +88,7 @@ async def test_calls_of_one_answer_run_at_the_same_time_and_keep_their_order():
     [
         (
             call("multiply", a=1),
-            "error: there is no tool named 'multiply'; there is add, broken, s",
+            "error: there is no tool named 'multiply'; the tools are add, broken, s",
         ),
         (call("add", b=2), "error: add: missing a required argument: 'a'"),
         (call("add", a=1, c=2), "error: add: got an unexpected keyword argument 'c'"),
@@ -110,7 +110,7 @@ async def test_model_reads_of_a_bad_call_beside_the_results_of_good_ones():
     await env.reset()
     said = await results(env, call("add", a=1), bad_call="no closing brace")
     assert said[0] == "2"
-    assert said[1].startswith("error: what looks like a tool call is none: no closing brace.")
+    assert said[1].startswith("error: invalid tool call: no closing brace.")
     [alone] = await results(env, bad_call="no name")
     assert "no name" in alone
 
@@ -206,8 +206,8 @@ def test_function_that_is_no_tool_is_refused():
 
     for function, message in (
         (silent, "task.tools: the function needs a docstring"),
-        (odd, "argument 'a' is annotated as <class 'bytes'>, which JSON has no name for"),
-        (many, "argument 'a' must be one that is passed by its name"),
+        (odd, "argument 'a' is annotated as <class 'bytes'>, which has no JSON type"),
+        (many, "argument 'a' must be a keyword argument"),
     ):
         with pytest.raises(ValueError, match=message):
             function_tool(function, "task.tools")

@@ -158,7 +158,7 @@ def test_what_cannot_be_is_named(changes, message):
 
 def test_environment_is_played_and_scored_in_no_other_way():
     task, _ = task_of()
-    with pytest.raises(ValueError, match="played through the endpoint"):
+    with pytest.raises(ValueError, match="runs through the endpoint"):
         task.environment(task.example(0))
     with pytest.raises(ValueError, match=r"leave task\.rewards out"):
         task.score(task.example(0), "1")

@@ -103,9 +103,9 @@ async def test_agent_that_never_asks_gives_no_episode(scene, play):
     async def broken(session, prompt):
         raise KeyError("too early")
 
-    with pytest.raises(SessionLost, match="never asked"):
+    with pytest.raises(SessionLost, match="never called"):
         await play(agent)
-    with pytest.raises(SessionLost, match="never asked the model anything: KeyError: 'too early'"):
+    with pytest.raises(SessionLost, match="never called the model: KeyError: 'too early'"):
         await play(broken)
 
 
@@ -283,7 +283,7 @@ def test_agent_must_be_an_async_function(tmp_path):
 
 @pytest.mark.parametrize(
     ("ends_by", "told"),
-    [(SystemExit(1), "wanted the process to end"), (asyncio.CancelledError(), "cancelled itself")],
+    [(SystemExit(1), "tried to end the process"), (asyncio.CancelledError(), "cancelled itself")],
 )
 async def test_agent_that_would_end_more_than_itself_costs_its_episode(scene, play, ends_by, told):
     async def agent(session, prompt):

@@ -29,7 +29,7 @@ def body(**more):
 
 REFUSED = [
     (body(temperature=0.2), "temperature", "0.2 was asked for"),
-    (body(top_p=0.9), "top_p", "drawn as the run is configured"),
+    (body(top_p=0.9), "top_p", "sampled as the run is configured"),
     (body(top_k=5), "top_k", "configured"),
     (body(presence_penalty=1), "presence_penalty", "configured"),
     (body(temperature="hot"), "temperature", "must be a number"),
@@ -41,9 +41,9 @@ REFUSED = [
     (body(stop="Observation"), "stop", "leave the field out"),
     (body(seed=1), "seed", "leave the field out"),
     (body(logit_bias={"5": 1}), "logit_bias", "trained as it is sampled"),
-    (body(response_format={"type": "json_object"}), "response_format", "ask for text"),
-    (body(tool_choice="required", tools=[WEATHER]), "tool_choice", "not forced"),
-    (body(parallel_tool_calls=False), "parallel_tool_calls", "choice"),
+    (body(response_format={"type": "json_object"}), "response_format", "use text"),
+    (body(tool_choice="required", tools=[WEATHER]), "tool_choice", "cannot be forced"),
+    (body(parallel_tool_calls=False), "parallel_tool_calls", "chooses"),
     (body(logprobs=True, top_logprobs=2), "top_logprobs", "recorded"),
     (body(max_tokens=0), "max_tokens", "at least 1"),
     (body(max_completion_tokens=1.5), "max_completion_tokens", "whole number"),
@@ -161,7 +161,7 @@ async def test_body_that_is_no_request_is_told_so(scene):
         (b"[" * 20_000, 400, "not JSON"),
         (b"[" + b"[]," * 60_000 + b"1]", 400, "values"),
         (b"[1]", 400, "must be an object"),
-        (half, 400, "half a character"),
+        (half, 400, "a lone surrogate"),
         (b" " * (16 * 2**20 + 1), 413, "at most"),
     ):
         answer = await http.post(CHAT, content=content)

@@ -104,7 +104,7 @@ async def test_answer_whose_client_does_not_come_back_is_given_up_and_is_no_turn
     await eventually(lambda: sample.finish_reason == "dropped")
     assert scene.author.cancelled == [sample]
     assert sample.num_wasted == 3 and sample.output_ids == [] and sample.oldest_version is None
-    with pytest.raises(EpisodeFailed, match="never asked"):
+    with pytest.raises(EpisodeFailed, match="never called"):
         session.episode(end="done", outcome=None)
     gate.set()
     await asks(client)

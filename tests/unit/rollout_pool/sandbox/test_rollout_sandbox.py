@@ -298,7 +298,7 @@ async def test_every_layer_is_in_force_where_the_kernel_has_it():
 
 async def test_running_without_namespaces_is_told_with_what_it_costs():
     few = cost_of_missing(await protections(without=("namespaces",)))
-    assert few is not None and "WITHOUT NAMESPACES" in few and "one hole in either" in few
+    assert few is not None and "WITHOUT NAMESPACES" in few and "single hole in either" in few
     layers = await protections()
     assert (cost_of_missing(layers) is None) == ({"namespaces", "own root"} <= set(layers))
 
