@@ -311,7 +311,7 @@ async def test_run_state_works_on_a_cluster(
     await state.close()
 
 
-async def test_node_that_is_killed_and_comes_back_costs_nothing(
+async def test_killed_node_that_returns_loses_nothing(
     cluster: list[EmbeddedServer], open_buffer: OpenBuffer
 ) -> None:
     run = _run_on_all_nodes("restart")

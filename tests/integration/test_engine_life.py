@@ -232,7 +232,7 @@ async def test_engine_whose_parts_stall_or_die_restarts_and_is_given_up_while_ve
     await worker.close()
 
 
-async def test_receiver_that_dies_comes_back_with_what_it_staged_and_leaves_nothing(
+async def test_dead_receiver_returns_with_its_staged_versions_and_leaves_nothing(
     spec, keeper, state, publisher
 ):
     stage = Path(f"/dev/shm/leash-{spec.run}-{TOKEN}")

@@ -45,7 +45,7 @@ def launches_end(tmp_path: Path) -> Iterator[None]:
     end_all(tmp_path)
 
 
-def test_launch_trains_keeps_the_law_and_leaves_nothing(tmp_path: Path) -> None:
+def test_launch_trains_holds_the_invariants_and_leaves_nothing(tmp_path: Path) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
     settings = ("buffer.max_staleness=0", "rollout.log_rate=1")
     process = start(tmp_path, RUN, *settings, experiment="alphabet-sort")
@@ -170,7 +170,7 @@ def wait_for_ray_folder(run: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["✓ placement", "step 2/"][:NUM_SIGNALS])
-def test_stop_clears_up_behind_a_controller_killed_at_a_line_of_the_log(
+def test_stop_cleans_up_after_a_controller_killed_at_a_line_of_the_log(
     tmp_path: Path, line: str
 ) -> None:
     shared_memory = set(os.listdir("/dev/shm"))

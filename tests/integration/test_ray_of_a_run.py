@@ -59,7 +59,7 @@ def test_logs_of_ray_are_kept_without_following_links(scene: Scene) -> None:
     assert [oct(mode) for mode in scene.seen["file_modes"]] == [oct(0o600)]
 
 
-def test_killed_actors_come_back_though_the_driver_holds_none_of_their_arguments(
+def test_killed_actors_restart_though_the_driver_holds_none_of_their_arguments(
     scene: Scene,
 ) -> None:
     assert scene.seen["restarted"] == {"worker-0": True, "receiver-0": True, "scorer-0": True}

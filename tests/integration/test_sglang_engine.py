@@ -93,7 +93,7 @@ def spans_of(sample):
 
 
 @pytest.mark.parametrize("choice", [CommitStrategy.staged_disk, CommitStrategy.direct])
-async def test_samples_in_flight_go_on_through_a_commit_with_exact_spans(
+async def test_samples_in_flight_continue_through_a_commit_with_exact_spans(
     engine, server, model_a, model_b, choice
 ):
     await server.publish(model_a)
@@ -111,7 +111,7 @@ async def test_samples_in_flight_go_on_through_a_commit_with_exact_spans(
 
 
 @pytest.mark.parametrize("choice", [CommitStrategy.staged_disk, CommitStrategy.direct])
-async def test_kept_in_place_samples_go_on_with_exact_spans_too(
+async def test_samples_paused_in_place_continue_with_exact_spans(
     engine, server, model_a, model_b, choice
 ):
     """Their later tokens are of the new weights over the old weights' KV cache."""
@@ -170,9 +170,7 @@ async def test_server_listens_on_loopback_alone(engine):
     assert {host for host, _ in listening} == {"127.0.0.1"}
 
 
-async def test_load_that_fails_never_lets_a_token_out_and_a_restart_heals_it(
-    engine, server, model_a, model_b
-):
+async def test_failed_load_emits_no_token_and_a_restart_recovers(engine, server, model_a, model_b):
     await server.publish(model_a)
     url, begun = engine.client.url, asyncio.Event()
     sampling = asyncio.create_task(sample(engine.client, 4, max_new_tokens=900, on_begun=begun.set))

@@ -86,9 +86,7 @@ async def begun(samples, num_tokens):
             await asyncio.sleep(0.005)
 
 
-async def test_interrupted_samples_go_on_with_the_versions_and_logprobs_of_each_token_exact(
-    pair, models
-):
+async def test_interrupted_samples_resume_with_exact_versions_and_logprobs(pair, models):
     """Version 0, a commit in mid-flight, an interruption under version 1, the rest under 2."""
     server = pair.servers[1]
     samples = [
@@ -129,7 +127,7 @@ async def test_interrupted_samples_go_on_with_the_versions_and_logprobs_of_each_
     assert sum(sample.num_wasted + sample.num_failures for sample in samples) == 0
 
 
-async def test_samples_of_a_killed_server_go_on_elsewhere_and_it_leaves_nothing(pair, models):
+async def test_samples_of_a_killed_server_continue_elsewhere_and_it_leaves_nothing(pair, models):
     pair.follow(0, 2)  # both serve model a again
     engine = pair.servers[0].engine
     family = family_of(engine.info.pid)

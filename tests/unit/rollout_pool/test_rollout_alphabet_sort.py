@@ -141,7 +141,7 @@ def test_names_are_all_different_and_the_first_twenty_begin_differently():
     assert len({name[0] for name in FIRST_NAMES[:20]}) == 20
 
 
-def test_experiment_gives_every_right_episode_room():
+def test_experiment_has_room_for_every_correct_episode():
     config = load_config([], "alphabet-sort")
     task = build_task(config.task)
     rollout = config.rollout

@@ -43,12 +43,12 @@ def test_gpu_server_keeps_sglangs_own_choice_of_kernels():
     )
 
 
-def test_tokens_sampled_before_an_in_place_commit_are_never_stamped_with_its_version():
+def test_tokens_sampled_before_an_in_place_commit_never_get_its_version():
     assert "--disable-overlap-schedule" in arguments(uses_gpu=True, pause_mode=PauseMode.in_place)
     assert "--disable-overlap-schedule" not in arguments(uses_gpu=True)
 
 
-def test_what_the_config_says_is_passed_on_and_extra_arguments_come_last():
+def test_config_is_passed_on_and_extra_arguments_come_last():
     config = EngineConfig(
         dtype=Dtype.bfloat16,
         max_total_tokens=4096,

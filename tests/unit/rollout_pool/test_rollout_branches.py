@@ -31,7 +31,7 @@ def test_turns_that_extend_each_other_are_one_branch():
     assert (branch.prompt_length, branch.finish_reason) == (2, "length")
 
 
-def test_rewritten_history_begins_a_branch_in_which_old_words_are_given():
+def test_rewritten_history_begins_a_branch_with_old_tokens_masked():
     branches = Branches()
     add(branches, [5, 6], [7, 8])
     add(branches, [5, 7, 8], [9])  # the model's own 7 and 8, after an edit
@@ -51,7 +51,7 @@ def test_two_answers_to_one_prompt_are_two_branches_and_each_can_go_on():
     assert [branch.tokens for branch in branches.finish()] == [[5, 6, 10], [5, 7, 8, 9]]
 
 
-def test_of_several_branches_that_a_prompt_extends_the_longest_is_taken():
+def test_prompt_extends_the_longest_matching_branch():
     branches = Branches()
     add(branches, [5], [6])
     add(branches, [5], [6])  # the same again: the prompt is shorter than the branch
@@ -61,7 +61,7 @@ def test_of_several_branches_that_a_prompt_extends_the_longest_is_taken():
     assert lengths == [6, 2]
 
 
-def test_no_turn_no_branch():
+def test_episode_without_turns_has_no_branches():
     assert Branches().finish() == []
 
 

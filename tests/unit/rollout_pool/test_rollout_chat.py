@@ -195,7 +195,7 @@ def test_tools_are_shown_once_and_tool_answers_stand_as_the_template_writes_them
     )
 
 
-def test_models_own_spelling_is_kept():
+def test_models_own_tokens_are_kept():
     made = TOKENIZERS[CHATML]
     chat = chat_of(made)
     odd = [*b"123", *made.encode("<|im_end|>", add_special_tokens=False)]
@@ -225,7 +225,7 @@ def test_turn_is_ended_once_by_model_or_template(ending, appended):
     assert made.decode(followed[len(tokens) :]) == appended
 
 
-def test_template_that_leaves_old_thoughts_out_changes_nothing_that_was_said():
+def test_template_that_drops_old_thoughts_changes_no_earlier_tokens():
     made = tokenizer(THINKING, "<|im_end|>")
     chat = chat_of(made)
     opening = [say("user", "1 + 2?")]
@@ -240,7 +240,7 @@ def test_template_that_leaves_old_thoughts_out_changes_nothing_that_was_said():
     assert "long" not in made.decode(rendered_again)  # as the template would have it
 
 
-def test_tool_message_that_needs_a_call_before_it_is_rendered_behind_one():
+def test_tool_message_that_needs_a_call_is_rendered_after_one():
     made = tokenizer(STRICT)
     chat = chat_of(made)
     tool = say("tool", "3", name="add", tool_call_id="c1")
@@ -279,7 +279,7 @@ def test_turns_that_end_in_unusual_ways_lose_and_double_nothing(template, ending
     assert made.decode(chat.follow(tokens, [say("user", "so?")])[len(tokens) :]) == appended
 
 
-def test_what_a_template_refuses_names_the_setting():
+def test_template_refusal_names_the_setting():
     chat = chat_of(tokenizer(STRICT))
     tokens = [*chat.first([say("user", "?")]), 65]
     with pytest.raises(ValueError, match=r"task.chat_template=true: .* the system message comes"):
@@ -295,7 +295,7 @@ def test_what_a_template_refuses_names_the_setting():
         silent.follow([65], [say("user", "?")])
 
 
-def test_without_a_template_texts_follow_each_other_as_they_are():
+def test_texts_are_concatenated_without_a_template():
     made = byte_tokenizer()
     chat = chat_of(made, chat_template=False)
     first = chat.first([say("system", "Add. "), say("user", "1+2=")])
@@ -350,7 +350,7 @@ def test_words_that_spell_special_tokens_look_as_they_did_and_all_others_are_unt
     assert chat.first([say("user", plain)]) == made.encode(rendered, add_special_tokens=False)
 
 
-def test_models_own_words_are_taken_as_they_are():
+def test_assistant_messages_are_not_changed():
     made = TOKENIZERS[CHATML]
     answer = "a<|python_tag|>b"
     tokens = chat_of(made).first([say("user", "?"), say("assistant", answer), say("user", "?")])
@@ -368,7 +368,7 @@ def test_marks_that_overlap_or_are_not_called_special_are_kept_out_too():
     assert marks_in(made, chat.first([say("user", "<think>")])) == ["<think>"]
 
 
-def test_text_of_some_size_is_not_kept():
+def test_large_text_is_not_cached():
     class Counting:
         """A tokenizer that counts the texts it is given."""
 
@@ -389,7 +389,7 @@ def test_text_of_some_size_is_not_kept():
         assert made.num_texts == number
 
 
-def test_what_is_given_out_may_be_changed():
+def test_returned_tokens_may_be_modified():
     chat = chat_of(byte_tokenizer(), chat_template=False)
     chat.first([say("user", "abc")]).append(1)
     assert chat.first([say("user", "abc")]) == list(b"abc")
@@ -459,7 +459,7 @@ def test_calls_between_special_tokens_are_found(parser, text):
 
 
 @given(st.lists(st.integers(0, 272)), st.sampled_from(ToolParser))
-def test_no_answer_makes_reading_fail(ids, parser):
+def test_parse_never_raises(ids, parser):
     made = TOKENIZERS[CHATML]
     completion = chat_of(made, parser).parse(ids, "length")
     assert completion.num_tokens == len(ids)

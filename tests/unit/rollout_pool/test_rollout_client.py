@@ -56,13 +56,13 @@ async def test_samples_of_one_moment_share_a_call_and_each_gets_its_own_tokens(
     assert [params["max_new_tokens"] for params in body["sampling_params"]] == [8, 9, 10]
 
 
-async def test_crowd_is_spread_over_calls(fake, client):
+async def test_many_samples_are_spread_over_calls(fake, client):
     samples = [make_sample(i) for i in range(70)]
     assert await ask_all(client, samples) == samples
     assert sorted(len(body["rid"]) for body in fake.bodies("/generate")) == [6, 32, 32]
 
 
-async def test_everything_that_shapes_sampling_is_sent(fake, client):
+async def test_all_sampling_parameters_are_sent(fake, client):
     params = SamplingParams(
         temperature=0.0,
         top_p=0.9,
@@ -89,7 +89,7 @@ async def test_everything_that_shapes_sampling_is_sent(fake, client):
     ]
 
 
-async def test_interval_between_arrivals_can_be_chosen(fake):
+async def test_stream_interval_can_be_chosen(fake):
     client = fake.client("engine-0", stream_interval=4)
     await ask(client, make_sample())
     [body] = fake.bodies("/generate")
@@ -97,7 +97,7 @@ async def test_interval_between_arrivals_can_be_chosen(fake):
     await client.close()
 
 
-async def test_sample_goes_on_from_the_tokens_that_it_has(fake, client, make_reply):
+async def test_sample_continues_from_its_tokens(fake, client, make_reply):
     fake.version = "9"
     fake.reply = lambda rid: make_reply(
         output_ids=[20, 21, 2], versions=[("8", 0, 1), ("9", 1, 3)], parts=[1, 1], labels=["8", "9"]
@@ -145,7 +145,7 @@ async def test_version_spans_become_numbers_and_equal_neighbours_one_span(fake, 
     assert spans(sample) == [(7, 0, 3), (8, 3, 5)]
 
 
-async def test_tokens_of_a_lost_engine_stay_and_mixed_ones_count_as_the_older_version(
+async def test_tokens_of_a_lost_engine_are_kept_and_mixed_ones_count_as_the_older_version(
     fake, client, make_reply
 ):
     fake.reply = lambda rid: make_reply(
@@ -174,7 +174,7 @@ async def test_first_tokens_that_come_late_count_as_the_version_known_before(
     assert spans(sample) == [(6, 0, 3)]
 
 
-async def test_parts_that_were_joined_with_an_abort_from_the_queue_are_read_once():
+async def test_parts_joined_with_an_abort_from_the_queue_are_read_once():
     meta = {"finish_reason": {"type": "abort"}, "completion_tokens": 5}
     pairs = [[-0.1 * token, token, None] for token in range(1, 6)]
     joined = {
@@ -186,7 +186,7 @@ async def test_parts_that_were_joined_with_an_abort_from_the_queue_are_read_once
     assert new_tokens("engine-0", alone, 5) == ([], [])
 
 
-async def test_tokens_that_were_lost_on_the_way_are_noticed():
+async def test_tokens_lost_in_transit_are_detected():
     meta = {
         "finish_reason": None,
         "completion_tokens": 6,
@@ -236,7 +236,7 @@ async def test_logprobs_that_cannot_be_trained_on_are_refused_for_their_sample_a
         ({"versions": [("1", 0, 1), ("2", 2, 3)]}, SampleRefused, "do not cover 3 tokens", 1),
     ],
 )
-async def test_broken_answer_is_an_error_and_tokens_before_it_stay(
+async def test_broken_answer_is_an_error_and_earlier_tokens_are_kept(
     fake, client, make_reply, reply, error, message, num_kept
 ):
     fake.reply = lambda rid: make_reply(**reply)
@@ -291,7 +291,7 @@ async def test_cancelled_samples_are_stopped_at_the_engine(fake, client, make_re
     assert sorted(fake.aborted) == ["g.1.1!", "g.2.1!"]
 
 
-async def test_stopped_sample_has_all_its_tokens_with_exact_versions_and_its_siblings_go_on(
+async def test_stopped_sample_has_all_its_tokens_with_exact_versions_and_others_continue(
     fake, client, make_reply
 ):
     fake.reply = lambda rid: make_reply(
@@ -314,7 +314,7 @@ async def test_stopped_sample_has_all_its_tokens_with_exact_versions_and_its_sib
     assert fake.aborted == ["g.1.1!"]
 
 
-async def test_stop_that_overtakes_its_request_is_said_again(fake, client, make_reply):
+async def test_stop_that_overtakes_its_request_is_repeated(fake, client, make_reply):
     fake.num_lost_aborts = 1
     fake.reply = lambda rid: make_reply(never_ends=True)
     sample = make_sample()
@@ -335,7 +335,7 @@ async def test_sample_that_is_stopped_before_it_is_sent_is_never_sent(fake, clie
     assert fake.calls == []
 
 
-async def test_owner_that_raises_at_an_arrival_fails_its_own_sample_alone(fake, client, make_reply):
+async def test_callback_that_raises_fails_only_its_own_sample(fake, client, make_reply):
     fake.reply = lambda rid: make_reply(never_ends=rid == "g.0.1!")
 
     def raise_it():
@@ -436,7 +436,7 @@ async def test_weight_calls_carry_what_the_server_needs_and_never_a_flush(fake, 
     assert await client.served_version() == 3
 
 
-async def test_what_a_server_can_do_is_asked(fake, client):
+async def test_server_capabilities_are_requested(fake, client):
     fake.offers = set()
     assert not await client.can_update_from_disk()
     assert not await client.can_update_from_ipc()
@@ -451,7 +451,7 @@ async def test_what_a_server_can_do_is_asked(fake, client):
     assert await client.wants_update_session()
 
 
-async def test_server_under_another_name_is_not_taken_for_ours(fake, client):
+async def test_server_with_another_name_is_refused(fake, client):
     assert await client.is_ready("fake", timeout_s=2)
     with pytest.raises(EngineError, match="a server other than engine-0"):
         await client.is_ready("ours", timeout_s=2)
@@ -463,7 +463,7 @@ async def test_server_under_another_name_is_not_taken_for_ours(fake, client):
     "fields",
     [{"prompt": [5, 264]}, {"prompt": [-1, 5]}, {"output_ids": [264]}, {"prompt": [10**30]}],
 )
-async def test_sample_with_a_token_that_would_end_the_engine_is_not_sent(fake, fields):
+async def test_sample_with_a_token_that_would_crash_the_engine_is_not_sent(fake, fields):
     client = fake.client("engine-0", vocab_size=264)
     bad, good = make_sample(0, **fields), make_sample(1, prompt=[0, 263])
     error, ended = await ask_all(client, [bad, good])

@@ -62,14 +62,14 @@ async def play_all(runner: EpisodeRunner, number: int):
         return await asyncio.gather(*playing, return_exceptions=True)
 
 
-async def test_episodes_that_wait_in_line_for_the_only_place_are_not_late() -> None:
+async def test_episodes_that_wait_for_the_only_slot_do_not_time_out() -> None:
     engine = SlowEngine(0.15)
     episodes = await play_all(make_runner(engine, timeout_s=0.5), 12)
     assert [getattr(episode, "end", episode) for episode in episodes] == ["done"] * 12
     assert engine.num_asked == 12
 
 
-async def test_sample_that_takes_too_long_at_its_engine_is_late_though_it_waited_before() -> None:
+async def test_sample_that_takes_too_long_at_its_engine_times_out_after_a_wait() -> None:
     episodes = await play_all(make_runner(SlowEngine(5.0), timeout_s=0.2), 3)
     for episode in episodes:
         assert isinstance(episode, EpisodeFailed) and "episode_timeout" in str(episode)

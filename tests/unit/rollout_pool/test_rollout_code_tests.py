@@ -52,7 +52,7 @@ async def test_program_that_ends_before_its_test_has_not_passed(trick):
     assert verdict.share == 0.0 and verdict.explanation.startswith("test 1: ")
 
 
-async def test_program_that_never_ends_is_not_given_all_its_tests():
+async def test_endless_program_is_not_given_all_its_tests():
     tests = [ProgramTest(input="1", output="1")] * 50
     started = time.perf_counter()
     limits = SandboxLimits(cpu_time_s=1, wall_time_s=30.0)
@@ -112,7 +112,7 @@ def f(x):
     [OWN_CONSTANTS, CODE_OF_THE_CALLER, ALL_IN_REACH, f"{ALL_IN_REACH}\nf(0)"],
     ids=["its own constants", "its caller's code", "all in reach later", "all in reach at once"],
 )
-async def test_nothing_that_frames_hold_passes_a_test(attack):
+async def test_frames_hold_nothing_that_passes_a_test(attack):
     verdict = await judge(attack, [STATEMENTS])
     assert verdict.num_passed == 0 and verdict.explanation.startswith("test 1: ")
 
@@ -138,7 +138,7 @@ async def test_program_does_not_see_its_test_before_it_has_ended():
         "import sys\nsys.excepthook = lambda *given: None",
     ],
 )
-async def test_what_a_program_did_to_python_does_not_pass_its_test(trick):
+async def test_patched_python_does_not_pass_a_test(trick):
     tests = [ProgramTest(statements="assert abs(f(-20)) == 9407")]
     verdict = await judge(f"{trick}\ndef f(x): return x", tests)
     assert verdict.num_passed == 0 and verdict.explanation.startswith("test 1: ")
@@ -261,7 +261,7 @@ async def test_rigged_program_does_not_pass_its_statements(rig):
 
 
 @pytest.mark.parametrize("without", [(), ("landlock",), ("namespaces",)])
-async def test_test_is_kept_from_its_program_by_each_layer_alone(without):
+async def test_each_layer_alone_hides_the_tests_from_the_program(without):
     for rig in (LOOKS_AT_ALL_OBJECTS, READS_ALL_PIPES, ANSWERS_FOR_ITSELF):
         result = await run_python(rig, statements="assert f(20) == 9407", without=without)
         assert not result.held
@@ -335,7 +335,7 @@ assert calendar(2024) == 2025 and math.sqrt(same(9)) == 3
 """
 
 
-async def test_statements_find_all_that_a_right_program_has():
+async def test_statements_can_use_all_of_a_correct_program():
     result = await run_python(RIGHT_PROGRAM, statements=FAITHFUL)
     assert result.held and result.reason is None, result.stderr
 
@@ -349,19 +349,19 @@ async def test_statements_find_all_that_a_right_program_has():
         ("assert same(1) == 2", "AssertionError"),
     ],
 )
-async def test_statement_that_cannot_be_put_to_a_program_fails_with_the_reason(statement, error):
+async def test_unsupported_statement_fails_with_the_reason(statement, error):
     verdict = await judge(RIGHT_PROGRAM, [ProgramTest(statements=statement)])
     assert verdict.num_passed == 0 and error in verdict.explanation
 
 
-async def test_program_that_ends_is_no_error_that_a_statement_can_catch():
+async def test_program_exit_cannot_be_caught_by_a_statement():
     program = "import os\ndef f(x):\n    os._exit(0)"
     statements = "try:\n    f(1)\nexcept:\n    pass\nprint('held')"
     verdict = await judge(program, [ProgramTest(statements=statements)])
     assert (verdict.num_passed, verdict.explanation) == (0, "test 1: it ended before its tests")
 
 
-async def test_right_program_may_print_what_it_likes():
+async def test_correct_program_may_print_anything():
     program = "def f(x):\n    print('f of', x)\n    return {20: 9407, 1: 5}[x]\nprint(0, end='')"
     assert (await judge(program, [STATEMENTS])).share == 1.0
 
@@ -369,7 +369,7 @@ async def test_right_program_may_print_what_it_likes():
 # Statements behind a program ----------------------------------------------------------------------
 
 
-async def test_statements_run_behind_a_program_with_its_names():
+async def test_statements_run_after_a_program_with_its_names():
     program = "import sys\ndef f(x):\n    print(input())\n    return x * x\nprint(f(2))\n"
     statements = "assert sys.stdin.read() == ''\nassert f(3) == 9"  # its input is its own
     result = await run_python(program, statements=statements, stdin="in\nmore\n")
@@ -378,7 +378,7 @@ async def test_statements_run_behind_a_program_with_its_names():
     assert not (await run_python(program)).held
 
 
-async def test_statements_that_do_not_hold_are_told():
+async def test_failed_statements_are_reported():
     result = await run_python("def f(x):\n    return x\n", statements="\nassert f(3) == 9")
     assert (result.held, result.reason, result.exit_code) == (False, "exit", 1)
     expected = 'Traceback (most recent call last):\n  File "tests.py", line 2, in <module>\n'
@@ -395,7 +395,7 @@ async def test_statements_longer_than_a_pipe_arrive_whole():
     assert result.held, result.stderr[-500:]
 
 
-async def test_statements_that_nobody_reads_hold_nobody_up():
+async def test_unread_statements_block_nothing():
     code = """
 import os, time
 for number in range(3, 64):
@@ -421,7 +421,7 @@ async def test_statements_that_hold_in_a_program_that_then_fails_do_not_count():
 SLOW = "import time\nn = input()\ntime.sleep(0.7)\nprint(n)"
 
 
-async def test_many_slow_tests_end_in_time_for_all():
+async def test_slow_tests_end_within_the_total_time():
     tests = [ProgramTest(input=str(n), output=str(n)) for n in range(50)]
     started = time.monotonic()
     verdict = await judge(SLOW, tests, total_s=2.0)
@@ -431,7 +431,7 @@ async def test_many_slow_tests_end_in_time_for_all():
     assert verdict.explanation == f"test {place}: all tests together took longer than 2 s"
 
 
-async def test_single_test_may_not_take_more_than_all():
+async def test_single_test_is_bounded_by_the_total_time():
     verdict = await judge("while True: pass", [ProgramTest(input="", output="1")], total_s=1.0)
     assert verdict.explanation == "test 1: all tests together took longer than 1 s"
     limits = SandboxLimits(wall_time_s=1.0)

@@ -39,7 +39,7 @@ async def test_commit_pauses_only_for_the_load_and_reports_the_served_version(fa
     assert 0.1 <= report.load_s <= report.pause_s < 5
 
 
-async def test_engine_with_torn_weights_never_goes_on(fake, committer):
+async def test_engine_with_torn_weights_never_resumes(fake, committer):
     fake.refused = {"/update_weights_from_disk"}
     with pytest.raises(TornEngine, match=r"engine-0 must be restarted.* 5 failed.*refused"):
         await committer.commit(5, FOLDER)
@@ -49,7 +49,7 @@ async def test_engine_with_torn_weights_never_goes_on(fake, committer):
     assert paths(fake) == ["/pause_generation", "/update_weights_from_disk"]
 
 
-async def test_engine_that_says_another_version_never_goes_on(fake, committer, client):
+async def test_engine_that_reports_another_version_never_resumes(fake, committer, client):
     class Forgetful(StagedDisk):
         async def load(self, version, folder):
             await super().load(version - 1, folder)
@@ -60,7 +60,7 @@ async def test_engine_that_says_another_version_never_goes_on(fake, committer, c
     assert "/continue_generation" not in paths(fake)
 
 
-async def test_commit_broken_off_in_its_load_leaves_the_engine_torn(fake, committer):
+async def test_commit_cancelled_during_its_load_leaves_the_engine_torn(fake, committer):
     fake.slow["/update_weights_from_disk"] = 5.0
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
@@ -70,7 +70,7 @@ async def test_commit_broken_off_in_its_load_leaves_the_engine_torn(fake, commit
     assert "/continue_generation" not in paths(fake)
 
 
-async def test_what_fails_before_the_load_leaves_the_engine_at_its_old_version(fake, committer):
+async def test_failure_before_the_load_leaves_the_engine_at_its_old_version(fake, committer):
     fake.refused = {"/pause_generation"}
     with pytest.raises(EngineError, match="refused /pause_generation") as caught:
         await committer.commit(5, FOLDER)
@@ -80,13 +80,13 @@ async def test_what_fails_before_the_load_leaves_the_engine_at_its_old_version(f
     assert (await committer.commit(5, FOLDER)).version == 5
 
 
-async def test_engine_that_neither_stops_nor_goes_on_is_torn(fake, committer):
+async def test_engine_that_neither_pauses_nor_resumes_is_torn(fake, committer):
     fake.status = 503
     with pytest.raises(TornEngine, match="neither pauses nor resumes"):
         await committer.commit(5, FOLDER)
 
 
-async def test_what_cannot_be_prepared_does_not_even_pause_the_engine(fake, client):
+async def test_failed_prepare_does_not_pause_the_engine(fake, client):
     class Unready(StagedDisk):
         async def prepare(self, folder):
             raise EngineError("engine-0 did not join its sender")

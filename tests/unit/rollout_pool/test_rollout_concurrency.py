@@ -56,7 +56,7 @@ def test_limit_never_leaves_its_bounds(most, looks):
 
 
 @given(most=st.integers(1, 256), looks=st.lists(SAMPLES, max_size=20), last=SAMPLES)
-def test_overload_never_raises_it_and_ease_never_lowers_it(most, looks, last):
+def test_limit_never_rises_under_overload_nor_falls_without(most, looks, last):
     limit = AdaptiveLimit(most)
     for look in [seen(), *looks]:
         limit.update(look)
@@ -68,7 +68,7 @@ def test_overload_never_raises_it_and_ease_never_lowers_it(most, looks, last):
         assert limit.value >= before
 
 
-def test_until_a_load_is_seen_the_engine_may_have_all_that_it_runs_at_once():
+def test_limit_is_the_maximum_until_the_first_load_report():
     limit = AdaptiveLimit(64)
     assert limit.value == 64
     limit.update(seen(num_in_flight=3))
@@ -78,7 +78,7 @@ def test_until_a_load_is_seen_the_engine_may_have_all_that_it_runs_at_once():
     assert busy.value == 40
 
 
-def test_it_doubles_while_twice_the_tokens_would_fit_and_then_grows_by_the_same_each_time():
+def test_limit_doubles_while_twice_the_tokens_would_fit_and_then_grows_linearly():
     limit = AdaptiveLimit(256)
     limit.update(seen())
     assert [after(limit, 1, kv_usage=0.1) for _ in range(2)] == [2 * START, 4 * START]
@@ -87,14 +87,14 @@ def test_it_doubles_while_twice_the_tokens_would_fit_and_then_grows_by_the_same_
     assert after(limit, 5, expected_usage=0.9) == 88  # nor is what will be
 
 
-def test_it_does_not_grow_while_it_is_not_used():
+def test_limit_does_not_grow_while_it_is_not_used():
     limit = AdaptiveLimit(256)
     for _ in range(10):
         limit.update(seen(num_in_flight=5, num_running=5))
     assert limit.value == START
 
 
-def test_after_a_fall_it_is_back_soon_then_careful_and_bold_again_when_the_overload_is_past():
+def test_limit_recovers_fast_then_carefully_then_faster_after_a_fall():
     limit = AdaptiveLimit(256)
     limit.update(seen(num_in_flight=100, num_running=100, kv_usage=0.96))
     assert limit.value == 80
@@ -104,7 +104,7 @@ def test_after_a_fall_it_is_back_soon_then_careful_and_bold_again_when_the_overl
 
 
 @pytest.mark.parametrize("overload", [{"num_preempted": 1}, {"kv_usage": 0.97}])
-def test_it_falls_once_for_one_cause_and_again_only_when_it_is_kept(overload):
+def test_limit_falls_once_per_overload(overload):
     limit = AdaptiveLimit(100)
     limit.update(seen(num_in_flight=100, num_running=100))
     for _ in range(4):
@@ -114,7 +114,7 @@ def test_it_falls_once_for_one_cause_and_again_only_when_it_is_kept(overload):
     assert limit.value == 56
 
 
-def test_queue_that_passes_is_no_cause_and_one_that_stays_is():
+def test_limit_falls_for_a_lasting_queue_only():
     limit = AdaptiveLimit(100)
     limit.update(seen(num_in_flight=100))
     for _ in range(5):
@@ -126,7 +126,7 @@ def test_queue_that_passes_is_no_cause_and_one_that_stays_is():
     assert after(short, 9, num_queued=5) == 100
 
 
-def test_new_engine_is_learnt_anew():
+def test_limit_restarts_for_a_new_engine():
     limit = AdaptiveLimit(256)
     limit.update(seen())
     after(limit, 1, kv_usage=0.99)
@@ -199,7 +199,7 @@ class NoLimit:
 # Where one sample may fill most of an engine (2,020 tokens here), no limit helps much.
 @pytest.mark.parametrize("capacity", [6_000, 12_000, 20_000, 30_000, 60_000])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_it_finds_what_fits_into_an_engine_so_that_little_is_computed_twice(capacity, seed):
+def test_limit_finds_the_capacity_with_little_recomputation(capacity, seed):
     engine, crowded = (Engine(capacity, random.Random(seed)) for _ in range(2))
     run(engine, AdaptiveLimit(256))
     run(crowded, NoLimit())
@@ -210,7 +210,7 @@ def test_it_finds_what_fits_into_an_engine_so_that_little_is_computed_twice(capa
 # The breaker ------------------------------------------------------------------------------------
 
 
-def test_requests_that_fall_together_are_one_delay_and_later_ones_double_it():
+def test_breaker_counts_concurrent_failures_once_and_doubles_for_later_ones():
     breaker = Breaker()
     for _ in range(50):
         breaker.fail(begun=1.0, now=10.0)
@@ -228,7 +228,7 @@ def test_requests_that_fall_together_are_one_delay_and_later_ones_double_it():
     assert breaker.state is BreakerState.closed and breaker.admits(now)
 
 
-def test_failures_with_successes_between_them_do_not_open_it():
+def test_breaker_stays_closed_with_successes_between_failures():
     breaker = Breaker()
     for now in range(20):
         breaker.fail(begun=now, now=now)
@@ -237,7 +237,7 @@ def test_failures_with_successes_between_them_do_not_open_it():
     assert breaker.state is BreakerState.closed
 
 
-def test_undecided_trial_lets_the_next_one_in():
+def test_breaker_admits_another_trial_after_an_undecided_one():
     breaker = Breaker()
     for now in range(3):
         breaker.fail(begun=now, now=now)
@@ -246,7 +246,7 @@ def test_undecided_trial_lets_the_next_one_in():
     assert breaker.admits(100.0)
 
 
-def test_old_request_that_fails_late_does_not_prolong_the_delay_or_end_a_trial():
+def test_breaker_ignores_late_failures_of_old_requests():
     breaker = Breaker()
     for now in range(3):
         breaker.fail(begun=now, now=now)

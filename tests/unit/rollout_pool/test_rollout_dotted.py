@@ -44,12 +44,12 @@ def test_two_names_of_one_file_share_its_state(tmp_path):
         ("/nowhere/mine.py:get", r"task.factory='/nowhere/mine.py:get': there is no file /nowhere"),
     ],
 )
-def test_what_is_missing_is_named(name, message):
+def test_missing_name_is_reported(name, message):
     with pytest.raises(ValueError, match=message):
         load_dotted(name, SETTING)
 
 
-def test_file_that_fails_says_how_and_may_be_mended(tmp_path):
+def test_file_that_fails_says_how_and_can_be_fixed(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("1 / 0\n")
     with pytest.raises(ValueError, match=r"broken.py could not be loaded: ZeroDivisionError: div"):
@@ -61,6 +61,6 @@ def test_file_that_fails_says_how_and_may_be_mended(tmp_path):
     assert load_dotted(f"{path}:get", SETTING) == 5
 
 
-def test_what_cannot_be_called_is_refused():
+def test_object_that_cannot_be_called_is_refused():
     with pytest.raises(ValueError, match=r"task.factory='json:__doc__': must be a fun"):
         load_callable("json:__doc__", SETTING)

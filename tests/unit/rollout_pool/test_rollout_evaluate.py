@@ -145,7 +145,7 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_one(num_samples: int) ->
             assert pass_at_k(num_samples, num_right, k) == pytest.approx(expected)
 
 
-def test_sizes_are_the_powers_of_two_and_all() -> None:
+def test_sample_sizes_are_the_powers_of_two_and_all() -> None:
     assert sample_sizes(1) == [1]
     assert sample_sizes(4) == [1, 2, 4]
     assert sample_sizes(6) == [1, 2, 4, 6]
@@ -179,7 +179,7 @@ async def test_answers_that_could_not_be_scored_are_left_out_and_counted(make) -
     assert report.pass_at_k == report.mean_at_k == {1: pytest.approx(1 / 3)}
 
 
-async def test_sizes_go_by_the_answers_that_were_scored(make) -> None:
+async def test_sample_sizes_depend_on_the_scored_answers(make) -> None:
     # Prompt 0: one of its two answers is unscored, the other is right; prompt 1: one of two.
     said = {(0, 0): "maybe", (0, 1): "yes", (1, 0): "no", (1, 1): "yes"}
     evaluator, _ = make(
@@ -200,7 +200,7 @@ async def test_evaluation_without_a_single_score_is_an_error(make) -> None:
 
 
 @pytest.mark.parametrize(("full_score", "accuracy"), [(1.0, 0.25), (0.99, 0.5), (0.5, 0.75)])
-async def test_what_counts_as_right_is_a_setting(make, full_score: float, accuracy: float) -> None:
+async def test_full_score_is_a_setting(make, full_score: float, accuracy: float) -> None:
     said = ["yes", "nearly", "half", "no"]
     evaluator, _ = make(lambda sample: said[asked(sample)], full_score=full_score)
     report = await evaluator.run(3)
@@ -214,21 +214,21 @@ async def test_full_score_may_be_missed_by_a_rounding_error_alone(make) -> None:
     assert (await evaluator.run(3)).accuracy == 0.0
 
 
-async def test_older_version_than_asked_for_is_an_error(make) -> None:
+async def test_version_older_than_requested_is_an_error(make) -> None:
     evaluator, oracle = make(lambda sample: "yes")
     with pytest.raises(RuntimeError, match="version 3 was served in an evaluation of version 4"):
         await evaluator.run(4)
     assert len(oracle.samples) == 4
 
 
-async def test_held_engine_is_asked_alone(make) -> None:
+async def test_held_engine_serves_the_whole_evaluation(make) -> None:
     evaluator, oracle = make(lambda sample: "yes")
     report = await evaluator.run(3, "engine-1")
     assert {sample.engine for sample in oracle.samples} == {"engine-1"}
     assert (report.version_min, report.version_max, report.num_prompts) == (3, 3, 4)
 
 
-async def test_what_a_held_engine_leaves_undone_is_asked_elsewhere(make) -> None:
+async def test_requests_of_a_failed_held_engine_go_elsewhere(make) -> None:
     def answer(sample):
         is_lost = sample.engine is not None and asked(sample) > 0
         return SampleFailed("engine-1 died") if is_lost else "yes"
@@ -241,7 +241,7 @@ async def test_what_a_held_engine_leaves_undone_is_asked_elsewhere(make) -> None
     assert sum(sample.engine is not None for sample in oracle.samples) <= 128
 
 
-async def test_held_engine_that_was_started_again_at_an_older_version_is_left(make) -> None:
+async def test_held_engine_restarted_at_an_older_version_is_left(make) -> None:
     evaluator, oracle = make(lambda sample: "yes")
 
     def answer(sample):

@@ -40,23 +40,23 @@ def test_group_has_variance_if_any_episode_differs() -> None:
     assert not has_zero_variance(_group(1.0, 0.0, branches=3))
 
 
-def test_group_that_teaches_something_is_kept() -> None:
+def test_filter_keeps_groups_with_variance() -> None:
     judge = VarianceFilter(max_ratio=4.0).judge
     assert [judge(MIXED, 0) for _ in range(3)] == [KEEP] * 3
 
 
-def test_beyond_the_budget_groups_are_kept_and_known() -> None:
+def test_filter_keeps_and_reports_groups_beyond_its_budget() -> None:
     judge = VarianceFilter(max_ratio=2.0).judge
     assert [judge(SAME, 0) for _ in range(6)] == [OUT, OUT, ALL_EQUAL, OUT, OUT, ALL_EQUAL]
 
 
-def test_with_less_than_one_for_each_kept_the_budget_adds_up() -> None:
+def test_filter_budget_below_one_per_group_adds_up() -> None:
     judge = VarianceFilter(max_ratio=0.5).judge
     assert [judge(SAME, 0) for _ in range(4)] == [ALL_EQUAL, OUT, ALL_EQUAL, ALL_EQUAL]
     assert [VarianceFilter(max_ratio=0.0).judge(SAME, 0) for _ in range(3)] == [ALL_EQUAL] * 3
 
 
-def test_luck_saves_up_no_endless_budget() -> None:
+def test_filter_budget_is_limited() -> None:
     variance = VarianceFilter(max_ratio=2.0)
     for _ in range(1000):
         variance.judge(MIXED, 0)
@@ -64,5 +64,5 @@ def test_luck_saves_up_no_endless_budget() -> None:
     assert verdicts == [OUT] * 2 * MAX_SAVED_GROUPS + [ALL_EQUAL]
 
 
-def test_equal_rewards_of_a_scorer_that_failed_are_no_reason() -> None:
+def test_filter_keeps_groups_with_unscored_episodes() -> None:
     assert VarianceFilter(max_ratio=4.0).judge(SAME, 1) is KEEP

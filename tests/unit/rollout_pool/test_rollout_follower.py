@@ -65,7 +65,7 @@ def loads(fake):
     return [int(body["weight_version"]) for body in fake.bodies("/update_weights_from_disk")]
 
 
-async def test_each_version_offered_is_committed_recorded_and_let_go_of(
+async def test_follower_commits_records_and_releases_each_offered_version(
     fake, follow, state, receiver
 ):
     follow()
@@ -116,7 +116,7 @@ async def test_engine_that_does_not_answer_leaves_the_gate_to_the_others(
     await serves(state, 1)
 
 
-async def test_engine_that_stalls_while_it_waits_at_the_gate_gives_its_place_back(
+async def test_engine_that_stalls_at_the_gate_gives_its_place_back(
     fake, follow, state, receiver, monkeypatch
 ):
     assert await state.enter_commit("engine-1", 1, ttl_s=60, timeout_s=0)
@@ -135,9 +135,7 @@ async def test_engine_that_stalls_while_it_waits_at_the_gate_gives_its_place_bac
     assert not fake.calls and receiver.log == []
 
 
-async def test_receiver_that_comes_back_elsewhere_is_found(
-    fake, follow, state, receiver, other_receiver
-):
+async def test_receiver_is_found_at_its_new_address(fake, follow, state, receiver, other_receiver):
     receiver.stop()
     following = follow()
     await asyncio.sleep(0.2)
@@ -148,7 +146,7 @@ async def test_receiver_that_comes_back_elsewhere_is_found(
     assert not following.done()
 
 
-async def test_receiver_that_dies_under_a_long_poll_is_found_again(
+async def test_receiver_that_dies_during_a_long_poll_is_found_again(
     follow, state, receiver, other_receiver
 ):
     follow()
@@ -170,7 +168,7 @@ async def test_version_that_is_gone_at_the_gate_is_not_loaded(fake, follow, stat
     assert loads(fake) == [2]
 
 
-async def test_torn_engine_raises_and_is_recorded_nowhere(fake, follow, state, receiver):
+async def test_torn_engine_raises_and_is_not_recorded(fake, follow, state, receiver):
     fake.refused = {"/update_weights_from_disk"}
     following = follow()
     receiver.offer(5)

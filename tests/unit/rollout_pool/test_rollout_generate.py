@@ -184,7 +184,7 @@ def test_each_branch_is_a_trajectory_with_its_own_columns():
         make_trajectories(episode(*branches), Score(reward=1.0, columns=columns[:1]), 1)
 
 
-def test_episode_that_was_broken_off_says_so_in_every_trajectory():
+def test_episode_cut_short_says_so_in_every_trajectory():
     broken = episode(branch([5, 7], [0, 1]), branch([6, 8], [0, 1], "length"), end="env_error")
     made = make_trajectories(broken, Score(reward=0.0), 0)
     assert [trajectory.finish_reason for trajectory in made] == ["env_error", "env_error"]
@@ -205,7 +205,7 @@ async def test_group_has_its_episodes_in_order_each_with_its_own_reward(model, s
     assert current.running == [] and current.num_unscored == 0
 
 
-async def test_all_members_are_asked_for_in_the_same_turn_of_the_loop(model, scorer):
+async def test_all_members_start_in_the_same_turn_of_the_loop(model, scorer):
     await generate(new_run(order=5), model, scorer)
     assert model.asked_at_once == 4
     assert {sample.order for sample in model.asked} == {5}
@@ -226,7 +226,7 @@ async def test_episode_is_scored_while_its_siblings_still_generate(model, scorer
     assert sorted(scorer.scored) == ["0", "1", "2", "3"]
 
 
-async def test_one_member_that_fails_fails_the_group_and_ends_the_others(model, scorer):
+async def test_failed_member_fails_the_group_and_ends_the_others(model, scorer):
     model.gates = {0: asyncio.Event()}
     model.errors = {1: SampleFailed("g.1.0 failed 3 times; the last: out of order")}
     with pytest.raises(GroupFailed, match=r"group g of prompt 3: g.1.0 failed 3 .*out of order"):
@@ -234,7 +234,7 @@ async def test_one_member_that_fails_fails_the_group_and_ends_the_others(model, 
     assert model.stopped == [0]
 
 
-async def test_environment_that_cannot_be_made_or_begun_fails_its_group(model, scorer):
+async def test_environment_that_cannot_be_created_or_reset_fails_its_group(model, scorer):
     def no_env(prompt):
         raise ImportError("no such library")
 
@@ -273,7 +273,7 @@ async def test_branches_share_the_group_and_a_broken_episode_keeps_its_place(mod
     assert current.spent.num_tokens == 14
 
 
-async def test_what_could_not_be_scored_is_counted(model, scorer):
+async def test_unscored_episodes_are_counted(model, scorer):
     scorer.failures = {"1": {"judge": "no answer"}, "2": {"judge": "no", "tests": "timeout"}}
     current = new_run()
     await generate(current, model, scorer)
@@ -293,7 +293,7 @@ async def test_episode_that_no_service_could_score_fails_its_group(model, scorer
     assert current.num_unscored == 1 and model.stopped == [3]
 
 
-async def test_run_adds_up_its_samples_and_keeps_only_numbers_of_the_ended(model, scorer):
+async def test_run_sums_its_samples_and_keeps_only_sums_of_ended_ones(model, scorer):
     gate = asyncio.Event()
     model.gates = {0: gate, 2: gate}
     current = new_run()
@@ -311,7 +311,7 @@ async def test_run_adds_up_its_samples_and_keeps_only_numbers_of_the_ended(model
     assert current.spent == Spent(num_tokens=8, oldest_version=6, **costs)
 
 
-async def test_interrupted_member_waits_until_its_run_lets_it_go_on(model, scorer):
+async def test_interrupted_member_waits_until_its_run_lets_it_continue(model, scorer):
     model.gates = {2: asyncio.Event()}
     waiting, may = [], asyncio.Event()
 

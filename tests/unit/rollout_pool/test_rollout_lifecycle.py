@@ -55,7 +55,7 @@ async def events(state):
     return [e.record for e in entries if e.kind == "weights_event"]
 
 
-async def test_engine_that_stalls_without_any_commit_is_lost_and_started_again(
+async def test_engine_that_stalls_without_a_commit_is_lost_and_restarted(
     fake, state, receiver, monkeypatch
 ):
     monkeypatch.setattr(lifecycle, "SHORTEST_SILENCE_S", 1.6)
@@ -131,7 +131,7 @@ async def test_held_engine_comes_back_when_the_others_are_gone(life, state, rece
     await serves(state, {"engine-0": 4})
 
 
-async def test_held_engine_that_dies_is_held_no_more(life, state, receiver):
+async def test_held_engine_that_dies_is_released(life, state, receiver):
     assert await life.hold(3, wait_s=5.0, limit_s=60.0)
     receiver.offer(4)
     life._engine.die()

@@ -22,12 +22,12 @@ async def no(timeout_s):
     return False
 
 
-async def test_no_answer_for_the_whole_time_is_silence():
+async def test_missing_answers_for_the_whole_time_are_silence():
     async with asyncio.timeout(20):
         assert await wait_silent(no, 0.2) >= 0.2
 
 
-async def test_one_answer_in_the_time_is_no_silence():
+async def test_single_answer_in_the_time_is_no_silence():
     number = 0
 
     async def sometimes(timeout_s):
@@ -42,7 +42,7 @@ async def test_one_answer_in_the_time_is_no_silence():
     await end_tasks({waiting})
 
 
-async def test_standstill_of_the_asking_process_proves_nothing():
+async def test_standstill_of_the_polling_process_proves_nothing():
     number = 0
 
     async def after_a_standstill(timeout_s):
@@ -99,7 +99,7 @@ async def test_engine_whose_http_process_is_silent_does_not_answer(fake, client,
     assert await pulse.answers(10.0)  # it is only busy
 
 
-async def test_task_that_swallows_a_cancellation_is_ended_all_the_same():
+async def test_task_that_swallows_a_cancellation_is_still_ended():
     async def swallow():
         try:
             await asyncio.Event().wait()

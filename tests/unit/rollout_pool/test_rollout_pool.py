@@ -18,7 +18,7 @@ def member(name, *methods):
     return _Member(name=name, handle=SimpleNamespace(**calls))
 
 
-def test_deaths_include_a_receiver_that_is_kept_no_more():
+def test_deaths_include_a_receiver_that_is_given_up():
     pool = RolloutPool(
         [member("engine-0", "start", "gpu_ids", "wait_dead")],
         {0: member("receiver-0", "start", "keep")},
@@ -33,7 +33,7 @@ def test_deaths_include_a_receiver_that_is_kept_no_more():
     }
 
 
-def test_worker_that_starts_anew_gets_the_engines_again_with_whatever_it_is_asked():
+def test_restarted_worker_gets_the_engines_with_any_call():
     asked = []
 
     def call(name):

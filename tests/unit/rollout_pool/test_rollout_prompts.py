@@ -54,6 +54,6 @@ def test_prompt_that_may_be_skipped_is_counted_and_the_next_is_given():
     assert skipping.num_skipped == 2
 
 
-def test_prompt_of_nothing_is_an_error():
+def test_empty_prompt_is_an_error():
     with pytest.raises(ValueError, match="prompt 5 has no tokens"):
         reader(3).accepts(prompt(""))

@@ -93,7 +93,7 @@ async def test_long_trajectory_is_read_as_it_was_written(tmp_path: Path) -> None
     assert np.array_equal(one.loss_mask, copy.loss_mask)
 
 
-async def test_without_an_id_the_newest_of_all_workers_is_found(tmp_path: Path) -> None:
+async def test_newest_record_of_all_workers_is_found_without_an_id(tmp_path: Path) -> None:
     assert read_recorded(tmp_path, None) is None
     for worker, group_id in (("worker-1", "a"), ("worker-0", "b"), ("worker-1", "c")):
         await RolloutLog(tmp_path, worker, 1.0, 0).write(make_group(group_id), "")
@@ -114,13 +114,13 @@ async def test_rate_chooses_by_id_and_seed_alone(tmp_path: Path) -> None:
     assert all(RolloutLog(tmp_path, "worker-0", 1.0, 1).wants(i) for i in ids)
 
 
-async def test_what_is_not_chosen_is_not_written(tmp_path: Path) -> None:
+async def test_group_that_is_not_chosen_is_not_written(tmp_path: Path) -> None:
     log = RolloutLog(tmp_path, "worker-0", 0.0, 1)
     await log.write(make_group("a"), "")
     assert not log.path.exists()
 
 
-async def test_files_are_bounded_and_the_oldest_goes(tmp_path: Path) -> None:
+async def test_files_are_bounded_and_the_oldest_is_removed(tmp_path: Path) -> None:
     probe = RolloutLog(tmp_path / "probe", "worker-0", 1.0, 0)
     (tmp_path / "probe").mkdir()
     await probe.write(make_group("g-00"), "")
@@ -147,9 +147,7 @@ async def test_group_above_the_bound_is_left_out(tmp_path: Path, caplog) -> None
     assert log.num_lost == 1 and not log.path.exists()
 
 
-async def test_folder_that_cannot_be_written_costs_lines_and_one_warning(
-    tmp_path: Path, caplog
-) -> None:
+async def test_unwritable_folder_loses_lines_and_warns_once(tmp_path: Path, caplog) -> None:
     (tmp_path / "rollouts").write_text("a file in the way")
     log = RolloutLog(tmp_path, "worker-0", 1.0, 0)
     for _ in range(3):
@@ -158,7 +156,7 @@ async def test_folder_that_cannot_be_written_costs_lines_and_one_warning(
     assert len(caplog.records) == 1 and "is not recorded" in caplog.text
 
 
-async def test_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
+async def test_truncated_line_is_skipped(tmp_path: Path) -> None:
     log = RolloutLog(tmp_path, "worker-0", 1.0, 0)
     await log.write(make_group("a"), "")
     with log.path.open("a") as file:
@@ -190,7 +188,7 @@ asyncio.run(main())
 """
 
 
-def test_after_a_full_disk_lines_are_whole_again(tmp_path: Path) -> None:
+def test_lines_are_complete_again_after_a_full_disk(tmp_path: Path) -> None:
     """The limit of a file's size acts like a disk that is full: a part of the line is written.
 
     Python ignores the signal that comes with it (SIGXFSZ) and raises OSError.

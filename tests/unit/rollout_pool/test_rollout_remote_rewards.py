@@ -133,7 +133,7 @@ async def test_service_is_sent_the_episode_and_gives_reward_and_parts(service, r
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 408])
-async def test_failure_that_may_pass_is_tried_again_under_the_same_key(service, reward, status):
+async def test_transient_failure_is_retried_with_the_same_key(service, reward, status):
     service.replies = [status, status, {"reward": 1.0}]
     assert await reward().score(PROMPT, EPISODE, "k1") == (1.0, {})
     assert [headers["idempotency-key"] for headers in service.headers] == ["k1"] * 3
@@ -141,14 +141,14 @@ async def test_failure_that_may_pass_is_tried_again_under_the_same_key(service, 
     assert service.times[2] - service.times[1] > (service.times[1] - service.times[0]) / 3 > 0.05
 
 
-async def test_failure_that_lasts_is_told_after_the_last_attempt(service, reward):
+async def test_lasting_failure_is_reported_after_the_last_attempt(service, reward):
     service.replies = [503]
     with pytest.raises(RemoteFailure, match=r"/score: HTTP 503 \(2 attempts\)"):
         await reward(max_retries=1).score(PROMPT, EPISODE, "k")
     assert len(service.bodies) == 2
 
 
-async def test_refusal_is_not_tried_again(service, reward):
+async def test_refusal_is_not_retried(service, reward):
     service.replies = [422]
     with pytest.raises(RemoteFailure, match="HTTP 422: out of order"):
         await reward().score(PROMPT, EPISODE, "k")
@@ -156,7 +156,7 @@ async def test_refusal_is_not_tried_again(service, reward):
 
 
 @pytest.mark.parametrize("as_date", [False, True])
-async def test_service_is_left_alone_as_long_as_it_asks(service, reward, as_date):
+async def test_service_retry_after_is_respected(service, reward, as_date):
     since_epoch = time.time() - time.monotonic()
     due = int(time.time()) + 2
     value = formatdate(due, usegmt=True) if as_date else "1.2"
@@ -186,13 +186,13 @@ async def test_service_that_trickles_is_given_up_in_time(service, reward):
         await reward(timeout_s=0.4, max_retries=0).score(PROMPT, EPISODE, "k")
 
 
-async def test_service_that_is_not_there_is_told(reward):
+async def test_missing_service_is_reported(reward):
     with pytest.raises(RemoteFailure, match=r"127.0.0.1:9/score: ConnectError.*\(1 attempt\)"):
         gone = reward(url="http://127.0.0.1:9/score", max_retries=0)
         await gone.score(PROMPT, EPISODE, "k")
 
 
-async def test_calls_are_spaced_out(service, reward):
+async def test_calls_are_rate_limited(service, reward):
     limited = reward(max_per_second=20)
     await asyncio.gather(*(limited.score(PROMPT, EPISODE, str(i)) for i in range(11)))
     took = max(service.times) - min(service.times)
@@ -201,7 +201,7 @@ async def test_calls_are_spaced_out(service, reward):
     assert counts[0] <= 12
 
 
-async def test_only_so_many_calls_are_under_way(service, reward):
+async def test_concurrent_calls_are_limited(service, reward):
     service.delay_s = 0.05
     one = reward()
     await asyncio.gather(*(one.score(PROMPT, EPISODE, str(i)) for i in range(150)))
@@ -222,7 +222,7 @@ async def test_only_so_many_calls_are_under_way(service, reward):
         (Response("[1]"), "the answer is not a JSON object"),
     ],
 )
-async def test_answer_that_is_no_reward_is_told(service, reward, reply, told):
+async def test_answer_without_a_usable_reward_is_reported(service, reward, reply, told):
     service.replies = [reply]
     with pytest.raises(RemoteFailure, match=told):
         await reward().score(PROMPT, EPISODE, "k")
@@ -241,7 +241,7 @@ def key():
     del os.environ[KEY]
 
 
-async def test_key_is_sent_and_never_told(service, reward, key, caplog):
+async def test_key_is_sent_and_never_logged(service, reward, key, caplog):
     service.replies = [lambda body: PlainTextResponse(f"bad key {key}", 401)]
     url = service.url.replace("//", "//user:pass-word@") + "/score?token=in-the-query"
     with caplog.at_level("DEBUG", "rollout_pool"), pytest.raises(RemoteFailure) as caught:
@@ -255,14 +255,14 @@ async def test_key_is_sent_and_never_told(service, reward, key, caplog):
     assert service.headers[-1]["authorization"] == f"Bearer {key}"
 
 
-async def test_settings_that_cannot_work_are_told_at_once(reward):
+async def test_impossible_settings_are_refused_at_once(reward):
     with pytest.raises(ValueError, match=r"task\.rewards\.mine\.api_key_env='NOT_THERE'"):
         reward(api_key_env="NOT_THERE")
     with pytest.raises(ValueError, match=r"task\.rewards\.\*\.url='ftp://host/a': must be"):
         reward(url="ftp://user:secret@host/a?b")
 
 
-async def test_proxy_of_the_environment_is_not_asked(service, reward):
+async def test_proxy_of_the_environment_is_ignored(service, reward):
     os.environ["http_proxy"] = "http://127.0.0.1:9"
     try:
         assert await reward().score(PROMPT, EPISODE, "k") == (1.0, {})
@@ -306,7 +306,7 @@ async def judge(service):
         await one.close()
 
 
-async def test_judge_is_asked_as_its_prompt_says(service, judge):
+async def test_judge_gets_the_configured_prompt(service, judge):
     service.replies = [says("Nearly. Score: 0.75")]
     one = judge(prompt="Q {prompt} A {answer} S {solution} {other}")
     assert one.needs_solution
@@ -317,9 +317,7 @@ async def test_judge_is_asked_as_its_prompt_says(service, judge):
     assert message == {"role": "user", "content": "Q 3+4 {answer} A {solution} S 7 {other}"}
 
 
-async def test_without_a_prompt_of_the_user_the_judge_is_asked_for_a_score_from_0_to_1(
-    service, judge
-):
+async def test_judge_prompt_defaults_to_a_score_from_0_to_1(service, judge):
     service.replies = [says("Fine.\n\nScore: 1")]
     assert not judge().needs_solution
     assert await judge().score("QUESTION", "ANSWER", "", "k") == 1.0
@@ -348,7 +346,7 @@ def test_judgement_becomes_a_number(text, score):
     "reply",
     [says("No idea."), says(""), says("Score: " + 400 * "9"), {"choices": []}, {"error": 1}],
 )
-async def test_judge_without_a_judgement_is_told(service, judge, reply):
+async def test_judge_without_a_score_is_reported(service, judge, reply):
     service.replies = [reply]
     with pytest.raises(RemoteFailure, match="the judge"):
         await judge().score("q", "a", "", "k")
@@ -417,7 +415,7 @@ async def test_each_token_gets_the_teachers_log_probability_given_those_before(s
         (lambda given: None, "gave 0 log-probabilities"),
     ],
 )
-async def test_teacher_that_does_not_tell_all_is_told(service, teacher, change, told):
+async def test_incomplete_teacher_answer_is_reported(service, teacher, change, told):
     def reply(body: dict) -> dict:
         answer = echo(body)
         logprobs = answer["choices"][0]["logprobs"]

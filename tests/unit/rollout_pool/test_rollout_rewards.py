@@ -193,14 +193,14 @@ def running(pid: int) -> bool:
         ("text", "the reward is not a number: 'nothing'", 0),
     ],
 )
-async def test_bad_scorer_costs_its_own_sample_alone(pool, answer, failure, num_restarts):
+async def test_bad_scorer_fails_only_its_own_sample(pool, answer, failure, num_restarts):
     bad, next_one = await asyncio.gather(pool.score(asked(answer)), pool.score(asked("ok")))
     assert (bad.value, bad.failure) == (0.0, failure)
     assert (next_one.value, next_one.failure) == (0.4, None)
     assert pool.num_restarts == num_restarts
 
 
-async def test_request_whose_process_dies_is_asked_again(pool):
+async def test_request_whose_process_dies_is_retried(pool):
     score = await pool.score(asked("crash once"))
     assert (score.value, score.failure) == (0.4, None)
     assert pool.num_restarts == 1
@@ -214,16 +214,16 @@ async def test_process_killed_while_idle_is_replaced(pool):
     assert (await pool.score(asked("ok"))).value == 0.4
 
 
-async def test_what_a_scorer_prints_is_not_taken_for_its_reward(pool):
+async def test_scorer_output_is_not_taken_for_its_reward(pool):
     assert (await pool.score(asked("print"))).value == 0.4
 
 
-async def test_wait_for_a_free_process_is_told(pool):
+async def test_wait_for_a_free_process_is_reported(pool):
     first, second = await asyncio.gather(pool.score(asked("slow")), pool.score(asked("ok")))
     assert first.waited_s < 0.1 and 0.2 < second.waited_s < 2
 
 
-async def test_caller_that_gives_up_does_not_cost_a_process(pool):
+async def test_cancelled_caller_does_not_cost_a_process(pool):
     await pool.score(asked("ok"))
     before = children()
     asking = asyncio.create_task(pool.score(asked("slow")))
@@ -261,7 +261,7 @@ async def test_fork_in_a_function_answers_no_request(pool, how):
 
 
 @pytest.mark.parametrize("how", ["leave_and_die", "leave_and_hang", "fork_and_die"])
-async def test_what_a_function_started_ends_with_its_process(pool, mine, how):
+async def test_children_of_a_function_end_with_its_process(pool, mine, how):
     assert (await pool.score(asked("ok", how))).failure is not None
     assert (await pool.score(asked("ok"))).value == 0.4
     assert await ended(map(int, (mine.parent / "pids").read_text().split()))
@@ -312,7 +312,7 @@ async def test_pool_that_is_closed_answers_all_and_leaves_no_process(make_pool, 
     assert await ended(map(int, (mine.parent / "pids").read_text().split()))
 
 
-async def test_process_that_is_killed_while_it_starts_is_started_again(make_pool):
+async def test_process_killed_during_its_start_is_restarted(make_pool):
     pool = make_pool(name="die once")
     await pool.start()
     assert (await pool.score(asked("ok"))).value == 0.4

@@ -93,7 +93,7 @@ async def test_sample_goes_to_the_engine_with_the_fewest_tokens():
     assert tokens(two) == {"engine-0": 0, "engine-1": 0}
 
 
-async def test_what_a_sample_will_hold_is_learnt_from_those_that_ended():
+async def test_expected_length_is_learnt_from_ended_samples():
     one = router(1)
     one.note_end(sample(output_ids=[1] * 30))
     await place(one, 1000, prompt=[5, 6])
@@ -116,7 +116,7 @@ async def test_load_without_other_workers_does_not_count():
     assert (await place(two)).engine.name == "engine-0"
 
 
-async def test_turns_of_a_session_go_where_its_prefix_is():
+async def test_turns_of_a_session_go_to_the_engine_with_its_prefix():
     three = router(3)
     first = await name_of(three, session="a")
     await place(three, 60, engine=first)
@@ -150,7 +150,7 @@ def test_sessions_used_least_recently_are_forgotten_first():
     assert [sessions.home(name) for name in ("a", "b", "c")] == ["engine-0", None, "engine-0"]
 
 
-async def test_engine_that_failed_a_sample_is_taken_only_if_there_is_no_other():
+async def test_engine_that_failed_a_sample_is_used_only_if_there_is_no_other():
     two = router(2)
     assert await name_of(two, failed={"engine-0": 0.0}) == "engine-1"
     assert await name_of(two, failed={"engine-0": 0.0, "engine-1": 0.0}) == "engine-0"
@@ -174,7 +174,7 @@ async def test_sample_waits_for_the_version_that_it_needs():
     assert (await waiting).engine.name == "engine-1"
 
 
-async def test_engine_asked_for_by_name_is_taken_though_it_is_held_at_an_old_version():
+async def test_engine_requested_by_name_is_used_though_held_at_an_old_version():
     three = router(3, {"engine-0": 9, "engine-1": 3}, trainer=9)
     assert await name_of(three, engine="engine-1", min_version=3) == "engine-1"
     assert await name_of(three, engine="engine-2") == "engine-2"  # its holder knows why
@@ -188,7 +188,7 @@ async def test_engine_learns_which_version_its_requests_will_meet():
     assert engine.version == 6
 
 
-async def test_when_all_slots_are_taken_the_lowest_order_is_served_first():
+async def test_lowest_order_is_served_first_when_all_slots_are_taken():
     one = router(1, max_running_requests=2)
     taken = [await place(one), await place(one)]
     tasks = {order: asking(one, sample(order=order)) for order in (5, 3, 4)}
@@ -204,7 +204,7 @@ async def test_when_all_slots_are_taken_the_lowest_order_is_served_first():
     assert served == [3, 4, 5]
 
 
-async def test_evaluations_come_after_rollouts_but_one_at_each_engine_always_has_a_place():
+async def test_evaluations_come_after_rollouts_but_one_at_each_engine_always_has_a_slot():
     one = router(1, max_running_requests=2)
     rollouts = [await place(one), await place(one)]
     first = await one.assign(evaluation(order=0))
@@ -221,7 +221,7 @@ async def test_evaluations_come_after_rollouts_but_one_at_each_engine_always_has
     first.release()
 
 
-async def test_one_evaluation_takes_no_place_from_rollouts():
+async def test_evaluation_takes_no_slot_from_rollouts():
     one = router(1, max_running_requests=1)
     await one.assign(evaluation())
     assert (await place(one)).engine.name == "engine-0"
@@ -231,7 +231,7 @@ async def test_one_evaluation_takes_no_place_from_rollouts():
     waiting.cancel()
 
 
-async def test_eighth_of_the_limit_is_kept_for_evaluations_beside_the_rollouts():
+async def test_evaluations_have_an_eighth_of_the_limit_beside_the_rollouts():
     one = router(1, max_running_requests=32)
     rollouts = [await place(one) for _ in range(32)]
     evaluations = [await one.assign(evaluation()) for _ in range(4)]
@@ -244,7 +244,7 @@ async def test_eighth_of_the_limit_is_kept_for_evaluations_beside_the_rollouts()
     await rollout
 
 
-async def test_places_are_shared_among_the_workers():
+async def test_slots_are_shared_among_the_workers():
     one = router(1, max_running_requests=5, num_workers=2)
     for _ in range(3):
         await place(one)
@@ -254,7 +254,7 @@ async def test_places_are_shared_among_the_workers():
     waiting.cancel()
 
 
-async def test_place_that_comes_as_its_waiter_is_cancelled_is_not_lost():
+async def test_slot_granted_to_a_cancelled_waiter_is_not_lost():
     one = router(1, max_running_requests=1)
     taken = await place(one)
     waiting = asking(one, sample())
@@ -267,7 +267,7 @@ async def test_place_that_comes_as_its_waiter_is_cancelled_is_not_lost():
     await place(one)
 
 
-async def test_sample_that_is_withdrawn_waits_no_more():
+async def test_withdrawn_sample_stops_waiting():
     one = router(1, max_running_requests=1)
     await place(one)
     it = sample()
@@ -301,7 +301,7 @@ async def test_timeout_says_why_no_engine_took_the_sample():
         await name_of(one)
 
 
-async def test_long_line_is_no_failure_while_it_moves():
+async def test_long_line_does_not_time_out_while_it_moves():
     one = router(1, wait_timeout_s=0.3, max_running_requests=1)
     taken = await place(one)
     waiting = asking(one, sample(order=1))
@@ -319,7 +319,7 @@ async def test_long_line_is_no_failure_while_it_moves():
         await waiting
 
 
-async def test_progress_at_engines_that_may_not_serve_it_is_none_for_a_sample():
+async def test_progress_at_unsuitable_engines_does_not_count():
     two = router(2, {"engine-0": 3, "engine-1": 3}, trainer=3, wait_timeout_s=0.2)
     busy = await place(two)
 
@@ -361,7 +361,7 @@ async def test_engine_that_fails_again_and_again_gets_no_samples_until_one_on_tr
     assert (await place(two)).engine.name == "engine-0"
 
 
-async def test_sample_whose_only_engine_failed_it_is_served_when_that_may_have_mended():
+async def test_sample_whose_only_engine_failed_is_served_when_it_may_have_recovered():
     one = router(1)
     first = await place(one)
     at = first.fail()
@@ -456,7 +456,7 @@ async def failed_at_one_of(router, *, is_gone):
 
 
 @pytest.mark.parametrize("is_gone", [False, True], ids=["open", "gone"])
-async def test_when_an_engine_dies_each_of_thousands_of_samples_costs_what_one_does(is_gone):
+async def test_dead_engine_with_thousands_of_samples_costs_linear_time(is_gone):
     two, work = router(2, max_running_requests=8), Work()
     at, taken = await failed_at_one_of(two, is_gone=is_gone)
     with work.counted():
@@ -474,7 +474,7 @@ async def test_when_an_engine_dies_each_of_thousands_of_samples_costs_what_one_d
     await end(waiting)
 
 
-async def test_thousands_of_timeouts_cost_what_each_one_does():
+async def test_thousands_of_timeouts_cost_linear_time():
     two, work = router(2, {}, wait_timeout_s=0.3), Work()
     waiting = await crowd_at(two, 2000, {})
     with work.counted():
@@ -483,7 +483,7 @@ async def test_thousands_of_timeouts_cost_what_each_one_does():
     assert all(isinstance(task.exception(), TimeoutError) for task in waiting)
 
 
-async def test_sample_that_must_wait_for_its_engine_holds_up_no_other():
+async def test_sample_that_waits_for_its_engine_blocks_no_other():
     """Both failed at the only engine, one before it got tokens again and one after."""
     one = router(1)
     earlier = (await place(one)).fail()
@@ -524,7 +524,7 @@ async def test_poller_reports_loads_to_the_router(fake, client, other_fake, othe
         await polling
 
 
-async def test_better_limit_lets_the_next_in_at_once():
+async def test_raised_limit_admits_the_next_sample_at_once():
     one = router(1, max_running_requests=64)
     full = EngineLoad(num_running=1, num_queued=0, num_tokens=9, capacity=10, kv_usage=0.99)
     one.note_load("engine-0", full, 0)

@@ -173,7 +173,7 @@ async def test_tool_call_reaches_the_environment_and_its_answer_is_not_trained_o
     assert episode.messages[1].tool_calls == (call,) and episode.messages[1].content == ""
 
 
-async def test_rewritten_history_goes_on_in_a_branch():
+async def test_rewritten_history_continues_in_a_branch():
     model = Model("a", "b", "c")
     summary = said("in short: a. 2? ", replaces_history=True)
     episode = await runner(model).run(Talk("1? ", summary, " 3? "), ask())
@@ -190,7 +190,7 @@ async def test_rewritten_history_goes_on_in_a_branch():
     assert episode.end == "done"
 
 
-async def test_last_turn_is_still_judged():
+async def test_last_turn_is_still_scored():
     env = Talk("1", Step(observation=None, reward=1.0))
     assert (await runner(Model("a"), max_turns=1).run(env, ask())).end == "done"
     more = said("more")
@@ -200,7 +200,7 @@ async def test_last_turn_is_still_judged():
     assert episode.messages[-1].content == "b"
 
 
-async def test_all_that_follows_the_prompt_stays_within_max_response_tokens():
+async def test_response_stays_within_max_response_tokens():
     model = Model("aa", "bbbbbbbbb")
     rollout = RolloutConfig(max_response_tokens=10)
     env = Talk("12345", "+++", "and?")
@@ -227,7 +227,7 @@ async def test_single_answer_is_bounded_by_max_turn_tokens():
 
 
 @pytest.mark.parametrize("content", ["", "x" * 11])
-async def test_first_prompt_that_is_too_long_or_empty_is_no_episode(content):
+async def test_too_long_or_empty_first_prompt_fails_the_episode(content):
     skips = RolloutConfig(max_prompt_tokens=10, on_long_prompt=OnLongPrompt.skip)
     env = Talk(content)
     with pytest.raises(EpisodeFailed, match=r"s: its first prompt has (11 tokens|no token)"):
@@ -263,13 +263,13 @@ async def test_environment_that_breaks_ends_its_episode_with_what_was_sampled():
         ("\ud800", "observation: "),  # no tokenizer takes it
     ],
 )
-async def test_bad_step_costs_its_episode_alone(line, error):
+async def test_bad_step_fails_only_its_episode(line, error):
     episode = await runner(Model("a")).run(Talk("1", line), ask())
     assert episode.end == "env_error" and error in episode.error
     assert text_of(episode.branches[0]) == "1[a|]"
 
 
-async def test_environment_that_never_begins_is_no_episode():
+async def test_environment_that_fails_at_reset_fails_the_episode():
     env = Talk(OSError("no disk"))
     with pytest.raises(
         EpisodeFailed, match=r"before a token .* env_error: reset: OSError: no disk"
@@ -308,7 +308,7 @@ async def test_episode_whose_time_ends_before_a_turns_first_token_ends_without_i
         await runner(Model("..."), episode_timeout_s=0.1).run(Talk("1"), ask())
 
 
-async def test_sample_that_does_not_heed_its_interruption_is_cancelled_and_lost():
+async def test_sample_that_ignores_its_interruption_is_cancelled_and_lost():
     model = Model("a", "bc...")
     model.is_deaf = True
     playing = runner(model, heeds_interrupt_s=0.1, episode_timeout_s=0.1).run(Talk("1", "2"), ask())
@@ -318,7 +318,7 @@ async def test_sample_that_does_not_heed_its_interruption_is_cancelled_and_lost(
     assert all(sample.finish_reason for sample in model.asked)
 
 
-async def test_interrupted_sample_waits_and_goes_on_with_what_it_has():
+async def test_interrupted_sample_waits_and_continues_with_its_tokens():
     model = Model("a", "b...", "c", "d")
     waiting, may = asyncio.Queue(), asyncio.Event()
 
@@ -338,7 +338,7 @@ async def test_interrupted_sample_waits_and_goes_on_with_what_it_has():
     assert (episode.end, episode.num_turns) == ("done", 3)
 
 
-async def test_clock_stands_still_while_a_sample_may_not_go_on():
+async def test_clock_is_paused_while_a_sample_may_not_continue():
     model = Model("a...", "b")
     model.delay_s = 0.05
 
@@ -380,6 +380,6 @@ class BreaksAtTheEnd(Talk):
         raise OSError("disk full")
 
 
-async def test_environment_that_does_not_close_spoils_nothing(caplog):
+async def test_environment_that_fails_to_close_is_ignored(caplog):
     episode = await runner(Model("a")).run(BreaksAtTheEnd("1"), ask())
     assert episode.end == "done" and "disk full" in caplog.text

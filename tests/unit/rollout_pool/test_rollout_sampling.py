@@ -45,7 +45,7 @@ async def test_samples_of_a_group_share_calls(fake, other_fake, sampler):
     assert [len(body["rid"]) for body in other_fake.bodies("/generate")] == [4]
 
 
-async def test_sample_whose_engine_dies_goes_on_elsewhere_from_where_it_stood(
+async def test_sample_whose_engine_dies_continues_elsewhere(
     fake, other_fake, sampler, router, make_reply
 ):
     fake.version, other_fake.version = "3", "4"
@@ -71,7 +71,7 @@ async def test_sample_whose_engine_dies_goes_on_elsewhere_from_where_it_stood(
     assert [engine.num_in_flight for engine in router.engines.values()] == [0, 0]
 
 
-async def test_sample_refused_for_its_logprobs_is_asked_for_elsewhere_and_counted(
+async def test_sample_refused_for_its_logprobs_is_requested_elsewhere_and_counted(
     fake, other_fake, sampler, make_reply
 ):
     fake.reply = lambda rid: make_reply(logprobs=[None, None, None])
@@ -83,7 +83,7 @@ async def test_sample_refused_for_its_logprobs_is_asked_for_elsewhere_and_counte
     await until(lambda: sample.num_wasted == 3)  # of the last two it hears when it is elsewhere
 
 
-async def test_sample_that_keeps_failing_fails_with_the_reason_and_keeps_what_it_has(
+async def test_sample_that_keeps_failing_fails_with_the_reason_and_keeps_its_tokens(
     fake, other_fake, sampler, make_reply
 ):
     fake.reply = lambda rid: make_reply(parts=[1], breaks=True)
@@ -115,7 +115,7 @@ async def test_sample_that_lost_its_only_engine_waits_until_that_one_is_back(fak
     assert sample.finish_reason == "stop"
 
 
-async def test_many_samples_of_a_dead_engine_all_get_through_when_it_mends(fake, router):
+async def test_samples_of_a_dead_engine_all_complete_when_it_recovers(fake, router):
     sampler = Sampler(router, max_retries=3)
     router.follow({"engine-0": 0}, 0, 0)
     fake.status = 500
@@ -129,7 +129,7 @@ async def test_many_samples_of_a_dead_engine_all_get_through_when_it_mends(fake,
     assert max(sample.num_failures for sample in samples) <= 2
 
 
-async def test_interrupted_sample_has_its_tokens_with_exact_versions_and_goes_on_later(
+async def test_interrupted_sample_has_its_tokens_with_exact_versions_and_continues_later(
     fake, sampler, router, make_reply
 ):
     router.follow({"engine-0": 0}, 0, 0)

@@ -78,7 +78,7 @@ async def scorer_of():
 # Parts and their sum -----------------------------------------------------------------------------
 
 
-async def test_where_nothing_is_said_the_environment_rewards_or_else_the_task(scorer_of):
+async def test_default_reward_is_the_environments_or_else_the_tasks(scorer_of):
     scorer = scorer_of(Pool(task=0.25))
     score = await scorer.score(PROMPT, episode())
     assert (score.reward, dict(score.parts), dict(score.failures)) == (0.25, {"task": 0.25}, {})
@@ -86,7 +86,7 @@ async def test_where_nothing_is_said_the_environment_rewards_or_else_the_task(sc
     assert (score.reward, dict(score.parts)) == (2.0, {"moves": 4.0, "env": 2.0})
 
 
-async def test_reward_is_the_weighted_sum_of_parts_asked_for_at_once(scorer_of):
+async def test_reward_is_the_weighted_sum_of_parts_scored_concurrently(scorer_of):
     function = RewardConfig(kind=RewardKind.function, function="a:b", weight=-0.5)
     pool = Pool(right=1.0, short=4.0)
     scorer = scorer_of(
@@ -121,14 +121,14 @@ async def test_service_that_is_gone_leaves_the_episode_unscored(scorer_of, kind)
     assert (score.reward, dict(score.parts), score.columns) == (1.0, {"right": 1.0, **no_part}, ())
 
 
-async def test_what_breaks_its_own_scorer_is_worth_nothing_and_is_scored(scorer_of, caplog):
+async def test_answer_that_breaks_its_scorer_is_scored_zero(scorer_of, caplog):
     caplog.set_level("INFO")
     score = await scorer_of(Pool(right="RuntimeError: broken"), right=TASK).score(PROMPT, episode())
     assert (score.reward, score.is_unscored) == (0.0, False)
     assert "prompt 3: no right: RuntimeError: broken" in caplog.text
 
 
-async def test_part_that_fails_counts_nothing_and_is_told(scorer_of):
+async def test_failed_part_counts_zero_and_is_reported(scorer_of):
     scorer = scorer_of(
         Pool(right="RuntimeError: broken"),
         right=TASK,
@@ -256,7 +256,7 @@ async def test_requests_of_one_turn_go_out_as_one_call(spread):
     assert [len(batch) for batch in host.batches] == [MAX_BATCH, 10]
 
 
-async def test_host_with_the_fewest_open_requests_is_asked(spread):
+async def test_host_with_the_fewest_open_requests_is_chosen(spread):
     busy, idle = Host(1.0), Host(2.0)
     pool = await spread(busy, idle)
     busy.holds.clear()
@@ -269,7 +269,7 @@ async def test_host_with_the_fewest_open_requests_is_asked(spread):
 
 
 @pytest.mark.machine
-async def test_slow_answer_does_not_hold_up_the_others_of_its_call(spread):
+async def test_slow_answer_does_not_delay_the_others_of_its_call(spread):
     host = Host(1.0)
     host.slow = {b"slow"}
     pool = await spread(host)
@@ -281,7 +281,7 @@ async def test_slow_answer_does_not_hold_up_the_others_of_its_call(spread):
     assert len(host.batches) == 1
 
 
-async def test_what_a_lost_host_had_is_asked_elsewhere(spread):
+async def test_requests_of_a_lost_host_go_elsewhere(spread):
     lost, other = Host(1.0), Host(2.0)
     pool = await spread(lost, other)
     lost.is_lost = True
@@ -295,7 +295,7 @@ async def test_what_a_lost_host_had_is_asked_elsewhere(spread):
     assert {score.value for score in scores} == {1.0, 2.0}
 
 
-async def test_where_all_hosts_are_lost_requests_wait_for_one_to_come_back(spread):
+async def test_requests_wait_for_a_host_to_return_when_all_are_lost(spread):
     host = Host(1.0)
     pool = await spread(host)
     host.is_lost = True
@@ -317,7 +317,7 @@ async def test_request_that_meets_two_losses_has_no_score(spread):
         host.is_back.set()
 
 
-async def test_answer_that_a_host_leaves_out_is_asked_for_again(spread):
+async def test_answer_that_a_host_omits_is_requested_again(spread):
     careless, other = Host(1.0), Host(2.0)
     careless.leaves_out = 1
     pool = await spread(careless, other)
@@ -373,7 +373,7 @@ def line(answer: str) -> bytes:
     return encode_request("", PROMPT, episode(answer), with_messages=False)
 
 
-async def test_actors_score_and_one_that_is_killed_costs_nothing(actors, spread):
+async def test_actors_score_and_survive_the_kill_of_one(actors, spread):
     handles = actors(2)
     pool = await spread(*(RayScorer(handle) for handle in handles))
     scores = await asyncio.gather(*(pool.score(line("x" * i)) for i in range(1, 30)))

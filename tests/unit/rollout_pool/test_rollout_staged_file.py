@@ -42,13 +42,13 @@ def test_batches_hold_every_tensor_whole_and_in_its_place(folder, tensors, max_b
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-def test_dtype_that_is_not_served_is_an_error(tmp_path):
+def test_unsupported_dtype_is_an_error(tmp_path):
     save_file({"a": torch.zeros(2, dtype=torch.int64)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.safetensors.*unsupported dtype.*I64"):
         StagedFile.open(tmp_path)
 
 
-def test_file_cut_short_is_an_error(folder):
+def test_truncated_file_is_an_error(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="do not cover the file"):

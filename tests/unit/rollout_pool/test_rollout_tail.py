@@ -180,14 +180,14 @@ async def test_sample_interrupted_late_does_not_wait_for_the_next_version() -> N
         await asyncio.wait_for(asyncio.gather(*_stopped(run)), 1)
 
 
-async def test_waiting_room_lets_go_after_its_limit() -> None:
+async def test_waiting_room_releases_after_its_limit() -> None:
     room, scene = WaitingRoom(), Scene(TailPolicy.continue_across_versions)
     room.close()
     (sample,) = scene.start(1, num_samples=1).samples
     await asyncio.wait_for(room.pass_through(sample, 0.05), 1)
 
 
-async def test_nothing_is_stopped_where_groups_continue_across_versions() -> None:
+async def test_groups_continue_across_versions() -> None:
     scene = Scene(TailPolicy.continue_across_versions)
     run = scene.start(1)
     async with scene.running():
@@ -205,7 +205,7 @@ async def _land_quick_groups(scene: Scene, number: int = MIN_RECENT) -> None:
         scene.tail.end(run, is_done=True)
 
 
-async def test_slow_group_waits_while_a_batch_is_ready_and_goes_on_when_it_is_taken() -> None:
+async def test_slow_group_waits_while_a_batch_is_ready_and_continues_when_it_is_taken() -> None:
     scene = Scene(TailPolicy.postpone, max_postponements=2)
     await _land_quick_groups(scene)
     slow = scene.start(10)
@@ -245,7 +245,7 @@ async def _keep_one_young(scene: Scene) -> None:
             scene.tail.end(run, is_done=False)
 
 
-async def test_last_group_of_all_is_never_put_off() -> None:
+async def test_last_group_is_never_postponed() -> None:
     scene = Scene(TailPolicy.postpone)
     await _land_quick_groups(scene)
     slow, scene.is_full = scene.start(10), True
@@ -255,7 +255,7 @@ async def test_last_group_of_all_is_never_put_off() -> None:
     scene.tail.end(slow, is_done=True)
 
 
-async def test_turn_that_a_postponed_group_begins_is_stopped_as_well() -> None:
+async def test_new_turn_of_a_postponed_group_is_stopped_too() -> None:
     scene = Scene(TailPolicy.postpone)
     await _land_quick_groups(scene)
     slow = scene.start(10)
@@ -291,7 +291,7 @@ async def test_group_without_running_samples_is_not_postponed() -> None:
     assert not scene.interrupted and await scene.counted() == {}
 
 
-async def test_groups_from_outside_are_neither_postponed_nor_part_of_the_median() -> None:
+async def test_external_groups_are_neither_postponed_nor_part_of_the_median() -> None:
     scene = Scene(TailPolicy.postpone)
     await _land_quick_groups(scene)
     strange = scene.start(10, source=Stranger())
@@ -360,7 +360,7 @@ async def test_counts_that_failed_are_sent_later() -> None:
     assert gate.counts == {"groups": 1, "tokens": 8}
 
 
-def test_slow_is_what_takes_twice_the_median_since_it_went_on() -> None:
+def test_group_is_slow_after_twice_the_median_since_it_resumed() -> None:
     pace = Pace(max_postponements=1)
     lap = Lap(since=100.0)
     for seconds in (1.0, 2.0, 3.0):
@@ -375,7 +375,7 @@ def test_slow_is_what_takes_twice_the_median_since_it_went_on() -> None:
     assert not pace.is_slow(Lap(since=100.0, num_postponed=1), now=999.0)
 
 
-def test_lengths_fall_into_buckets() -> None:
+def test_lengths_are_counted_in_buckets() -> None:
     lengths = (0, 256, 257, 1024, 4096, 4097, 16384, 16385, 65536, 65537)
     small = ["<=256", "<=256", "<=1k", "<=1k", "<=4k"]
     buckets = [*small, "<=16k", "<=16k", "<=64k", "<=64k", ">64k"]

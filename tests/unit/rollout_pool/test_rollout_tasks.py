@@ -81,7 +81,7 @@ async def test_question_with_one_answer_is_an_episode_of_one_step():
     await env.close()
 
 
-def test_no_held_out_prompt_is_trained_on_even_where_prompts_repeat():
+def test_held_out_prompts_are_never_trained_on_even_where_prompts_repeat():
     task = sums(eval_size=100)
     held_out = {prompt.text for prompt in task.eval_prompts()}
     assert len(held_out) == 100
@@ -89,7 +89,7 @@ def test_no_held_out_prompt_is_trained_on_even_where_prompts_repeat():
     assert len(trained) > 50 and not held_out & trained
 
 
-def test_stream_goes_on_where_it_was():
+def test_stream_continues_from_its_position():
     task = sums()
     whole = list(itertools.islice(TaskStream(task, 0, 1), 30))
     first = TaskStream(task, 0, 1)
@@ -140,7 +140,7 @@ def test_every_epoch_of_a_file_has_each_training_problem_once_in_another_order(t
     assert not set(held_out) & set(epochs[0])
 
 
-def test_answer_of_a_file_is_scored_and_is_what_warm_up_teaches(tmp_path):
+def test_answer_of_a_file_is_scored_and_used_for_the_warm_start(tmp_path):
     task = words(
         problems(tmp_path / "words.jsonl", 13), instruction=" Think.", system_prompt="Be brief."
     )
@@ -253,7 +253,7 @@ def reader(limit, on_long):
     return PromptReader(chat, TaskConfig(), config)
 
 
-def test_long_prompt_is_skipped_and_counted_or_refused_and_never_cut():
+def test_long_prompt_is_skipped_and_counted_or_refused_and_never_truncated():
     short, long = (Prompt(index=i, is_held_out=False, text="a" * i) for i in (4, 5))
     skipping = reader(5, OnLongPrompt.skip)
     assert not skipping.accepts(long) and skipping.num_skipped == 1
@@ -262,6 +262,6 @@ def test_long_prompt_is_skipped_and_counted_or_refused_and_never_cut():
         reader(5, OnLongPrompt.refuse).accepts(long)
 
 
-def test_model_path_that_is_none_is_named(tmp_path):
+def test_invalid_model_path_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"model.path='.*nothing': there is no tokenizer to load"):
         load_tokenizer(str(tmp_path / "nothing"), trust_remote_code=False)

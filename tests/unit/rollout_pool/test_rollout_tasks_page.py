@@ -99,7 +99,7 @@ async def test_environment_of_the_page_plays_whole_episodes(second_chance):
         assert score(prompt, episode) == pytest.approx(1 / (1 + len(answers[-1])))
 
 
-def test_what_the_example_is_chosen_with_is_accepted(second_chance):
+def test_example_settings_are_accepted(second_chance):
     check_task(second_chance.task)
     assert second_chance.task.rewards["brevity"].weight == 0.1
 
@@ -189,7 +189,7 @@ COUNTRIES = {"Paris": "France", "Tokyo": "Japan", "Lima": "Peru"}
         (["task.params={more: 1}"], "task.params.more: questions has no such setting"),
     ],
 )
-def test_list_of_questions_that_cannot_be_asked_is_refused(overrides, words):
+def test_invalid_list_of_questions_is_refused(overrides, words):
     with pytest.raises(ValueError) as refused:
         build_task(load_config(["task=capitals", *overrides]).task)
     assert words in str(refused.value)

@@ -47,7 +47,7 @@ def test_several_hermes_calls_are_taken_in_order_with_the_text_around_them():
         ('{"name": "f", "arguments": {"s": "</tool_call><tool_call>"}}', None),
     ],
 )
-def test_what_is_clear_is_taken(written, arguments):
+def test_unambiguous_calls_are_accepted(written, arguments):
     expected = {"s": "</tool_call><tool_call>"} if arguments is None else arguments
     for text in (f"<tool_call>{written}</tool_call>", f"<tool_call>\n{written}"):
         parsed = hermes(text)
@@ -73,7 +73,7 @@ def test_what_is_clear_is_taken(written, arguments):
         ('{"name": "f", "arguments": ' + '{"a":' * 100_000, r"nested too deeply"),
     ],
 )
-def test_what_is_no_call_says_why_and_spoils_no_other(written, reason):
+def test_invalid_call_says_why_and_leaves_other_calls_valid(written, reason):
     good = '<tool_call>{"name": "g"}</tool_call>'
     for text in (f"<tool_call>{written}</tool_call>!", f"<tool_call>{written}</tool_call>{good}"):
         parsed = hermes(text)
@@ -81,7 +81,7 @@ def test_what_is_no_call_says_why_and_spoils_no_other(written, reason):
         assert calls_of(parsed) == ([("g", {})] if good in text else [])
 
 
-def test_text_behind_an_unclosed_call_is_reported_and_the_next_call_is_found():
+def test_text_after_an_unclosed_call_is_reported_and_the_next_call_is_found():
     parsed = hermes('<tool_call>{"name": "f"} so <tool_call>{"name": "g"}</tool_call> done')
     assert calls_of(parsed) == [("f", {}), ("g", {})]
     assert parsed.bad_call == "there is text between a call and its </tool_call>"
@@ -158,7 +158,7 @@ PIECES = st.sampled_from((*TAGS, *PARTS))
     st.sampled_from(ToolParser),
     st.one_of(st.text(), st.lists(st.one_of(PIECES, st.text(max_size=3))).map("".join)),
 )
-def test_no_text_makes_it_raise_and_every_call_can_be_written_out(parser, text):
+def test_parser_never_raises_and_its_calls_can_be_encoded(parser, text):
     parsed = parse_tool_calls(parser, text)
     for call in parsed.calls:
         assert call.name and json.dumps(dict(call.arguments), ensure_ascii=False).encode()
@@ -176,7 +176,7 @@ ARGUMENTS = st.dictionaries(st.text(st.characters(codec="utf-8")), VALUES, max_s
 
 
 @given(st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3))
-def test_calls_written_by_the_book_come_back_whatever_they_hold(calls):
+def test_well_formed_calls_round_trip(calls):
     as_hermes = "".join(
         f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>\n"
         for name, arguments in calls

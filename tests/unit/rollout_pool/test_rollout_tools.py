@@ -72,7 +72,7 @@ async def test_call_is_answered_and_an_answer_without_one_ends_the_episode():
 
 
 @pytest.mark.machine
-async def test_calls_of_one_answer_run_at_the_same_time_and_keep_their_order():
+async def test_calls_of_one_answer_run_concurrently_and_keep_their_order():
     env = env_with(slow, add)
     await env.reset()
     started = time.monotonic()
@@ -97,7 +97,7 @@ async def test_calls_of_one_answer_run_at_the_same_time_and_keep_their_order():
         (call("slow", seconds=30), "error: no result within 0.2 s"),
     ],
 )
-async def test_model_reads_what_is_wrong_with_its_call(asked, message):
+async def test_model_sees_the_error_of_its_call(asked, message):
     env = env_with(add, broken, slow, call_timeout_s=0.2)
     await env.reset()
     [said] = await results(env, asked)
@@ -105,7 +105,7 @@ async def test_model_reads_what_is_wrong_with_its_call(asked, message):
     assert (await env.step(answered("well"))).info == {"tool_calls": 1.0, "tool_errors": 1.0}
 
 
-async def test_model_reads_of_a_bad_call_beside_the_results_of_good_ones():
+async def test_model_sees_a_bad_call_beside_the_results_of_good_ones():
     env = env_with(add)
     await env.reset()
     said = await results(env, call("add", a=1), bad_call="no closing brace")
@@ -115,7 +115,7 @@ async def test_model_reads_of_a_bad_call_beside_the_results_of_good_ones():
     assert "no name" in alone
 
 
-async def test_only_so_many_calls_of_one_answer_are_run():
+async def test_calls_of_one_answer_are_limited():
     env = env_with(add)
     await env.reset()
     said = await results(env, *(call("add", a=i) for i in range(MAX_CALLS + 1)))
@@ -192,7 +192,7 @@ def test_signature_becomes_the_schema_of_a_tool():
     }
 
 
-def test_function_that_is_no_tool_is_refused():
+def test_function_unfit_as_a_tool_is_refused():
     def silent(a: int) -> int:
         return a
 
@@ -265,7 +265,7 @@ async def test_settings_choose_the_environment_and_its_tools(tmp_path):
     assert await results(env, call("double", x=21)) == ["42"]
 
 
-async def test_without_such_settings_it_is_the_tasks_own():
+async def test_environment_is_the_tasks_by_default():
     task = build_task(TaskConfig(eval_size=5))
     prompt = task.example(0)
     env = environment_factory(TaskConfig(eval_size=5), task)(prompt)
@@ -291,5 +291,5 @@ def test_bad_setting_is_named(tmp_path, changes, message):
         environment_factory(config, build_task(TaskConfig(eval_size=5)))
 
 
-def test_no_tools_are_no_tools():
+def test_empty_list_of_tools_adds_no_tools():
     assert load_tools([]) == []

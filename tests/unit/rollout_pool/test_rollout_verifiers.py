@@ -151,12 +151,12 @@ async def test_episode_that_the_environment_could_not_finish_is_an_error():
         ({"eval_size": 8}, r"task.eval_size=8: sums has only 8 rows, and none of its own for eval"),
     ],
 )
-def test_what_cannot_be_is_named(changes, message):
+def test_impossible_settings_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         task_of(**changes)
 
 
-def test_environment_is_played_and_scored_in_no_other_way():
+def test_verifiers_environment_runs_only_as_an_agent():
     task, _ = task_of()
     with pytest.raises(ValueError, match="runs through the endpoint"):
         task.environment(task.example(0))
@@ -165,7 +165,7 @@ def test_environment_is_played_and_scored_in_no_other_way():
 
 
 @pytest.mark.skipif(HAS_LIBRARY, reason="the verifiers library is installed")
-def test_without_the_library_the_way_to_it_is_named():
+def test_missing_library_is_named_with_the_install_command():
     with pytest.raises(ValueError, match=r"task.name='sums': needs .*pip install 'leash-rl\[veri"):
         build_task(config_of())
 
@@ -192,7 +192,7 @@ def installed_environment(tmp_path):
 
 @pytest.mark.skipif(not HAS_LIBRARY, reason="the verifiers library is not installed")
 @pytest.mark.filterwarnings("default")
-async def test_environment_of_the_library_itself_is_played(installed_environment):
+async def test_environment_of_the_real_library_runs(installed_environment):
     config = config_of(name=installed_environment, params={"count": 6})
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     built = []

@@ -24,7 +24,7 @@ async def test_version_that_is_served_is_pinned_at_once(pin: VersionPin) -> None
     assert not pin.is_pinned and pin.take(5)
 
 
-async def test_nothing_is_promised_while_another_version_is_being_committed(
+async def test_pin_is_refused_while_another_version_is_being_committed(
     pin: VersionPin,
 ) -> None:
     assert pin.take(5)
@@ -35,7 +35,7 @@ async def test_nothing_is_promised_while_another_version_is_being_committed(
     assert await wanting
 
 
-async def test_version_that_was_passed_can_no_longer_be_had(pin: VersionPin) -> None:
+async def test_version_that_was_passed_can_no_longer_be_pinned(pin: VersionPin) -> None:
     wanting = asyncio.create_task(pin.want(5, 60.0))
     await asyncio.sleep(0)
     assert pin.take(6)
@@ -50,7 +50,7 @@ async def test_commit_that_could_not_begin_leaves_the_version_before(pin: Versio
     assert await pin.want(4, 0.0)
 
 
-async def test_only_one_can_want_it(pin: VersionPin) -> None:
+async def test_pin_allows_only_one_evaluation(pin: VersionPin) -> None:
     wanting = asyncio.create_task(pin.want(5, 60.0))
     await asyncio.sleep(0)
     assert not await pin.want(4, 60.0)
@@ -58,7 +58,7 @@ async def test_only_one_can_want_it(pin: VersionPin) -> None:
     assert not await wanting
 
 
-async def test_waiting_ends_in_time_and_leaves_the_engine_free(pin: VersionPin) -> None:
+async def test_pin_wait_ends_in_time_and_leaves_the_engine_free(pin: VersionPin) -> None:
     assert not await pin.want(5, 0.01)
     assert pin.take(6)
 

@@ -342,7 +342,7 @@ async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_agai
     assert {group.prompt.attempt for group in lease.groups} == {1}
 
 
-async def test_group_that_can_still_make_it_is_left_alone(make_worker, scribe):
+async def test_group_that_can_still_be_trained_is_not_stopped(make_worker, scribe):
     scribe.holding = lambda sample: True
     worker, buffer = await make_worker(max_staleness=1)
     running = await make_worker.start(worker)
@@ -377,7 +377,7 @@ async def test_prompt_of_a_failed_group_runs_again_and_its_group_is_whole(
     assert (await state.counters())["samples_retried"] == 1
 
 
-async def test_poisonous_prompt_is_put_aside_and_the_worker_goes_on(make_worker, scribe, state):
+async def test_poisonous_prompt_is_quarantined_and_the_worker_continues(make_worker, scribe, state):
     scribe.failing = lambda sample: sample.prompt == [ord("1")]
     buffer, report = await fill(make_worker, max_group_failures=3)
     assert report.num_failed == 3
@@ -400,9 +400,7 @@ async def test_engine_that_fails_every_group_ends_the_worker_with_the_reason(mak
 
 
 @pytest.mark.parametrize("ending", ["publish", "stop"])
-async def test_group_that_fails_gives_its_credit_back_whatever_comes_meanwhile(
-    make_worker, scribe, ending
-):
+async def test_failed_group_always_gives_its_credit_back(make_worker, scribe, ending):
     worker, buffer = await make_worker(max_staleness=0)
     scribe.holding = lambda sample: True
     # The other sample of the group has a token, so that the group can be too old.
@@ -445,9 +443,7 @@ async def test_worker_that_ends_while_it_admits_a_group_gives_the_credit_back(ma
     assert (await buffer.stats()).running == 0
 
 
-async def test_group_that_is_stopped_before_its_push_arrived_is_counted_as_stopped(
-    make_worker, state, scribe
-):
+async def test_group_stopped_before_its_push_is_counted_as_stopped(make_worker, state, scribe):
     worker, buffer = await make_worker()
     buffer.before["push"] = asyncio.Event()
     running = await make_worker.start(worker)
@@ -462,7 +458,7 @@ async def test_group_that_is_stopped_before_its_push_arrived_is_counted_as_stopp
     assert (stats.running, stats.ready, stats.abandoned_by_reason) == (0, 0, {"stopped": 4})
 
 
-async def test_group_that_is_stopped_after_its_push_arrived_is_a_whole_one(make_worker, state):
+async def test_group_stopped_after_its_push_is_complete(make_worker, state):
     worker, buffer = await make_worker()
     buffer.after["push"] = asyncio.Event()
     running = await make_worker.start(worker)
@@ -488,7 +484,7 @@ async def test_group_that_ignores_its_cancellation_is_cancelled_again(make_worke
 # Groups from outside ------------------------------------------------------------------------------
 
 
-async def test_external_group_waits_for_a_credit_and_is_one_as_any_other(make_worker, scribe):
+async def test_external_group_waits_for_a_credit_like_any_other(make_worker, scribe):
     external = Waiting()
     worker, buffer = await make_worker(external=external)
     running = await make_worker.start(worker)
@@ -504,7 +500,7 @@ async def test_external_group_waits_for_a_credit_and_is_one_as_any_other(make_wo
     assert group.prompts == [4, 4] and external.is_closed
 
 
-async def test_prompt_of_a_group_that_failed_outside_runs_again_without_blame(
+async def test_prompt_of_a_failed_external_group_runs_again_without_blame(
     make_worker, scribe, state
 ):
     external = Waiting()
@@ -524,7 +520,7 @@ async def test_prompt_of_a_group_that_failed_outside_runs_again_without_blame(
     assert all(group.given_up == ["its program went away"] for group in gone)
 
 
-async def test_no_credit_within_the_limit_is_an_error(make_worker):
+async def test_missing_credit_within_the_limit_is_an_error(make_worker):
     worker, _ = await make_worker(wait_timeout_s=0.5)
     with pytest.raises(TimeoutError, match="no room for group"):
         async with asyncio.timeout(30):
@@ -534,7 +530,7 @@ async def test_no_credit_within_the_limit_is_an_error(make_worker):
 # Life after death ---------------------------------------------------------------------------------
 
 
-async def test_worker_that_died_runs_its_prompts_again_and_goes_on_where_it_was(
+async def test_restarted_worker_runs_its_prompts_again_and_continues_its_stream(
     make_worker, scribe, state
 ):
     scribe.holding = lambda sample: True
@@ -579,7 +575,7 @@ async def test_interrupted_groups_keep_their_tokens_and_end_with_those_of_the_ne
         assert group.tokens_by_version == {0: 2, 1: 4}
 
 
-async def test_postponed_group_is_finished_with_what_it_had(make_worker, scribe, state):
+async def test_postponed_group_is_finished_with_its_earlier_tokens(make_worker, scribe, state):
     scribe.holding = lambda sample: sample.prompt == [ord("0")]
     scribe.pause_s = 0.2
     worker, buffer = await make_worker(
@@ -622,9 +618,7 @@ async def test_groups_without_variance_are_left_out_and_others_run(make_worker, 
     assert counters["groups_filtered"] == 3 and counters["tokens_filtered"] == 3 * 2 * 3
 
 
-async def test_without_the_filter_or_beyond_its_budget_nothing_is_left_out(
-    make_worker, scribe, state
-):
+async def test_groups_are_kept_without_the_filter_or_beyond_its_budget(make_worker, scribe, state):
     scribe.answer = lambda sample: "0"
     await fill(make_worker, filter_zero_variance=True, max_filtered_ratio=0.5)
     assert (await state.counters())["zero_variance_kept"] == 4
@@ -640,6 +634,6 @@ async def test_equal_rewards_of_a_broken_scorer_do_not_leave_groups_out(
     assert counters["rewards_failed"] == 8 and "groups_filtered" not in counters
 
 
-async def test_prompts_that_are_too_long_are_passed_over(make_worker, scribe, state):
+async def test_too_long_prompts_are_skipped(make_worker, scribe, state):
     await fill(make_worker, max_prompt_tokens=1, on_long_prompt=OnLongPrompt.skip)
     assert set(scribe.asked) == {"0", "1", "2", "3"}

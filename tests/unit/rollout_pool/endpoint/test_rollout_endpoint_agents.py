@@ -51,7 +51,7 @@ async def test_agents_reward_parts_and_tokens_become_an_episode(scene, play):
     assert len({sample.session for sample in samples}) == 1 and len(scene.sessions) == 0
 
 
-async def test_agents_client_waits_for_ever_and_never_asks_twice(scene, play):
+async def test_agents_client_has_no_timeout_and_no_retries(scene, play):
     async def agent(session, prompt):
         client = session.client()
         assert (client.timeout, client.max_retries) == (None, 0)
@@ -77,7 +77,7 @@ async def test_blocking_agents_run_in_a_thread(scene, play):
 
 
 @pytest.mark.parametrize("returned", [None, "good", (1.0, 2.0), float("nan"), (1.0, {"a": "b"})])
-async def test_what_is_no_reward_ends_the_episode_in_error(scene, play, returned):
+async def test_invalid_reward_ends_the_episode_in_error(scene, play, returned):
     async def agent(session, prompt):
         await ask(session, prompt.text)
         return returned
@@ -86,7 +86,7 @@ async def test_what_is_no_reward_ends_the_episode_in_error(scene, play, returned
     assert episode.end == "env_error" and episode.error and episode.env_reward is None
 
 
-async def test_agent_that_raises_keeps_its_turns_and_its_words(scene, play):
+async def test_agent_that_raises_keeps_its_turns_and_its_error(scene, play):
     async def agent(session, prompt):
         await ask(session, prompt.text)
         raise KeyError("no such door")
@@ -96,7 +96,7 @@ async def test_agent_that_raises_keeps_its_turns_and_its_words(scene, play):
     assert episode.error == "KeyError: 'no such door'"
 
 
-async def test_agent_that_never_asks_gives_no_episode(scene, play):
+async def test_agent_that_never_calls_the_model_yields_no_episode(scene, play):
     async def agent(session, prompt):
         return 1.0
 
@@ -134,7 +134,7 @@ async def test_conversation_without_room_ends_by_length(make_scene, play):
     assert (episode.end, episode.num_turns, episode.error) == ("length", 1, None)
 
 
-async def test_at_the_end_of_its_time_an_answer_under_way_counts_as_far_as_it_is(make_scene, play):
+async def test_answer_in_progress_at_the_timeout_is_cut_and_counts(make_scene, play):
     # Long enough for a loaded machine to make the first client of a process.
     scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=3.0))
     scene.author.gates = {3: asyncio.Event()}
@@ -152,7 +152,7 @@ async def test_at_the_end_of_its_time_an_answer_under_way_counts_as_far_as_it_is
     assert TOKENIZER.decode(branch.tokens[-3:]) == "hel" and got in ([], ["hel"])
 
 
-async def test_agents_whose_answers_wait_in_line_are_not_late(make_scene, play):
+async def test_agents_whose_answers_wait_for_a_slot_do_not_time_out(make_scene, play):
     scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=0.7))
     scene.author.places, scene.author.pause_s = asyncio.Semaphore(1), 0.25
 
@@ -166,7 +166,7 @@ async def test_agents_whose_answers_wait_in_line_are_not_late(make_scene, play):
     assert (await play(agent, scene)).end == "episode_timeout"
 
 
-async def test_agents_clock_stands_still_while_an_answer_may_not_go_on(make_scene, play):
+async def test_agents_clock_is_paused_while_an_answer_may_not_continue(make_scene, play):
     scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=0.6))
     gate = asyncio.Event()
     scene.author.gates = {3: gate}
@@ -185,7 +185,7 @@ async def test_agents_clock_stands_still_while_an_answer_may_not_go_on(make_scen
     assert (episode.end, episode.env_reward) == ("done", 1.0)
 
 
-async def test_of_each_answer_it_is_told_when_it_has_ended_for_good(scene, play):
+async def test_on_end_is_called_for_each_answer(scene, play):
     begun, ended = [], []
 
     async def agent(session, prompt):
@@ -226,7 +226,7 @@ async def test_agent_that_hangs_is_ended(make_scene, play):
     assert (episode.end, episode.num_turns) == ("episode_timeout", 1) and ended.is_set()
 
 
-async def test_episode_that_is_given_up_ends_its_agent_and_its_answers(scene, play):
+async def test_cancelled_episode_ends_its_agent_and_its_answers(scene, play):
     scene.author.gates = {3: asyncio.Event()}
 
     async def agent(session, prompt):
@@ -240,7 +240,7 @@ async def test_episode_that_is_given_up_ends_its_agent_and_its_answers(scene, pl
     assert scene.author.cancelled == scene.author.samples and len(scene.sessions) == 0
 
 
-async def test_interrupted_answer_goes_on_when_it_may(scene, play):
+async def test_interrupted_answer_continues_when_it_may(scene, play):
     gate, may, waited = asyncio.Event(), asyncio.Event(), []
     scene.author.gates = {3: gate}
 
@@ -285,7 +285,7 @@ def test_agent_must_be_an_async_function(tmp_path):
     ("ends_by", "told"),
     [(SystemExit(1), "tried to end the process"), (asyncio.CancelledError(), "cancelled itself")],
 )
-async def test_agent_that_would_end_more_than_itself_costs_its_episode(scene, play, ends_by, told):
+async def test_agent_that_exits_or_cancels_fails_only_its_episode(scene, play, ends_by, told):
     async def agent(session, prompt):
         await ask(session, prompt.text)
         raise ends_by

@@ -75,7 +75,7 @@ async def test_streamed_conversation_with_tools_is_one_trajectory_of_the_tokens_
     assert TOKENIZER.decode(again) == TOKENIZER.decode(branch.tokens)
 
 
-async def test_clients_own_reader_of_streams_finds_the_calls(scene):
+async def test_openai_stream_helper_finds_the_calls(scene):
     """It checks the order of chunks, and puts calls together by their index."""
     scene.author.says = iter(["Both. " + call("weather", city="é") + call("weather", n=[1, {}])])
     scene.author.piece = 1
@@ -96,7 +96,7 @@ async def test_clients_own_reader_of_streams_finds_the_calls(scene):
     assert answer.usage.completion_tokens == len(scene.author.ended[0][1])
 
 
-async def test_stream_that_is_cut_in_a_call_says_so_and_has_no_call(scene):
+async def test_stream_cut_within_a_call_says_so_and_has_no_call(scene):
     scene.author.says = iter([call("weather", city="Bern")])
     stream = await scene.client(scene.session()).chat.completions.create(
         model=MODEL, messages=[USER], tools=[WEATHER], stream=True, max_tokens=20
@@ -105,7 +105,7 @@ async def test_stream_that_is_cut_in_a_call_says_so_and_has_no_call(scene):
     assert (calls, reason) == ([], "length") and text == call("weather", city="Bern")[:20]
 
 
-async def test_answers_that_come_whole_are_the_same(scene):
+async def test_unstreamed_answers_are_the_same(scene):
     scene.author.says = iter(["Let me see." + call("weather", city="Bern"), "hello, warm"])
     session = scene.session()
     client, messages = scene.client(session), [USER]
@@ -170,7 +170,7 @@ async def test_white_space_that_a_client_strips_is_no_edit_and_other_tools_are_o
     check_branch(second, [scene.author.ended[2][1]])
 
 
-async def test_requests_of_one_session_may_be_under_way_together(scene):
+async def test_requests_of_one_session_may_run_concurrently(scene):
     scene.author.says = iter([f"hello {n}" for n in range(8)])
     session = scene.session()
     client = scene.client(session)
@@ -198,7 +198,7 @@ async def test_tokens_are_streamed_as_they_come_and_characters_are_whole(scene):
 
 
 @pytest.mark.parametrize("tools", [[], [WEATHER]])
-async def test_bytes_that_are_no_text_are_recorded_as_they_are(scene, tools):
+async def test_invalid_utf8_is_recorded_as_it_is(scene, tools):
     """Decoded in pieces they need not give what they give as a whole; the client has the pieces."""
     random = Random(5)
     says = [[random.randrange(128, 256) for _ in range(60)] for _ in range(6)]
@@ -216,7 +216,7 @@ async def test_bytes_that_are_no_text_are_recorded_as_they_are(scene, tools):
     check_branch(branch, says)
 
 
-async def test_tool_call_is_never_streamed_as_text_and_what_only_looks_so_is(scene):
+async def test_tool_call_is_never_streamed_as_text_but_similar_text_is(scene):
     says = ["a < b <tool", "x <tool_call>{broken", "no tools " + call("weather")]
     scene.author.says, scene.author.piece = iter(says), 1
     client = scene.client(scene.session())
@@ -228,7 +228,7 @@ async def test_tool_call_is_never_streamed_as_text_and_what_only_looks_so_is(sce
         assert (got, calls, reason) == (text, [], "stop")
 
 
-async def test_calls_in_llamas_form_are_streamed_as_calls(make_scene):
+async def test_calls_in_llama_format_are_streamed_as_calls(make_scene):
     scene = await make_scene(
         task=TaskConfig(chat_template=True, tool_parser=ToolParser.llama3_json)
     )
@@ -257,7 +257,7 @@ async def test_calls_in_llamas_form_are_streamed_as_calls(make_scene):
     check_branch(branch, [tokens for _, tokens in scene.author.ended])
 
 
-async def test_without_leave_to_call_a_tool_a_call_is_text_and_the_prompt_stays(scene):
+async def test_call_is_text_when_tool_choice_is_none_and_the_prompt_stays(scene):
     scene.author.says = iter([call("weather"), call("weather")])
     session = scene.session()
     client, messages = scene.client(session), [USER]
@@ -272,7 +272,7 @@ async def test_without_leave_to_call_a_tool_a_call_is_text_and_the_prompt_stays(
     check_branch(branch, [tokens for _, tokens in scene.author.ended])
 
 
-async def test_streams_last_chunk_comes_after_the_turn_is_recorded(scene):
+async def test_last_chunk_is_sent_after_the_turn_is_recorded(scene):
     session = scene.session()
     stream = await scene.client(session).chat.completions.create(
         model=MODEL, messages=[USER], stream=True
@@ -282,7 +282,7 @@ async def test_streams_last_chunk_comes_after_the_turn_is_recorded(scene):
             assert session.num_turns == 1
 
 
-async def test_quiet_model_is_told_by_comments_that_clients_pass_over(make_scene):
+async def test_quiet_stream_sends_comments_that_clients_ignore(make_scene):
     scene = await make_scene(keep_alive_s=0.05)
     gate = asyncio.Event()
     scene.author.gates = {2: gate}

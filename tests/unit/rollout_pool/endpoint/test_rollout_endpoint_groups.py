@@ -56,7 +56,7 @@ async def post_reward(scene, member, key=None, **outcome):
     return await scene.http(key or member["api_key"]).post(path, json=outcome)
 
 
-async def test_group_from_outside_is_complete_when_all_rewards_are_there(scene):
+async def test_external_group_is_complete_when_all_rewards_are_posted(scene):
     group, serving = await open_group(scene)
     assert group["group_id"] == "0-1-abc"
     assert group["prompt"]["text"] == "hello" and group["prompt"]["index"] == 3
@@ -96,7 +96,7 @@ async def test_reward_may_be_posted_again_but_not_changed(scene):
     await asyncio.wait([serving])
 
 
-async def test_session_in_which_nothing_is_asked_is_given_up(make_scene):
+async def test_idle_session_is_given_up(make_scene):
     scene = await make_scene(
         rollout=RolloutConfig(group_size=2, openai=OpenAIConfig(session_timeout_s=0.3))
     )
@@ -116,7 +116,7 @@ async def test_session_in_which_nothing_is_asked_is_given_up(make_scene):
         assert gone.status_code == 410 and "given up: no request came in session" in message
 
 
-async def test_session_that_asks_now_and_then_ends_all_the_same(make_scene):
+async def test_active_session_still_ends_at_its_timeout(make_scene):
     scene = await make_scene(
         task=TaskConfig(chat_template=True, turn_timeout_s=0.5, episode_timeout_s=0.6)
     )
@@ -135,7 +135,7 @@ async def test_session_that_asks_now_and_then_ends_all_the_same(make_scene):
     assert over.value.status_code == 410
 
 
-async def test_what_is_under_way_when_a_group_is_given_up_hears_the_reason(scene):
+async def test_requests_in_progress_get_the_reason_when_their_group_is_given_up(scene):
     gate = asyncio.Event()
     scene.author.gates = {2: gate}
     asking = asyncio.create_task(scene.http(ADMIN_KEY).post("/groups", json={}))
@@ -175,7 +175,7 @@ async def test_answer_that_ends_as_its_session_does_is_410(scene):
     await asyncio.wait([serving])
 
 
-async def test_whoever_waits_in_vain_for_a_group_is_told(scene):
+async def test_waiting_group_request_gets_the_reason_when_refused(scene):
     answer = await scene.http(ADMIN_KEY).post("/groups", json={"timeout_s": 0.1})
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "no_credit"
     asking = asyncio.create_task(scene.http(ADMIN_KEY).post("/groups", json={}))
@@ -185,7 +185,7 @@ async def test_whoever_waits_in_vain_for_a_group_is_told(scene):
     assert answer.status_code == 503 and "used up" in answer.json()["error"]["message"]
 
 
-async def test_group_whose_asker_left_is_given_up(scene):
+async def test_group_whose_program_left_is_given_up(scene):
     asking = asyncio.create_task(scene.http(ADMIN_KEY).post("/groups", json={}))
     taken = await next_group(scene)
     request = EpisodeRequest(session="0-1-abc.0", sampling=scene.sampling)
@@ -195,7 +195,7 @@ async def test_group_whose_asker_left_is_given_up(scene):
         await member
 
 
-async def test_no_more_may_wait_than_is_good_and_those_who_left_do_not_count(scene):
+async def test_waiting_group_requests_are_limited_without_those_that_left(scene):
     groups = scene.endpoint.groups
     requested = [groups.request() for _ in range(MAX_WAITING)]
     refused = await scene.http(ADMIN_KEY).post("/groups", json={})
@@ -208,7 +208,7 @@ async def test_no_more_may_wait_than_is_good_and_those_who_left_do_not_count(sce
     assert groups.take() is late and groups.take() is None
 
 
-async def test_when_the_run_ends_nobody_waits_for_a_group_any_more(scene):
+async def test_waiting_group_requests_are_refused_at_the_end_of_the_run(scene):
     asking = asyncio.create_task(scene.http(ADMIN_KEY).post("/groups", json={}))
     await eventually(lambda: scene.endpoint.groups._waiting)
     scene.endpoint.groups.close()
@@ -217,7 +217,9 @@ async def test_when_the_run_ends_nobody_waits_for_a_group_any_more(scene):
         assert answer.status_code == 503 and "ending" in answer.json()["error"]["message"]
 
 
-async def test_system_prompt_is_told_and_the_address_is_secret(make_scene, tmp_path):
+async def test_group_response_has_the_system_prompt_and_the_address_file_is_private(
+    make_scene, tmp_path
+):
     scene = await make_scene(task=TaskConfig(chat_template=True, system_prompt="Be brief."))
     group, serving = await open_group(scene)
     assert group["prompt"]["messages"][0] == {"role": "system", "content": "Be brief."}
@@ -231,7 +233,7 @@ async def test_system_prompt_is_told_and_the_address_is_secret(make_scene, tmp_p
     await asyncio.wait([serving])
 
 
-async def test_address_that_is_taken_is_told_with_its_setting(scene, make_scene):
+async def test_taken_address_is_reported_with_its_setting(scene, make_scene):
     port = int(scene.endpoint.url.rpartition(":")[2])
     other = await make_scene()
     other.endpoint._port = port

@@ -93,7 +93,7 @@ REFUSED_COMPLETIONS = [
 ]
 
 
-async def test_what_cannot_be_served_is_refused_by_its_name(scene):
+async def test_unsupported_field_is_refused_by_name(scene):
     http = scene.http(scene.session().key)
     for asked, param, words in REFUSED:
         answer = await http.post(CHAT, json=asked)
@@ -121,7 +121,7 @@ async def test_what_cannot_be_served_is_refused_by_its_name(scene):
     assert scene.author.samples == []
 
 
-async def test_what_changes_nothing_is_taken(scene):
+async def test_field_without_effect_is_accepted(scene):
     session = scene.session()
     answer = await scene.http(session.key).post(
         CHAT,
@@ -152,7 +152,7 @@ async def test_session_is_sampled_as_the_run_is_configured(make_scene):
         await client.chat.completions.create(model=MODEL, messages=[USER], temperature=1.0)
 
 
-async def test_body_that_is_no_request_is_told_so(scene):
+async def test_invalid_body_is_refused(scene):
     http = scene.http(scene.session().key)
     half = b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}'
     for content, status, words in (
@@ -168,7 +168,7 @@ async def test_body_that_is_no_request_is_told_so(scene):
         assert answer.status_code == status and words in answer.json()["error"]["message"], words
 
 
-async def test_wrong_key_opens_nothing_and_a_right_one_its_own_session_only(scene):
+async def test_key_opens_only_its_own_session(scene):
     mine, other = scene.session(), scene.session()
     for key in (None, "wrong", mine.key + "x", mine.session_id):
         answer = await scene.http(key).post(CHAT, json=body())
@@ -196,7 +196,7 @@ async def test_key_may_stand_in_the_address(scene):
         await wrong.chat.completions.create(model=MODEL, messages=[USER])
 
 
-async def test_models_and_health_tell_no_secret(scene):
+async def test_models_and_health_reveal_no_secret(scene):
     session = scene.session()
     client = scene.client(session)
     assert [model.id for model in (await client.models.list()).data] == [MODEL]
@@ -234,7 +234,7 @@ async def test_answers_are_as_long_as_there_is_room(make_scene):
     assert session.is_full and session.num_turns == 3
 
 
-async def test_plain_completions_go_on_with_the_tokens_as_written(scene):
+async def test_plain_completions_continue_the_tokens_as_sampled(scene):
     scene.author.says = iter([spell(" hello too"), spell(" at last"), "end"])
     session = scene.session()
     client = scene.client(session)
@@ -259,7 +259,7 @@ async def test_plain_completions_go_on_with_the_tokens_as_written(scene):
     assert TOKENIZER.decode(branch.tokens).startswith("hell in hello too, hello at last")
 
 
-async def test_two_hundred_sessions_talk_at_once(scene):
+async def test_two_hundred_sessions_run_concurrently(scene):
     sessions = [scene.session() for _ in range(200)]
 
     async def talk(session, number):
@@ -287,7 +287,7 @@ async def test_two_hundred_sessions_talk_at_once(scene):
 # What would harm the engines or the worker ----------------------------------------------------
 
 
-async def test_tokens_that_only_the_model_has_are_taken(make_scene):
+async def test_tokens_that_only_the_model_has_are_accepted(make_scene):
     """Embeddings are padded to a round number, and a tokenizer does not know of those."""
     scene = await make_scene(vocab_size=len(TOKENIZER) + 8)
     for token, status in ((len(TOKENIZER) + 7, 200), (len(TOKENIZER) + 8, 400)):
@@ -297,7 +297,7 @@ async def test_tokens_that_only_the_model_has_are_taken(make_scene):
 
 
 @pytest.mark.parametrize("page", ["chat/completions", "completions"])
-async def test_text_that_can_have_no_room_is_refused_before_it_is_tokenized(scene, page):
+async def test_oversized_text_is_refused_before_it_is_tokenized(scene, page):
     text = "word " * 13_000  # the room is 4000 tokens
     asked = {"prompt": text} if page == "completions" else {"messages": [{**USER, "content": text}]}
     session = scene.session()
@@ -319,7 +319,7 @@ async def test_text_that_can_have_no_room_is_refused_before_it_is_tokenized(scen
     assert session.is_full and "characters" in error["message"] and encoded == []
 
 
-async def test_large_text_is_tokenized_beside_the_event_loop(make_scene):
+async def test_large_text_is_tokenized_off_the_event_loop(make_scene):
     scene = await make_scene(
         rollout=RolloutConfig(max_prompt_tokens=400_000, max_response_tokens=2000)
     )
@@ -342,7 +342,7 @@ async def test_large_text_is_tokenized_beside_the_event_loop(make_scene):
     assert threads and threading.get_ident() not in threads
 
 
-async def test_body_that_never_comes_ends_and_keeps_no_session_alive(make_scene):
+async def test_body_that_never_arrives_times_out_and_keeps_no_session_alive(make_scene):
     scene = await make_scene(limits=HttpLimits(body_s=0.4))
     session = scene.session()
     idle = asyncio.create_task(session.wait_idle(0.2))
@@ -381,7 +381,7 @@ async def unread(scene, path, key):
     return int(line.split()[1])
 
 
-async def test_every_page_looks_at_the_key_before_it_reads_the_body(scene):
+async def test_every_route_checks_the_key_before_it_reads_the_body(scene):
     session, other = scene.session(), scene.session()
     for path in (CHAT, "/v1/completions", "/groups", f"/sessions/{session.session_id}/reward"):
         assert await unread(scene, path, "sk-wrong") == 401
@@ -397,7 +397,7 @@ async def test_request_is_as_large_as_its_conversation_can_be(scene):
         assert (await http.post(CHAT, json=asked)).status_code == status
 
 
-async def test_reward_that_is_none_or_too_large_is_refused(scene):
+async def test_invalid_or_too_large_reward_is_refused(scene):
     session = scene.session()
     http = scene.http(session.key)
     assert (await http.post(CHAT, json=body())).status_code == 200
@@ -440,7 +440,7 @@ async def test_tools_and_messages_count_as_text_before_they_are_tokenized(scene)
         assert " characters, more than" in error["message"] or " messages, " in error["message"]
 
 
-async def test_commas_inside_of_a_text_are_no_values(make_scene):
+async def test_commas_inside_a_string_do_not_count_as_values(make_scene):
     scene = await make_scene(
         rollout=RolloutConfig(max_prompt_tokens=200_000, max_response_tokens=2000)
     )
@@ -454,7 +454,7 @@ async def test_commas_inside_of_a_text_are_no_values(make_scene):
 # What an answer says besides its text ----------------------------------------------------------
 
 
-async def test_every_answer_has_the_id_of_its_request_and_errors_say_it(scene):
+async def test_every_response_has_the_id_of_its_request_and_so_do_errors(scene):
     session = scene.session()
     http = scene.http(session.key)
     for asked, status in ((body(), 200), (body(stream=True), 200), (body(n=2), 400)):
@@ -481,7 +481,7 @@ async def test_error_in_the_middle_of_a_stream_has_the_id(scene):
     assert error["request_id"] == "mine" and "engine is gone" in error["message"]
 
 
-async def test_models_name_is_the_one_on_the_page(scene):
+async def test_model_name_is_the_documented_one(scene):
     page = (Path(__file__).parents[4] / "docs" / "openai.md").read_text()
     [name] = set(re.findall(r'"model": "(.*?)"', page))
     http = scene.http(scene.session().key)

@@ -19,7 +19,7 @@ def asks(client, **more):
     return asyncio.create_task(client.chat.completions.create(model=MODEL, messages=[USER], **more))
 
 
-async def test_client_that_loses_patience_and_asks_again_gets_the_answer_under_way(make_scene):
+async def test_retry_joins_the_answer_in_progress(make_scene):
     scene = await make_scene(grace_s=10.0)
     gate = asyncio.Event()
     scene.author.gates = {2: gate}
@@ -32,7 +32,7 @@ async def test_client_that_loses_patience_and_asks_again_gets_the_answer_under_w
     check_branch(branch, [scene.author.ended[0][1]])
 
 
-async def test_stream_that_is_asked_for_again_is_told_from_its_beginning(make_scene):
+async def test_retried_stream_is_sent_from_its_beginning(make_scene):
     scene = await make_scene(grace_s=10.0)
     scene.author.says, scene.author.piece, scene.author.gates = iter(["hello"]), 1, {}
     scene.author.gates = {3: (gate := asyncio.Event())}
@@ -52,7 +52,7 @@ async def test_stream_that_is_asked_for_again_is_told_from_its_beginning(make_sc
     assert len(scene.author.samples) == 1 and session.num_turns == 1
 
 
-async def test_same_request_that_is_no_retry_is_answered_anew(scene):
+async def test_identical_request_that_is_no_retry_is_sampled_again(scene):
     scene.author.says = iter(["one", "two", "three"])
     session = scene.session()
     client = scene.client(session)
@@ -85,9 +85,7 @@ async def test_retry_of_two_like_requests_gets_the_one_that_was_missed(make_scen
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_answer_whose_client_does_not_come_back_is_given_up_and_is_no_turn(
-    scene, is_streamed
-):
+async def test_answer_without_a_retry_is_cancelled_and_is_no_turn(scene, is_streamed):
     gate = asyncio.Event()
     scene.author.gates = {3: gate}
     session = scene.session()
@@ -111,7 +109,7 @@ async def test_answer_whose_client_does_not_come_back_is_given_up_and_is_no_turn
     assert session.episode(end="done", outcome=None).num_turns == 1
 
 
-async def test_answer_that_ended_while_its_client_was_away_waits_for_it(make_scene):
+async def test_answer_that_ended_without_its_client_waits_for_a_retry(make_scene):
     scene = await make_scene(grace_s=10.0)
     gate = asyncio.Event()
     scene.author.gates = {3: gate}
@@ -130,7 +128,7 @@ async def test_answer_that_ended_while_its_client_was_away_waits_for_it(make_sce
     assert session.num_turns == 1 and len(scene.author.samples) == 1
 
 
-async def test_answer_that_failed_is_told_once_and_asked_for_anew_by_the_next_request(scene):
+async def test_failed_answer_is_reported_once_and_sampled_again_by_the_next_request(scene):
     scene.author.says = iter([SampleFailed("three engines died"), "hello", TimeoutError("none")])
     session = scene.session()
     client = scene.client(session, max_retries=5)
@@ -142,7 +140,7 @@ async def test_answer_that_failed_is_told_once_and_asked_for_anew_by_the_next_re
         await said_in(await asks(client, stream=True))
 
 
-async def test_session_that_is_closed_ends_its_requests_and_takes_no_more(scene):
+async def test_closed_session_ends_its_requests_and_refuses_others(scene):
     gate = asyncio.Event()
     scene.author.gates = {3: gate}
     session = scene.session()

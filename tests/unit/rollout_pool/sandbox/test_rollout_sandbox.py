@@ -22,7 +22,7 @@ from rollout_pool.sandbox.run import (
 )
 
 
-async def test_innocent_program_works(run):
+async def test_harmless_program_works(run):
     code = """
 import collections, dataclasses, decimal, fractions, heapq, itertools, json, math, random, re
 n = int(input())
@@ -46,7 +46,7 @@ async def test_all_of_the_standard_library_that_programs_use_works(run):
     assert (result.stdout, result.stderr, result.tried) == ("5\n", "", ())
 
 
-async def test_folder_of_its_own_is_there_to_write_to():
+async def test_program_can_write_to_its_own_folder():
     code = """
 import os, tempfile
 open("/tmp/a", "w").write("x" * 1000)
@@ -59,7 +59,7 @@ print(len(open("/tmp/b").read()), os.listdir("/tmp"), tempfile.gettempdir(), os.
     assert again.stdout == "[]\n"
 
 
-async def test_error_of_the_program_is_its_own(run):
+async def test_program_error_is_reported_as_its_own(run):
     result = await run("def f():\n    raise KeyError('no such key')\nf()")
     assert (result.exit_code, result.reason) == (1, "exit")
     expected = (
@@ -74,14 +74,14 @@ async def test_error_of_the_program_is_its_own(run):
 # Time and memory ----------------------------------------------------------------------------------
 
 
-async def test_loop_that_ignores_its_signal_ends_with_its_processor_time(run):
+async def test_loop_that_ignores_its_signal_ends_at_its_cpu_limit(run):
     ignores = "import signal; signal.signal(24, signal.SIG_IGN)\n"
     result = await run(f"{ignores}print('begun', flush=True)\nwhile True: pass")
     assert (result.reason, result.exit_code, result.stdout) == ("cpu_time", -9, "begun\n")
     assert result.seconds < 25
 
 
-async def test_program_that_only_sleeps_ends_with_the_wall_clock():
+async def test_sleeping_program_ends_at_its_wall_time():
     limits = SandboxLimits(wall_time_s=0.5)
     result = await run_python("import time\nprint(1, flush=True)\ntime.sleep(100)", limits=limits)
     assert (result.reason, result.exit_code, result.stdout) == ("wall_time", -9, "1\n")
@@ -89,7 +89,7 @@ async def test_program_that_only_sleeps_ends_with_the_wall_clock():
 
 
 @pytest.mark.parametrize("last", [100, 0])
-async def test_program_without_outputs_is_waited_for_no_longer(last):
+async def test_program_that_closes_its_outputs_still_ends_at_its_limit(last):
     code = f"import os, time\nprint(1, flush=True)\nos.close(1)\nos.close(2)\ntime.sleep({last})"
     result = await run_python(code + "\nos._exit(0)", limits=SandboxLimits(wall_time_s=1.5))
     expected = ("wall_time", -9) if last else (None, 0)
@@ -97,7 +97,7 @@ async def test_program_without_outputs_is_waited_for_no_longer(last):
     assert result.stdout == "1\n" and result.seconds < 4
 
 
-async def test_one_that_ignores_every_signal_ends_all_the_same():
+async def test_program_that_ignores_every_signal_still_ends():
     code = """
 import signal, time
 for number in range(1, 65):
@@ -113,7 +113,7 @@ while True:
 
 
 @pytest.mark.machine
-async def test_memory_bomb_bursts_alone(run):
+async def test_memory_bomb_fails_alone(run):
     before = psutil.virtual_memory().available
     # A slow machine takes more than a second of CPU to hand out that many pages.
     limits = SandboxLimits(cpu_time_s=20, wall_time_s=60.0)
@@ -124,7 +124,7 @@ async def test_memory_bomb_bursts_alone(run):
     assert (await run("x = 'a' * 10**12")).reason == "memory"
 
 
-async def test_program_that_prints_without_end_is_stopped(run, quick):
+async def test_endless_output_is_stopped(run, quick):
     result = await run("while True:\n    print('x' * 1000)")
     assert result.reason == "output"
     assert len(result.stdout) == quick.max_output_bytes
@@ -132,7 +132,7 @@ async def test_program_that_prints_without_end_is_stopped(run, quick):
     assert result.reason == "output" and len(result.stderr) == quick.max_output_bytes
 
 
-async def test_output_just_at_the_limit_is_whole():
+async def test_output_at_the_limit_is_complete():
     limits = SandboxLimits(max_output_bytes=100_000)
     result = await run_python("print('x' * 99_999)", limits=limits)
     assert (result.reason, len(result.stdout)) == (None, 100_000)
@@ -150,12 +150,12 @@ async def test_deep_recursion_is_an_error_of_the_program(run):
 # Processes ----------------------------------------------------------------------------------------
 
 
-async def test_fork_bomb_does_not_begin(run):
+async def test_fork_bomb_cannot_start(run):
     result = await run("import os\nwhile True:\n    os.fork()")
     assert (result.exit_code, result.reason, result.tried) == (1, "processes", ("processes",))
 
 
-async def test_fork_bomb_that_takes_no_for_an_answer_ends_with_its_time(quick):
+async def test_persistent_fork_bomb_ends_at_its_limit(quick):
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     result = await run_python(bomb, limits=quick)
     assert (result.reason, result.tried) == ("cpu_time", ("processes",))
@@ -171,7 +171,7 @@ async def test_fork_bomb_that_takes_no_for_an_answer_ends_with_its_time(quick):
         "import ctypes; e = ctypes.CDLL(None).vfork(); assert e < 0; raise BlockingIOError(11, '')",
     ],
 )
-async def test_no_way_leads_to_another_process(run, code):
+async def test_other_processes_cannot_be_reached(run, code):
     result = await run(code)
     assert result.exit_code == 1 and result.reason in ("processes", "files", "exit")
     assert "Error" in result.stderr
@@ -182,7 +182,7 @@ async def test_os_system_starts_nothing(run):
     assert result.stdout == "True\n" and result.tried == ("processes",)
 
 
-async def test_nothing_lives_on_in_the_background(run, quick):
+async def test_background_processes_end_with_the_program(run, quick):
     code = """
 import os
 for name in ("setsid", "setpgrp"):
@@ -230,7 +230,7 @@ print("ended")
     assert (result.stdout, result.stderr) == ("32\nended\n", "")
 
 
-async def test_thread_may_still_ask_for_a_large_stack():
+async def test_thread_may_request_a_large_stack():
     code = """
 import functools, sys, threading
 sys.setrecursionlimit(10**6)
@@ -245,7 +245,7 @@ thread.join()
 
 
 @pytest.mark.parametrize("name", ["sync", "syncfs", "io_setup", "io_submit"])
-async def test_what_would_burden_the_whole_machine_is_refused(run, name):
+async def test_calls_that_burden_the_whole_machine_are_refused(run, name):
     numbers = {**seccomp.OUTLIVES, **seccomp.SYSTEM}[name]
     number = numbers[("x86_64", "aarch64").index(os.uname().machine)]
     code = f"""
@@ -256,7 +256,7 @@ print(libc.syscall({number}, 1, ctypes.create_string_buffer(64), 0), ctypes.get_
     assert (await run(code)).stdout == f"-1 {errno.EPERM}\n"
 
 
-async def test_nobody_else_can_be_signalled(run):
+async def test_other_processes_cannot_be_signalled(run):
     bystander = subprocess.Popen(["sleep", "60"])
     try:
         code = f"""
@@ -296,7 +296,7 @@ async def test_every_layer_is_in_force_where_the_kernel_has_it():
     assert {"landlock", "own root"} & set(layers)
 
 
-async def test_running_without_namespaces_is_told_with_what_it_costs():
+async def test_missing_namespaces_are_reported_with_their_cost():
     few = cost_of_missing(await protections(without=("namespaces",)))
     assert few is not None and "WITHOUT NAMESPACES" in few and "single hole in either" in few
     layers = await protections()
@@ -304,12 +304,12 @@ async def test_running_without_namespaces_is_told_with_what_it_costs():
 
 
 @pytest.mark.parametrize("without", [("seccomp",), ("landlock", "namespaces")])
-async def test_nothing_runs_where_the_layers_are_too_few(without, tmp_path):
+async def test_programs_are_not_run_with_too_few_layers(without, tmp_path):
     with pytest.raises(SandboxError, match=r"cannot be run safely here: .*(seccomp|Landlock)"):
         await run_python("print('ran')", without=without)
 
 
-async def test_caller_that_gives_up_ends_the_program():
+async def test_cancelled_caller_ends_the_program():
     others = {*psutil.Process().children()}  # servers that the session shares
     running = asyncio.create_task(run_python("import time\ntime.sleep(60)"))
     while {*psutil.Process().children()} <= others:
@@ -326,7 +326,7 @@ asyncio.run(run_python("import time; print('on', flush=True)\\nwhile True: time.
 """
 
 
-async def test_program_dies_with_the_process_that_asked_for_it():
+async def test_program_dies_with_its_parent():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=Path(__file__).parents[4])
     try:
         async with asyncio.timeout(10):
@@ -339,19 +339,19 @@ async def test_program_dies_with_the_process_that_asked_for_it():
     assert alive == []
 
 
-async def test_what_a_program_does_to_itself_ends_only_itself(run):
+async def test_program_that_breaks_itself_ends_only_itself(run):
     for code in ("import os; os._exit(3)", "import ctypes; ctypes.string_at(0)"):
         result = await run(code)
         assert result.exit_code != 0 and result.reason == "exit"
 
 
-async def test_input_that_is_not_read_harms_nobody(run):
+async def test_unread_input_is_harmless(run):
     result = await run("print('done')", stdin="x" * 5_000_000)
     assert (result.stdout, result.reason) == ("done\n", None)
     result = await run("import sys; print(len(sys.stdin.read()))", stdin="ü" * 500_000)
     assert result.stdout == "500000\n"
 
 
-async def test_many_at_once_take_turns():
+async def test_concurrent_programs_take_turns():
     results = await asyncio.gather(*(run_python(f"print({i})") for i in range(20)))
     assert [result.stdout for result in results] == [f"{i}\n" for i in range(20)]

@@ -51,7 +51,7 @@ def listener():
         "import socket as s; s.socket(s.AF_INET, s.SOCK_DGRAM).sendto(b'', ('1.1.1.1', 53))",
     ],
 )
-async def test_there_is_no_network(run, listener, code):
+async def test_network_is_unreachable(run, listener, code):
     port, came = listener
     result = await run(code.replace("PORT", str(port)))
     assert result.exit_code == 1
@@ -59,7 +59,7 @@ async def test_there_is_no_network(run, listener, code):
     assert came == []
 
 
-async def test_network_that_was_tried_is_told_even_if_the_program_goes_on(run):
+async def test_network_attempt_is_reported_even_if_the_program_continues(run):
     code = (
         "import socket\ntry: socket.create_connection(('1.1.1.1', 53), 1)\nexcept OSError: print(5)"
     )
@@ -80,7 +80,7 @@ def mailbox(secret):
 
 
 @pytest.mark.parametrize("kind", ["SOCK_DGRAM", "SOCK_SEQPACKET", "SOCK_RAW"])
-async def test_pair_of_sockets_sends_to_no_socket_of_the_machine(run, mailbox, kind):
+async def test_socket_pair_cannot_send_to_other_sockets(run, mailbox, kind):
     server, path = mailbox
     code = f"""
 import socket
@@ -93,7 +93,7 @@ one.sendto(b"forged", "{path}")
         server.recv(100)
 
 
-async def test_pair_of_streams_is_allowed_and_leads_nowhere_else(run, mailbox):
+async def test_stream_pair_is_allowed_and_isolated(run, mailbox):
     _, path = mailbox
     code = f"""
 import asyncio, socket
@@ -145,7 +145,7 @@ READS = [
 
 
 @pytest.mark.parametrize("code", READS)
-async def test_no_file_of_the_machine_can_be_read(run, secret, code):
+async def test_files_of_the_machine_cannot_be_read(run, secret, code):
     code = code.replace("SECRET", str(secret)).replace("FOLDER", str(secret.parent))
     result = await run(code)
     assert result.exit_code == 1 and result.reason in ("files", "exit")
@@ -171,7 +171,7 @@ WRITES = [
 
 
 @pytest.mark.parametrize("code", WRITES)
-async def test_no_file_of_the_machine_can_be_written(run, secret, code):
+async def test_files_of_the_machine_cannot_be_written(run, secret, code):
     mode = secret.stat().st_mode
     code = code.replace("SECRET", str(secret)).replace("FOLDER", str(secret.parent))
     result = await run(code)
@@ -181,7 +181,7 @@ async def test_no_file_of_the_machine_can_be_written(run, secret, code):
     assert not os.path.exists("/written") and not os.path.exists("/usr/lib/written")
 
 
-async def test_there_is_a_place_for_what_nobody_wants_to_see(run):
+async def test_dev_null_can_be_written(run):
     code = """
 import contextlib, os
 with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
@@ -211,7 +211,7 @@ for i in range(1000):
     assert "No space left" in result.stderr
 
 
-async def test_no_environment_is_handed_on(run):
+async def test_environment_is_empty(run):
     name = "LEASH_TEST_SECRET"
     os.environ[name] = "the secret"
     try:
@@ -234,7 +234,7 @@ for place in ("self", "1", "{os.getpid()}", str(os.getppid()), "thread-self"):
     assert result.stdout == "[]\nNone\n", result
 
 
-async def test_nothing_of_the_parent_is_open(run):
+async def test_descriptors_of_the_parent_are_closed(run):
     code = """
 import os
 found = []
