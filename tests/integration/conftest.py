@@ -26,7 +26,7 @@ def models(sglang_folder):
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def servers(sglang_folder, models):
-    """Which versions they serve, and whether any, is left over from the tests before."""
+    """Their served versions, if any, are left over from earlier tests."""
     both = [Server(sglang_folder, f"engine-{number}") for number in range(2)]
     await asyncio.gather(*(server.start() for server in both))
     yield both

@@ -1,4 +1,4 @@
-"""An engine and the receiver beside it, as they live and die: all of it real."""
+"""Restarts of a real engine and its receiver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The official client talks to the endpoint, and behind that is a real SGLang server."""
+"""The official client against the endpoint and a real SGLang server."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def policy(servers, models):
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def play(policy):
-    """Plays one episode of an agent: the episode, and its samples as the engine gave them."""
+    """Runs one episode of an agent: the episode, and its samples as the engine gave them."""
     numbers = itertools.count()
 
     async def play(agent):

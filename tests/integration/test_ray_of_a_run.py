@@ -1,4 +1,4 @@
-"""The Ray that a launch starts: who can enter it, what it leaves and prints, who comes back."""
+"""The Ray that a launch starts: its access, what it leaves and prints, which actors restart."""
 
 from __future__ import annotations
 

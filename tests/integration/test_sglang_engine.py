@@ -1,4 +1,4 @@
-"""The real SGLang server: its numbers, commits under way, and that it never outlives its parent."""
+"""The real SGLang server: its log-probabilities, its commits, and that it dies with its parent."""
 
 from __future__ import annotations
 

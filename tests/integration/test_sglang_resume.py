@@ -1,4 +1,4 @@
-"""Samples that outlive the request they began in, at real SGLang servers, scored token by token."""
+"""Samples that span several requests to real SGLang servers, checked token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the rollout pool share: a tokenizer, samples that write themselves, waiting."""
+"""Shared by the tests of the rollout pool: a tokenizer, fake samples, waiting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout_pool.sampling.sample import Sample
 
 
 class Letters:
-    """A tokenizer with one token a byte. Unlike a real one it needs no heavy library."""
+    """A tokenizer with one token per byte, without heavy libraries."""
 
     eos_token_id = 0
     added_tokens_decoder: ClassVar[Mapping[int, Any]] = {}
@@ -69,7 +69,7 @@ def spans(sample: Sample) -> list[tuple[int, int, int]]:
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 20.0) -> None:
-    """Waits for something that another task or a server will do."""
+    """Waits for an effect of another task or a server."""
     async with asyncio.timeout(timeout_s):
         while not (await is_so if inspect.isawaitable(is_so := condition()) else is_so):
             await asyncio.sleep(0.01)

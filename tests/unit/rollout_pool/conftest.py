@@ -1,4 +1,4 @@
-"""A small real HTTP server that speaks SGLang's endpoints, behind which nothing is computed."""
+"""A small real HTTP server with SGLang's endpoints and a fake model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ F = TypeVar("F", "FakeSGLang", "FakeReceiver")
 
 @dataclass
 class Reply:
-    """What the fake engine answers to one sample."""
+    """The fake engine's answer to one sample."""
 
     output_ids: list[int] = field(default_factory=lambda: [11, 12, 2])
     logprobs: list[float | None] | None = None
@@ -48,7 +48,7 @@ class Reply:
     breaks: bool = False
     """The connection is lost after those parts."""
     at_abort: list[int] = field(default_factory=list)
-    """Further tokens that were written when the abort came."""
+    """Further tokens sampled before the abort arrived."""
     abort_status: int | None = None
     """Of an abort without a request: the engine's own error."""
     num_retractions: int = 0
@@ -101,7 +101,7 @@ class _Fake:
         self.url = self._server.url
 
     def stop(self) -> None:
-        """Nothing listens at the port any more."""
+        """Stops listening at the port."""
         assert self._server is not None
         self._server.stop()
         self._server = None
@@ -126,20 +126,20 @@ class FakeSGLang(_Fake):
         self.version = "0"
         self.status = 200
         self.refused: set[str] = set()
-        """Paths that are answered with an error, whatever `status` says."""
+        """Paths that are answered with an error regardless of `status`."""
         self.slow: dict[str, float] = {}
         """Seconds before a path is answered."""
         self.offers = {"/update_weights_from_disk"}
-        """Routes that the server says it has, among those that not every SGLang has."""
+        """Optional routes that the server lists."""
         self.is_ready = True
         self.reply: Callable[[str], Reply] = lambda rid: Reply()
         self.bad_tokens: set[int] = set()
-        """A call in which any of them is asked is refused as a whole."""
+        """A call with any of these is refused as a whole."""
         self.load: dict[str, float] | None = None
-        """What /v1/loads tells; None answers 404."""
+        """The answer of /v1/loads; None answers 404."""
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.num_infos = 0
-        """Calls of /model_info, which change nothing."""
+        """Calls of /model_info."""
         self.num_loads = 0
         self.aborted: list[str] = []
         self.num_lost_aborts = 0
@@ -280,7 +280,7 @@ class FakeSGLang(_Fake):
 
 
 class FakeReceiver(_Fake):
-    """Offers the versions in `offered`, by their folders; remembers who held what."""
+    """Offers the versions in `offered`, by folder; records the holds."""
 
     def __init__(self) -> None:
         self.offered: dict[int, str] = {}
@@ -387,7 +387,7 @@ def other_receiver() -> Iterator[FakeReceiver]:
 async def state(
     redis_url: str, run_name: str, buffer_factory: Callable[[], Awaitable[object]]
 ) -> AsyncGenerator[RunState]:
-    """Of a run whose buffer is there."""
+    """The state of a run with a buffer."""
     await buffer_factory()
     state = RunState(await connect(redis_url), run_name)
     yield state

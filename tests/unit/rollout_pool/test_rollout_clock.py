@@ -1,4 +1,4 @@
-"""The clock of an episode: waiting for a place at an engine takes none of its time."""
+"""The clock of an episode is paused while it waits for a slot at an engine."""
 
 from __future__ import annotations
 

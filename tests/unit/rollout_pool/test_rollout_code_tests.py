@@ -1,4 +1,4 @@
-"""Programs and their tests: right ones, and some that want to pass without a solution."""
+"""Programs and their tests: correct programs, and some that try to cheat."""
 
 from __future__ import annotations
 
@@ -366,7 +366,7 @@ async def test_correct_program_may_print_anything():
     assert (await judge(program, [STATEMENTS])).share == 1.0
 
 
-# Statements behind a program ----------------------------------------------------------------------
+# Statements after a program -----------------------------------------------------------------------
 
 
 async def test_statements_run_after_a_program_with_its_names():

@@ -1,4 +1,4 @@
-"""What an engine does at a commit, and what it never does."""
+"""How an engine behaves at a commit, with and without failures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The sender's side of checkpoint-engine's protocol, with a peer that follows its worker.
 
-The buffer lies in this process's memory here, and in a GPU's in earnest.
+The buffer is in this process's memory here, and in a GPU's in a run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def staged(tmp_path, tensors):
 
 
 class Engine:
-    """What SGLang's worker does with one socket, one message after the other."""
+    """What SGLang's worker does with one socket, message by message."""
 
     def __init__(self, context, buffer, fails_at=None):
         self.buffer = buffer  # where a GPU's handle would lead

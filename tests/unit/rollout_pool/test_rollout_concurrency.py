@@ -1,4 +1,4 @@
-"""The number of samples in flight that an engine is given, against engines of any size."""
+"""The limit on samples in flight, with engines of any size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def seen(**fields):
 
 
 def in_use(limit, **fields):
-    """A look at an engine all of whose places are taken."""
+    """A load report of an engine without free slots."""
     return seen(num_in_flight=limit.value, num_running=limit.value, **fields)
 
 

@@ -1,4 +1,4 @@
-"""Evaluation: real episodes over a completer that gives the answers it was handed."""
+"""Evaluation: real episodes over a completer with prepared answers."""
 
 from __future__ import annotations
 

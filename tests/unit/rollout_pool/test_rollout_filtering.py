@@ -1,4 +1,4 @@
-"""Which groups are left out for teaching nothing, and how many may be."""
+"""Which groups without variance are left out, and how many."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def pin():
 
 @pytest.fixture
 async def follow(client, state, receiver, pin):
-    """Starts to follow the receiver with engine-0; what it raises is at the task."""
+    """Makes engine-0 follow the receiver; errors are at the task."""
     await state.register_receiver("receiver-0", receiver.url)
     started = []
 

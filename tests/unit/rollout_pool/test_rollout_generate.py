@@ -37,7 +37,7 @@ class Model:
         self.gates = {}
         """Place -> what it waits for after its first token."""
         self.errors = {}
-        """Place -> what is raised in place of its answer."""
+        """Place -> the error raised instead of its answer."""
         self.asked_at_once = 0
         self._interrupted = {}
 

@@ -1,4 +1,4 @@
-"""An engine that stalls: real Redis and real HTTP around a server that is no process of its own."""
+"""An engine that stalls: real Redis and real HTTP, with a server inside this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout_pool.engines.lifecycle import EngineLife
 
 
 class ThreadEngine:
-    """In place of SGLangEngine: its server is the fake, which answers again after a restart."""
+    """Replaces SGLangEngine: its server is the fake, which answers again after a restart."""
 
     def __init__(self, fake):
         config = SimpleNamespace(max_restarts=2, tp_size=1)

@@ -1,4 +1,4 @@
-"""Who is silent although no process has died; real processes, a server of real HTTP."""
+"""Detection of silent servers whose processes live; real processes and real HTTP."""
 
 from __future__ import annotations
 

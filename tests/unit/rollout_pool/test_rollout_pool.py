@@ -1,4 +1,4 @@
-"""How the pool's parts find each other, and whose end is the run's."""
+"""How the pool's parts find each other, and whose death ends the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an SGLang server needs of shared memory and what it would leave there."""
+"""The shared memory that an SGLang server needs and may leave behind."""
 
 from __future__ import annotations
 

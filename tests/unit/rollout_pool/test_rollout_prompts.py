@@ -1,4 +1,4 @@
-"""Prompts are held to their length as an episode will open with them."""
+"""Limits on prompts apply to the tokens that open an episode."""
 
 from __future__ import annotations
 

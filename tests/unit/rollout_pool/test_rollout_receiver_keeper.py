@@ -1,4 +1,4 @@
-"""What keeps a node's receiver running; the receivers are real processes."""
+"""The keeper of a node's receiver; the receivers are real processes."""
 
 from __future__ import annotations
 

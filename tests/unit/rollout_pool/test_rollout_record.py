@@ -1,4 +1,4 @@
-"""What is written of the groups of a worker, and read again."""
+"""Recording the groups of a worker, and reading them again."""
 
 from __future__ import annotations
 

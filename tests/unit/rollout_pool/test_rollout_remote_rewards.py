@@ -1,4 +1,4 @@
-"""Rewards from services: a real HTTP server, which is sometimes out of order."""
+"""Rewards from services: a real HTTP server that sometimes fails."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EPISODE = Episode(
 
 
 class Service:
-    """Answers with what is in `replies`, one after the other, the last for ever."""
+    """Answers with what is in `replies`, one after the other, the last repeatedly."""
 
     def __init__(self) -> None:
         self.reset()
@@ -209,7 +209,7 @@ async def test_concurrent_calls_are_limited(service, reward):
 
 
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "message"),
     [
         ({}, 'its "reward" is no number'),
         ({"reward": "high"}, 'its "reward" is no number'),
@@ -222,9 +222,9 @@ async def test_concurrent_calls_are_limited(service, reward):
         (Response("[1]"), "the answer is not a JSON object"),
     ],
 )
-async def test_answer_without_a_usable_reward_is_reported(service, reward, reply, told):
+async def test_answer_without_a_usable_reward_is_reported(service, reward, reply, message):
     service.replies = [reply]
-    with pytest.raises(RemoteFailure, match=told):
+    with pytest.raises(RemoteFailure, match=message):
         await reward().score(PROMPT, EPISODE, "k")
     assert len(service.bodies) == 1
 
@@ -246,10 +246,10 @@ async def test_key_is_sent_and_never_logged(service, reward, key, caplog):
     url = service.url.replace("//", "//user:pass-word@") + "/score?token=in-the-query"
     with caplog.at_level("DEBUG", "rollout_pool"), pytest.raises(RemoteFailure) as caught:
         await reward(url=url, api_key_env=KEY).score(PROMPT, EPISODE, "k")
-    told = str(caught.value) + caplog.text
+    message = str(caught.value) + caplog.text
     for secret in (key, "pass-word", "in-the-query"):
-        assert secret not in told
-    assert "HTTP 401: bad key (key)" in told
+        assert secret not in message
+    assert "HTTP 401: bad key (key)" in message
     service.replies = [{"reward": 1.0}]
     await reward(api_key_env=KEY).score(PROMPT, EPISODE, "k")
     assert service.headers[-1]["authorization"] == f"Bearer {key}"
@@ -406,7 +406,7 @@ async def test_each_token_gets_the_teachers_log_probability_given_those_before(s
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda given: given[-1:], "gave 1 log-probabilities for 3 tokens: its server must echo"),
         (lambda given: [None, None, *given[2:]], "omitted the log-probabilities"),
@@ -415,7 +415,7 @@ async def test_each_token_gets_the_teachers_log_probability_given_those_before(s
         (lambda given: None, "gave 0 log-probabilities"),
     ],
 )
-async def test_incomplete_teacher_answer_is_reported(service, teacher, change, told):
+async def test_incomplete_teacher_answer_is_reported(service, teacher, change, message):
     def reply(body: dict) -> dict:
         answer = echo(body)
         logprobs = answer["choices"][0]["logprobs"]
@@ -423,5 +423,5 @@ async def test_incomplete_teacher_answer_is_reported(service, teacher, change, t
         return answer
 
     service.replies = [reply]
-    with pytest.raises(RemoteFailure, match=told):
+    with pytest.raises(RemoteFailure, match=message):
         await teacher.columns([branch([5, 6, 7])], "k")

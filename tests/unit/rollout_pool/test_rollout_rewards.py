@@ -187,7 +187,7 @@ def running(pid: int) -> bool:
     ("answer", "failure", "num_restarts"),
     [
         ("hang", f"no reward within {TIMEOUT_S:g} s", 1),
-        ("crash", "the scoring process died", 2),  # it was asked a second time
+        ("crash", "the scoring process died", 2),  # it was retried
         ("raise", "RuntimeError: no such thing", 0),
         ("nan", "the reward is nan", 0),
         ("text", "the reward is not a number: 'nothing'", 0),

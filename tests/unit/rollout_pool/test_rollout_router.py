@@ -1,4 +1,4 @@
-"""Which engine gets a sample, which sample comes first, and when none does."""
+"""Which engine gets a sample, and which sample comes first."""
 
 from __future__ import annotations
 
@@ -410,7 +410,7 @@ async def test_engine_that_failed_and_does_not_answer_at_all_gets_not_even_a_tri
 
 
 class Work:
-    """Functions that were called while it was counted: a measure that no busy machine changes."""
+    """The number of function calls: a measure that does not depend on the machine's load."""
 
     num_calls = 0
 
@@ -513,7 +513,7 @@ async def test_poller_reports_loads_to_the_router(fake, client, other_fake, othe
     async with asyncio.timeout(5):
         while both.engines["engine-0"].limit > 1:
             await asyncio.sleep(0.01)
-    assert both.engines["engine-1"].limit == 40  # it has no such route, which is no failure
+    assert both.engines["engine-1"].limit == 40  # it has no such route, which is not a failure
     seen = fake.num_loads
     other_fake.stop()
     async with asyncio.timeout(5):

@@ -1,4 +1,4 @@
-"""Episodes with environments of all manners, and a model with prepared lines."""
+"""Episodes with all kinds of environments, and a model with prepared answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples that are completed over engines that die, refuse and interrupt, all by real HTTP."""
+"""Samples completed through failures, refusals and interruptions, over real HTTP."""
 
 from __future__ import annotations
 

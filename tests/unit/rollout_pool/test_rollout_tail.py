@@ -1,4 +1,4 @@
-"""What becomes of stragglers under each policy; time is real but short."""
+"""Stragglers under each policy; times are real but short."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CountStore:
 
 
 class Versions:
-    """A trainer and its engines, as far as they publish and serve."""
+    """The published and served versions of a trainer and its engines."""
 
     def __init__(self) -> None:
         self.trainer = self.engines = 0
@@ -128,14 +128,14 @@ class Scene:
 
 
 class Unasked(EpisodeSource):
-    """A worker's own source, which plays nothing here."""
+    """A worker's own source, which runs nothing here."""
 
     async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
         raise AssertionError("not run here")
 
 
 class Stranger(Unasked):
-    """A program elsewhere that takes all the time in the world."""
+    """An external program that never ends."""
 
     is_external = True
 

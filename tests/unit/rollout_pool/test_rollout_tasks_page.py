@@ -1,4 +1,4 @@
-"""What docs/tasks.md shows is run as it stands there."""
+"""Runs the examples of docs/tasks.md as they are."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Says:
         sample.finish_reason = "stop"
 
     def interrupt(self, sample):
-        raise AssertionError("nobody interrupts")
+        raise AssertionError("unexpected interrupt")
 
 
 @pytest.fixture

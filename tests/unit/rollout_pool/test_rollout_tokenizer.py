@@ -1,4 +1,4 @@
-"""What is known of a model's vocabulary."""
+"""The size of a model's vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls in what a model wrote, whole and broken."""
+"""Parsing valid and broken tool calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments of the verifiers library, played as agents."""
+"""Environments of the verifiers library, run as agents."""
 
 from __future__ import annotations
 

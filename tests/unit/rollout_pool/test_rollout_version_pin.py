@@ -1,4 +1,4 @@
-"""The agreement on a version that an engine stays at, step by step."""
+"""Pinning an engine to a version, step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker's loop at a real Redis server; a scribe writes the samples instead of an engine."""
+"""The worker's loop with a real Redis server and a fake completer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Numbers:
         return ()
 
 
-class Scribe:
+class FakeCompleter:
     """Completes samples: one token at once, the rest of `answer(sample)` after `hold`."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class SlowBuffer:
 
 
 class External(EpisodeSource):
-    """A group of a program elsewhere: `source` plays it, unless it fails."""
+    """An external group: `source` runs it, unless it fails."""
 
     is_external = True
 
@@ -154,7 +154,7 @@ class External(EpisodeSource):
 
 
 class Waiting:
-    """Groups that programs elsewhere wait for."""
+    """Groups that external programs wait for."""
 
     def __init__(self):
         self.groups = []
@@ -183,8 +183,8 @@ async def state(redis_url, run_name):
 
 
 @pytest.fixture
-def scribe():
-    return Scribe()
+def completer():
+    return FakeCompleter()
 
 
 @pytest.fixture
@@ -193,15 +193,15 @@ def scorer():
 
 
 @pytest.fixture
-async def make_worker(scribe, scorer, state, redis_url, run_name, buffer_factory, tmp_path):
-    """Opens the run's buffer, and a worker on it. Called again it is the worker's next life."""
+async def make_worker(completer, scorer, state, redis_url, run_name, buffer_factory, tmp_path):
+    """Opens the run's buffer, and a worker on it. Called again it is the restarted worker."""
     tasks = []
 
     async def make(
         max_staleness=1, wait_timeout_s=30.0, log=None, external=None, stop_again_s=10.0, **settings
     ):
         buffer = SlowBuffer(await buffer_factory(GROUPS_PER_STEP, max_staleness=max_staleness))
-        await state.record_commit("engine-0", scribe.version, {})
+        await state.record_commit("engine-0", completer.version, {})
         settings = {"max_prompt_tokens": 16, **settings}
         config = RolloutConfig(group_size=2, max_response_tokens=8, **settings)
         spec = RolloutSpec(
@@ -224,7 +224,7 @@ async def make_worker(scribe, scorer, state, redis_url, run_name, buffer_factory
         task, chat = Numbers(), plain_chat()
         watching = asyncio.get_running_loop().create_future()
         position = (await state.task_positions()).get(0, 0)
-        make.source = EnvEpisodes(EpisodeRunner(scribe, chat, TASK, config), task.environment)
+        make.source = EnvEpisodes(EpisodeRunner(completer, chat, TASK, config), task.environment)
         worker = RolloutWorker(
             index=0,
             spec=spec,
@@ -238,7 +238,7 @@ async def make_worker(scribe, scorer, state, redis_url, run_name, buffer_factory
             buffer=buffer,
             state=state,
             watching=[watching],
-            interrupter=scribe,
+            interrupter=completer,
             group_log=log,
             stop_again_s=stop_again_s,
         )
@@ -280,7 +280,9 @@ async def consume(buffer, step, num_groups=GROUPS_PER_STEP, version=0):
     return lease
 
 
-async def test_worker_fills_the_buffer_up_to_its_credits_and_no_further(make_worker, state, scribe):
+async def test_worker_fills_the_buffer_up_to_its_credits_and_no_further(
+    make_worker, state, completer
+):
     written = []
 
     class Log:
@@ -311,20 +313,20 @@ async def test_worker_fills_the_buffer_up_to_its_credits_and_no_further(make_wor
 
 
 async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_again(
-    make_worker, state, scribe
+    make_worker, state, completer
 ):
-    scribe.holding = lambda sample: True
+    completer.holding = lambda sample: True
     external = Waiting()
     worker, buffer = await make_worker(max_staleness=0, external=external)
     played = [External(make_worker.source) for _ in range(GROUPS_PER_STEP)]
     external.groups = list(played)
     running = await make_worker.start(worker)
-    await until(lambda: len(scribe.asked) == 2 * GROUPS_PER_STEP)
-    scribe.holding = lambda sample: False
-    scribe.version = 1
+    await until(lambda: len(completer.asked) == 2 * GROUPS_PER_STEP)
+    completer.holding = lambda sample: False
+    completer.version = 1
     await buffer.publish_version(1)
     await asyncio.sleep(0.3)
-    assert len(scribe.asked) == 2 * GROUPS_PER_STEP  # the engine is still at version 0
+    assert len(completer.asked) == 2 * GROUPS_PER_STEP  # the engine is still at version 0
     await state.record_commit("engine-0", 1, {})
     await until(ready(buffer, GROUPS_PER_STEP))
     stats = await buffer.stats()
@@ -332,8 +334,8 @@ async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_agai
     for group in played:
         [why] = group.given_up
         assert "version 0, and at version 1 max_staleness=0" in why
-    assert len(scribe.cancelled) == 2 * GROUPS_PER_STEP
-    assert sorted(scribe.asked) == ["0"] * 4 + ["1"] * 4
+    assert len(completer.cancelled) == 2 * GROUPS_PER_STEP
+    assert sorted(completer.asked) == ["0"] * 4 + ["1"] * 4
     worker.stop()
     assert (await running).num_too_old == 2
     counters = await state.counters()
@@ -342,14 +344,14 @@ async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_agai
     assert {group.prompt.attempt for group in lease.groups} == {1}
 
 
-async def test_group_that_can_still_be_trained_is_not_stopped(make_worker, scribe):
-    scribe.holding = lambda sample: True
+async def test_group_that_can_still_be_trained_is_not_stopped(make_worker, completer):
+    completer.holding = lambda sample: True
     worker, buffer = await make_worker(max_staleness=1)
     running = await make_worker.start(worker)
-    await until(lambda: len(scribe.asked) == 4 * GROUPS_PER_STEP)
+    await until(lambda: len(completer.asked) == 4 * GROUPS_PER_STEP)
     await buffer.publish_version(1)
     await asyncio.sleep(0.3)
-    assert not scribe.cancelled
+    assert not completer.cancelled
     worker.stop()
     await running
     stats = await buffer.stats()
@@ -357,7 +359,7 @@ async def test_group_that_can_still_be_trained_is_not_stopped(make_worker, scrib
 
 
 async def test_prompt_of_a_failed_group_runs_again_and_its_group_is_whole(
-    make_worker, scribe, state
+    make_worker, completer, state
 ):
     failed = set()
 
@@ -366,7 +368,7 @@ async def test_prompt_of_a_failed_group_runs_again_and_its_group_is_whole(
         failed.update(["0"] if is_first else [])
         return is_first
 
-    scribe.failing = fails_once
+    completer.failing = fails_once
     buffer, report = await fill(make_worker)
     assert report.num_failed == 1
     stats = await buffer.stats()
@@ -377,8 +379,10 @@ async def test_prompt_of_a_failed_group_runs_again_and_its_group_is_whole(
     assert (await state.counters())["samples_retried"] == 1
 
 
-async def test_poisonous_prompt_is_quarantined_and_the_worker_continues(make_worker, scribe, state):
-    scribe.failing = lambda sample: sample.prompt == [ord("1")]
+async def test_poisonous_prompt_is_quarantined_and_the_worker_continues(
+    make_worker, completer, state
+):
+    completer.failing = lambda sample: sample.prompt == [ord("1")]
     buffer, report = await fill(make_worker, max_group_failures=3)
     assert report.num_failed == 3
     (poisonous,) = await buffer.quarantined_prompts()
@@ -388,8 +392,10 @@ async def test_poisonous_prompt_is_quarantined_and_the_worker_continues(make_wor
     assert sorted(group.prompt.index for group in lease.groups) == [0, 2, 3, 4]
 
 
-async def test_engine_that_fails_every_group_ends_the_worker_with_the_reason(make_worker, scribe):
-    scribe.failing = lambda sample: True
+async def test_engine_that_fails_every_group_ends_the_worker_with_the_reason(
+    make_worker, completer
+):
+    completer.failing = lambda sample: True
     worker, _ = await make_worker()
     with pytest.raises(GroupFailed, match="out of order"):
         async with asyncio.timeout(30):
@@ -400,19 +406,19 @@ async def test_engine_that_fails_every_group_ends_the_worker_with_the_reason(mak
 
 
 @pytest.mark.parametrize("ending", ["publish", "stop"])
-async def test_failed_group_always_gives_its_credit_back(make_worker, scribe, ending):
+async def test_failed_group_always_gives_its_credit_back(make_worker, completer, ending):
     worker, buffer = await make_worker(max_staleness=0)
-    scribe.holding = lambda sample: True
+    completer.holding = lambda sample: True
     # The other sample of the group has a token, so that the group can be too old.
-    scribe.failing = lambda sample: (
+    completer.failing = lambda sample: (
         sample.prompt == [ord("0")] and sample.sample_id.split(".")[1] == "0"
     )
     buffer.before["fail"] = asyncio.Event()
     running = await make_worker.start(worker)
-    await until(lambda: "fail" in buffer.waiting and len(scribe.asked) >= 4)
-    scribe.failing = lambda sample: False
+    await until(lambda: "fail" in buffer.waiting and len(completer.asked) >= 4)
+    completer.failing = lambda sample: False
     if ending == "publish":
-        scribe.version = 1
+        completer.version = 1
         await buffer.publish_version(1)
     else:
         worker.stop()
@@ -443,7 +449,7 @@ async def test_worker_that_ends_while_it_admits_a_group_gives_the_credit_back(ma
     assert (await buffer.stats()).running == 0
 
 
-async def test_group_stopped_before_its_push_is_counted_as_stopped(make_worker, state, scribe):
+async def test_group_stopped_before_its_push_is_counted_as_stopped(make_worker, state, completer):
     worker, buffer = await make_worker()
     buffer.before["push"] = asyncio.Event()
     running = await make_worker.start(worker)
@@ -470,21 +476,21 @@ async def test_group_stopped_after_its_push_is_complete(make_worker, state):
     assert "tokens_wasted" not in counters and "given_up:<=256" not in counters
 
 
-async def test_group_that_ignores_its_cancellation_is_cancelled_again(make_worker, scribe):
-    scribe.holding, scribe.is_deaf = lambda sample: True, True
+async def test_group_that_ignores_its_cancellation_is_cancelled_again(make_worker, completer):
+    completer.holding, completer.is_deaf = lambda sample: True, True
     worker, buffer = await make_worker(stop_again_s=0.2)
     running = await make_worker.start(worker)
-    await until(lambda: len(scribe.asked) == 8)
+    await until(lambda: len(completer.asked) == 8)
     worker.stop()
     async with asyncio.timeout(10):
         await running
     assert (await buffer.stats()).running == 0
 
 
-# Groups from outside ------------------------------------------------------------------------------
+# External groups ---------------------------------------------------------------------------------
 
 
-async def test_external_group_waits_for_a_credit_like_any_other(make_worker, scribe):
+async def test_external_group_waits_for_a_credit_like_any_other(make_worker, completer):
     external = Waiting()
     worker, buffer = await make_worker(external=external)
     running = await make_worker.start(worker)
@@ -501,7 +507,7 @@ async def test_external_group_waits_for_a_credit_like_any_other(make_worker, scr
 
 
 async def test_prompt_of_a_failed_external_group_runs_again_without_blame(
-    make_worker, scribe, state
+    make_worker, completer, state
 ):
     external = Waiting()
     worker, buffer = await make_worker(external=external, max_group_failures=1)
@@ -527,19 +533,19 @@ async def test_missing_credit_within_the_limit_is_an_error(make_worker):
             await worker.run()
 
 
-# Life after death ---------------------------------------------------------------------------------
+# Restart -----------------------------------------------------------------------------------------
 
 
 async def test_restarted_worker_runs_its_prompts_again_and_continues_its_stream(
-    make_worker, scribe, state
+    make_worker, completer, state
 ):
-    scribe.holding = lambda sample: True
+    completer.holding = lambda sample: True
     _, buffer = await make_worker()
-    for serial in range(3):  # what an earlier life left
+    for serial in range(3):  # left by the worker before the restart
         await buffer.admit(f"0-{serial}-dead", 1)
         prompt = PromptRef(task="numbers", index=serial)
         await buffer.begin(f"0-{serial}-dead", prompt, 0, serial + 1)
-    scribe.holding = lambda sample: False
+    completer.holding = lambda sample: False
     buffer, _ = await fill(make_worker)
     lease = await consume(buffer, 0, num_groups=4)
     assert sorted(group.prompt.index for group in lease.groups) == [0, 1, 2, 3]
@@ -552,14 +558,14 @@ async def test_restarted_worker_runs_its_prompts_again_and_continues_its_stream(
 
 
 async def test_interrupted_groups_keep_their_tokens_and_end_with_those_of_the_next_version(
-    make_worker, scribe, state
+    make_worker, completer, state
 ):
-    scribe.holding = lambda sample: True
+    completer.holding = lambda sample: True
     worker, buffer = await make_worker(tail=TailPolicy.interrupt_and_resume)
     running = await make_worker.start(worker)
-    await until(lambda: len(scribe.asked) == 4 * GROUPS_PER_STEP)
-    scribe.holding = lambda sample: False
-    scribe.version = 1
+    await until(lambda: len(completer.asked) == 4 * GROUPS_PER_STEP)
+    completer.holding = lambda sample: False
+    completer.version = 1
     await buffer.publish_version(1)
     await asyncio.sleep(0.2)
     assert (await buffer.stats()).ready == 0  # they wait for the engine
@@ -575,9 +581,9 @@ async def test_interrupted_groups_keep_their_tokens_and_end_with_those_of_the_ne
         assert group.tokens_by_version == {0: 2, 1: 4}
 
 
-async def test_postponed_group_is_finished_with_its_earlier_tokens(make_worker, scribe, state):
-    scribe.holding = lambda sample: sample.prompt == [ord("0")]
-    scribe.pause_s = 0.2
+async def test_postponed_group_is_finished_with_its_earlier_tokens(make_worker, completer, state):
+    completer.holding = lambda sample: sample.prompt == [ord("0")]
+    completer.pause_s = 0.2
     worker, buffer = await make_worker(
         max_staleness=3, tail=TailPolicy.postpone, max_postponements=1
     )
@@ -590,9 +596,9 @@ async def test_postponed_group_is_finished_with_its_earlier_tokens(make_worker, 
                 await consume(buffer, step, num_groups=1)
                 step += 1
             await asyncio.sleep(0.02)
-    await until(ready(buffer, 7))  # it is alone: no group is there to give way to
+    await until(ready(buffer, 7))  # it is alone: there is no group to give way to
     await asyncio.sleep(1.0)
-    scribe.go.set()
+    completer.go.set()
     await until(ready(buffer, 8))
     worker.stop()
     await running
@@ -605,8 +611,8 @@ async def test_postponed_group_is_finished_with_its_earlier_tokens(make_worker, 
 # Dynamic sampling ---------------------------------------------------------------------------------
 
 
-async def test_groups_without_variance_are_left_out_and_others_run(make_worker, scribe, state):
-    scribe.answer = lambda sample: (
+async def test_groups_without_variance_are_left_out_and_others_run(make_worker, completer, state):
+    completer.answer = lambda sample: (
         "0" if int(chr(sample.prompt[0])) % 2 else str(int(sample.sample_id.split(".")[1]))
     )
     buffer, _ = await fill(make_worker, filter_zero_variance=True)
@@ -618,22 +624,24 @@ async def test_groups_without_variance_are_left_out_and_others_run(make_worker, 
     assert counters["groups_filtered"] == 3 and counters["tokens_filtered"] == 3 * 2 * 3
 
 
-async def test_groups_are_kept_without_the_filter_or_beyond_its_budget(make_worker, scribe, state):
-    scribe.answer = lambda sample: "0"
+async def test_groups_are_kept_without_the_filter_or_beyond_its_budget(
+    make_worker, completer, state
+):
+    completer.answer = lambda sample: "0"
     await fill(make_worker, filter_zero_variance=True, max_filtered_ratio=0.5)
     assert (await state.counters())["zero_variance_kept"] == 4
 
 
 async def test_equal_rewards_of_a_broken_scorer_do_not_leave_groups_out(
-    make_worker, scribe, scorer, state
+    make_worker, completer, scorer, state
 ):
-    scribe.answer = lambda sample: "0"
+    completer.answer = lambda sample: "0"
     scorer.failures = {"judge": "no answer"}
     await fill(make_worker, filter_zero_variance=True)
     counters = await state.counters()
     assert counters["rewards_failed"] == 8 and "groups_filtered" not in counters
 
 
-async def test_too_long_prompts_are_skipped(make_worker, scribe, state):
+async def test_too_long_prompts_are_skipped(make_worker, completer, state):
     await fill(make_worker, max_prompt_tokens=1, on_long_prompt=OnLongPrompt.skip)
-    assert set(scribe.asked) == {"0", "1", "2", "3"}
+    assert set(completer.asked) == {"0", "1", "2", "3"}

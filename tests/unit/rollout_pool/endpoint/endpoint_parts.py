@@ -1,4 +1,4 @@
-"""An endpoint in front of a model that says what a test wants, in tokens of its own choice."""
+"""An endpoint with a fake model that answers as a test wants, in unusual tokens."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ class Author:
         """Number of a token -> what must happen before it is written."""
         self.version = 7
         self.piece = 3
-        """Tokens that come at once."""
+        """Tokens that arrive together."""
         self.places: asyncio.Semaphore | None = None
-        """So many are written at once; the others wait in line."""
+        """Slots; other answers wait."""
         self.pause_s = 0.0
-        """That an answer takes before its first token."""
+        """Time before an answer's first token."""
         self.samples = []
         self.ended = []
         """Samples whose end was reached, with the tokens that were written."""
@@ -252,7 +252,7 @@ class Scene:
 
 
 async def eventually(holds, timeout_s=10.0):
-    """Until `holds()`: for what happens in the endpoint after a client has left."""
+    """Waits for `holds()`, such as for effects of a client's disconnect."""
     async with asyncio.timeout(timeout_s):
         while not holds():
             await asyncio.sleep(0.005)

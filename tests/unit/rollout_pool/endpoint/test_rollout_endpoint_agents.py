@@ -1,4 +1,4 @@
-"""Agents become episodes: what they return is the reward; a wrong one costs one episode."""
+"""Agents become episodes with their results as rewards; a bad agent fails only its episode."""
 
 from __future__ import annotations
 
@@ -282,13 +282,13 @@ def test_agent_must_be_an_async_function(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ends_by", "told"),
+    ("ends_by", "message"),
     [(SystemExit(1), "tried to end the process"), (asyncio.CancelledError(), "cancelled itself")],
 )
-async def test_agent_that_exits_or_cancels_fails_only_its_episode(scene, play, ends_by, told):
+async def test_agent_that_exits_or_cancels_fails_only_its_episode(scene, play, ends_by, message):
     async def agent(session, prompt):
         await ask(session, prompt.text)
         raise ends_by
 
     episode = await play(agent)
-    assert episode.end == "env_error" and told in episode.error
+    assert episode.end == "env_error" and message in episode.error

@@ -1,4 +1,4 @@
-"""The official client holds conversations; what was said is recorded token by token."""
+"""Conversations with the official client are recorded token by token."""
 
 from __future__ import annotations
 

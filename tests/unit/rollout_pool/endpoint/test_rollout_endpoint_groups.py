@@ -1,4 +1,4 @@
-"""Programs elsewhere ask for groups, play their episodes, and post the rewards."""
+"""External programs request groups, run their episodes, and post the rewards."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ async def test_waiting_group_requests_are_refused_at_the_end_of_the_run(scene):
         assert answer.status_code == 503 and "ending" in answer.json()["error"]["message"]
 
 
-async def test_group_response_has_the_system_prompt_and_the_address_file_is_private(
+async def test_group_response_has_the_system_prompt_and_address_file_is_private(
     make_scene, tmp_path
 ):
     scene = await make_scene(task=TaskConfig(chat_template=True, system_prompt="Be brief."))

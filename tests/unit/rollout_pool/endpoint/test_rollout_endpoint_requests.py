@@ -1,4 +1,4 @@
-"""What requests may ask, who may ask, and how a refusal is told."""
+"""Which requests are allowed, with which keys, and how others are refused."""
 
 from __future__ import annotations
 
@@ -451,7 +451,7 @@ async def test_commas_inside_a_string_do_not_count_as_values(make_scene):
     assert error["code"] == "context_length_exceeded", error  # and not too_many_values
 
 
-# What an answer says besides its text ----------------------------------------------------------
+# Other fields of a response -------------------------------------------------------------------
 
 
 async def test_every_response_has_the_id_of_its_request_and_so_do_errors(scene):
@@ -495,8 +495,8 @@ async def test_plain_completions_name_the_token_of_each_log_probability(scene):
         asked = {"model": MODEL, "prompt": "x", "logprobs": 1, "max_tokens": 50}
         answer = await client.completions.create(**asked, stream=is_streamed)
         chunks = [one async for one in answer] if is_streamed else [answer]
-        told = [one for chunk in chunks for choice in chunk.choices if (one := choice.logprobs)]
-        assert sum(len(one.tokens) for one in told) == len(spell("hello")) + 1
-        for one in told:
+        entries = [one for chunk in chunks for choice in chunk.choices if (one := choice.logprobs)]
+        assert sum(len(one.tokens) for one in entries) == len(spell("hello")) + 1
+        for one in entries:
             pairs = zip(one.tokens, one.token_logprobs, strict=True)
             assert one.top_logprobs == [{token: logprob} for token, logprob in pairs]

@@ -1,4 +1,4 @@
-"""Connections end, clients come back or do not: the model writes each answer once."""
+"""Disconnects and retries: each answer is sampled once."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_answer_that_ended_without_its_client_waits_for_a_retry(make_scene
     await eventually(lambda: session._answers[0].num_readers == 0)
     gate.set()
     await eventually(lambda: scene.author.ended)
-    assert session.num_turns == 0  # nobody has seen it yet
+    assert session.num_turns == 0  # no client has seen it yet
     answer = await asks(client, extra_headers=AGAIN)
     assert answer.choices[0].message.content == "hello"
     assert session.num_turns == 1 and len(scene.author.samples) == 1
@@ -134,7 +134,7 @@ async def test_failed_answer_is_reported_once_and_sampled_again_by_the_next_requ
     client = scene.client(session, max_retries=5)
     with pytest.raises(openai.InternalServerError, match="three engines died"):
         await asks(client)
-    assert len(scene.author.samples) == 1  # the client was told not to ask again by itself
+    assert len(scene.author.samples) == 1  # the response said should_retry=False
     assert (await asks(client, extra_headers=AGAIN)).choices[0].message.content == "hello"
     with pytest.raises(openai.APIError, match="no engine gave an answer"):
         await said_in(await asks(client, stream=True))
@@ -149,9 +149,9 @@ async def test_closed_session_ends_its_requests_and_refuses_others(scene):
     await eventually(lambda: len(scene.author.samples) == 2)
     stream = await streamed
     await scene.sessions.close(session, "the group is too old")
-    with pytest.raises(openai.APIStatusError, match="given up") as told:
+    with pytest.raises(openai.APIStatusError, match="given up") as refused:
         await asked
-    assert told.value.status_code == 410
+    assert refused.value.status_code == 410
     with pytest.raises(openai.APIError, match="given up"):
         await said_in(stream)
     with pytest.raises(openai.APIStatusError, match="is over: the group is too old"):

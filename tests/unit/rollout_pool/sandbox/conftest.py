@@ -1,4 +1,4 @@
-"""How the programs of these tests are run, and what none of them may leave behind."""
+"""Runs the programs of these tests, and checks that they leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that mean ill, each held by the sandbox, and some that do not."""
+"""Malicious programs, each stopped by the sandbox, and harmless ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that reach for what is not theirs: the network, the machine's files, its parent's."""
+"""Programs that try to reach the network, the machine's files or their parent's."""
 
 from __future__ import annotations
 
