@@ -280,9 +280,7 @@ async def consume(buffer, step, num_groups=GROUPS_PER_STEP, version=0):
     return lease
 
 
-async def test_worker_fills_the_buffer_up_to_its_credits_and_no_further(
-    make_worker, state, completer
-):
+async def test_worker_fills_the_buffer_up_to_its_credits_only(make_worker, state, completer):
     written = []
 
     class Log:
@@ -379,9 +377,7 @@ async def test_prompt_of_a_failed_group_runs_again_and_its_group_is_whole(
     assert (await state.counters())["samples_retried"] == 1
 
 
-async def test_poisonous_prompt_is_quarantined_and_the_worker_continues(
-    make_worker, completer, state
-):
+async def test_poisonous_prompt_is_quarantined(make_worker, completer, state):
     completer.failing = lambda sample: sample.prompt == [ord("1")]
     buffer, report = await fill(make_worker, max_group_failures=3)
     assert report.num_failed == 3
@@ -392,9 +388,7 @@ async def test_poisonous_prompt_is_quarantined_and_the_worker_continues(
     assert sorted(group.prompt.index for group in lease.groups) == [0, 2, 3, 4]
 
 
-async def test_engine_that_fails_every_group_ends_the_worker_with_the_reason(
-    make_worker, completer
-):
+async def test_engine_that_fails_every_group_ends_the_worker(make_worker, completer):
     completer.failing = lambda sample: True
     worker, _ = await make_worker()
     with pytest.raises(GroupFailed, match="out of order"):
@@ -624,9 +618,7 @@ async def test_groups_without_variance_are_left_out_and_others_run(make_worker, 
     assert counters["groups_filtered"] == 3 and counters["tokens_filtered"] == 3 * 2 * 3
 
 
-async def test_groups_are_kept_without_the_filter_or_beyond_its_budget(
-    make_worker, completer, state
-):
+async def test_groups_are_kept_without_filter_or_beyond_its_budget(make_worker, completer, state):
     completer.answer = lambda sample: "0"
     await fill(make_worker, filter_zero_variance=True, max_filtered_ratio=0.5)
     assert (await state.counters())["zero_variance_kept"] == 4
