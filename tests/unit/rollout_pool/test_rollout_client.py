@@ -230,7 +230,7 @@ async def test_logprobs_that_cannot_be_trained_on_are_refused_for_their_sample_a
         ({"finish_type": "abort"}, EngineError, "aborted a sample", 3),
         ({"finish_type": "abort", "abort_status": 500}, SampleRefused, "aborted a sample", 1),
         ({"finish_type": None}, EngineError, "engine-0 ended an answer before 1 of its samples", 1),
-        ({"logprobs": [-0.5]}, BadLogprobs, "those of other tokens", 1),
+        ({"logprobs": [-0.5]}, BadLogprobs, "of other tokens", 1),
         ({"versions": [("1", 0, 2)]}, SampleRefused, "do not cover 3 tokens", 1),
         ({"versions": [("1", 1, 3)]}, SampleRefused, "do not cover 3 tokens", 1),
         ({"versions": [("1", 0, 1), ("2", 2, 3)]}, SampleRefused, "do not cover 3 tokens", 1),

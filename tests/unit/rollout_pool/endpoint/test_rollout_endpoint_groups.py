@@ -191,7 +191,7 @@ async def test_group_whose_program_left_is_given_up(scene):
     request = EpisodeRequest(session="0-1-abc.0", sampling=scene.sampling)
     member = asyncio.create_task(taken.run(PROMPT, request))
     asking.cancel()
-    with pytest.raises(SessionLost, match="went away"):
+    with pytest.raises(SessionLost, match="group left"):
         await member
 
 

@@ -28,7 +28,7 @@ def body(**more):
 
 
 REFUSED = [
-    (body(temperature=0.2), "temperature", "0.2 was asked for"),
+    (body(temperature=0.2), "temperature", "0.2 was requested"),
     (body(top_p=0.9), "top_p", "sampled as the run is configured"),
     (body(top_k=5), "top_k", "configured"),
     (body(presence_penalty=1), "presence_penalty", "configured"),
@@ -156,9 +156,9 @@ async def test_invalid_body_is_refused(scene):
     http = scene.http(scene.session().key)
     half = b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}'
     for content, status, words in (
-        (b"{", 400, "not JSON"),
-        (b"\xff\xfe\x00", 400, "not JSON"),
-        (b"[" * 20_000, 400, "not JSON"),
+        (b"{", 400, "not valid JSON"),
+        (b"\xff\xfe\x00", 400, "not valid JSON"),
+        (b"[" * 20_000, 400, "not valid JSON"),
         (b"[" + b"[]," * 60_000 + b"1]", 400, "values"),
         (b"[1]", 400, "must be an object"),
         (half, 400, "a lone surrogate"),
