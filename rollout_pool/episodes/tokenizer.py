@@ -42,7 +42,7 @@ def load_tokenizer(model_path: str, *, trust_remote_code: bool) -> Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"model.path={model_path!r}: no tokenizer to load; give a folder with a "
+            f"model.path={model_path!r}: there is no tokenizer to load; give a folder with a "
             f"Hugging Face model, or the name of one on the hub ({error})"
         ) from error
     return cast(Tokenizer, tokenizer)

@@ -78,7 +78,7 @@ def test_last_whole_box_counts_with_its_inner_braces():
     ("kind", "line", "message"),
     [
         (TaskKind.math, {"problem": "a", "solution": "42"}, r"\"solution\" must hold its final a"),
-        (TaskKind.math, {"problem": "a"}, r": \"solution\" must be a text"),
+        (TaskKind.math, {"problem": "a"}, r": \"solution\" must be a non-empty string"),
         (TaskKind.math, "[", r": not JSON: .*each line must be \{\"problem\""),
         (TaskKind.code, {"prompt": "a"}, r": \"tests\" must not be missing or empty"),
         (TaskKind.code, {"prompt": "a", "tests": []}, r"\"tests\" must not be missing or empty"),
@@ -92,7 +92,7 @@ def test_last_whole_box_counts_with_its_inner_braces():
         (
             TaskKind.code,
             {"prompt": "a", "tests": {"assert": "x"}, "solution": 3},
-            r"\"solution\" must be a text",
+            r"\"solution\" must be a string",
         ),
     ],
 )

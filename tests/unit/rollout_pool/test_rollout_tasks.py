@@ -188,7 +188,7 @@ def test_listed_questions_can_have_held_out_ones_in_a_file(tmp_path):
         ('{"question": "a", "answer": "#### 1"}\n{oops\n', r"words.jsonl, line 2: not JSON"),
         ('\n["a"]', r"line 2: not an object"),
         ('{"question": "a"}', r'line 1: "answer" must be a non-empty string'),
-        ('{"question": "", "answer": "#### 1"}', r'line 1: "question" must be a text'),
+        ('{"question": "", "answer": "#### 1"}', r'line 1: "question" must be a non-empty string'),
         ('{"question": "a", "answer": "1"}', r'line 1: "answer" must end in "#### <the final'),
         ('{"question": "a", "answer": "#### "}', r'line 1: "answer" must end in'),
     ],

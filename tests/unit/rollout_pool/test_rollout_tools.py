@@ -227,7 +227,7 @@ async def test_bad_call_of_the_python_tool_says_what_it_takes():
     env = ToolEnv(SingleTurn("?"), [python_tool()], call_timeout_s=30)
     await env.reset()
     said = await results(env, call("python", code=3), call("python", code="1", stdin=""))
-    assert said == ['error: python takes one argument, "code", a text'] * 2
+    assert said == ['error: python takes one argument, "code", a string'] * 2
 
 
 def test_long_text_is_cut_in_the_middle():
@@ -281,7 +281,7 @@ async def test_environment_is_the_tasks_by_default():
         ),
         ({"tools": ["FILE:triple"]}, r"task.tools='.*:triple': .*has nothing named 'triple'"),
         ({"tools": ["FILE:double"] * 2}, r"there is a tool named 'double' already"),
-        ({"tools": ["python"], "max_turns": 1}, r"task.max_turns=1: with task.tools a call and w"),
+        ({"tools": ["python"], "max_turns": 1}, r"task.max_turns=1: with task.tools a call and t"),
         ({"tools": [], "env": "FILE:no"}, r"task.env='.*:no': .*has nothing named 'no'"),
     ],
 )
