@@ -211,12 +211,12 @@ async def test_concurrent_calls_are_limited(service, reward):
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        ({}, 'its "reward" is no number'),
-        ({"reward": "high"}, 'its "reward" is no number'),
-        ({"reward": True}, 'its "reward" is no number'),
-        (Response('{"reward": NaN}'), 'its "reward" is no number'),
-        (Response('{"reward": 1' + 400 * "0" + "}"), 'its "reward" is no number'),
-        ({"reward": 1, "parts": {"a": None}}, r'its "parts.a" is no number'),
+        ({}, 'its "reward" is not a usable number'),
+        ({"reward": "high"}, 'its "reward" is not a usable number'),
+        ({"reward": True}, 'its "reward" is not a usable number'),
+        (Response('{"reward": NaN}'), 'its "reward" is not a usable number'),
+        (Response('{"reward": 1' + 400 * "0" + "}"), 'its "reward" is not a usable number'),
+        ({"reward": 1, "parts": {"a": None}}, r'its "parts.a" is not a usable number'),
         ({"reward": 1, "parts": [1]}, 'its "parts" is not an object'),
         (Response("<html>"), "the answer is not JSON"),
         (Response("[1]"), "the answer is not a JSON object"),

@@ -331,7 +331,7 @@ async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_agai
     assert stats.abandoned_by_reason == {"too_old": 2} and stats.requeued == 2
     for group in played:
         [why] = group.given_up
-        assert "version 0, and at version 1 max_staleness=0" in why
+        assert "version 0, which at version 1 is too old" in why
     assert len(completer.cancelled) == 2 * GROUPS_PER_STEP
     assert sorted(completer.asked) == ["0"] * 4 + ["1"] * 4
     worker.stop()
