@@ -1,4 +1,4 @@
-"""Cuts a global batch into one share a rank, balanced by tokens."""
+"""Splits a global batch into one share per rank, balanced by tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 def split_by_tokens(tokens: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], ...]:
     """Indices of `tokens` in `num_shares` shares, each ascending and none empty.
 
-    Longest processing time first (Graham 1969): the largest group goes to the lightest share; its
-    heaviest share is at most 4/3 - 1/(3 num_shares) of the best possible. A pure function of its
-    arguments: ranks that know the same batch need not talk to each other to cut it alike.
+    Longest processing time first (Graham 1969): the largest group goes to the lightest share. The
+    heaviest share is at most 4/3 - 1/(3 num_shares) of the optimum. A pure function, so ranks that
+    know the same batch split it identically without communicating.
 
     Raises ValueError if there are fewer groups than shares.
     """

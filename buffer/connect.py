@@ -1,4 +1,4 @@
-"""Opens the way to a run's buffer, which lies in one shard or in several."""
+"""Connects to a run's buffer, which has one shard or several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Buffer = ReplayBuffer | ShardedReplayBuffer
 
 
 def buffer_on(redis: BufferRedis, run: str, settings: BufferConfig) -> Buffer:
-    """The buffer of a run by its settings. `close` closes the connections of `redis`, too."""
+    """The buffer of a run. Its `close` also closes the connections of `redis`."""
     if settings.shards == 1:
         return ReplayBuffer(
             redis,
@@ -32,5 +32,5 @@ def buffer_on(redis: BufferRedis, run: str, settings: BufferConfig) -> Buffer:
 
 
 async def connect_buffer(url: str, run: str, settings: BufferConfig) -> Buffer:
-    """A buffer with connections of its own to `url`. Raises BufferConnectionError."""
+    """A buffer with its own connections to `url`. Raises BufferConnectionError."""
     return buffer_on(await connect(url, tls_ca_file=settings.tls_ca_file), run, settings)

@@ -1,9 +1,9 @@
-"""Asks a server whether it has on disk what it was sent, and whether it is still the same server.
+"""Checks that a server has written to disk what it was sent, and that it is still the same server.
 
-A server that was killed comes back without the last second or two of its log, and a replica takes
-over without what had not reached it. Either is a picture of an earlier moment, in which a group
-that was pushed since is still running: its credit ends, and its prompt runs again. So no client
-keeps what it pushed; one that is about to end waits here until it is safe.
+A killed server comes back without the last second or two of its log, and a replica takes over
+without the writes that had not reached it. In that older state a group pushed since is still
+running: its credit expires, and its prompt runs again. So clients keep no copy of what they pushed;
+a client that is about to exit waits here until its pushes are durable.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _log = logging.getLogger(__name__)
 
 
 class Durability:
-    """What one server, which has one hash tag, says of its disk."""
+    """Durability of the writes to one server, under one hash tag."""
 
     def __init__(self, redis: BufferRedis, marker: str, wake: WakeStreams) -> None:
-        """`marker` is a key below the hash tag, written before each question."""
+        """`marker` is a key under the hash tag, written before each WAIT."""
         self._redis = redis
         self._marker = marker
         self._wake = wake
@@ -41,25 +41,25 @@ class Durability:
         self._can_wait_aof = True
 
     async def note_server(self) -> None:
-        """Before the first push: which server it goes to."""
+        """Records which server pushes go to. Call it before the first push."""
         if self._server:
             return
         async with self._noting:
-            if self._server:  # many may push at once
+            if self._server:  # another push was first
                 return
             _, info = await self._ask(1)
             self._server = info["run_id"]
             if not info["aof_enabled"]:
                 _log.warning(
-                    "Redis keeps no append-only file: a crash of it loses pushed groups; "
-                    "set appendonly yes"
+                    "Redis has no append-only file, so a crash loses pushed groups: set "
+                    "appendonly yes"
                 )
 
     async def flush(self, timeout_s: float) -> bool:
-        """Waits until what was sent before is on disk, and at a replica where one is connected.
+        """Waits until all earlier writes are on disk, and on a replica if one is connected.
 
-        False if it was not in time, or the server is another one than that of the first push or
-        the flush before: then some of it may be lost.
+        False on timeout, or if the server was restarted or replaced since the first push or the
+        last flush: some writes may be lost.
         """
         if not self._server:
             return True
@@ -70,7 +70,7 @@ class Durability:
                 async with asyncio.timeout(max(deadline.left_s, 0.1)):
                     is_safe, info = await self._ask(int(1000 * deadline.left_s))
             except (exceptions.RedisError, OSError) as error:  # TimeoutError is an OSError
-                _log.warning("Redis does not say what is on its disk yet: %s", error)
+                _log.warning("cannot tell yet whether Redis has written to disk: %s", error)
             else:
                 if info["run_id"] != self._server:
                     self._server = info["run_id"]
@@ -83,10 +83,10 @@ class Durability:
             await asyncio.sleep(min(_ROUND_EVERY_S, deadline.left_s))
 
     async def _ask(self, timeout_ms: int) -> tuple[bool, dict[str, Any]]:
-        """Whether all that came before is safe as far as the server can say, and its INFO."""
+        """Whether all earlier writes are durable as far as the server can tell, and its INFO."""
         wait_ms, num_replicas = max(1, min(_WAIT_MS, timeout_ms)), self._num_replicas
         async with self._redis.pipeline(transaction=False) as pipe:
-            # Both waits are for the writes of their own connection, so one goes before them.
+            # WAIT and WAITAOF cover only writes of their own connection, so write something first.
             pipe.set(self._marker, "", px=_MARKER_EXPIRY_MS)
             pipe.execute_command("WAIT", num_replicas, wait_ms)
             pipe.info("server", "replication", "persistence")
@@ -96,7 +96,7 @@ class Durability:
         for reply in (written, num_acknowledged, info):
             if isinstance(reply, Exception):
                 raise reply
-        # One that is still copying what is there does not count: it may take minutes.
+        # A replica that is still syncing does not count: that may take minutes.
         slaves = (info.get(f"slave{i}", {}) for i in range(info.get("connected_slaves", 0)))
         self._num_replicas = min(1, sum(slave.get("state") == "online" for slave in slaves))
         is_safe = num_acknowledged >= num_replicas and num_replicas >= self._num_replicas
@@ -104,7 +104,7 @@ class Durability:
 
     def _is_synced(self, info: dict[str, Any], synced: list[Any]) -> bool:
         if not info["aof_enabled"]:
-            return True  # as safe as it gets: the warning was given
+            return True  # nothing to wait for: `note_server` has warned
         if not self._can_wait_aof:
             is_late = info.get("aof_pending_bio_fsync", 0) > 0
             return info["aof_last_write_status"] == "ok" and not is_late
@@ -113,5 +113,5 @@ class Durability:
         is_unknown = "unknown command" in str(synced[0]).lower()
         if not is_unknown and not isinstance(synced[0], exceptions.NoPermissionError):
             raise synced[0]
-        self._can_wait_aof = False  # Redis before 7.2: it can say that no fsync is late
+        self._can_wait_aof = False  # Redis before 7.2 only tells that no fsync is late
         return False

@@ -1,14 +1,14 @@
-"""What the buffer raises besides ValueError and TimeoutError."""
+"""Errors of the buffer besides ValueError and TimeoutError."""
 
 from __future__ import annotations
 
 
 class BufferFullError(RuntimeError):
-    """A push found the buffer full, and `buffer.on_full=error` says not to wait."""
+    """A push found the buffer full, and `buffer.on_full=error` forbids waiting."""
 
 
 class NotOwnerError(RuntimeError):
-    """The caller's lineage is no longer the buffer's: another trainer took over.
+    """Another trainer took over the buffer from the caller's lineage.
 
-    Nothing was changed. The caller is a zombie and should end.
+    Nothing was changed. The caller is a zombie and should exit.
     """

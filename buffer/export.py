@@ -1,20 +1,20 @@
-"""Takes groups out of the buffer to look at: one group's picture, or all of them in a dump file.
+"""Reads groups out of the buffer for inspection: one group, or all of them into a dump file.
 
-A dump changes nothing, and may be loaded into another run. The groups in it are those that each
-shard held at one moment (of all shards, if there are several, within milliseconds). Each appears
-once, with the state and hash of the moment when its turn came. One that was acked or dropped until
-then is left out and counted as gone. Groups that arrive meanwhile are not in it.
+A dump changes nothing and may be loaded into another run. It holds the groups that each shard held
+at one moment (the moments of several shards are milliseconds apart), each once, with its state and
+hash at the time it was read. A group that was acked or dropped before it was read is left out and
+counted as gone. Groups that arrive meanwhile are not included.
 
 The file is a zip archive whose members are stored as they are, in this order:
 
     header.json   `format`, `run`, `created` (Unix seconds), and `shards`: for each of the buffer's
                   shards its `settings` and `stats`, as Redis had them
-    groups/0 ...  one a group: a line of JSON with `group_id`, `state` (ready, leased, consumed or
+    groups/0 ...  one per group: a line of JSON with `group_id`, `state` (ready, leased, consumed or
                   quarantined) and `fields`, the group's hash as Redis had it; then the payload, the
                   group in the wire format (see codec.py), joined if it was stored in chunks; no
                   bytes if it was gone
-    end.json      `groups` (number of them by state) and `gone` (groups that were finished while the
-                  dump was made, and are not in it)
+    end.json      `groups` (their number by state) and `gone` (groups that were acked or dropped
+                  while the dump was made, and are not in it)
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ T = TypeVar("T")
 _MAGIC_OF_FORMAT_1 = b"LEASH-DUMP 1"
 _HEADER, _END = "header.json", "end.json"
 _UNREADABLE = (BadZipFile, EOFError, NotImplementedError, OSError, ValueError)
-"""What zipfile raises for a damaged archive; OSError for a place outside of the file."""
+"""What zipfile raises for a damaged archive; OSError for an offset outside the file."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DumpedShard:
-    """What one shard knew besides its groups."""
+    """One shard's settings and counters."""
 
     settings: Mapping[str, str]
     stats: Mapping[str, str]
@@ -65,7 +65,7 @@ class DumpedShard:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DumpHeader:
-    """What a dump says of its buffer."""
+    """Which buffer a dump was made from."""
 
     run: str
     created: float
@@ -81,7 +81,7 @@ class DumpedGroup:
     group_id: str
     state: State
     fields: Mapping[str, str]
-    """Its hash."""
+    """The group's hash."""
     payload: bytes = b""
     """The group in the wire format; empty if it was gone."""
 
@@ -94,8 +94,8 @@ class _End(msgspec.Struct):
 class DumpWriter:
     """Writes a dump: `with DumpWriter(path, header) as dump: dump.write(group)`.
 
-    The file appears under its name when it is complete and on the disk; until then it is
-    `path` + ".part", which is removed if anything fails. Raises OSError that names the file.
+    The file appears at `path` once it is complete and on disk; until then it is `path` + ".part",
+    which is removed on failure. Raises OSError that names the file.
     """
 
     def __init__(self, path: Path, header: DumpHeader) -> None:
@@ -103,7 +103,7 @@ class DumpWriter:
         self.counts: Counter[str] = Counter()
         """Groups written, by state."""
         self.num_gone = 0
-        """Groups to be counted as finished meanwhile."""
+        """Groups that were acked or dropped before they were read."""
         self._part = path.with_name(path.name + ".part")
         self._header = header
         self._zip: ZipFile | None = None
@@ -159,9 +159,11 @@ class DumpWriter:
             ) from error
 
     def _discard(self) -> None:
-        if self._zip is None:  # the partial file could not be made, so one there is not ours
+        if (
+            self._zip is None
+        ):  # we could not create the partial file, so an existing one is not ours
             return
-        with suppress(OSError):  # what is left in its buffer does not fit the disk either
+        with suppress(OSError):  # a full disk cannot take the rest of its buffer either
             self._zip.close()
         self._part.unlink(missing_ok=True)
 
@@ -175,16 +177,16 @@ def _sync(path: Path) -> None:
 
 
 def read_header(path: Path) -> DumpHeader:
-    """The header alone. Raises ValueError if the file is no dump, and OSError."""
+    """The header alone. Raises ValueError if the file is not a dump, and OSError."""
     with _Source(path) as source:
         return source.header()
 
 
 def read_dump(path: Path) -> Iterator[DumpedGroup]:
-    """The groups of a dump, one after the other, each checked before it is given out.
+    """Yields the groups of a dump, each checked first.
 
-    Raises ValueError, which names file and member, where the file is damaged. Use `check_dump`
-    first if nothing may be done by halves.
+    Raises ValueError, which names file and member, at the first damage. Call `check_dump` first if
+    a partly processed dump would do harm.
     """
     with _Source(path) as source:
         source.header()
@@ -197,12 +199,12 @@ def read_dump(path: Path) -> Iterator[DumpedGroup]:
 
 
 def check_dump(path: Path) -> Mapping[str, int]:
-    """Reads all of a dump; groups by state. Raises ValueError if it is damaged or incomplete."""
+    """Number of groups by state. Raises ValueError if the dump is damaged or incomplete."""
     return dict(Counter(group.state for group in read_dump(path)))
 
 
 class _Source:
-    """An open dump, read member by member, with errors that say where."""
+    """An open dump, read member by member; errors name the file and member."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -214,7 +216,7 @@ class _Source:
             self._zip = ZipFile(path)
         except _UNREADABLE as error:
             raise ValueError(
-                f"{path} is no dump of a replay buffer, or it was cut off or damaged: {error}. "
+                f"{path} is not a replay buffer dump, or it was truncated or damaged: {error}. "
                 "Check the file's name, or copy or make the dump again"
             ) from None
         self._members = self._zip.infolist()
@@ -247,12 +249,12 @@ class _Source:
             raise self._broken(_END, f"it says {end.groups}, but the file holds {dict(counts)}")
 
     def _next(self, name: str) -> bytes:
-        """The next member, which has to be this one."""
+        """The next member, which must have this name."""
         if self.next_name() != name:
-            raise self._broken(name, f"{self.next_name()!r} stands in its place")
+            raise self._broken(name, f"found {self.next_name()!r} instead")
         member = self._members[self._at]
         self._at += 1
-        # Compared before reading: a damaged length must not ask for more memory than there is file.
+        # Checked before reading: a damaged length must not allocate more memory than the file has.
         is_stored = member.compress_type == ZIP_STORED and member.file_size == member.compress_size
         if not is_stored or member.file_size > self._size or member.flag_bits & ~0x800:
             raise self._broken(name, "its entry in the archive's directory is damaged")
@@ -279,7 +281,7 @@ class _Source:
 
 _BATCH_GROUPS = 256
 _BATCH_BYTES = 32 * 2**20
-"""Bounds of what is asked for at once, so that others' commands come in between."""
+"""Bounds of one request, so that other clients' commands run in between."""
 _MAX_SHARDS = 16_384  # as many as a cluster has slots
 
 
@@ -290,29 +292,29 @@ class DumpReport:
     groups: Mapping[str, int]
     """By state."""
     gone: int
-    """Groups that were acked or dropped before their turn came."""
+    """Groups that were acked or dropped before they were read."""
     bytes: int
     """Size of the file."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LoadReport:
-    """What became of the groups of a dump: every one is counted once."""
+    """What happened to each group of a dump; every group is counted once."""
 
     pushed: Mapping[str, int]
-    """By what the push replied: stored, duplicate, stale, ..."""
+    """By result of the push: stored, duplicate, stale, ..."""
     skipped: Mapping[str, int]
-    """Not asked for, by state."""
+    """Not requested, by state."""
     unreadable: Mapping[str, str]
-    """What is wrong with the payload, by group id."""
+    """The payload's error, by group id."""
 
 
 async def dump_buffer(redis: Redis, run: str, path: Path) -> DumpReport:
     """Writes all groups that the run's buffer holds to a new file.
 
-    Only reads. The list of ids is taken in one transaction a shard, which holds the server for
-    about 5 ms per 100,000 groups; payloads follow in batches. Raises RunNotOpenError, and
-    OSError that names the file.
+    Only reads. The ids are read in one transaction per shard, which blocks the server for about
+    5 ms per 100,000 groups; payloads follow in batches. Raises RunNotOpenError, and OSError that
+    names the file.
     """
     held = cast("bytes", await redis.hget(Keys(run)("settings"), "num_shards") or b"1")
     num_shards = setting_number("num_shards", readable(held))
@@ -334,11 +336,11 @@ async def dump_buffer(redis: Redis, run: str, path: Path) -> DumpReport:
 async def load_buffer(
     buffer: WorkerBuffer, path: Path, *, include_consumed: bool = False
 ) -> LoadReport:
-    """Pushes the ready and leased groups of a dump into a run that is open; both become ready.
+    """Pushes the ready and leased groups of a dump into an open run; all become ready.
 
-    May be repeated: a group that is there already is a duplicate. Consumed groups are trained
-    already, so they come along only if asked for; quarantined ones never do. Nothing is pushed
-    from a file that is damaged: ValueError names the member. A full buffer raises what a push does.
+    May be repeated: a group that is in the buffer already is a duplicate. Consumed groups were
+    trained already and are pushed only with `include_consumed`; quarantined ones never are. Raises
+    ValueError, with nothing pushed, if the file is damaged, and what `push` raises.
     """
     check_dump(path)
     wanted = {"ready", "leased"} | ({"consumed"} if include_consumed else set())
@@ -359,7 +361,7 @@ async def load_buffer(
 
 
 async def _picture(redis: Redis, keys: Keys) -> tuple[DumpedShard, list[str]]:
-    """The shard's settings and counters and the ids of its groups, all of one moment."""
+    """The shard's settings, counters and group ids at one moment."""
     async with redis.pipeline(transaction=True) as pipe:
         pipe.hgetall(keys("settings"))
         pipe.hgetall(keys("stats"))
@@ -377,7 +379,7 @@ async def _picture(redis: Redis, keys: Keys) -> tuple[DumpedShard, list[str]]:
 async def _read_groups(
     redis: Redis, keys: Keys, ids: Sequence[str]
 ) -> AsyncIterator[DumpedGroup | None]:
-    """Each group, or None if it is not held any more."""
+    """Each group, or None if it is no longer held."""
     for first in range(0, len(ids), _BATCH_GROUPS):
         some = ids[first : first + _BATCH_GROUPS]
         async with redis.pipeline(transaction=False) as pipe:
@@ -397,7 +399,7 @@ def _sizes(num_bytes: bytes | None, chunks: bytes | None) -> tuple[int, int]:
 
 
 def _batches(groups: Sequence[tuple[str, tuple[int, int]]]) -> Iterable[list[tuple[str, int]]]:
-    """(id, number of chunks) of groups that together have few enough bytes; at least one."""
+    """Splits the groups into batches of at most _BATCH_BYTES (or one group): (id, num_chunks)."""
     batch: list[tuple[str, int]] = []
     total = 0
     for group_id, (size, chunks) in groups:
@@ -413,8 +415,8 @@ def _batches(groups: Sequence[tuple[str, tuple[int, int]]]) -> Iterable[list[tup
 async def _fetch(
     redis: Redis, keys: Keys, batch: Sequence[tuple[str, int]]
 ) -> list[DumpedGroup | None]:
-    # The payload first: it does not change while the group is held, so if the hash says afterwards
-    # that it is, they belong together.
+    # Payload before hash: a payload does not change while its group is held, so if the hash then
+    # says that the group is held, the two belong together.
     async with redis.pipeline(transaction=False) as pipe:
         for group_id, num_chunks in batch:
             payload = keys.payload(group_id)
@@ -422,7 +424,7 @@ async def _fetch(
             pipe.hgetall(keys(f"group:{group_id}"))
         replies = await pipe.execute(raise_on_error=False)
     return [
-        # A key that holds something else than we put there is as good as gone.
+        # A key that was overwritten by someone else counts as gone.
         None if isinstance(fields, Exception) else _dumped(group_id, _texts(fields), values)
         for (group_id, _), values, fields in zip(batch, replies[::2], replies[1::2], strict=True)
     ]
@@ -437,7 +439,7 @@ def _dumped(
     first, *rest = values
     try:
         payload = b"" if first is None else bytes(join_payload(first, rest))
-    except ValueError:  # what is left of it would not help anybody
+    except ValueError:  # incomplete: of no use
         payload = b""
     return DumpedGroup(
         group_id=group_id, state=cast("State", state), fields=fields, payload=payload
@@ -445,7 +447,7 @@ def _dumped(
 
 
 def _restored(dumped: DumpedGroup) -> TrajectoryGroup:
-    """The group with the numbers that its versions had after the run's last rollback."""
+    """The group with its versions as renumbered by the run's last rollback."""
     if not dumped.payload:
         raise ValueError("its payload was gone when the dump was made")
     group = decode_group(dumped.payload)
@@ -462,9 +464,9 @@ def _texts(fields: Mapping[Any, Any]) -> dict[str, str]:
 
 
 async def read_group(redis: Redis, run: str, group_id: str, num_shards: int) -> Mapping[str, str]:
-    """The fields of the group's hash, `state` among them; empty if nothing is known of it.
+    """The fields of the group's hash, `state` among them; empty for an unknown group.
 
-    A running group has nothing but its state, and so has one that is acked or dropped.
+    A running, acked or dropped group has only its state.
     """
     keys = Keys(run, shard_of(group_id, num_shards))
     async with redis.pipeline(transaction=True) as pipe:
@@ -479,8 +481,10 @@ async def read_group(redis: Redis, run: str, group_id: str, num_shards: int) -> 
 async def read_payload(
     redis: Redis, run: str, group_id: str, num_shards: int
 ) -> TrajectoryGroup | None:
-    """The group itself, with the versions that it was pushed with; None if it is not held (any
-    more). Raises ValueError for bytes that are none."""
+    """The group with the versions it was pushed with; None if it is not held (any more).
+
+    Raises ValueError if its payload is damaged.
+    """
     key = Keys(run, shard_of(group_id, num_shards)).payload(group_id)
     first = cast("bytes | None", await redis.get(key))
     if first is None:

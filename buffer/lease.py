@@ -1,4 +1,4 @@
-"""What ranks ask for, the batch that was formed of it, and how one of its groups is opened."""
+"""A rank's lease request, the batch formed for it, and how its groups are decoded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Payload = bytes | memoryview
 
 
 class LeaseRequest(NamedTuple):
-    """What the ranks ask for; the same at each of them."""
+    """What a rank requests; all ranks of a step request the same."""
 
     step: int
     version: int
@@ -59,13 +59,13 @@ class BatchNotReady(NamedTuple):
     """Wake streams, with the entry to wait behind."""
     ready: int = 0
     until_ms: int = -1
-    """Milliseconds until it is worth to look again in any case; -1 for never."""
+    """Milliseconds after which to retry even without an event; -1 for never."""
     blocking: str = ""
-    """The running group that is waited for (on_stale=wait); its version follows."""
+    """The running group that the step waits for (on_stale=wait)."""
     blocking_version: int = 0
 
     async def wait(self, wake: WakeStreams, request: LeaseRequest, deadline: Deadline) -> None:
-        """Until it is worth to look again. Raises TimeoutError that says what is missing."""
+        """Waits until a retry may succeed. Raises TimeoutError that says what is missing."""
         if not deadline.left_s:
             raise TimeoutError(self._shortage(request, deadline.timeout_s))
         # No event is sent when a lease expires: wake up for it.
@@ -79,32 +79,32 @@ class BatchNotReady(NamedTuple):
         )
         if self.blocking:
             text += (
-                f"; buffer.on_stale=wait holds the step back for group {self.blocking}, which "
-                f"began at version {self.blocking_version} and would be too old afterwards"
+                f"; buffer.on_stale=wait delays the step for group {self.blocking}, which "
+                f"started at version {self.blocking_version} and would be too old afterwards"
             )
         return text
 
 
 class Formed(NamedTuple):
-    """A batch that is leased."""
+    """A leased batch."""
 
     lease_token: str
     deadline_ms: int
     ids: tuple[str, ...]
     """The whole batch as it was formed."""
     tokens: tuple[int, ...]
-    """Of each of `ids`."""
+    """Number of tokens of each group in `ids`."""
     held: frozenset[str]
-    """Those that are still leased with the token."""
+    """The groups that are still leased with the token."""
     mask_below_version: int | None
-    """Tokens sampled before this version are to be masked; None unless on_stale is mask_tokens."""
+    """Tokens sampled before this version get masked; None unless on_stale is mask_tokens."""
     renumbered: Mapping[str, tuple[int, ...]]
-    """Held groups whose payload has the numbers of before a rollback: the numbers to use for its
-    distinct versions with trainable tokens, in ascending order of those in the payload."""
+    """Held groups whose payload has version numbers from before a rollback: the new numbers of its
+    versions with trainable tokens, in ascending order of the old."""
 
     @classmethod
     def parse(cls, fields: Sequence[Any]) -> Formed:
-        """Reads the fields that form_batch.lua replies with."""
+        """Parses the reply of form_batch.lua."""
         lease_token, deadline, ids, tokens, held, mask_below, renumbered = fields
         return cls(
             readable(lease_token),
@@ -117,12 +117,12 @@ class Formed(NamedTuple):
         )
 
     def share_of(self, share: int, num_shares: int) -> list[str]:
-        """Ids of one rank's share, as far as they are held."""
+        """Ids of one rank's share that are still held."""
         mine = split_by_tokens(self.tokens, num_shares)[share]
         return [self.ids[i] for i in mine if self.ids[i] in self.held]
 
     def open(self, group_id: str, payload: Payload) -> TrajectoryGroup:
-        """The group as it is to be trained. Raises ValueError if the payload is no such group."""
+        """The group as it is trained. Raises ValueError if the payload is not this group."""
         group = decode_group(payload)
         if group.group_id != group_id:
             raise ValueError(f"holds group {group.group_id!r}")

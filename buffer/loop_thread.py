@@ -1,4 +1,4 @@
-"""An event loop for threads that must not be coroutines, such as trainer ranks."""
+"""An event loop in a thread, for synchronous callers such as trainer ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LoopThread:
 
     @contextmanager
     def running(self, coroutine: Coroutine[Any, Any, object]) -> Iterator[None]:
-        """Runs a coroutine in the loop for as long as the block lasts, or until it ends."""
+        """Runs a coroutine in the loop until the block ends, which cancels it."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             yield
@@ -54,9 +54,9 @@ class LoopThread:
             future.cancel()
 
     def stop(self, *closing: Coroutine[Any, Any, object]) -> None:
-        """Runs what closes things, cancels what still runs, then ends the loop and its thread.
+        """Runs `closing`, cancels all other coroutines, then ends the loop and its thread.
 
-        Calls that wait in another thread raise BufferClosedError. Stopping again does nothing.
+        Pending `run` calls of other threads raise BufferClosedError. Stopping again does nothing.
         """
         if self._loop.is_closed():
             for coroutine in closing:

@@ -1,4 +1,4 @@
-"""A group on its way into the buffer: what is sent of it, what comes back, why it has no room."""
+"""A push: what is sent, the reply, and the errors for a full buffer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class PushReply(NamedTuple):
     """The reply of push_groups.lua about one group."""
 
     word: PushWord
-    """missing: the payload expired before the commit, send all again. again: call again (the bound
-    of evictions was reached). full: nothing was stored and the payload is gone."""
+    """missing: the payload expired before the commit, send all again. again: the bound on evictions
+    was reached, call again. full: nothing was stored and the payload is gone."""
     groups: int = 0
     bytes: int = 0
     """In use (ready and leased), for full and too_large."""
@@ -31,7 +31,7 @@ class PushReply(NamedTuple):
     capacity_bytes: int | None = None
     """The limits, for full and too_large."""
     on_full: str = ""
-    """The mode, for full: block, drop_stalest (all that is left is leased: wait) or error."""
+    """For full: block, drop_stalest (only leased groups are left: wait) or error."""
 
     @classmethod
     def parse(cls, reply: Sequence[Any]) -> PushReply:
@@ -44,7 +44,7 @@ class PushReply(NamedTuple):
 
 
 class Space(NamedTuple):
-    """Whether a push would find room, and what is in use."""
+    """Whether a push has room, and what is in use."""
 
     has_room: bool
     last_wake: str
@@ -53,29 +53,28 @@ class Space(NamedTuple):
 
 
 class PendingPush:
-    """A group on its way, encoded whenever it is sent: rarely twice, so its bytes are not kept."""
+    """A group being pushed. It is encoded on each send, rarely twice, so no bytes are kept."""
 
     def __init__(self, group: TrajectoryGroup, compress: bool) -> None:
         self.group_id = check_group_id(group.group_id)
         self.memory_bytes = group.num_bytes
-        """About what it takes in memory, and in a message."""
+        """Approximate size in memory and on the wire."""
         self._group = group
         self._compress = compress
         self._num_bytes: int | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Of its payload."""
+        """Size of the payload."""
         if self._num_bytes is None:
             self.encode("", fresh)
         assert self._num_bytes is not None
         return self._num_bytes
 
     def encode(self, key: str, allocate: Allocate) -> list[tuple[str, bytes | memoryview]]:
-        """Keys and values of the payload: one, and further chunks if it is large.
+        """Keys and values of the payload (one, and further chunks if it is large).
 
-        They lie in the memory that `allocate` gives. Raises ValueError if the group cannot be
-        encoded.
+        The values lie in memory of `allocate`. Raises ValueError if the group cannot be encoded.
         """
         chunks = split_payload(encode_into(allocate, self._group, self._compress))
         self._num_bytes = sum(map(len, chunks))
@@ -84,7 +83,7 @@ class PendingPush:
 
     @property
     def arguments(self) -> tuple[str | int, ...]:
-        """What push_groups.lua is given about the group itself."""
+        """The group's arguments of push_groups.lua."""
         group = self._group
         versions = group.tokens_by_version
         return (
@@ -118,7 +117,7 @@ class PendingPush:
         return TimeoutError(
             f"no room for group {self.group_id} ({self.num_bytes} bytes) within "
             f"{deadline.timeout_s:g} s: its shard is full with {space.groups} groups and "
-            f"{space.bytes} bytes that are ready or leased, and the trainer took none; raise "
+            f"{space.bytes} bytes ready or leased, and the trainer consumed none; raise "
             "buffer.capacity_groups or buffer.capacity_bytes, or buffer.wait_timeout_s"
         )
 

@@ -1,4 +1,4 @@
-"""Redis URLs and their passwords: given apart from each other, and never shown together."""
+"""Redis URLs and their passwords, which are configured separately and never shown together."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 PASSWORD_VARIABLE = "LEASH_REDIS_PASSWORD"
 MASK = "***"
-"""What `config.yaml` says in place of a password."""
+"""Written to `config.yaml` in place of a password."""
 
 
 def address(url: str) -> str:
-    """Where a URL points, without user name or password."""
+    """Host and port, or socket path, of a URL."""
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return parts.path
@@ -23,18 +23,18 @@ def address(url: str) -> str:
 
 
 def has_password(url: str) -> bool:
-    """Whether the URL brings its password along."""
+    """Whether the URL contains a password."""
     parts = urlsplit(url)
     given = [parts.password, *parse_qs(parts.query).get("password", [])]
     return any(password is not None and password != MASK for password in given)
 
 
 def with_password(url: str, password_file: str | None = None) -> str:
-    """The URL with the password of a file, or of the environment, unless it has one itself.
+    """The URL with the password from a file or the environment, unless it has one itself.
 
-    Raises ValueError if the file cannot be read, or is named besides a password in the URL.
+    Raises ValueError if the file cannot be read, or if the URL has a password too.
     """
-    of_environment = password_of_environment()  # taken out of it in any case: others inherit it
+    of_environment = password_of_environment()  # removed in any case: child processes inherit it
     if has_password(url):
         if password_file is not None:
             raise ValueError(
@@ -57,11 +57,11 @@ def _password_of(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"buffer.password_file={path} cannot be read: {error}") from None
     if not password:
-        raise ValueError(f"buffer.password_file={path} is empty: write the password into it")
+        raise ValueError(f"buffer.password_file={path} is empty: write the password to it")
     return password
 
 
 @cache
 def password_of_environment() -> str | None:
-    """Taken out of the environment, so that no process which this one starts inherits it."""
+    """Removes the password from the environment, so that no child process inherits it."""
     return os.environ.pop(PASSWORD_VARIABLE, None) or None

@@ -1,15 +1,14 @@
-"""Sends what several tasks of one process have for one shard together, in one round trip.
+"""Sends the messages of several tasks of one process to one shard in one round trip.
 
-    send ──┐             ┌─ a place is free: all that wait, up to a bound ──> exchange ─┐
-    send ──┼── waiting ──┤                                                              │
-    send ──┘             └─ else they wait for one      to each its own replies <───────┘
+    send ──┐             ┌─ a sender is free: all that wait, up to a bound ──> exchange ─┐
+    send ──┼── waiting ──┤                                                               │
+    send ──┘             └─ else they wait for one          to each its own reply <──────┘
 
-There is no timer: the first message goes out at once, and those that come meanwhile go together
-next. A message is made only when it leaves, in memory that is used again as soon as its batch is
-answered: a hundred tasks that push hold no more than two batches of bytes.
+There is no timer: the first message is sent at once, and those that arrive meanwhile form the next
+batch. A message is built only when it is sent, in memory that is reused once its batch has its
+replies: a hundred pushing tasks hold at most two batches of bytes.
 
-A batch belongs to none of the tasks. One that is cancelled takes its message along if it is still
-waiting, and otherwise misses only the reply.
+Cancelling a task withdraws its message if that is still waiting; otherwise only the reply is lost.
 """
 
 from __future__ import annotations
@@ -25,31 +24,31 @@ from buffer.redis.wakeups import BufferClosedError
 
 MAX_MESSAGES = 32
 MAX_BYTES = 1 << 22
-"""Of one batch; a message that is larger goes alone."""
-_AT_ONCE = 2  # while the server works on one batch, the next is made
+"""Size of one batch; a larger message is sent alone."""
+_AT_ONCE = 2  # the next batch is built while the server works on one
 _ARENA_BYTES = 2 * MAX_BYTES
 
 
 class Message(NamedTuple):
-    """Commands as they go over the wire."""
+    """Commands in wire format."""
 
     parts: Sequence[bytes | memoryview]
     num_replies: int
     arguments: Sequence[str | int | bytes] = ()
-    """For the script that is run once behind the messages of a batch."""
+    """For the script that runs once after the messages of a batch."""
 
 
 Make = Callable[[Allocate], Message]
-"""Makes a message in memory that is good until it is answered. May be called in any task."""
+"""Builds a message in memory that stays valid until the reply. May be called in any task."""
 Exchange = Callable[[Sequence[Message]], Awaitable[Sequence[Any]]]
-"""Sends the messages in their order; for each what it is answered, or an exception."""
+"""Sends the messages in order and returns for each its reply or an exception."""
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
     make: Make
     num_bytes: int
-    answer: asyncio.Future[Any]
+    reply: asyncio.Future[Any]
 
 
 class Batcher:
@@ -63,9 +62,9 @@ class Batcher:
         self._is_closed = False
 
     async def send(self, make: Make, num_bytes: int) -> Any:
-        """What the message is answered; raises the exception that it is answered instead.
+        """The reply to the message. Raises an error reply, and what `make` raises.
 
-        Also raises what `make` raises. `num_bytes` is about how many there will be.
+        `num_bytes` is the message's approximate size.
         """
         if self._is_closed:
             raise BufferClosedError("the buffer was closed before this call")
@@ -73,7 +72,7 @@ class Batcher:
         self._waiting.append(item)
         if len(self._senders) < _AT_ONCE:
             self._senders.add(asyncio.create_task(self._send_all(), name="push-batches"))
-        return await item.answer
+        return await item.reply
 
     async def close(self) -> None:
         """Ends every `send` with BufferClosedError."""
@@ -82,7 +81,7 @@ class Batcher:
         for sender in senders:
             sender.cancel()
         await asyncio.gather(*senders, return_exceptions=True)
-        _fail(self._waiting, BufferClosedError("the buffer was closed while this call was in it"))
+        _fail(self._waiting, BufferClosedError("the buffer was closed during this call"))
         self._waiting.clear()
 
     async def _send_all(self) -> None:
@@ -95,7 +94,7 @@ class Batcher:
                 arena.clear()
         finally:
             self._arenas.append(arena)
-            self._senders.discard(me)  # at once: who comes next must not count on this one
+            self._senders.discard(me)  # at once: the next `send` must not rely on this one
 
     def _next_batch(self) -> list[_Waiting]:
         batch: list[_Waiting] = []
@@ -111,7 +110,7 @@ class Batcher:
         made: list[_Waiting] = []
         messages: list[Message] = []
         for item in batch:
-            if item.answer.done():  # cancelled
+            if item.reply.done():  # cancelled
                 continue
             try:
                 messages.append(item.make(arena.take))
@@ -121,21 +120,21 @@ class Batcher:
         if not made:
             return
         try:
-            answers = await self._exchange(messages)
+            replies = await self._exchange(messages)
         except asyncio.CancelledError:
-            _fail(made, BufferClosedError("the buffer was closed while this call was in it"))
+            _fail(made, BufferClosedError("the buffer was closed during this call"))
             raise
         except Exception as error:
             _fail(made, error)
             return
-        for item, answer in zip(made, answers, strict=True):
-            if isinstance(answer, Exception):
-                _fail([item], answer)
-            elif not item.answer.done():
-                item.answer.set_result(answer)
+        for item, reply in zip(made, replies, strict=True):
+            if isinstance(reply, Exception):
+                _fail([item], reply)
+            elif not item.reply.done():
+                item.reply.set_result(reply)
 
 
 def _fail(items: Iterable[_Waiting], error: Exception) -> None:
     for item in items:
-        if not item.answer.done():
-            item.answer.set_exception(error)
+        if not item.reply.done():
+            item.reply.set_exception(error)

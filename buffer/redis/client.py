@@ -1,4 +1,4 @@
-"""A Redis client that waits for a server that is away, and that can be cancelled."""
+"""A Redis client that retries while the server is down, and that can be cancelled."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from buffer.redis.payloads import Allocate, PayloadConnection, PayloadConnection
 T = TypeVar("T")
 
 SOCKET_TIMEOUT_S = 20.0
-"""Longest that a server may take for a reply, besides the time for which it was told to block."""
+"""Longest time for a reply, in addition to the time that a command blocks at the server."""
 TRY_FOR_S = 60.0
-"""Longest that a command waits for a server that is away."""
+"""How long a command is retried while the server is down."""
 LOADING_S = 600.0
-"""Longest that a command waits for a server that is there and still loads its data."""
+"""How long a command is retried while the server loads its data."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _AWAY = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,
-    exceptions.ReadOnlyError,  # was demoted to a replica this moment
-    # The same in a cluster. A slot that is just being moved answers ASK or TRYAGAIN; to follow it
-    # would run a script on one half of a run's keys, so it is waited for.
+    exceptions.ReadOnlyError,  # was just demoted to a replica
+    # The same in a cluster. A slot that is being moved replies ASK or TRYAGAIN: following it would
+    # run a script on half of a run's keys, so wait until it has moved.
     exceptions.ClusterDownError,
     exceptions.MasterDownError,
     exceptions.TryAgainError,
@@ -41,15 +41,15 @@ _AWAY = (
 
 
 class BufferConnectionError(ConnectionError):
-    """The Redis server cannot be used; the message says where it is, why, and what to do."""
+    """The Redis server cannot be used; the message names its address, the reason and the fix."""
 
 
 class MemoryFullError(exceptions.OutOfMemoryError, RuntimeError):
-    """The server refused a write for it has no memory left. Nothing was changed or lost."""
+    """The server is out of memory and refused a write. Nothing was changed or lost."""
 
 
 class DiskFullError(exceptions.ResponseError, RuntimeError):
-    """The server refused a write for it cannot write its log. Nothing was changed or lost."""
+    """The server cannot write its log and refused a write. Nothing was changed or lost."""
 
 
 class NotAllowedError(exceptions.NoPermissionError, RuntimeError):
@@ -57,7 +57,7 @@ class NotAllowedError(exceptions.NoPermissionError, RuntimeError):
 
 
 class DamagedRunError(exceptions.ResponseError, RuntimeError):
-    """What a run keeps in Redis is not what Leash wrote there, and the run needs it."""
+    """The run's data in Redis was changed by something other than Leash."""
 
 
 _EXPLAINED = (MemoryFullError, DiskFullError, NotAllowedError, DamagedRunError)
@@ -69,21 +69,21 @@ _ACL_IN_SCRIPT = ("ACL failure in script", "The user executing the script can't"
 class BufferRedis(Redis):
     """A client of one server.
 
-    A command or a pipeline that meets no server, or a lost reply, is sent again for `try_for_s`,
-    so only idempotent ones may be sent. Then it raises BufferConnectionError. Commands that block
-    have as much more time for their reply.
+    A command or pipeline is retried for `try_for_s` while the server is down or its reply is lost,
+    so it must be idempotent; then it raises BufferConnectionError. The timeout of a blocking
+    command is extended by the time it blocks.
     """
 
     where = ""
     """Host and port, for messages."""
     try_for_s = TRY_FOR_S
-    """Longest that a command waits for a server that is away."""
+    """How long a command is retried while the server is down."""
     reached_at = float("-inf")
-    """When the server was last seen, on this process's monotonic clock."""
+    """Monotonic time at which the server last responded."""
 
     @classmethod
     def of(cls, connection_options: dict[str, Any], where: str, try_for_s: float) -> BufferRedis:
-        """A client whose connections are made with these arguments."""
+        """A client with these arguments for its connection pool."""
         client = cls(connection_pool=ConnectionPool(**connection_options))
         client.auto_close_connection_pool = True  # the pool is this client's own
         client.where, client.try_for_s = where, try_for_s
@@ -103,15 +103,15 @@ class BufferRedis(Redis):
             raise explained(error, self.where) from error
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
-        """Commands for keys of one slot, in one round trip."""
+        """A pipeline for keys of one slot."""
         return _PatientPipeline(self, transaction)
 
     async def exchange(
         self, parts: Sequence[bytes | memoryview], num_replies: int, key: str
     ) -> list[Any]:
-        """Sends commands for the slot of `key` that are packed already, in one round trip.
+        """Sends packed commands to the slot of `key` in one round trip.
 
-        Returns the replies as they come, error replies among them.
+        Returns the replies, including error replies.
         """
         replies = await self._use_connection(key, lambda one: one.exchange(parts, num_replies))
         return [
@@ -130,7 +130,7 @@ class BufferRedis(Redis):
     async def _use_connection(
         self, key: str, call: Callable[[PayloadConnection], Awaitable[list[Any]]]
     ) -> list[Any]:
-        """The replies to a call on a payload connection to the server that holds the key."""
+        """Calls a payload connection to the server that holds the key."""
         routed = ("GET", key)
 
         async def attempt() -> list[Any]:
@@ -158,29 +158,29 @@ class BufferRedis(Redis):
         return self
 
     async def recover(self, error: Exception) -> None:
-        """Called before a command is tried again."""
+        """Called before a command is retried."""
 
     async def patiently(self, attempt: Callable[[], Awaitable[T]], command: tuple[Any, ...]) -> T:
-        """Repeats `attempt`, which sends `command`, while the server is away."""
+        """Retries `attempt`, which sends `command`, while the server is down."""
         failed_at: float | None = None
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 return await attempt()
             except exceptions.AuthenticationError:
-                raise  # redis-py takes it for a lost connection; it would never end
+                raise  # redis-py derives it from ConnectionError; retrying would never end
             except _AWAY as error:
                 now = time.monotonic()
                 failed_at = now if failed_at is None else failed_at
-                # A wait that was cut off by several crashes met a server in between.
+                # A blocking command that is interrupted by several crashes had a server in between.
                 away_s = now - max(failed_at, self._reached_at(command))
                 is_loading = isinstance(error, exceptions.BusyLoadingError)
                 if away_s > (LOADING_S if is_loading else self.try_for_s):
                     raise BufferConnectionError(
-                        f"Redis at {self.where} is away since {away_s:.0f} s "
+                        f"Redis at {self.where} has been down for {away_s:.0f} s "
                         f"({error}): start it again on its data, or correct buffer.url"
                     ) from error
-                # Jitter, or all clients of a server that comes back would arrive together.
+                # Jitter, so that not all clients reconnect to a restarted server at once.
                 await sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 await self.recover(error)
@@ -193,9 +193,9 @@ class BufferRedis(Redis):
 
     async def parse_response(self, connection: Any, command_name: Any, **options: Any) -> Any:
         blocked_s = options.pop("blocked_s", 0.0)
-        self.reached_at = time.monotonic()  # the command was sent, so there is a server
+        self.reached_at = time.monotonic()  # the command was sent, so the server is up
         usual = connection.socket_timeout
-        connection.socket_timeout = usual + blocked_s  # it is ours alone until the reply
+        connection.socket_timeout = usual + blocked_s  # no one else uses it until the reply
         try:
             return await super().parse_response(connection, command_name, **options)
         finally:
@@ -203,21 +203,21 @@ class BufferRedis(Redis):
 
 
 class _PatientPipeline(Pipeline):
-    """A pipeline that is repeated as a whole."""
+    """A pipeline that is retried as a whole."""
 
     def __init__(self, client: BufferRedis, transaction: bool) -> None:
         super().__init__(client.connection_pool, client.response_callbacks, transaction, None)
         self._client = client
 
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        """The replies. Raises the first error among them, unless told to return errors too."""
+        """The replies. Raises the first error among them unless `raise_on_error` is False."""
         commands = self.command_stack
         if not commands:
             return []
         where = self._client.where
         try:
             replies = await self._client.patiently(lambda: self._once(commands), commands[0][0])
-        except exceptions.ResponseError as error:  # of a transaction that was refused as a whole
+        except exceptions.ResponseError as error:  # the whole transaction was refused
             raise explained(error, where) from error
         finally:
             self.command_stack = []
@@ -243,7 +243,7 @@ class _PatientPipeline(Pipeline):
 
 
 def explained(error: exceptions.ResponseError, where: str) -> exceptions.ResponseError:
-    """The error itself, or one that says what to do, if that is known."""
+    """The error, or one that names the fix if that is known."""
     if isinstance(error, _EXPLAINED):
         return error
     text = str(error)
@@ -256,26 +256,26 @@ def explained(error: exceptions.ResponseError, where: str) -> exceptions.Respons
     if text.startswith("MISCONF"):
         return DiskFullError(
             f"Redis at {where} cannot write its append-only file and refused the write; nothing "
-            "that it acknowledged before was lost. Make room on its disk; it takes writes again "
+            "that it acknowledged was lost. Free disk space; it then accepts writes again "
             f"by itself ({text})"
         )
     if isinstance(error, exceptions.NoPermissionError) or text.startswith(_ACL_IN_SCRIPT):
         return NotAllowedError(
-            f"Redis at {where} does not allow the user in buffer.url a command ({text}): see "
+            f"Redis at {where} does not allow a command to the user in buffer.url ({text}): see "
             "deploy/redis/ for what each role needs"
         )
-    # A script's own fault has no code word in front, as those of the server have (NOREPLICAS, ...).
+    # Errors raised by a script have no code word in front, unlike the server's (NOREPLICAS, ...).
     if text.startswith(_DAMAGED) or ("@user_script" in text and not _CODE_WORD.match(text)):
         return DamagedRunError(
-            f"what the run keeps in Redis at {where} was changed by something else than Leash "
-            f"({text}): launch the run anew under another run.name, and keep others from its keys "
+            f"the run's data in Redis at {where} was changed by something other than Leash "
+            f"({text}): launch the run under another run.name, and restrict access to its keys "
             "(deploy/redis/README.md)"
         )
     return error
 
 
 def _blocks_for_s(command: tuple[Any, ...]) -> float:
-    """For how long a command tells the server to block."""
+    """How long a command may block at the server."""
     if command[0] != "XREAD" or b"BLOCK" not in command:
         return 0.0
     return float(command[command.index(b"BLOCK") + 1]) / 1000

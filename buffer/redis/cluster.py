@@ -1,11 +1,11 @@
 """A client of a Redis Cluster: finds the node that holds a key, also after a failover.
 
-redis-py's own cluster client refuses EVALSHA in pipelines and retries by rules of its own; here one
-plain client a node does the work, and this one only routes. A command's key says where it goes:
+redis-py's cluster client refuses EVALSHA in pipelines and retries by its own rules. Here one plain
+client per node does the work, and this one routes commands by their key:
 
     evalsha(sha, 1, "{leash:RUN:2}", ...) -> slot of "leash:RUN:2" -> node -> its BufferRedis
 
-MOVED, a lost connection or a node that was demoted: ask any node that answers for the slots again.
+After MOVED, a lost connection or a demoted node it asks any live node for the slots again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from buffer.redis.client import BufferRedis, explained
 Address = tuple[str, int]
 
 _ASK_TIMEOUT_S = 5.0
-_FRESH_S = 0.1  # a map of the slots that is younger is not asked for again
+_FRESH_S = 0.1  # a younger slot map is not refreshed
 _ANY_NODE = frozenset({"PING", "INFO", "TIME", "SCRIPT LOAD"})
 _ONE_NODE_ONLY = frozenset({"SCAN", "KEYS", "DBSIZE", "RANDOMKEY"})
 
@@ -42,7 +42,7 @@ class ClusterRedis(BufferRedis):
     """A client of all nodes of a cluster. Every pipeline and script has keys of one slot."""
 
     def __init__(self, seed: Address, connection_options: dict[str, Any], try_for_s: float) -> None:
-        """`connection_options` are those of a ConnectionPool, the host and port left out."""
+        """`connection_options` are those of a ConnectionPool without host and port."""
         self._options = connection_options
         self._seed = seed
         self._clients: dict[Address, BufferRedis] = {}
@@ -55,19 +55,19 @@ class ClusterRedis(BufferRedis):
     async def resolve(self) -> list[SlotRange]:
         """Asks the cluster which node holds which slots."""
         known = {node for slots in self._ranges for node in slots.nodes} | {self._seed}
-        trouble: Exception | None = None
+        last_error: Exception | None = None
         for address in random.sample(sorted(known), len(known)):
             ask = Redis.execute_command(self._client(address), "CLUSTER SLOTS")  # type: ignore[no-untyped-call]
             try:
                 async with asyncio.timeout(_ASK_TIMEOUT_S):
                     reply = await ask
             except (exceptions.ConnectionError, exceptions.TimeoutError, TimeoutError) as error:
-                trouble = error  # this one is down: perhaps another one knows
+                last_error = error  # this node is down: try another one
                 continue
             self._ranges = _parse_slots(reply, asked_host=address[0])
             self._resolved_at = time.monotonic()
             return self._ranges
-        raise exceptions.ConnectionError(f"no node of the cluster answers: {trouble}")
+        raise exceptions.ConnectionError(f"no node of the cluster responds: {last_error}")
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         if args[0] != "SCRIPT LOAD":
@@ -98,12 +98,12 @@ class ClusterRedis(BufferRedis):
         return self._client(self._ranges[place].nodes[0])
 
     async def recover(self, error: Exception) -> None:
-        async with self._resolving:  # those who failed together ask once
+        async with self._resolving:  # commands that failed together resolve once
             if time.monotonic() - self._resolved_at > _FRESH_S:
                 try:
                     await self.resolve()
                 except exceptions.ConnectionError:
-                    return  # the command will say so when its time is up
+                    return  # the command raises once its time is up
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         for client in self._clients.values():
@@ -118,7 +118,7 @@ class ClusterRedis(BufferRedis):
 
 
 def key_of(command: tuple[Any, ...]) -> str | bytes | None:
-    """The key that says where a command goes; None if any node will do."""
+    """The key that a command is routed by; None if any node will do."""
     name = str(command[0])
     if name in _ANY_NODE:
         return None
@@ -137,7 +137,7 @@ def key_of(command: tuple[Any, ...]) -> str | bytes | None:
 def _parse_slots(reply: list[Any], asked_host: str) -> list[SlotRange]:
     ranges = []
     for first, last, *nodes in reply:
-        # A node that does not know its own name leaves it out: it is the one that was asked.
+        # A node that does not know its own host leaves it empty: it is the node that was asked.
         addresses = tuple(((host or b"").decode() or asked_host, port) for host, port, *_ in nodes)
         ranges.append(SlotRange(first, last, addresses))
     return sorted(ranges)

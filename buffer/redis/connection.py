@@ -1,8 +1,8 @@
-"""Connects to Redis and refuses a server on which groups could get lost.
+"""Connects to Redis and rejects a server on which groups could get lost.
 
-The connections send without `asyncio.wait_for`, by which redis-py sends. In Python 3.11 it drops a
-cancellation that arrives in the same turn of the loop in which the bytes are written: the command
-then goes on as if it had not been cancelled, and a worker that is asked to stop blocks for ever.
+redis-py sends with `asyncio.wait_for`, which in Python 3.11 drops a cancellation that arrives in
+the same turn of the loop in which the bytes are written: the command continues, and a worker that
+should stop blocks for ever. Our connections send without it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _CancellableSend:
         try:
             async with asyncio.timeout(limit_s):
                 await super().send_packed_command(command, check_health)  # type: ignore[misc]
-        except TimeoutError:  # the connection is closed already, for it was cancelled in there
+        except TimeoutError:  # the cancellation has closed the connection already
             raise exceptions.TimeoutError("Timeout writing to socket") from None
         except RuntimeError as error:  # uvloop's, where the kernel has closed the connection
             raise exceptions.ConnectionError(f"lost the connection to Redis: {error}") from None
@@ -89,7 +89,7 @@ _OF_THE_POOL = ("connection_class", "max_connections")
 _CONNECT_TIMEOUT_S = 5.0
 _READ_BYTES = 1 << 20  # payloads are large; redis-py's default of 32 KiB halves the rate of GET
 
-# A host that vanished is noticed after 20 + 3 * 10 seconds, also by who is blocked in a wait.
+# A host that vanished is noticed after 20 + 3 * 10 seconds, also during a blocking command.
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
@@ -98,12 +98,12 @@ async def connect(
 ) -> BufferRedis:
     """A client of the server at `url`, or of the whole cluster if that is a node of one.
 
-    Its commands are repeated for `try_for_s` while the server is away, so only idempotent ones may
-    be sent: a lost reply means that one is applied twice. `tls_ca_file` holds the certificates
-    that a rediss:// server is checked against; None takes the system's. A certificate of our own
-    is named in the URL: rediss://...?ssl_certfile=FILE&ssl_keyfile=FILE.
+    Commands are retried for `try_for_s` while the server is down, so they must be idempotent: after
+    a lost reply a command is applied twice. `tls_ca_file` holds the CA certificates for a rediss://
+    server; None means the system's. A client certificate is named in the URL:
+    rediss://...?ssl_certfile=FILE&ssl_keyfile=FILE.
 
-    Raises BufferConnectionError if a server cannot be reached, refuses the password, is too old, or
+    Raises BufferConnectionError if a server cannot be reached, rejects the password, is too old, or
     may evict keys.
     """
     where = address(url)
@@ -134,7 +134,7 @@ async def _connect_cluster(options: dict[str, Any], where: str, try_for_s: float
             except BufferConnectionError as error:
                 is_down = isinstance(error.__cause__, _UNREACHABLE)
                 if is_down and (host, port) not in primaries:
-                    continue  # a replica may be down; it is no use now, and does no harm
+                    continue  # a replica may be down
                 raise
     except BaseException:
         await cluster.aclose()
@@ -150,22 +150,22 @@ def _options(url: str, where: str, tls_ca_file: str | None) -> dict[str, Any]:
             "socket_timeout": SOCKET_TIMEOUT_S,
             "socket_connect_timeout": _CONNECT_TIMEOUT_S,
             "socket_read_size": _READ_BYTES,
-            "max_connections": 4096,  # no call is refused one
-            "retry": Retry(NoBackoff(), 0),  # the client repeats, and knows for how long
+            "max_connections": 4096,  # more than all tasks of a process ever need
+            "retry": Retry(NoBackoff(), 0),  # BufferRedis retries
             **parse_url(url),
         }
         options["connection_class"] = _CONNECTIONS[options.get("connection_class", Connection)]
-        options["connection_class"](  # unknown arguments would show up only later
+        options["connection_class"](  # else unknown arguments would raise only later
             **{name: value for name, value in options.items() if name not in _OF_THE_POOL}
         )
     except (ValueError, TypeError) as error:
         raise BufferConnectionError(
-            f"buffer.url at {where} is no valid Redis URL: {error}"
+            f"buffer.url at {where} is not a valid Redis URL: {error}"
         ) from None
     if "path" not in options:
         options["socket_keepalive"] = True
         options["socket_keepalive_options"] = {
-            getattr(socket, name): value  # macOS knows some of them only
+            getattr(socket, name): value  # macOS has only some of them
             for name, value in _KEEPALIVE.items()
             if hasattr(socket, name)
         }
@@ -177,14 +177,14 @@ def _options(url: str, where: str, tls_ca_file: str | None) -> dict[str, Any]:
             )
         if not Path(tls_ca_file).is_file():
             raise BufferConnectionError(
-                f"buffer.tls_ca_file={tls_ca_file}: there is no such file on this machine"
+                f"buffer.tls_ca_file={tls_ca_file}: no such file on this machine"
             )
         options["ssl_ca_certs"] = tls_ca_file
     return options
 
 
 async def _check(options: dict[str, Any], where: str) -> bool:
-    """Whether the server is a node of a cluster. Raises BufferConnectionError if it will not do."""
+    """Whether the server is a cluster node. Raises BufferConnectionError if it is unsuitable."""
     patient = Retry(
         ExponentialWithJitterBackoff(base=0.05, cap=1.0), 30, (exceptions.BusyLoadingError,)
     )
@@ -208,8 +208,8 @@ async def _check(options: dict[str, Any], where: str) -> bool:
 def _unreachable(where: str, error: Exception) -> str:
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return (
-            f"Redis at {where} shows a certificate that is not trusted ({error}): name its "
-            "authority in buffer.tls_ca_file"
+            f"Redis at {where} has an untrusted certificate ({error}): name its authority in "
+            "buffer.tls_ca_file"
         )
     return f"cannot reach Redis at {where} ({error}): start it, or correct buffer.url"
 
@@ -223,12 +223,12 @@ def _refusal(where: str, error: exceptions.RedisError) -> str:
         )
     if isinstance(error, exceptions.AuthenticationError) or "without any password" in text:
         return (
-            f"Redis at {where} refuses the user or password: correct the one in buffer.url, the "
-            f"other in {PASSWORD_VARIABLE} or buffer.password_file"
+            f"Redis at {where} refuses the user or password: correct the user in buffer.url, the "
+            f"password in {PASSWORD_VARIABLE} or buffer.password_file"
         )
     if isinstance(error, exceptions.NoPermissionError):
         return f"Redis at {where}: the user in buffer.url may not run PING and INFO: allow them"
-    return f"Redis at {where} answered an error: {error}"
+    return f"Redis at {where} replied with an error: {error}"
 
 
 def _check_version(where: str, version: str) -> None:
