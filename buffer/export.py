@@ -159,9 +159,7 @@ class DumpWriter:
             ) from error
 
     def _discard(self) -> None:
-        if (
-            self._zip is None
-        ):  # we could not create the partial file, so an existing one is not ours
+        if self._zip is None:  # its creation failed, so a partial file is not ours
             return
         with suppress(OSError):  # a full disk cannot take the rest of its buffer either
             self._zip.close()

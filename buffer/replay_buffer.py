@@ -1,4 +1,4 @@
-"""The replay buffer in Redis: where the rollout pool and the trainer pool meet.
+"""The replay buffer in Redis, between the rollout pool and the trainer pool.
 
     admit          push           lease             consume            ack
     ------> running ----> ready ----------> leased --------> consumed ------> acked
@@ -8,8 +8,8 @@
                        +----+------------------+----> dropped:REASON   stale, lineage, full, ...
                                                '----> quarantined      leased too often, unreadable
 
-Each verb is one atomic script, bounded in work and idempotent: after a lost reply, a timeout or a
-crash, send it again. Between any two of them
+Each verb is an atomic, idempotent script with bounded work: after a lost reply, a timeout or a
+crash, call it again. Between any two of them
 
     pushed = acked + consumed + dropped + quarantined + ready + leased
 """
@@ -64,25 +64,25 @@ from buffer.wire.chunks import join_payload, num_chunks
 from configs.schema import BufferConfig
 
 BOUND = 32
-"""Groups that one call of a script may move: far below 10 ms, also at a busy server."""
+"""Groups that one script call may move: far below 10 ms even at a busy server."""
 _MAX_IDS = 128
-"""Ids that one call of a script may be given."""
+"""Ids that one script call may get."""
 _EVENTS_AT_ONCE = 500
 _ORPHAN_EXPIRY_MS = 600_000
-"""A payload whose push never committed disappears by itself."""
+"""A payload whose push is never committed expires after this."""
 
 
 class NoRoom(NamedTuple):
-    """No credit for a group now."""
+    """There is no credit for a group now."""
 
     last_wake: str
-    """Entry of wake:room to wait behind."""
+    """Last entry of wake:room; wait for a later one."""
     in_use: int
     limit: int
 
 
 class ReplayBuffer:
-    """One run's buffer as one process sees it. Made in, and used from, one event loop.
+    """A client of one run's buffer, created in and used from one event loop.
 
     buffer = await connect_buffer(url, run, settings)
     admission = await buffer.admit("group-1", timeout_s=60)         # a worker
@@ -103,8 +103,7 @@ class ReplayBuffer:
     ) -> None:
         """`redis` comes from `connect`; `close` closes its connections too.
 
-        `wait_timeout_s` is for pushes that do not name their own. `shard` is the hash tag that the
-        buffer lives at.
+        `wait_timeout_s` is the default timeout of `push`. `shard` selects the hash tag.
         """
         self.keys = Keys(run, shard)
         self._redis = redis
@@ -113,7 +112,7 @@ class ReplayBuffer:
         self._pushes = Batcher(partial(self._scripts.exchange, "rollout/push_groups", (BOUND,)))
         self._durability = Durability(redis, self.keys("marker"), self._wake)
         self._line = asyncio.Lock()
-        """Held by the one blocked push that waits for room; the others wait for it, in order."""
+        """Held by the blocked push that waits for room; the others queue for it in order."""
         self._blocks = Blocks()
         self._lease_ms = int(1000 * lease_timeout_s)
         self._wait_timeout_s = wait_timeout_s
@@ -123,12 +122,12 @@ class ReplayBuffer:
     async def open(
         self, settings: BufferConfig, groups_per_step: int, oversampling: float = 1.0
     ) -> None:
-        """Creates the run's settings in Redis. Those that exist already stay as they are.
+        """Creates the run's settings in Redis. Existing settings are kept.
 
-        `oversampling` (rollout.oversampling): groups admitted for each that the leash has room for.
+        `oversampling` (rollout.oversampling) multiplies the number of groups that may be admitted.
 
-        Raises ValueError if they could never work: no room for one batch, or other shards than the
-        run has.
+        Raises ValueError if the capacity is below one batch, or the number of shards differs from
+        the run's.
         """
         check_settings(settings, groups_per_step, 1, await self.setting("num_shards"))
         await self._create(settings, groups_per_step, oversampling)
@@ -136,7 +135,7 @@ class ReplayBuffer:
     async def _create(
         self, settings: BufferConfig, groups_per_step: int, oversampling: float
     ) -> None:
-        await self._scripts.load()  # for those who may not: all but the controller's user
+        await self._scripts.load()  # only the controller's user may
         initial = initial_settings(
             settings, groups_per_step, self.keys.shard, settings.shards, oversampling
         )
@@ -151,9 +150,9 @@ class ReplayBuffer:
     async def admit(self, group_id: str, timeout_s: float) -> Admission:
         """Waits for room, and takes a credit for the group.
 
-        Use the id that it returns from then on: with several shards it names the one that had room.
-        A credit that is not renewed for `lease_timeout_s` goes back. Raises TimeoutError that says
-        how full the buffer is.
+        Use the returned id from then on: with several shards it names the shard that had room. A
+        credit expires if it is not renewed for `lease_timeout_s`. Raises TimeoutError that says how
+        full the buffer is.
         """
         check_group_id(group_id)
         deadline = Deadline(timeout_s)
@@ -164,7 +163,7 @@ class ReplayBuffer:
         return reply
 
     async def try_admit(self, group_id: str) -> Admission | NoRoom:
-        """A credit for the group, if there is room now; a second call for it renews the credit."""
+        """A credit for the group if there is room now; a repeated call renews the credit."""
         try:
             reply = await self._scripts.run("rollout/admit_group", group_id, self._lease_ms)
         except asyncio.CancelledError:  # the caller does not know whether it has a credit
@@ -175,12 +174,12 @@ class ReplayBuffer:
         return NoRoom(reply[1].decode(), int(reply[2]), int(reply[3]))
 
     async def begin(self, group_id: str, prompt: PromptRef, worker: int, position: int) -> bool:
-        """Notes, in one step, which prompt an admitted group runs and how far its worker is.
+        """Records atomically an admitted group's prompt and its worker's position in its tasks.
 
-        From then on the prompt outlives the worker: if the group's credit expires, or the worker
-        is reclaimed, the prompt runs again, and a late push of the group is a duplicate. The second
-        time that this happens to a prompt it is put into quarantine. False, with nothing noted, if
-        the group is not running.
+        From then on the prompt survives the worker: if the group's credit expires or the worker is
+        reclaimed, the prompt runs again, and a late push of the group is a duplicate. The second
+        time this happens to a prompt it is quarantined. False, with nothing recorded, if the group
+        is not running.
         """
         arguments = (group_id, write_prompt(prompt), worker, position)
         return bool(await self._scripts.run("rollout/begin_group", *arguments))
@@ -188,7 +187,7 @@ class ReplayBuffer:
     async def fail(self, group_id: str, prompt: PromptRef, max_failures: int) -> Failure | None:
         """Ends a running group that could not be completed; its prompt runs again.
 
-        At `max_failures` of one prompt, by whichever worker, it goes to quarantine instead. None,
+        After `max_failures` of one prompt, at any workers, the prompt is quarantined instead. None,
         with nothing changed, if the group was not running.
         """
         reply = await self._scripts.run(
@@ -199,9 +198,10 @@ class ReplayBuffer:
         return Failure(num_failures=int(reply[0]), is_quarantined=bool(reply[1]))
 
     async def reclaim(self, worker: int) -> int:
-        """Ends all groups that a worker ran in an earlier life; how many. Their prompts run again.
+        """Ends all groups that a restarted worker ran before; their prompts run again.
 
-        They are those whose ids begin with "<worker>-": call it before the worker admits any.
+        These are the groups whose ids begin with "<worker>-": call it before the worker admits any.
+        Returns the number of groups.
         """
         cursor, total = "0", 0
         while True:
@@ -213,7 +213,7 @@ class ReplayBuffer:
                 return total
 
     async def renew_credits(self, group_ids: Collection[str]) -> int:
-        """Keeps the credits of a worker's running groups; returns how many are still its own."""
+        """Renews the credits of running groups; returns how many are still running."""
         return await self._sum("rollout/renew_credits", (self._lease_ms,), list(group_ids))
 
     async def abandon(
@@ -225,9 +225,8 @@ class ReplayBuffer:
     ) -> bool:
         """Frees the credit of a running group that will never be pushed, and counts it by reason.
 
-        `rerun` says whether `prompt` runs again; then a push of the group that is still on its way
-        is a duplicate. False if the group was not running: its push had arrived, or it had lost its
-        credit.
+        `rerun` says whether `prompt` runs again; then a late push of the group is a duplicate.
+        False if the group was not running: it was pushed, or its credit had expired.
         """
         assert (prompt is None) == (rerun is Rerun.never), "name the prompt that is to run again"
         text = "" if prompt is None else write_prompt(prompt)
@@ -235,11 +234,11 @@ class ReplayBuffer:
         return bool(await self._scripts.run("rollout/abandon_group", *arguments))
 
     async def push(self, group: TrajectoryGroup, timeout_s: float | None = None) -> PushResult:
-        """Hands a finished group over.
+        """Stores a finished group.
 
-        While the buffer is full it waits (on_full=block; TimeoutError after `timeout_s` tells what
-        is full), drops the stalest ready groups, or raises BufferFullError. Raises ValueError if
-        the group cannot be encoded, or is larger than all the room there is.
+        If the buffer is full it waits (on_full=block; raises TimeoutError after `timeout_s`), drops
+        the stalest ready groups, or raises BufferFullError. Raises ValueError if the group cannot
+        be encoded or is larger than the capacity.
         """
         pending = PendingPush(group, self._compress)
         deadline = Deadline(self._wait_timeout_s if timeout_s is None else timeout_s)
@@ -249,8 +248,8 @@ class ReplayBuffer:
                 return PushResult(reply.word)
             if reply.on_full == "error":
                 raise BufferFullError(pending.full(reply))
-        # A payload is large: one that was refused is sent again only when there is room, and only
-        # by the first in line, so that a hundred blocked groups do not race for the place of one.
+        # Payloads are large: a refused one is sent again only when there is room, and only by the
+        # first in the queue, so that a hundred blocked groups do not race for one place.
         blocked_at = monotonic()
         try:
             async with asyncio.timeout(deadline.left_s):
@@ -259,7 +258,7 @@ class ReplayBuffer:
             raise pending.timeout(deadline, await self._space(pending.num_bytes)) from None
         try:
             while True:
-                self._wake.check_open()  # the one before in line may have ended by `close`
+                self._wake.check_open()  # `close` may have ended the push before this one
                 while not (space := await self._space(pending.num_bytes)).has_room:
                     if not deadline.left_s:
                         raise pending.timeout(deadline, space)
@@ -273,7 +272,7 @@ class ReplayBuffer:
             self._line.release()
 
     async def _send(self, pending: PendingPush, blocked_ms: int) -> PushReply:
-        """Payload and commit in one round trip, which other pushes of this process share."""
+        """Sends payload and commit in one round trip shared with other pushes of this process."""
 
         def message(allocate: Allocate) -> Message:
             values = pending.encode(self.keys.payload(pending.group_id), allocate)
@@ -289,23 +288,23 @@ class ReplayBuffer:
                 return reply
 
     async def _space(self, num_bytes: int) -> Space:
-        """Whether a push of so many bytes would find room now."""
+        """Whether there is room now for a push of so many bytes."""
         reply = await self._scripts.run("rollout/check_room", num_bytes)
         return Space(bool(reply[0]), reply[1].decode(), int(reply[2]), int(reply[3]))
 
     async def flush(self, timeout_s: float) -> bool:
-        """Waits until all that this object pushed is on disk, and at a replica where one is.
+        """Waits until everything this object pushed is on disk, and on a replica if there is one.
 
-        False if it did not come so far in time, or if the server was restarted since: groups that
-        it lost are running again, and so will their prompts.
+        False on timeout, or if the server was restarted since: groups that it lost count as running
+        again, and their prompts will run again.
         """
         return await self._durability.flush(timeout_s)
 
     async def take_retry(self, group_id: str | None = None) -> PromptRef | None:
-        """A prompt to run again before the stream's next one, if there is any.
+        """The next prompt to run again, or None.
 
-        With a running group it is one of the group's shard, and in the same step the group's own,
-        as if by `begin`: a worker that dies then loses nothing.
+        With a running group it comes from the group's shard and atomically becomes the group's
+        prompt, as by `begin`, so that it is not lost if the worker dies.
         """
         token = secrets.token_hex(8) if group_id is None else ""
         reply = await self._scripts.run("rollout/take_retry", token, group_id or "")
@@ -325,15 +324,15 @@ class ReplayBuffer:
     ) -> Lease:
         """This rank's share of the step's global batch; waits until the batch can be formed.
 
-        The first rank that finds `num_groups` fresh groups forms the batch; every rank that asks
-        with the same step gets its share of that batch, also when it asks again. A group is fresh
-        if it lags behind `version` by no more than max_staleness; stale ones are dropped, or with
-        on_stale=mask_tokens come with their over-age tokens out of the loss. A group that cannot be
-        read goes to quarantine and is missing.
+        The first rank that finds `num_groups` fresh groups forms the batch; every rank that leases
+        the same step gets its share of that batch, also on a repeated call. A group is fresh if it
+        lags behind `version` by at most max_staleness; stale groups are dropped, or with
+        on_stale=mask_tokens have their over-age tokens masked out of the loss. A group that cannot
+        be decoded is quarantined and missing.
 
-        Raises TimeoutError that says what is missing, ValueError if the step is consumed already,
-        or was leased with other arguments, and NotOwnerError if this object has reconciled and
-        another lineage took over since.
+        Raises TimeoutError that says what is missing, ValueError if the step was consumed or was
+        leased with other arguments, and NotOwnerError if another lineage took over since this
+        object reconciled.
         """
         request = LeaseRequest(step, version, num_groups, num_shares, self._lineage)
         request.check(share)
@@ -344,7 +343,7 @@ class ReplayBuffer:
         return batch.lease(request, groups)
 
     async def _form(self, request: LeaseRequest, lease_token: str) -> Formed | BatchNotReady:
-        """The step's batch, formed with this token if there is none yet."""
+        """The step's batch; forms it with this token if there is none yet."""
         step, version, num_groups, num_shares, lineage = request
         arguments = (step, version, num_groups, num_shares, self._lease_ms, lease_token, lineage)
         while True:
@@ -366,10 +365,12 @@ class ReplayBuffer:
                     raise request.taken_over()
 
     async def open_groups(self, batch: Formed, group_ids: Sequence[str]) -> list[TrajectoryGroup]:
-        """Fetches and decodes groups of a batch. Those that cannot be read go to quarantine."""
+        """Fetches and decodes groups of a batch. Undecodable groups are quarantined."""
         groups = []
         for group_id, payload in zip(group_ids, await self._payloads(group_ids), strict=True):
-            reason = "payload_missing"  # deleted by hand; one that a sibling dropped is left alone
+            reason = (
+                "payload_missing"  # deleted by hand; a group dropped by another rank is kept out
+            )
             if payload is not None:
                 try:
                     groups.append(batch.open(group_id, payload))
@@ -380,7 +381,7 @@ class ReplayBuffer:
         return groups
 
     async def _payloads(self, group_ids: Sequence[str]) -> list[Payload | None]:
-        """The payload of each group; None if it is gone, b"" if it cannot be one."""
+        """The payload of each group; None if it is gone, b"" if it is damaged."""
         if not group_ids:
             return []
         keys = [self.keys.payload(group_id) for group_id in group_ids]
@@ -389,7 +390,7 @@ class ReplayBuffer:
                 None if first is None else await self._joined(key, first)
                 for key, first in zip(keys, await self._values(keys), strict=True)
             ]
-        except (DamagedRunError, ValueError):  # of one: it must not spoil the others
+        except (DamagedRunError, ValueError):  # one damaged group must not affect the others
             if len(group_ids) == 1:
                 return [b""]
             return [payload for i in group_ids for payload in await self._payloads([i])]
@@ -404,11 +405,11 @@ class ReplayBuffer:
         return cast("list[memoryview | None]", await self._redis.receive(keys, self._blocks.take))
 
     async def validate(self, lease: Lease, version: int) -> frozenset[str]:
-        """Ids of the batch that may be trained at `version`, seen just before the step.
+        """Ids of the batch that may be trained at `version`. Call it just before the step.
 
-        Drops the others, by the max_staleness of this moment, and renews the lease. Those that
-        would need more of their tokens masked than were go back to ready. Empty if the lease was
-        lost: lease the step again.
+        Applies the current max_staleness, drops the other groups and renews the lease. Groups that
+        now need more of their tokens masked return to ready. Empty if the lease was lost: lease the
+        step again.
         """
         arguments = (version, lease.lease_token, self._lease_ms, _masked_below(lease))
         kept: list[str] = []
@@ -417,24 +418,24 @@ class ReplayBuffer:
         return frozenset(kept)
 
     async def renew(self, lease: Lease) -> int:
-        """Extends the lease of a long step; how many groups it still holds, 0 if it was lost."""
+        """Extends a lease. Returns the number of groups that it still holds, 0 if it was lost."""
         arguments = (lease.lease_token, self._lease_ms)
         return await self._sum("trainer/renew_lease", arguments, lease.group_ids)
 
     async def keep_renewed(self, lease: Lease) -> None:
-        """Renews the lease until this is cancelled, or the lease is lost."""
+        """Renews the lease until it is lost or this is cancelled."""
         await renew_until_lost(self.renew, lease, self._lease_ms)
 
     async def consume(self, lease: Lease, group_ids: Collection[str]) -> int:
-        """Marks groups as trained; returns how many of them are, by this lease.
+        """Marks groups as trained; returns the number of groups consumed by this lease.
 
-        0 for a lease that was lost meanwhile: the groups are ready again or leased anew.
+        0 if the lease was lost: the groups are ready again or leased anew.
         """
         arguments = (lease.lease_token, lease.step, lease.version, _masked_below(lease))
         return await self._sum("trainer/consume_groups", arguments, sorted(group_ids))
 
     async def ack(self, upto_step: int, lineage: str | None = None) -> int:
-        """Forgets groups of all steps up to one whose checkpoint is durable; returns how many.
+        """Deletes groups of all steps up to one whose checkpoint is durable; returns how many.
 
         Raises NotOwnerError, with nothing changed, if `lineage` is not the buffer's current one.
         """
@@ -452,15 +453,15 @@ class ReplayBuffer:
                 return total
 
     async def nack(self, lease: Lease, reason: str) -> int:
-        """Gives the groups of a lease back that are not consumed; returns how many went back."""
+        """Returns the unconsumed groups of a lease to ready; returns how many."""
         arguments = (lease.lease_token, reason)
         return await self._sum("trainer/return_groups", arguments, lease.group_ids)
 
     async def publish_version(self, version: int) -> None:
-        """Makes `version` the trainer's.
+        """Sets the trainer's version.
 
-        Raises ValueError if it is below the last one, and NotOwnerError if this object has
-        reconciled and another lineage took over since.
+        Raises ValueError if it is below the last one, and NotOwnerError if another lineage took
+        over since this object reconciled.
         """
         reply = await self._scripts.run("trainer/publish_version", version, self._lineage)
         if reply[0] == b"not_owner":
@@ -482,19 +483,18 @@ class ReplayBuffer:
         resume_version: int,
         consumed_group_ids: Collection[str] = (),
     ) -> Reconciled:
-        """Takes the buffer over for a trainer that starts or restores, before its first lease.
+        """Takes over the buffer for a trainer that starts or restores, before its first lease.
 
-        `lineage` is new with every start; a trainer of an older one is fenced.
-        `step` and `version` are those of the checkpoint (0 and 0 for none); it will be published as
-        `resume_version`, which is above every version ever published unless `version` is the newest
-        itself. Groups of the checkpoint are acked: those consumed up to `step`, and
-        `consumed_group_ids`. Every other one that was consumed or leased returns to ready. Groups
-        of versions between the two, whose weights no longer exist, are dropped; older ones are
-        renumbered, so that they keep their distance. The result is that of all calls with this
-        lineage; after a crash, call again with the same arguments.
+        `lineage` is new with every start; trainers of older lineages are fenced out. `step` and
+        `version` are the checkpoint's (0 and 0 for none). Its weights are published again as
+        `resume_version`, which must be above every published version unless `version` is the
+        newest. Groups in the checkpoint (consumed up to `step`, or in `consumed_group_ids`) are
+        acked; all other consumed or leased groups return to ready. Groups of versions between the
+        two, whose weights no longer exist, are dropped; older ones are renumbered so that they keep
+        their distance. After a crash, call again with the same arguments: the result covers all
+        calls of this lineage.
 
-        Raises NotOwnerError if a later lineage took over, and ValueError for a version that was
-        used.
+        Raises NotOwnerError if a later lineage took over, ValueError if `resume_version` was used.
         """
         await self.begin_reconcile(lineage, step, version, resume_version)
         return await self.finish_reconcile(lineage, consumed_group_ids)
@@ -502,9 +502,9 @@ class ReplayBuffer:
     async def begin_reconcile(
         self, lineage: str, step: int, version: int, resume_version: int
     ) -> None:
-        """Makes `lineage` the owner: from here on every older one is fenced out.
+        """Makes `lineage` the owner and fences out older ones.
 
-        Until `finish_reconcile` is done no batch is formed.
+        No batch is formed until `finish_reconcile` is done.
         """
         arguments = (lineage, step, version, resume_version)
         reply = await self._scripts.run("trainer/begin_reconcile", *arguments)
@@ -519,7 +519,7 @@ class ReplayBuffer:
     async def finish_reconcile(
         self, lineage: str, consumed_group_ids: Collection[str]
     ) -> Reconciled:
-        """Acknowledges what the checkpoint contains, then sorts the rest in bounded parts."""
+        """Acks the groups in the checkpoint, then sorts the rest in bounded parts."""
         for part in _parts(sorted(consumed_group_ids)):
             if not await self._scripts.run("trainer/ack_reconciled", lineage, *part):
                 raise _taken_over(lineage)
@@ -537,11 +537,7 @@ class ReplayBuffer:
     # Either side -----------------------------------------------------------------------------
 
     async def sweep(self) -> int:
-        """Tidies up; how many groups it moved.
-
-        Expired leases return to ready, credits that were not renewed are given back, and ready
-        groups that became stale are dropped.
-        """
+        """Expires leases and credits, and drops stale ready groups; returns how many it moved."""
         total = 0
         while True:
             moved = await self._scripts.run("run_state/sweep_groups", BOUND, self._lease_ms)
@@ -550,11 +546,11 @@ class ReplayBuffer:
                 return total
 
     async def stats(self) -> BufferStats:
-        """The buffer's numbers; with one shard all of one moment, with several each shard's."""
+        """The buffer's counts, read atomically per shard."""
         return parse_stats(await self._scripts.run("inspect/read_stats"))
 
     async def events(self, group_id: str) -> list[GroupEvent]:
-        """What happened to a group, as far as the audit stream still tells; oldest first."""
+        """The group's events that are still in the audit stream, oldest first."""
         found: list[GroupEvent] = []
         position = "-"
         while position:
@@ -565,7 +561,7 @@ class ReplayBuffer:
         return found
 
     async def set_max_staleness(self, value: int) -> None:
-        """Changes the bound of a running job: higher at once, lower at the next sweep or lease.
+        """Changes the bound of a running job. A lower bound applies from the next sweep or lease.
 
         Raises ValueError for a negative value.
         """
@@ -578,7 +574,7 @@ class ReplayBuffer:
         return value if value is not None else (await self.stats()).max_staleness
 
     async def setting(self, name: str) -> int | None:
-        """A setting of the run that is a whole number; None before the run is opened."""
+        """An integer setting of the run; None before the run is opened."""
         value = cast("bytes | None", await self._redis.hget(self.keys("settings"), name))
         return None if value is None else int(setting_number(name, readable(value)))
 
@@ -594,7 +590,7 @@ class ReplayBuffer:
     # Quarantine ------------------------------------------------------------------------------
 
     async def quarantined(self) -> list[QuarantinedGroup]:
-        """The groups in quarantine, the longest there first."""
+        """The groups in quarantine, oldest first."""
         found: list[Any] = await self._redis.zrange(
             self.keys("quarantined"), 0, -1, withscores=True
         )
@@ -606,7 +602,7 @@ class ReplayBuffer:
                     pipe.hmget(name, ["why", "leases", "tokens"])
                 replies = await pipe.execute(raise_on_error=False)
             for (group_id, at_ms), fields in zip(part, replies, strict=True):
-                if isinstance(fields, Exception):  # overwritten while it was here
+                if isinstance(fields, Exception):  # overwritten by another client
                     fields = (b"damaged", None, None)
                 why, leases, tokens = fields
                 if why is not None:  # else it has just left
@@ -622,39 +618,39 @@ class ReplayBuffer:
         return groups
 
     async def release(self, group_id: str) -> bool:
-        """Gives a group in quarantine another chance: ready, as if it had never been leased.
+        """Returns a quarantined group to ready, as if it had never been leased.
 
-        False if it was not there. Raises ValueError if too little is left of it for that.
+        False if it was not in quarantine. Raises ValueError if its data is incomplete.
         """
         reply = await self._scripts.run("inspect/release_group", group_id)
         if reply == -1:
             raise ValueError(
-                f"group {group_id}: what Redis held of it was deleted or overwritten, so that it "
+                f"group {group_id}: its data in Redis was deleted or overwritten, so that it "
                 "cannot be trained; discard it"
             )
         return bool(reply)
 
     async def discard(self, group_id: str) -> bool:
-        """Drops a group in quarantine; False if it was not there."""
+        """Drops a quarantined group; False if it was not in quarantine."""
         return bool(await self._scripts.run("inspect/discard_group", group_id))
 
     async def quarantined_prompts(self) -> list[QuarantinedPrompt]:
-        """The prompts that failed too often, or over which two workers died; the longest first."""
+        """The prompts that failed too often or killed two workers, oldest first."""
         found = cast(
             "dict[bytes, bytes]", await self._redis.hgetall(self.keys("quarantined_prompts"))
         )
         prompts = []
         for name, text in found.items():
-            with suppress(ValueError):  # none that we have written
+            with suppress(ValueError):  # not written by us
                 prompts.append(quarantined_prompt(readable(name), readable(text)))
         return sorted(prompts, key=lambda prompt: prompt.at)
 
     async def release_prompt(self, task: str, index: int) -> bool:
-        """Runs a prompt in quarantine again, with a clean record; False if it was not there."""
+        """Runs a quarantined prompt again, with a clean record; False if it was not there."""
         return bool(await self._scripts.run("inspect/release_prompt", task, index, 1))
 
     async def discard_prompt(self, task: str, index: int) -> bool:
-        """Forgets a prompt in quarantine; it is not run again. False if it was not there."""
+        """Removes a quarantined prompt without running it again; False if it was not there."""
         return bool(await self._scripts.run("inspect/release_prompt", task, index, 0))
 
     async def _sum(self, script: str, arguments: Sequence[Argument], ids: Sequence[str]) -> int:
@@ -667,7 +663,7 @@ class ReplayBuffer:
 def check_settings(
     settings: BufferConfig, groups_per_step: int, num_shards: int, there: int | None
 ) -> None:
-    """`there` is the number of shards that the run was opened with, if it was."""
+    """`there` is the number of shards that the run was opened with, None if it was not."""
     if settings.shards != num_shards or (there is not None and there != num_shards):
         raise ValueError(
             f"buffer.shards={settings.shards}: this ReplayBuffer has {num_shards}, and the run "
@@ -677,7 +673,7 @@ def check_settings(
     if capacity is not None and capacity < groups_per_step:
         raise ValueError(
             f"buffer.capacity_groups={capacity}: a batch of trainer.groups_per_step="
-            f"{groups_per_step} would never fit; make it at least that"
+            f"{groups_per_step} would never fit; raise it to at least that"
         )
 
 

@@ -1,4 +1,4 @@
-"""What the verbs of the buffer hand out: credits, leases, a group's life, the buffer's numbers."""
+"""Results of the buffer's verbs: credits, leases, a group's events, the buffer's statistics."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class GroupEvent:
     requeued, consumed, acked, dropped, quarantined or reconciled."""
     group_id: str
     detail: Mapping[str, str]
-    """s: step, v: version, r: reason, o: owner, p: prompt; as far as they apply."""
+    """s: step, v: version, r: reason, o: owner, p: prompt; those that apply."""
 
 
 def parse_events(flat: Sequence[Any]) -> list[GroupEvent]:
-    """Reads [entry id, [name, value, ...], ...]; each has the names g (group) and e (event)."""
+    """Parses [entry id, [name, value, ...], ...]; names are g (group), e (event) and details."""
     return [
         _parse(entry_id, fields)
         for entry_id, fields in zip(flat[::2], flat[1::2], strict=True)
-        if {b"g", b"e"} <= set(fields[::2])  # else the entry is not of our writing
+        if {b"g", b"e"} <= set(fields[::2])  # else we did not write the entry
     ]
 
 
@@ -51,7 +51,7 @@ def _parse(entry_id: bytes, fields: Sequence[bytes]) -> GroupEvent:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class BufferStats:
-    """Groups by state, in numbers, read in one atomic step.
+    """Numbers of groups by state, read atomically.
 
     pushed = acked + consumed + dropped + quarantined + ready + leased, at any moment.
     """
@@ -59,82 +59,82 @@ class BufferStats:
     pushed: int
     acked: int
     consumed: int
-    """Trained, but the checkpoint is not durable yet."""
+    """Trained, but not in a durable checkpoint yet."""
     dropped: Mapping[str, int]
     """By reason."""
     quarantined: int
-    """Put aside: leased too often, or not to be decoded."""
+    """Leased too often, or undecodable."""
     ready: int
     leased: int
     running: int
     """Being generated."""
     abandoned: int
-    """Were running and will never be pushed; not part of the law."""
+    """Were running and will never be pushed; not part of the equation above."""
     abandoned_by_reason: Mapping[str, int]
     requeued: int
-    """Prompts put in line again since their group went stale."""
+    """Prompts queued again because their group went stale."""
     retries_waiting: int
     retries_exhausted: int
     expired: int
-    """Groups that came back from a lease that was not renewed."""
+    """Groups that returned from a lease that was not renewed."""
     by_staleness: Mapping[int, int]
     """Ready groups by how far their gate version lags behind the trainer's."""
     trainer_version: int
     engine_versions: Mapping[str, int]
-    """Of the engines that serve one."""
+    """Version that each live engine serves."""
     rerun: int = 0
-    """Prompts put in line again since their group failed, their worker died, or the agent outside
-    played their group left."""
+    """Prompts queued again because their group failed, their worker died, or the external agent
+    that ran their group left."""
     prompts_quarantined: int = 0
-    """Prompts that are put aside now: they failed too often, or two workers died over them."""
+    """Prompts in quarantine: they failed too often or killed two workers."""
     oversampling: float = 1.0
     engines_gone: bool
-    """Engines served once and none does now: until one comes back nothing is admitted."""
+    """Engines have served but none does now; nothing is admitted until one serves again."""
     max_staleness: int
     max_staleness_largest: int = 0
-    """The largest bound since the first change of it; 0 before."""
+    """The largest max_staleness of the run; 0 if it was never changed."""
     max_staleness_trained: int | None
-    """The largest staleness of any group that was ever consumed; None before the first."""
+    """The largest staleness of any consumed group; None before the first."""
     groups_per_step: int
     bytes: int
-    """Size of the payloads that are held."""
+    """Size of the stored payloads."""
     tokens: int
-    """Tokens of the groups that are held (ready, leased or consumed)."""
+    """Tokens of the ready, leased and consumed groups."""
     tokens_pushed: int
     tokens_trained: int
-    """Trainable tokens of all groups that were ever consumed, but those that were masked."""
+    """Trainable tokens of all groups ever consumed, without masked ones."""
     tokens_masked: int
-    """Trainable tokens that were masked for their age (on_stale=mask_tokens)."""
+    """Trainable tokens masked because of their age (on_stale=mask_tokens)."""
     dropped_tokens: Mapping[str, int]
     """By reason."""
     tokens_dropped: int = 0
-    """Trainable tokens of all groups that were ever dropped."""
+    """Trainable tokens of all dropped groups."""
     dropped_by_length: Mapping[str, int]
-    """Dropped groups by the tokens that they had, as '<=1k', ..., '>64k'."""
+    """Dropped groups by number of tokens: '<=1k', ..., '>64k'."""
     bytes_consumed: int
-    """Part of `bytes` that is consumed: it takes no capacity."""
+    """Part of `bytes` that is consumed; it takes no capacity."""
     bytes_quarantined: int
-    """Part of `bytes` that is in quarantine: it takes no capacity either."""
+    """Part of `bytes` that is in quarantine; it takes no capacity."""
     capacity_groups: int | None
     capacity_bytes: int | None
     num_shards: int
     oldest_ready_age_s: float | None
-    """Since the push of the ready group that is next by staleness; None if there is none."""
+    """Time since the stalest ready group was pushed; None if no group is ready."""
     push_blocked: int
-    """Pushes that had to wait for room, and got it."""
+    """Pushes that waited for room before they were stored."""
     push_blocked_s: float
     lineage: str
-    """Of the trainer that owns the buffer; "" before the first reconcile."""
+    """Lineage of the trainer that owns the buffer; "" before the first reconcile."""
     trained_by_staleness: Mapping[int, int]
-    """Groups that were ever consumed, by staleness."""
+    """All groups ever consumed, by staleness."""
     trained_by_age: Mapping[float, int]
-    """Groups that were consumed up to so many seconds after their push; cumulative, ends in inf."""
+    """Groups consumed up to so many seconds after their push; cumulative, ends in inf."""
     trained_age_sum_s: float
     counters: Mapping[str, int]
-    """All counters of `stats` as they are in Redis."""
+    """All counters of `stats` as stored in Redis."""
 
     def limit(self, lag: int = 0) -> int:
-        """The most groups that may be running, ready or leased while the engines lag so far."""
+        """The most groups that may be running, ready or leased at this lag of the engines."""
         return admission_limit(
             max_staleness=self.max_staleness,
             lag=lag,
@@ -152,24 +152,24 @@ class BufferStats:
 
     @property
     def is_conserved(self) -> bool:
-        """Whether every pushed group is in exactly one place."""
+        """Whether every pushed group is in exactly one state."""
         return self.pushed == self.num_placed
 
     @property
     def num_placed(self) -> int:
-        """Pushed groups, counted where they are."""
+        """Sum of the groups in each state after the push."""
         return self.trained + self.num_dropped + self.quarantined + self.ready + self.leased
 
 
 AGE_BOUNDS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, inf)
-"""Of the histogram of ages; consume_groups.lua has the same."""
+"""Bounds of the histogram of ages; the same in consume_groups.lua."""
 
 
 def parse_stats(reply: list[Any]) -> BufferStats:
-    """Reads the reply of read_stats.lua. Raises DamagedRunError for a setting that cannot be read.
+    """Parses the reply of read_stats.lua. Raises DamagedRunError for an unreadable setting.
 
-    A counter and an engine's version that are no numbers are left out: the law tells of the one,
-    admission counts on the other no more.
+    Counters and engine versions that are not numbers are left out: `is_conserved` reveals the
+    former, and admission ignores the latter.
     """
     running, ready, leased, consumed, quarantined, retries_waiting = map(int, reply[:6])
     settings = _Settings(_pairs(reply[6]))
@@ -239,7 +239,7 @@ def parse_stats(reply: list[Any]) -> BufferStats:
 
 
 class _Settings:
-    """The settings of a shard, as texts that may be anything."""
+    """The settings of a shard as unchecked texts."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self._texts = texts
@@ -280,7 +280,7 @@ def _by_reason(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
 
 
 def write_prompt(prompt: PromptRef) -> str:
-    """'attempt index task', or 'attempt+reruns index task' if a worker died over it."""
+    """'attempt index task', or 'attempt+reruns index task' if a worker died while running it."""
     reruns = f"+{prompt.reruns}" if prompt.reruns else ""
     return f"{prompt.attempt}{reruns} {prompt.index} {prompt.task}"
 
@@ -292,11 +292,11 @@ def read_prompt(text: str) -> PromptRef:
 
 
 def quarantined_prompt(name: str, text: str) -> QuarantinedPrompt:
-    """Reads 'index task' and 'ms times reason'."""
+    """Parses 'index task' and 'ms times reason'."""
     index, task = name.split(" ", 1)
     at_ms, times, reason = text.split(" ", 2)
     if not is_number(at_ms):
-        raise ValueError(f"{at_ms!r} is no time in milliseconds")
+        raise ValueError(f"{at_ms!r} is not a time in milliseconds")
     return QuarantinedPrompt(
         task=task, index=int(index), reason=reason, times=int(times), at=int(at_ms) / 1000
     )
@@ -304,38 +304,38 @@ def quarantined_prompt(name: str, text: str) -> QuarantinedPrompt:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Failure:
-    """What became of the prompt of a group that could not be completed."""
+    """What happened to the prompt of a group that could not be completed."""
 
     num_failures: int
-    """Groups of the prompt that failed so far, this one among them."""
+    """Failed groups of the prompt so far, including this one."""
     is_quarantined: bool
-    """It failed too often and is put aside; else it runs again."""
+    """The prompt failed too often and is quarantined; otherwise it runs again."""
 
 
 class PushResult(Enum):
-    """What became of a pushed group."""
+    """Outcome of a push."""
 
     stored = "stored"
     duplicate = "duplicate"
-    """It was pushed before: nothing changed. A retry of any push ends here."""
+    """It was pushed before; nothing changed. Every retry of a push returns this."""
     stale = "stale"
-    """Too old for every later step: counted as pushed and dropped, its prompt perhaps requeued."""
+    """Too old for every later step: pushed and dropped, its prompt possibly requeued."""
     abandoned_lineage = "abandoned_lineage"
-    """Made by weights that a restore gave up: counted as pushed and dropped."""
+    """Sampled from weights that a restore discarded: pushed and dropped."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class QuarantinedPrompt:
-    """A prompt that is not run any more until an operator releases it."""
+    """A prompt that is not run until an operator releases it."""
 
     task: str
     index: int
     reason: str
-    """failed (its groups, too often), or worker_died (twice, while it ran)."""
+    """failed (its groups failed too often) or worker_died (twice while it ran)."""
     times: int
     """How often that happened."""
     at: float
-    """Unix time since when it is there."""
+    """Unix time at which it was quarantined."""
 
 
 class Admission(NamedTuple):
@@ -344,12 +344,12 @@ class Admission(NamedTuple):
     group_id: str
     """The group's id from now on; with several shards it also names the shard."""
     version: int
-    """The trainer's version now."""
+    """The trainer's current version."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Lease:
-    """What one rank holds of the batch of one step."""
+    """One rank's share of a step's batch."""
 
     step: int
     version: int
@@ -359,9 +359,9 @@ class Lease:
     group_ids: tuple[str, ...]
     """The whole batch as it was formed, in the same order at every rank."""
     groups: tuple[TrajectoryGroup, ...]
-    """This rank's share. Groups dropped since the batch was formed are missing."""
+    """This rank's share, without groups dropped since the batch was formed."""
     mask_below_version: int | None
-    """Tokens sampled before this version are out of the loss; None unless on_stale=mask_tokens."""
+    """Tokens sampled before this version are masked; None unless on_stale=mask_tokens."""
     deadline: float
     """Unix time by the server's clock after which the groups may be leased anew."""
 
@@ -372,25 +372,25 @@ class Lease:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Reconciled:
-    """What became of the groups when a trainer took over at a checkpoint."""
+    """Number of groups by what a takeover at a checkpoint did with them."""
 
     acked: int
-    """In the checkpoint: done."""
+    """In the checkpoint."""
     requeued: int
-    """Were consumed or leased after it: ready again."""
+    """Consumed or leased after the checkpoint; ready again."""
     dropped: int
-    """Made by weights that do not exist any more."""
+    """Sampled from weights that no longer exist."""
     quarantined: int
-    """Were leased too often to be tried again."""
+    """Leased too often to be retried."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class QuarantinedGroup:
-    """A group that could not be trained and is kept for an operator to look at."""
+    """A group that could not be trained and is kept for inspection by an operator."""
 
     group_id: str
     at: float
-    """Unix time at which it was put there."""
+    """Unix time at which it was quarantined."""
     reason: str
     attempts: int
     """How often it was leased."""

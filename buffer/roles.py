@@ -1,4 +1,4 @@
-"""What each side of a run may call: the verbs of `ReplayBuffer` by role, which say what they do."""
+"""The verbs of `ReplayBuffer` by role; its docstrings describe them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from configs.schema import BufferConfig
 
 
 class WorkerBuffer(Protocol):
-    """A rollout worker: takes credits, notes its prompts, and pushes groups."""
+    """A rollout worker: takes credits, records its prompts, and pushes groups."""
 
     async def admit(self, group_id: str, timeout_s: float) -> Admission: ...
 
@@ -95,7 +95,7 @@ class TrainerBuffer(Protocol):
 
 
 class OperatorBuffer(Protocol):
-    """The controller and the command line: open, tidy up, tune, look, and empty the quarantine."""
+    """The controller and the command line: open, sweep, tune, inspect, and empty the quarantine."""
 
     async def open(
         self, settings: BufferConfig, groups_per_step: int, oversampling: float = 1.0

@@ -1,4 +1,4 @@
-"""What a run keeps in Redis besides its groups: weights, waits, metrics, positions."""
+"""The state of a run in Redis besides its groups: weights, waits, metrics, positions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from configs.schema import BufferConfig
 T = TypeVar("T")
 
 Record = Mapping[str, float | int | str]
-"""Flat JSON: what one metrics entry says."""
+"""Flat JSON: one metrics record."""
 
 METRICS_LENGTH = 10_000
 STREAM_START = "0-0"
@@ -29,7 +29,7 @@ _READ_ENTRIES = 500
 
 
 class MetricsEntry(NamedTuple):
-    """One record of the metrics stream; `id` is where to read on."""
+    """One record of the metrics stream; pass `id` to read on from here."""
 
     id: str
     kind: str
@@ -37,16 +37,21 @@ class MetricsEntry(NamedTuple):
 
 
 class RunState:
-    """One run's shared notes as one process sees them. Made in, and used from, one event loop.
+    """A client of one run's shared state, created in and used from one event loop.
 
-    Additions carry a token of their own, so that a retry after a lost reply does not count twice.
-    All but `phase` and the readers need a run that `ReplayBuffer.open` has opened.
+    state = await RunState.connect(url, run, settings)
+    await state.record_commit("engine-0", version, record)         # an engine
+    await state.wait_engines_at(version, timeout_s=60)             # the trainer
+    await state.count("tokens_generated", 512)
+
+    Increments carry a token, so that a retry after a lost reply does not count twice. All writers
+    but `set_phase` need a run that `ReplayBuffer.open` has opened.
     """
 
     def __init__(self, redis: BufferRedis, run: str, *, shards: int = 1) -> None:
         """`redis` comes from `connect`; `close` closes its connections too.
 
-        `shards` is buffer.shards: each of them bounds admission by what the engines serve.
+        `shards` is buffer.shards: every shard needs the engines' versions for its admission.
         """
         self._redis = redis
         self._keys = Keys(run)
@@ -57,14 +62,14 @@ class RunState:
 
     @classmethod
     async def connect(cls, url: str, run: str, settings: BufferConfig) -> RunState:
-        """The run's state with connections of its own to `url`. Raises BufferConnectionError."""
+        """The run's state with its own connections to `url`. Raises BufferConnectionError."""
         redis = await connect(url, tls_ca_file=settings.tls_ca_file)
         return cls(redis, run, shards=settings.shards)
 
     # Weights: staged at receivers ------------------------------------------------------------
 
     async def register_receiver(self, name: str, url: str) -> None:
-        """Notes where a receiver is reached; at a new URL it counts as one that staged nothing."""
+        """Records a receiver's URL; at a new URL it counts as having staged nothing."""
         await self._scripts.run("run_state/register_receiver", name, url)
 
     async def forget_receiver(self, name: str) -> None:
@@ -75,15 +80,15 @@ class RunState:
         return await self._hash("receivers")
 
     async def record_staged(self, receiver: str, version: int) -> None:
-        """Notes that a receiver holds a whole version; nothing if it was forgotten meanwhile."""
+        """Records that a receiver holds a whole version, unless it was forgotten meanwhile."""
         await self._scripts.run("run_state/record_staged", receiver, version)
 
     async def staged_versions(self) -> dict[str, int]:
-        """What each receiver staged last; one that staged nothing yet is not among them."""
+        """The version that each receiver staged last; receivers without one are left out."""
         return await self._numbers("staged")
 
     async def publish_weights(self, version: int) -> None:
-        """From here on engines may take `version`; one below the newest changes nothing."""
+        """Allows engines to take `version`; a version below the newest changes nothing."""
         await self._scripts.run("run_state/publish_weights", version)
 
     async def published_weights(self) -> int | None:
@@ -94,15 +99,15 @@ class RunState:
     # Weights: served by engines --------------------------------------------------------------
 
     async def record_commits(self, served_versions: Mapping[str, int]) -> None:
-        """Notes which version each engine serves now. Admission looks at the slowest one."""
+        """Records which version each engine serves. Admission depends on the slowest one."""
         if served_versions:
             pairs = [part for pair in served_versions.items() for part in pair]
-            # The home shard last: once `engine_versions` says so, it holds everywhere.
+            # The home shard last: what `engine_versions` returns then holds in all shards.
             for scripts in (*self._others, self._scripts):
                 await scripts.run("run_state/record_commits", *pairs)
 
     async def record_commit(self, engine: str, version: int, record: Record) -> None:
-        """Notes which version an engine serves now, and how it took it (for `commits`)."""
+        """Records which version an engine serves, and how it took it (for `commits`)."""
         text = json.dumps({**record, "at": time.time()})
         for scripts in self._others:
             await scripts.run("run_state/record_commits", engine, version)
@@ -113,15 +118,15 @@ class RunState:
         return _readable(await self._hash("commits"), _read_record)
 
     async def forget_engine(self, engine: str) -> None:
-        """Notes that an engine serves nothing any more; it holds up neither admission nor commits.
+        """Records that an engine is gone, so that neither admission nor commits wait for it.
 
-        When the last one is gone, admission gives no credit until one serves again.
+        When the last one is gone, nothing is admitted until one serves again.
         """
         for scripts in (*self._others, self._scripts):
             await scripts.run("run_state/forget_engine", engine)
 
     async def engine_versions(self) -> dict[str, int]:
-        """What each live engine serves; an engine that is starting or lost is not among them."""
+        """The version that each live engine serves, without engines that are starting or lost."""
         return await self._numbers("engine_versions")
 
     async def wait_engines_at(self, version: int, timeout_s: float) -> dict[str, int]:
@@ -135,13 +140,13 @@ class RunState:
             if served and min(served.values()) >= version:
                 return served
             if not deadline.left_s:
-                raise TimeoutError(_who_is_behind(served, version, timeout_s))
+                raise TimeoutError(_late_engines(served, version, timeout_s))
             await self._wake.wait(seen, deadline.left_s)
 
     async def wait_engines_changed(
         self, seen: Mapping[str, int], timeout_s: float
     ) -> dict[str, int]:
-        """engine_versions, as soon as it differs from `seen`, at the latest after `timeout_s`."""
+        """Waits until engine_versions differs from `seen`, or for `timeout_s`; returns it."""
         deadline = Deadline(timeout_s)
         while True:
             last, served = await self._engines_now()
@@ -150,17 +155,16 @@ class RunState:
             await self._wake.wait(last, deadline.left_s)
 
     async def _engines_now(self) -> tuple[dict[str, str], dict[str, int]]:
-        """What to wait for next, and engine_versions."""
+        """Position in the wake stream from which to wait, and engine_versions."""
         stream = self._keys.wake("engines")
-        newest = await self._wake.newest(stream)  # before the versions, or a commit could slip by
+        newest = await self._wake.newest(stream)  # before the versions, or a commit could be missed
         return {stream: newest}, await self.engine_versions()
 
     async def enter_commit(self, engine: str, limit: int, ttl_s: float, timeout_s: float) -> bool:
-        """Waits until fewer than `limit` other engines of the run stand still for a commit.
+        """Waits until fewer than `limit` other engines of the run are paused for a commit.
 
-        The place is held until `leave_commit`, for `ttl_s` at most: an engine that dies in it holds
-        up the others no longer. Entering again renews the time. False if no place became free in
-        time.
+        The place is held until `leave_commit`, but at most for `ttl_s`, so that an engine that dies
+        in its commit does not block the others. Entering again renews the time. False on timeout.
         """
         deadline, ttl_ms = Deadline(timeout_s), max(1, int(1000 * ttl_s))
         while True:
@@ -175,7 +179,7 @@ class RunState:
             )
 
     async def leave_commit(self, engine: str) -> None:
-        """Gives the place of `enter_commit` to the next; nothing if it is over already."""
+        """Frees the place of `enter_commit`, if it is still held."""
         await self._scripts.run("run_state/leave_commit", engine)
 
     # The trainer's version -------------------------------------------------------------------
@@ -189,7 +193,7 @@ class RunState:
         """Waits until the trainer's version is above `version`, and returns it. Or TimeoutError."""
         deadline, stream = Deadline(timeout_s), self._keys.wake("version")
         while True:
-            seen = await self._wake.newest(stream)  # before the version, or a publish could slip by
+            seen = await self._wake.newest(stream)  # before the version, or a publish may be missed
             current = await self.trainer_version()
             if current > version:
                 return current
@@ -199,7 +203,7 @@ class RunState:
                 )
             await self._wake.wait({stream: seen}, deadline.left_s)
 
-    # Who waited on whom, and other counts ----------------------------------------------------
+    # Waits between the parts of a run, and other counters -------------------------------------
 
     async def add_wait(self, waiter: str, waited_on: str, seconds: float) -> None:
         """Adds to the time that one part of the run has spent waiting for another."""
@@ -225,15 +229,15 @@ class RunState:
     # Metrics ---------------------------------------------------------------------------------
 
     async def append_metrics(self, record: Record, kind: str) -> None:
-        """Appends a record to the stream, of which about the last METRICS_LENGTH entries stay."""
+        """Appends a record to the stream, which keeps about the last METRICS_LENGTH entries."""
         await self._scripts.run(
             "run_state/append_metrics", uuid4().hex, kind, json.dumps(record), METRICS_LENGTH
         )
 
     async def read_metrics(self, after_id: str, block_s: float) -> list[MetricsEntry]:
-        """Entries after one (STREAM_START for all), waiting up to `block_s` for the first.
+        """Entries after `after_id` (STREAM_START for all), waiting up to `block_s` for the first.
 
-        At most some hundred entries a call: read on from the last one's id.
+        Returns at most _READ_ENTRIES: read on from the last one's id.
         """
         deadline, stream = Deadline(block_s), self._keys("metrics")
         while True:
@@ -243,7 +247,7 @@ class RunState:
                 entries = [entry for entry in found if entry is not None]
                 if entries:
                     return entries
-                after_id = reply[0][1][-1][0].decode()  # nothing in there is of our writing
+                after_id = reply[0][1][-1][0].decode()  # none of these entries is ours
                 continue
             if not deadline.left_s:
                 return []
@@ -252,7 +256,7 @@ class RunState:
     # Positions, phase ------------------------------------------------------------------------
 
     async def task_positions(self) -> dict[int, int]:
-        """Where in its task stream each rollout worker is, as `ReplayBuffer.begin` noted it."""
+        """Each worker's position in its task stream, as recorded by `ReplayBuffer.begin`."""
         positions: dict[int, int] = {}
         for keys in self._all_keys:
             found = cast("dict[bytes, bytes]", await self._redis.hgetall(keys("tasks")))
@@ -282,7 +286,7 @@ class RunState:
         return {readable(field): readable(value) for field, value in pairs.items()}
 
 
-def _who_is_behind(served: Mapping[str, int], version: int, timeout_s: float) -> str:
+def _late_engines(served: Mapping[str, int], version: int, timeout_s: float) -> str:
     if not served:
         return f"no engine served version {version} within {timeout_s:g} s: none is alive"
     late = (f"{name} (version {at})" for name, at in sorted(served.items()) if at < version)
@@ -303,8 +307,7 @@ def _metrics_entry(entry_id: bytes, fields: dict[bytes, bytes]) -> MetricsEntry 
 
 
 def _readable(found: Mapping[str, str], read: Callable[[str], T]) -> dict[str, T]:
-    """The fields that `read` takes. Any process of the run may write to these, and what one of them
-    garbled must not end those who look at all of them."""
+    """The fields that `read` can parse: one garbled field must not stop readers of all of them."""
     values: dict[str, T] = {}
     for name, text in found.items():
         with contextlib.suppress(ValueError):
@@ -320,7 +323,7 @@ def _read_float(text: str) -> float:
 
 
 def _read_record(text: str) -> dict[str, float | int | str]:
-    """A record as we write them. Raises ValueError for anything else."""
+    """Parses a record. Raises ValueError for anything else."""
     try:
         record = json.loads(text)
     except RecursionError as error:

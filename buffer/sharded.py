@@ -1,9 +1,9 @@
-"""Several complete buffers, each at a hash tag of its own, as one.
+"""Several complete buffers, each under its own hash tag, used as one.
 
-With several shards an admitted group's id ends in `@<shard>`, for admission chose a shard with
-room. Any other id lives where its hash says. Both are pure functions of the id, so that every
-process finds a group without asking. The first shard is home: it keeps which groups a step's batch
-has, and is the last to hear what must hold in all of them. A batch is formed so:
+With several shards an admitted group's id ends in `@<shard>`, the shard that had room. Any other id
+is placed by its hash. Both are pure functions of the id, so every process finds a group without a
+lookup. The first shard is the home shard: it records the groups of each step's batch, and changes
+that must hold in all shards are written to it last. A batch is formed like this:
 
     home     lock the step ──── a record of its batch? ──> what is still held, shard by shard
                │ none
@@ -15,9 +15,8 @@ has, and is the last to hear what must hold in all of them. A batch is formed so
                │
     each     renew: the whole deadline
 
-No step spans two shards atomically. The lock and what was taken without a record have deadlines of
-some seconds, so a former that dies half way leaves nothing behind but groups that return by
-themselves.
+Nothing is atomic across shards. The lock, and groups taken but not yet recorded, expire after some
+seconds, so a rank that dies while forming a batch leaves only groups that return by themselves.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ from buffer.types import PromptRef, Rerun, TrajectoryGroup
 from configs.schema import BufferConfig
 
 FORMING_MS = 10_000
-"""Time to form a batch in: some round trips. What a dead former took comes back after it."""
+"""Time limit for forming a batch (some round trips). Groups taken by a dead rank return then."""
 _MAX_FRUITLESS = 3
-"""Times that all which was chosen may be gone, or damaged, when it is to be taken."""
+"""Attempts in a row in which none of the chosen groups could be taken."""
 _MARK = "@"
 
 T = TypeVar("T")
@@ -72,9 +71,9 @@ def shard_of(group_id: str, num_shards: int) -> int:
 
 
 def id_in_shard(group_id: str, shard: int, num_shards: int) -> str:
-    """The id under which a group that is admitted to `shard` is known from then on.
+    """The id of a group that is admitted to `shard`.
 
-    Raises ValueError if the id holds '@' already, which would leave its shard in doubt.
+    Raises ValueError if the id contains '@' already, which would make its shard ambiguous.
     """
     if num_shards == 1:
         return group_id
@@ -87,7 +86,7 @@ def id_in_shard(group_id: str, shard: int, num_shards: int) -> str:
 
 
 def ids_by_shard(group_ids: Iterable[str], num_shards: int) -> dict[int, list[str]]:
-    """The ids of each shard that has any, in the order in which they came."""
+    """The ids of each shard that has any, in their order."""
     parts: dict[int, list[str]] = {}
     for group_id in group_ids:
         parts.setdefault(shard_of(group_id, num_shards), []).append(group_id)
@@ -95,7 +94,7 @@ def ids_by_shard(group_ids: Iterable[str], num_shards: int) -> dict[int, list[st
 
 
 class Record(NamedTuple):
-    """What the home shard keeps of a step's batch."""
+    """The home shard's record of a step's batch."""
 
     lease_token: str
     version: int
@@ -113,12 +112,12 @@ class Locked(NamedTuple):
 
 class Candidate(NamedTuple):
     key: float
-    """Smaller is given first; comparable across shards."""
+    """The smallest comes first; comparable across shards."""
     group_id: str
 
 
 class Peek(NamedTuple):
-    """What a shard would give to a batch."""
+    """What a shard could contribute to a batch."""
 
     candidates: tuple[Candidate, ...]
     ready: int
@@ -132,7 +131,7 @@ class Taken(NamedTuple):
     """Groups of one shard that were just leased."""
 
     ids: tuple[str, ...]
-    """Those that were ready and fresh, in the order asked for."""
+    """The requested groups that were ready and fresh, in the requested order."""
     tokens: tuple[int, ...]
     deadline_ms: int
     mask_below_version: int | None
@@ -140,17 +139,17 @@ class Taken(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What is left of a batch in one shard."""
+    """The part of a batch that is still held in one shard."""
 
     ids: frozenset[str]
     num_consumed: int
-    """The step is done if any is."""
+    """If it is not 0, the step is done."""
     deadline_ms: int
     renumbered: Mapping[str, tuple[int, ...]]
 
 
 class Shard(ReplayBuffer):
-    """One of the buffers, with the verbs by which a batch is formed of several."""
+    """One shard, with the verbs that form a batch from several."""
 
     async def create(
         self, settings: BufferConfig, groups_per_step: int, oversampling: float
@@ -160,17 +159,17 @@ class Shard(ReplayBuffer):
     async def lock_step(
         self, request: LeaseRequest, token: str, lock_ms: int, void_token: str = ""
     ) -> Locked | Record | BatchNotReady:
-        """At the home shard: the record of the step's batch, else the lock to form it.
+        """At the home shard: returns the record of the step's batch, or locks the step to form it.
 
-        `void_token`: the caller saw that nothing of this token's batch is held any more.
+        `void_token` is the token of a recorded batch of which nothing is held any more.
         """
         arguments = (request.step, token, lock_ms, request.lineage, void_token)
         word, *rest = await self._scripts.run("shards/lock_step", *arguments)
         match word.decode():
             case "locked":
                 return Locked()
-            # Busy: another rank is forming it. Ranks that wait for the lock have a wake stream of
-            # their own, or ranks that find no batch would wake each other for ever.
+            # busy: another rank is forming it. Waiting for the lock has its own wake stream, or
+            # ranks that find no batch would wake each other for ever.
             case "wait":
                 return BatchNotReady({self.keys.wake("batch"): rest[0].decode()})
             case "busy":
@@ -193,13 +192,13 @@ class Shard(ReplayBuffer):
         )
 
     async def unlock(self, token: str) -> bool:
-        """Gives the lock back without a batch; False if it was not held."""
+        """Releases the lock without a batch; False if it was not held."""
         return bool(await self._scripts.run("shards/unlock_step", token))
 
     async def peek(self, version: int, limit: int, wanted: int = 0) -> Peek:
-        """What this shard would give to a batch at `version`, at most `limit` groups.
+        """At most `limit` groups that this shard could contribute to a batch at `version`.
 
-        With `wanted` a push wakes wake:batch once so many are ready here.
+        With `wanted`, a push signals wake:batch once so many groups are ready here.
         """
         while True:
             reply = await self._scripts.run("shards/peek_groups", version, limit, BOUND, wanted)
@@ -214,7 +213,7 @@ class Shard(ReplayBuffer):
     async def take(
         self, request: LeaseRequest, token: str, lease_ms: int, ids: Sequence[str]
     ) -> Taken:
-        """Leases those of the groups that are ready and fresh. One call, however many they are."""
+        """Leases the groups that are ready and fresh, in one call however many there are."""
         arguments = (request.version, token, lease_ms, request.step)
         reply = await self._scripts.run("shards/take_groups", *arguments, *ids)
         taken, tokens, deadline, mask_below, renumbered = reply
@@ -227,9 +226,9 @@ class Shard(ReplayBuffer):
         )
 
     async def record(self, request: LeaseRequest, formed: Formed) -> bool:
-        """At the home shard: keeps the step's batch and gives the lock back.
+        """At the home shard: records the step's batch and releases the lock.
 
-        False if the lock was lost meanwhile: another rank forms the batch, give the groups back.
+        False if the lock was lost, so another rank forms the batch: return the groups.
         """
         mask_below = formed.mask_below_version
         reply = await self._scripts.run(
@@ -247,20 +246,20 @@ class Shard(ReplayBuffer):
         return bool(reply)
 
     async def held(self, token: str, ids: Sequence[str]) -> Held:
-        """What is still leased, or consumed, of these groups with the token."""
+        """Which of these groups are still leased with the token, and how many are consumed."""
         reply = await self._scripts.run("shards/list_held", token, *ids)
         held, num_consumed, deadline, renumbered = reply
         renumbered = parse_renumbered(renumbered)
         return Held(frozenset(texts(held)), int(num_consumed), int(deadline), renumbered)
 
     async def mark_done(self, lease: Lease) -> None:
-        """At the home shard: the step is done, also if none of its groups is here."""
+        """At the home shard: marks the step as done, even if it has none of the step's groups."""
         arguments = (lease.lease_token, lease.step, lease.version, "")
         await self._scripts.run("trainer/consume_groups", *arguments)
 
 
 class ShardedReplayBuffer:
-    """The verbs of ReplayBuffer, spread over shards that have each its part of every limit."""
+    """The verbs of ReplayBuffer over several shards, each with its quota of every limit."""
 
     def __init__(
         self,
@@ -272,7 +271,7 @@ class ShardedReplayBuffer:
         wait_timeout_s: float = 600.0,
         compress: bool = False,
     ) -> None:
-        """As ReplayBuffer's. `shards` must be what the run was opened with."""
+        """As ReplayBuffer's. `shards` must be the number that the run was opened with."""
         self.shards = tuple(
             Shard(
                 redis,
@@ -286,7 +285,7 @@ class ShardedReplayBuffer:
         )
         self._home = self.shards[0]
         self._home_last = (*self.shards[1:], self._home)
-        """For what must hold in all shards before home says so."""
+        """Order for writes that must hold in all shards before the home shard has them."""
         self._redis = redis
         self._wake = WakeStreams(redis)
         self._lease_ms = int(1000 * lease_timeout_s)
@@ -302,12 +301,12 @@ class ShardedReplayBuffer:
     async def _holding(
         self, group_ids: Iterable[str], call: Callable[[Shard, list[str]], Awaitable[T]]
     ) -> list[T]:
-        """Replies of the shards that hold any of these groups, each asked for its own."""
+        """Calls each shard that holds any of these groups with its own."""
         parts = ids_by_shard(group_ids, len(self.shards))
         return list(await asyncio.gather(*(call(self.shards[k], ids) for k, ids in parts.items())))
 
     async def _leased(self, lease: Lease, call: Callable[[Shard, Lease], Awaitable[T]]) -> list[T]:
-        """Replies of the shards to their parts of a lease."""
+        """Calls each shard of a lease with its part."""
         return await self._holding(
             lease.group_ids,
             lambda shard, ids: call(shard, replace(lease, group_ids=tuple(ids), groups=())),
@@ -318,7 +317,7 @@ class ShardedReplayBuffer:
     ) -> None:
         there = await self._home.setting("num_shards")
         check_settings(settings, groups_per_step, len(self.shards), there)
-        for shard in self._home_last:  # once it has settings, all is open
+        for shard in self._home_last:  # once the home shard has settings, all shards are open
             await shard.create(settings, groups_per_step, oversampling)
 
     # Rollout side ----------------------------------------------------------------------------
@@ -326,7 +325,7 @@ class ShardedReplayBuffer:
     async def admit(self, group_id: str, timeout_s: float) -> Admission:
         check_group_id(group_id)
         deadline, num_shards = Deadline(timeout_s), len(self.shards)
-        # Where to begin: the same for a retry, and all shards in turn for many ids.
+        # The first shard to try: the same for a retry, evenly spread over many ids.
         first = crc32(group_id.encode())
         while True:
             seen, in_use, limit = dict[str, str](), 0, 0
@@ -410,7 +409,7 @@ class ShardedReplayBuffer:
                 formed = await self._resume(request, reply)
                 if formed is not None:
                     return formed
-                void_token = reply.lease_token  # none of it is held any more: form a new one
+                void_token = reply.lease_token  # nothing of it is held any more: form a new one
                 continue
             try:
                 outcome = await self._gather(request, token)
@@ -421,7 +420,7 @@ class ShardedReplayBuffer:
                 return outcome
 
     async def _resume(self, request: LeaseRequest, record: Record) -> Formed | None:
-        """The batch of an earlier call, as far as it is still held; None if not at all."""
+        """The recorded batch with the groups that are still held; None if none is."""
         replies = await self._holding(
             record.ids, lambda shard, ids: shard.held(record.lease_token, ids)
         )
@@ -444,7 +443,7 @@ class ShardedReplayBuffer:
         )
 
     async def _gather(self, request: LeaseRequest, token: str) -> Formed | BatchNotReady | None:
-        """Forms the batch under the lock; None if the lock was lost meanwhile."""
+        """Forms the batch under the lock; None if the lock was lost."""
         taken: dict[str, int] = {}
         replies: list[Taken] = []
         num_fruitless = 0
@@ -452,7 +451,7 @@ class ShardedReplayBuffer:
         while len(taken) < request.num_groups:
             chosen = await self._choose(request, request.num_groups - len(taken))
             if num_fruitless == _MAX_FRUITLESS and not isinstance(chosen, BatchNotReady):
-                # Names in `ready` that are no groups of that shard: look again a little later.
+                # `ready` lists ids that are not groups of that shard: retry a little later.
                 chosen = BatchNotReady({}, len(chosen), FORMING_MS // 10)
             if isinstance(chosen, BatchNotReady):
                 await self._leased(_lease_of(request, token, taken), _give_back)
@@ -487,8 +486,8 @@ class ShardedReplayBuffer:
         """Ids of the `number` groups that the selector puts first, over all shards."""
         peeks = await self._peek(request, number, [0] * len(self.shards))
         while (missing := number - sum(len(peek.candidates) for peek in peeks)) > 0:
-            # So many groups cannot come without this many at one shard, which will wake. Unless
-            # some came or went just now: then it is another number that the shards must know.
+            # If `missing` groups arrive, at least one shard gets `share` of them and signals. If
+            # the numbers changed meanwhile, the thresholds must be set again.
             share, before = -(-missing // len(self.shards)), [peek.ready for peek in peeks]
             peeks = await self._peek(request, number, [ready + share for ready in before])
             if [peek.ready for peek in peeks] == before:
@@ -554,8 +553,8 @@ class ShardedReplayBuffer:
         resume_version: int,
         consumed_group_ids: Collection[str] = (),
     ) -> Reconciled:
-        # The trainer's versions differ if one died while it published. The shard that would refuse
-        # the new one is asked first.
+        # The shards' trainer versions differ if a trainer died while it published. Call the shard
+        # with the newest first, which may refuse the new version.
         versions = await self._each(lambda shard: shard.setting("trainer_version"))
         newest_first = sorted(range(len(self.shards)), key=lambda k: -(versions[k] or 0))
         for k in newest_first:
@@ -613,7 +612,7 @@ class ShardedReplayBuffer:
         return sorted(prompts, key=lambda prompt: prompt.at)
 
     async def release_prompt(self, task: str, index: int) -> bool:
-        # Which shard has it depends on the group that failed last.
+        # It is in the shard of the group that failed last.
         return any(await self._each(lambda shard: shard.release_prompt(task, index)))
 
     async def discard_prompt(self, task: str, index: int) -> bool:
@@ -621,7 +620,7 @@ class ShardedReplayBuffer:
 
 
 def _lease_of(request: LeaseRequest, token: str, ids: Iterable[str]) -> Lease:
-    """What a former has in hand before the batch is recorded."""
+    """A lease of groups taken before the batch is recorded."""
     return Lease(
         step=request.step,
         version=request.version,
@@ -642,7 +641,7 @@ def _merged(replies: Sequence[Taken | Held]) -> Mapping[str, tuple[int, ...]]:
 
 
 def sum_stats(parts: Sequence[BufferStats]) -> BufferStats:
-    """The numbers of all shards of a run together; what holds for the run is the home shard's."""
+    """The sum over all shards; values of the whole run are the home shard's."""
     home = parts[0]
     summed = {
         field.name: _summed(field.name, [getattr(part, field.name) for part in parts])
@@ -662,7 +661,7 @@ _OF_THE_RUN = {
     "num_shards",
     "lineage",
 }
-# A trainer that died while it published left a version that not all shards know; it is used up.
+# A trainer that died while it published left a version that only some shards know; it counts.
 _LARGEST = {"trainer_version", "max_staleness_trained", "oldest_ready_age_s"}
 
 

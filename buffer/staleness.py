@@ -2,7 +2,7 @@
 
     staleness(token) = version being trained - version that sampled the token
 
-A group is as old as its oldest trainable token. The scripts apply the same rules at the server.
+A group is as old as its oldest trainable token. The Lua scripts apply the same rules.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from buffer.types import Trajectory, TrajectoryGroup
 
 
 def is_fresh(version: int, min_version: int, max_staleness: int) -> bool:
-    """Whether a group may be trained; also, with the trainer's version now, whether it ever may."""
+    """Whether a group may be trained at `version`. Later versions are only stricter."""
     return version - min_version <= max_staleness
 
 
 def mask_over_age(group: TrajectoryGroup, oldest: int) -> TrajectoryGroup:
-    """The group with every token out of the loss that a version before `oldest` sampled.
-
-    The group itself if it has none.
-    """
+    """Masks every token sampled before version `oldest`; returns the group itself if there is none."""
     trajectories = tuple(_masked(trajectory, oldest) for trajectory in group.trajectories)
     if all(new is old for new, old in zip(trajectories, group.trajectories, strict=True)):
         return group
@@ -41,10 +38,10 @@ def _masked(trajectory: Trajectory, oldest: int) -> Trajectory:
 
 
 def renumber(group: TrajectoryGroup, numbers: Sequence[int]) -> TrajectoryGroup:
-    """The group with its versions replaced by those that a rollback left them.
+    """The group with its versions renumbered after a rollback.
 
-    `numbers` are the new ones of the versions with trainable tokens, in ascending order of the old.
-    Spans without a trainable token keep theirs: nothing asks for it.
+    `numbers` are the new numbers of the versions with trainable tokens, in ascending order of the
+    old. Spans without a trainable token keep their version, which nothing uses.
     """
     renamed = dict(zip(group.tokens_by_version, numbers, strict=True))
     trajectories = (

@@ -1,6 +1,6 @@
-"""What travels from the rollout pool to the trainer pool: trajectories and their groups.
+"""Trajectories and their groups, which go from the rollout pool to the trainer pool.
 
-Example: a prompt of 3 tokens, answered with 4 of which the last two were sampled after a commit:
+Example: a prompt of 3 tokens and a response of 4, the last two sampled after a commit:
 
     tokens           [ 5  6  7 | 10 11 12  2]
     loss_mask        [ 0  0  0 |  1  1  1  1]
@@ -27,13 +27,13 @@ number, which Redis keeps as a double, exact below 2^53."""
 
 
 class Rerun(Enum):
-    """Whether the prompt of a group that is given up runs again."""
+    """Whether the prompt of an abandoned group runs again."""
 
     never = "never"
     as_stale = "as_stale"
-    """By the rules for stale groups that were pushed (buffer.on_stale, buffer.max_retries)."""
+    """By the rules for stale groups (buffer.on_stale, buffer.max_retries)."""
     always = "always"
-    """Whatever these rules are, and with nothing held against it."""
+    """Regardless of these rules, and without counting as a retry."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -50,7 +50,7 @@ class VersionSpan:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SamplingParams:
-    """How tokens were drawn; what differs from the defaults changed the policy's distribution."""
+    """How tokens were sampled; the defaults sample from the policy's own distribution."""
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -65,15 +65,15 @@ class SamplingParams:
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Trajectory:
-    """T tokens in one piece, the model's own marked by `loss_mask`.
+    """T consecutive tokens; `loss_mask` marks the model's own.
 
-    An episode is one trajectory, or several where its history was rewritten on the way.
+    An episode is one trajectory, or several if its history was rewritten.
     """
 
     tokens: IntArray
-    """[T] prompt, then everything that followed."""
+    """[T] the prompt and everything after it."""
     loss_mask: MaskArray
-    """[T] 1 where the model wrote the token and it is trained on."""
+    """[T] 1 where the model sampled the token and it is trained on."""
     rollout_logprobs: FloatArray
     """[T] natural log-probability under the policy that sampled it; 0 where loss_mask is 0."""
     version_spans: tuple[VersionSpan, ...]
@@ -83,8 +83,8 @@ class Trajectory:
     finish_reason: str
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     episode: int = 0
-    """Which of its group's episodes it belongs to. Trajectories of the same one have its reward,
-    which counts once in the group, and share the weight of one among them."""
+    """Index of the episode in its group. Trajectories of one episode have the same reward, which
+    counts once in the group, and share the weight of one trajectory."""
     columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
     """Further typed per-token columns, each [T] or [T, k]."""
 
@@ -118,7 +118,7 @@ class Trajectory:
         return counts if len(counts) < 2 else dict(sorted(counts.items()))
 
     def token_versions(self) -> IntArray:
-        """[T] policy version of each token, -1 where no policy wrote it."""
+        """[T] policy version of each token, -1 where no policy sampled it."""
         versions = np.full(self.num_tokens, -1, np.int32)
         for span in self.version_spans:
             versions[span.start : span.end] = span.version
@@ -127,18 +127,18 @@ class Trajectory:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PromptRef:
-    """Names one prompt of a task stream, so that it can be run again.
+    """Identifies one prompt of a task stream, so that it can be run again.
 
-    `index` is the prompt's place in the stream; the task rebuilds everything else from it.
+    `index` is its position in the stream; the task rebuilds the prompt from it.
     """
 
     task: str
     index: int
     attempt: int = 0
-    """How often its group has gone stale before."""
+    """How often its group has gone stale."""
     reruns: int = 0
-    """How often a worker died over it before. Not kept with a group that was pushed: a prompt whose
-    group came to its end kills no worker."""
+    """How often a worker died while running it. Not stored with a pushed group: a prompt whose
+    group was completed kills no worker."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
@@ -159,7 +159,7 @@ class TrajectoryGroup:
 
     @property
     def num_bytes(self) -> int:
-        """Of its arrays: what it takes in memory, and about what it takes in Redis."""
+        """Size of its arrays: exact in memory, approximate in Redis."""
         total = 0
         for t in self.trajectories:
             total += t.tokens.nbytes + t.loss_mask.nbytes + t.rollout_logprobs.nbytes
@@ -173,7 +173,7 @@ class TrajectoryGroup:
 
     @property
     def rewards_by_episode(self) -> Mapping[int, float]:
-        """One for each episode, in the order of their first trajectories."""
+        """Reward of each episode, in the order of their first trajectories."""
         return {t.episode: t.reward for t in self.trajectories}
 
     @property
@@ -187,7 +187,7 @@ class TrajectoryGroup:
 
     @property
     def min_version(self) -> int:
-        """Version of the group's oldest trainable token: what the staleness gate looks at."""
+        """Version of the group's oldest trainable token, which the staleness gate checks."""
         return min(self._versions())
 
     @property

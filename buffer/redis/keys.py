@@ -1,4 +1,4 @@
-"""Names of everything that a run keeps in Redis, all of a shard below one hash tag: in one slot.
+"""Redis keys of a run. All keys of one shard share a hash tag, so they are in one slot.
 
 {leash:RUN}:settings         HASH    max_staleness, trainer_version and the other live settings
 {leash:RUN}:running          ZSET    groups being generated, by the oldest version of their tokens
@@ -7,30 +7,30 @@
 {leash:RUN}:arrivals         ZSET    the same in order of arrival; only with selector=fifo
 {leash:RUN}:leased           ZSET    groups being trained, by the deadline of their lease (ms)
 {leash:RUN}:consumed         ZSET    groups whose step is done, by step
-{leash:RUN}:quarantined      ZSET    groups that were put aside, by the time of it (ms)
-{leash:RUN}:retries          LIST    prompts to run again: 'attempt index task', where a worker died
-                                     over it 'attempt+reruns index task'
-{leash:RUN}:prompts          HASH    the same of each running group, by its id
+{leash:RUN}:quarantined      ZSET    quarantined groups, by the time they were put there (ms)
+{leash:RUN}:retries          LIST    prompts to run again: 'attempt index task', or 'attempt+reruns
+                                     index task' if a worker died while running it
+{leash:RUN}:prompts          HASH    prompt of each running group, by its id, written the same way
 {leash:RUN}:failures         HASH    how often the groups of a prompt failed, by 'index task'
-{leash:RUN}:quarantined_prompts  HASH  prompts that are not run any more: 'ms times reason'
+{leash:RUN}:quarantined_prompts  HASH  prompts that are no longer run: 'ms times reason'
 {leash:RUN}:group:ID         HASH    a group's metadata; its state outlives the payload for a while
 {leash:RUN}:payload:ID       STRING  the encoded group, or the index of its chunks
 {leash:RUN}:payload:ID:N     STRING  its chunks, above 64 MB
 {leash:RUN}:lease:STEP       HASH    the global batch of one step
-{leash:RUN}:batches          ZSET    the steps that have one
+{leash:RUN}:batches          ZSET    the steps that have a batch
 {leash:RUN}:forming          STRING  lock of the process that forms a batch from several shards
-{leash:RUN}:lineages         ZSET    every lineage that ever owned the buffer, in their order
-{leash:RUN}:reconcile        HASH    how far the last reconcile is
+{leash:RUN}:lineages         ZSET    every lineage that ever owned the buffer, in order
+{leash:RUN}:reconcile        HASH    progress of the last reconcile
 {leash:RUN}:stats            HASH    counters
 {leash:RUN}:events           STREAM  what happened to which group; bounded
-{leash:RUN}:wake:NAME        STREAM  wakes who waits: room, batch, forming, version, engines, gate
-{leash:RUN}:engine_versions  HASH    version that each engine serves; one that is lost is not there
-{leash:RUN}:commits          HASH    how each engine took that version: a record of JSON
-{leash:RUN}:commit_gate      ZSET    engines that stand still for a commit, by when that ends (ms)
+{leash:RUN}:wake:NAME        STREAM  wakes waiters: room, batch, forming, version, engines, gate
+{leash:RUN}:engine_versions  HASH    version that each live engine serves
+{leash:RUN}:commits          HASH    how each engine took that version: a JSON record
+{leash:RUN}:commit_gate      ZSET    engines paused for a commit, by the end of their pause (ms)
 {leash:RUN}:receivers        HASH    URL of each receiver of weights
 {leash:RUN}:staged           HASH    version that each receiver staged last
 {leash:RUN}:weights          HASH    published: the newest version that engines may take
-{leash:RUN}:tasks            HASH    how far each worker is in its tasks: the highest of all shards
+{leash:RUN}:tasks            HASH    each worker's position in its tasks; the highest of all shards
 {leash:RUN}:waits, :counters, :metrics, :phase   see run_state.py
 
 These are the names of shard 0, the home of a run. Shard 1 begins with {leash:RUN:1}, and so on.
@@ -76,9 +76,9 @@ class Keys:
 
 
 def check_group_id(group_id: str) -> str:
-    """The id itself. Raises ValueError if it could not be part of a key or of a list of ids."""
+    """Returns the id. Raises ValueError if it cannot be part of a key or of a list of ids."""
     # With a ':' the payload of 'a:1' would have the key of the first chunk of 'a'.
-    # Printable, for ids are shown on terminals.
+    # Printable because terminals show ids.
     is_name = group_id.isprintable() and " " not in group_id and ":" not in group_id
     if not 0 < len(group_id) <= 256 or not is_name:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The way of payloads between Redis and the memory in which they are made or used.
+"""Transfers payloads between Redis and the memory in which they are encoded or used.
 
     push   a group is encoded into an arena; packed commands and payloads are sent as they are
     lease  GET GET GET ...  ──>  server  ──>  $66016 | payload | $66016 | ...
@@ -6,12 +6,11 @@
                                             scratch    recv_into a block: the value's own memory
 
 The connections are our own: redis-py and asyncio's streams would copy each byte two to four times.
-Only as many values are asked for at once as make some megabytes, for the server holds in memory
-what it was asked for.
+Only some megabytes of values are requested at once, because the server holds them all in memory.
 
-Memory is used again: what malloc hands out for a payload of a megabyte was given back to the kernel
-after the last one, and a fault for each of its pages costs many times what it takes to fill it. A
-block is used again once nothing refers to any payload in it.
+Memory is reused: malloc returns a payload of a megabyte to the kernel when it is freed, and the
+page faults of the next one cost many times what filling it costs. A block is reused once no payload
+in it is referenced.
 """
 
 from __future__ import annotations
@@ -31,28 +30,28 @@ from redis import exceptions
 from redis.asyncio.connection import ConnectionPool
 
 Allocate = Callable[[int], memoryview]
-"""Writable memory of so many bytes; what is in it is left from before."""
+"""Writable, uninitialised memory of the given size."""
 
 ALIGNMENT = 64
 
 
 def fresh(num_bytes: int) -> memoryview:
-    """Memory of its own."""
+    """Newly allocated memory."""
     return np.empty(num_bytes, np.uint8).data
 
 
 class Arena:
-    """One block that is given out piece by piece, until `clear` makes all of it free again."""
+    """One block of memory, handed out in pieces until `clear` frees all of them."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        """What is larger is not kept for the next time."""
+        """The block grows no larger than this."""
         self._block = fresh(0)
         self._used = 0
         self._wanted = 0
 
     def take(self, num_bytes: int) -> memoryview:
-        """A piece that is good until the next `clear`; beyond the block it is memory of its own."""
+        """A piece that is valid until the next `clear`; newly allocated if the block is full."""
         start = self._used + -self._used % ALIGNMENT
         end = start + num_bytes
         self._wanted += num_bytes + ALIGNMENT
@@ -62,7 +61,7 @@ class Arena:
         return self._block[start:end]
 
     def clear(self) -> None:
-        """The pieces are not used any more. The block grows to what was wanted this time."""
+        """Frees all pieces. The block grows to the total size requested since the last `clear`."""
         if len(self._block) < self._wanted <= self._max_bytes:
             self._block = fresh(self._wanted)
         self._used = self._wanted = 0
@@ -70,7 +69,7 @@ class Arena:
 
 BLOCK_BYTES = 8 << 20
 BLOCKS_KEPT = 16
-"""Free blocks that are kept for the next batch."""
+"""Free blocks kept for the next batch."""
 
 
 class Blocks:
@@ -82,9 +81,9 @@ class Blocks:
         self._used = 0
 
     def take(self, num_bytes: int) -> memoryview:
-        """Writable memory that stays as it is for as long as this object, or a view of it, lives.
+        """Writable memory that is not reused while it, or a view of it, is referenced.
 
-        What would fill half a block gets memory of its own.
+        More than half a block is newly allocated.
         """
         if 2 * num_bytes > BLOCK_BYTES:
             return fresh(num_bytes)
@@ -96,13 +95,13 @@ class Blocks:
 
     def _begin_block(self) -> None:
         memory = self._free.pop() if self._free else np.empty(BLOCK_BYTES, np.uint8)
-        lent = memory[:]  # every piece refers to this one, which goes with the last of them
+        lent = memory[:]  # every piece references this view, which dies with the last of them
         finalize(lent, self._free.append, memory).atexit = False
         self._block, self._used = lent.data, 0
 
 
 Value = memoryview | None | Exception
-"""What a GET is answered: read-only bytes, None for no such key, or an error reply."""
+"""Reply to a GET: read-only bytes, None for a missing key, or an error reply."""
 
 _BYTES_AHEAD = 4 << 20
 SCRATCH_BYTES = 1 << 16
@@ -128,7 +127,7 @@ _ERROR_REPLIES: dict[str, Callable[[str], Exception]] = {
 
 
 def error_of(reply: str) -> Exception:
-    """The exception for an error reply, of the class that redis-py has for it."""
+    """The exception for an error reply, of the class that redis-py uses."""
     code, _, text = reply.partition(" ")
     if code in _ERROR_REPLIES:
         return _ERROR_REPLIES[code](text)
@@ -138,30 +137,30 @@ def error_of(reply: str) -> Exception:
 
 
 class PayloadConnections:
-    """Connections to one server, made as they are needed and kept for the next call."""
+    """Connections to one server, opened on demand and kept for the next call."""
 
     def __init__(self, pool: ConnectionPool) -> None:
-        """Those of `pool`, which are redis-py's, say where to go and as which user."""
+        """`pool`, a pool of redis-py, provides address, TLS and user."""
         self._pool = pool
         self._idle: list[PayloadConnection] = []
         self._is_closed = False
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[PayloadConnection]:
-        """A connection for one call.
+        """A connection for one call; an error closes it.
 
-        Raises the ConnectionError or TimeoutError of redis-py; the connection is closed then.
+        Raises the ConnectionError or TimeoutError of redis-py.
         """
         connection: PayloadConnection | None = None
         try:
             connection = await self._take()
             yield connection
-        except BaseException as error:  # what is under way would be taken for the next replies
+        except BaseException as error:  # replies in flight would be taken for the next call's
             if connection is not None:
                 connection.abort()
             if isinstance(error, TimeoutError):
-                raise exceptions.TimeoutError("Redis takes too long for a payload") from None
-            if isinstance(error, OSError | RuntimeError):  # uvloop says it with the latter
+                raise exceptions.TimeoutError("Redis took too long for a payload") from None
+            if isinstance(error, OSError | RuntimeError):  # the latter is uvloop's
                 raise exceptions.ConnectionError(f"lost the connection to Redis: {error}") from None
             raise
         if self._is_closed:
@@ -182,11 +181,11 @@ class PayloadConnections:
         for connection in self._idle:
             connection.abort()
         self._idle.clear()
-        await asyncio.sleep(0)  # in this turn of the loop the sockets are closed
+        await asyncio.sleep(0)  # lets the loop close the sockets
 
 
 class PayloadConnection(asyncio.BufferedProtocol):
-    """One connection to a server, for one call at a time. A call that fails leaves it unusable."""
+    """One connection to a server, for one call at a time. A failed call leaves it unusable."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
@@ -196,12 +195,12 @@ class PayloadConnection(asyncio.BufferedProtocol):
         )
         self._replies: list[Any] = []
         self._allocate: Allocate | None = None
-        """Replies are values, and are read into this memory; None: they are of any kind."""
+        """Allocates memory for the values of `receive`; None while replies are of any kind."""
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._end = 0
-        """So much of `scratch` is filled with what is not understood yet."""
+        """Number of bytes in `scratch` that are not parsed yet."""
         self._value = memoryview(b"")
-        """The value that is being filled, with the line end behind it; empty between two."""
+        """The value being filled, including its line end; empty between values."""
         self._filled = 0
         self._num_wanted = 0
         self._arrived: asyncio.Future[None] | None = None
@@ -211,7 +210,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
 
     @classmethod
     async def open(cls, like: Any) -> PayloadConnection:
-        """Connects to the place and as the user of a connection of redis-py."""
+        """Connects with the address, TLS settings and user of a redis-py connection."""
         made = cls(like.socket_timeout)
         loop = asyncio.get_running_loop()
         try:
@@ -249,18 +248,18 @@ class PayloadConnection(asyncio.BufferedProtocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether it is open, and everything that came was asked for."""
+        """Whether it is open and has no unexpected replies."""
         assert self._transport is not None
         is_clean = not self._replies and not self._reader.has_data()
         return self._error is None and is_clean and not self._transport.is_closing()
 
     def abort(self) -> None:
-        """Closes it at once: what was not sent lies in memory that is not ours."""
+        """Closes it at once, since unsent data lies in memory that others will reuse."""
         if self._transport is not None:
             self._transport.abort()
 
     async def exchange(self, parts: Sequence[bytes | memoryview], num_replies: int) -> list[Any]:
-        """Sends packed commands and reads the replies to them, errors among them."""
+        """Sends packed commands and returns their replies, including errors."""
         async with asyncio.timeout(self._timeout_s):
             for part in _joined(parts):
                 await self._write(part)
@@ -274,7 +273,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
         num_asked = 0
         while len(self._replies) < len(keys):
             num_ahead = self._num_ahead()
-            # Never back: values that turn out larger than those before leave fewer to ask for.
+            # Never below num_asked: `num_ahead` shrinks when values turn out to be larger.
             upto = max(num_asked, min(len(self._replies) + num_ahead, len(keys)))
             async with asyncio.timeout(self._timeout_s):
                 await self._write(b"".join(map(_get, keys[num_asked:upto])))
@@ -285,7 +284,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
         return self._take_replies(len(keys))
 
     def _num_ahead(self) -> int:
-        """Values to have under way: few until it is known how large they are."""
+        """Number of values to request ahead: few until their size is known."""
         sizes = [len(value) for value in self._replies[-8:] if isinstance(value, memoryview)]
         if not sizes:
             return 4
@@ -299,18 +298,18 @@ class PayloadConnection(asyncio.BufferedProtocol):
         await self._may_write.wait()
 
     async def _wait_for(self, num_replies: int) -> None:
-        """Until there are so many, in all. Raises the error that ended the connection."""
+        """Waits for so many replies in total. Raises the error that ended the connection."""
         self._num_wanted = num_replies
         self._arrived = asyncio.get_running_loop().create_future()
         self._wake()
         await self._arrived
 
     def _take_replies(self, num_wanted: int) -> list[Any]:
-        """Raises InvalidResponse if anything but these came: it cannot be said whose they are."""
+        """Raises InvalidResponse if more or fewer arrived: they cannot be matched to commands."""
         replies, self._replies = self._replies, []
         if len(replies) != num_wanted or self._end or self._value:
             raise exceptions.InvalidResponse(
-                f"{num_wanted} commands are answered {len(replies)} replies and {self._end} bytes"
+                f"{num_wanted} commands got {len(replies)} replies and {self._end} further bytes"
             )
         return replies
 
@@ -376,7 +375,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
         self._scratch[: self._end] = text[start:]
 
     def _read_line(self, line: bytes, start: int, allocate: Allocate) -> int:
-        """Understands the head of a reply; returns where in `scratch` the next one begins."""
+        """Parses the head of a reply; returns where in `scratch` the next one begins."""
         if line == b"$-1":
             self._replies.append(None)
         elif line[:1] == b"-":
@@ -389,13 +388,13 @@ class PayloadConnection(asyncio.BufferedProtocol):
             if self._filled == len(self._value):
                 self._finish_value()
         else:
-            raise exceptions.InvalidResponse(f"GET is answered {line[:40]!r}")
+            raise exceptions.InvalidResponse(f"GET got the reply {line[:40]!r}")
         return start
 
     def _finish_value(self) -> None:
         value, self._value = self._value, memoryview(b"")
         if value[-len(_END) :] != _END:
-            raise exceptions.InvalidResponse("a value does not end where its length says")
+            raise exceptions.InvalidResponse("a value does not match its declared length")
         self._replies.append(value[: -len(_END)].toreadonly())
 
 
@@ -405,9 +404,10 @@ def _get(key: str) -> bytes:
 
 
 def _joined(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """The same bytes in pieces that are worth a system call, and small enough.
+    """The same bytes in pieces of about _PIECE_BYTES.
 
-    asyncio copies what the socket does not take at once, so that should not be much.
+    Small parts are joined to save system calls; large ones are cut because asyncio copies whatever
+    the socket does not take at once.
     """
     small: list[bytes | memoryview] = []
     num_bytes = 0

@@ -1,4 +1,4 @@
-"""Loads the scripts of `lua/` and runs them by their hash."""
+"""Loads the scripts in `lua/` and runs them by their hash."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ class RunNotOpenError(RuntimeError):
 
 @cache
 def source(name: str) -> str:
-    """Text of a script, such as `trainer/form_batch`, as the server gets it."""
+    """Text of a script, such as `trainer/form_batch`, as sent to the server."""
     return assemble(_FOLDER / f"{name}.lua")
 
 
 def assemble(script: Path) -> str:
-    """The script behind the files of lib/ that it includes, each once.
+    """The files of lib/ that a script includes, each once, followed by the script.
 
-    Its own text becomes the body of a function, so that what it gathered is written at whichever
-    point it returns.
+    The script becomes the body of a function, so that settle() runs wherever it returns.
     """
     text = script.read_text()
     library: dict[str, str] = {}
@@ -72,7 +71,7 @@ def script_names() -> tuple[str, ...]:
 
 
 class Scripts:
-    """Runs scripts for one shard. Each is atomic and may be repeated, so clients retry freely."""
+    """Runs scripts on one shard. Each is atomic and idempotent, so clients retry freely."""
 
     def __init__(self, redis: BufferRedis, keys: Keys) -> None:
         self._redis = redis
@@ -80,7 +79,7 @@ class Scripts:
         self._prefix = keys.prefix
 
     async def run(self, name: str, *arguments: Argument) -> Any:
-        """The script's reply as redis-py hands it out: int, bytes, None or a list of these."""
+        """The script's reply: int, bytes, None or a list of these."""
         deadline = time.monotonic() + self._redis.try_for_s
         while True:
             try:
@@ -92,17 +91,17 @@ class Scripts:
                 raise self.explain(error) from error
 
     async def load(self) -> None:
-        """Makes the server know all scripts, so that users can run them who may load none."""
+        """Loads all scripts into the server, for users who are not allowed to."""
         for name in script_names():
             await self._redis.script_load(source(name))
 
     async def _have_loaded(self, name: str, deadline: float, error: NoScriptError) -> None:
-        """Loads all scripts; a user who may not waits until the run's controller has."""
+        """Loads all scripts, or waits for the run's controller to do so if the user may not."""
         if time.monotonic() > deadline:
             raise NotAllowedError(
                 f"Redis at {self._redis.where} does not know the script {name!r} of this version "
                 "of Leash, and the user in buffer.url may not load it: the controller of run "
-                f"{self._keys.run!r} does; launch it, with the same version"
+                f"{self._keys.run!r} does; launch it with the same version"
             ) from error
         try:
             await self.load()
@@ -115,10 +114,10 @@ class Scripts:
         expiry_ms: int,
         *arguments: Argument,
     ) -> Message:
-        """Sets each key unless it exists, for a script to be run by `exchange` with `arguments`.
+        """A message for `exchange` that sets each key unless it exists, then passes `arguments`.
 
-        The values travel outside of the script, for Lua would copy them; they expire by themselves
-        unless the script makes them stay.
+        The values are not passed through the script because Lua would copy them. They expire after
+        `expiry_ms` unless the script persists them.
         """
         parts: list[bytes | memoryview] = []
         end = b""
@@ -135,10 +134,10 @@ class Scripts:
     async def exchange(
         self, name: str, first: Sequence[Argument], messages: Sequence[Message]
     ) -> list[Any]:
-        """Sends the messages and runs the script once for all; its answer to each, or an exception.
+        """Sends the messages and runs the script once for all. Returns a reply or exception each.
 
-        The script gets the arguments `first` and then those of each message in their order, and
-        replies with a list of as many answers.
+        The script gets the arguments `first`, then those of each message in order, and replies with
+        one item per message.
         """
         arguments = [*first, *(argument for m in messages for argument in m.arguments)]
         command = ("EVALSHA", digest(name), 1, self._prefix, *arguments)
@@ -157,7 +156,7 @@ class Scripts:
         ]
 
     def explain(self, error: ResponseError) -> Exception:
-        """The error to raise for one that a script replied with."""
+        """The exception for an error reply of a script."""
         if "NOTOPEN" in str(error):  # a pipeline puts the command before it
             return RunNotOpenError(
                 f"run {self._keys.run!r} is not open in this Redis: call ReplayBuffer.open() "
@@ -167,5 +166,5 @@ class Scripts:
 
 
 def _error(replies: Iterable[Any]) -> Exception | None:
-    """The first error of them; takes all."""
+    """The first error among them; consumes all."""
     return next((reply for reply in list(replies) if isinstance(reply, Exception)), None)

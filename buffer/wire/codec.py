@@ -5,19 +5,19 @@
     4       u16  format version (4)
     6       u16  flags: 1 = the body is compressed
     8       u32  CRC-32 of everything after the header
-    12      u32  bytes of the description, with which the body begins
+    12      u32  bytes of the description at the start of the body
     16      the body; if compressed: u64 bytes of the body, then the body as one zstd frame
 
     body    description: group, prompt and sampling; for each trajectory lengths, episode, reward,
             names; a MessagePack map (buffer/wire/header.py)
-            arrays, each padded with zeros to start at a multiple of 8; the first four hold those of
-            all trajectories, one after the other, so that a group is checked in a few calls
+            arrays, each padded with zeros to start at a multiple of 8; the first four concatenate
+            those of all trajectories, so that a group is checked in a few calls
               tokens i32[T], rollout_logprobs f32[T], mask runs u32[r], spans u32[s, 3]
             columns of the first trajectory, of the second, ...
 
-Numbers are little-endian. `loss_mask` is stored as the lengths of its runs, the first one of zeros
-(which alone may be empty); version spans as (version, start, end). That makes 8 bytes a token. One
-group has one body: what `decode_group` accepts, `encode_group` writes again bit for bit.
+Numbers are little-endian. `loss_mask` is stored as run lengths, beginning with a run of zeros (the
+only one that may be empty); version spans as (version, start, end). That is 8 bytes per token. The
+encoding is unique: `encode_group` reproduces what `decode_group` accepts bit for bit.
 """
 
 from __future__ import annotations
@@ -40,22 +40,21 @@ MAGIC = b"LSHG"
 FORMAT_VERSION = 4
 MAX_BODY_BYTES = 2**32
 MAX_COMPRESSION = 16
-"""A body that claims to be more than this many times as long as its frame is refused as a bomb,
-before any memory is taken for it. It is never written either: what shrinks that well is sent as it
-is. Groups of real tokens shrink to two thirds."""
+"""A body that claims a higher compression ratio is rejected as a bomb before memory is allocated,
+and never written: such data is sent uncompressed. Real groups shrink to two thirds."""
 
 _COMPRESSED = 1
 _HEADER = struct.Struct("<4sHHII")
 _RAW_BYTES = struct.Struct("<Q")
 _ALIGNMENT = 8
 _ZSTD_LEVEL = 1
-_ZSTD_WINDOW_BYTES = 2**23  # more than any frame of that level asks for
+_ZSTD_WINDOW_BYTES = 2**23  # more than any frame of that level needs
 
 
 def encode_group(group: TrajectoryGroup, compress: bool = False) -> bytes:
-    """Bytes of a group. Raises ValueError naming what of it the format cannot carry.
+    """Bytes of a group. Raises ValueError naming what the format cannot represent.
 
-    `compress` makes them about a third fewer with zstd, at a seventh of the speed.
+    `compress` saves about a third with zstd, at a seventh of the speed.
     """
     return bytes(encode_into(fresh, group, compress))
 
@@ -63,7 +62,7 @@ def encode_group(group: TrajectoryGroup, compress: bool = False) -> bytes:
 def encode_into(
     allocate: Allocate, group: TrajectoryGroup, compress: bool = False
 ) -> bytes | memoryview:
-    """The same bytes, uncompressed ones in memory that `allocate` gives."""
+    """The same bytes; uncompressed ones lie in memory of `allocate`."""
     try:
         flat = FlatGroup.of(group.trajectories)
         description, columns = describe(group, flat)
@@ -77,7 +76,7 @@ def encode_into(
             *((column.dtype, [column.reshape(-1)]) for column in columns),
         ]
         data, arrays = _lay_out(allocate, description, numbers)
-        flat.check(arrays[0], arrays[1])  # where they have come to lie in one piece
+        flat.check(arrays[0], arrays[1])  # they are contiguous here
         _write_header(data, 0, len(description))
         return _compress(data) if compress else data
     except ValueError as error:
@@ -85,10 +84,10 @@ def encode_into(
 
 
 def decode_group(data: bytes | memoryview) -> TrajectoryGroup:
-    """The group of these bytes, its arrays read-only views of them.
+    """The group in these bytes; its arrays are read-only views of them.
 
-    Whatever the bytes, raises ValueError and nothing else if they are not one whole, valid group,
-    and takes memory only in proportion to them.
+    Raises ValueError, and nothing else, if they are not one whole, valid group. Memory use is
+    proportional to the input, whatever it claims.
     """
     description, arrays = _open(data)
     said = Description.read(description)
@@ -124,7 +123,7 @@ def decode_group(data: bytes | memoryview) -> TrajectoryGroup:
 def _as_float32(logprobs: Array) -> Array:
     if logprobs.dtype == F4:
         return logprobs
-    with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as such
+    with np.errstate(over="ignore"):  # too large values become infinite, which is rejected
         return logprobs.astype(F4)
 
 
@@ -133,7 +132,7 @@ def _lay_out(
     description: bytes,
     numbers: Sequence[tuple[np.dtype[Any], Sequence[Array]]],
 ) -> tuple[memoryview, list[NDArray[Any]]]:
-    """The message, its header still empty, and its arrays. Of each, the pieces have no gap."""
+    """The message with an empty header, and its arrays, each joined from its pieces."""
     places, end = [], _HEADER.size + len(description)
     for dtype, pieces in numbers:
         start = end + -(end - _HEADER.size) % _ALIGNMENT
@@ -160,7 +159,7 @@ def _write_header(data: memoryview, flags: int, description_bytes: int) -> None:
 
 
 def _compress(data: memoryview) -> bytes | memoryview:
-    """The same message compressed, unless it would not become shorter, or incredibly short."""
+    """The message compressed, unless that does not shrink it or exceeds MAX_COMPRESSION."""
     *_, description_bytes = _HEADER.unpack_from(data)
     body = data[_HEADER.size :]
     frame = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(body)
@@ -210,7 +209,7 @@ def _open(data: bytes | memoryview) -> tuple[bytes, _Arrays]:
         raise ValueError(f"{len(view)} bytes are too few for a trajectory group")
     magic, version, flags, crc, length = _HEADER.unpack_from(view)
     if magic != MAGIC:
-        raise ValueError(f"these bytes begin with {magic!r} and are no trajectory group")
+        raise ValueError(f"these bytes begin with {magic!r} and are not a trajectory group")
     if version != FORMAT_VERSION or flags & ~_COMPRESSED:
         raise ValueError(
             f"trajectory group in format {version} with flags {flags:#x}; "
@@ -219,7 +218,7 @@ def _open(data: bytes | memoryview) -> tuple[bytes, _Arrays]:
     body = view[_HEADER.size :]
     if crc32(body) != crc:
         raise ValueError(
-            "the checksum of a trajectory group does not agree: its bytes were damaged"
+            "the checksum of a trajectory group does not match: its bytes were damaged"
         )
     if flags & _COMPRESSED:
         body = memoryview(_decompress(body))
@@ -236,7 +235,7 @@ def _decompress(body: memoryview) -> bytes:
     if raw_bytes > min(MAX_BODY_BYTES, MAX_COMPRESSION * len(frame)):
         raise ValueError(f"{len(frame)} compressed bytes claim to be {raw_bytes}")
     try:
-        # zstandard allocates what the frame itself declares, whatever max_output_size is.
+        # zstandard allocates what the frame declares, regardless of max_output_size.
         declared = zstandard.get_frame_parameters(frame).content_size
         if declared != raw_bytes:
             raise ValueError(f"a frame of {declared} bytes where {raw_bytes} are declared")

@@ -1,7 +1,7 @@
-"""The description with which a group's bytes begin: all of it that is not an array.
+"""The description of a group in the wire format: everything but its arrays.
 
-It is one MessagePack map, with the fields of `Description` in their order. Bytes that `describe`
-would not have written for what they say are refused, so that one group has one description.
+It is one MessagePack map with the fields of `Description` in order. Bytes that `describe` would not
+have written are rejected, so that the encoding is unique.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from buffer.wire.masks import Array, FlatGroup, check_finite
 
 ColumnType = Literal["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8"]
 COLUMN_TYPES: tuple[str, ...] = get_args(ColumnType)
-"""Types that a further column may have, all little-endian."""
+"""Types of further columns, all little-endian."""
 MAX_TRAJECTORIES = 2**16
 MAX_COLUMNS = 256
 
@@ -31,12 +31,12 @@ Text = Annotated[str, Meta(max_length=2**16 - 1)]
 
 
 class Column(Struct, frozen=True, forbid_unknown_fields=True):
-    """A further column, whose numbers are among the arrays."""
+    """A further column; its values are among the arrays."""
 
     name: Text
     type: ColumnType
     width: Count
-    """k of [T, k]; 0 of [T]."""
+    """k for [T, k]; 0 for [T]."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -44,12 +44,12 @@ class Column(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Head(Struct, frozen=True, forbid_unknown_fields=True):
-    """One trajectory, its arrays apart."""
+    """One trajectory without its arrays."""
 
     num_tokens: Count
     prompt_length: Count
     num_runs: Count
-    """Of equal values in the loss mask."""
+    """Runs of equal values in the loss mask."""
     num_spans: Count
     """Version spans."""
     episode: Count
@@ -69,7 +69,7 @@ class Head(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Description(Struct, frozen=True, forbid_unknown_fields=True):
-    """One group, its arrays apart."""
+    """One group without its arrays."""
 
     group_id: Text
     task: Text
@@ -109,8 +109,7 @@ class Description(Struct, frozen=True, forbid_unknown_fields=True):
                 )
         if max(rewards) >= len(rewards):
             raise ValueError(
-                f"episode {max(rewards)} among {len(rewards)}: they are numbered from 0 without a "
-                "gap"
+                f"episode {max(rewards)} among {len(rewards)}: number them from 0 without gaps"
             )
 
 
@@ -148,7 +147,7 @@ def describe(group: TrajectoryGroup, flat: FlatGroup) -> tuple[bytes, list[Array
         group.group_id, prompt.task, prompt.index, prompt.attempt, group.sampling, heads
     )
     try:
-        # Types are checked when it is read, and a whole number becomes a float where one belongs.
+        # Decoding checks the types, and turns integers into floats where floats belong.
         read = _DECODER.decode(_ENCODER.encode(description))
     except msgspec.ValidationError as error:
         raise ValueError(_with_value(error, description)) from None
@@ -159,7 +158,7 @@ def describe(group: TrajectoryGroup, flat: FlatGroup) -> tuple[bytes, list[Array
 
 
 def _with_value(error: msgspec.ValidationError, value: Any) -> str:
-    """The error, and the value at the place that it names."""
+    """The error's text with the value that it refers to."""
     problem, _, place = str(error).rpartition(" - at `$.")
     place = place.rstrip("`")
     for number, name in re.findall(r"\[(\d+)\]|(\w+)", place):

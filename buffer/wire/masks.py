@@ -1,4 +1,4 @@
-"""Masks and version spans of a group's trajectories end to end, and what must hold of them."""
+"""Masks and version spans of a group's trajectories, concatenated, and their checks."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ I4, F4, U4, U1 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<u4"), np.dtype("u1
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class FlatGroup:
-    """What says which of the N tokens of n trajectories are trained, and who sampled them.
+    """Loss masks and version spans of n trajectories with N tokens in total.
 
-    The loss masks are kept as the lengths of their runs of equal values. Those of one trajectory
-    begin with a run of zeros, which alone may be empty.
+    Masks are stored as run lengths. The runs of each trajectory begin with a run of zeros, the only
+    one that may be empty.
     """
 
     lengths: Sequence[int]
     """[n] tokens of each trajectory."""
     run_counts: Sequence[int]
-    """[n] how many of the runs are its."""
+    """[n] number of runs of each trajectory."""
     span_counts: Sequence[int]
-    """[n] how many of the version spans are its."""
+    """[n] number of version spans of each trajectory."""
     runs: NDArray[np.uint32]
     """[R]"""
     spans: NDArray[np.uint32]
-    """[S, 3] version, start and end, counted from the start of the trajectory."""
+    """[S, 3] version, start and end, relative to the start of the trajectory."""
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> FlatGroup:
-        """Raises ValueError if a mask or a span cannot be written so."""
+        """Raises ValueError if a mask or a span cannot be represented."""
         lengths = [t.num_tokens for t in trajectories]
         masks = [exactly(t.loss_mask, U1, "loss_mask") for t in trajectories]
         runs, run_counts = _runs_of(np.concatenate(masks), lengths)
@@ -59,14 +59,14 @@ class FlatGroup:
     def check(self, tokens: Array, logprobs: Array) -> None:
         """Raises ValueError unless these tokens and log-probabilities, [N], may be trained on.
 
-        Takes memory in proportion to the arrays that it is given, whatever their numbers claim.
+        Memory use is proportional to the arrays, whatever their values claim.
         """
         if min(self.lengths) == 0:
             raise ValueError("a trajectory without tokens")
         if tokens.min() < 0:
             raise ValueError(f"token id {tokens.min()} is negative")
         check_finite(logprobs, "rollout_logprobs")
-        # Plain lists from here on: runs and spans are few, and numpy takes longer to be called.
+        # Plain lists from here on: runs and spans are few, and numpy calls take longer.
         if sum(self.run_counts) != len(self.runs) or sum(self.span_counts) != len(self.spans):
             raise ValueError("other runs or spans than the trajectories have")
         runs, spans = iter(self.runs.tolist()), iter(self.spans.tolist())
@@ -102,15 +102,15 @@ class FlatGroup:
 
 
 def check_finite(numbers: Array, name: str) -> None:
-    """Raises ValueError if one is NaN or infinite. Says nothing of an empty array."""
-    # Both are NaN if any number is. Unlike isfinite() this makes no array, and unlike a sum it
-    # cannot overflow.
+    """Raises ValueError if a value is NaN or infinite. Accepts an empty array."""
+    # min and max are NaN if any value is. Unlike isfinite() they allocate no array, and unlike a
+    # sum they cannot overflow.
     if numbers.size and not (numbers.min() > -np.inf and numbers.max() < np.inf):
         raise ValueError(f"{name} holds NaN or infinity")
 
 
 def exactly(array: Array, dtype: np.dtype[np.generic], name: str) -> Array:
-    """The array as this type. Raises ValueError if that would change a number."""
+    """The array as this type. Raises ValueError if that would change a value."""
     if array.dtype == dtype:
         return array
     with np.errstate(invalid="ignore"):
@@ -125,12 +125,12 @@ def _runs_of(masks: NDArray[Any], lengths: Sequence[int]) -> tuple[Lengths, list
     if min(lengths) == 0:
         raise ValueError("a trajectory without tokens")
     if masks.max() > 1:
-        raise ValueError("loss_mask holds something else than 0 and 1")
+        raise ValueError("loss_mask holds values other than 0 and 1")
     starts = np.array([0, *accumulate(lengths[:-1])])
     changes = masks[1:] != masks[:-1]
-    changes[starts[1:] - 1] = False  # a mask begins there, whatever came before it
+    changes[starts[1:] - 1] = False  # a new mask begins there
     inner = changes.nonzero()[0] + 1
-    # A mask that begins with a one gets two runs there, of which the first, of zeros, is empty.
+    # A mask that begins with a one starts with two runs: an empty one of zeros, then the ones.
     bounds = np.concatenate((starts, starts[masks[starts] == 1], inner, [len(masks)]))
     bounds.sort()
     firsts = [*np.searchsorted(bounds, starts).tolist(), len(bounds) - 1]
@@ -145,8 +145,8 @@ def _span_rows(spans: Sequence[VersionSpan]) -> list[int]:
 
 
 def _check_mask(runs: Sequence[int], length: int) -> None:
-    # Compared before anything is expanded: a forged run must not ask for more memory than the
-    # tokens took.
+    # Checked before anything is expanded: a forged run must not allocate more memory than the
+    # tokens take.
     if sum(runs) != length:
         raise ValueError(f"the mask of a trajectory is {sum(runs)} long, not {length}")
     if 0 in runs[1:]:
@@ -154,7 +154,7 @@ def _check_mask(runs: Sequence[int], length: int) -> None:
 
 
 def _ones_covered(runs: Sequence[int], spans: Iterable[Sequence[int]]) -> int:
-    """How many ones of a mask lie in these spans, which are checked on the way."""
+    """Number of ones of a mask in these spans. Also checks the spans."""
     length, covered, before = sum(runs), 0, 0
     run, run_start, run_end = 0, 0, runs[0]
     for version, start, end in spans:

@@ -167,7 +167,7 @@ async def test_server_without_a_log_is_warned_of_once(
             await buffer.push(make_group(name))
             assert await buffer.flush(5)
     assert [r.message for r in caplog.records if "append-only" in r.message] == [
-        "Redis keeps no append-only file: a crash of it loses pushed groups; set appendonly yes"
+        "Redis has no append-only file, so a crash loses pushed groups: set appendonly yes"
     ]
     server.stop(timeout_s=5)
 
