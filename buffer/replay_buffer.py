@@ -368,9 +368,7 @@ class ReplayBuffer:
         """Fetches and decodes groups of a batch. Undecodable groups are quarantined."""
         groups = []
         for group_id, payload in zip(group_ids, await self._payloads(group_ids), strict=True):
-            reason = (
-                "payload_missing"  # deleted by hand; a group dropped by another rank is kept out
-            )
+            reason = "payload_missing"  # deleted by hand; the script ignores a dropped group
             if payload is not None:
                 try:
                     groups.append(batch.open(group_id, payload))

@@ -1,4 +1,4 @@
--- Drops a group that is in quarantine.   ARGV: group id.   Reply: 1 if it was there, else 0.
+-- Drops a quarantined group.   ARGV: group id.   Reply: 1 if it was in quarantine, else 0.
 -- @include lib/drop
 -- @include lib/group
 -- @include lib/quarantined

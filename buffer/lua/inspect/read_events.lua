@@ -1,6 +1,6 @@
--- One part of the audit stream, and of it what one group lived through.
--- ARGV: group id, entry to read from, entries to look at.
--- An entry tells of one group or of several, whose ids have spaces between them.
+-- The events of one group in one part of the audit stream.
+-- ARGV: group id, entry to read from, number of entries to scan.
+-- An entry is about one or several groups, with spaces between their ids.
 -- Reply: {next entry to read from or '', {entry id, {name, value...}, ...}}
 local limit = bound_of(ARGV[3])
 local entries = redis.call('XRANGE', key('events'), ARGV[2], '+', 'COUNT', limit)

@@ -1,16 +1,16 @@
--- One consistent picture of the buffer, for people and for the law of conservation.
+-- A consistent snapshot of the buffer's counts.
 -- Reply: {running, ready, leased, consumed, quarantined, waiting retries, {settings}, {stats},
 --         {engine versions}, {gate version, number of ready groups, ...} (the first 1000), ms since the
 --         push of the stalest ready group or -1, number of prompts in quarantine}
 local by_version, from = {}, '0'
 local first = redis.call('ZRANGE', READY, 0, 0)
--- Not fields_of of lib/group: a user who may only look may not mend.
+-- Not fields_of (lib/group), which may delete keys: a read-only user calls this script.
 local stalest = first[1] and redis.pcall('HMGET', key('group:' .. first[1]), 'pushed_at')
 local pushed_at = stalest and finite(stalest[1])
 local age_ms = pushed_at and math.max(0, now_ms() - pushed_at) or -1
 for _ = 1, MAX_ITEMS do
-  -- From one version straight to the next that has groups: as many rounds as there are versions.
-  -- Scores that no version has are left out: to count on from there leads nowhere.
+  -- Jumps from one version to the next that has groups: one round per version. Scores above those
+  -- of any version are left out.
   local found = redis.call('ZRANGE', READY, from, whole(LARGEST), 'BYSCORE', 'LIMIT', '0', '1', 'WITHSCORES')
   if not found[2] then break end
   local version = math.floor(found[2] / SEQ_RANGE)

@@ -1,5 +1,5 @@
 -- quarantined -> ready, as if it had never been leased.
--- ARGV: group id.   Reply: 1 if it left the quarantine, 0 if it was not there, -1 if its hash is damaged.
+-- ARGV: group id.   Reply: 1 if it left quarantine, 0 if it was not there, -1 if its hash is damaged.
 -- @include lib/drop
 -- @include lib/group
 -- @include lib/lineage
@@ -20,5 +20,5 @@ elseif change == 'damaged' then
 end
 redis.call('HDEL', group_key(id), 'leases', 'why')
 if not to_ready(id, 'requeued', 'r', 'released') then return -1 end
-wake('room') -- with on_full=drop_stalest it may be thrown out again
+wake('room') -- with on_full=drop_stalest it can be evicted
 return 1

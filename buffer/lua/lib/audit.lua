@@ -4,8 +4,8 @@ local EVENTS = PREFIX .. 'events'
 local MAX_AUDIT_IDS = 32 -- groups in one entry
 local audit_length = finite(held_settings[8], 0)
 
--- A line in the lives of some groups; they share entries, for an entry costs more than a name in it.
--- There are about four lines an entry in a run's usual mix of single groups and whole batches.
+-- Records an event of some groups. Groups share entries because an entry costs more than an id in it:
+-- about four events per entry in a run's usual mix of single groups and whole batches.
 -- Details come as name, value: s(tep) v(ersion) r(eason) o(wner) p(rompt).
 local function audit(ids, event, ...)
   if audit_length == 0 then return end

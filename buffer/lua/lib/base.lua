@@ -1,21 +1,21 @@
--- What every script has: the run's settings, numbers, and what a call gathers and writes once.
+-- Common to all scripts: the run's settings, number parsing, and counters and wake-ups, which a call
+-- collects and writes once.
 --
--- A script names the files of lib/ that it uses in lines of their own, `-- @include lib/...`, and so
--- does each file of lib/. scripts.py puts them before the script, each once, base.lua first. The
--- script itself becomes the body of main(), and settle() follows it at whichever point it returns.
--- The server makes every function anew at every call, so a file of lib/ holds little.
+-- Scripts and files of lib/ include files of lib/ by `-- @include lib/...`. scripts.py puts them before
+-- the script, each once, base.lua first. The script becomes the body of main(); settle() runs wherever
+-- it returns. The server creates all functions anew at every call, so files of lib/ are small.
 --
 -- Convention:
 --   KEYS[1]  the shard's prefix, '{leash:RUN}'. All keys are made from it: one hash tag, one slot.
---   ARGV     as the head of each script lists them; payload blobs never pass through here.
+--   ARGV     as listed at the head of each script; payloads are never passed to scripts.
 --   Reply    an array whose first item is a word ('stored', 'wait', ...), or one integer.
---   A script is one atomic step, does a bounded amount of work, and may be sent again at any time.
+--   A script is atomic, does a bounded amount of work, and may be repeated at any time.
 --
 -- A group's own HASH is 'group:<id>'. Its field `state` is one of
 --   ready | leased | consumed | quarantined | acked | dropped:<reason> | abandoned
--- and agrees at every moment with the one set that holds the group. The last three are tombstones:
--- nothing but the state, kept for a while so that a late retry of a push is known as a duplicate.
--- (An abandoned group has one only if its prompt runs again while a push may still be on its way.)
+-- and always agrees with the one set that holds the group. The last three are tombstones: only the
+-- state, kept for a while so that a late retry of a push is recognised as a duplicate. (An abandoned
+-- group has one only if its prompt runs again while a push may still be in flight.)
 
 local PREFIX = KEYS[1] .. ':'
 local function key(name) return PREFIX .. name end
@@ -25,12 +25,12 @@ local STATS = PREFIX .. 'stats'
 local READY = PREFIX .. 'ready'
 
 local SEQ_RANGE = 4294967296 -- 2^32: `ready` is scored gate version * 2^32 + sequence number
-local MAX_ITEMS = 1000 -- of one command: Lua's stack does not take any number
-local MAX_BATCH = 65536 -- groups of one call, whatever it is asked for
-local LARGEST = 9007199254740992 -- 2^53: up to here Lua counts exactly
+local MAX_ITEMS = 1000 -- per command: Lua's stack is limited
+local MAX_BATCH = 65536 -- groups per call
+local LARGEST = 9007199254740992 -- 2^53: integers up to here are exact in Lua
 
--- A number that the server holds; `otherwise` if it is none. Any process that may write to the run's
--- keys may write anything there: 'inf' and 1e300 end no loop that counts up to them.
+-- A stored number, or `otherwise` if it is not one. Other processes may have written anything: a loop
+-- up to 'inf' or 1e300 would never end.
 local function finite(text, otherwise)
   local number = tonumber(text or nil)
   if number and number >= -LARGEST and number <= LARGEST then return number end
@@ -39,10 +39,10 @@ end
 
 local function whole(number) return string.format('%.0f', number) end
 
--- How much work a call may do, of what it asks for.
+-- The requested bound of work, limited to MAX_ITEMS.
 local function bound_of(text) return math.max(1, math.min(math.floor(finite(text, 1)), MAX_ITEMS)) end
 
--- Ends the call: without this the run cannot go on as it should.
+-- Ends the call with an error: the run cannot continue without this value.
 local function damaged(what) error({err = 'DAMAGED ' .. what .. ' cannot be read'}) end
 
 local held_settings = redis.call('HMGET', SETTINGS, 'trainer_version', 'max_staleness', 'on_stale',
@@ -50,7 +50,7 @@ local held_settings = redis.call('HMGET', SETTINGS, 'trainer_version', 'max_stal
 if not held_settings[1] then return redis.error_reply('NOTOPEN no settings at ' .. SETTINGS) end
 local on_stale, selector, wanted = held_settings[3], held_settings[4], finite(held_settings[5], 0)
 local lineage = held_settings[6]
-local is_reconciling = held_settings[7] == '1' -- ready groups may bear numbers of before the rollback
+local is_reconciling = held_settings[7] == '1' -- ready groups may have versions from before a rollback
 if #ARGV > 2 * MAX_BATCH then return redis.error_reply('ERR too many arguments') end
 
 local settings_read = {}
@@ -76,19 +76,19 @@ local function call_many(command, name, items)
   end
 end
 
--- Counters and wake-ups of one call are gathered and written once, by settle().
+-- Counters and wake-ups of a call are collected here and written once, by settle().
 local counts, wakes, is_batch_due = {}, {}, false
 
 local function count(name, amount)
   if amount ~= 0 then counts[name] = (counts[name] or 0) + amount end
 end
 
--- Wake streams keep their last entry only: a waiter remembers the id that it saw together with the
--- condition that failed, and blocks in XREAD until there is a later one. So no wake-up is ever lost,
--- and none is stolen by a waiter that dies.
+-- Wake streams keep only their last entry: a waiter remembers the id that it read before its condition
+-- failed, and blocks in XREAD until there is a later one. So no wake-up is lost, nor consumed by a
+-- waiter that dies.
 local function wake(name) wakes[name] = true end
 
--- A lease that found too few groups leaves its number in `wanted`; fewer ready groups wake no lease.
+-- A lease that found too few groups stores its number in `wanted`; fewer ready groups wake no lease.
 local function wake_batch() is_batch_due = true end
 
 local function last_wake(name)

@@ -23,8 +23,8 @@ local function words(text)
   return found
 end
 
--- The record of a step's batch; none if there is none that can be read. Then what it had leased comes
--- back by itself, and a new one is formed.
+-- The record of a step's batch; nil if there is none or it is damaged. Groups of a damaged one return
+-- when their lease expires, and a new batch is formed.
 local function read_batch(step)
   local batch = redis.call('HMGET', lease_key(step), 'owner', 'version', 'groups', 'shares', 'ids',
     'tokens', 'oldest', 'done')
@@ -34,7 +34,7 @@ local function read_batch(step)
     and (batch[7] == '' or finite(batch[7]))
   for _, number in ipairs(tokens) do is_whole = is_whole and finite(number) end
   if not is_whole then
-    if batch[8] then damaged('lease:' .. step) end -- it was trained: never again
+    if batch[8] then damaged('lease:' .. step) end -- it was trained and must not be trained again
     forget_batch(step)
     return nil
   end

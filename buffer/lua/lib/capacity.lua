@@ -1,6 +1,6 @@
 -- @include lib/group
 
--- Whether a group would fit if all that is ready were thrown out; at most some batches are leased.
+-- Whether a group would fit if all ready groups were evicted. At most a few batches are leased.
 local function fits_beside_leased(num_bytes, max_groups, max_bytes)
   local num_leased = redis.call('ZCARD', LEASED)
   if num_leased + 1 > max_groups or num_leased > MAX_BATCH then return false end

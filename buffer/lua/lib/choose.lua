@@ -1,12 +1,12 @@
--- Which ready groups a batch gets, and how long it may have to wait for more.
+-- Chooses the groups of a batch, and tells how long to wait for more.
 -- @include lib/drop
 -- @include lib/group
 -- @include lib/leash
 -- @include lib/ready
 -- @include lib/running
 
--- Whether an id can be one that was pushed: UTF-8 without white space and colons. (Near enough: the
--- patterns let some code points pass that do not exist.)
+-- Whether an id may have been pushed: UTF-8 without white space and colons. (The patterns also accept
+-- some invalid code points.)
 local function is_id(id)
   if string.find(id, '[%s%c:]') then return false end
   if not string.find(id, '[\128-\255]') then return true end
@@ -16,7 +16,7 @@ local function is_id(id)
   return not string.find(rest, '[\128-\255]')
 end
 
--- on_stale=wait: the oldest running group that would be too old after a step at `version`.
+-- With on_stale=wait, the oldest running group that would be too old after a step at `version`.
 local function blocking_group(version)
   if on_stale ~= 'wait' then return '', 0 end
   local oldest = redis.call('ZRANGE', RUNNING, '-inf', whole(oldest_fresh(version)), 'BYSCORE',
@@ -24,9 +24,9 @@ local function blocking_group(version)
   return oldest[1] or '', finite(oldest[2], 0)
 end
 
--- At most `limit` ready groups as the selector orders them, as id, key, id, key... (smaller first).
--- With on_stale=wait those that this is the last chance of come first, whatever the selector.
--- What has a name that no push could give it is dropped, and the second result tells whether any was.
+-- At most `limit` ready groups in the selector's order, as id, key, id, key... (smallest key first).
+-- With on_stale=wait, groups that would be too old at the next version come first. Ids that no push
+-- could have stored are dropped; the second result tells whether there were any.
 local function choose(version, limit)
   limit = math.min(finite(limit, 0), MAX_BATCH)
   local chosen, seen, was_damaged = {}, {}, false
@@ -52,14 +52,14 @@ local function choose(version, limit)
   if selector == 'fifo' then add(redis.call('ZRANGE', ARRIVALS, '0', last, 'WITHSCORES'), 0, 1) end
   if selector == 'freshest' then
     add(redis.call('ZRANGE', READY, '0', last, 'REV', 'WITHSCORES'), 0, -1)
-  elseif #chosen < 2 * limit then -- of fifo what `arrivals` lacks
+  elseif #chosen < 2 * limit then -- with fifo: those missing in `arrivals`
     add(redis.call('ZRANGE', READY, '0', last, 'WITHSCORES'), 0, 1)
   end
   return chosen, was_damaged
 end
 
--- Milliseconds until the next lease of this shard expires, -1 if there is none. In the middle of a
--- takeover none does: its end wakes those who wait.
+-- Milliseconds until the next lease of this shard expires, -1 if there is none. During a takeover none
+-- expires; its end wakes the waiters.
 local function until_expiry()
   if is_reconciling then return -1 end
   local first = redis.call('ZRANGE', LEASED, '0', '0', 'WITHSCORES')

@@ -7,7 +7,7 @@ local function length_of(tokens)
     or tokens <= 65536 and '<=64k' or '>64k'
 end
 
--- Counts drops; a stale or rolled back prompt is run again, one that was thrown out is not.
+-- Counts dropped groups. The prompts of stale or rolled back groups run again, those of evicted do not.
 local function count_drops(ids, reason, prompts)
   local tokens, trainable = 0, 0
   for _, prompt in ipairs(prompts) do

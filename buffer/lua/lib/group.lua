@@ -3,7 +3,7 @@
 local LEASED = PREFIX .. 'leased'
 local function group_key(id) return PREFIX .. 'group:' .. id end
 
--- These fields of a group's hash. Of one that was overwritten with something else nothing is left.
+-- Fields of a group's hash; none if the key was overwritten with another type.
 local function fields_of(id, ...)
   local fields = redis.pcall('HMGET', group_key(id), ...)
   if not fields.err then return fields end
@@ -12,7 +12,7 @@ local function fields_of(id, ...)
   return {}
 end
 
--- The fence: the group is leased, and by this lease. After a rollback all leases are of the past.
+-- The fence: whether this lease holds the group. A rollback invalidates all leases.
 local function is_held(id, lease_token)
   if is_reconciling then return false end
   local held = fields_of(id, 'state', 'owner')

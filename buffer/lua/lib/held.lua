@@ -1,6 +1,6 @@
 -- @include lib/group
 
--- Which of the ids a lease still holds, how many it has consumed, and what was renumbered.
+-- The ids that a lease still holds, the number that it has consumed, and renumbered versions.
 local function held_by(lease_token, ids)
   local held, num_consumed, moved = {}, 0, {}
   for _, id in ipairs(ids) do
@@ -19,5 +19,5 @@ local function held_by(lease_token, ids)
   return held, num_consumed, moved
 end
 
--- Until when a lease lasts, for a rank that asks again.
+-- The deadline of a lease, for a repeated call.
 local function deadline_of(id) return whole(finite(redis.call('ZSCORE', LEASED, id), now_ms())) end

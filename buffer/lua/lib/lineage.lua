@@ -1,14 +1,13 @@
--- Which versions survive a rollback, and the number each has afterwards. A trainer that
--- restores a checkpoint of version `last` publishes it under a higher number `resume`, for a number is
--- never used again for other weights. What was sampled up to `last` survives and keeps its distance:
+-- Which versions survive a rollback, and how they are renumbered. A trainer that restores a checkpoint
+-- of version `last` publishes it under a higher number `resume`, because a number is never reused for
+-- other weights. Tokens sampled up to `last` survive and keep their distance:
 --
 --     0 .. last           -> moved up by resume - last
---     last+1 .. resume-1  -> gone: made by weights that no longer exist
---     resume ..           -> as it is
+--     last+1 .. resume-1  -> gone: sampled from weights that no longer exist
+--     resume ..           -> unchanged
 --
--- settings.gaps holds the rollbacks as 'last:resume last:resume', oldest first: a version up to
--- `last` moves up by resume - last, one between the two is gone. num_gaps counts all there ever were;
--- the field `gaps` of a group says how many of them its numbers know.
+-- settings.gaps holds the rollbacks as 'last:resume last:resume', oldest first. num_gaps counts all
+-- rollbacks ever; a group's field `gaps` is the number of them applied to its versions.
 -- @include lib/group
 
 local MAX_GAPS = 32
@@ -36,8 +35,8 @@ local function renumber(version, gaps, first)
   return version
 end
 
--- The same for 'version:tokens version:tokens': the new text, its oldest and newest version. Two
--- versions that become one stay two entries, so that entries agree with the payload's by position.
+-- The same for 'version:tokens version:tokens': the new text, its oldest and newest version. Versions
+-- that become equal stay separate entries, so that entries match the payload's by position.
 local function renumber_all(versions, gaps, first)
   local parts, min_version, max_version = {}, nil, nil
   for version, tokens in string.gmatch(versions, '(%d+):(%d+)') do
@@ -49,9 +48,9 @@ local function renumber_all(versions, gaps, first)
   return table.concat(parts, ' '), min_version, max_version
 end
 
--- Brings the numbers of a stored group up to date; the caller mends the set that is ordered by them.
--- Returns 'same', 'gone' if it holds a token of a version that is gone, 'damaged' if its hash does not
--- say, or 'moved' and its oldest and newest version.
+-- Renumbers the versions of a stored group; the caller updates the set that is ordered by them.
+-- Returns 'same', 'gone' if it has a token of a version that is gone, 'damaged' if its hash is damaged,
+-- or 'moved' and its oldest and newest version.
 local function update_numbers(id, gaps, num_gaps)
   local name = group_key(id)
   local group = fields_of(id, 'gaps', 'versions', 'min_version', 'trainable')

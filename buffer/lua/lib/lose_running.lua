@@ -4,10 +4,9 @@
 -- @include lib/running
 -- @include lib/tombstones
 
--- The worker that ran these groups is gone. Their prompts run again, but only once for this reason; the
--- groups themselves end, also if they are pushed after all. Where the
--- credit ended by `lost_before` (see lib/server) nothing is held against the prompt: the server may have
--- lost the push.
+-- Ends the running groups of a lost worker, even if they are pushed later. Their prompts run again, but
+-- only once for this reason. If the credit ended by `lost_before` (see lib/server) it does not count
+-- against the prompt, because the server may have lost the push.
 local function lose_running(ids, reason, lost_before)
   local prompts, lost = redis.call('HMGET', PROMPTS, unpack(ids)), {}
   local deadlines = redis.call('ZMSCORE', CREDITS, unpack(ids))

@@ -1,5 +1,5 @@
--- Oldest version that is trained when tokens before `masked_below` (nil: none) are masked, and how
--- many those are.
+-- The oldest trained version when tokens before `masked_below` (nil: none) are masked, and the number
+-- of masked tokens.
 local function oldest_trained(min_version, versions, trainable, masked_below)
   if not masked_below or finite(min_version, 0) >= masked_below then return finite(min_version, 0), 0 end
   local masked = 0
@@ -7,5 +7,5 @@ local function oldest_trained(min_version, versions, trainable, masked_below)
     if finite(version, 0) >= masked_below then return finite(version, 0), masked end
     masked = masked + finite(tokens, 0)
   end
-  return masked_below, trainable -- nothing is left of it
+  return masked_below, trainable -- all tokens are masked
 end

@@ -3,8 +3,7 @@
 local FAILURES = PREFIX .. 'failures'
 local POISONOUS = PREFIX .. 'quarantined_prompts'
 
--- A prompt that ends each worker that runs it is put aside until an operator looks at it; `id` is its
--- last group.
+-- Quarantines a prompt until an operator releases it; `id` is its last group.
 local function quarantine_prompt(id, prompt, reason, times)
   redis.call('HSET', POISONOUS, prompt.index .. ' ' .. prompt.task,
     whole(now_ms()) .. ' ' .. whole(times) .. ' ' .. reason)

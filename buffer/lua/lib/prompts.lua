@@ -1,16 +1,16 @@
--- Prompts, and the queue of those that run again.
+-- Prompts, and the queue of prompts to run again.
 -- @include lib/audit
 
 local RETRIES = PREFIX .. 'retries'
 
--- As `retries` and `prompts` hold it: 'attempt index task', or 'attempt+reruns index task' if a worker
--- died over it.
+-- As stored in `retries` and `prompts`: 'attempt index task', or 'attempt+reruns index task' if a worker
+-- died while running it.
 local function write_prompt(prompt)
   local reruns = prompt.reruns > 0 and '+' .. whole(prompt.reruns) or ''
   return whole(prompt.attempt) .. reruns .. ' ' .. prompt.index .. ' ' .. prompt.task
 end
 
--- nil if the text is none.
+-- nil if the text is not a prompt.
 local function read_prompt(text)
   local attempt, reruns, index, task = string.match(text, '^(%d+)%+?(%d*) (%d+) (.*)$')
   local prompt = {attempt = finite(attempt), reruns = finite(reruns, 0), index = index, task = task}
@@ -18,8 +18,7 @@ local function read_prompt(text)
   return fits and prompt or nil
 end
 
--- Puts the prompt of a group that became too old in line again. A retry is counted, and they end,
--- unless it went for no fault of its own.
+-- Queues the prompt of a stale group again. With `is_counted` this is a retry, limited by max_retries.
 local function requeue(prompt, is_counted)
   if on_stale ~= 'requeue' or not (prompt.task and prompt.index) then return end
   if is_counted then
@@ -30,7 +29,7 @@ local function requeue(prompt, is_counted)
   count('requeued', 1)
 end
 
--- Puts the prompt of group `id` in line again as it is, whatever the rules for stale groups.
+-- Queues the prompt of group `id` again unchanged, regardless of the rules for stale groups.
 local function rerun(id, text)
   redis.call('RPUSH', RETRIES, text)
   count('rerun', 1)

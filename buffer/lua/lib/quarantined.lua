@@ -11,11 +11,10 @@ local function to_quarantine(id, reason, num_bytes)
   audit({id}, 'quarantined', 'r', reason)
 end
 
--- A group whose hash was deleted or overwritten, and that no set holds at this moment: what is left of
--- it is kept for an operator to look at.
+-- Quarantines a group whose hash is damaged and that is in no set, with what is left of it.
 local function set_aside(id)
   local group = fields_of(id, 'bytes', 'tokens')
-  if not (finite(group[1]) and finite(group[2])) then -- the counters of what is held must not drift
+  if not (finite(group[1]) and finite(group[2])) then -- else the counters of held bytes would drift
     local payload = redis.pcall('STRLEN', key('payload:' .. id))
     local num_bytes = type(payload) == 'number' and payload or 0
     redis.call('HSET', group_key(id), 'bytes', num_bytes, 'tokens', '0')

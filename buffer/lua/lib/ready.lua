@@ -7,7 +7,7 @@ local function gate_of(min_version, max_version)
   return finite(on_stale == 'mask_tokens' and max_version or min_version)
 end
 
--- `places` are the groups' scores in `ready` and ids, score, id...; `seqs` their numbers and ids alike.
+-- `places`: score in `ready`, id, score, id...; `seqs`: sequence number, id...
 local function enter_ready(places, seqs)
   call_many('ZADD', READY, places)
   if selector == 'fifo' then call_many('ZADD', ARRIVALS, seqs) end

@@ -1,11 +1,10 @@
--- How groups come back to ready.
+-- Returns groups to ready.
 -- @include lib/audit
 -- @include lib/group
 -- @include lib/quarantined
 -- @include lib/ready
 
--- A group that is in no set at this moment goes back to ready; `event` says why. Returns whether it
--- could.
+-- Moves a group that is in no set to ready; `event` says why. False if its hash is damaged.
 local function to_ready(id, event, ...)
   local group = fields_of(id, 'min_version', 'max_version', 'seq')
   local gate, seq = gate_of(group[1], group[2]), finite(group[3])
@@ -20,12 +19,12 @@ local function to_ready(id, event, ...)
   return true
 end
 
--- leased -> ready, or quarantine if it was leased so often and never trained. Returns whether ready.
+-- leased -> ready, or quarantined after too many leases without training. Returns whether it is ready.
 local function return_leased(id, event, ...)
   redis.call('ZREM', LEASED, id)
   local group = fields_of(id, 'leases', 'bytes')
   if finite(group[1], 0) < setting('max_attempts') then
-    wake('room') -- with on_full=drop_stalest it may make way
+    wake('room') -- with on_full=drop_stalest it can be evicted
     return to_ready(id, event, ...)
   end
   audit({id}, event, ...)

@@ -4,8 +4,8 @@ local RUNNING = PREFIX .. 'running'
 local CREDITS = PREFIX .. 'credits'
 local PROMPTS = PREFIX .. 'prompts'
 
--- Groups are running no more; returns how many were. With on_stale=wait a lease may have waited for
--- one, here or at another shard.
+-- Removes groups from the running ones; returns how many were running. With on_stale=wait a lease may
+-- be waiting for one of them, here or at another shard.
 local function leave_running(ids)
   local num_running = redis.call('ZREM', RUNNING, unpack(ids))
   if num_running > 0 then

@@ -1,8 +1,8 @@
--- Which server this is, and when the run was last seen to move to another one.
+-- Which server this is, and when the run last moved to another one.
 
--- A server that was killed may have lost its last moments, and in them the push of a group. So a credit
--- that was not renewed since shows no worker's death. Returns the deadline up to which a credit that
--- lasts `credit_ms` was last renewed before.
+-- A killed server may have lost the push of a group in its last moments. So a credit that was not
+-- renewed since does not prove that its worker died. Returns the latest deadline of credits of
+-- `credit_ms` that were last renewed before the move.
 local function lost_with_server(credit_ms)
   local server = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
   local known = redis.call('HMGET', SETTINGS, 'server', 'server_ms')

@@ -8,8 +8,8 @@
 local sets_of_groups = {ready = READY, leased = LEASED, consumed = key('consumed'),
   quarantined = QUARANTINED}
 
--- What `take` needs of groups that are in `ready`; those of whose hash it cannot be had leave it here.
--- Returns the ids that are whole, and their fields by id.
+-- The fields that `take` needs. Removes groups with a damaged hash from `ready`.
+-- Returns the ids of the others, and their fields by id.
 local function whole_groups(ids)
   local found, fields = {}, {}
   for _, id in ipairs(ids) do
@@ -20,7 +20,7 @@ local function whole_groups(ids)
       found[#found + 1], fields[id] = id, group
     else
       leave_ready({id})
-      -- One that another set holds just had no place in `ready`.
+      -- If another set holds it, only its entry in `ready` was wrong.
       local set = group[5] and sets_of_groups[group[5]]
       if not (set and redis.call('ZSCORE', set, id)) then set_aside(id) end
     end
@@ -48,7 +48,7 @@ local function take(ids, fields, lease_token, deadline, step)
   return tokens, moved
 end
 
--- The tokens older than this are masked by the trainer; '' in the modes that mask none.
+-- The trainer masks tokens older than this version; '' if it masks none.
 local function mask_below(version)
   return on_stale == 'mask_tokens' and whole(oldest_fresh(version)) or ''
 end

@@ -1,11 +1,11 @@
--- Bounded tidying: leases that were not renewed, and ready groups that became too old.
+-- Bounded clean-up of expired leases and stale ready groups.
 -- @include lib/drop
 -- @include lib/group
 -- @include lib/leash
 -- @include lib/ready
 -- @include lib/return
 
--- Returns at most `limit` groups to ready whose lease was not renewed in time.
+-- Moves at most `limit` groups with an expired lease to ready.
 local function expire_leases(limit)
   local now = whole(now_ms())
   local expired = redis.call('ZRANGE', LEASED, '-inf', now, 'BYSCORE', 'LIMIT', '0', limit)
@@ -14,7 +14,7 @@ local function expire_leases(limit)
   return #expired
 end
 
--- Drops at most `limit` ready groups that training version `version` may not use any more.
+-- Drops at most `limit` ready groups that are too old to be trained at `version`.
 local function drop_stale_ready(version, limit)
   if is_reconciling then return 0 end
   local cutoff = '(' .. whole(oldest_fresh(version) * SEQ_RANGE)

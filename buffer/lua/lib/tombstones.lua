@@ -1,4 +1,4 @@
--- How groups end: a tombstone stays, payloads go.
+-- Ends groups: deletes payloads and leaves tombstones.
 -- @include lib/group
 
 local function is_tombstone(state)
@@ -27,8 +27,8 @@ local function unlink(names)
   end
 end
 
--- Turns groups that no set holds any more into tombstones. Returns their bytes, and of each its tokens,
--- those of them that can be trained, and its prompt.
+-- Turns groups that are in no set into tombstones. Returns their bytes, and the tokens, trainable
+-- tokens and prompt of each.
 local function to_tombstones(ids, state)
   local prompts, keys_to_unlink, total_bytes, total_tokens = {}, {}, 0, 0
   for i, id in ipairs(ids) do

@@ -1,8 +1,8 @@
--- Gives the credit of a running group back that will never be pushed.
+-- Frees the credit of a running group that will never be pushed.
 -- ARGV: group id, reason, whether its prompt runs again ('never' | 'as_stale', by the rules for stale
---       groups | 'always', as it is), the prompt ('attempt index task'; '' for never).
+--       groups | 'always', unchanged), the prompt ('attempt index task'; '' for never).
 -- Reply: 1 if the group was running, else 0.
--- A group whose prompt runs again is over: a push of it that is still on its way is a duplicate.
+-- If its prompt runs again, a late push of the group is a duplicate.
 -- @include lib/audit
 -- @include lib/prompts
 -- @include lib/running

@@ -11,27 +11,27 @@ if redis.call('ZSCORE', RUNNING, id) then
   return {'admitted', trainer_version}
 end
 
--- Engines that are too old get no request, and so do not count; with no other one the limit is 0.
+-- Engines that are too old get no requests and do not count; if there is no other, the limit is 0.
 local lag, num_fresh, served = 0, 0, redis.call('HVALS', key('engine_versions'))
 for _, version in ipairs(served) do
-  local behind = trainer_version - finite(version, -LARGEST) -- one that cannot be read is no fresh one
+  local behind = trainer_version - finite(version, -LARGEST) -- an unreadable version is not fresh
   if behind <= max_staleness then lag, num_fresh = math.max(lag, behind), num_fresh + 1 end
 end
 if served[1] and num_fresh == 0 then lag = max_staleness + 1 end
 
--- Counted from the sets themselves: a cumulative counter would drift at the first dropped group.
+-- Counted from the sets: a cumulative counter would drift at the first dropped group.
 local in_use = redis.call('ZCARD', RUNNING) + redis.call('ZCARD', READY) + redis.call('ZCARD', key('leased'))
--- The small number makes up for products such as 1.15 * 100, which is a little below 115.
+-- 1e-6 because products such as 1.15 * 100 are slightly below 115 in floating point.
 local limit = (max_staleness + 1 - lag) * setting('groups_per_step') * setting('oversampling')
 limit = math.max(0, math.floor(limit + 1e-6))
--- After the last engine is gone the age of the next one's weights is unknown. (Before the first
--- one came lag is 0: a run gives its engines the trainer's version before its workers ask.)
+-- Once the last engine is gone, the age of the next one's weights is unknown. (Before the first engine
+-- the lag is 0: engines get the trainer's version before workers ask for admission.)
 if not served[1] and redis.call('HGET', SETTINGS, 'engines_gone') then limit = 0 end
 local shard, num_shards = setting('shard'), math.max(1, setting('num_shards'))
 local quota = math.floor(limit / num_shards) + (shard < limit % num_shards and 1 or 0)
 if in_use >= quota then return {'wait', last_wake('room'), in_use, quota} end
 
--- Scored by the oldest version that one of its tokens can have.
+-- The score is the oldest version that its tokens can have.
 redis.call('ZADD', RUNNING, trainer_version - lag, id)
 redis.call('ZADD', CREDITS, whole(now_ms() + credit_ms), id)
 audit({id}, 'admitted', 'v', trainer_version)

@@ -1,7 +1,7 @@
--- Notes the prompt of a running group, and how far its worker is in its tasks, so that none is lost if
--- the worker dies. Said again it replaces the prompt.
+-- Records the prompt of a running group and its worker's position in its tasks, so that no prompt is
+-- lost if the worker dies. A repeated call replaces the prompt.
 -- ARGV: group id, prompt ('attempt index task'), worker, position.
--- Reply: 1 | 0 if the group is not running (then nothing is noted).
+-- Reply: 1 | 0 if the group is not running (nothing is recorded).
 -- @include lib/audit
 -- @include lib/prompts
 -- @include lib/running

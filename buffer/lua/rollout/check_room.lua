@@ -1,4 +1,4 @@
--- Whether a push of so many bytes would fit: cheap to ask before the payload is sent again.
+-- Whether a push of so many bytes would fit: a cheap check before the payload is sent again.
 -- ARGV: bytes.   Reply: {1 or 0, last wake id of room, groups, bytes in use}
 -- @include lib/capacity
 -- @include lib/group

@@ -1,6 +1,7 @@
--- A running group could not be completed: its prompt runs again, or is put aside if it failed too often.
--- ARGV: group id, prompt ('attempt index task'), failures of one prompt that are too many.
--- Reply: {how often the prompt has failed now, 1 if it was put aside} | nil if the group was not running.
+-- Ends a running group that could not be completed: its prompt runs again, or is quarantined if it
+-- failed too often.
+-- ARGV: group id, prompt ('attempt index task'), failures after which a prompt is quarantined.
+-- Reply: {failures of the prompt so far, 1 if it is quarantined} | nil if the group was not running.
 -- @include lib/audit
 -- @include lib/poison
 -- @include lib/prompts

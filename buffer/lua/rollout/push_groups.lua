@@ -1,5 +1,5 @@
 -- Commits groups whose payloads the client has just SET with an expiry.
--- ARGV: bound of evictions; then of each group: id, min_version, max_version, versions, tokens, trainable
+-- ARGV: bound of evictions; then for each group: id, min_version, max_version, versions, tokens, trainable
 --       tokens, bytes, task, index, attempt, further chunks, ms that the push was blocked.
 -- Reply: for each group {'stored'} | {'duplicate'} | {'stale'} | {'abandoned_lineage'}
 --      | {'missing'} (the payload is gone: send it again) | {'again'} (more to evict)
@@ -21,7 +21,7 @@ if gaps and not gaps[1] then damaged('settings.gaps') end
 local max_groups, max_bytes = finite(rules[4], math.huge), finite(rules[5], math.huge)
 local pushed_at, replies, arrived, num_stored = whole(now_ms()), {}, {}, 0
 
--- What all groups of the call need is gathered and written once.
+-- Writes that all groups of the call need are collected and done once.
 local places, seqs, audit_ids = {}, {}, {}
 local function enter()
   if #places == 0 then return end
@@ -30,7 +30,7 @@ local function enter()
   places, seqs, audit_ids = {}, {}, {}
 end
 
--- What is ready or leased. Consumed groups do not count, or a trainer could wait for itself.
+-- Ready and leased groups. Consumed ones do not count, or a trainer could wait for itself.
 local groups_before, bytes_before
 if max_groups < math.huge or max_bytes < math.huge then
   local held = redis.call('HMGET', STATS, 'bytes', 'bytes_consumed', 'bytes_quarantined')
@@ -43,9 +43,9 @@ local function is_full(num_bytes)
   return groups_before and (used_groups() + 1 > max_groups or used_bytes() + num_bytes > max_bytes)
 end
 
--- Evicts what would be leased last or never; returns whether it ended at the bound.
+-- Evicts the stalest groups; returns whether it stopped at the bound.
 local function make_room(num_bytes)
-  enter() -- the stalest may be of this very call
+  enter() -- the stalest may be one of this call
   for _, stalest in ipairs(redis.call('ZRANGE', READY, '0', bound - 1)) do
     if not is_full(num_bytes) or num_evicted == bound then break end
     leave_ready({stalest})
@@ -62,7 +62,7 @@ local function commit(id, min_text, max_text, before, tokens, trainable, bytes, 
 
   local state = fields_of(id, 'state')[1]
   if state then
-    -- The retry's SET NX did nothing for a living group; for a buried one it made a new orphan.
+    -- The retry's SET NX did nothing for a stored group; for a tombstone it created an orphan.
     if is_tombstone(state) then unlink(payload) end
     arrived[#arrived + 1] = id
     return {'duplicate'}
@@ -125,7 +125,7 @@ local function commit(id, min_text, max_text, before, tokens, trainable, bytes, 
     return {'missing'}
   end
 
-  -- Few and short fields: what has its usual value is left out, and the hash stays one small block.
+  -- Fields with their default value are left out, so that the hash stays one small block.
   sequence = sequence + 1
   local seq = sequence % SEQ_RANGE
   local group = {'state', 'ready', 'seq', seq, 'min_version', whole(min_version), 'tokens', tokens,

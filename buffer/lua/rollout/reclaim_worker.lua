@@ -1,7 +1,7 @@
--- A worker began anew: the groups that it ran before end, and their prompts run again.
--- ARGV: what the ids of its groups begin with (no pattern), cursor, about how many to look at,
+-- Ends the groups that a restarted worker ran before; their prompts run again.
+-- ARGV: prefix of the ids of its groups (not a pattern), cursor, about how many to scan,
 --       ms that a credit lasts.
--- Reply: {next cursor ('0': all were looked at), how many ended}
+-- Reply: {next cursor ('0': done), number of groups ended}
 -- @include lib/lose_running
 -- @include lib/running
 -- @include lib/server

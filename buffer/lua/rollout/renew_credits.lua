@@ -1,4 +1,4 @@
--- A worker lives: the credits of its running groups last longer.
+-- Renews the credits of a worker's running groups.
 -- ARGV: ms, group ids...   Reply: how many of the groups are running.
 -- @include lib/running
 local deadline, renewed, total = whole(now_ms() + tonumber(ARGV[1])), {}, 0

@@ -1,13 +1,13 @@
--- Takes the oldest prompt that waits to be run again; the same token gets the same prompt once more.
--- With a group, which must be running, it becomes that group's prompt at the same moment.
+-- Takes the oldest prompt to run again; a repeated call with the same token gets the same prompt.
+-- With a group, which must be running, it atomically becomes that group's prompt.
 -- ARGV: token ('' with a group), group id ('' for none).   Reply: 'attempt index task' | nil
 -- @include lib/audit
 -- @include lib/prompts
 -- @include lib/running
 local id = ARGV[2]
 
--- The oldest text that is a prompt; what is none is counted and gone. At the bound the caller comes
--- again, as it does when there is none.
+-- The oldest entry that is a prompt; others are counted and dropped. nil if there is none, or at the
+-- bound of work: the caller retries later in either case.
 local function next_retry()
   for _ = 1, MAX_ITEMS do
     local text = redis.call('LPOP', RETRIES)

@@ -1,5 +1,5 @@
--- Appends a record to the run's bounded metrics stream, once however often the request is sent.
--- ARGV: token, kind, record as JSON, longest that the stream may get.   Reply: the entry's id.
+-- Appends a record to the run's metrics stream; repeated calls with the same token append once.
+-- ARGV: token, kind, record as JSON, maximum length of the stream.   Reply: the entry's id.
 local sent = key('once:' .. ARGV[1])
 local id = redis.call('GET', sent)
 if id then return id end

@@ -1,8 +1,7 @@
--- Lets an engine stand still for a commit, if fewer than `limit` others do. It holds its place until it
--- leaves or the time is over, so one that dies in it blocks the others no longer; entering
--- again renews the time.
+-- Lets an engine pause for a commit if fewer than `limit` others do. It holds its place until it leaves
+-- or the place expires, so that a dead engine does not block the others; entering again renews it.
 -- ARGV: engine, limit, ms that the place is held.
--- Reply: {'entered'} | {'wait', last wake id, ms until the next place is over}
+-- Reply: {'entered'} | {'wait', last wake id, ms until the next place expires}
 local gate = key('commit_gate')
 local over = redis.call('ZRANGE', gate, '-inf', whole(now_ms()), 'BYSCORE', 'LIMIT', '0', MAX_ITEMS)
 if over[1] then redis.call('ZREM', gate, unpack(over)) end

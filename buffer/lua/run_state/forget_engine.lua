@@ -1,5 +1,5 @@
--- An engine serves nothing any more. Admission follows the slowest of the others, which may make room;
--- after the last one it gives no credit until an engine serves again.
+-- Removes an engine. Admission follows the slowest of the others, which may make room; without any
+-- engine nothing is admitted until one serves again.
 -- ARGV: engine.   Reply: 1 if it served a version, 0 if not.
 local was_known = redis.call('HDEL', key('engine_versions'), ARGV[1])
 redis.call('HDEL', key('commits'), ARGV[1])

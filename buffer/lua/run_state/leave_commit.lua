@@ -1,4 +1,4 @@
--- An engine has done its commit, or given it up: another one may have its place.
+-- Frees an engine's commit place for another engine.
 -- ARGV: engine.   Reply: 1 if it held a place, 0 if not.
 local was_inside = redis.call('ZREM', key('commit_gate'), ARGV[1])
 if was_inside == 1 then wake('gate') end

@@ -1,4 +1,4 @@
--- Notes which server the run is at, to tell a group that the server lost from one whose worker died.
+-- Records the run's server, to distinguish groups lost by the server from those of dead workers.
 -- Reply: 1
 -- @include lib/server
 lost_with_server(0)

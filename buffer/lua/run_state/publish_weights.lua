@@ -1,4 +1,4 @@
--- A version is whole at a receiver: from now on engines may take it. The number only grows.
+-- Allows engines to take a version, which a receiver holds whole. The version only grows.
 -- ARGV: version.   Reply: the newest one.
 local newest = finite(redis.call('HGET', key('weights'), 'published'))
 if newest and newest >= tonumber(ARGV[1]) then return newest end

@@ -1,5 +1,5 @@
--- One engine began to serve a version, and how that went: both at once, for who waits for the version
--- may read the record.
+-- Records that an engine serves a version, and how it took it; atomically, because waiters for the
+-- version may read the record.
 -- ARGV: engine, version, record as JSON.   Reply: 1
 redis.call('HSET', key('engine_versions'), ARGV[1], ARGV[2])
 redis.call('HSET', key('commits'), ARGV[1], ARGV[3])

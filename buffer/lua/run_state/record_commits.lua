@@ -1,4 +1,4 @@
--- Engines began to serve versions: they catch up with the trainer, which may make room.
+-- Records the versions that engines serve. Catching up with the trainer may make room.
 -- ARGV: engine, version, engine, version...   Reply: number of engines.
 redis.call('HSET', key('engine_versions'), unpack(ARGV))
 redis.call('HDEL', SETTINGS, 'engines_gone')

@@ -1,4 +1,4 @@
--- A receiver can be reached at a URL; a new one under an old name has staged nothing yet.
+-- Records a receiver's URL; at a new URL it has staged nothing yet.
 -- ARGV: receiver, URL.   Reply: 1
 if redis.call('HGET', key('receivers'), ARGV[1]) ~= ARGV[2] then
   redis.call('HSET', key('receivers'), ARGV[1], ARGV[2])

@@ -1,4 +1,4 @@
--- Tidies up: expired credits end, expired leases go back to ready, then stale ready groups are dropped.
+-- Ends expired credits, moves groups with expired leases to ready, then drops stale ready groups.
 -- ARGV: bound of work, ms that a credit lasts.   Reply: {expired, dropped, credits}; one at the bound means there may be more.
 -- @include lib/leash
 -- @include lib/lose_running

@@ -1,4 +1,4 @@
--- At the home shard, for a batch that lies in several: what is known of a step, else the lock to form it.
+-- At the home shard: returns the record of a step's batch, or locks the step to form it from all shards.
 -- ARGV: step, token, ms that the lock lasts, lineage ('' for any), lease token of a void record ('' for none).
 -- Reply: {'batch', lease token, version, groups, shares, {ids}, {tokens}, mask below, 1 if done}
 --      | {'locked'} | {'busy', last id of wake:forming, ms until the lock expires} | {'done'}
@@ -18,7 +18,7 @@ if batch then
 end
 if tonumber(step) <= setting('acked_step') then return {'done'} end
 if not redis.call('SET', lock, token, 'NX', 'PX', ARGV[3]) and redis.call('GET', lock) ~= token then
-  if redis.call('PTTL', lock) < 0 then redis.call('PEXPIRE', lock, ARGV[3]) end -- none of ours is for ever
+  if redis.call('PTTL', lock) < 0 then redis.call('PEXPIRE', lock, ARGV[3]) end -- ours always expire
   return {'busy', last_wake('forming'), redis.call('PTTL', lock)}
 end
 redis.call('PEXPIRE', lock, ARGV[3])

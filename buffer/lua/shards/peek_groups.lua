@@ -1,5 +1,5 @@
--- What this shard would give to a batch at a version, after it has tidied up.
--- ARGV: version, most candidates, bound of work, groups from which on a push is to wake (0: as it is).
+-- The groups that this shard could contribute to a batch at a version, after clean-up.
+-- ARGV: version, most candidates, bound of work, ready groups at which a push wakes (0: unchanged).
 -- Reply: {'ready', {id, key, id, key...}, ready, last wake id, ms until the next lease expires or -1,
 --         running group that must be waited for, its version} | {'again'}
 -- @include lib/choose

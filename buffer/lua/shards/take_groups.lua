@@ -1,4 +1,4 @@
--- Leases these groups, those of them that are ready and fresh.
+-- Leases those of the given groups that are ready and fresh.
 -- ARGV: version, lease token, lease in ms, step, group ids...
 -- Reply: {{ids}, {tokens}, deadline ms, mask below, {id, versions...}}
 -- @include lib/group
@@ -8,7 +8,7 @@ local version, lease_token, ids = tonumber(ARGV[1]), ARGV[2], {}
 local cutoff = oldest_fresh(version) * SEQ_RANGE
 for i = 5, #ARGV do
   local score = not is_reconciling and redis.call('ZSCORE', READY, ARGV[i])
-  -- What was taken with this token before is given again: a reply may have been lost.
+  -- Groups taken with this token before are returned again: a reply may have been lost.
   if score and tonumber(score) >= cutoff then ids[#ids + 1] = ARGV[i] end
 end
 local deadline = whole(now_ms() + tonumber(ARGV[3]))

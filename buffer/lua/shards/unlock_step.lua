@@ -1,4 +1,4 @@
--- Gives the lock to form a batch back.
+-- Releases the lock to form a batch.
 -- ARGV: token.   Reply: 1 if it was held with this token, else 0.
 if redis.call('GET', key('forming')) ~= ARGV[1] then return 0 end
 redis.call('DEL', key('forming'))

@@ -1,4 +1,4 @@
--- The restored checkpoint contains these groups: they are acknowledged, wherever they are by now.
+-- Acks groups that the restored checkpoint contains, in whatever state they are.
 -- ARGV: lineage, group ids...   Reply: 1 | 0 if another lineage took over.
 -- @include lib/audit
 -- @include lib/group
@@ -10,7 +10,7 @@ for i = 2, #ARGV do
   local id = ARGV[i]
   local state = fields_of(id, 'state')[1]
   if not state then
-    -- The server lost it, and its producer may push it again: it must not be trained twice.
+    -- The server lost it, and its producer may push it again; it must not be trained twice.
     leave_tombstones({id}, 'acked')
   elseif not is_tombstone(state) then
     if state == 'ready' then leave_ready({id})

@@ -1,4 +1,4 @@
--- A checkpoint is durable: consumed -> acked, for steps up to the one given; payloads go.
+-- consumed -> acked, for steps up to one whose checkpoint is durable; deletes payloads.
 -- ARGV: step, lineage ('' for any), bound of work.
 -- Reply: {how many were acknowledged, 1 if there may be more} | {'not_owner'}
 -- @include lib/audit
@@ -23,7 +23,7 @@ if #ids > 0 then
   count('acked', #ids)
   for step, acked in pairs(by_step) do audit(acked, 'acked', 's', step) end
 end
--- Records of these steps are of no more use: `acked_step` answers a rank that comes late.
+-- The records of these steps are no longer needed: late ranks are answered by `acked_step`.
 local steps = redis.call('ZRANGE', BATCHES, '-inf', ARGV[1], 'BYSCORE', 'LIMIT', '0', bound)
 for _, step in ipairs(steps) do
   if finite(step, newest) > newest and redis.call('HEXISTS', lease_key(step), 'done') == 1 then

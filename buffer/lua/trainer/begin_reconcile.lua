@@ -1,13 +1,13 @@
--- A trainer restored a checkpoint: from now on its lineage owns the buffer, and the versions after the
--- checkpoint's are gone. What is in hand is sorted by reconcile_groups, in bounded calls.
+-- Makes the lineage of a trainer that restored a checkpoint the owner; versions after the checkpoint's
+-- are gone. reconcile_groups then sorts the groups in bounded calls.
 -- ARGV: lineage, step, version, resume version.
--- Reply: {'begun'} (also when sent again) | {'not_owner'} (a later one took over)
+-- Reply: {'begun'} (also on a repeated call) | {'not_owner'} (a later one took over)
 --      | {'behind', newest version} (resume version must be above it)
 -- @include lib/leash
 -- @include lib/lineage
 -- @include lib/running
 
--- What is older than the last MAX_GAPS becomes one gap that ends all versions before it.
+-- Gaps older than the last MAX_GAPS become one gap that ends all versions before it.
 local function write_gaps(gaps, num_gaps)
   if #gaps > MAX_GAPS then
     table.remove(gaps, 1)
@@ -24,21 +24,21 @@ if ARGV[1] == lineage then return {'begun'} end
 if redis.call('ZSCORE', lineages, ARGV[1]) then return {'not_owner'} end
 
 local gaps, num_gaps = read_gaps()
--- The checkpoint's version as it is numbered now. If it was lost in a rollback, all groups are of
+-- The checkpoint's version in current numbers. If it was lost in a rollback, all groups belong to
 -- another branch than the checkpoint.
 local last = renumber(version, gaps, 1) or -1
 if resume < trainer_version or (resume == trainer_version and last ~= trainer_version) then
   return {'behind', trainer_version}
 end
 redis.call('ZADD', lineages, redis.call('ZCARD', lineages), ARGV[1])
-local is_moved = is_reconciling -- an earlier call of another lineage was cut off in the middle
+local is_moved = is_reconciling -- another lineage's reconcile was interrupted
 if resume > last then
   is_moved = true
   gaps[#gaps + 1] = {last = last, resume = resume}
   write_gaps(gaps, num_gaps + 1)
   if on_stale == 'wait' then
-    -- What still runs keeps its distance, or a lease would wait for it as if it were too old. What
-    -- began at a version that is gone will be dropped: no lease waits for that.
+    -- Running groups keep their distance, or a lease would wait for them as if they were too old.
+    -- Those that began at a version that is gone will be dropped: no lease waits for them.
     local running = redis.call('ZRANGE', RUNNING, 0, MAX_BATCH, 'WITHSCORES')
     for i = 1, #running, 2 do
       local moved = renumber(finite(running[i + 1], 0), gaps, #gaps) or resume

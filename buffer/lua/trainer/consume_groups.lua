@@ -1,7 +1,7 @@
--- The step is done: leased -> consumed, for the groups that are still held by this lease.
+-- leased -> consumed, for the groups that this lease still holds.
 -- ARGV: lease token, step, version trained, version below which tokens were masked ('' for none), ids...
--- Reply: how many of them are consumed by this lease (the same number when it is sent again).
--- With no ids only the step's record is marked: its groups lie in other shards.
+-- Reply: number of groups consumed by this lease (the same on a repeated call).
+-- Without ids only the step's record is marked as done: its groups are in other shards.
 -- @include lib/audit
 -- @include lib/group
 -- @include lib/masking
@@ -26,7 +26,7 @@ for i = 5, #ARGV do
     ids[#ids + 1] = id
     steps[#steps + 1] = step
     steps[#steps + 1] = id
-    redis.call('HSET', group_key(id), 'state', 'consumed', 'leases', 0) -- trained: it is no poison
+    redis.call('HSET', group_key(id), 'state', 'consumed', 'leases', 0) -- trained, so it is usable
     local trainable = finite(group[4], 0)
     local oldest, masked = oldest_trained(group[3] or ARGV[3], group[5], trainable, masked_below)
     local age_ms, staleness = math.max(0, now_ms() - finite(group[7], now_ms())), version - oldest

@@ -1,9 +1,9 @@
--- Gives the global batch of one step: the first rank to come forms it, the others get the same one.
+-- Returns the global batch of a step: the first rank forms it, the others get the same one.
 -- ARGV: step, version, number of groups, number of shares, lease in ms, lease token, lineage ('' for
 --       any), bound of work.
 -- Reply: {'leased', lease token, deadline ms, {ids}, {tokens}, {ids still held}, mask below, {id, versions...}}
 --      | {'wait', last wake id, ready, ms until the next lease expires or -1, running group, its version}
---      | {'again'} (more to tidy up than one call may) | {'done'} (the step is trained) | {'not_owner'}
+--      | {'again'} (the bound of clean-up was reached) | {'done'} (the step is trained) | {'not_owner'}
 --      | {'conflict', version, groups, shares} (the step was leased with other arguments)
 -- @include lib/batch_record
 -- @include lib/choose
@@ -21,11 +21,11 @@ local function wait(number, blocking, blocking_version)
   return {'wait', last_wake('batch'), redis.call('ZCARD', READY), until_expiry(), blocking, blocking_version}
 end
 
-if is_reconciling then return wait(num_groups, '', 0) end -- its end wakes
+if is_reconciling then return wait(num_groups, '', 0) end -- its end wakes the waiters
 if expire_leases(bound) == bound then return {'again'} end
 
--- The batch as it was formed. Shares are cut from all of it by a pure function at each rank, so that
--- every rank cuts alike even if some groups were dropped before the last rank came.
+-- The batch as it was formed. Each rank splits all of it with a pure function, so that all ranks split
+-- it identically even if some groups were dropped before the last rank called.
 local batch, ids, tokens = read_batch(step)
 if batch then
   local held, num_consumed, moved = held_by(batch[1], ids)
@@ -36,7 +36,7 @@ if batch then
     end
     return {'leased', batch[1], deadline_of(held[1]), ids, tokens, held, batch[7], moved}
   end
-  forget_batch(step) -- all of it was dropped or went back: form a new one
+  forget_batch(step) -- all its groups were dropped or returned: form a new one
 end
 if tonumber(step) <= setting('acked_step') then return {'done'} end
 
@@ -49,7 +49,7 @@ if wanted ~= 0 then redis.call('HSET', SETTINGS, 'wanted', 0) end
 local chosen, candidates, fields = choose(version, num_groups), {}, nil
 for i = 1, #chosen, 2 do candidates[#candidates + 1] = chosen[i] end
 ids, fields = whole_groups(candidates)
-if #ids < num_groups then return {'again'} end -- what was damaged is out of the way now
+if #ids < num_groups then return {'again'} end -- damaged groups have been removed
 local deadline, moved = whole(now_ms() + lease_ms), nil
 tokens, moved = take(ids, fields, lease_token, deadline, step)
 write_batch(step, lease_token, ARGV[2], ARGV[3], num_shares, table.concat(ids, ' '),

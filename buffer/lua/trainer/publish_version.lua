@@ -1,4 +1,4 @@
--- The trainer made a version available. Versions only grow.
+-- Sets the trainer's version, which only grows.
 -- ARGV: version, lineage ('' for any).
 -- Reply: {'published'} | {'same'} | {'older', current version} | {'not_owner'}
 -- @include lib/leash

@@ -1,4 +1,4 @@
--- Puts a leased group aside that its rank cannot use: leased -> quarantined.
+-- leased -> quarantined, for a group that its rank cannot use.
 -- ARGV: lease token, reason, group id.   Reply: 1 if it is in quarantine now, else 0.
 -- @include lib/group
 -- @include lib/quarantined

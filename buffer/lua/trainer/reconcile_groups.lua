@@ -1,4 +1,4 @@
--- Sorts what is in hand after begin_reconcile: one bounded part a call, until nothing is left.
+-- Sorts all groups after begin_reconcile: one bounded part per call, until nothing is left.
 -- ARGV: lineage, bound of work.
 -- Reply: {'not_owner'} | {1 if there is more, acked, requeued, dropped, quarantined} (totals so far)
 -- @include lib/audit
@@ -17,7 +17,7 @@ local function reply(is_more)
   local totals = redis.call('HMGET', progress, 'acked', 'requeued', 'dropped', 'quarantined')
   return {is_more, finite(totals[1], 0), finite(totals[2], 0), finite(totals[3], 0), finite(totals[4], 0)}
 end
-local function tally(name, amount)
+local function add_progress(name, amount)
   if amount > 0 then
     local before = finite(redis.call('HGET', progress, name), 0)
     redis.call('HSET', progress, name, whole(before + amount))
@@ -26,7 +26,7 @@ end
 if not is_reconciling then return reply(0) end
 local step = finite(redis.call('HGET', progress, 'step')) or damaged('reconcile.step')
 
--- 1. Consumed: in the checkpoint, or to be trained again.
+-- 1. Consumed groups are in the checkpoint or will be trained again.
 local consumed = redis.call('ZRANGE', key('consumed'), '0', bound - 1, 'WITHSCORES')
 for i = 1, #consumed, 2 do
   local id = consumed[i]
@@ -34,29 +34,29 @@ for i = 1, #consumed, 2 do
   if tonumber(consumed[i + 1]) <= step then
     count('bytes_consumed', -(to_tombstones({id}, 'acked')))
     count('acked', 1)
-    tally('acked', 1)
+    add_progress('acked', 1)
     audit({id}, 'acked', 's', consumed[i + 1])
   else
     count('bytes_consumed', -finite(fields_of(id, 'bytes')[1], 0))
-    tally(to_ready(id, 'reconciled') and 'requeued' or 'quarantined', 1)
+    add_progress(to_ready(id, 'reconciled') and 'requeued' or 'quarantined', 1)
   end
 end
 if #consumed > 0 then return reply(1) end
 
--- 2. Leased: their owners are of the old lineage.
+-- 2. Leased groups belong to the old lineage.
 local leased = redis.call('ZRANGE', LEASED, '0', bound - 1)
 for _, id in ipairs(leased) do
-  tally(return_leased(id, 'reconciled') and 'requeued' or 'quarantined', 1)
+  add_progress(return_leased(id, 'reconciled') and 'requeued' or 'quarantined', 1)
 end
 if #leased > 0 then return reply(1) end
 
--- 3. Batches: those after the checkpoint will be formed anew, those before it are never asked for.
+-- 3. Batches after the checkpoint will be formed anew; those before it are never requested.
 local batches = redis.call('ZRANGE', BATCHES, '0', bound - 1)
 for _, batch in ipairs(batches) do forget_batch(batch) end
 if #batches > 0 then return reply(1) end
 
--- 4. Ready: numbered anew, from the newest down. A number only grows, so that none is met twice, and
--- what is pushed meanwhile has the new numbers already.
+-- 4. Ready groups are renumbered, from the newest down. Numbers only grow, so no group is met twice;
+-- groups pushed meanwhile have new numbers already.
 local gaps, num_gaps = read_gaps()
 local below = redis.call('HGET', progress, 'below')
 local ready = redis.call('ZRANGE', READY, below, '-inf', 'BYSCORE', 'REV', 'LIMIT', '0', bound, 'WITHSCORES')
@@ -66,11 +66,11 @@ for i = 1, #ready, 2 do
   if change == 'gone' then
     leave_ready({id})
     drop({id}, 'lineage')
-    tally('dropped', 1)
+    add_progress('dropped', 1)
   elseif change == 'damaged' then
     leave_ready({id})
     set_aside(id)
-    tally('quarantined', 1)
+    add_progress('quarantined', 1)
   elseif change == 'moved' then
     local seq = finite(ready[i + 1], 0) % SEQ_RANGE
     redis.call('ZADD', READY, whole(gate_of(min_version, max_version) * SEQ_RANGE + seq), id)

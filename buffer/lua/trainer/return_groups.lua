@@ -1,5 +1,5 @@
--- Gives leased groups back: leased -> ready (or quarantine), for those that this lease still holds.
--- ARGV: lease token, reason, group ids...   Reply: how many went back.
+-- leased -> ready (or quarantined), for the groups that this lease still holds.
+-- ARGV: lease token, reason, group ids...   Reply: number of groups returned.
 -- @include lib/group
 -- @include lib/return
 local lease_token, total = ARGV[1], 0

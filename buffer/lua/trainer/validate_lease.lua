@@ -1,4 +1,4 @@
--- The last gate before the step: which groups of a lease may still be trained. Renews their deadline.
+-- The last check before a step: which groups of a lease may still be trained. Renews their deadline.
 -- ARGV: version, lease token, lease in ms, version below which tokens were masked ('' for none), ids...
 -- Reply: the ids that stay.
 -- @include lib/drop
@@ -23,7 +23,7 @@ for i = 5, is_reconciling and 0 or #ARGV do
     elseif gate < oldest then
       stale[#stale + 1] = id
     elseif oldest_trained(group[3], group[5], 0, masked_below) < oldest then
-      -- More of it must be masked now than the trainer has masked.
+      -- More of its tokens must be masked now than the trainer has masked.
       redis.call('ZREM', LEASED, id)
       to_ready(id, 'requeued', 'r', 'mask')
       wake('room')
