@@ -19,7 +19,7 @@ def is_fresh(version: int, min_version: int, max_staleness: int) -> bool:
 
 
 def mask_over_age(group: TrajectoryGroup, oldest: int) -> TrajectoryGroup:
-    """Masks every token sampled before version `oldest`; returns the group itself if there is none."""
+    """Masks all tokens sampled before version `oldest`; the group itself if there are none."""
     trajectories = tuple(_masked(trajectory, oldest) for trajectory in group.trajectories)
     if all(new is old for new, old in zip(trajectories, group.trajectories, strict=True)):
         return group

@@ -1,4 +1,4 @@
-"""A child process: bound to this one from its start, watched, and ended."""
+"""Starts, watches and stops a child process that is bound to this one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from processes import die_with_parent
 
 _KILLED_S = 30.0
-"""A killed process that is still there after this long is stuck in the kernel."""
+"""A killed process that still exists after this long is stuck in the kernel."""
 
 
 class Child:
@@ -29,8 +29,8 @@ class Child:
         exit_code = await child.exit()      # or child.wait(timeout_s) where there is no event loop
         child.stop(timeout_s=10.0)          # ends its input; SIGKILL if that does not help
 
-    `secret` is the first line that it reads: arguments and variables can be read by others on the
-    machine. `secret=None` is for a program that does not read its input: the kernel sends it
+    `secret` is the first line of its input: other users of the machine can read arguments and
+    environments. `secret=None` is for a program that does not read its input: the kernel sends it
     SIGTERM when this process ends, and so does `stop`.
     """
 
@@ -44,7 +44,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Its output goes to `log`; with `speaks`, its standard output is closed after one line.
+        """Its output goes to `log`; with `speaks`, its standard output is a pipe for one line.
 
         `environment` is added to that of this process. Raises OSError if it cannot be run.
         """
@@ -94,11 +94,11 @@ class Child:
         return self._process.pid
 
     async def first_line(self) -> bytes:
-        """Empty if it ended before it said anything."""
+        """The first line of its standard output; empty if it ended before."""
         return await asyncio.wrap_future(self._first_line)
 
     async def exit(self) -> int:
-        """Its exit code, when it has ended."""
+        """Waits until it has ended; returns its exit code."""
         return await asyncio.wrap_future(self._exited)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
@@ -111,10 +111,10 @@ class Child:
     def stop(
         self, timeout_s: float, last_words: bytes = b"", *, whole_group: bool = True
     ) -> int | None:
-        """Ask it to end, and kill it after `timeout_s`. Its exit code; None if it cannot be killed.
+        """Ask it to end, and kill it after `timeout_s`. Returns its exit code; None if it survives.
 
         `last_words` are written to its input before that is closed. Its process group is killed
-        with it unless `whole_group` is false, for a caller that ends what it started by itself.
+        too, unless `whole_group` is false: then the caller ends the processes that it started.
         """
         self._ask_to_end(last_words)
         if (exit_code := self.wait(timeout_s)) is not None:
@@ -139,13 +139,13 @@ class Child:
 
 
 def kill_group(group: int) -> None:
-    """SIGKILL for every process that is left of a group; nothing if there is none."""
+    """Send SIGKILL to all processes of a group, if any is left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
 
 async def exit_of(pid: int) -> None:
-    """Returns when the process has ended. The kernel reports it; nothing is polled."""
+    """Returns when the process has ended, without polling."""
     ended = asyncio.Event()
     fd = os.pidfd_open(pid)
     loop = asyncio.get_running_loop()

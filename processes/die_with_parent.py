@@ -14,13 +14,13 @@ _PR_SET_PDEATHSIG = 1
 
 def die_with_parent(number: signal.Signals) -> None:
     """The kernel sends this process `number` when the thread that forked it ends."""
-    import ctypes  # late: a signal in the first moments of the command is not to meet a slow import
+    import ctypes  # slow, so imported only here: signals may arrive right after the start
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 if __name__ == "__main__":
     die_with_parent(signal.SIGTERM)
-    if os.getppid() != int(sys.argv[1]):  # the parent died before it was set
+    if os.getppid() != int(sys.argv[1]):  # the parent died before the prctl call
         sys.exit(1)
     os.execv(sys.argv[2], sys.argv[2:])

@@ -1,4 +1,4 @@
-"""Reads the end of a log, for the message that says why a process died."""
+"""Reads the end of a log, to show why a process died."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LINE_LENGTH = 400
 
 
 def last_lines(log: Path, count: int = 15) -> str:
-    """The end of a log, fit to be shown on a terminal, or why there is none."""
+    """The end of a log, made safe for a terminal, or the reason why it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

@@ -1,4 +1,4 @@
-"""The type of a result that another process still works on."""
+"""The type of a result that another process is still computing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 class Pending(Protocol[T]):
     """Ray's reference to a result, with the result's type, which Ray does not state.
 
-    What went wrong in the other process is raised where its future is awaited.
+    Its future raises the errors of the other process.
     """
 
     def future(self) -> Future[T]: ...

@@ -1,7 +1,6 @@
-"""Finds and ends the processes of a run, from any shell, also when its controller is gone.
+"""Finds and ends the processes of a run, from any shell, even when its controller is gone.
 
-Each process of a run carries the run's id in its environment (`LEASH_RUN`), and so does whatever it
-starts.
+Each process of a run, and its children, have the run's id in their environment (`LEASH_RUN`).
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ def living_runs() -> set[str]:
 
 
 def run_processes(run_id: str, temporary: Path | None = None) -> list[psutil.Process]:
-    """Every process on this machine, this one excepted, that belongs to the run.
+    """All processes of the run on this machine except this one.
 
-    `temporary`: the run's folder of Ray. Some of Ray's agents write their title over their
-    environment, but they keep a log open in there.
+    `temporary`: the run's Ray folder. Some of Ray's agents overwrite their environment with their
+    title, but they keep a log open in that folder.
     """
     found = []
     for process in psutil.process_iter():
@@ -41,7 +40,7 @@ def run_processes(run_id: str, temporary: Path | None = None) -> list[psutil.Pro
             if process.pid != os.getpid() and _belongs(process, run_id, temporary):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue  # gone meanwhile, or another user's
+            continue  # it has ended, or belongs to another user
     return found
 
 
@@ -59,10 +58,10 @@ def end_processes(
     shared_memory: Iterable[Path] = (),
     temporary: Path | None = None,
 ) -> list[str]:
-    """End what is left of the run: asked first, killed after half of `timeout_s`.
+    """End the run's remaining processes: SIGTERM first, SIGKILL after half of `timeout_s`.
 
-    Returns the names of those that had to be killed. Shared-memory files left by them are removed,
-    and those of `shared_memory`, which processes that ended before had mapped.
+    Returns the names of the killed ones. Removes the shared-memory files that they had mapped, and
+    `shared_memory`, those of processes that had ended before.
     """
     deadline = time.monotonic() + timeout_s
     left = run_processes(run_id, temporary)
@@ -70,7 +69,7 @@ def end_processes(
     _signal(left, signal.SIGTERM)
     _, left = psutil.wait_procs(left, timeout=timeout_s / 2)
     killed = [_name(process) for process in left]
-    while left := run_processes(run_id, temporary):  # what they had just started counts as well
+    while left := run_processes(run_id, temporary):  # including what they had just started
         files |= shared_memory_files(left)
         _signal(left, signal.SIGKILL)
         psutil.wait_procs(left, timeout=max(0.1, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Notices that a process does not answer any more although it has not died: it hangs or stopped."""
+"""Detects a live process that no longer responds: it hangs or is stopped."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import time
 from collections.abc import Awaitable, Callable
 
 INTERVAL_S = 2.0
-"""Between two questions."""
+"""Time between two probes."""
 NUM_REFUSED = 2
-"""Fewest unanswered questions in a row: one can fail because the asking process stood still."""
+"""Fewest failed probes in a row: one can fail because the probing process was paused."""
 
 Answers = Callable[[float], Awaitable[bool]]
-"""Asks the process; whether it answers within these seconds."""
+"""Probes the process; whether it responds within so many seconds."""
 
 
 async def wait_silent(answers: Answers, limit_s: float) -> float:
-    """Returns when the process has not answered for `limit_s`, with the seconds since it did."""
+    """Returns the seconds of silence once the process has not responded for `limit_s`."""
     heard_at, num_refused = time.monotonic(), 0
     while True:
         await asyncio.sleep(min(INTERVAL_S, limit_s / NUM_REFUSED))

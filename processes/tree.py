@@ -1,4 +1,4 @@
-"""Ends a server and everything that it started, and leaves none of its shared memory behind."""
+"""Ends a server with all its descendants, and finds the shared memory that it would leave."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """The processes below `pid`, without itself; none if it is gone."""
+    """All descendants of `pid`; none if it is gone."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -20,7 +20,7 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """`pid` and the processes below it; none if it is gone."""
+    """`pid` and all its descendants; none if it is gone."""
     try:
         return [psutil.Process(pid), *descendants(pid)]
     except psutil.NoSuchProcess:
@@ -28,19 +28,19 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def shared_memory_files(processes: Iterable[psutil.Process]) -> frozenset[Path]:
-    """Files in shared memory that these processes map now: a killed one cannot remove them.
+    """Shared-memory files that these processes map: a killed process cannot remove them.
 
-    Files in folders, such as staged weights, are not among them: those are others', who share them.
+    Files in folders, such as staged weights, are left out: other processes share them.
     """
     inodes: set[int] = set()
     for process in processes:
         try:
             lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
         except OSError:
-            continue  # ended meanwhile
+            continue  # it has ended
         for line in lines:
             _, _, _, _, inode, *path = line.split(maxsplit=5)
-            # A semaphore is mapped under another name than it has, so the inode says which it is.
+            # A semaphore is mapped under a name other than its file's, so compare inodes.
             if path and Path(path[0]).parent == SHARED_MEMORY:
                 inodes.add(int(inode))
     return frozenset(
@@ -51,27 +51,27 @@ def shared_memory_files(processes: Iterable[psutil.Process]) -> frozenset[Path]:
 
 
 def is_semaphore(path: Path) -> bool:
-    """One of Python's, which its resource tracker removes unless it is killed, too."""
+    """A semaphore of Python, which its resource tracker removes unless that is killed too."""
     return path.name.startswith("sem.")
 
 
 def kill(processes: Iterable[psutil.Process], timeout_s: float) -> None:
-    """SIGKILL, then wait until they are gone. Python's resource trackers end by themselves.
+    """SIGKILL, then wait until they are gone. Python's resource trackers are spared.
 
-    A tracker removes the semaphores of its family once the last member is gone, so it must outlive
-    them, and must not be stopped when the others were.
+    A tracker removes the semaphores of its process family once the last member is gone, then ends
+    by itself. So it must outlive them, and is resumed if it was stopped.
     """
-    doomed = []
+    killed = []
     for process in processes:
         try:
             if _is_tracker(process):
                 process.resume()
             else:
-                doomed.append(process)
+                killed.append(process)
                 process.kill()
         except psutil.NoSuchProcess:
             continue
-    psutil.wait_procs(doomed, timeout=timeout_s)
+    psutil.wait_procs(killed, timeout=timeout_s)
 
 
 def _is_tracker(process: psutil.Process) -> bool:

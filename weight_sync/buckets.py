@@ -1,4 +1,4 @@
-"""Cuts the ranks' streams into buckets; pure, and the same at every member.
+"""Splits the ranks' streams into buckets; pure, and the same at every member.
 
 The buckets of a transfer have one global order. Every member sends, receives and forwards in that
 order, so no two members can wait for each other.
@@ -80,7 +80,7 @@ def _cut_delta(rank: int, num_bytes: int, size: int) -> Iterator[Bucket]:
 
 
 def _cut_pieces(layout: Layout, rank: int, size: int) -> Iterator[Bucket]:
-    """Long extents alone, short neighbours together."""
+    """Long extents get buckets of their own; short neighbours share one."""
     gathered: list[Extent] = []
     room = size
     for extent in _extents(layout, rank):

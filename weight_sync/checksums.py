@@ -61,7 +61,7 @@ class StreamChecksums:
     def feed(self, start: int, chunk: Tensor | memoryview) -> None:
         """Add the stream's next bytes, which begin at offset `start`.
 
-        Raises ValueError for bytes out of order or behind the end of the stream.
+        Raises ValueError for bytes out of order or past the end of the stream.
         """
         view = chunk.numpy().data if isinstance(chunk, Tensor) else chunk.cast("B")
         end = self._pieces[-1].stream_stop if self._pieces else 0

@@ -1,14 +1,14 @@
-"""What changed in one rank's stream since another version, element by element.
+"""Encodes the elements of one rank's stream that changed since another version.
 
-An element has changed if its bits in the serving dtype have: NaN and -0.0 are bits like any other.
-The payload holds the new bits, which overwrite the old ones, so applying it twice is harmless.
+Elements are compared by their bits in the serving dtype, including NaN and -0.0. The payload holds
+the new bits, which overwrite the old ones, so applying it twice is harmless.
 
     stream      [ 4-byte elements | 2-byte elements ]      blocks of 65536 elements in each half
     payload     number changed in each half (u64) | in each block (u32) | values of the first half
-                | values of the second | index of each value inside its block (u16), growing
+                | values of the second | index of each value inside its block (u16), ascending
 
-All of it is little-endian. A changed bfloat16 costs 4 bytes instead of 2: below a density of one
-half a delta is the shorter one.
+All of it is little-endian. A changed bfloat16 costs 4 bytes instead of 2, so a delta is shorter
+than the stream below a density of one half.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from weight_sync.types import ITEM_BYTES
 
 _BLOCK = 65536
 _CHUNK_BLOCKS = 16
-"""Blocks that are worked on at a time: what lies between two steps stays in the cache."""
+"""Blocks processed at a time, so that intermediate results stay in the cache."""
 _CHUNK = _CHUNK_BLOCKS * _BLOCK
 _SIZE, _COUNT, _INDEX = np.dtype("<u8"), np.dtype("<u4"), np.dtype("<u2")
 _BITS: dict[int, np.dtype[np.signedinteger[Any]]] = {4: np.dtype("<i4"), 2: np.dtype("<i2")}
 
 _Array = NDArray[np.generic]
 _Places = NDArray[np.int64]
-"""Which elements: their numbers, growing."""
+"""Indices of elements, ascending."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -53,9 +53,9 @@ class Delta:
 def encode(
     layout: Layout, rank: int, base: Tensor, new: Tensor, max_density: float = 1.0
 ) -> Delta | None:
-    """What turns `base` into `new`, both the rank's whole stream as flat uint8.
+    """The delta from `base` to `new`, both the rank's whole stream as flat uint8.
 
-    Returns None as soon as more than `max_density` of the elements are seen to have changed.
+    Returns None as soon as more than `max_density` of the elements have changed.
     Raises ValueError for a stream of another length than the layout's.
     """
     old, now = (_as_array(stream, layout.stream_bytes(rank)) for stream in (base, new))
@@ -84,10 +84,10 @@ def encode(
 
 
 def apply(layout: Layout, rank: int, payload: Tensor, data: Tensor) -> None:
-    """Overwrites what the payload holds in `data`, the data of a staged file as flat uint8.
+    """Writes the payload's values to `data`, the data of a staged file as flat uint8.
 
-    Raises ValueError for a payload that cannot be of this rank of this layout, before anything is
-    written. Bytes of other ranks are never touched.
+    Raises ValueError, before anything is written, for a payload that does not fit this rank of this
+    layout. Bytes of other ranks are never touched.
     """
     target = _as_array(data, layout.num_bytes)
     halves = _halves(layout, rank)
@@ -110,7 +110,7 @@ class _Half:
     piece_starts: NDArray[np.int64]
     """First element of each piece, counted from the start of this half."""
     piece_shifts: NDArray[np.int64]
-    """What to add to an element's number in the half for its number in the file's data."""
+    """Offset from an element's index in the half to its index in the file's data."""
 
     @property
     def num_blocks(self) -> int:
@@ -124,7 +124,7 @@ class _Half:
             yield elements[start : start + _CHUNK]
 
     def in_file(self, places: _Places, start: int, stop: int) -> _Places:
-        """Where the elements lie in the file's data; all of them between `start` and `stop`."""
+        """Indices in the file's data of elements that lie between `start` and `stop`."""
         first = int(np.searchsorted(self.piece_starts, start, side="right")) - 1
         last = int(np.searchsorted(self.piece_starts, stop))
         cuts = np.searchsorted(places, self.piece_starts[first:last])
@@ -168,7 +168,7 @@ def _as_array(tensor: Tensor, num_bytes: int) -> _Array:
 
 
 def _differences(old: _Array, new: _Array) -> _Places:
-    """Numbers of the elements that differ. Most are equal: whole words are compared first."""
+    """Indices of the elements that differ. Most are equal, so whole words are compared first."""
     old_words, new_words = _words(old), _words(new)
     unequal = np.flatnonzero(old_words != new_words)
     per_word = old_words.itemsize // old.itemsize
@@ -229,7 +229,7 @@ def _read(rank: int, halves: list[_Half], payload: _Array) -> list[_Change]:
     num_blocks = [half.num_blocks for half in halves]
     start_of_values = len(halves) * _SIZE.itemsize + sum(num_blocks) * _COUNT.itemsize
     if len(payload) < start_of_values:
-        raise ValueError(f"delta of rank {rank} has {len(payload)} bytes: cut off")
+        raise ValueError(f"delta of rank {rank} has {len(payload)} bytes: truncated")
     buffer = payload.data
     sizes = [int(size) for size in np.frombuffer(buffer, _SIZE, len(halves))]
     counts = np.frombuffer(buffer, _COUNT, sum(num_blocks), len(halves) * _SIZE.itemsize)
@@ -240,7 +240,7 @@ def _read(rank: int, halves: list[_Half], payload: _Array) -> list[_Change]:
     if len(payload) != num_bytes or [int(part.sum()) for part in per_half] != sizes:
         raise ValueError(
             f"delta of rank {rank} has {len(payload)} bytes and changes {sizes} elements, "
-            f"by its counts {[int(part.sum()) for part in per_half]}: cut off or damaged"
+            f"by its counts {[int(part.sum()) for part in per_half]}: truncated or damaged"
         )
     changes = []
     start, index_start = start_of_values, len(payload) - sum(sizes) * _INDEX.itemsize

@@ -1,11 +1,10 @@
-"""The checkpoint engine: brings the policy's versions from the trainer's ranks to every receiver.
+"""The checkpoint engine: sends the policy's versions from the trainer's ranks to every receiver.
 
     training thread of each rank     publish ─► copy own shards ─► back to training
     sender thread of each rank                        │ encode, send, as the coordinator commands
     coordinator thread of rank 0                      └─► receivers ─► published ─► engines commit
 
-Training waits only for the copy. On the way the ranks exchange one thing: which of the two snapshot
-buffers to copy to.
+Training waits only for the copy. The ranks exchange only the choice of the snapshot buffer.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ OpenBoard = Callable[[], Awaitable[VersionBoard]]
 
 
 class CheckpointEngine:
-    """One trainer rank's end. Only the training thread may call it, except `close` and the waits.
+    """One trainer rank's end. Call it from the training thread only, except `close` and the waits.
 
     Every rank creates one and publishes after each update:
 
         engine = CheckpointEngine(layout, config, rank=rank, ...)
-        engine.publish(0, shards())           # returns after the copy; the bytes travel meanwhile
+        engine.publish(0, shards())           # returns after the copy, before the bytes are sent
         engine.wait_committed(0, timeout_s)   # every live engine serves version 0
         for version in range(1, num_steps + 1):
             ...                               # forward and backward passes
@@ -78,8 +77,8 @@ class CheckpointEngine:
     ) -> None:
         """Collective, on the `layout.num_ranks` ranks of torch's default group.
 
-        `host` is where rank 0 listens for the other ranks and the receivers, whose HTTP API asks
-        for `key`. `open_board` is called on rank 0 only, in the event loop that uses the board.
+        Rank 0 listens on `host` for the other ranks and the receivers, whose HTTP API requires
+        `key`. `open_board` is called on rank 0 only, in the event loop that uses the board.
         `control_timeout_s` bounds the silence of a rank. Raises WeightSyncError.
         """
         self._rank = rank
@@ -96,7 +95,7 @@ class CheckpointEngine:
             num_ranks=layout.num_ranks,
             address=own_address_towards(host),
         )
-        # Of the training threads: rank 0 may first have to wait for a free buffer.
+        # Rank 0's training thread may have to wait for a free buffer first.
         choice_s = control_timeout_s + self._timeouts.encode_s
         self._choices = meet(f"leash-{run}/choices", timeout_s=choice_s)
         control = meet(f"leash-{run}/commands", timeout_s=control_timeout_s)
@@ -121,10 +120,10 @@ class CheckpointEngine:
             self._commands = _CommandThread(control, sending)
 
     def publish(self, version: int, shards: Iterable[Shard]) -> PublishReport:
-        """Collective: copy this rank's shards of `version`; they travel while training goes on.
+        """Collective: copy this rank's shards of `version`, which are sent while training goes on.
 
         An earlier version that is still waiting to be sent is skipped. Raises WeightSyncError, with
-        the cause, if versions cannot be sent any more, and ValueError if `version` is not greater
+        the cause, if versions can no longer be sent, and ValueError if `version` is not greater
         than the last one or if the shards are not the layout's.
         """
         if version <= self._version:
@@ -171,28 +170,28 @@ class CheckpointEngine:
         return buffer
 
     def guard(self) -> None:
-        """Call before the weights change: the copy of the last version is then safe from it."""
+        """Call before the weights change, to protect the copy of the last version."""
         self._snapshots.guard()
 
     def wait_committed(self, version: int, timeout_s: float) -> None:
-        """Until every live engine serves `version` or a later one. Returns at once on ranks > 0.
+        """Wait until every live engine serves `version` or later. Returns at once on ranks > 0.
 
         Raises WeightSyncError that says what is missing, or why nothing can be sent any more.
         """
         if self._coordinator is not None:
-            self._coordinator.wait(lambda made: made.wait_committed(version, timeout_s), timeout_s)
+            self._coordinator.wait(lambda p: p.wait_committed(version, timeout_s), timeout_s)
 
     def drain(self, version: int, timeout_s: float) -> None:
-        """Until `version` is published and its record is written. Returns at once on ranks > 0.
+        """Wait until `version` is published and recorded. Returns at once on ranks > 0.
 
         Also waits for engines, but not longer than weight_sync.commit_timeout_s. Raises
         WeightSyncError if it was not published in time, or if nothing can be sent any more.
         """
         if self._coordinator is not None:
-            self._coordinator.wait(lambda made: made.drain(version, timeout_s), timeout_s)
+            self._coordinator.wait(lambda p: p.drain(version, timeout_s), timeout_s)
 
     def close(self) -> None:
-        """End the threads and leave all groups. Versions not published by now never will be."""
+        """End the threads and leave all groups. Unpublished versions are lost."""
         if self._coordinator is not None:
             self._coordinator.close()
         if self._commands is not None:
@@ -328,7 +327,7 @@ class _CommandThread:
             raise WeightSyncError(f"weights cannot be sent: {self._error}") from self._error
 
     def close(self) -> None:
-        self._thread.join(_CLOSE_S)  # it ends by rank 0's command, or when rank 0 is gone
+        self._thread.join(_CLOSE_S)  # it ends at rank 0's command, or when rank 0 is gone
 
 
 def _meet(num_ranks: int, rank: int, host: str, timeout_s: float) -> TCPStore:

@@ -8,11 +8,11 @@ from weight_sync.types import WeightSyncError
 
 
 class ReceiverUnreachable(WeightSyncError):
-    """The receiver gave no answer in time, or nothing listens at its URL."""
+    """The receiver did not respond in time, or nothing listens at its URL."""
 
 
 class TransferFailed(WeightSyncError):
-    """A transfer stopped half-way; the buckets that arrived stay for the next epoch."""
+    """A transfer stopped half-way; the next epoch continues after the buckets that arrived."""
 
     def __init__(self, message: str, received: int) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class UnknownVersion(WeightSyncError):
 
 
 class UnknownLayout(WeightSyncError):
-    """The receiver has not been given the layout of this digest yet."""
+    """The receiver does not have the layout of this digest yet."""
 
 
 class StoreFullError(WeightSyncError):
@@ -53,7 +53,7 @@ BY_STATUS: dict[int, type[WeightSyncError]] = {
     502: TransferFailed,
     507: StoreFullError,
 }
-"""What an HTTP status of a receiver stands for."""
+"""The error for each HTTP status of a receiver."""
 
 REFUSALS = (StoreBusyError, StoreFullError, UnknownLayout, UnknownVersion)
-"""A receiver that raises one of these has no place for a version; the others may have."""
+"""A receiver that raises one of these cannot take a version; other receivers may."""

@@ -32,7 +32,7 @@ from weight_sync.types import GroupSpec, WeightSyncError
 
 
 def resolve_backend(choice: BackendChoice, *, uses_gpu: bool) -> str:
-    """`auto` means nccl for processes that hold a GPU and gloo for all others."""
+    """`auto` means nccl for processes with a GPU and gloo for all others."""
     if choice is BackendChoice.auto:
         return "nccl" if uses_gpu else "gloo"
     if choice is BackendChoice.nccl and not uses_gpu:
@@ -171,9 +171,9 @@ class WeightGroup:
         """Turn torch's errors into WeightSyncErrors that name the operation and the peer."""
         try:
             yield
-            # A thread that was blocked in here while the group was closed must not go on.
+            # A thread that was blocked here while the group was closed must not continue.
             if not self.is_open:
-                raise RuntimeError("the group was left meanwhile")
+                raise RuntimeError("the group was closed meanwhile")
         except RuntimeError as error:
             raise WeightSyncError(
                 f"{doing} failed between {member_name(self.spec, self.rank)} and "
@@ -222,7 +222,7 @@ def epoch_name(spec: GroupSpec) -> str:
 
 
 def _await_members(store: PrefixStore, spec: GroupSpec, rank: int) -> None:
-    # torch's own rendezvous would hang, and could not name the members that are missing.
+    # torch's rendezvous would hang, and could not name the missing members.
     keys = [f"here/{member}" for member in range(spec.world_size)]
     store.set(keys[rank], "1")
     try:
@@ -230,14 +230,14 @@ def _await_members(store: PrefixStore, spec: GroupSpec, rank: int) -> None:
     except dist.DistStoreError:
         missing = [member_name(spec, i) for i, key in enumerate(keys) if not store.check([key])]
         raise WeightSyncError(
-            f"{', '.join(missing)} did not come within weight_sync.timeout_s={spec.timeout_s:g}"
+            f"{', '.join(missing)} did not join within weight_sync.timeout_s={spec.timeout_s:g}"
         ) from None
 
 
 def _gloo_group(store: PrefixStore, spec: GroupSpec, rank: int) -> ProcessGroup:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # Without a device gloo looks up the machine's name, which may not resolve to one of its own
-    # interfaces, let alone to the one that leads to the other members.
+    # Without a device gloo resolves the machine's name, which may not lead to the interface towards
+    # the other members, nor to any of its own.
     address = own_address_towards(spec.host)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=spec.timeout_s)

@@ -1,9 +1,9 @@
 """A thread that owns a process's weight group, so that no blocked call holds up anything else.
 
-NCCL blocks for as long as a peer is stopped: while a group connects, and at the first bucket that
-two members exchange. It also keeps per-thread state of an operation that failed half-way. So one
-dedicated thread makes all calls on a group. A thread that fails or exceeds its time limit is
-abandoned together with its group, and the next epoch gets a new one.
+NCCL blocks as long as a peer is stopped: while a group connects, and at the first bucket that two
+members exchange. It also keeps per-thread state of a failed operation. So a dedicated thread makes
+all calls on a group. A thread that fails or exceeds its time limit is abandoned with its group, and
+the next epoch gets a new one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEAVE_S = 5.0
 
 
 class GroupThread:
-    """One membership epoch after the other. One caller at a time, except for `spec` and `leave`."""
+    """Joins one membership epoch after the other. One caller at a time, except `spec` and `leave`."""
 
     def __init__(self, name: str) -> None:
         """`name` is that of the thread."""
@@ -55,7 +55,7 @@ class GroupThread:
         self._group = self._run(
             join,
             2 * spec.timeout_s,
-            f"{epoch_name(spec)} did not form: all members came, but one stopped",
+            f"{epoch_name(spec)} did not form: all members joined, but one stopped",
             too_late=_close_result,
         )
 
@@ -71,7 +71,7 @@ class GroupThread:
             self._run(
                 lambda: group.walk(steps),
                 limit_s,
-                f"{epoch_name(group.spec)} is given up: a member stopped",
+                f"{epoch_name(group.spec)} was given up: a member stopped",
             )
         except BaseException:
             self._group = None
@@ -115,7 +115,7 @@ class GroupThread:
 class SerialThread:
     """A daemon thread that runs one call after the other.
 
-    Unlike a ThreadPoolExecutor's, its thread never delays the end of the process.
+    Unlike the threads of a ThreadPoolExecutor it never delays the end of the process.
     """
 
     def __init__(self, name: str) -> None:
@@ -131,7 +131,7 @@ class SerialThread:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-            del call  # what it holds must not live on while the thread waits
+            del call  # its references must not stay alive while the thread waits
 
     def close(self, timeout_s: float) -> None:
         """End the thread after the calls so far; if they take longer, it is abandoned."""

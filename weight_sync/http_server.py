@@ -1,10 +1,10 @@
-"""The limits of an HTTP server towards its clients; uvicorn itself bounds the idle time alone.
+"""Limits on the clients of an HTTP server; uvicorn itself bounds only the idle time.
 
-    connection ──► head ──► body ──► answer ──► idle ──► next head
-                  head_s   body_s   write_s    keep_alive_s
+    connection ──► head ──► body ──► response ──► idle ──► next head
+                  head_s   body_s    write_s     keep_alive_s
 
-A connection above `max_connections` takes the place of one without a request. So clients that send
-nothing, or have no key, cannot keep others out.
+A connection above `max_connections` replaces one without a request, so clients that send nothing,
+or have no key, cannot lock others out.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LINGER_S = 2.0
-"""A client that was answered before it had sent all may send for so long, and then reads the
-answer; a connection that is closed at once can lose it."""
+"""How long a client may go on sending after an early response: closing the connection at once could
+lose the response."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -33,25 +33,25 @@ class HttpLimits:
     head_s: float = 10.0
     """From the connection, or the first byte of a further request, to the end of its head."""
     body_s: float = 60.0
-    """From there to the end of the body."""
+    """From the end of the head to the end of the body."""
     write_s: float = 120.0
-    """For a client that has stopped to read its answer."""
+    """For a client that has stopped reading its response."""
     keep_alive_s: int = 75
-    """Longer than clients keep an idle connection: a request could meet the end of one."""
+    """Longer than clients keep idle connections, or a request could arrive at a closing one."""
     max_connections: int = 16_384
     """At most half of the files that the process may open."""
 
 
 class ServerConfig(uvicorn.Config):
-    """Settings of a server of `app` that keeps to `limits`."""
+    """Settings of a server of `app` that enforces `limits`."""
 
     def __init__(self, app: ASGIApp, limits: HttpLimits, *, close_s: int) -> None:
-        """`close_s`: at the end, the time for answers under way."""
+        """`close_s`: time for pending responses at shutdown."""
         super().__init__(
             cast(Any, app),
             http=_Connection,
-            log_level="error",  # a client's mistakes must not fill the log
-            access_log=False,  # a path may hold a key
+            log_level="error",  # clients' mistakes must not fill the log
+            access_log=False,  # paths may contain keys
             lifespan="off",
             ws="none",
             timeout_keep_alive=limits.keep_alive_s,
@@ -120,7 +120,7 @@ class _Connection(H11Protocol):
         return False
 
     def _time_phase(self) -> None:
-        """Starts the timer of what is to be received now, unless it runs already."""
+        """Starts the timer of the phase that is being received, unless it runs already."""
         state, limits = self.conn.their_state, self._limits
         phase: object = None
         timeout_s = 0.0
@@ -146,11 +146,11 @@ class _Connection(H11Protocol):
             return
         what = "body" if self._is_answering else "head"
         self._refuse(
-            408, "Request Timeout", f"the request's {what} did not come within {timeout_s:g} s"
+            408, "Request Timeout", f"the request's {what} did not arrive within {timeout_s:g} s"
         )
 
     def _refuse(self, status: int, phrase: str, why: str) -> None:
-        """Says why in the form of uvicorn's own refusals, and closes the connection."""
+        """Responds like uvicorn's own refusals, and closes the connection."""
         if not self.transport.is_closing():
             self.transport.write(
                 f"HTTP/1.1 {status} {phrase}\r\ncontent-type: text/plain\r\n"
@@ -160,11 +160,11 @@ class _Connection(H11Protocol):
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Raises HTTPException for a body above `max_bytes`, without reading it if it says its length,
-    and for one that ends early."""
+    """Raises HTTPException for a body above `max_bytes` (unread if its length is declared), and
+    for one that ends early."""
     too_large = HTTPException(413, f"a request may have {max_bytes} bytes here at most")
-    said = request.headers.get("content-length", "0")
-    if len(said) > len(str(max_bytes)) or int(said) > max_bytes:
+    declared = request.headers.get("content-length", "0")
+    if len(declared) > len(str(max_bytes)) or int(declared) > max_bytes:
         raise too_large
     body = bytearray()
     try:

@@ -1,7 +1,7 @@
-"""Which address and which network interface of this machine lead to another one.
+"""The address and the network interface of this machine that lead to another one.
 
-Left to itself gloo takes the interface that this machine's name leads to. On many machines that is
-loopback (Debian maps the name to 127.0.1.1), or none, and members on two machines would never meet.
+By default gloo uses the interface that this machine's name resolves to. On many machines that is
+loopback (Debian maps the name to 127.0.1.1) or none, so members on two machines would never meet.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ipaddress import ip_address
 import psutil
 
 _DISCARD_PORT = 9
-"""Any would do: nothing is sent."""
+"""Any port would do: nothing is sent."""
 
 
 def own_address_towards(host: str) -> str:
@@ -24,10 +24,10 @@ def own_address_towards(host: str) -> str:
 
 
 def interface_towards(host: str) -> str:
-    """Name of the interface that leads to `host`, as GLOO_SOCKET_IFNAME wants it.
+    """Name of the interface that leads to `host`, for GLOO_SOCKET_IFNAME.
 
-    For groups that a library makes; those of our own are given the address itself. Raises OSError
-    if no interface leads there.
+    For groups created by a library; our own get the address itself. Raises OSError if no interface
+    leads there.
     """
     own = ip_address(own_address_towards(host))
     if own.is_loopback:

@@ -7,7 +7,7 @@ after the other. A receiver stages one safetensors file:
     stream of rank 1    [embed 1 | q 1 | k 1 | ...]
     file                header [embed 0 embed 1 | q 0 q 1 | k 0 k 1 | ...]
 
-Pure: all of it follows from the tensors and the number of ranks, the same at both ends.
+Pure: all of it follows from the tensors and the number of ranks, identically at both ends.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _item_bytes(tensor: TensorSpec) -> int:
 
 @dataclass(kw_only=True, frozen=True)
 class Transfer:
-    """What is about to be sent: known before its first byte."""
+    """Describes a transfer before its first byte is sent."""
 
     version: Count
     base_version: Count | None
@@ -222,7 +222,7 @@ class ManifestNote:
     layout_digest: str
     checksums: tuple[tuple[Count, ...], ...]
     layout: dict[str, Any] | None = None
-    """On the wire it is known at the other end."""
+    """None on the wire, where the other end knows it."""
 
 
 def mismatches(

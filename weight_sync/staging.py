@@ -1,4 +1,4 @@
-"""The buffers that hold buckets while they are on the wire.
+"""The buffers for buckets in transfer.
 
 gloo sends and receives host memory, so a bucket that belongs in one place needs no buffer:
 

@@ -1,4 +1,4 @@
-"""How long each part of a publish may take: a fixed patience, plus the time its bytes need."""
+"""Timeouts of each part of a publish: a fixed time plus the time that its bytes need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Timeouts:
 
     @property
     def status_s(self) -> float:
-        """For an answer that takes no work. A receiver that needs longer is excluded."""
+        """For a status request, which takes no work. A receiver that needs longer is excluded."""
         return min(_STATUS_S, self.config.timeout_s / 2)
 
     @property
@@ -50,7 +50,7 @@ class Timeouts:
         return self.control_s + self._for_bytes(2 * self.layout.num_bytes)
 
     def wire_s(self, num_bytes: int) -> float:
-        """From the first byte to the last, as the senders see it."""
+        """From the first byte to the last, at the senders."""
         return self._for_bytes(num_bytes)
 
     def notice_s(self, num_members: int) -> float:
@@ -62,7 +62,7 @@ class Timeouts:
     def backoff_s(self) -> tuple[float, float]:
         """First and longest pause of a receiver that fails while others can be served.
 
-        Each new try may hold up the next version for about twice the `timeout_s`.
+        Each retry may delay the next version by about twice the `timeout_s`.
         """
         return 10 * self.config.timeout_s, 100 * self.config.timeout_s
 

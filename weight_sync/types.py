@@ -64,14 +64,14 @@ class GroupSpec:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PublishReport:
-    """One publish as the trainer saw it: the seconds it waited, and the bytes that will travel."""
+    """One publish as the trainer saw it: how long it waited, and how many bytes will be sent."""
 
     version: int
     num_bytes: int
-    """Of this rank's shards."""
+    """Size of this rank's shards."""
     snapshot_s: float
-    """Time to copy them into host memory. On a GPU, only the time to start that copy, which runs
-    beside training; its own duration is `copy_s` in the publish record."""
+    """Time to copy them into host memory. On a GPU, only the time to start that copy, which runs in
+    parallel to training; its own duration is `copy_s` in the publish record."""
     wait_s: float
     """Time spent waiting for a free snapshot buffer before that."""
 
@@ -90,7 +90,7 @@ class VersionBoard(Protocol):
     async def record_staged(self, receiver: str, version: int) -> None: ...
 
     async def publish_weights(self, version: int) -> None:
-        """From here on `version` exists: at least one receiver holds it whole."""
+        """Publish `version`, which at least one receiver holds whole."""
         ...
 
     async def wait_engines_at(self, version: int, timeout_s: float) -> Mapping[str, int]:

@@ -1,14 +1,14 @@
-"""Brings one version to a set of receivers, whatever happens to some of them on the way.
+"""Delivers one version to a set of receivers, even if some of them fail meanwhile.
 
     weight group of the epoch ──► every rank sends, every receiver receives ──► finish
       ▲                              │ a member died, stalled, gave up or refused
       └── the other receivers that ◄─┘
-          still answer, from the first bucket that one lacks
+          still respond, from the first bucket that one lacks
 
-The first failure ends an epoch, whose number is never used again. A failed attempt after which all
-members still answer is futile. After a few of those the receivers are served one at a time, which
-shows whose fault it is. A receiver that fails alone, while others can be served, is backed off: it
-is left out for a while that grows with each failure, and then served after the others.
+The first failure ends an epoch, whose number is never reused. An attempt that fails although all
+members still respond is futile. After a few of those the receivers are served one at a time, which
+identifies the faulty one. A receiver that fails alone, while others can be served, is backed off:
+it is left out for a time that grows with each failure, and then served after the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ K = TypeVar("K")
 
 
 _MAX_FUTILE = 2
-"""Failed attempts after which all members still answer, before they are served one at a time."""
+"""Futile attempts before receivers are served one at a time."""
 
 Clients = list[ReceiverClient]
 Offer = Callable[[ReceiverClient], Awaitable[None]]
@@ -97,7 +97,7 @@ class Delivery:
     torn: Clients = field(default_factory=list)
     """Received bytes that do not match the manifest, and discarded them."""
     left_out: Clients = field(default_factory=list)
-    """Had no place for it, or were still busy with an attempt that the others had given up on."""
+    """Had no slot for it, or were still busy with an attempt that the others had given up."""
     wire_at: float = 0.0
     wire_s: float = 0.0
     """From the first byte of the first attempt to the last byte of the first successful one."""
@@ -138,11 +138,11 @@ class Broadcaster:
     async def deliver(
         self, encoded: EncodedVersion, members: Iterable[Member], offer: Offer
     ) -> Delivery:
-        """Receivers that are neither `arrived` nor `torn` in the end failed; events say why."""
+        """Receivers that end up neither `arrived` nor `torn` have failed; events say why."""
         delivery = Delivery()
-        asked = await self._prepare(encoded, members)
-        trusted = [member for member in asked if not self._backoff.has_failed(member.client)]
-        alone = [member for member in asked if self._backoff.has_failed(member.client)]
+        prepared = await self._prepare(encoded, members)
+        trusted = [member for member in prepared if not self._backoff.has_failed(member.client)]
+        alone = [member for member in prepared if self._backoff.has_failed(member.client)]
         failed = await self._serve(encoded, trusted, delivery, offer, _MAX_FUTILE)
         if len(failed) > 1:
             alone, failed = failed + alone, []
@@ -153,10 +153,10 @@ class Broadcaster:
 
     async def _prepare(self, encoded: EncodedVersion, members: Iterable[Member]) -> list[Member]:
         """The members that have room for the version."""
-        asked = {member.client: member for member in members}
+        by_client = {member.client: member for member in members}
 
         async def prepare(client: ReceiverClient) -> None:
-            status = asked[client].status
+            status = by_client[client].status
             if status.layout_digest != encoded.layout.digest:
                 timeout_s = self._timeouts.prepare_s
                 request = client.set_layout(encoded.layout, timeout_s=timeout_s)
@@ -164,7 +164,8 @@ class Broadcaster:
             elif status.obstacle and encoded.version not in status.complete:
                 raise StoreBusyError(status.obstacle)
 
-        return [asked[client] for client in await self._fleet.ask(asked, prepare, "left_out")]
+        ready = await self._fleet.ask(by_client, prepare, "left_out")
+        return [by_client[client] for client in ready]
 
     async def _serve(
         self,
@@ -174,7 +175,7 @@ class Broadcaster:
         offer: Offer,
         max_futile: int,
     ) -> list[Member]:
-        """Send, verify and offer. Returns receivers that answer but could not be served."""
+        """Send, verify and offer. Returns receivers that respond but could not be served."""
         num_futile = 0
         while members:
             clients = [member.client for member in members]
@@ -258,9 +259,9 @@ class Broadcaster:
     ) -> WeightSyncError | None:
         """Run a command on the ranks and the requests to the receivers; both need each other.
 
-        Returns the first failure of a member. After one, the others give up by themselves; a
-        receiver that needs longer for that than a bucket may take is left out, as is one that has
-        no place for the version. The ranks are always waited for: they must be free for the next
+        Returns the first failure of a member. After one, the others give up by themselves. A
+        receiver that takes longer to give up than a bucket may take is left out, as is one that has
+        no slot for the version. Always waits for the ranks, which must be free for the next
         command.
         """
         ranks: asyncio.Task[object] = asyncio.ensure_future(command)
@@ -297,7 +298,7 @@ class Broadcaster:
         """Offer each receiver as soon as it has verified, so that a stalled one delays no other."""
         delivery.verify_at = delivery.verify_at or time.time()
         start = time.monotonic()
-        # The ranks computed them while the bytes were on their way.
+        # The ranks computed them during the transfer.
         question: Message = {"do": "checksums", "version": encoded.version}
         sums = await self._ranks.command(question, self._timeouts.encode_s)
         checksums = tuple(tuple(rank["checksums"]) for rank in sums)
@@ -329,13 +330,13 @@ def _first_error(outcomes: Iterable[BaseException | None]) -> WeightSyncError | 
     for error in errors:
         if isinstance(error, ControlError) or not isinstance(error, WeightSyncError):
             raise error
-    # A receiver's report on itself says more than a rank's report on the receiver.
+    # A receiver's own error says more than a rank's error about the receiver.
     errors.sort(key=lambda error: isinstance(error, RankError))
     return errors[0] if errors else None  # type: ignore[return-value]
 
 
 class Backoff(Generic[K]):
-    """How long to leave alone what failed: the pause doubles with each failure in a row."""
+    """Pauses for keys that failed; a pause doubles with each failure in a row."""
 
     def __init__(
         self, first_s: float, most_s: float, clock: Callable[[], float] = time.monotonic
@@ -347,19 +348,19 @@ class Backoff(Generic[K]):
         self._failures: WeakKeyDictionary[K, tuple[int, float]] = WeakKeyDictionary()
         """Number of failures in a row, and until when to pause."""
 
-    def failed(self, who: K) -> float:
+    def failed(self, key: K) -> float:
         """Returns the seconds to pause from now on."""
-        number, _ = self._failures.get(who, (0, 0.0))
+        number, _ = self._failures.get(key, (0, 0.0))
         rest_s = min(self._most_s, self._first_s * 2.0 ** min(number, 60))
-        self._failures[who] = number + 1, self._clock() + rest_s
+        self._failures[key] = number + 1, self._clock() + rest_s
         return rest_s
 
-    def worked(self, who: K) -> None:
-        self._failures.pop(who, None)
+    def worked(self, key: K) -> None:
+        self._failures.pop(key, None)
 
-    def has_failed(self, who: K) -> bool:
+    def has_failed(self, key: K) -> bool:
         """Whether it failed since it last worked."""
-        return who in self._failures
+        return key in self._failures
 
-    def is_resting(self, who: K) -> bool:
-        return who in self._failures and self._clock() < self._failures[who][1]
+    def is_resting(self, key: K) -> bool:
+        return key in self._failures and self._clock() < self._failures[key][1]

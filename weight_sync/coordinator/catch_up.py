@@ -1,4 +1,4 @@
-"""Receivers that lack the published version get it from a peer, beside everything else."""
+"""Receivers that lack the published version copy it from a peer, in parallel to all other work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weight_sync.timeouts import Timeouts
 from weight_sync.types import VersionBoard, WeightSyncError
 
 _RETRY_S = (5.0, 20.0)
-"""First and longest pause before a receiver that failed to catch up is asked again."""
+"""First and longest pause before a receiver that failed to catch up tries again."""
 
 
 class CatchUp:
@@ -28,7 +28,7 @@ class CatchUp:
         """Receivers known to hold the published version."""
         self._catching_up: set[ReceiverClient] = set()
         self._unanswered: set[ReceiverClient] = set()
-        """Did not answer while they caught up: they may hold the version all the same."""
+        """Did not respond while they caught up, but may hold the version."""
         self._rest: Backoff[ReceiverClient] = Backoff(*_RETRY_S)
 
     def is_busy(self, client: ReceiverClient) -> bool:
@@ -36,7 +36,7 @@ class CatchUp:
         return client in self._catching_up
 
     def clear_holders(self) -> None:
-        """Another version is about to be published: no receiver is known to hold it."""
+        """Call before another version is published: no receiver is known to hold it."""
         self._holders.clear()
 
     async def offer(self, client: ReceiverClient, version: int) -> None:
@@ -118,6 +118,6 @@ class CatchUp:
         await self._fleet.report("catch_up", client.name, detail)
 
     async def failed(self, client: ReceiverClient, detail: str) -> None:
-        """It could not catch up, and is left alone for a while."""
+        """Report that it could not catch up, and pause before it tries again."""
         self._rest.failed(client)
         await self._fleet.report_failure(client, "catch_up_failed", detail)

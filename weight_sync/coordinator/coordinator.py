@@ -1,4 +1,4 @@
-"""Rank 0's part of every publish after the copy: an event loop that brings versions to the fleet.
+"""Rank 0's part of every publish after the copy: an event loop that delivers versions to the fleet.
 
     pending snapshot ─► encode ─► deliver ─► staged: verified, invisible ─► published ─► released
           ▲                          │ no receiver got it                     (the board, once)
@@ -29,7 +29,7 @@ from weight_sync.timeouts import Timeouts
 from weight_sync.types import VersionBoard
 
 TICK_S = 1.0
-"""Interval between two looks for new receivers, and between two keep-alives to idle ranks."""
+"""Interval of the checks for new receivers and of the keep-alives to idle ranks."""
 _MAX_RETRY_S = 5.0
 """Longest pause between tries of a version that no receiver could take; the first is one tick."""
 _MAX_RESENDS = 2
@@ -63,12 +63,12 @@ class Coordinator:
         self._num_deltas = 0
         """Deltas since the last version that was sent in full."""
         self._num_failures = 0
-        """Attempts in a row that brought the pending version to no receiver."""
+        """Attempts in a row that delivered the pending version to no receiver."""
         self._encoded: tuple[int, int | None, EncodedVersion] | None = None
-        """The ranks' last encoding: its version, the base that was asked for, and the result."""
+        """The ranks' last encoding: its version, the requested base, and the result."""
 
     def wake(self) -> None:
-        """A version is pending."""
+        """Call when a version is pending."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -126,9 +126,9 @@ class Coordinator:
     async def _members(self) -> tuple[list[Member], int | None]:
         """The receivers of the next version, and its base; None to send it in full.
 
-        While one receiver holds the published version, a publish waits for none that is not ready:
-        one without room for the model yet, or without the base of a delta. That one gets the
-        published version from a peer, and takes part from then on.
+        While a receiver holds the published version, a publish does not wait for receivers that are
+        not ready: without room for the model yet, or without the base of a delta. They get the
+        published version from a peer and take part from then on.
         """
         clients = await self._fleet.registered()
         free = [client for client in clients if not self._catch_up.is_busy(client)]
@@ -136,7 +136,7 @@ class Coordinator:
         if not there:
             names = ", ".join(client.name for client in clients)
             self.published.obstacle = (
-                f"no receiver answers: {names}" if names else "no receiver is registered"
+                f"no receiver responds: {names}" if names else "no receiver is registered"
             )
         able = [m for m in there if not self._broadcaster.is_backed_off(m.client)] or there
         version = self.published.newest
@@ -148,13 +148,13 @@ class Coordinator:
         if is_delta_due:
             members = current
         if self._num_failures or not current:
-            members = able  # no other receiver is there that they could hold up
+            members = able  # there is no other receiver that they could delay
         outside = [m.client for m in there if m not in members and version not in m.status.complete]
         self._catch_up.begin(version, outside, there)
         return members, version if is_delta_due and members == current else None
 
     async def _encode(self, captured: Captured, base_version: int | None) -> EncodedVersion:
-        """The version as the ranks hold it ready; a retry does not encode it again."""
+        """The encoded version; a retry reuses the last encoding."""
         if self._encoded is None or self._encoded[:2] != (captured.version, base_version):
             encoded = await self._encode_on_ranks(captured, base_version)
             self._encoded = captured.version, base_version, encoded
@@ -163,7 +163,7 @@ class Coordinator:
     async def _encode_on_ranks(
         self, captured: Captured, base_version: int | None
     ) -> EncodedVersion:
-        """On all ranks at once. A delta only if every rank finds few enough changes."""
+        """Encode on all ranks at once; as a delta only if every rank finds few enough changes."""
         encode_at = time.time()
         with self._buffers.reading(base_version) as base:
             command: Message = {
@@ -201,7 +201,7 @@ class Coordinator:
     async def _broadcast(
         self, captured: Captured, encoded: EncodedVersion, members: list[Member]
     ) -> None:
-        """Each receiver offers the version once it has it; the first of them makes it published."""
+        """Each receiver offers the version once it has it; the first one publishes it."""
         version, sent = encoded.version, encoded
         record: asyncio.Future[Fields] = asyncio.get_running_loop().create_future()
 
@@ -222,12 +222,12 @@ class Coordinator:
                 )
             if not delivery.torn:
                 break
-            # The receivers that arrived do not wait for this.
+            # The receivers that have the version do not wait for this.
             sent, members = encoded.in_full(), await self._fleet.members(delivery.torn)
         if not record.done():
             self.published.obstacle = f"version {version} reached no receiver: see weights_event"
 
-    # The published one ---------------------------------------------------------------------------
+    # The published version -----------------------------------------------------------------------
 
     async def _tend(self) -> None:
         """Serve receivers that lack the published version, while no new version is pending."""
@@ -237,7 +237,7 @@ class Coordinator:
             await self._send_again(version, lacking)
 
     async def _send_again(self, version: int, clients: list[ReceiverClient]) -> None:
-        """From this trainer's snapshot, because no receiver holds the version any more."""
+        """Send from this trainer's snapshot, because no receiver holds the version any more."""
 
         async def offer(client: ReceiverClient) -> None:
             await self._board.record_staged(client.name, version)
@@ -246,12 +246,12 @@ class Coordinator:
 
         with self._buffers.reading(version) as kept:
             if kept is None:
-                return  # a newer version is on its way; they get that one with the others
+                return  # a newer version is pending; they get that one with the others
             encoded = await self._encode(kept, None)
             members = await self._fleet.members(clients)
             delivery = await self._broadcaster.deliver(encoded, members, offer)
         for client in clients:
             if client not in delivery.arrived:
                 await self._catch_up.failed(
-                    client, "no peer had it, and the trainer's did not come"
+                    client, "no peer had it, and the trainer could not send it"
                 )

@@ -1,4 +1,4 @@
-"""The receivers of a run as the coordinator sees them: which are registered, and which answer."""
+"""The receivers of a run as the coordinator sees them: which are registered and which respond."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_MISSES = 2
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Member:
-    """A receiver that answered just now."""
+    """A receiver that has just responded."""
 
     client: ReceiverClient
     status: ReceiverStatus
@@ -53,10 +53,10 @@ class Fleet:
         self._key = key
         self._clients: dict[str, ReceiverClient] = {}
         self._silent: WeakSet[ReceiverClient] = WeakSet()
-        """Gave no answer the last time; only `watch_silent` goes on asking them."""
+        """Did not respond the last time; only `watch_silent` keeps probing them."""
         self._retired: list[ReceiverClient] = []
-        """No longer registered, but a request may still be under way."""
-        self._under_way: Counter[ReceiverClient] = Counter()
+        """No longer registered, but a request may still be in flight."""
+        self._in_flight: Counter[ReceiverClient] = Counter()
         self._reported_failures: WeakKeyDictionary[ReceiverClient, set[str]] = WeakKeyDictionary()
         """Events reported for a receiver since it was last healthy."""
 
@@ -74,49 +74,49 @@ class Fleet:
         return [self._clients[name] for name in sorted(self._clients)]
 
     async def _close_retired(self) -> None:
-        done = [client for client in self._retired if not self._under_way[client]]
+        done = [client for client in self._retired if not self._in_flight[client]]
         for client in done:
             self._retired.remove(client)
-            del self._under_way[client]
+            del self._in_flight[client]
             await client.close()
 
-    # Which of them answer -------------------------------------------------------------------------
+    # Which of them respond ------------------------------------------------------------------------
 
     async def members(self, clients: Iterable[ReceiverClient]) -> list[Member]:
-        """Those that answer, without asking the ones that did not the last time."""
+        """Those that respond, without probing the ones that did not the last time."""
         return await self._answering(client for client in clients if client not in self._silent)
 
     async def watch_silent(self, every_s: float) -> None:
-        """Never returns. Notices when a silent receiver answers again."""
+        """Never returns. Notices when a silent receiver responds again."""
         while True:
             await asyncio.sleep(every_s)
             for member in await self._answering(set(self._silent) & set(self._clients.values())):
-                await self.report("came_back", member.name, "it answers again")
+                await self.report("came_back", member.name, "it responds again")
 
     async def _answering(self, clients: Iterable[ReceiverClient]) -> list[Member]:
-        asked = list(clients)
-        answers = await asyncio.gather(*map(self._look, asked))
+        probed = list(clients)
+        replies = await asyncio.gather(*map(self._probe, probed))
         members = []
-        for client, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, WeightSyncError):
-                await self._exclude(client, answer)
+        for client, reply in zip(probed, replies, strict=True):
+            if isinstance(reply, WeightSyncError):
+                await self._exclude(client, reply)
             else:
                 self._silent.discard(client)
-                members.append(Member(client=client, status=answer))
+                members.append(Member(client=client, status=reply))
         return members
 
-    async def _look(self, client: ReceiverClient) -> ReceiverStatus | WeightSyncError:
+    async def _probe(self, client: ReceiverClient) -> ReceiverStatus | WeightSyncError:
         """Its status, or the error. A status takes no work, so its timeout is short."""
-        self._under_way[client] += 1
+        self._in_flight[client] += 1
         try:
             return await client.status(timeout_s=self._timeouts.status_s)
         except WeightSyncError as error:
             return error
         finally:
-            self._under_way[client] -= 1
+            self._in_flight[client] -= 1
 
     async def _exclude(self, client: ReceiverClient, error: WeightSyncError) -> None:
-        """Reported once, until it answers again."""
+        """Report it once, until it responds again."""
         if client not in self._silent:
             self._silent.add(client)
             await self.report("excluded", client.name, str(error))
@@ -124,31 +124,31 @@ class Fleet:
     # Requests to them -----------------------------------------------------------------------------
 
     async def call(self, client: ReceiverClient, request: Coroutine[Any, Any, T]) -> T:
-        """Await the result of a long request for as long as `client` answers status requests.
+        """Await the result of a long request as long as `client` responds to status requests.
 
         Raises the request's own errors. After MAX_MISSES unanswered status requests it excludes the
         client and raises their WeightSyncError.
         """
-        # A stopped process, or a lost machine, keeps its connections open. Only the status requests
+        # The connections of a stopped process or a lost machine stay open. Only status requests
         # distinguish it from one that is working.
         task = asyncio.ensure_future(request)
-        self._under_way[client] += 1
+        self._in_flight[client] += 1
         num_missed = 0
         try:
             while True:
                 if not num_missed:
                     await asyncio.wait([task], timeout=self._timeouts.status_s)
-                looking = None if task.done() else await self._look(client)
+                status = None if task.done() else await self._probe(client)
                 if task.done():
                     return task.result()
-                num_missed = num_missed + 1 if isinstance(looking, WeightSyncError) else 0
-                if isinstance(looking, WeightSyncError) and num_missed == MAX_MISSES:
-                    await self._exclude(client, looking)
-                    raise looking
+                num_missed = num_missed + 1 if isinstance(status, WeightSyncError) else 0
+                if isinstance(status, WeightSyncError) and num_missed == MAX_MISSES:
+                    await self._exclude(client, status)
+                    raise status
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            self._under_way[client] -= 1
+            self._in_flight[client] -= 1
 
     async def ask(
         self,
@@ -156,23 +156,23 @@ class Fleet:
         question: Callable[[ReceiverClient], Awaitable[T]],
         event: str,
     ) -> dict[ReceiverClient, T]:
-        """The answers of all that gave one; a refusal is reported as a failure named `event`."""
-        asked = list(clients)
-        answers = await asyncio.gather(*map(question, asked), return_exceptions=True)
-        given: dict[ReceiverClient, T] = {}
-        for client, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, WeightSyncError):
-                await self.report_failure(client, event, str(answer))
-            elif isinstance(answer, BaseException):
-                raise answer
+        """Results by client; a WeightSyncError is reported as a failure named `event` instead."""
+        called = list(clients)
+        outcomes = await asyncio.gather(*map(question, called), return_exceptions=True)
+        results: dict[ReceiverClient, T] = {}
+        for client, outcome in zip(called, outcomes, strict=True):
+            if isinstance(outcome, WeightSyncError):
+                await self.report_failure(client, event, str(outcome))
+            elif isinstance(outcome, BaseException):
+                raise outcome
             else:
-                given[client] = answer
-        return given
+                results[client] = outcome
+        return results
 
     # What happened to them -----------------------------------------------------------------------
 
     async def report_failure(self, client: ReceiverClient, event: str, detail: str) -> None:
-        """Report an event once, however often it recurs, until `mark_healthy`."""
+        """Report an event only once until `mark_healthy`."""
         reported = self._reported_failures.setdefault(client, set())
         # The exclusion of a silent receiver has been reported already.
         if event not in reported and client not in self._silent:

@@ -24,7 +24,7 @@ class Published:
     """Remembers the newest published version and wakes its waiters. Used in one event loop."""
 
     def __init__(self, board: VersionBoard, commit_timeout_s: float, start: Start) -> None:
-        """`start` runs a coroutine beside the caller."""
+        """`start` runs a coroutine as a task."""
         self._board = board
         self._commit_timeout_s = commit_timeout_s
         self._start = start
@@ -77,7 +77,7 @@ class Published:
         del self._reports[version]
 
     async def wait(self, version: int, timeout_s: float) -> None:
-        """Until `version` or a later one is published. Raises WeightSyncError with the obstacle."""
+        """Wait until `version` or a later one is published. Raises WeightSyncError with the reason."""
         try:
             async with asyncio.timeout(timeout_s), self._has_changed:
                 await self._has_changed.wait_for(lambda: self.has(version))
@@ -87,7 +87,7 @@ class Published:
             ) from None
 
     async def wait_committed(self, version: int, timeout_s: float) -> None:
-        """Until every live engine (at least one) serves `version` or a later one.
+        """Wait until every live engine (at least one) serves `version` or a later one.
 
         Raises WeightSyncError naming the engines that do not.
         """
@@ -99,7 +99,7 @@ class Published:
             raise WeightSyncError(str(error)) from None
 
     async def drain(self, version: int, timeout_s: float) -> None:
-        """Until `version` is published and its record is written: the end of all work on it.
+        """Wait until `version` is published and its record is written.
 
         Waits for engines, but not longer than weight_sync.commit_timeout_s. Raises WeightSyncError
         if it was not published in time.

@@ -1,17 +1,17 @@
 """The receiver process, `python -m weight_sync.receiver.app <spec as JSON>`, and its HTTP API.
 
-The first line on its standard input is the key that every request must carry. It lives as long as
-that pipe is open, so a parent that is killed leaves no receiver behind. Staged versions stay for
-the next process, unless the line "remove" comes before the end of the input. When it can be called,
-it writes one line to standard output: {"url": ..., "pid": ...}.
+The first line on its standard input is the key that every request must carry. It runs as long as
+that pipe is open, so a killed parent leaves no receiver behind. Staged versions stay for the next
+process, unless the line "remove" precedes the end of the input. When it is ready, it writes one
+line to standard output: {"url": ..., "pid": ...}.
 
     GET  /status                                   GET  /newest?above=V&timeout_s=T   (long poll)
     POST /layout  /join  /receive                  GET  /manifest/{version}
          /finish  /release  /catch_up              GET  /data/{version}   (one Range, 206)
          /hold  /let_go
 
-The layout of the model travels once: /receive, /finish and /catch_up name it by its digest. A
-digest that is not known here is refused with 412.
+The model's layout is sent once: /receive, /finish and /catch_up name it by its digest. An unknown
+digest is refused with 412.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 class _Api:
-    """Long work runs in threads, so that the event loop can always answer /status."""
+    """Long work runs in threads, so that the event loop can always respond to /status."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -235,7 +235,7 @@ class _Api:
         try:
             for start in range(0, len(data), _CHUNK_BYTES):
                 yield bytes(data[start : start + _CHUNK_BYTES])
-                # Sending to a reader that is gone never waits: let the loop notice that it is.
+                # Sending to a closed connection never waits: let the loop notice the close.
                 await asyncio.sleep(0)
         finally:
             self._receiver.let_go(version, reader)

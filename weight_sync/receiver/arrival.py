@@ -1,4 +1,4 @@
-"""A version on its way into its slot: where each bucket belongs, and which have arrived."""
+"""A version being received into its slot: where each bucket goes, and which have arrived."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from weight_sync.receiver.store import Slot
 class Arrival:
     """Takes buckets in their global order, across epochs; ignores those that it has already.
 
-    A full version goes straight into its slot, and its checksums are computed on the way. A delta's
-    bytes are gathered first and applied when all have arrived, because half a delta is no version.
+    A full version goes straight into its slot, and its checksums are computed as it arrives. A
+    delta is collected first and applied once it is complete.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Arrival:
         if not self._is_delta:
             return [sums.result() for sums in self._sums]
         assert self._base is not None, "a delta has a base"
-        # Only now: on the way the other members wait for buckets, not for a copy of the model.
+        # Only now: during the transfer other members would have to wait for this copy.
         slot.data.copy_(self._base.data)
         try:
             for rank, payload in enumerate(self._payloads):

@@ -33,7 +33,7 @@ class ReceiverStatus:
     complete: tuple[int, ...]
     """Whole and verified versions, released or not."""
     receiving: Transfer | None
-    """The version that is on its way."""
+    """The version that is being received."""
     received: int
     """Number of its buckets, in the global order, that are placed."""
     epoch: int | None
@@ -41,7 +41,7 @@ class ReceiverStatus:
     layout_digest: str | None
     """None unless there is room for every staged version of this model."""
     obstacle: str = ""
-    """Why it has no slot for a version that it has not begun."""
+    """Why no slot is free for another version; empty if one is."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -67,7 +67,7 @@ class _Newest:
 class ReceiverClient:
     """One receiver by its URL. Used in one event loop.
 
-    Every call is bounded by its `timeout_s`. Calls raise ReceiverUnreachable when no answer came,
+    Every call is bounded by its `timeout_s`. Calls raise ReceiverUnreachable without a response,
     and the errors that their docstrings name; any other refusal is a WeightSyncError with the
     receiver's message.
     """
@@ -100,7 +100,7 @@ class ReceiverClient:
     async def receive(self, transfer: Transfer, epoch: int, first: int, *, timeout_s: float) -> int:
         """Take a slot, unless it has begun, and receive the buckets from `first` on.
 
-        Returns the number of buckets that are here: all. After any error the receiver has left the
+        Returns the number of buckets that it holds: all. After any error the receiver has left the
         group. Raises TransferFailed with the buckets that arrived, StoreBusyError if every slot is
         being read, and UnknownLayout or UnknownVersion without the layout or a delta's base.
         """
@@ -123,7 +123,7 @@ class ReceiverClient:
     ) -> CatchUpReport:
         """Copy `version` from the first of the peers (URLs) that has it, and release it.
 
-        Raises TransferFailed with the answer of each peer.
+        Raises TransferFailed with the error of each peer.
         """
         body = {"version": version, "peers": list(peers), "layout_digest": layout.digest}
         try:
@@ -150,7 +150,7 @@ class ReceiverClient:
         await self._call("POST", "/let_go", {"version": version, "who": who}, timeout_s, dict)
 
     async def manifest(self, version: int, layout: Layout, *, timeout_s: float) -> Manifest:
-        """Of a complete version. Raises UnknownVersion, and UnknownLayout if it has another one."""
+        """Manifest of a complete version. Raises UnknownVersion, or UnknownLayout if that differs."""
         path = f"/manifest/{version}"
         note: ManifestNote = await self._call("GET", path, None, timeout_s, ManifestNote)
         if note.layout_digest != layout.digest:
@@ -173,7 +173,7 @@ class ReceiverClient:
             return msgspec.json.decode(response.content, type=reply_type)
         except TimeoutError as error:
             raise ReceiverUnreachable(
-                f"{self.name} at {self.url} did not answer {path} within {timeout_s:g} s"
+                f"{self.name} at {self.url} did not respond to {path} within {timeout_s:g} s"
             ) from error
         except httpx.TransportError as error:
             raise ReceiverUnreachable(
@@ -181,7 +181,7 @@ class ReceiverClient:
             ) from error
         except (ValueError, TypeError, KeyError) as error:  # another program has its port now
             raise ReceiverUnreachable(
-                f"what answers {path} at {self.url} is not the receiver {self.name}: {error!r}"
+                f"the server at {self.url} is not the receiver {self.name} ({path}): {error!r}"
             ) from error
 
 

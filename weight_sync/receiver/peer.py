@@ -20,21 +20,21 @@ from weight_sync.types import ReceiverSpec, WeightSyncError
 _RANGE_BYTES = 64 * 2**20
 _READ_BYTES = 2**20
 _LET_GO_S = 5.0
-"""Longest wait for a peer that may have stopped to answer: its hold expires by itself."""
+"""Longest wait for a peer that may no longer respond: its hold expires by itself."""
 
 
 async def copy_from_peer(
     url: str, version: int, layout: Layout, data: Tensor, spec: ReceiverSpec
 ) -> Manifest:
-    """Fill `data` (uint8, a file's whole data) with `version`; verified.
+    """Fill `data` (uint8, a file's whole data) with `version`, and verify it.
 
-    `spec` is that of the receiver that reads. Blocks the event loop, which must be its own. Raises
-    WeightSyncError saying what was wrong with this peer.
+    `spec` is that of the reading receiver. Blocks the event loop, so run it in a loop of its own.
+    Raises WeightSyncError naming this peer's failure.
     """
     array: Any = data.numpy()  # numpy's types do not say that an array is a buffer
     client, reader = ReceiverClient(url, url, spec.key), f"receiver {spec.name}"
     limit_s = spec.timeout_s
-    # For the next range: a reader that dies in it keeps the peer's slot no longer than that.
+    # For the next range: a reader that dies holds the peer's slot no longer than that.
     ttl_s = limit_s + bucket_timeout_s(_RANGE_BYTES, limit_s, spec.min_bandwidth)
     source = _Source(url, version, len(array), spec)
     try:
@@ -82,7 +82,7 @@ class _Source:
         response = self.connection.getresponse()
         if response.status != 206:
             words = response.read(500).decode("utf-8", "replace")
-            raise WeightSyncError(f"{self._url} answered {response.status}: {words}")
+            raise WeightSyncError(f"{self._url} responded with {response.status}: {words}")
         filled = 0
         while filled < len(part):
             num_bytes = response.readinto(part[filled : filled + _READ_BYTES])
@@ -91,7 +91,7 @@ class _Source:
             filled += num_bytes
             if time.monotonic() > self._deadline:
                 raise WeightSyncError(
-                    f"{self._url} gave {start + filled} bytes in {self._limit_s:.0f} s: slower "
+                    f"{self._url} sent {start + filled} bytes in {self._limit_s:.0f} s: slower "
                     f"than weight_sync.min_bandwidth={self._spec.min_bandwidth:g}"
                 )
         response.read()  # so that the connection can be reused

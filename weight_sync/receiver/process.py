@@ -1,4 +1,4 @@
-"""A receiver as a child process: starts it, tells when it has died, ends it."""
+"""A receiver as a child process: starts it, waits for its end, stops it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from weight_sync.types import ReceiverSpec, WeightSyncError
 class ReceiverInfo:
     name: str
     url: str
-    """Another one after every start."""
+    """Different after every start."""
     pid: int
 
 
 class ReceiverProcess:
-    """Used in one event loop. After it died it may be started again: staged versions stay."""
+    """Used in one event loop. It may be started again after it died: staged versions stay."""
 
     def __init__(self, spec: ReceiverSpec, log_path: Path) -> None:
         self.spec = spec
@@ -34,15 +34,15 @@ class ReceiverProcess:
 
     @property
     def info(self) -> ReceiverInfo:
-        """Of the process that was started last."""
+        """The process that was started last."""
         assert self._info is not None, "start() comes first"
         return self._info
 
     async def start(self, timeout_s: float = 60.0) -> ReceiverInfo:
-        """Start it and wait until it can be called.
+        """Start it and wait until it is ready.
 
-        Raises WeightSyncError with the end of its log if it dies or needs longer than `timeout_s`,
-        besides the time in which it verifies what is staged already.
+        Raises WeightSyncError with the end of its log if it dies or needs longer than `timeout_s`
+        plus the time to verify versions that are staged already.
         """
         await self.stop(should_remove=False)
         timeout_s += _staged_bytes(Path(self.spec.folder)) / self.spec.min_bandwidth
@@ -59,27 +59,27 @@ class ReceiverProcess:
         except BaseException as error:
             await self.stop(should_remove=False)
             if isinstance(error, TimeoutError):
-                problem = f"could not be called within {timeout_s:g} s of its start"
+                problem = f"was not ready within {timeout_s:g} s of its start"
                 raise WeightSyncError(self._failure(problem)) from None
             raise
         if not line:
             exit_code = await self.wait_dead()
             raise WeightSyncError(self._failure(f"ended at its start (exit code {exit_code})"))
-        said = json.loads(line)
-        self._info = ReceiverInfo(name=self.spec.name, url=said["url"], pid=said["pid"])
+        ready = json.loads(line)
+        self._info = ReceiverInfo(name=self.spec.name, url=ready["url"], pid=ready["pid"])
         return self._info
 
     async def wait_dead(self) -> int:
-        """Its exit code, when the process has ended, also after `stop`."""
+        """Wait until the process has ended, also by `stop`; returns its exit code."""
         assert self._child is not None, "start() comes first"
         return await self._child.exit()
 
     async def stop(self, timeout_s: float = 10.0, should_remove: bool = True) -> None:
-        """End the process; with `should_remove` its staged versions go, too."""
+        """End the process; `should_remove` also deletes its staged versions."""
         if self._child is not None:
             last_words = b"remove\n" if should_remove else b""
             await asyncio.to_thread(self._child.stop, timeout_s, last_words)
-        if should_remove:  # one that was killed, by us or another, could not clear up
+        if should_remove:  # a killed process could not remove them
             await asyncio.to_thread(shutil.rmtree, self.spec.folder, ignore_errors=True)
 
     def _failure(self, problem: str) -> str:
@@ -90,7 +90,7 @@ class ReceiverProcess:
 
 
 def _staged_bytes(folder: Path) -> int:
-    """What a receiver that starts in this folder finds there."""
+    """Size of the staged files that a receiver finds in this folder."""
     return sum(file.stat().st_size for file in folder.glob("slot-*/*.safetensors"))
 
 

@@ -1,11 +1,11 @@
-"""The receiver of one node: takes versions off the wire into its store, for the engines there.
+"""The receiver of one node: receives versions into its store, for the engines there.
 
 One version at a time goes through
 
     receive ──► finish ──► release        whole and verified from finish on,
       ▲  │                                 visible to engines from release on
     join ▼ a member is lost: buckets that arrived stay,
-    (next epoch)  and the next epoch goes on from there
+    (next epoch)  and the next epoch continues from there
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class Receiver:
             self._store.set_layout(layout)
 
     def layout(self, digest: str) -> Layout:
-        """Raises UnknownLayout if another one is set, or none."""
+        """The layout of this digest. Raises UnknownLayout if it is not set."""
         layout = self._store.layout
         if layout is None or layout.digest != digest:
-            raise UnknownLayout(f"{self.spec.name} has not been given this model's layout")
+            raise UnknownLayout(f"{self.spec.name} does not have this model's layout")
         return layout
 
     def join(self, spec: GroupSpec, rank: int) -> None:
@@ -105,11 +105,11 @@ class Receiver:
             return WeightGroup.join(spec, rank, device=torch.device(self.spec.device))
 
     def receive(self, transfer: Transfer, epoch: int, first: int) -> int:
-        """Returns the number of buckets that are here: all of them.
+        """Receive the buckets from `first` on; returns the number of buckets held: all of them.
 
-        After an error it has left the group, so that no other member waits for it. Raises
-        TransferFailed, and StoreBusyError, UnknownLayout or UnknownVersion if it has no place for
-        the version.
+        On an error it leaves the group, so that no other member waits for it. Raises
+        TransferFailed, and StoreBusyError, UnknownLayout or UnknownVersion if it cannot take the
+        version.
         """
         try:
             with self._one_at_a_time(f"receiving version {transfer.version}"):
@@ -130,7 +130,7 @@ class Receiver:
             raise
 
     def _begin(self, transfer: Transfer) -> Arrival:
-        """A new arrival, or the one of this transfer with the buckets that came so far."""
+        """A new arrival, or the one of this transfer with the buckets received so far."""
         layout = self.layout(transfer.layout_digest)
         if self._arrival is None or self._arrival.transfer != transfer:
             self._arrival = base = slot = None
@@ -143,7 +143,7 @@ class Receiver:
 
     def _walk(self, arrival: Arrival, first: int) -> None:
         num_bytes = sum(bucket.num_bytes for bucket in arrival.buckets[first:])
-        # The senders give up before this. It is for a call that ignores every other timeout.
+        # The senders give up earlier; this is for a call that ignores every other timeout.
         limit_s = self.spec.timeout_s + bucket_timeout_s(
             num_bytes, self.spec.timeout_s, self.spec.min_bandwidth
         )
@@ -221,7 +221,7 @@ class Receiver:
                 failures.append(str(error))
         self._store.discard(version)
         raise TransferFailed(
-            f"no peer gave version {version}: {'; '.join(failures) or 'none was named'}", 0
+            f"no peer sent version {version}: {'; '.join(failures) or 'none was named'}", 0
         )
 
     def newest(self) -> StagedVersion | None:

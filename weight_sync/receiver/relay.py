@@ -1,4 +1,4 @@
-"""One receiver's pass over the buckets: receive from the member before, forward, put in place.
+"""One receiver's pass over the buckets: receive from the previous member, place, forward.
 
 num_buffers receives are always posted ahead. While a bucket is checked and put in place, the next
 ones arrive, and the bucket itself is forwarded down the chain:
@@ -26,7 +26,7 @@ from weight_sync.staging import Staging
 
 @dataclass(kw_only=True, slots=True)
 class _Passing:
-    """A bucket between its first byte here and its last."""
+    """A bucket while it passes through this receiver."""
 
     bucket: Bucket
     place: Tensor | None

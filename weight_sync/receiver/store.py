@@ -1,4 +1,4 @@
-"""The versions that one receiver has staged: slots on tmpfs, each a file that an engine can load.
+"""The staged versions of one receiver: slots on tmpfs, each a file that an engine can load.
 
                 begin             complete           release
     free ───────────────► arriving ───────► whole ───────────► released ─┐
@@ -8,13 +8,13 @@
 A slot is a folder:
 
     model.safetensors   the bytes; created once, then overwritten by version after version
-    manifest.json       exists only if they are those of a whole version
+    manifest.json       exists only if they are a whole version
     released            exists if that version may be served
     holds.json          which readers hold it, and until when
 
-Bytes are written to a slot only after the notes of its last version are gone. So what a killed
-process leaves behind is either whole or not listed. The next process in the folder takes it over
-and verifies it again.
+Bytes are written to a slot only after the notes of its last version are removed. So a slot that a
+killed process leaves behind is either whole or not listed. The next process in the folder takes it
+over and verifies it again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from weight_sync.layout import Layout, Manifest, Transfer, mismatches
 from weight_sync.types import WeightSyncError
 
 _WEIGHTS = "model.safetensors"
-"""The only file that an engine looks at: it loads every *.safetensors of the folder."""
+"""The only *.safetensors file of the folder: an engine loads all of them."""
 _NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM}
 _log = logging.getLogger(__name__)
 
@@ -60,9 +60,9 @@ class StagedStore:
     def __init__(
         self, folder: Path, num_slots: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Takes over what an earlier process of this folder left.
+        """Takes over the versions that an earlier process left in this folder.
 
-        `clock` must go on across processes. Raises WeightSyncError if the folder is in use.
+        `clock` must be consistent across processes. Raises WeightSyncError if the folder is in use.
         """
         assert num_slots >= 2, "one version is offered while the next arrives"
         self._folder = folder
@@ -103,7 +103,7 @@ class StagedStore:
 
     @property
     def obstacle(self) -> str:
-        """Why no slot is free for another version, and what helps; empty if one is."""
+        """Why no slot is free for another version, and the fix; empty if one is."""
         with self._lock:
             return self._obstacle() if self._slots else ""
 
@@ -125,9 +125,9 @@ class StagedStore:
             return self._whole(version)
 
     def begin(self, transfer: Transfer) -> Slot:
-        """A slot for a version that arrives, other than that of a delta's base.
+        """A slot for an arriving version, other than that of a delta's base.
 
-        A transfer that has begun already gets its slot again, with the bytes that came so far. Any
+        A transfer that has begun already gets its slot again, with the bytes received so far. Any
         other unfinished version is dropped; nothing may still write to its slot. Raises
         StoreBusyError if no slot is free, and WeightSyncError if the version is whole already, if
         the base is missing or if the transfer has another layout.
@@ -172,23 +172,23 @@ class StagedStore:
                 slot.complete(manifest)
 
     def release(self, version: int) -> None:
-        """From here on the version may be served. Raises WeightSyncError if it is not whole."""
+        """Allow the version to be served. Raises WeightSyncError if it is not whole."""
         with self._lock:
             slot = self._whole(version)
             with self._room_for(f"the mark of version {version}"):
                 slot.release()
 
     def discard(self, version: int) -> None:
-        """Drop a version that arrives or is not released; an unknown one is no error."""
+        """Drop an arriving or unreleased version; an unknown one is no error."""
         with self._lock:
             slot = self._find(version)
             if slot and slot.is_released:
-                raise WeightSyncError(f"version {version} is released: it cannot be taken back")
+                raise WeightSyncError(f"version {version} is released and cannot be withdrawn")
             if slot:
                 self._empty(slot)
 
     def hold(self, version: int, who: str, ttl_s: float) -> None:
-        """Keep the bytes unchanged for `ttl_s`; a second call starts that time again.
+        """Keep the bytes unchanged for `ttl_s`; a second call restarts that time.
 
         Raises WeightSyncError if the version is not whole here (any more).
         """
@@ -228,13 +228,13 @@ class StagedStore:
         return max(released, default=None)
 
     def _empty(self, slot: Slot) -> Slot:
-        """Put an empty slot in its place: what was handed out of it is recognised as dropped."""
+        """Replace it by an empty slot: references to the old one are then known as dropped."""
         empty = slot.emptied()
         self._slots[self._slots.index(slot)] = empty
         return empty
 
     def _take(self, transfer: Transfer, base: Slot | None) -> Slot:
-        """The slot whose version is needed least, emptied for the one that arrives."""
+        """The slot whose version is needed least, emptied for the arriving one."""
         if obstacle := self._obstacle(base):
             raise StoreBusyError(obstacle)
         free = [slot for slot in self._slots if not self._reason_to_keep(slot, base)]
@@ -329,8 +329,8 @@ class StagedStore:
 class Slot:
     """One version in its slot, arriving or whole; or an empty slot.
 
-    Not thread-safe: the store changes it under its lock. An object is about one version only; when
-    that is dropped, the store goes on with another object for the same folder.
+    Not thread-safe: the store changes it under its lock. An object is for one version only; when
+    that is dropped, the store creates another object for the same folder.
     """
 
     path: Path
@@ -358,7 +358,7 @@ class Slot:
         return self._data is not None
 
     def recover(self) -> None:
-        """Take over what an earlier process left. Raises ValueError if that is damaged."""
+        """Take over an earlier process's version. Raises ValueError if it is damaged."""
         (self.path / "holds.draft").unlink(missing_ok=True)
         (self.path / "manifest.draft").unlink(missing_ok=True)
         for version, who, until in _read_note(self._holds_path) or []:
@@ -426,7 +426,7 @@ class Slot:
     def _note_holds(self) -> None:
         """For the next process, if this one is killed while an engine reads."""
         holds = [[*key, until] for key, until in self._holds.items() if until < math.inf]
-        with suppress(OSError):  # a full file system may not keep an engine from its weights
+        with suppress(OSError):  # a full file system must not keep an engine from its weights
             _write_note(self._holds_path, holds)
 
     @property
@@ -447,7 +447,7 @@ def _recovered(folder: Path) -> Slot:
     try:
         slot.recover()
     except ValueError as error:
-        _log.warning("what was staged in %s is dropped: %s", folder, error)
+        _log.warning("the staged version in %s was dropped: %s", folder, error)
         return slot.emptied()
     return slot
 
@@ -492,7 +492,7 @@ def _make_weights(folder: Path, layout: Layout) -> None:
 
 
 def _has_weights(folder: Path, layout: Layout) -> bool:
-    """Whether there is a file of exactly this layout; its data is not looked at."""
+    """Whether there is a file of exactly this layout; its data is not checked."""
     header = layout.file_header
     try:
         with (folder / _WEIGHTS).open("rb") as file:

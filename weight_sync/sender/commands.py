@@ -1,15 +1,15 @@
-"""Commands from the coordinator on rank 0 to all trainer ranks, beside training's collectives.
+"""Commands from the coordinator on rank 0 to all trainer ranks, independent of training.
 
     command({"do": "send", ...}) ──┬──► rank 0  handle ──────────► {...} ──┐
                                    ├──► rank 1  serve: handle ──► {...} ──┼──► [{...}, {...}, {...}]
                                    └──► rank 2  serve: handle ──► {...} ──┘
 
-Commands go through a gloo group of their own; a message is JSON, sent as its length and its bytes.
-Any failure of the group is final: a rank that is dead or does not answer cannot train either.
+Commands have their own gloo group; a message is JSON, sent as its length and its bytes. Any failure
+of the group is final: a rank that is dead or does not respond cannot train either.
 """
 
 # Not through the rendezvous store, though every rank is connected to it: a store does not notice
-# that a client has died, while the peers of a gloo group learn it at once.
+# that a client has died, while the peers of a gloo group notice at once.
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ Message = dict[str, Any]
 """JSON."""
 
 _MAX_MESSAGE_BYTES = 2**30
-_ANSWER_S = 5.0
-"""Added to a command's own timeout, for the answer's way back."""
+_REPLY_S = 5.0
+"""Added to a command's own timeout, for the reply's transfer."""
 
 
 class ControlError(WeightSyncError):
-    """A rank of the trainer is gone, or did not answer in time; names it."""
+    """A rank of the trainer is gone or did not reply in time; names it."""
 
 
 class RankError(WeightSyncError):
-    """A rank could not carry out a command, and said why."""
+    """A rank failed to carry out a command; names the reason."""
 
 
 class Ranks:
@@ -59,7 +59,7 @@ class Ranks:
     ) -> None:
         """`handle` carries out rank 0's own part; `control` reaches the other ranks.
 
-        `control_s`: longest time that an idle rank may take to answer.
+        `control_s`: longest time that an idle rank may take to reply.
         """
         self._handle = handle
         self._control = control
@@ -72,15 +72,13 @@ class Ranks:
         """The result of each rank, in rank order.
 
         Raises RankError naming the ranks that failed. Raises ControlError, which is final, if one
-        did not answer.
+        did not reply.
         """
         async with self._is_free:
             mine = self._mine.submit(partial(self._handle, message))
-            theirs = self._theirs.submit(
-                partial(self._control.call, message, timeout_s + _ANSWER_S)
-            )
+            theirs = self._theirs.submit(partial(self._control.call, message, timeout_s + _REPLY_S))
             try:
-                async with asyncio.timeout(timeout_s + _ANSWER_S + self._control_s):
+                async with asyncio.timeout(timeout_s + _REPLY_S + self._control_s):
                     others = await asyncio.wrap_future(theirs)
                     reply = await asyncio.wrap_future(mine)
             except TimeoutError as error:
@@ -93,7 +91,7 @@ class Ranks:
         return [reply["result"] for reply in replies]
 
     async def keep_alive(self, every_s: float) -> None:
-        """Never returns. Shows the other ranks, while they are idle, that this one is alive."""
+        """Never returns. Shows idle ranks that this one is alive."""
         while True:
             await asyncio.sleep(every_s)
             if not self._is_free.locked():
@@ -128,7 +126,7 @@ class ControlGroup:
     ) -> None:
         """Meet the other ranks in `store`, whose keys under `name` belong to this group alone.
 
-        `address`: where the other ranks reach this machine. `timeout_s` bounds the rendezvous and
+        `address`: this machine's address for the other ranks. `timeout_s` bounds the rendezvous and
         the silence of a rank. Raises ControlError.
         """
         self._rank = rank
@@ -136,7 +134,7 @@ class ControlGroup:
         self._timeout_s = timeout_s
         self._group: ProcessGroup | None = None
         if num_ranks == 1:
-            return  # `broadcast` and `call` have no one to send to
+            return  # there is no rank to send to
         try:
             self._group = _meet(PrefixStore(name, store), rank, num_ranks, address, timeout_s)
         except RuntimeError as error:
@@ -168,9 +166,9 @@ class ControlGroup:
         return self._receive_from(0, self._timeout_s)
 
     def serve(self, handle: Callable[[Message], Message | None]) -> None:
-        """Answer rank 0's calls until `handle` returns None, which gets no answer.
+        """Reply to rank 0's calls until `handle` returns None, which gets no reply.
 
-        Rank 0 must call at least once in `timeout_s`, or this raises ControlError.
+        Raises ControlError if rank 0 does not call within `timeout_s`.
         """
         while (reply := handle(self.receive())) is not None:
             self._send_to(0, _encode(reply), self._timeout_s)
@@ -220,7 +218,7 @@ class ControlGroup:
 
     def close(self) -> None:
         """End the other ranks' waits with an error. Not to be called while this rank waits."""
-        self._group = None  # gloo closes its sockets when nothing refers to it any more
+        self._group = None  # gloo closes its sockets with the last reference
 
 
 def _encode(message: Message) -> Tensor:

@@ -1,6 +1,6 @@
-"""A trainer rank's part of a publish, in a thread beside training, as rank 0 commands.
+"""A trainer rank's part of a publish, in a thread of its own, at the command of rank 0.
 
-`SendingRank` carries out the commands; `Sender` is its end of the wire.
+`SendingRank` carries out the commands; `Sender` sends the buckets.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ log = logging.getLogger(__name__)
 
 
 class SendingRank:
-    """Answers each command with {"result": ...}, or with {"error": text} if it failed.
+    """Replies to each command with {"result": ...}, or {"error": text} if it failed.
 
     encode     start the checksums of a captured version; find what changed since another one
     join       join the weight group of an epoch
     send       send this rank's buckets to the first receiver
-    checksums  return those of the version that was encoded last
+    checksums  return the checksums of the version that was encoded last
     noop       nothing: a sign of life from rank 0
     close      leave the group for good
     """
@@ -108,7 +108,7 @@ class SendingRank:
     def _changes(self, base: Tensor, stream: Tensor, max_density: float) -> delta.Delta | None:
         try:
             return delta.encode(self._layout, self._rank, base, stream, max_density)
-        except MemoryError as error:  # the version itself needs no more memory
+        except MemoryError as error:  # a full version needs no further memory
             log.warning("trainer rank %d sends its weights in full: %s", self._rank, error)
             return None
 

@@ -3,8 +3,8 @@
     ds_tensor of each parameter ──cast, copy──► buffer 0  [embed r | q r | k r | ...]  in flight
                                                 buffer 1  [embed r | q r | k r | ...]  being filled
 
-A buffer has the layout of the rank's stream, so it can be sent as it is. On a GPU the copies run on
-a CUDA stream of their own beside training; call `guard` before the weights change.
+A buffer has the layout of the rank's stream, so it can be sent as it is. On a GPU the copies run in
+parallel to training on their own CUDA stream; call `guard` before the weights change.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _PORTABLE = 1
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Shard:
-    """What one rank owns of one parameter."""
+    """One rank's part of one parameter."""
 
     name: str
-    """Of the parameter, as in the layout."""
+    """Name of the parameter in the layout."""
     tensor: Tensor
     """[n] elements in the parameter's own dtype: the rank's piece, without padding."""
 
@@ -132,14 +132,14 @@ class Snapshots:
         return frozenset(tensor.name for tensor in self._layout.tensors)
 
     def guard(self) -> None:
-        """Call before the weights change: the last capture is then safe from the change."""
+        """Call before the weights change, to protect the last capture."""
         # On a GPU the current stream waits for the copies, not the caller: work enqueued before
-        # this, such as the passes through the model, runs beside them.
+        # this, such as forward and backward passes, overlaps with them.
         if self._last is not None:
             torch.cuda.current_stream().wait_event(self._last.ended)
 
     def stream(self, index: int, version: int, timeout_s: float) -> Tensor:
-        """[stream_bytes] uint8 of `version`, once it is captured completely.
+        """Wait until `version` is captured completely; returns its stream, [stream_bytes] uint8.
 
         Raises WeightSyncError if this rank does not capture it into the buffer within `timeout_s`.
         """
@@ -156,7 +156,7 @@ class Snapshots:
         return buffer.stream
 
     def copy_s(self, index: int) -> float:
-        """Seconds that the copy took, after `stream` returned: on a GPU, beside training."""
+        """Duration of the copy in seconds; on a GPU, valid after `stream` returned."""
         return self._buffers[index].copy_s
 
 

@@ -113,7 +113,7 @@ async def test_receiver_that_falls_silent_is_given_up_long_before_its_request_is
         (client,) = await fleet.registered()
         receiver.lives = False
         async with asyncio.timeout(LIMIT_S):
-            with pytest.raises(ReceiverUnreachable, match="did not answer /status"):
+            with pytest.raises(ReceiverUnreachable, match="did not respond to /status"):
                 await fleet.call(client, client.release(0, timeout_s=1000.0))
         assert [(e["event"], e["who"]) for e in board.records] == [("excluded", "a")]
         assert await fleet.members([client]) == []  # and is not asked again

@@ -159,7 +159,7 @@ def test_walk_that_stands_still_is_given_up_and_touches_nothing_later(
 
     peer = scene.peer(scene.spec(1))
     group_thread.join(scene.spec(1), meet(scene.spec(1)))
-    with pytest.raises(WeightSyncError, match=r"epoch 1 .* is given up: .* within 0\.2 s"):
+    with pytest.raises(WeightSyncError, match=r"epoch 1 .* was given up: .* within 0\.2 s"):
         group_thread.walk(stand_still, 0.2)
     assert group_thread.spec is None and peer.result(20)
     peer = scene.peer(scene.spec(2))
@@ -253,7 +253,7 @@ def test_receiver_answers_a_transfer_that_stands_still(scene: Scene, tmp_path: P
 
     with (
         patch.object(WeightGroup, "exchange", stand_still),
-        pytest.raises(TransferFailed, match=r"epoch 1 .* is given up") as failed,
+        pytest.raises(TransferFailed, match=r"epoch 1 .* was given up") as failed,
     ):
         receiver.receive(full_transfer(LAYOUT, version=1), 1, 0)
     assert failed.value.received == 0

@@ -94,7 +94,7 @@ async def test_head_that_trickles_in_ends_and_silence_does() -> None:
 
         trickling = asyncio.create_task(trickle())
         said = await reader.read()
-        assert b" 408 " in said and b"head did not come within 0.3 s" in said
+        assert b" 408 " in said and b"head did not arrive within 0.3 s" in said
         assert await silent.read() == b""
         trickling.cancel()
         await asyncio.wait([trickling])
@@ -105,7 +105,7 @@ async def test_body_that_trickles_in_ends() -> None:
         reader, writer = await connect()
         writer.write(post("/echo", 100, b"x"))
         said = await reader.read()
-        assert b" 408 " in said and b"body did not come within 0.3 s" in said
+        assert b" 408 " in said and b"body did not arrive within 0.3 s" in said
 
 
 async def test_further_requests_have_their_own_time() -> None:
