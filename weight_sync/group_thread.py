@@ -25,7 +25,7 @@ _LEAVE_S = 5.0
 
 
 class GroupThread:
-    """Joins one membership epoch after the other. One caller at a time, except `spec` and `leave`."""
+    """Joins one epoch after the other. One caller at a time, except for `spec` and `leave`."""
 
     def __init__(self, name: str) -> None:
         """`name` is that of the thread."""

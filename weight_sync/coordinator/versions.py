@@ -77,7 +77,7 @@ class Published:
         del self._reports[version]
 
     async def wait(self, version: int, timeout_s: float) -> None:
-        """Wait until `version` or a later one is published. Raises WeightSyncError with the reason."""
+        """Wait until `version` or later is published. Raises WeightSyncError with the obstacle."""
         try:
             async with asyncio.timeout(timeout_s), self._has_changed:
                 await self._has_changed.wait_for(lambda: self.has(version))

@@ -150,7 +150,7 @@ class ReceiverClient:
         await self._call("POST", "/let_go", {"version": version, "who": who}, timeout_s, dict)
 
     async def manifest(self, version: int, layout: Layout, *, timeout_s: float) -> Manifest:
-        """Manifest of a complete version. Raises UnknownVersion, or UnknownLayout if that differs."""
+        """Of a complete version. Raises UnknownVersion, or UnknownLayout if that differs."""
         path = f"/manifest/{version}"
         note: ManifestNote = await self._call("GET", path, None, timeout_s, ManifestNote)
         if note.layout_digest != layout.digest:

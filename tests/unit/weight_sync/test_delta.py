@@ -238,9 +238,9 @@ def test_payload_that_is_cut_off_is_refused(num_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "what"),
     [
-        (8, 4, "cut off or damaged"),  # one element more than there are bytes for
-        (15, 255, "cut off or damaged"),  # 2**64 elements
-        (16, 3, "cut off or damaged"),  # a count that does not add up
+        (8, 4, "truncated or damaged"),  # one element more than there are bytes for
+        (15, 255, "truncated or damaged"),  # 2**64 elements
+        (16, 3, "truncated or damaged"),  # a count that does not add up
         (32, 0, "out of order"),  # the same element twice
         (30, 2, "out of order"),  # 2 before 1
         (34, 10, "outside"),  # one past the last element

@@ -255,7 +255,7 @@ async def test_catch_up_goes_from_peer_to_peer_until_one_has_the_version(
 ) -> None:
     receivers.stage("west", 2)
     west, east = await receivers.start("west"), await receivers.start("east")
-    with pytest.raises(TransferFailed, match="no peer gave version 3") as failed:
+    with pytest.raises(TransferFailed, match="no peer sent version 3") as failed:
         await east.catch_up(3, [west.url, "http://127.0.0.1:1"], LAYOUT, timeout_s=CALL_S)
     assert west.url in str(failed.value) and "127.0.0.1:1" in str(failed.value)
     with pytest.raises(UnknownVersion):

@@ -355,7 +355,7 @@ async def test_body_that_never_arrives_times_out_and_keeps_no_session_alive(make
         await idle
         answer = await reader.read()
     writer.close()
-    assert b" 408 " in answer and b"did not come within 0.4 s" in answer
+    assert b" 408 " in answer and b"did not arrive within 0.4 s" in answer
 
 
 async def test_call_with_a_number_that_cannot_be_read_is_refused_by_its_name(scene):
