@@ -32,7 +32,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-async def test_every_version_arrives_bit_for_bit(
+async def test_versions_arrive_bit_for_bit(
     redis_url: str, tmp_path: Path, tmpfs_path: Path, model: str
 ) -> None:
     tensors = MODELS[model]

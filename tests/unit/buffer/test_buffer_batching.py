@@ -60,7 +60,7 @@ async def _turns() -> None:
         await asyncio.sleep(0)
 
 
-async def test_what_comes_while_two_batches_are_under_way_goes_together_next() -> None:
+async def test_messages_that_arrive_while_two_batches_are_in_flight_form_the_next() -> None:
     echo = Echo()
     batcher = Batcher(echo)
     tasks = _start(batcher, "a", "b")
@@ -91,7 +91,7 @@ async def test_batch_is_bounded_in_messages_and_in_bytes() -> None:
     assert sorted(echo.batches) == [[b"half", b"half"], [b"large"], [b"more"]]
 
 
-async def test_one_that_is_cancelled_takes_nobody_with_it() -> None:
+async def test_cancelled_message_does_not_affect_the_others() -> None:
     echo = Echo()
     batcher = Batcher(echo)
     under_way = _start(batcher, "a", "b")
@@ -109,7 +109,7 @@ async def test_one_that_is_cancelled_takes_nobody_with_it() -> None:
     assert echo.batches == [[b"a", b"b"], [b"c"], [b"e"]]
 
 
-async def test_one_that_fails_takes_nobody_with_it() -> None:
+async def test_failed_message_does_not_affect_the_others() -> None:
     echo = Echo()
     echo.may_answer.set()
     batcher = Batcher(echo)
@@ -134,7 +134,7 @@ async def test_batch_that_is_lost_fails_its_own_messages_only() -> None:
     assert await asyncio.gather(*_start(batcher, "c")) == [b"c"]
 
 
-async def test_close_ends_what_waits_and_what_is_under_way() -> None:
+async def test_close_ends_waiting_and_sent_messages() -> None:
     batcher = Batcher(Echo())
     tasks = _start(batcher, "a")
     await _turns()
@@ -184,7 +184,7 @@ async def buffer(buffer_factory: Any) -> ReplayBuffer:
     return await buffer_factory()
 
 
-async def test_many_pushes_at_once_are_stored_each_with_its_own_reply(
+async def test_concurrent_pushes_each_get_their_own_reply(
     buffer: ReplayBuffer, make_group: Callable[..., Any]
 ) -> None:
     groups = [make_group(f"g{i}") for i in range(100)]

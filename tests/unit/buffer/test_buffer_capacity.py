@@ -43,9 +43,7 @@ async def test_blocked_producer_is_woken_when_a_group_is_consumed(
     assert stats.capacity_groups == 1 and stats.capacity_bytes is None
 
 
-async def test_push_that_waited_in_vain_says_what_is_full(
-    checked_buffer: Any, make_group: Any
-) -> None:
+async def test_push_timeout_says_what_is_full(checked_buffer: Any, make_group: Any) -> None:
     buffer = await checked_buffer(groups_per_step=1, capacity_groups=1)
     await buffer.push(make_group("a"))
     with pytest.raises(TimeoutError, match=r"no room for group b .* within 0\.05 s: .* 1 groups"):
@@ -54,7 +52,7 @@ async def test_push_that_waited_in_vain_says_what_is_full(
     assert await buffer.push(make_group("a"), 0) is PushResult.duplicate
 
 
-async def test_blocked_pushes_stand_in_line_and_send_their_payload_once_each(
+async def test_blocked_pushes_queue_and_send_each_payload_once(
     checked_buffer: Any, redis_url: str, make_group: Any
 ) -> None:
     buffer = await checked_buffer(groups_per_step=1, capacity_groups=2)
@@ -73,7 +71,7 @@ async def test_blocked_pushes_stand_in_line_and_send_their_payload_once_each(
     await redis.aclose()
 
 
-async def test_what_is_leased_never_makes_way(checked_buffer: Any, make_group: Any) -> None:
+async def test_leased_groups_are_never_evicted(checked_buffer: Any, make_group: Any) -> None:
     buffer = await checked_buffer(groups_per_step=1, capacity_groups=1, on_full=OnFull.drop_stalest)
     await buffer.push(make_group("a"))
     lease = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
@@ -84,7 +82,7 @@ async def test_what_is_leased_never_makes_way(checked_buffer: Any, make_group: A
     assert (await buffer.stats()).dropped == {"full": 1}
 
 
-async def test_error_is_raised_if_the_user_says_so(checked_buffer: Any, make_group: Any) -> None:
+async def test_on_full_error_raises(checked_buffer: Any, make_group: Any) -> None:
     buffer = await checked_buffer(groups_per_step=1, capacity_groups=1, on_full=OnFull.error)
     await buffer.push(make_group("a"))
     with pytest.raises(
@@ -110,7 +108,7 @@ async def test_capacity_that_no_batch_fits_in_is_refused(buffer_factory: Any) ->
         await buffer_factory(groups_per_step=4, capacity_groups=3)
 
 
-async def test_nothing_is_thrown_out_for_a_group_that_would_not_fit_all_the_same(
+async def test_drop_stalest_evicts_nothing_for_a_group_that_cannot_fit(
     checked_buffer: Any, make_group: Any
 ) -> None:
     size, big = (len(encode_group(make_group("a", num_tokens=n))) for n in (8, 100))

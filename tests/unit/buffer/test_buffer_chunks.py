@@ -13,7 +13,7 @@ from buffer.wire.chunks import INDEX_BYTES, MAX_CHUNK_BYTES, join_payload, num_c
 
 
 @given(st.binary(max_size=200).map(lambda data: b"LSHG" + data), st.integers(1, 300))
-def test_what_was_split_is_joined_again(data: bytes, chunk_bytes: int) -> None:
+def test_split_payload_is_joined_again(data: bytes, chunk_bytes: int) -> None:
     first, *rest = split_payload(data, chunk_bytes)
     assert num_chunks(first) == len(rest)
     assert join_payload(first, rest) == data
@@ -43,7 +43,7 @@ def test_wrong_missing_and_surplus_chunks_are_refused() -> None:
         join_payload(b"LSHG whole", rest)
 
 
-def test_every_flipped_bit_and_truncation_of_an_index_is_noticed() -> None:
+def test_index_with_a_flipped_bit_or_truncation_is_refused() -> None:
     first, *rest = split_payload(b"0123456789", 4)
     for bit in range(8 * len(first)):
         damaged = bytearray(first)

@@ -177,7 +177,7 @@ def test_compression_makes_real_groups_smaller_and_never_one_larger(make_group: 
         assert decode_group(packed).num_tokens == group.num_tokens
 
 
-def test_what_shrinks_like_a_bomb_is_sent_as_it_is(make_group: Any) -> None:
+def test_group_that_compresses_like_a_bomb_is_sent_uncompressed(make_group: Any) -> None:
     group = make_group("g", num_tokens=4, size=1)
     (trajectory,) = group.trajectories
     zeros = np.zeros((4, 2**21), np.uint8)
@@ -321,14 +321,14 @@ def test_sampling_that_is_no_number_is_refused(sampling: SamplingParams, message
 
 
 @pytest.mark.parametrize("version", [3, 9])
-def test_another_format_is_refused_by_its_number(make_group: Any, version: int) -> None:
+def test_decode_refuses_another_format_by_its_number(make_group: Any, version: int) -> None:
     data = bytearray(encode_group(make_group("g")))
     data[4] = version
     with pytest.raises(ValueError, match=f"format {version}.*reads format 4: use the version"):
         decode_group(bytes(data))
 
 
-def test_every_flipped_bit_is_noticed(make_group: Any) -> None:
+def test_decode_refuses_any_flipped_bit(make_group: Any) -> None:
     data = encode_group(make_group("g", num_tokens=5, size=1))
     for bit in range(8 * len(data)):
         damaged = bytearray(data)
@@ -337,7 +337,7 @@ def test_every_flipped_bit_is_noticed(make_group: Any) -> None:
             decode_group(bytes(damaged))
 
 
-def test_every_truncation_is_noticed(make_group: Any) -> None:
+def test_decode_refuses_any_truncation(make_group: Any) -> None:
     data = encode_group(make_group("g", size=1))
     for length in range(len(data)):
         with pytest.raises(ValueError):

@@ -104,7 +104,7 @@ async def test_wrong_password_is_named_and_never_shown(
     "url",
     ["http://x", "redis://host:port/0", "redis://h/?socket_timeout=x", "redis://h/?no_such=1"],
 )
-async def test_url_that_is_none_is_refused(url: str) -> None:
+async def test_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(BufferConnectionError, match=r"not a valid Redis URL"):
         await connect(url)
 

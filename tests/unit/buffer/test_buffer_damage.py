@@ -244,7 +244,7 @@ async def _hostile_run(factory: BufferFactory, redis: Redis, run: str) -> tuple[
 
 
 @pytest.mark.parametrize("turn", range(2))
-async def test_no_field_of_any_hash_ends_a_verb_unexplained(
+async def test_damaged_hash_fields_end_no_verb_without_an_explanation(
     buffer_factory: BufferFactory,
     run_name: str,
     redis: BufferRedis,
@@ -266,7 +266,7 @@ async def test_no_field_of_any_hash_ends_a_verb_unexplained(
 
 
 @pytest.mark.parametrize("turn", range(2))
-async def test_no_key_of_another_type_ends_a_verb_unexplained(
+async def test_keys_of_another_type_end_no_verb_without_an_explanation(
     buffer_factory: BufferFactory,
     run_name: str,
     redis: BufferRedis,

@@ -119,7 +119,7 @@ async def test_groups_that_are_too_old_for_the_new_run_are_reported(dumping: Dum
     assert report.pushed == {"stored": 3, "stale": 1}
 
 
-async def test_nothing_is_loaded_from_a_file_that_was_cut_off(dumping: Dumping) -> None:
+async def test_load_pushes_nothing_from_a_truncated_file(dumping: Dumping) -> None:
     await dumping.fill()
     path = dumping.path
     await dumping.dump()
@@ -232,7 +232,7 @@ async def test_groups_that_move_during_a_dump_are_in_it_exactly_once(dumping: Du
     assert busy.cancelled(), busy
 
 
-async def test_run_that_is_not_there_is_named(dumping: Dumping) -> None:
+async def test_dump_of_an_unknown_run_names_it(dumping: Dumping) -> None:
     with pytest.raises(RunNotOpenError, match="check the run's name"):
         await dumping.dump()
     assert not dumping.path.exists()

@@ -80,13 +80,13 @@ def _is_noticed_or_harmless(path: Path, damaged: bytes) -> bool:
     return False
 
 
-def test_every_truncation_of_a_dump_is_noticed(tmp_path: Path) -> None:
+def test_dump_that_is_truncated_anywhere_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "buffer.dump"
     data = _write(path)
     assert all(_is_noticed_or_harmless(path, data[:length]) for length in range(len(data)))
 
 
-def test_no_flipped_bit_changes_what_is_read_from_a_dump(tmp_path: Path) -> None:
+def test_flipped_bits_do_not_change_what_is_read_from_a_dump(tmp_path: Path) -> None:
     path = tmp_path / "buffer.dump"
     data = _write(path)
     for at in range(len(data)):
@@ -95,7 +95,7 @@ def test_no_flipped_bit_changes_what_is_read_from_a_dump(tmp_path: Path) -> None
         _is_noticed_or_harmless(path, bytes(damaged))
 
 
-def test_no_removed_or_repeated_bytes_change_what_is_read_from_a_dump(tmp_path: Path) -> None:
+def test_removed_or_repeated_bytes_do_not_change_what_is_read_from_a_dump(tmp_path: Path) -> None:
     path = tmp_path / "buffer.dump"
     data = _write(path)
     random = Random(0)
@@ -152,7 +152,7 @@ def test_dump_in_another_format_is_refused_by_its_number(tmp_path: Path, version
         read_header(path)
 
 
-def test_full_disk_is_told_and_leaves_no_partial_file(tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_leaves_no_partial_file(tmp_path: Path) -> None:
     path = tmp_path / "buffer.dump"
     (tmp_path / "buffer.dump.part").symlink_to("/dev/full")  # every write there fails with ENOSPC
     with pytest.raises(OSError, match=r"Make room.*buffer\.dump") as caught:

@@ -57,7 +57,7 @@ async def test_running_groups_are_ordered_by_the_oldest_version_they_can_hold(
     assert await buffer._redis.zscore(buffer.keys("running"), "g") == 4
 
 
-async def test_take_retry_that_is_sent_again_gives_the_same_prompt(
+async def test_repeated_take_retry_returns_the_same_prompt(
     checked_buffer: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer(max_staleness=0)
@@ -207,7 +207,7 @@ async def test_drop_stalest_evicts_more_than_one_call_may_for_a_large_group(
 # Trainer side ---------------------------------------------------------------------------------
 
 
-async def test_what_was_trained_is_counted_once_by_age_and_leaves_a_tombstone(
+async def test_consumed_groups_are_counted_once_by_age_and_leave_tombstones(
     checked_buffer: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer()
@@ -252,7 +252,7 @@ async def test_validate_returns_groups_that_need_more_masking_and_keeps_those_wi
     assert (await _lease(buffer, 2, 4, 1)).mask_below_version == 4
 
 
-async def test_group_of_which_nothing_is_left_counts_as_masked(
+async def test_group_without_trainable_tokens_left_counts_as_masked(
     checked_buffer: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer(on_stale=OnStale.mask_tokens)
@@ -265,7 +265,7 @@ async def test_group_of_which_nothing_is_left_counts_as_masked(
 
 
 @pytest.mark.parametrize("selector", [Selector.freshest, Selector.fifo])
-async def test_wait_takes_those_first_whose_last_chance_it_is(
+async def test_on_stale_wait_takes_groups_about_to_go_stale_first(
     checked_buffer: Any, make_group: Any, selector: Selector
 ) -> None:
     buffer = await checked_buffer(max_staleness=1, on_stale=OnStale.wait, selector=selector)
@@ -279,7 +279,7 @@ async def test_wait_takes_those_first_whose_last_chance_it_is(
 # Takeovers ------------------------------------------------------------------------------------
 
 
-async def test_training_a_group_clears_it_of_suspicion(
+async def test_training_a_group_resets_its_lease_count(
     checked_buffer: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer(max_attempts=1)
@@ -289,7 +289,7 @@ async def test_training_a_group_clears_it_of_suspicion(
     assert done == Reconciled(acked=0, requeued=1, dropped=0, quarantined=0)
 
 
-async def test_poison_group_is_put_aside_by_a_restore_unless_the_checkpoint_has_it(
+async def test_poison_group_is_quarantined_by_a_restore_unless_the_checkpoint_has_it(
     checked_buffer: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer(max_attempts=1)
@@ -332,7 +332,7 @@ async def test_zombie_changes_nothing_in_the_middle_of_a_takeover(
 
 
 @pytest.mark.parametrize("selector", list(Selector))
-async def test_restore_that_is_cut_off_is_finished_by_the_next(
+async def test_interrupted_restore_is_finished_by_the_next(
     checked_buffer: Any, make_group: Any, selector: Selector
 ) -> None:
     buffer = await checked_buffer(max_staleness=9, selector=selector)
@@ -402,7 +402,7 @@ async def test_restoring_a_checkpoint_of_a_lost_branch_drops_all(
     assert (done.dropped, (await _group(buffer, "a"))["state"]) == (2, "dropped:lineage")
 
 
-async def test_only_the_last_rollbacks_are_kept_and_older_versions_count_as_gone(
+async def test_rollbacks_older_than_the_last_32_drop_their_versions(
     buffer_factory: Any, make_group: Any
 ) -> None:
     buffer = await buffer_factory(max_staleness=99)

@@ -487,7 +487,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(36_000)
-def test_any_sequence_of_verbs_agrees_with_the_model(client: Client, make_group: Any) -> None:
+def test_verbs_in_any_sequence_agree_with_the_model(client: Client, make_group: Any) -> None:
     for done in range(0, NUM_SEQUENCES, SEQUENCES_A_ROUND):
         run_state_machine_as_test(
             lambda: BufferMachine(client, make_group),

@@ -62,7 +62,7 @@ async def test_trainer_waits_for_the_oldest_running_group(
     assert (await buffer.stats()).dropped == {}
 
 
-async def test_group_that_is_given_up_is_waited_for_no_longer(
+async def test_lease_stops_waiting_for_an_abandoned_group(
     checked_buffer: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer(max_staleness=0, on_stale=OnStale.wait)
@@ -100,7 +100,7 @@ async def test_restore_makes_no_running_group_look_older(
 # Credits --------------------------------------------------------------------------------------
 
 
-async def test_credit_that_nobody_renews_is_given_back(checked_buffer: Any) -> None:
+async def test_credit_that_is_not_renewed_expires(checked_buffer: Any) -> None:
     buffer = await checked_buffer(groups_per_step=2, max_staleness=0, lease_timeout_s=0.2)
     await buffer.admit("lives", 0)
     await buffer.admit("dead", 0)

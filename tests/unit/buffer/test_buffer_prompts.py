@@ -25,7 +25,7 @@ async def _begun(buffer: Any, name: str, prompt: PromptRef = PROMPT, position: i
 
 
 @pytest.mark.parametrize("on_stale", OnStale)
-async def test_prompt_of_a_dead_worker_runs_once_more_and_then_is_put_aside(
+async def test_prompt_of_a_dead_worker_runs_once_more_and_is_then_quarantined(
     checked_buffer: Any, on_stale: OnStale
 ) -> None:
     buffer = await checked_buffer(on_stale=on_stale)
@@ -52,7 +52,7 @@ async def test_prompt_of_a_dead_worker_runs_once_more_and_then_is_put_aside(
     assert await buffer.take_retry() == PROMPT
 
 
-async def test_credit_that_nobody_renews_gives_its_prompt_back(checked_buffer: Any) -> None:
+async def test_credit_that_expires_queues_its_prompt_again(checked_buffer: Any) -> None:
     buffer = await checked_buffer(lease_timeout_s=0.02)
     group_id = await _begun(buffer, "0-0-a")
     await buffer.admit("0-1-a", 1)  # has no prompt yet
@@ -213,7 +213,7 @@ async def test_oversampling_admits_more_than_the_leash_has_room_for(
     await buffer.close()
 
 
-def test_limit_is_what_a_person_would_compute() -> None:
+def test_limit_rounds_like_exact_arithmetic() -> None:
     def limit(oversampling: float, lag: int = 0) -> int:
         return admission_limit(
             max_staleness=1, lag=lag, groups_per_step=50, oversampling=oversampling

@@ -26,7 +26,7 @@ def test_group_is_fresh_up_to_exactly_max_staleness() -> None:
     assert not is_fresh(7, 4, max_staleness=2)
 
 
-def test_with_zero_only_the_version_being_trained_is_fresh() -> None:
+def test_max_staleness_0_keeps_only_the_version_being_trained_fresh() -> None:
     assert [v for v in range(5) if is_fresh(3, v, max_staleness=0)] == [3, 4]
 
 
@@ -89,7 +89,7 @@ def test_admitted_id_names_its_shard() -> None:
 
 
 @given(st.text(min_size=1, max_size=20), st.integers(1, 9))
-def test_every_id_has_one_shard(group_id: str, num_shards: int) -> None:
+def test_id_has_exactly_one_shard(group_id: str, num_shards: int) -> None:
     assert 0 <= shard_of(group_id, num_shards) < num_shards
     assert shard_of(group_id, num_shards) == shard_of(group_id, num_shards)
 
@@ -145,7 +145,7 @@ def test_shares_are_a_partition_without_empty_ones_and_within_grahams_bound(
     assert shares == split_by_tokens(list(tokens), num_shares)
 
 
-def test_more_shares_than_groups_are_refused() -> None:
+def test_shares_may_not_outnumber_groups() -> None:
     with pytest.raises(ValueError, match="num_shares=3 with 2 groups"):
         split_by_tokens([1, 2], 3)
 
@@ -176,7 +176,7 @@ def test_versions_after_a_gap_are_moved_kept_or_gone() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), max_size=4), st.integers(0, 30))
-def test_numbers_never_fall_and_keep_their_distance(
+def test_renumbered_versions_never_fall_and_keep_their_distance(
     jumps: list[tuple[int, int]], version: int
 ) -> None:
     gaps, newest = [], 0

@@ -47,7 +47,7 @@ async def test_values_of_any_size_come_back(redis: BufferRedis, run_name: str) -
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_each_value_belongs_to_its_key_however_their_sizes_change(
+async def test_values_match_their_keys_however_their_sizes_change(
     redis: BufferRedis, run_name: str, seed: int
 ) -> None:
     dice = np.random.default_rng(seed)
@@ -69,7 +69,9 @@ async def test_values_with_line_ends_in_them_are_no_replies(
     assert [value == b"\r\n$-1\r\n" * 20_000 for value in received] == [True] * 3
 
 
-async def test_only_some_megabytes_are_asked_for_at_once(redis: BufferRedis, run_name: str) -> None:
+async def test_receive_requests_only_some_megabytes_at_once(
+    redis: BufferRedis, run_name: str
+) -> None:
     values = await _store(redis, run_name, [1 << 20] * 24)
     largest = 0
     watcher = await connect_again(redis)
@@ -112,7 +114,7 @@ async def test_connection_that_is_cut_is_replaced(redis: BufferRedis, run_name: 
 
 
 @pytest.mark.parametrize("pause_ms", [0, 0.3, 1, 3, 10])
-async def test_what_a_cancelled_call_left_is_not_taken_for_the_next(
+async def test_replies_of_a_cancelled_call_are_not_taken_for_the_next(
     redis: BufferRedis, run_name: str, pause_ms: float
 ) -> None:
     values = await _store(redis, run_name, [800_000] * 8)

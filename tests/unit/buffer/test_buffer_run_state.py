@@ -76,7 +76,7 @@ async def test_commit_is_kept_with_its_record_on_every_shard(
     await state.close()
 
 
-async def test_all_live_engines_are_waited_for(state: RunState) -> None:
+async def test_wait_engines_at_waits_for_all_live_engines(state: RunState) -> None:
     with pytest.raises(TimeoutError, match=r"no engine served version 0 within 0\.02 s"):
         await state.wait_engines_at(0, 0.02)
     await state.record_commits({"e0": 1, "e1": 2, "e2": 0})
@@ -107,7 +107,7 @@ async def test_change_of_the_engines_wakes_who_waits_for_it(state: RunState) -> 
         assert await waiting == {}
 
 
-async def test_only_so_many_engines_stand_still_at_once(state: RunState) -> None:
+async def test_enter_commit_bounds_the_number_of_paused_engines(state: RunState) -> None:
     assert await state.enter_commit("e0", 2, 60, 0)
     assert await state.enter_commit("e1", 2, 60, 0)
     assert not await state.enter_commit("e2", 2, 60, 0.02)
@@ -210,7 +210,7 @@ async def test_waits_and_counters_add_up(state: RunState) -> None:
     assert await state.counters() == {"tokens_generated": 120, "prompts_skipped": 1}
 
 
-async def test_addition_that_is_sent_again_counts_once(
+async def test_repeated_addition_counts_once(
     state: RunState, redis_url: str, run_name: str
 ) -> None:
     redis = await connect(redis_url)

@@ -43,6 +43,6 @@ def test_source_holds_each_library_file_once_before_its_use() -> None:
     assert text.index("local function to_tombstones(") < text.index("local function drop(")
 
 
-def test_every_library_file_is_included_by_a_script() -> None:
+def test_library_files_are_all_included_by_a_script() -> None:
     shipped = "\n".join(source(name) for name in script_names())
     assert [name for name in LIBRARY if f"-- @include lib/{name}\n" not in shipped] == ["base"]

@@ -74,7 +74,7 @@ def test_data_survives_a_restart_in_the_same_folder(tmp_path: Path) -> None:
     second.stop(timeout_s=5)
 
 
-def test_it_survives_the_thread_that_started_it(tmp_path: Path) -> None:
+def test_server_survives_the_thread_that_started_it(tmp_path: Path) -> None:
     started: list[EmbeddedServer] = []
     thread = threading.Thread(target=lambda: started.append(_start(tmp_path)))
     thread.start()
@@ -122,7 +122,7 @@ def test_killed_server_is_started_again_on_its_log_at_the_same_url(tmp_path: Pat
     assert server.stop(timeout_s=5) == 0
 
 
-def test_another_object_can_take_the_place_of_a_server_that_ended(tmp_path: Path) -> None:
+def test_server_that_ended_can_be_replaced_by_another_object(tmp_path: Path) -> None:
     first = _start(tmp_path)
     parts = urlsplit(first.url)
     first.stop(timeout_s=5)
@@ -149,7 +149,7 @@ def test_log_whose_end_is_torn_is_loaded_up_to_there(tmp_path: Path) -> None:
     server.stop(timeout_s=5)
 
 
-def test_extra_lines_of_config_win_over_ours_and_a_bad_one_is_told(tmp_path: Path) -> None:
+def test_extra_config_lines_override_ours_and_bad_ones_are_reported(tmp_path: Path) -> None:
     server = EmbeddedServer.start(
         tmp_path, BufferConfig(), HOST, tmp_path / "log", extra={"maxmemory": "64mb"}
     )

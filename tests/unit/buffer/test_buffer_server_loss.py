@@ -70,7 +70,7 @@ async def _begun(buffer: Buffer, name: str) -> str:
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("ends", ["expires", "reclaimed"])
-async def test_prompt_of_a_push_that_the_server_lost_runs_again_and_is_not_blamed(
+async def test_prompt_of_a_push_lost_by_the_server_runs_again_without_a_penalty(
     server: EmbeddedServer, tmp_path: Path, make_group: Any, shards: int, ends: str
 ) -> None:
     async with _opened(server, shards=shards, lease_timeout_s=0.2) as buffer:
@@ -98,7 +98,9 @@ async def test_prompt_of_a_push_that_the_server_lost_runs_again_and_is_not_blame
         assert await find_violations(buffer) == []
 
 
-async def test_worker_that_dies_after_the_restart_is_blamed(server: EmbeddedServer) -> None:
+async def test_worker_death_after_a_server_restart_counts_against_the_prompt(
+    server: EmbeddedServer,
+) -> None:
     async with _opened(server, lease_timeout_s=2) as buffer:
         group_id = await _begun(buffer, "0-0-a")
         await asyncio.to_thread(_kill, server)

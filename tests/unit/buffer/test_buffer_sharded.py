@@ -66,7 +66,7 @@ async def test_id_that_would_leave_its_shard_in_doubt_is_refused(checked_buffer:
         await buffer.admit("g@1", 0)
 
 
-async def test_another_number_of_shards_than_the_run_has_is_refused(
+async def test_open_refuses_a_number_of_shards_other_than_the_runs(
     checked_buffer: Any, buffer_factory: Any
 ) -> None:
     await checked_buffer(shards=2)
@@ -91,7 +91,9 @@ async def test_selector_holds_over_all_shards(
     assert taken == (expected if selector is Selector.stalest else expected[::-1])
 
 
-async def test_dry_shards_part_comes_from_the_others(checked_buffer: Any, make_group: Any) -> None:
+async def test_empty_shards_part_comes_from_the_others(
+    checked_buffer: Any, make_group: Any
+) -> None:
     buffer = await checked_buffer(shards=3, groups_per_step=4)
     for name in "abcd":
         await buffer.push(make_group(f"{name}@1"))
@@ -221,7 +223,7 @@ async def test_take_refuses_what_went_stale_since_the_peek(
 
 
 @pytest.mark.parametrize("has_taken", [False, True])
-async def test_former_that_died_half_way_leaves_groups_that_come_back(
+async def test_rank_that_dies_while_forming_a_batch_leaves_groups_that_return(
     checked_buffer: Any, redis_url: str, run_name: str, make_group: Any, has_taken: bool
 ) -> None:
     buffer = await checked_buffer(shards=3)
@@ -244,7 +246,7 @@ async def test_former_that_died_half_way_leaves_groups_that_come_back(
     await redis.aclose()
 
 
-async def test_batch_that_was_lost_as_a_whole_makes_way_for_a_new_one(
+async def test_batch_that_was_lost_as_a_whole_is_formed_again(
     checked_buffer: Any, make_group: Any
 ) -> None:
     hasty = await checked_buffer(shards=3, lease_timeout_s=0.02)

@@ -81,7 +81,7 @@ async def test_zombie_trainer_changes_nothing(
     assert await heir.ack(1, "new") == 1
 
 
-async def test_what_an_abandoned_lineage_made_is_dropped_and_counted(
+async def test_groups_of_an_abandoned_lineage_are_dropped_and_counted(
     checked_buffer: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer(max_staleness=9, max_retries=0)

@@ -43,7 +43,7 @@ async def test_group_goes_through_all_states(checked_buffer: Any, make_group: An
 
 
 @pytest.mark.parametrize("state", ["ready", "leased", "consumed", "acked"])
-async def test_late_retry_of_a_push_leaves_the_payload_as_it_should_be(
+async def test_late_retry_of_a_push_does_not_change_the_payload(
     checked_buffer: Any, redis_url: str, run_name: str, make_group: Any, state: str
 ) -> None:
     buffer = await checked_buffer()
@@ -64,7 +64,7 @@ async def test_late_retry_of_a_push_leaves_the_payload_as_it_should_be(
 @pytest.mark.parametrize(
     ("payload", "reason"), [(None, "payload_missing"), (b"LSHG damaged", "undecodable")]
 )
-async def test_group_that_cannot_be_read_is_kept_aside_and_the_rest_is_trained(
+async def test_undecodable_group_is_quarantined_and_the_rest_is_trained(
     buffer_factory: Any,
     redis_url: str,
     run_name: str,
@@ -122,7 +122,7 @@ async def test_ranks_share_one_batch_balanced_by_tokens(
     assert first.num_tokens == second.num_tokens == 100
 
 
-async def test_rank_that_comes_late_gets_its_own_share_without_what_was_dropped(
+async def test_late_rank_gets_its_own_share_without_dropped_groups(
     checked_buffer: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer(max_staleness=1)
@@ -140,7 +140,7 @@ async def test_rank_that_comes_late_gets_its_own_share_without_what_was_dropped(
     assert not {"a", "b"} & {g.group_id for g in late.groups}
 
 
-async def test_other_arguments_for_the_same_step_are_refused(
+async def test_lease_refuses_other_arguments_for_the_same_step(
     checked_buffer: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer()
@@ -267,7 +267,7 @@ async def test_engine_that_cannot_follow_does_not_stop_admission(
     await state.close()
 
 
-async def test_with_max_staleness_0_nothing_is_admitted_until_an_engine_serves_the_newest_version(
+async def test_admission_with_max_staleness_0_waits_until_an_engine_serves_the_newest_version(
     checked_buffer: Any, redis_url: str, run_name: str
 ) -> None:
     buffer = await checked_buffer(groups_per_step=1, max_staleness=0)
@@ -283,7 +283,7 @@ async def test_with_max_staleness_0_nothing_is_admitted_until_an_engine_serves_t
     await state.close()
 
 
-async def test_opening_again_keeps_what_the_run_has(checked_buffer: Any) -> None:
+async def test_open_keeps_existing_settings(checked_buffer: Any) -> None:
     buffer = await checked_buffer(max_staleness=2, groups_per_step=4)
     await buffer.publish_version(9)
     await buffer.set_max_staleness(5)

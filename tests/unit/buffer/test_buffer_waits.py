@@ -35,7 +35,7 @@ async def test_push_that_completes_a_batch_wakes_the_lease(
     assert time.monotonic() - start < 0.5
 
 
-async def test_all_ranks_are_woken_by_one_event(buffer_factory: Any, make_group: Any) -> None:
+async def test_event_wakes_all_ranks(buffer_factory: Any, make_group: Any) -> None:
     clients = [await buffer_factory() for _ in range(3)]
     waiting = [
         asyncio.create_task(
@@ -52,7 +52,7 @@ async def test_all_ranks_are_woken_by_one_event(buffer_factory: Any, make_group:
 
 
 @pytest.mark.parametrize("event", ["consume", "abandon", "stale", "publish", "commit", "tune"])
-async def test_whatever_makes_room_wakes_admission(
+async def test_admission_is_woken_by_everything_that_makes_room(
     buffer_factory: Any, redis_url: str, run_name: str, make_group: Any, event: str
 ) -> None:
     buffer = await buffer_factory(groups_per_step=1, max_staleness=1)
@@ -89,7 +89,7 @@ async def test_whatever_makes_room_wakes_admission(
     await state.close()
 
 
-async def test_many_blocked_workers_never_exceed_the_bound(buffer_factory: Any) -> None:
+async def test_blocked_workers_never_exceed_the_admission_bound(buffer_factory: Any) -> None:
     async def work(worker: int) -> int:
         buffer = await buffer_factory(groups_per_step=2, max_staleness=1)
         most = 0
@@ -105,7 +105,7 @@ async def test_many_blocked_workers_never_exceed_the_bound(buffer_factory: Any) 
     assert (stats.abandoned, stats.running) == (40, 0)
 
 
-async def test_wait_that_ends_says_what_it_waited_for(buffer_factory: Any) -> None:
+async def test_wait_timeout_says_what_was_missing(buffer_factory: Any) -> None:
     buffer = await buffer_factory(groups_per_step=1, max_staleness=0)
     with pytest.raises(TimeoutError, match=r"step 4 waited 0.05 s for 2 fresh groups .*: 0 are"):
         await buffer.lease(step=4, num_groups=2, timeout_s=0.05, **STEP)

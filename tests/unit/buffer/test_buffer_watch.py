@@ -15,7 +15,7 @@ from tests.support.invariants import find_violations
 STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "timeout_s": 0}
 
 
-async def test_events_tell_the_life_of_one_group(checked_buffer: Any, make_group: Any) -> None:
+async def test_events_list_the_history_of_one_group(checked_buffer: Any, make_group: Any) -> None:
     buffer = await checked_buffer()
     await buffer.admit("g", 0)
     await buffer.push(make_group("g"))
@@ -38,7 +38,7 @@ async def test_events_tell_the_life_of_one_group(checked_buffer: Any, make_group
     assert all(e.group_id == "g" and abs(e.at - time.time()) < 60 for e in events)
 
 
-async def test_groups_that_share_an_entry_of_the_audit_stream_have_lives_of_their_own(
+async def test_groups_that_share_an_audit_entry_have_separate_histories(
     buffer_factory: Any, make_group: Any
 ) -> None:
     buffer = await buffer_factory()

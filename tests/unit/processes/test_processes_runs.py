@@ -32,7 +32,7 @@ def start(code: str, run_id: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_every_process_of_the_run_ends_and_no_other(tmp_path: Path) -> None:
+def test_end_processes_ends_those_of_the_run_and_no_other(tmp_path: Path) -> None:
     mine, other = str(tmp_path / "mine"), str(tmp_path / "other")
     with start(STUBBORN, mine) as stubborn, start(IDLE, other) as bystander:
         try:

@@ -20,7 +20,7 @@ def plan(layout: Layout, bucket_bytes: int) -> tuple[Bucket, ...]:
 
 @settings(deadline=None)
 @given(layouts(), sizes)
-def test_every_byte_of_every_stream_is_in_exactly_one_bucket(layout: Layout, size: int) -> None:
+def test_buckets_cover_every_byte_of_every_stream_once(layout: Layout, size: int) -> None:
     buckets = plan(layout, size)
     for rank in range(layout.num_ranks):
         position = 0
@@ -60,9 +60,7 @@ def test_streams_that_are_scattered_bucket_by_bucket_are_the_file(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5])
-def test_what_was_scattered_reads_back_as_the_tensors_that_were_sent(
-    num_ranks: int, tmp_path: Path
-) -> None:
+def test_scattered_tensors_read_back_as_they_were_sent(num_ranks: int, tmp_path: Path) -> None:
     tensors = {
         "embed": torch.randn(101, 33).bfloat16(),  # 6666 bytes: larger than a bucket
         "norm": torch.randn(13),

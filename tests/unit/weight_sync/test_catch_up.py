@@ -83,7 +83,7 @@ def room() -> torch.Tensor:
     return torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
 
 
-def test_every_range_renews_a_short_hold(west: Served) -> None:
+def test_hold_is_short_and_renewed_with_every_range(west: Served) -> None:
     """One that outlasted the whole copy would outlive a joiner that dies by minutes."""
     holds: list[float] = []
     hold = west.store.hold

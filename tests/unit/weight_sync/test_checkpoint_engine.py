@@ -14,7 +14,7 @@ from weight_sync.types import TensorSpec, WeightSyncError
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 
-async def test_each_version_reaches_every_receiver_bit_by_bit(receivers: Receivers) -> None:
+async def test_versions_reach_every_receiver_bit_by_bit(receivers: Receivers) -> None:
     async with scene(receivers) as s:
         nodes = await s.add("a", "b")
         for version in (0, 1, 5):
@@ -52,7 +52,7 @@ async def test_newest_of_versions_in_quick_succession_wins(receivers: Receivers)
         assert sorted(skipped + published) == list(range(6)) and len(skipped) >= 2
 
 
-async def test_only_what_changed_is_sent_between_full_versions(receivers: Receivers) -> None:
+async def test_deltas_are_sent_between_full_versions(receivers: Receivers) -> None:
     async with scene(receivers, full_every=3) as s:
         a, b = await s.add("a", "b")
         for version in range(5):
@@ -68,7 +68,7 @@ async def test_only_what_changed_is_sent_between_full_versions(receivers: Receiv
                 assert record["wire_bytes"] < 0.05 * record["bytes"]
 
 
-async def test_more_changes_than_pay_are_sent_in_full(receivers: Receivers) -> None:
+async def test_version_with_too_many_changes_is_sent_in_full(receivers: Receivers) -> None:
     async with scene(receivers, full_every=10, max_delta_density=0.3) as s:
         (a,) = await s.add("a")
         s.share = 0.5
@@ -91,7 +91,7 @@ async def test_version_waits_for_the_first_receiver(receivers: Receivers) -> Non
         await s.check(a, 0)
 
 
-async def test_who_does_not_serve_a_version_is_named(receivers: Receivers) -> None:
+async def test_engine_that_does_not_serve_a_version_is_named(receivers: Receivers) -> None:
     async with scene(receivers) as s:
         await s.add("a")
         s.board.set_engine("the-slow-one", -1)

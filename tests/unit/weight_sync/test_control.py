@@ -68,7 +68,7 @@ def ranks(timeout_s: float = LIMIT_S) -> Iterator[Ranks]:
         made.close()
 
 
-def test_every_rank_hears_and_answers_in_the_order_of_the_ranks() -> None:
+def test_call_returns_replies_in_rank_order() -> None:
     with ranks() as made:
         for length in (0, 10, 10**6):
             message = {"do": "this", "what": "é" * length, "numbers": [1, None, 2.5, 2**60]}
@@ -94,13 +94,13 @@ def test_rank_that_does_not_answer_is_named_when_its_time_is_over() -> None:
             made.group.call({"do": "this"}, 0.5)
 
 
-def test_others_notice_that_rank_0_is_silent() -> None:
+def test_silence_of_rank_0_is_noticed_by_the_others() -> None:
     with ranks(timeout_s=1.0) as made:
         assert made.wait() == [3, 3]
         assert "receiving from rank 0: it is gone, or was silent for 1 s" in made.words.recv()
 
 
-def test_who_does_not_come_is_an_error() -> None:
+def test_missing_rank_is_an_error() -> None:
     store = open_store("127.0.0.1", 1.0)
     with pytest.raises(ControlError, match="the 2 trainer ranks did not meet within 1 s"):
         ControlGroup(store, "test", rank=0, num_ranks=2, address="127.0.0.1", timeout_s=1.0)

@@ -81,7 +81,7 @@ async def test_receiver_without_the_base_makes_the_next_version_full(receivers: 
 
 @pytest.mark.parametrize("doomed", [0, 1])
 @pytest.mark.parametrize("full_every", [1, 10])
-async def test_receiver_that_dies_under_way_costs_itself(
+async def test_receiver_that_dies_during_a_transfer_affects_only_itself(
     receivers: Receivers, doomed: int, full_every: int
 ) -> None:
     async with scene(receivers, full_every=full_every) as s:

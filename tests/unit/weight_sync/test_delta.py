@@ -66,7 +66,7 @@ def test_changes_at_the_edges_of_blocks_and_chunks(edge: int, dtype: str, num_ra
     assert torch.equal(send(layout, old, new), new)
 
 
-def test_only_what_changed_is_in_the_payload() -> None:
+def test_payload_holds_only_changed_elements() -> None:
     layout = Layout.of([spec("wide", 5, dtype="float32"), spec("narrow", 100_000)], num_ranks=1)
     old = random_bytes(layout.num_bytes, seed=2)
     new = old.clone()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weight_sync.group import forget_epochs, open_store
 
 
-def test_only_earlier_epochs_of_the_group_are_forgotten() -> None:
+def test_forget_epochs_deletes_only_earlier_epochs_of_the_group() -> None:
     store = open_store("127.0.0.1", 5.0)
     kept = ["run/3/here/0", "run/11/0/1", "run/choices/0/1", "run-b/1/here/0", "here"]
     for key in ["run/1/here/0", "run/2/0/1", *kept]:

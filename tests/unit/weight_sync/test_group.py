@@ -106,7 +106,7 @@ def test_groups_of_two_epochs_share_a_store(store: TCPStore, pool: ThreadPoolExe
         assert got.tolist() == [epoch] * 4
 
 
-def test_who_does_not_come_is_named(store: TCPStore) -> None:
+def test_missing_member_is_named(store: TCPStore) -> None:
     with pytest.raises(WeightSyncError, match="receiver node1 did not join"):
         spec = make_spec(store, num_receivers=2, timeout_s=0.5)
         with ThreadPoolExecutor(2) as pool:

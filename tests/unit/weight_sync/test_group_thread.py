@@ -224,7 +224,7 @@ def test_rank_without_memory_for_a_delta_sends_all() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("no route"), AssertionError(), MemoryError()])
-def test_whatever_goes_wrong_in_a_rank_is_an_answer(error: Exception) -> None:
+def test_rank_failures_are_replies(error: Exception) -> None:
     with patch.object(Snapshots, "stream", side_effect=error):
         reply = sending_rank().handle(encode_command())
     assert reply is not None and type(error).__name__ in reply["error"]

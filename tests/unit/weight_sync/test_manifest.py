@@ -33,7 +33,7 @@ def test_pieces_of_all_ranks_cover_the_file_once_and_each_stream_in_order(
 
 @settings(deadline=None)
 @given(layouts())
-def test_every_piece_is_aligned_to_its_dtype_in_stream_and_file(layout: Layout) -> None:
+def test_pieces_are_aligned_to_their_dtype_in_stream_and_file(layout: Layout) -> None:
     assert len(layout.file_header) % 64 == 0
     for pieces in layout.pieces:
         for piece in pieces:

@@ -114,7 +114,7 @@ def file_bytes(version: int) -> bytes:
     return LAYOUT.file_header + file_data(LAYOUT, version).numpy().tobytes()
 
 
-async def test_nothing_is_answered_without_the_key(north: ReceiverClient) -> None:
+async def test_requests_without_the_key_are_refused(north: ReceiverClient) -> None:
     async with httpx.AsyncClient(base_url=north.url, trust_env=False) as stranger:
         for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": KEY}):
             for path in ("/status", "/newest?above=0&timeout_s=0", "/data/3", "/nowhere"):

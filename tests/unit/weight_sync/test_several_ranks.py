@@ -120,7 +120,7 @@ async def test_rank_that_died_is_named_to_the_others(receivers: Receivers) -> No
         assert (await nodes[0].status()).newest == 0
 
 
-async def test_without_rank_0_nothing_becomes_visible_and_the_others_say_so(
+async def test_loss_of_rank_0_publishes_nothing_and_is_reported_by_the_others(
     receivers: Receivers,
 ) -> None:
     async with scene_of(receivers, 2) as (ranks, nodes):

@@ -44,7 +44,7 @@ def test_pending_version_is_given_up_for_a_newer_one() -> None:
     assert buffers.drain_skipped() == [first] and buffers.drain_skipped() == []
 
 
-def test_what_is_in_flight_is_not_overwritten_and_the_next_one_waits_its_turn() -> None:
+def test_version_in_flight_is_not_overwritten_and_the_next_one_waits() -> None:
     buffers = make_buffers()
     capture(buffers, 0)
     flying = begin(buffers)
@@ -85,7 +85,7 @@ def test_base_that_is_being_read_is_safe_until_the_reader_is_done() -> None:
     assert taken == [base.buffer]
 
 
-def test_only_a_published_version_can_be_read() -> None:
+def test_reading_needs_a_published_version() -> None:
     buffers = make_buffers()
     capture(buffers, 0)
     with buffers.reading(0) as pending:

@@ -66,7 +66,7 @@ def test_slots_are_written_over_in_turn_and_stay_the_same_files(store: StagedSto
     assert len(inodes) == 2
 
 
-def test_every_page_of_a_slot_exists_before_the_first_byte_comes(store: StagedStore) -> None:
+def test_slot_has_all_its_pages_before_the_first_byte_arrives(store: StagedStore) -> None:
     store.set_layout(OTHER_LAYOUT)
     slot = store.begin(full(1, OTHER_LAYOUT))
     status = (slot.path / "model.safetensors").stat()
@@ -94,7 +94,7 @@ def test_unfinished_version_gives_way_to_the_next(store: StagedStore) -> None:
     assert store.complete_versions == [1, 3]
 
 
-def test_another_transfer_of_the_same_version_starts_anew(store: StagedStore) -> None:
+def test_transfer_of_the_same_version_with_other_terms_starts_anew(store: StagedStore) -> None:
     stage(store, 1)
     stale = store.begin(delta(2, base_version=1))
     store.begin(full(2))
@@ -242,7 +242,7 @@ def test_transfer_of_another_layout_is_refused(store: StagedStore, tmp_path: Pat
     empty.close()
 
 
-def test_another_layout_drops_what_was_staged_but_not_what_is_read(
+def test_new_layout_drops_staged_versions_unless_one_is_held(
     store: StagedStore, clock: Clock
 ) -> None:
     slot = stage(store, 1)
