@@ -21,7 +21,7 @@ from crash.mortal_server import MortalServer  # noqa: E402
 
 @pytest.fixture
 def mortal_server(tmp_path: Path) -> Iterator[MortalServer]:
-    """A server of this test's own, to be killed."""
+    """A server for this test alone, to be killed."""
     server = MortalServer(tmp_path / "server")
     yield server
     server.stop()
@@ -29,7 +29,7 @@ def mortal_server(tmp_path: Path) -> Iterator[MortalServer]:
 
 @pytest.fixture(scope="module")
 def tmpfs_path() -> Iterator[Path]:
-    """A folder in memory, where there is one, for the tests of a file."""
+    """A folder for the tests of a file, in memory if possible."""
     shared = Path("/dev/shm")
     folder = tempfile.mkdtemp(prefix="leash-soak-", dir=shared if shared.is_dir() else None)
     yield Path(folder)
@@ -38,7 +38,7 @@ def tmpfs_path() -> Iterator[Path]:
 
 @pytest.fixture
 def benchmark_result(tmp_path: Path) -> Callable[[str, float], dict[str, float]]:
-    """Runs a script of benchmarks/ in short, and gives what its last line tells."""
+    """Runs a short form of a script in benchmarks/, and returns the figures in its last line."""
     folder = Path(__file__).parents[2] / "benchmarks"
 
     def run(script: str, timeout_s: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The benchmark runs to its end and tells every figure; which ones depends on the machine."""
+"""The benchmark runs to its end and reports every figure; their values depend on the machine."""
 
 from __future__ import annotations
 

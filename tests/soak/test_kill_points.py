@@ -36,7 +36,7 @@ GROUPS_PER_STEP = 4
 
 @dataclass(slots=True)
 class StopAt:
-    """Tells that the point is reached, and stays there until the process is killed."""
+    """Reports that the point is reached, and stays there until the process is killed."""
 
     channel: Any
     point: str
@@ -63,7 +63,7 @@ def small_scenario(url: str, folder: Path) -> Scenario:
 
 
 def push_all(buffer: BlockingReplayBuffer, scenario: Scenario) -> dict[str, str]:
-    """Everything that the play will train; what each push was answered."""
+    """Pushes all groups to be trained; returns the reply to each push."""
     buffer.open(scenario.settings, scenario.groups_per_step)
     answers = {}
     for index in range(NUM_STEPS * GROUPS_PER_STEP):
@@ -73,7 +73,7 @@ def push_all(buffer: BlockingReplayBuffer, scenario: Scenario) -> dict[str, str]
 
 
 def live_to_the_end(scenario: Scenario) -> None:
-    """The trainer's next life: it trains what is left and ends."""
+    """Restarts the trainer, which trains what is left and ends."""
     lineage = uuid4().hex[:12]
     path = scenario.folder / f"{lineage}.sock"
     meeting = Meeting(path, 1)
@@ -89,7 +89,7 @@ def live_to_the_end(scenario: Scenario) -> None:
 
 
 def live_until(scenario: Scenario, point: str, step: int) -> None:
-    """A life that ends by SIGKILL at a point, in this step or the first one after it."""
+    """Runs a trainer that is killed at a point, in this step or the first one after it."""
     ours, theirs = processes.pipe()
     lineage = uuid4().hex[:12]
     path = scenario.folder / f"{lineage}.sock"
@@ -128,7 +128,7 @@ def test_kill_between_two_verbs_neither_loses_nor_doubles_a_group(
 
 
 def zombie(scenario: Scenario, channel: Any) -> None:
-    """Leases, is stopped for longer than the lease lasts, and goes on as if nothing had been."""
+    """Leases, is stopped for longer than the lease lasts, and continues unaware."""
     buffer = scenario.blocking_buffer()
     buffer.reconcile("first", step=0, version=0, resume_version=0)
     lease = buffer.lease(step=1, version=0, num_groups=4, share=0, num_shares=1, timeout_s=10)

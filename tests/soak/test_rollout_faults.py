@@ -1,4 +1,4 @@
-"""Whoever of the rollout pool dies, and whenever: no prompt is lost or doubled, no group shrunk.
+"""Processes of the rollout pool die at any moment: no prompt is lost or doubled, no group shrunk.
 
 A real run on two engines and two workers. At random moments under load one of these is killed by
 SIGKILL: an engine's server, a worker, a scoring process, the actor that such processes belong to,
@@ -78,7 +78,7 @@ def test_killed_members_under_load_lose_no_prompt_and_shrink_no_group(tmp_path: 
         the_play.stop()
         print(dict(the_play.ledger.fates(the_play.picture)))
 
-    assert the_play.process.returncode == 130, the_play.told()
+    assert the_play.process.returncode == 130, the_play.kill_log()
     assert json.loads((run / "run.json").read_text())["state"] == "stopped"
     assert_saved(run)
     assert Counter(kill.victim.kind for kill in the_play.kills) == dict.fromkeys(Kind, NUM_KILLS)

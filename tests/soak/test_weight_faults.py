@@ -1,4 +1,4 @@
-"""Whoever dies, stalls, comes late or lies while weights travel: no torn version, no hang.
+"""Members that die, stall, join late or corrupt bytes during a publish: no torn version, no hang.
 
 Every fault comes at a bucket that chance has chosen, with real processes. After each: what a
 receiver shows equals the trainer's weights bit for bit, survivors show the newest version, and
@@ -79,7 +79,7 @@ async def test_version_whose_trainer_dies_is_never_visible(the_play: Play) -> No
         victim = the_play.any_rank()
         async with the_play.at_a_bucket(victim):
             the_play.trainer.ranks[victim].signal(signal.SIGKILL)
-        await _others_are_told(the_play, victim)
+        await _others_notice(the_play, victim)
         await _never_seen_above(the_play, before)
         await the_play.new_trainer()
         await _never_seen_above(the_play, before)
@@ -99,14 +99,14 @@ async def test_trainer_rank_that_stalls_hangs_no_one(the_play: Play) -> None:
             await the_play.converge()
             await the_play.published()
             continue
-        await _others_are_told(the_play, victim)
+        await _others_notice(the_play, victim)
         await _never_seen_above(the_play, before)
         await the_play.new_trainer()
         await the_play.publish(is_full=False)
         await the_play.converge()
 
 
-async def _others_are_told(the_play: Play, victim: int) -> None:
+async def _others_notice(the_play: Play, victim: int) -> None:
     """A rank that lives learns at its next publish, at the latest, that the trainer is broken."""
     the_play.version += 1
     survivors = [rank for i, rank in enumerate(the_play.trainer.ranks) if i != victim]

@@ -1,4 +1,4 @@
-"""Looks for damage in a shard: parts of it that do not agree, orphans, and a broken law.
+"""Checks a shard for inconsistent parts, orphans and unconserved groups.
 
 Every part is read atomically, so nothing is reported only because the run goes on meanwhile.
 """
@@ -24,7 +24,7 @@ _GROUPS_AT_ONCE = 100
 
 
 class _Sizes(NamedTuple):
-    """Sums over all groups that are held."""
+    """Sums over all held groups."""
 
     bytes: int = 0
     bytes_consumed: int = 0
@@ -33,7 +33,7 @@ class _Sizes(NamedTuple):
 
 
 async def find_violations(buffer: Buffer) -> list[str]:
-    """What is wrong, in words; nothing if all is well. Looks at every group: not cheap."""
+    """Describes all violations; empty if there are none. Reads every group: not cheap."""
     shards = buffer.shards if isinstance(buffer, ShardedReplayBuffer) else [buffer]
     found = [await find_violations_of_shard(shard) for shard in shards]
     if len(shards) == 1:
@@ -77,7 +77,7 @@ def _source(name: str) -> str:
 
 
 async def _names(shard: ReplayBuffer) -> tuple[list[str], list[str]]:
-    """Ids of all groups that anything is kept of, and steps with a record."""
+    """Ids of all groups with any data, and steps with a record."""
     groups: dict[str, None] = {}
     steps: dict[str, None] = {}
     for source in (

@@ -1,1 +1,1 @@
-"""The parts of the soak: a trainer job and producers that can be killed, and who judges the end."""
+"""The parts of the crash soak: a trainer and producers that can be killed, and the final check."""

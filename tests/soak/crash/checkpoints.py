@@ -1,4 +1,4 @@
-"""Checkpoints of the soak's trainer: small atomic files, each naming the one that it grew from."""
+"""Checkpoints of the soak's trainer: small atomic files, each naming its parent."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Checkpoint:
     version: int = 0
     lineage: str = ""
     consumed: tuple[str, ...] = ()
-    """Groups trained since the checkpoint before."""
+    """Groups trained since the parent checkpoint."""
     depths: dict[int, int] = field(default_factory=lambda: {0: 0})
     """Optimizer steps that made each version, for the newest ancestors of these weights."""
     parent: str | None = None
-    """File of the checkpoint before."""
+    """File of the parent checkpoint."""
 
 
 class CheckpointChain:
@@ -28,7 +28,7 @@ class CheckpointChain:
         self._aliases = folder / "aliases"
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Whole or absent; the latest from the moment of the last rename."""
+        """Writes atomically; it becomes the latest with the last rename."""
         name = f"step-{checkpoint.step:06d}-{checkpoint.lineage}.json"
         _write(self._folder / name, json.dumps(asdict(checkpoint)))
         _write(self._latest, name)
@@ -41,7 +41,7 @@ class CheckpointChain:
         return Checkpoint() if name is None else self._read(name)
 
     def note_alias(self, version: int) -> None:
-        """The latest checkpoint's weights are about to be published as `version`."""
+        """Call before the latest checkpoint's weights are published as `version`."""
         with self._aliases.open("a") as file:  # one line, one write: whole or absent
             file.write(json.dumps([self.latest_name(), version]) + "\n")
 

@@ -1,4 +1,4 @@
-"""What the server holds at the end, read key by key, without a word of the buffer's own code."""
+"""What the server holds at the end, read key by key without the buffer's own code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SINGLE = {
     *("waits", "counters", "metrics", "phase", "tasks"),
     *(f"wake:{name}" for name in ("room", "batch", "version", "forming")),
 }
-"""Keys of which a shard has one; what lies in them is checked by `find_violations`."""
+"""Keys that a shard has once; `find_violations` checks their content."""
 _BATCH = 1000
 
 
@@ -25,9 +25,9 @@ class Evidence:
     states: dict[str, str] = field(default_factory=dict)
     """State of every group that the server knows, by id."""
     orphans: list[str] = field(default_factory=list)
-    """Keys that belong to nothing and would stay for ever."""
+    """Orphaned keys that would stay for ever."""
     num_expiring: int = 0
-    """Payloads whose push never committed: gone in some minutes by themselves."""
+    """Payloads whose push was never committed; they expire within minutes."""
     num_keys: Counter[str] = field(default_factory=Counter)
     """By kind."""
 
@@ -101,7 +101,7 @@ def _lifetimes(client: redis.Redis, keys: list[Found]) -> Iterator[tuple[Found, 
 
 
 def judge(found: Evidence, trained: list[str], acknowledged: Mapping[str, str]) -> list[str]:
-    """What is wrong, in words. `trained` is the surviving lineage, in order."""
+    """Describes all violations. `trained` is the surviving lineage, in order."""
     wrong = [f"orphan key {key}" for key in found.orphans]
     twice = [group_id for group_id, number in Counter(trained).items() if number > 1]
     wrong += [f"{group_id} was trained more than once" for group_id in twice]
@@ -109,7 +109,7 @@ def judge(found: Evidence, trained: list[str], acknowledged: Mapping[str, str]) 
     wrong += [f"{i} was trained, but is {found.states.get(i)}" for i in set(trained) - acked]
     wrong += [f"{i} is acked, but no checkpoint contains it" for i in acked - set(trained)]
     wrong += [
-        f"the push of {i} was answered {answer!r}, and the buffer does not know it"
+        f"the push of {i} got the reply {answer!r}, but the buffer does not have it"
         for i, answer in acknowledged.items()
         if i not in found.states
     ]

@@ -1,4 +1,4 @@
-"""Producers and a trainer that go as fast as they can and tidy up after themselves."""
+"""Producers and a trainer that run at full rate and clean up after themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEASE_S = 60.0
 
 
 def produce(scenario: Scenario, number: int, is_over: Any) -> None:
-    """Until `is_over` (a multiprocessing event) is set."""
+    """Runs until `is_over` (a multiprocessing event) is set."""
     asyncio.run(_produce(scenario, number, is_over))
 
 
@@ -60,7 +60,7 @@ async def _train(scenario: Scenario, rank: int, barrier: Any, is_over: Any) -> N
 
 
 async def _step(buffer: Buffer, scenario: Scenario, rank: int, step: int, barrier: Any) -> bool:
-    """Whether the ranks are still in step: not when the end came in the midst of it."""
+    """Whether the ranks are still in step; False if the run ended in the middle of one."""
     try:
         lease = await buffer.lease(
             step=step + 1,

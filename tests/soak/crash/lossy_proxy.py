@@ -1,4 +1,4 @@
-"""A TCP proxy that now and then loses a reply: the request arrived, and the connection breaks."""
+"""A TCP proxy that sometimes drops a reply: the request arrived, and the connection breaks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CHUNK = 1 << 16
 
 
 class LossyProxy:
-    """Runs in a thread of its own; `url` leads through it."""
+    """Runs in a thread of its own; connect to `url`."""
 
     def __init__(self, target_url: str, loss: float, seed: int) -> None:
         parts = urlsplit(target_url)

@@ -1,4 +1,4 @@
-"""A stand-in for the trainer's collectives: all ranks give a word, all get everybody's words."""
+"""A stand-in for the trainer's collectives: an all-gather of one message per rank."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class Meeting:
-    """The place where the ranks of one job meet; kept by the process that supervises the job."""
+    """Server of one job's all-gathers, in the process that supervises the job."""
 
     def __init__(self, path: Path, num_ranks: int) -> None:
         self.is_over = threading.Event()
-        """Set it, and the ranks end after the step that they are at."""
+        """Once set, the ranks end after their current step."""
         self.num_rounds = 0
         self._num_ranks = num_ranks
         self._listener = socket.socket(socket.AF_UNIX)
@@ -67,7 +67,7 @@ class Seat:
         self.is_over = False
 
     def share(self, word: Any) -> list[Any]:
-        """Everybody's words in order of rank. Waits for all; EOFError if one of them is gone."""
+        """All messages in rank order. Waits for all ranks; raises EOFError if one is gone."""
         self._file.write(json.dumps([self._rank, word]) + "\n")
         self._file.flush()
         line = self._file.readline()

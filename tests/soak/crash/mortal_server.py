@@ -1,4 +1,4 @@
-"""An embedded server that is killed and started again on its own data, at the same address."""
+"""An embedded server that is killed and restarted with its data at the same address."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from configs.schema import BufferConfig
 
 
 class MortalServer:
-    """Its `url` stays the same over all of its lives."""
+    """Its `url` stays the same across restarts."""
 
     def __init__(self, folder: Path) -> None:
         self._log = folder / "server.log"
@@ -19,7 +19,7 @@ class MortalServer:
         self.url = self._server.url
 
     def kill(self) -> None:
-        """SIGKILL: what the append-only file holds at this moment is all that is left."""
+        """SIGKILL: only the current content of the append-only file survives."""
         os.kill(self._server.pid, signal.SIGKILL)
         assert self._server.wait(10) is not None
 

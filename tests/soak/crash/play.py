@@ -1,4 +1,4 @@
-"""One play from its first group to its last: who is on stage, who watches, and the verdict."""
+"""One soak run from its first group to its last: its processes, the watcher, and the verdict."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from buffer.results import BufferStats
-from crash.cast import Producers, TrainerJob
 from crash.checkpoints import CheckpointChain
 from crash.evidence import collect, judge
+from crash.jobs import Producers, TrainerJob
 from crash.push_notes import PushNotes
 from crash.scenario import Scenario
 from tests.support.blocking import BlockingReplayBuffer
@@ -21,7 +21,7 @@ _LOOK_EVERY_S = 0.005
 
 
 class Watch:
-    """Looks at the law all the time, and fails when nothing moves."""
+    """Checks conservation continuously, and fails when nothing moves."""
 
     def __init__(self, buffer: BlockingReplayBuffer) -> None:
         self._buffer = buffer
@@ -33,7 +33,7 @@ class Watch:
     def look(self) -> BufferStats:
         stats = self._buffer.stats()
         self.num_looks += 1
-        assert stats.is_conserved, f"the law is broken: {stats}"
+        assert stats.is_conserved, f"groups are not conserved: {stats}"
         now = time.monotonic()
         if now - self._swept_at > _SWEEP_EVERY_S:
             self._buffer.sweep()
@@ -56,7 +56,7 @@ class Outcome:
 
 
 class Play:
-    """Producers and a trainer at one buffer. `scenario.url` is theirs, `direct_url` the watch's."""
+    """Producers and a trainer at `scenario.url`; the watch connects to `direct_url`."""
 
     def __init__(self, scenario: Scenario, direct_url: str) -> None:
         self._scenario, self._direct_url = scenario, direct_url
@@ -67,7 +67,7 @@ class Play:
         self.producers, self.trainer = Producers(scenario), TrainerJob(scenario)
 
     def run(self, act: Callable[[int], None]) -> Outcome:
-        """Calls `act` with the number of pushed groups again and again, until all is trained."""
+        """Calls `act` with the number of pushed groups repeatedly, until all are trained."""
         producers, trainer = self.producers, self.trainer
         try:
             while not (producers.have_ended and trainer.has_ended):
@@ -79,7 +79,7 @@ class Play:
                 if producers.have_ended and is_dry:
                     trainer.meeting.is_over.set()
                 time.sleep(_LOOK_EVERY_S)
-            # The credits of killed producers come back when nobody renews them.
+            # The credits of killed producers expire.
             while (stats := self._watch.look()).running:
                 time.sleep(0.1)
             faults = [f"invariant: {text}" for text in self._buffer.find_violations()]

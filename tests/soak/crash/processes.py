@@ -1,4 +1,4 @@
-"""Starts processes that can be killed at any moment and be started again quickly."""
+"""Starts processes that can be killed at any moment and restarted quickly."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _CONTEXT.set_forkserver_preload(["pytest", "tests.support.blocking"])
 
 
 def start(log: Path, function: Callable[..., None], *arguments: Any) -> BaseProcess:
-    """Runs the function in a process of its own; what it prints or raises goes to `log`."""
+    """Runs the function in a process of its own; its output and errors go to `log`."""
     process = _CONTEXT.Process(target=_run, args=(log, function, arguments), daemon=True)
     process.start()
     return process
 
 
 def kill(process: BaseProcess, number: int = signal.SIGKILL) -> None:
-    """Ends the process; nothing happens if it has ended by itself."""
+    """Kills the process, if it has not ended by itself."""
     if process.is_alive():
         assert process.pid is not None
         os.kill(process.pid, number)
 
 
 def join(process: BaseProcess, timeout_s: float) -> int | None:
-    """The exit code; None if it runs still."""
+    """The exit code; None if it is still running."""
     process.join(timeout_s)
     return process.exitcode
 

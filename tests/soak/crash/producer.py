@@ -1,4 +1,4 @@
-"""A producer process: many groups at once, each from its credit to its acknowledged push."""
+"""A producer process: many concurrent groups, each from its credit to its acknowledged push."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Producer:
             self._notes.close()
 
     async def _push_again(self) -> None:
-        """What the process before was pushing when it died: a duplicate, or news."""
+        """Pushes again what the previous process was pushing when it died."""
         for attempt in list(self._notes.unacknowledged.values()):
             await self._push(attempt)
 

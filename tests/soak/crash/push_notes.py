@@ -1,4 +1,4 @@
-"""A producer's notes of what it pushed and what was acknowledged; they outlive its SIGKILL."""
+"""A producer's log of its pushes and their replies, which survives SIGKILL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Attempt:
-    """Enough to make the very same group again."""
+    """Enough to create the same group again."""
 
     group_id: str
     index: int
@@ -19,11 +19,11 @@ class Attempt:
 
 
 class PushNotes:
-    """Append-only: one call writes a line, so that a kill leaves it whole or cut at the end."""
+    """Append-only: one call writes a line, so that a kill truncates at most the last one."""
 
     def __init__(self, path: Path) -> None:
         self.acknowledged: dict[str, str] = {}
-        """What each push was answered, by group id."""
+        """Reply to each push, by group id."""
         self.unacknowledged: dict[str, Attempt] = {}
         if path.exists():
             for line in path.read_text().splitlines():
@@ -37,7 +37,7 @@ class PushNotes:
         self._append(fields)
 
     def acknowledge(self, group_id: str, answer: str) -> None:
-        """Note only what the server has answered."""
+        """Call it only after the server has replied."""
         self._append([group_id, answer])
         del self.unacknowledged[group_id]
         self.acknowledged[group_id] = answer

@@ -64,7 +64,7 @@ class Rank:
             self._depths[alias] = self._depths[restored.version]
 
     def train(self) -> None:
-        """Until the meeting says that it is over and no whole batch is left."""
+        """Runs until the meeting is over and no whole batch is left."""
         while (lease := self._lease_together()) is not None:
             kept = self._seat.share(sorted(self._validate(lease)) if self._is_lead else None)[0]
             if not kept:
@@ -85,7 +85,7 @@ class Rank:
         return self._rank == 0
 
     def _resume(self, restored: Checkpoint) -> int:
-        """The number under which the restored weights go on, agreed with the buffer."""
+        """The version under which the restored weights are published, agreed with the buffer."""
         version = 0
         if self._is_lead:
             published = self._buffer.stats().trainer_version

@@ -1,4 +1,4 @@
-"""What every process of one soak is told."""
+"""The parameters of one soak, shared by all its processes."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Scenario:
     capacity_groups: int | None = None
     shards: int = 1
     groups_per_producer: int = 0
-    """Pushes that each producer wants acknowledged before it ends."""
+    """Acknowledged pushes after which each producer ends."""
     in_flight: int = 8
-    """Groups that a producer makes at once."""
+    """Groups that a producer generates concurrently."""
     generate_s: float = 0.01
     """Mean time that one group takes."""
     lease_timeout_s: float = 10.0
     wait_timeout_s: float = 60.0
     batch_timeout_s: float = 1.0
-    """How long a rank waits for a batch before it looks whether the play is over."""
+    """How long a rank waits for a batch before it checks whether the run is over."""
 
     def at(self, url: str) -> Scenario:
-        """The same play seen from another address of the server."""
+        """The same scenario with another address of the server."""
         return replace(self, url=url)
 
     @property

@@ -1,4 +1,4 @@
-"""How long the soak runs: short as CI runs it, or as large as LEASH_SOAK_* ask for."""
+"""Size of the soak: short as in CI, or as set by LEASH_SOAK_*."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def size(name: str, short: int) -> int:
-    """The whole number in LEASH_SOAK_<name>, else the one that CI uses."""
+    """The integer in LEASH_SOAK_<name>, or CI's default."""
     return int(os.environ.get(f"LEASH_SOAK_{name}", short))
 
 

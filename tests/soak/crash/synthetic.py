@@ -1,4 +1,4 @@
-"""Small groups whose tokens say which policy version wrote them, whatever the buffer says later."""
+"""Small groups whose tokens encode the version that sampled them, independent of the buffer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PROMPT_TOKENS = 3
 
 
 def synthetic_group(group_id: str, prompt: PromptRef, versions: Sequence[int]) -> TrajectoryGroup:
-    """The same group whenever it is made of the same arguments. `versions` ascend."""
+    """Deterministic in its arguments. `versions` ascend."""
     dice = random.Random(group_id)
     trajectories = tuple(_trajectory(dice, versions, i) for i in range(dice.randint(1, 3)))
     return TrajectoryGroup(group_id=group_id, prompt=prompt, trajectories=trajectories)
@@ -42,7 +42,7 @@ def _trajectory(dice: random.Random, versions: Sequence[int], episode: int) -> T
 
 
 def written_by(group: TrajectoryGroup) -> set[int]:
-    """Versions that wrote the group's trainable tokens, as its producer saw them."""
+    """Versions that sampled the group's trainable tokens, as recorded by its producer."""
     return {
         int(version) for t in group.trajectories for version in np.unique(t.tokens[t.loss_mask > 0])
     }

@@ -1,1 +1,1 @@
-"""The parts of the rollout pool's soak: a real run, who kills in it, and who keeps the books."""
+"""The parts of the rollout soak: a real run, the killer of its processes, and the ledger."""

@@ -1,4 +1,4 @@
-"""Where every prompt of a run is: in exactly one place at any moment, and trained at most once.
+"""Tracks every prompt of a run: in exactly one place at any moment, and trained at most once.
 
 stream ──► running ──► ready ──► leased ──► trained
              ▲  │        │
@@ -21,7 +21,7 @@ class Ledger:
     def __init__(
         self, num_workers: int, group_size: int, is_held_out: Callable[[int], bool]
     ) -> None:
-        """`is_held_out` tells of a prompt's index whether the workers pass over it."""
+        """`is_held_out` says whether the workers skip a prompt index."""
         self._num_workers = num_workers
         self._group_size = group_size
         self._is_held_out = is_held_out
@@ -31,7 +31,7 @@ class Ledger:
         self.groups: dict[int, list[str]] = defaultdict(list)
         """Groups of each prompt, in the order in which they began."""
         self.prompt: dict[str, int] = {}
-        """Of each group."""
+        """By group."""
         self.begun_ms: dict[str, int] = {}
         self.consumed_ms: dict[str, int] = {}
         self.last: dict[str, tuple[str, str]] = {}
@@ -83,7 +83,7 @@ class Ledger:
         return faults
 
     def fates(self, picture: Picture) -> Counter[str]:
-        """How many prompts are where, and why those are given up that are."""
+        """Number of prompts by place, and of abandoned ones by reason."""
         return Counter(self._place(index, picture)[0] for index in self.groups)
 
     def _faults(self, picture: Picture, is_over: bool) -> Iterator[str]:
@@ -96,12 +96,12 @@ class Ledger:
         for index, group_ids in self.groups.items():
             _, places = self._place(index, picture)
             if len(places) > 1:
-                yield f"prompt {index} is doubled: {places}; {self._told(group_ids)}"
+                yield f"prompt {index} is doubled: {places}; {self._history(group_ids)}"
         for index in self._lost(picture, is_over):
-            yield f"prompt {index} is lost: {self._told(self.groups[index])}"
+            yield f"prompt {index} is lost: {self._history(self.groups[index])}"
 
     def _place(self, index: int, picture: Picture) -> tuple[str, list[str]]:
-        """Where a prompt is, in a word, and all the places where it is."""
+        """All places where a prompt is, and their summary in a word."""
         places = []
         for group_id in self.groups[index]:
             if picture.running.get(group_id) == index:
@@ -118,7 +118,7 @@ class Ledger:
         return f"{what} ({why})", places
 
     def _lost(self, picture: Picture, is_over: bool) -> list[int]:
-        """Prompts that are nowhere, beyond those that were given up for a reason that says so."""
+        """Prompts that are nowhere, beyond those that were abandoned for a reason."""
         nowhere = defaultdict(list)
         for index in self.groups:
             fate, places = self._place(index, picture)
@@ -135,5 +135,5 @@ class Ledger:
             nowhere.pop("abandoned (stopped)", None)
         return [index for indices in nowhere.values() for index in indices]
 
-    def _told(self, group_ids: list[str]) -> str:
+    def _history(self, group_ids: list[str]) -> str:
         return "; ".join(f"{group_id} {' '.join(self.last[group_id])}" for group_id in group_ids)

@@ -1,4 +1,4 @@
-"""What Redis holds of a run at one moment, key by key, without a word of the buffer's own code.
+"""What Redis holds of a run at one moment, read key by key without the buffer's own code.
 
 All of a picture comes from one transaction: the audit stream's entries since the last picture, and
 every place where a group or a prompt can be.
@@ -29,16 +29,16 @@ class Picture:
     running: Mapping[str, int]
     """Index of the prompt of each running group that has one."""
     retries: tuple[int, ...]
-    """Prompts in line to be run again."""
+    """Prompts queued to run again."""
     ready: frozenset[str]
     leased: frozenset[str]
     consumed: frozenset[str]
     quarantined: frozenset[str]
     quarantined_prompts: frozenset[int]
     positions: Mapping[int, int]
-    """How far each worker is in its tasks."""
+    """Each worker's position in its tasks."""
     engines: frozenset[str]
-    """Those that serve."""
+    """Engines that serve."""
     counters: Mapping[str, float]
     """What the workers counted."""
     stats: Mapping[str, int]

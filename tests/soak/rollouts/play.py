@@ -30,12 +30,12 @@ from tests.support.launches import command_on
 T = TypeVar("T")
 START_S = 300.0
 BACK_S = 240.0
-"""Longest until who was killed is back, and a group that began after it is trained."""
+"""Longest time until a killed process is back, and a group that began after the kill is trained."""
 LOOK_EVERY_S = 0.2
 COUNT_EVERY_S = 1.0
-"""Between two looks at everything that the buffer can check of itself."""
+"""Interval of the buffer's full self-checks."""
 GAP_S = (0.3, 3.0)
-"""Between two kills, if there is somebody to kill."""
+"""Time between two kills, if there is a process to kill."""
 JUST_MS = 700.0
 STOP_S = 90.0
 
@@ -46,10 +46,10 @@ class Kill:
     at: float
     """Unix time."""
     num_running: int
-    """Groups that were under way."""
+    """Groups that were in flight."""
     back_s: float | None = None
     trained_s: float | None = None
-    """Until a group was trained that began after it."""
+    """Time until a group was trained that began after it."""
 
     @property
     def is_over(self) -> bool:
@@ -84,13 +84,13 @@ class Play:
     # Looking --------------------------------------------------------------------------------------
 
     def look(self) -> Picture:
-        """Everything that must hold at any moment, does."""
+        """Checks all invariants."""
         try:
             return self._look()
         except (redis.ConnectionError, BufferConnectionError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=STOP_S)
-            raise AssertionError(f"the run ended:\n{self.report()}\n{self.told()}") from error
+            raise AssertionError(f"the run ended:\n{self.report()}\n{self.kill_log()}") from error
 
     def _look(self) -> Picture:
         picture = self.picture = self.camera.take()
@@ -107,11 +107,11 @@ class Play:
         return self.ledger.count_episodes(camera.payloads(sorted(held)))
 
     def watch(self, condition: Callable[[], T | None], timeout_s: float, what: str) -> T:
-        """Looks on until there is what is waited for."""
+        """Keeps checking until the condition holds; returns its result."""
         deadline = time.monotonic() + timeout_s
         while not (found := condition()):
             assert time.monotonic() < deadline, (
-                f"not within {timeout_s:g} s: {what}\n{self.report()}\n{self.told()}"
+                f"not within {timeout_s:g} s: {what}\n{self.report()}\n{self.kill_log()}"
             )
             time.sleep(LOOK_EVERY_S)
             self.look()
@@ -119,7 +119,7 @@ class Play:
         return found
 
     def report(self) -> str:
-        """Of all that was done to the run."""
+        """Describes all kills so far."""
         seconds = time.monotonic() - self.began
         head = (
             f"{seconds:.0f} s, {self.ledger.num_looks} looks, {self.ledger.num_steps} steps, "
@@ -127,13 +127,13 @@ class Play:
         )
         return "\n".join([head, *map(str, self.kills)])
 
-    def told(self) -> str:
+    def kill_log(self) -> str:
         return self.output.read_text(errors="replace")[-4000:]
 
     # Killing --------------------------------------------------------------------------------------
 
     def kill_at_random(self, num_each: int) -> None:
-        """Each kind so often, in an order and at moments that chance has chosen."""
+        """Kills each kind so many times, in random order at random moments."""
         waiting = [kind for kind in Kind for _ in range(num_each)]
         self.dice.shuffle(waiting)
         while waiting:
@@ -145,7 +145,7 @@ class Play:
         self.watch(lambda: all(kill.is_over for kill in self.kills), BACK_S, "all are back")
 
     def _choose(self, waiting: list[Kind]) -> Member | None:
-        """Of the first kind in line of which somebody may be killed now."""
+        """A victim of the first waiting kind that has one."""
         alive = members(self.run)
         for kind in waiting:
             if fit := [member for member in alive[kind] if self._is_fit(member)]:
@@ -186,7 +186,7 @@ class Play:
                 kill.back_s = since
             if kill.trained_s is None and self._has_trained_since(kill.at):
                 kill.trained_s = since
-            assert since < BACK_S, f"{kill}\n{self.told()}"
+            assert since < BACK_S, f"{kill}\n{self.kill_log()}"
 
     def _is_back(self, kill: Kill, alive: dict[Kind, list[Member]]) -> bool:
         assert self.picture is not None
@@ -216,7 +216,7 @@ class Play:
     # Ending ---------------------------------------------------------------------------------------
 
     def train_steps(self, number: int) -> None:
-        """A quiet time, in which nobody dies."""
+        """A quiet time without kills."""
         last = self.ledger.num_steps + number
         self.watch(lambda: self.ledger.num_steps >= last, BACK_S, f"{number} more steps")
 
@@ -240,7 +240,7 @@ class Play:
 
 @contextlib.contextmanager
 def play(command: list[str], run: Path, output: Path, seed: int) -> Iterator[Play]:
-    """A run from its first trained step on; ended, whatever happens."""
+    """A run from its first trained step on; always ended."""
     began = time.monotonic()
     with output.open("wb") as file:
         process = subprocess.Popen(
@@ -277,9 +277,9 @@ def _wait_for_step(run: Path, process: subprocess.Popen[bytes], output: Path) ->
     deadline = time.monotonic() + START_S
     metrics = run / "metrics.jsonl"
     while not (metrics.exists() and read_metrics(metrics, "step")):
-        told = output.read_text(errors="replace")[-4000:]
-        assert process.poll() is None, f"it did not start:\n{told}"
-        assert time.monotonic() < deadline, f"no step within {START_S:g} s:\n{told}"
+        text = output.read_text(errors="replace")[-4000:]
+        assert process.poll() is None, f"it did not start:\n{text}"
+        assert time.monotonic() < deadline, f"no step within {START_S:g} s:\n{text}"
         time.sleep(LOOK_EVERY_S)
 
 

@@ -1,4 +1,4 @@
-"""A reward that takes its time, so that whoever scores is killed over it, and not while idle."""
+"""A slow reward, so that a scorer is killed while it works."""
 
 from __future__ import annotations
 

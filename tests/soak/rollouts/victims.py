@@ -1,4 +1,4 @@
-"""Who of a run is killed, and when it counts as being back."""
+"""Which processes of a run are killed, and when they count as being back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WORDS = {
     Kind.scorer: "ray::ScorerActor",
     Kind.receiver: "weight_sync.receiver.app",
 }
-"""In the command line of such a process, and of no other of the run."""
+"""Part of the command line of such a process, and of no other of the run."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -54,7 +54,7 @@ class Member:
 
 
 def members(run: Path) -> dict[Kind, list[Member]]:
-    """All who may be killed, as they live now."""
+    """All live processes that may be killed."""
     found: dict[Kind, list[Member]] = {kind: [] for kind in Kind}
     for member in _members(run):
         found[member.kind].append(member)

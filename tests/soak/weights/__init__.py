@@ -1,1 +1,1 @@
-"""Parts of the plays in which weights travel and somebody dies on the way."""
+"""Parts of the weight soaks, in which processes die during a publish."""

@@ -39,7 +39,7 @@ class _StandInServer:
         self.child = Child(command, spec.log_path, secret=spec.key)
 
     def note_family(self) -> None:
-        """It leaves nothing."""
+        """It has none."""
 
     def stop(self, timeout_s: float) -> None:
         self.child.stop(min(timeout_s, 1.0))  # a stopped one does not see its input end
@@ -101,7 +101,7 @@ class MortalEngine:
         await self._life.stop()
 
     def torn(self, weights: Weights) -> list[str]:
-        """Versions of which it has read something else than the trainer's weights."""
+        """Versions of which it has read other weights than the trainer's."""
         found = []
         for line in self._seen.read_text().splitlines():
             version, digest = json.loads(line)

@@ -1,4 +1,4 @@
-"""Receivers as real processes, and beside each a reader that compares every version it is shown.
+"""Receivers as real processes, each with a reader that compares every version.
 
 A reader stands where an engine's follower stands: it waits for a released version, holds it, reads
 the whole staged file and says in Redis that it serves it. What it reads must equal the trainer's
@@ -28,7 +28,7 @@ _CALL_S = 20.0
 
 @dataclass(slots=True)
 class Sightings:
-    """What the readers of a play have seen."""
+    """What the readers have seen."""
 
     weights: Weights
     torn: list[str] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Sightings:
 
 
 class Receiver:
-    """One receiver that can be killed, stopped and started again in its own folder."""
+    """One receiver that can be killed, stopped and restarted in its own folder."""
 
     def __init__(
         self, scene: Scene, name: str, state: RunState, sightings: Sightings, stage: Path
@@ -113,7 +113,7 @@ class Receiver:
         os.kill(self._process.info.pid, number)
 
     async def die(self) -> None:
-        """SIGKILL, also of one that is stopped."""
+        """SIGKILL, even if it is stopped."""
         await self._end_reader()
         self.signal(signal.SIGKILL)
         await self._process.wait_dead()
@@ -126,7 +126,7 @@ class Receiver:
             await self._state.forget_engine(self.name)
 
     async def leave(self) -> None:
-        """An orderly end: it is forgotten, and its folder is gone."""
+        """Ends it in order: it is unregistered, and its folder is removed."""
         await self._end_reader()
         await self._state.forget_receiver(self.name)
         await self._process.stop()

@@ -14,7 +14,7 @@ from weight_sync.types import TensorSpec
 
 BUCKET_BYTES = 1 << 16
 RENEWED_EVERY = 4
-"""Every so many versions each element is new; between them one in a hundred."""
+"""Interval of versions in which every element changes; in the others one in a hundred does."""
 
 ODD = (
     TensorSpec(name="embed", dtype="bfloat16", shape=(1001, 1021)),  # 31 buckets; odd on purpose
@@ -30,7 +30,7 @@ ODD = (
         )
     ),
 )
-"""Sizes that divide into nothing."""
+"""Sizes that divide evenly by nothing."""
 
 
 def tied_config() -> Qwen3Config:
@@ -87,7 +87,7 @@ class Weights:
             self._values[spec.name][places] = torch.randn(len(places), generator=dice)
 
     def shards(self, version: int, rank: int, num_ranks: int) -> Iterator[Shard]:
-        """What a ZeRO-3 rank owns: ceil(n / num_ranks) elements, the last ranks fewer."""
+        """A ZeRO-3 rank's shards: ceil(n / num_ranks) elements, the last ranks fewer."""
         values = self.at(version)
         for spec in self._tensors:
             share = -(-spec.num_elements // num_ranks)

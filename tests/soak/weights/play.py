@@ -1,4 +1,4 @@
-"""A trainer, its receivers and a run in Redis, and what must hold after everything that is done."""
+"""A trainer, its receivers and a run in Redis, with the checks after each fault."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Play:
             await rank.hears("published", HANG_S)
 
     async def converge(self) -> None:
-        """All receivers show the newest version, and nobody ever saw a torn one."""
+        """All receivers show the newest version, and no reader ever saw a torn one."""
         self.took_s.append(await self.fleet.converged(self.version, HANG_S))
         assert await self.state.published_weights() == self.version
         self.check()

@@ -1,4 +1,4 @@
-"""What every process of one play is told."""
+"""The parameters of one soak, shared by all its processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SILENCE_S = 3.0
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Scene:
     url: str
-    """Of Redis."""
+    """URL of Redis."""
     run: str = field(default_factory=lambda: f"weights-{uuid4().hex[:8]}")
     folder: Path
     bucket_bytes: int = BUCKET_BYTES

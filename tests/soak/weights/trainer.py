@@ -1,6 +1,6 @@
 """Trainer ranks as processes of their own: the real checkpoint engine, with weights made up.
 
-A rank can be told to touch one bucket of a publish: to flip a byte of it, or to stop before it and
+On command a rank touches one bucket of a publish: it flips a byte of it, or stops before it and
 wait while the play does something terrible.
 """
 
@@ -33,7 +33,7 @@ _TOUCH_S = 30.0
 
 @dataclass(slots=True)
 class Touch:
-    """What happens to the first bucket from `bucket` on that this rank sends; once."""
+    """A fault in the first bucket from `bucket` on that this rank sends; once."""
 
     kind: str
     """"meet": wait for the play; "flip": one of its bytes arrives wrong."""
@@ -41,7 +41,7 @@ class Touch:
 
 
 class TouchedGroup(WeightGroup):
-    """A weight group whose sends can be touched."""
+    """A weight group with injectable faults."""
 
     touch: ClassVar[Touch | None] = None
     channel: ClassVar[Any]
@@ -62,7 +62,7 @@ class TouchedGroup(WeightGroup):
 
 
 def serve(scene: Scene, team: str, rank: int, channel: Any) -> None:
-    """The life of a rank: publishes what it is told until the channel ends."""
+    """A rank's main loop: publishes the versions it is sent until the channel ends."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
@@ -130,7 +130,7 @@ class Rank:
         self.log = scene.folder / f"{team}-{rank}.log"
         self.process: BaseProcess = processes.start(self.log, serve, scene, team, rank, theirs)
         theirs.close()
-        self._told: dict[str, asyncio.Queue[Any]] = {}
+        self._messages: dict[str, asyncio.Queue[Any]] = {}
         asyncio.get_running_loop().add_reader(self.channel.fileno(), self._listen)
 
     def _listen(self) -> None:
@@ -142,10 +142,10 @@ class Rank:
         self._queue(kind).put_nowait(what)
 
     def _queue(self, kind: str) -> asyncio.Queue[Any]:
-        return self._told.setdefault(kind, asyncio.Queue())
+        return self._messages.setdefault(kind, asyncio.Queue())
 
     async def hears(self, kind: str, timeout_s: float) -> Any:
-        """What the rank says next of this kind: ready, at_bucket, published, failed, ended."""
+        """The rank's next message of this kind: ready, at_bucket, published, failed, ended."""
         async with asyncio.timeout(timeout_s):
             return await self._queue(kind).get()
 
@@ -159,7 +159,7 @@ class Rank:
         processes.kill(self.process, number)
 
     async def end(self) -> None:
-        """Kills it, however it is."""
+        """Kills it in whatever state it is."""
         self.signal(signal.SIGKILL)
         await asyncio.to_thread(processes.join, self.process, 10)
         asyncio.get_running_loop().remove_reader(self.channel.fileno())
@@ -181,7 +181,7 @@ class Trainer:
             await rank.hears("ready", timeout_s)
 
     def publish(self, version: int, *, rank: int = 0, touch: Touch | None = None) -> None:
-        """Told to all ranks at once; `touch` is for one of them."""
+        """Sends a publish to all ranks; `touch` is for one of them."""
         for index, each in enumerate(self.ranks):
             each.publish(version, touch if index == rank else None)
 

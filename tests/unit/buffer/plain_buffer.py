@@ -1,4 +1,4 @@
-"""The replay buffer as DESIGN.md tells it, in plain Python: no Redis, no clock, no client.
+"""A model of the replay buffer in plain Python: no Redis, no clock, no client.
 
 What a verb refuses it raises, as the real one does; of the message it knows the part that matters.
 """
@@ -257,7 +257,7 @@ class PlainBuffer:
         return Failure(num_failures=times, is_quarantined=False)
 
     def lose(self, name: str) -> None:
-        """Whoever ran it is gone."""
+        """Its worker is gone."""
         group, shard = self.groups[name], self.shard_of(name)
         self.abandoned += 1
         group.state = "lost" if group.has_begun else "abandoned"

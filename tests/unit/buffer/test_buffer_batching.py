@@ -21,7 +21,7 @@ from tests.support.invariants import find_violations
 
 
 class Echo:
-    """An exchange that answers each message with its own first part, when it is told to."""
+    """An exchange that replies to each message with its own first part, once released."""
 
     def __init__(self) -> None:
         self.batches: list[list[bytes]] = []
@@ -34,7 +34,7 @@ class Echo:
         await self.may_answer.wait()
         if self.error is not None:
             raise self.error
-        assert [bytes(message.parts[0]) for message in messages] == texts  # nobody wrote over it
+        assert [bytes(message.parts[0]) for message in messages] == texts  # not overwritten
         return [ResponseError("no") if text == b"refused" else text for text in texts]
 
 

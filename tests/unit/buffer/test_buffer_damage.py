@@ -1,4 +1,4 @@
-"""What somebody else wrote to a run's keys: no loop without end, no error that explains nothing."""
+"""Keys overwritten by other clients: no endless loop, no error without an explanation."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def test_lease_survives_names_that_no_push_could_give(
         batch = await _lease(buffer)
         assert len(batch.groups) == 2
     except TimeoutError:
-        assert shards == 2  # a name that belongs to another shard stays in the way, and is told
+        assert shards == 2  # a name that belongs to another shard remains, and is reported
     assert time.monotonic() - start < 30
 
 

@@ -1,4 +1,4 @@
-"""What the model does not see of one shard: keys, counters, bounds of work, a call sent again."""
+"""What the model does not cover of one shard: keys, counters, bounds of work, repeated calls."""
 
 from __future__ import annotations
 

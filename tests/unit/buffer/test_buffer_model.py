@@ -116,7 +116,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.run(self.client.redis.flushdb())  # this test's own server
 
     def agree(self, real: Awaitable[T], plain: Callable[[], T]) -> T:
-        """What both say; or neither does, and both raise the same."""
+        """The result of both, which must be equal, or both raise the same error."""
         try:
             expected = plain()
         except (TimeoutError, ValueError, NotOwnerError, BufferFullError) as error:
@@ -477,7 +477,7 @@ def may_refuse() -> contextlib.AbstractContextManager[None]:
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Client]:
-    """Of a server of this test's own, that it may empty."""
+    """Connection to a server for this test alone, which it may flush."""
     server = EmbeddedServer.start(tmp_path, BufferConfig(), "127.0.0.1", tmp_path / "redis.log")
     client = Client(server.url)
     yield client

@@ -1,4 +1,4 @@
-"""What happens to groups that become too old: masked in part, or waited for."""
+"""Groups that get too old are masked in part, or waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run keeps in Redis besides its groups."""
+"""The state of a run in Redis besides its groups."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_wait_engines_at_waits_for_all_live_engines(state: RunState) -> No
     await state.record_commit("e0", 3, {})
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    await state.forget_engine("e2")  # who is lost holds up nobody
+    await state.forget_engine("e2")  # a lost engine delays no other
     async with asyncio.timeout(1):
         assert await waiting == {"e0": 3, "e1": 2}
 
@@ -128,7 +128,7 @@ async def test_engine_that_dies_in_a_commit_holds_up_the_others_for_its_time(
     assert await state.enter_commit("dead", 1, 0.3, 0)
     before = time.monotonic()
     async with asyncio.timeout(5):
-        assert await state.enter_commit("e1", 1, 60, 10)  # nobody wakes it: the time is over
+        assert await state.enter_commit("e1", 1, 60, 10)  # not woken: the place expired
     assert time.monotonic() - before > 0.2
     await state.leave_commit("dead")  # it was not dead but slow: the place is another's by now
     assert not await state.enter_commit("e2", 1, 60, 0)
@@ -183,7 +183,7 @@ async def test_without_any_engine_nothing_is_admitted(
     await state.forget_engine("e1")
     assert (await buffer.stats()).engines_gone
     with pytest.raises(TimeoutError):
-        await buffer.admit("nobody-there", 0)
+        await buffer.admit("unknown", 0)
     waiting = asyncio.create_task(buffer.admit("when-one-is-back", 10))
     await asyncio.sleep(0.05)
     assert not waiting.done()

@@ -1,4 +1,4 @@
-"""What a server lost at the end of its log is running again, and so its prompt runs again."""
+"""A group that a server lost at the end of its log is running again, so its prompt runs again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a buffer is watched: the lives of its groups, and what a check finds in a damaged one."""
+"""Monitoring a buffer: the history of its groups, and checks of a damaged one."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ async def test_groups_that_share_an_audit_entry_have_separate_histories(
     await buffer.consume(lease, lease.group_ids[:20])
     for name in names:  # 'g1' is part of 'g10'
         num_events = 1 + (name in lease.group_ids) + (name in lease.group_ids[:20])
-        told = [event.event for event in await buffer.events(name)]
-        assert told == ["pushed", "leased", "consumed"][:num_events]
+        events = [event.event for event in await buffer.events(name)]
+        assert events == ["pushed", "leased", "consumed"][:num_events]
     assert await buffer._redis.xlen(buffer.keys("events")) < 10
 
 

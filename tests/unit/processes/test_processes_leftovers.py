@@ -1,4 +1,4 @@
-"""What killed processes leave is removed on the host it lies on, and remembered until then."""
+"""Files left by killed processes are listed until they are removed on their host."""
 
 from __future__ import annotations
 

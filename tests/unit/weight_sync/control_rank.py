@@ -14,7 +14,7 @@ from weight_sync.sender.commands import ControlError, ControlGroup, Message
 
 
 def serve(rank: int, num_ranks: int, port: int, timeout_s: float, pipe: Connection) -> None:
-    """Answers with what it heard. Exits with 3, and tells why, when rank 0 is lost."""
+    """Replies with the messages it received. Exits with 3, and reports why, when rank 0 is lost."""
     limit = timedelta(seconds=30)
     store = TCPStore("127.0.0.1", port, None, False, limit, wait_for_workers=False)
     group = ControlGroup(

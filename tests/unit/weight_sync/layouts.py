@@ -68,5 +68,5 @@ def make_streams(layout: Layout, data: Tensor) -> list[Tensor]:
 
 
 def as_sent(fields: dict[str, object]) -> object:
-    """What comes out at the other end of the wire."""
+    """The fields after a round trip through JSON."""
     return json.loads(json.dumps(fields))

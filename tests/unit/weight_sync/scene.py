@@ -121,7 +121,7 @@ class Node:
         os.kill(self.process.info.pid, number)
 
     async def die(self) -> None:
-        """As a machine that is lost: nobody forgets it on the board."""
+        """Like a lost machine: it stays registered on the board."""
         self.signal(signal.SIGKILL)
         await self.process.wait_dead()
         self._has_died = True

@@ -40,7 +40,7 @@ def scene_weights(layout: Layout, version: int, share: float = 0.01) -> dict[str
 
 
 def cast_weights(layout: Layout, version: int, share: float = 0.01) -> dict[str, Tensor]:
-    """What engines must be served."""
+    """The weights that engines must be served."""
     weights = scene_weights(layout, version, share)
     return {spec.name: weights[spec.name].to(getattr(torch, spec.dtype)) for spec in layout.tensors}
 

@@ -1,4 +1,4 @@
-"""A copy from a peer, whose slot is kept no longer than somebody reads it."""
+"""A copy from a peer, whose slot is held only while it is read."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def west(tmp_path: Path) -> Iterator[Served]:
 
 
 def copy(west: Served, data: torch.Tensor) -> Manifest:
-    """What receiver east does."""
+    """The process of receiver east."""
     spec = receiver_spec("east", Path(), TIMEOUT_S)
     return asyncio.run(copy_from_peer(west.url, 1, LAYOUT, data, spec))
 

@@ -1,4 +1,4 @@
-"""What happens to receivers on the way costs them alone: real processes, killed and stopped."""
+"""Receivers that fail affect only themselves: real processes, killed and stopped."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ async def test_receiver_without_the_base_makes_the_next_version_full(receivers: 
         assert [r["mode"] for r in await s.publish_records(1)] == ["full", "full"]
 
 
-@pytest.mark.parametrize("doomed", [0, 1])
+@pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("full_every", [1, 10])
 async def test_receiver_that_dies_during_a_transfer_affects_only_itself(
-    receivers: Receivers, doomed: int, full_every: int
+    receivers: Receivers, victim: int, full_every: int
 ) -> None:
     async with scene(receivers, full_every=full_every) as s:
         s.share = 0.2
@@ -91,16 +91,16 @@ async def test_receiver_that_dies_during_a_transfer_affects_only_itself(
             await s.publish(0)
             await s.committed(0)
         async with s.publishing(1):
-            await nodes[doomed].die()
-        survivor = nodes[1 - doomed]
+            await nodes[victim].die()
+        survivor = nodes[1 - victim]
         await s.committed(1)
         await s.check(survivor, 1)
-        assert s.board.events("excluded")[0]["who"] == nodes[doomed].name
+        assert s.board.events("excluded")[0]["who"] == nodes[victim].name
         assert [e["who"] for e in s.board.events("epoch")] == ["a, b", survivor.name]
         # It comes back, in another process, and gets the version from the survivor.
-        await nodes[doomed].start()
+        await nodes[victim].start()
         await settle(s, "catch_up")
-        await s.check(nodes[doomed], 1)
+        await s.check(nodes[victim], 1)
 
 
 async def test_receiver_that_stalls_costs_itself_until_it_answers_again(

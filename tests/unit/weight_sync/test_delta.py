@@ -24,7 +24,7 @@ def change(data: Tensor, density: float, seed: int) -> Tensor:
 
 
 def send(layout: Layout, old: Tensor, new: Tensor) -> Tensor:
-    """What a receiver that has `old` has after every rank's delta; all as data of a file."""
+    """A receiver's data after every rank's delta is applied to `old`; all as data of a file."""
     received = old.clone()
     streams = zip(make_streams(layout, old), make_streams(layout, new), strict=True)
     for rank, (base, stream) in enumerate(streams):

@@ -1,4 +1,4 @@
-"""What stays of an epoch in the rendezvous store."""
+"""Keys of past epochs in the rendezvous store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom the coordinator waits for, and for how long, against real sockets."""
+"""Which receivers the coordinator waits for, and for how long, against real sockets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMIT_S = 20.0
 
 
 class OneReceiver:
-    """Answers /status while it lives, and anything else only when it is told to."""
+    """Responds to /status while it runs, and to other requests only once released."""
 
     def __init__(self) -> None:
         self.lives = True

@@ -38,7 +38,7 @@ class Scene:
     def __init__(self) -> None:
         self.store = open_store("127.0.0.1", 20.0)
         self.go_on = threading.Event()
-        """What stands still goes on."""
+        """Lets stopped requests continue."""
         self.pool = ThreadPoolExecutor(4)
 
     def spec(self, epoch: int, timeout_s: float = 20.0) -> GroupSpec:

@@ -1,4 +1,4 @@
-"""What a server does with clients that are slow, silent, too many, or want too much."""
+"""A server bounds clients that are slow, silent, too many, or send too much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The receiver process and its HTTP API, as an engine, a coordinator and a stranger see it."""
+"""The receiver process and its HTTP API, for an engine, a coordinator and a client without the key."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ def file_bytes(version: int) -> bytes:
 
 
 async def test_requests_without_the_key_are_refused(north: ReceiverClient) -> None:
-    async with httpx.AsyncClient(base_url=north.url, trust_env=False) as stranger:
+    async with httpx.AsyncClient(base_url=north.url, trust_env=False) as anonymous:
         for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": KEY}):
             for path in ("/status", "/newest?above=0&timeout_s=0", "/data/3", "/nowhere"):
-                assert (await stranger.get(path, headers=headers)).status_code == 401
-            assert (await stranger.post("/release", headers=headers)).status_code == 401
+                assert (await anonymous.get(path, headers=headers)).status_code == 401
+            assert (await anonymous.post("/release", headers=headers)).status_code == 401
     process = Path(f"/proc/{(await north.status(timeout_s=CALL_S)).pid}")
     assert KEY not in (process / "cmdline").read_text()
     assert KEY not in (process / "environ").read_text()

@@ -13,7 +13,7 @@ from weight_sync.types import TensorSpec, WeightSyncError
 
 
 def assembled(layout: Layout, streams: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What receivers do, piece by piece: the ranks' streams as whole tensors."""
+    """Reassembles the ranks' streams into whole tensors, as receivers do."""
     data = torch.empty(layout.num_bytes, dtype=torch.uint8)
     for pieces, stream in zip(layout.pieces, streams, strict=True):
         for piece in pieces:

@@ -1,4 +1,4 @@
-"""What a store keeps whatever happens: restarts, SIGKILL, damage, readers at the same time."""
+"""Staged versions survive restarts, SIGKILL, damage and concurrent readers."""
 
 import json
 import os

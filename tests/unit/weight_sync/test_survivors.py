@@ -1,4 +1,4 @@
-"""What one receiver costs the others: no more than a moment, and not with every version."""
+"""A failing receiver delays the others only briefly, and not at every version."""
 
 from __future__ import annotations
 

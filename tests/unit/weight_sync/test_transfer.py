@@ -29,7 +29,7 @@ FleetFactory = Callable[..., Awaitable[WireFleet]]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def senders() -> AsyncIterator[dict[int, SenderProcess]]:
-    """By rank; those that are alive go from test to test."""
+    """By rank; live ones are reused across tests."""
     senders: dict[int, SenderProcess] = {}
     yield senders
     await asyncio.gather(*(sender.stop() for sender in senders.values()))

@@ -76,7 +76,7 @@ class SenderProcess:
 
 
 class WireFleet:
-    """What the coordinator does, by hand: epochs, transfers, in a test's own order."""
+    """Drives epochs and transfers by hand, in place of the coordinator."""
 
     def __init__(self, folder: Path, senders: Sequence[SenderProcess], timeout_s: float) -> None:
         self._folder = folder

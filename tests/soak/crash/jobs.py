@@ -1,4 +1,4 @@
-"""Those who get killed: the trainer job and the producers, with who starts them again."""
+"""The processes that get killed, the trainer job and the producers, and their restarts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Failure(AssertionError):
 
 
 class TrainerJob:
-    """All ranks of one trainer. One of them dies, all of them start again, with a new lineage."""
+    """All ranks of one trainer. If one dies, all restart with a new lineage."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
