@@ -1,4 +1,4 @@
-"""The receiver process and its HTTP API, for an engine, a coordinator and a client without the key."""
+"""The receiver process and its HTTP API, seen by an engine, a coordinator and a keyless client."""
 
 from __future__ import annotations
 
