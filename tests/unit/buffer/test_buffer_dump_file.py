@@ -108,11 +108,14 @@ def test_removed_or_repeated_bytes_do_not_change_what_is_read_from_a_dump(tmp_pa
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["header.json", "groups/0", "groups/2", "end.json"], "groups/1: 'groups/2' stands"),
-        (["header.json", "groups/1", "groups/0", "groups/2", "end.json"], "groups/0: 'groups/1'"),
+        (["header.json", "groups/0", "groups/2", "end.json"], "groups/1: found 'groups/2' instead"),
+        (
+            ["header.json", "groups/1", "groups/0", "groups/2", "end.json"],
+            "groups/0: found 'groups/1'",
+        ),
         (["header.json", "groups/0", "groups/1", "end.json"], "end.json: it says .*'quarantined'"),
         (["header.json", "groups/0", "groups/1", "groups/2"], "end.json: it is missing"),
-        (["groups/0", "groups/1", "groups/2", "end.json"], "header.json: 'groups/0' stands"),
+        (["groups/0", "groups/1", "groups/2", "end.json"], "header.json: found 'groups/0' instead"),
     ],
 )
 def test_members_that_are_missing_or_in_another_order_are_noticed(

@@ -91,7 +91,7 @@ async def test_restore_makes_no_running_group_look_older(
     await buffer.consume(lease, lease.group_ids)
     await buffer.publish_version(10)
     await buffer.push(make_group("b", 10))
-    with pytest.raises(TimeoutError, match="for group survives, which began at version 9"):
+    with pytest.raises(TimeoutError, match="for group survives, which started at version 9"):
         await buffer.lease(step=2, version=10, num_groups=1, **STEP)
     assert await buffer.push(make_group("survives", 5)) is PushResult.stored
     assert await buffer.push(make_group("will-be-dropped", 6)) is PushResult.abandoned_lineage
