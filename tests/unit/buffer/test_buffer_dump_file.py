@@ -111,7 +111,7 @@ def test_removed_or_repeated_bytes_do_not_change_what_is_read_from_a_dump(tmp_pa
         (["header.json", "groups/0", "groups/2", "end.json"], "groups/1: found 'groups/2' instead"),
         (
             ["header.json", "groups/1", "groups/0", "groups/2", "end.json"],
-            "groups/0: found 'groups/1'",
+            "groups/0: found",
         ),
         (["header.json", "groups/0", "groups/1", "end.json"], "end.json: it says .*'quarantined'"),
         (["header.json", "groups/0", "groups/1", "groups/2"], "end.json: it is missing"),
