@@ -24,7 +24,6 @@ from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple, cast
 
-from buffer.durability import Durability
 from buffer.errors import BufferFullError, NotOwnerError
 from buffer.lease import (
     BatchNotReady,
@@ -37,6 +36,7 @@ from buffer.lease import (
 from buffer.push import PendingPush, PushReply, Space
 from buffer.redis.batching import Batcher, Message
 from buffer.redis.client import BufferRedis, DamagedRunError
+from buffer.redis.durability import Durability
 from buffer.redis.keys import Keys, check_group_id
 from buffer.redis.payloads import Allocate, Blocks
 from buffer.redis.replies import number, readable, setting_number, texts

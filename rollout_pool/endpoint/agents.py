@@ -20,8 +20,7 @@ import httpx
 
 from configs.rollout_schema import TaskConfig
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.endpoint.server import Endpoint
-from rollout_pool.endpoint.sessions import Outcome, Session
+from rollout_pool.endpoint.sessions import Outcome, Session, Sessions
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.tasks.dotted import load_callable
@@ -106,11 +105,12 @@ def find_agent(config: TaskConfig, task: Task) -> Agent | None:
 
 class AgentRunner(EpisodeSource):
     """Runs episodes with `agent`. Settings: task.episode_timeout_s,
-    rollout.openai.session_timeout_s."""
+    rollout.openai.session_timeout_s. `url`: where the endpoint of `sessions` listens."""
 
-    def __init__(self, agent: Agent, endpoint: Endpoint) -> None:
+    def __init__(self, agent: Agent, sessions: Sessions, url: str) -> None:
         self._agent = agent
-        self._endpoint = endpoint
+        self._sessions = sessions
+        self._url = url
         self._acting: set[asyncio.Task[Outcome]] = set()
 
     async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
@@ -120,12 +120,11 @@ class AgentRunner(EpisodeSource):
         SessionLost if the agent never called the model, and SampleFailed or TimeoutError if it
         failed because sampling failed.
         """
-        sessions = self._endpoint.sessions
-        session = sessions.open(request)
+        session = self._sessions.open(request)
         try:
             return await self._play(session, prompt)
         finally:
-            await sessions.close(session, "its episode has ended")
+            await self._sessions.close(session, "its episode has ended")
 
     async def close(self) -> None:
         """Cancels the running agents and their episodes."""
@@ -177,11 +176,10 @@ class AgentRunner(EpisodeSource):
         )
 
     def _handle(self, session: Session) -> SessionHandle:
-        url = self._endpoint.url
         return SessionHandle(
             session_id=session.session_id,
-            base_url=f"{url}/v1",
-            keyed_url=f"{url}/sessions/{session.key}/v1",
+            base_url=f"{self._url}/v1",
+            keyed_url=f"{self._url}/sessions/{session.key}/v1",
             api_key=session.key,
             model=session.serving.model,
         )

@@ -19,8 +19,7 @@ from typing import Any, cast
 from configs.rollout_schema import TaskConfig
 from processes.child import Child, kill_group
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.rewards.process import encode_setup
-from rollout_pool.rewards.types import PartScore
+from rollout_pool.rewards.types import PartScore, encode_setup
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ main thread, as libraries that limit their own time with signals require.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -23,33 +22,15 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
-from configs.choices import RewardKind, TaskKind, ToolParser
-from configs.rollout_schema import RewardConfig, TaskConfig
+from configs.choices import RewardKind
+from configs.rollout_schema import TaskConfig
 from processes.die_with_parent import die_with_parent
-from rollout_pool.rewards.types import PartRequest, decode_request
+from rollout_pool.rewards.types import PartRequest, decode_request, decode_setup
 from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.task import Task
 
 PartScorer = Callable[[PartRequest], object]
 """Should return a number, but may be a user's."""
-
-
-def encode_setup(factory: str, config: TaskConfig, timeout_s: float) -> bytes:
-    """The first line that a process reads."""
-    setup = {"factory": factory, "config": dataclasses.asdict(config), "timeout_s": timeout_s}
-    return json.dumps(setup, default=lambda choice: choice.name).encode()
-
-
-def decode_setup(line: str) -> tuple[str, TaskConfig, float]:
-    setup = json.loads(line)
-    fields = setup["config"]
-    rewards = {
-        name: RewardConfig(**{**reward, "kind": RewardKind[reward["kind"]]})
-        for name, reward in fields.pop("rewards").items()
-    }
-    kind, parser = TaskKind[fields.pop("kind")], ToolParser[fields.pop("tool_parser")]
-    config = TaskConfig(**fields, kind=kind, tool_parser=parser, rewards=rewards)
-    return setup["factory"], config, setup["timeout_s"]
 
 
 def load_parts(task: Task, config: TaskConfig, timeout_s: float) -> dict[str, PartScorer]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from buffer.types import FloatArray
+from configs.choices import RewardKind, TaskKind, ToolParser
+from configs.rollout_schema import RewardConfig, TaskConfig
 from rollout_pool.episodes.env import Message, ToolCall
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.tasks.task import Prompt
@@ -129,3 +131,21 @@ def decode_request(line: str) -> PartRequest:
 def _message(fields: dict[str, Any]) -> Message:
     calls = tuple(ToolCall(**call) for call in fields.pop("tool_calls"))
     return Message(**fields, tool_calls=calls)
+
+
+def encode_setup(factory: str, config: TaskConfig, timeout_s: float) -> bytes:
+    """The first line that a process reads."""
+    setup = {"factory": factory, "config": dataclasses.asdict(config), "timeout_s": timeout_s}
+    return json.dumps(setup, default=lambda choice: choice.name).encode()
+
+
+def decode_setup(line: str) -> tuple[str, TaskConfig, float]:
+    setup = json.loads(line)
+    fields = setup["config"]
+    rewards = {
+        name: RewardConfig(**{**reward, "kind": RewardKind[reward["kind"]]})
+        for name, reward in fields.pop("rewards").items()
+    }
+    kind, parser = TaskKind[fields.pop("kind")], ToolParser[fields.pop("tool_parser")]
+    config = TaskConfig(**fields, kind=kind, tool_parser=parser, rewards=rewards)
+    return setup["factory"], config, setup["timeout_s"]

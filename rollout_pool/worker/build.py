@@ -10,7 +10,7 @@ from buffer.connect import Buffer, connect_buffer
 from buffer.run_state import RunState
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.agents import AgentRunner, find_agent
-from rollout_pool.endpoint.server import Endpoint
+from rollout_pool.endpoint.app import Endpoint
 from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import EngineInfo
@@ -206,7 +206,7 @@ class WorkerParts:
         folder = Path(spec.run_dir) / "openai"
         self._endpoint.write_address(folder / f"worker-{self._index}.json")
         if agent is not None:
-            self._agents = AgentRunner(agent, self._endpoint)
+            self._agents = AgentRunner(agent, self._endpoint.sessions, self._endpoint.url)
 
     def _make_source(self, sampler: Sampler, chat: ChatFormat) -> EpisodeSource:
         if self._agents is not None:

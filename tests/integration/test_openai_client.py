@@ -13,7 +13,7 @@ from buffer.types import SamplingParams
 from configs.choices import ToolParser
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.endpoint.agents import AgentRunner
-from rollout_pool.endpoint.server import Endpoint
+from rollout_pool.endpoint.app import Endpoint
 from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.request import EpisodeRequest
@@ -98,7 +98,9 @@ async def play(policy):
             on_sample=samples.append,
         )
         async with asyncio.timeout(60):
-            return await AgentRunner(agent, policy.endpoint).run(PROMPT, ask), samples
+            endpoint = policy.endpoint
+            runner = AgentRunner(agent, endpoint.sessions, endpoint.url)
+            return await runner.run(PROMPT, ask), samples
 
     return play
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
 from graphlib import TopologicalSorter
@@ -189,9 +190,18 @@ def _floor(floors: Sequence[str], room: str) -> int:
     return named[0] if named else floors.index("*")
 
 
-def test_modules_have_no_import_cycle() -> None:
-    sorter = TopologicalSorter({module: set(_ours(path)) for module, path in MODULES.items()})
-    sorter.prepare()  # raises CycleError, which names the circle
+def test_modules_have_no_import_cycle_and_packages_at_most_eight_floors() -> None:
+    imports = {module: set(_ours(path)) for module, path in MODULES.items()}
+    floors: dict[str, int] = {}
+    for module in TopologicalSorter(imports).static_order():  # raises CycleError, naming the circle
+        own = [m for m in imports.get(module, ()) if _room(m)[0] == _room(module)[0]]
+        floors[module] = 1 + max((floors[m] for m in own), default=0)
+    assert {module: floor for module, floor in floors.items() if floor > 8} == {}
+
+
+def test_folders_have_at_most_fifteen_files() -> None:
+    folders = Counter(_name(path.parent) for path in SOURCES if path.stem != "__init__")
+    assert {folder: number for folder, number in folders.items() if number > 15} == {}
 
 
 def test_functions_are_short_enough_to_be_read_at_once() -> None:

@@ -30,6 +30,8 @@ from weight_sync.timeouts import Timeouts
 from weight_sync.types import GroupSpec, WeightSyncError
 
 K = TypeVar("K")
+Start = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+"""Starts a task of the coordinator's own."""
 
 
 _MAX_FUTILE = 2

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weight_sync.coordinator.broadcast import Backoff
+from weight_sync.coordinator.broadcast import Backoff, Start
 from weight_sync.coordinator.fleet import Fleet, Member
-from weight_sync.coordinator.versions import Start
 from weight_sync.errors import ReceiverUnreachable
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.timeouts import Timeouts

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
 
-from weight_sync.coordinator.broadcast import Delivery, EncodedVersion
+from weight_sync.coordinator.broadcast import Delivery, EncodedVersion, Start
 from weight_sync.sender.snapshot_buffers import Captured
 from weight_sync.types import VersionBoard, WeightSyncError
 
 Fields = dict[str, float | int | str]
-
-
-Start = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class Published:

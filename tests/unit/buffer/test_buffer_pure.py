@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plain_buffer import Gap, parse_gaps, renumber_version
 
 from buffer.admission import admission_limit, engine_lag
-from buffer.balance import split_by_tokens
+from buffer.lease import split_by_tokens
 from buffer.redis.keys import Keys, check_group_id
 from buffer.redis.settings import quota
 from buffer.sharded import id_in_shard, ids_by_shard, shard_of

@@ -134,7 +134,7 @@ async def test_killed_server_that_kept_its_log_lost_no_push(
 async def test_flush_waits_as_long_as_it_may_for_the_disk(
     server: EmbeddedServer, make_group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffer.durability._SETTLE_S", 0.5)
+    monkeypatch.setattr("buffer.redis.durability._SETTLE_S", 0.5)
     async with _opened(server) as buffer:
         await buffer.push(make_group("a"))
         buffer._durability._can_wait_aof = False  # type: ignore[union-attr]  # as with Redis 7.0

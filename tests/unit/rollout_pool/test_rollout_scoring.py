@@ -15,9 +15,14 @@ from configs.rollout_schema import RewardConfig, TaskConfig
 from rollout_pool.episodes.env import Message, ToolCall
 from rollout_pool.episodes.episode import Branch, Episode
 from rollout_pool.rewards.hosts import MAX_BATCH, Answers, RayScorer, RemoteScoring, ScorerActor
-from rollout_pool.rewards.process import decode_setup, encode_setup
 from rollout_pool.rewards.scorer import EpisodeScorer, WaitMeter, needs_processes
-from rollout_pool.rewards.types import PartScore, decode_request, encode_request
+from rollout_pool.rewards.types import (
+    PartScore,
+    decode_request,
+    decode_setup,
+    encode_request,
+    encode_setup,
+)
 from rollout_pool.tasks.task import Prompt
 
 PROMPT = Prompt(index=3, is_held_out=False, text="?")

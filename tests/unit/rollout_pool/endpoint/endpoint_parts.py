@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from buffer.types import SamplingParams, VersionSpan
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
-from rollout_pool.endpoint.server import Endpoint
+from rollout_pool.endpoint.app import Endpoint
 from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.request import EpisodeRequest

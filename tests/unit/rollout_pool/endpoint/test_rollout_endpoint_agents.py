@@ -30,7 +30,9 @@ async def play(scene):
     """Runs one episode of an agent."""
 
     async def play(agent, in_scene: Scene = scene, **settings):
-        return await AgentRunner(agent, in_scene.endpoint).run(PROMPT, in_scene.ask(**settings))
+        return await AgentRunner(agent, in_scene.endpoint.sessions, in_scene.endpoint.url).run(
+            PROMPT, in_scene.ask(**settings)
+        )
 
     return play
 
