@@ -159,7 +159,7 @@ async def test_server_that_stays_away_is_named_with_the_fix(server: EmbeddedServ
         await client.get("before")
     async with client.pipeline(transaction=False) as pipe:
         pipe.get("before")
-        with pytest.raises(BufferConnectionError, match="is away"):
+        with pytest.raises(BufferConnectionError, match="has been down"):
             await pipe.execute()
     assert time.monotonic() - began < 5
     await client.aclose()

@@ -50,7 +50,8 @@ async def test_groups_that_share_an_audit_entry_have_separate_histories(
         num_events = 1 + (name in lease.group_ids) + (name in lease.group_ids[:20])
         events = [event.event for event in await buffer.events(name)]
         assert events == ["pushed", "leased", "consumed"][:num_events]
-    assert await buffer._redis.xlen(buffer.keys("events")) < 10
+    # How many pushes a script takes depends on how fast replies come.
+    assert await buffer._redis.xlen(buffer.keys("events")) < len(names)
 
 
 async def test_pushes_of_one_batch_are_answered_each_for_itself(
