@@ -310,7 +310,7 @@ class RolloutPool:
         return {**engines, **self._start_receivers(), **scorers, **workers}
 
     def _start_receivers(self) -> dict[str, Pending[None]]:
-        # Keep the references: Ray does not retry a task whose result nobody holds.
+        # Keep the references: Ray does not retry a task whose result is not referenced.
         self._keeping = {
             receiver.name: receiver.handle.keep.remote(
                 self._engines[engine].handle.gpu_ids.remote()

@@ -113,5 +113,5 @@ class Durability:
         is_unknown = "unknown command" in str(synced[0]).lower()
         if not is_unknown and not isinstance(synced[0], exceptions.NoPermissionError):
             raise synced[0]
-        self._can_wait_aof = False  # Redis before 7.2 only tells that no fsync is late
+        self._can_wait_aof = False  # Redis before 7.2 only reports whether an fsync is late
         return False

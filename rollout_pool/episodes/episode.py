@@ -33,7 +33,7 @@ class Branch:
     version_spans: list[VersionSpan]
     prompt_length: int
     finish_reason: str
-    """Of its last turn."""
+    """Why its last turn ended."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -103,7 +103,7 @@ class EpisodeRequest:
     """Unique in the run; the ids of its samples begin with it."""
     sampling: SamplingParams
     order: int = 0
-    """Of its group; see Sample.order."""
+    """The order of its group; see Sample.order."""
     priority: Priority = Priority.rollout
     min_version: int = 0
     engine: str | None = None

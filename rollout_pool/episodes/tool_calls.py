@@ -60,7 +60,7 @@ _Parsed = tuple[str, list[Call], str | None]
 
 
 class _BadCall(ValueError):
-    """The message tells the model why."""
+    """Its message goes to the model as the reason."""
 
 
 def _split_thoughts(text: str) -> tuple[str, str]:

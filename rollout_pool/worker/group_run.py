@@ -105,7 +105,7 @@ class GroupRun:
             self._ended.add(sample)
 
     def give_up(self, why: str) -> None:
-        """The group will not be finished; tells its source the first reason."""
+        """The group will not be finished; its source gets the first reason."""
         if not self._is_given_up:
             self._is_given_up = True
             self.source.give_up(why)

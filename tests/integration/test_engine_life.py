@@ -225,10 +225,10 @@ async def test_engine_whose_parts_stall_or_die_restarts_and_is_given_up_while_ve
     line = f"sglang::detokenizer (process {detokenizer.pid}) died (exit code -9)"
     assert line in engine.log_tail().splitlines()
     assert await state.engine_versions() == {}
-    told = await events(state)
-    assert {e["who"] for e in told} == {"engine-0"}
-    assert [e["event"] for e in told] == ["engine_lost", "engine_restarted", "engine_lost"]
-    assert [e["detail"].split(" ")[0] for e in told] == ["did", "did", "died"]
+    recorded = await events(state)
+    assert {e["who"] for e in recorded} == {"engine-0"}
+    assert [e["event"] for e in recorded] == ["engine_lost", "engine_restarted", "engine_lost"]
+    assert [e["detail"].split(" ")[0] for e in recorded] == ["did", "did", "died"]
     await worker.close()
 
 
