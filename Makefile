@@ -73,23 +73,24 @@ buffer-dump: install ## write the buffer's groups to a file: make buffer-dump FI
 buffer-load: install ## read them from a file: make buffer-load FILE=path [RUN=name]
 	@$(LEASH) buffer-load $(BUFFER_FLAG) $(if $(FILE),'$(FILE)')
 
-# A file's tests stay in one worker, so that shared fixtures start once.
+# Tests that share something stay in one worker (tests/conftest.py), so that it starts once.
+PARALLEL := --dist loadgroup
 # One worker more than the two cores of the machine: a third of the time is waiting.
-PARALLEL := tests/unit -n 3 --dist loadfile
+UNIT := tests/unit -n 3 $(PARALLEL)
 
 test: test-unit test-machine test-servers ## all tests, also those with real servers
 
 test-unit: install
-	@$(PYTHON_BIN) -m pytest $(PARALLEL) -m "not machine" --durations=20
+	@$(PYTHON_BIN) -m pytest $(UNIT) -m "not machine" --durations=20
 
 test-machine: install
 	@$(PYTHON_BIN) -m pytest $$(grep -rl --include='*.py' 'mark\.machine' tests/unit) -m machine
 
 test-servers: install
-	@$(PYTHON_BIN) -m pytest tests --ignore=tests/unit --durations=40
+	@$(PYTHON_BIN) -m pytest tests --ignore=tests/unit -n 2 $(PARALLEL) --no-loadscope-reorder --durations=40
 
 test-fast: install ## the fast unit tests
-	@$(PYTHON_BIN) -m pytest $(PARALLEL) -m "not slow and not machine"
+	@$(PYTHON_BIN) -m pytest $(UNIT) -m "not slow and not machine"
 
 # Full size; CI runs the same tests at small size (`make test`). Override sizes: make soak SOAK="MINUTES=1"
 SOAK ?=

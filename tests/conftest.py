@@ -15,6 +15,25 @@ from configs.schema import BufferConfig
 BufferFactory = Callable[..., Awaitable[Buffer]]
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give all tests that share something to one worker: a file, the launches, the SGLang servers.
+
+    The launches come first, since they are the longest group.
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            shares_servers = "servers" in getattr(item, "fixturenames", ())
+            group = "servers" if shares_servers else str(item.path)
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: not _is_launch(item))
+
+
+def _is_launch(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("xdist_group")
+    return marker is not None and marker.args == ("launches",)
+
+
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a real server that all tests of a session or worker share; use a run of your own."""

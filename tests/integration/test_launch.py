@@ -24,19 +24,17 @@ from controller.metrics.records import read_metrics
 from rollout_pool.worker.record import read_recorded
 from tests.support.launches import (
     RUN,
-    abandoned_folders,
-    assert_nothing_left,
+    Machine,
     assert_saved,
     command_on,
     end_all,
     finish,
-    orphans_listening,
     result_of,
     start,
     wait_for_line,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launches")]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +44,7 @@ def launches_end(tmp_path: Path) -> Iterator[None]:
 
 
 def test_launch_trains_holds_the_invariants_and_leaves_nothing(tmp_path: Path) -> None:
-    shared_memory = set(os.listdir("/dev/shm"))
+    machine = Machine.look()
     settings = ("buffer.max_staleness=0", "rollout.log_rate=1")
     process = start(tmp_path, RUN, *settings, experiment="alphabet-sort")
     output = finish(process)
@@ -78,7 +76,7 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(tmp_path: Path) -
     assert json.loads((run / "run.json").read_text())["state"] == "finished"
     assert "core_worker.cc" not in output, "Ray complained"
     assert [str(p) for p in (run, *run.rglob("*")) if p.stat().st_mode & 0o077] == []
-    assert_nothing_left(tmp_path, shared_memory)
+    machine.assert_nothing_left(tmp_path)
 
 
 def assert_turns(run: Path, at_least: int) -> None:
@@ -138,8 +136,7 @@ NUM_SIGNALS = int(os.environ.get("LEASH_SOAK_SIGNALS", "1"))
 def test_signal_to_the_group_at_a_line_of_the_log_ends_the_run_and_leaves_nothing(
     tmp_path: Path, line: str, number: signal.Signals
 ) -> None:
-    shared_memory, listeners = set(os.listdir("/dev/shm")), orphans_listening()
-    temporary = abandoned_folders()
+    machine = Machine.look()
     process = start(tmp_path, RUN, "trainer.num_steps=1000")
     seen = wait_for_line(process, line)
     if line == "✓ Redis":
@@ -156,9 +153,7 @@ def test_signal_to_the_group_at_a_line_of_the_log_ends_the_run_and_leaves_nothin
         assert not (run / "redis.url").exists() and not (run / "ray").is_symlink()
     if line == "step 2/":
         assert_saved(run)
-    assert_nothing_left(tmp_path, shared_memory)
-    assert orphans_listening() <= listeners
-    assert abandoned_folders() <= temporary
+    machine.assert_nothing_left(tmp_path)
 
 
 def wait_for_ray_folder(run: Path) -> None:
@@ -173,8 +168,7 @@ def wait_for_ray_folder(run: Path) -> None:
 def test_stop_cleans_up_after_a_controller_killed_at_a_line_of_the_log(
     tmp_path: Path, line: str
 ) -> None:
-    shared_memory = set(os.listdir("/dev/shm"))
-    temporary = abandoned_folders()
+    machine = Machine.look()
     process = start(tmp_path, RUN, "trainer.num_steps=1000")
     wait_for_line(process, line)
     run = tmp_path / RUN
@@ -189,5 +183,4 @@ def test_stop_cleans_up_after_a_controller_killed_at_a_line_of_the_log(
     (run / "summary.md").unlink()
     assert result_of(command_on(tmp_path, "report")) == written
     assert "**Stopped" in (run / "summary.md").read_text()
-    assert_nothing_left(tmp_path, shared_memory)
-    assert abandoned_folders() <= temporary
+    machine.assert_nothing_left(tmp_path)

@@ -13,7 +13,6 @@ CI kills one of each; LEASH_SOAK_ROLLOUT_KILLS=20 is the long form. A failure te
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -29,14 +28,18 @@ from rollouts.victims import Kind
 
 from tests.support.launches import (
     RUN,
-    assert_nothing_left,
+    Machine,
     assert_saved,
     command_on,
     launch_command,
     listens_beyond_loopback,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]  # every wait of a play has a bound
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(0),  # every wait of a play has a bound
+    pytest.mark.xdist_group("launches"),
+]
 
 NUM_KILLS = size("ROLLOUT_KILLS", 1)
 SEED = size("SEED", random.randrange(1 << 30))
@@ -62,7 +65,7 @@ SETTINGS = (
 
 def test_killed_members_under_load_lose_no_prompt_and_shrink_no_group(tmp_path: Path) -> None:
     print(f"LEASH_SOAK_SEED={SEED}")
-    shared_memory = set(os.listdir("/dev/shm"))
+    machine = Machine.look()
     run = tmp_path / RUN
     command = launch_command(tmp_path, RUN, *SETTINGS)
     with play(command, run, tmp_path / "output.txt", SEED) as the_play:
@@ -92,7 +95,7 @@ def test_killed_members_under_load_lose_no_prompt_and_shrink_no_group(tmp_path: 
     assert events["engine_restarted"] == events["receiver_restarted"] == NUM_KILLS
     assert picture.counters["workers_restarted"] == NUM_KILLS
     assert max(step.number("logprob_diff_max") for step in the_play.metrics("step")) <= 1e-4
-    assert_nothing_left(tmp_path, shared_memory)
+    machine.assert_nothing_left(tmp_path)
 
 
 BEGUN = ("begun", "0-0", {"p": "task:0"})

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,6 +19,8 @@ import psutil
 
 RUN = f"run-{uuid4().hex[:8]}"
 """Its own name: other runs on this machine stage weights in folders of theirs."""
+
+OTHERS_S = 60.0
 
 SMALL = (
     "trainer.num_steps=4",
@@ -130,16 +133,39 @@ def abandoned_folders() -> set[str]:
     return {folder for folder in folders if not any(folder in line for line in lines)}
 
 
-def assert_nothing_left(runs: Path, shared_memory: set[str]) -> None:
-    assert processes_of(runs) == []
-    entries = [file for file in os.scandir("/dev/shm") if file.name not in shared_memory]
-    assert [entry.name for entry in entries if entry.name.startswith(f"leash-{RUN}")] == []
-    if new := [entry for entry in entries if entry.is_file()]:  # a run's folders are named above
+@dataclass(frozen=True)
+class Machine:
+    """What is on this machine before a launch, to be compared with what there is after it."""
+
+    shared_memory: frozenset[str]
+    listeners: frozenset[str]
+    folders: frozenset[str]
+
+    @classmethod
+    def look(cls) -> Machine:
+        return cls(
+            shared_memory=frozenset(os.listdir("/dev/shm")),
+            listeners=frozenset(orphans_listening()),
+            folders=frozenset(abandoned_folders()),
+        )
+
+    def assert_nothing_left(self, runs: Path) -> None:
+        assert processes_of(runs) == []
+        assert [name for name in os.listdir("/dev/shm") if name.startswith(f"leash-{RUN}")] == []
+        assert list(runs.glob("**/*.sock")) == []
+        # Other tests run beside this one: what is theirs does not last.
+        deadline = time.monotonic() + OTHERS_S
+        while left := self._left():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.5)
+
+    def _left(self) -> set[str]:
+        new = [e for e in os.scandir("/dev/shm") if e.name not in self.shared_memory]
         # None of this run is alive any more: what is mapped belongs to others on this machine.
         mapped = mapped_inodes()
-        left = [file.name for file in new if file.inode() not in mapped and os.path.exists(file)]
-        assert left == []
-    assert list(runs.glob("**/*.sock")) == []
+        files = {e.name for e in new if e.is_file() and e.inode() not in mapped}
+        orphans = orphans_listening() - self.listeners
+        return files | orphans | (abandoned_folders() - self.folders)
 
 
 def orphans_listening() -> set[str]:
