@@ -21,7 +21,7 @@ async def open_buffer(
     url: str, run: str, groups_per_step: int, config: BufferConfig
 ) -> ReplayBuffer:
     """One more client of the run, which is opened if it is new."""
-    buffer = ReplayBuffer(await connect(url), run, lease_timeout_s=config.lease_timeout_s)
+    buffer = ReplayBuffer(await connect(url), run, config)
     await buffer.open(config, groups_per_step)
     return buffer
 

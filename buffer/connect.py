@@ -14,21 +14,8 @@ Buffer = ReplayBuffer | ShardedReplayBuffer
 def buffer_on(redis: BufferRedis, run: str, settings: BufferConfig) -> Buffer:
     """The buffer of a run. Its `close` also closes the connections of `redis`."""
     if settings.shards == 1:
-        return ReplayBuffer(
-            redis,
-            run,
-            lease_timeout_s=settings.lease_timeout_s,
-            wait_timeout_s=settings.wait_timeout_s,
-            compress=settings.compress,
-        )
-    return ShardedReplayBuffer(
-        redis,
-        run,
-        shards=settings.shards,
-        lease_timeout_s=settings.lease_timeout_s,
-        wait_timeout_s=settings.wait_timeout_s,
-        compress=settings.compress,
-    )
+        return ReplayBuffer(redis, run, settings)
+    return ShardedReplayBuffer(redis, run, settings)
 
 
 async def connect_buffer(url: str, run: str, settings: BufferConfig) -> Buffer:

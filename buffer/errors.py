@@ -12,3 +12,8 @@ class NotOwnerError(RuntimeError):
 
     Nothing was changed. The caller is a zombie and should exit.
     """
+
+
+def taken_over(what: str) -> NotOwnerError:
+    """`what` says which trainer wanted to do what."""
+    return NotOwnerError(f"{what}, but another trainer took this buffer over; end this one")

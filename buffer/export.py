@@ -26,7 +26,6 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, cast, get_args
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
@@ -92,78 +91,53 @@ class _End(msgspec.Struct):
 
 
 class DumpWriter:
-    """Writes a dump: `with DumpWriter(path, header) as dump: dump.write(group)`.
+    """Adds groups to a dump; created by `write_dump`."""
 
-    The file appears at `path` once it is complete and on disk; until then it is `path` + ".part",
-    which is removed on failure. Raises OSError that names the file.
-    """
-
-    def __init__(self, path: Path, header: DumpHeader) -> None:
-        self.path = path
+    def __init__(self, file: ZipFile) -> None:
         self.counts: Counter[str] = Counter()
         """Groups written, by state."""
         self.num_gone = 0
         """Groups that were acked or dropped before they were read."""
-        self._part = path.with_name(path.name + ".part")
-        self._header = header
-        self._zip: ZipFile | None = None
-
-    def __enter__(self) -> Self:
-        with self._naming_the_file():
-            self._zip = ZipFile(self._part, "w")
-            self._add(_HEADER, msgspec.json.encode(self._header))
-        return self
+        self._file = file
 
     def write(self, group: DumpedGroup) -> None:
         """Adds a group. Raises ValueError for an unknown state."""
         if group.state not in STATES:
             raise ValueError(f"group {group.group_id}: state {group.state!r} is none of {STATES}")
         fields = {"group_id": group.group_id, "state": group.state, "fields": group.fields}
-        with self._naming_the_file():
-            name = f"groups/{self.counts.total()}"
-            self._add(name, b"%b\n%b" % (msgspec.json.encode(fields), group.payload))
+        line = msgspec.json.encode(fields)
+        self._file.writestr(f"groups/{self.counts.total()}", b"%b\n%b" % (line, group.payload))
         self.counts[group.state] += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            self._discard()
-            return
-        with self._naming_the_file():
-            self._add(_END, msgspec.json.encode(_End(dict(self.counts), self.num_gone)))
-            assert self._zip is not None
-            self._zip.close()
-            _sync(self._part)
-            self._part.replace(self.path)
-            _sync(self.path.parent)  # the new name must reach the disk too
 
-    def _add(self, name: str, data: bytes) -> None:
-        assert self._zip is not None, "use it in a with statement"
-        self._zip.writestr(name, data)
+@contextmanager
+def write_dump(path: Path, header: DumpHeader) -> Iterator[DumpWriter]:
+    """Writes a dump: `with write_dump(path, header) as dump: dump.write(group)`.
 
-    @contextmanager
-    def _naming_the_file(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._discard()
-            raise OSError(
-                error.errno,
-                f"the dump could not be written ({error.strerror}); no partial file is left. Make "
-                "room or choose another place",
-                str(self.path),
-            ) from error
-
-    def _discard(self) -> None:
-        if self._zip is None:  # its creation failed, so a partial file is not ours
-            return
-        with suppress(OSError):  # a full disk cannot take the rest of its buffer either
-            self._zip.close()
-        self._part.unlink(missing_ok=True)
+    The file appears at `path` once it is complete and on disk; until then it is `path` + ".part",
+    which is removed on failure. Raises OSError that names the file.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        with ZipFile(part, "w") as file:
+            file.writestr(_HEADER, msgspec.json.encode(header))
+            dump = DumpWriter(file)
+            yield dump
+            file.writestr(_END, msgspec.json.encode(_End(dict(dump.counts), dump.num_gone)))
+        _sync(part)
+        part.replace(path)
+        _sync(path.parent)  # the new name must reach the disk too
+    except BaseException as error:
+        with suppress(OSError):
+            part.unlink()
+        if not isinstance(error, OSError) or isinstance(error, ConnectionError):
+            raise  # not of the file: the server's
+        raise OSError(
+            error.errno,
+            f"the dump could not be written ({error.strerror}); no partial file is left. Make "
+            "room or choose another place",
+            str(path),
+        ) from error
 
 
 def _sync(path: Path) -> None:
@@ -321,7 +295,7 @@ async def dump_buffer(redis: Redis, run: str, path: Path) -> DumpReport:
     shards = [Keys(run, shard) for shard in range(int(num_shards))]
     pictures = [await _picture(redis, keys) for keys in shards]
     header = DumpHeader(run=run, created=time.time(), shards=[picture for picture, _ in pictures])
-    with DumpWriter(path, header) as dump:
+    with write_dump(path, header) as dump:
         for keys, (_, ids) in zip(shards, pictures, strict=True):
             async for group in _read_groups(redis, keys, ids):
                 if group is None:

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from buffer.errors import NotOwnerError
+from buffer.errors import NotOwnerError, taken_over
 from buffer.redis.client import BufferConnectionError
 from buffer.redis.replies import optional_int, parse_renumbered, readable, texts
 from buffer.redis.wakeups import Deadline, WakeStreams
@@ -47,9 +47,7 @@ class LeaseRequest(NamedTuple):
         )
 
     def taken_over(self) -> NotOwnerError:
-        return NotOwnerError(
-            f"step={self.step}: another trainer took this buffer over; end this one"
-        )
+        return taken_over(f"lineage={self.lineage!r} leases step {self.step}")
 
 
 class BatchNotReady(NamedTuple):

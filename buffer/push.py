@@ -1,17 +1,40 @@
-"""A push: what is sent, the reply, and the errors for a full buffer."""
+"""A push: what is sent, in batches that the tasks of a process share, and what is replied.
+
+    send ──┐             ┌─ a sender is free: all that wait, up to a bound ──> Redis ─┐
+    send ──┼── waiting ──┤                                                            │
+    send ──┘             └─ else they wait for one         to each its own reply <────┘
+
+There is no timer: the first push is sent at once, and those that arrive meanwhile form the next
+batch. A group is encoded only when it is sent, in memory that is reused once its batch has its
+replies: a hundred pushing tasks hold at most two batches of bytes.
+
+Cancelling a task withdraws its push if that is still waiting; otherwise only the reply is lost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Literal, NamedTuple, cast
 
-from buffer.redis.keys import check_group_id
-from buffer.redis.payloads import Allocate, fresh
+from buffer.redis.keys import Keys, check_group_id
+from buffer.redis.payloads import Allocate, Arena, fresh
 from buffer.redis.replies import optional_int
-from buffer.redis.wakeups import Deadline
+from buffer.redis.scripts import Argument, Scripts
+from buffer.redis.wakeups import BufferClosedError, Deadline
 from buffer.types import TrajectoryGroup
 from buffer.wire.chunks import split_payload
 from buffer.wire.codec import encode_into
+
+MAX_PUSHES = 32
+MAX_BYTES = 1 << 22
+"""Size of one batch; a larger push is sent alone."""
+_AT_ONCE = 2  # the next batch is built while the server works on one
+_ARENA_BYTES = 2 * MAX_BYTES
+_ORPHAN_EXPIRY_MS = 600_000
+"""A payload whose push is never committed expires after this."""
 
 PushWord = Literal[
     "stored", "duplicate", "stale", "abandoned_lineage", "full", "too_large", "missing", "again"
@@ -59,6 +82,8 @@ class PendingPush:
         self.group_id = check_group_id(group.group_id)
         self.memory_bytes = group.num_bytes
         """Approximate size in memory and on the wire."""
+        self.blocked_ms = 0
+        """How long it has waited for room."""
         self._group = group
         self._compress = compress
         self._num_bytes: int | None = None
@@ -67,22 +92,20 @@ class PendingPush:
     def num_bytes(self) -> int:
         """Size of the payload."""
         if self._num_bytes is None:
-            self.encode("", fresh)
+            self.encode(fresh)
         assert self._num_bytes is not None
         return self._num_bytes
 
-    def encode(self, key: str, allocate: Allocate) -> list[tuple[str, bytes | memoryview]]:
-        """Keys and values of the payload (one, and further chunks if it is large).
+    def encode(self, allocate: Allocate) -> list[bytes | memoryview]:
+        """The payload as values in memory of `allocate`: one, and further chunks if it is large.
 
-        The values lie in memory of `allocate`. Raises ValueError if the group cannot be encoded.
+        Raises ValueError if the group cannot be encoded.
         """
         chunks = split_payload(encode_into(allocate, self._group, self._compress))
         self._num_bytes = sum(map(len, chunks))
-        names = [key, *(f"{key}:{number}" for number in range(1, len(chunks)))]
-        return list(zip(names, chunks, strict=True))
+        return chunks
 
-    @property
-    def arguments(self) -> tuple[str | int, ...]:
+    def arguments(self, num_chunks: int) -> tuple[Argument, ...]:
         """The group's arguments of push_groups.lua."""
         group = self._group
         versions = group.tokens_by_version
@@ -97,6 +120,8 @@ class PendingPush:
             group.prompt.task,
             group.prompt.index,
             group.prompt.attempt,
+            num_chunks,
+            self.blocked_ms,
         )
 
     def too_large(self, reply: PushReply) -> str:
@@ -124,3 +149,127 @@ class PendingPush:
 
 def _limit(capacity: int | None) -> str:
     return "any number of" if capacity is None else str(capacity)
+
+
+_Reply = asyncio.Future[Any]
+
+
+class PushBatches:
+    """Sends the pushes to one shard. Used from one event loop."""
+
+    def __init__(self, scripts: Scripts, keys: Keys, bound: int) -> None:
+        """`bound` limits the groups that one batch may evict."""
+        self._scripts = scripts
+        self._keys = keys
+        self._bound = bound
+        self._waiting: deque[tuple[PendingPush, _Reply]] = deque()
+        self._senders: set[asyncio.Task[None]] = set()
+        self._arenas: list[Arena] = []
+        self._is_closed = False
+
+    async def send(self, push: PendingPush) -> PushReply:
+        """Raises what encoding raises, and an error reply."""
+        if self._is_closed:
+            raise BufferClosedError("the buffer was closed before this call")
+        reply: _Reply = asyncio.get_running_loop().create_future()
+        self._waiting.append((push, reply))
+        if len(self._senders) < _AT_ONCE:
+            self._senders.add(asyncio.create_task(self._send_all(), name="push-batches"))
+        return PushReply.parse(await reply)
+
+    async def close(self) -> None:
+        """Ends every `send` with BufferClosedError."""
+        self._is_closed = True
+        senders = list(self._senders)
+        for sender in senders:
+            sender.cancel()
+        await asyncio.gather(*senders, return_exceptions=True)
+        _fail((reply for _, reply in self._waiting), _closed())
+        self._waiting.clear()
+
+    async def _send_all(self) -> None:
+        me = asyncio.current_task()
+        assert me is not None
+        arena = self._arenas.pop() if self._arenas else Arena(_ARENA_BYTES)
+        try:
+            while batch := self._next_batch():
+                await self._send(batch, arena)
+                arena.clear()
+        finally:
+            self._arenas.append(arena)
+            self._senders.discard(me)  # at once: the next `send` must not rely on this one
+
+    def _next_batch(self) -> list[tuple[PendingPush, _Reply]]:
+        batch: list[tuple[PendingPush, _Reply]] = []
+        num_bytes = 0
+        while self._waiting and len(batch) < MAX_PUSHES:
+            num_bytes += self._waiting[0][0].memory_bytes
+            if batch and num_bytes > MAX_BYTES:
+                break
+            batch.append(self._waiting.popleft())
+        return batch
+
+    async def _send(self, batch: Sequence[tuple[PendingPush, _Reply]], arena: Arena) -> None:
+        """Sends all payloads and one commit in one round trip."""
+        sent: list[tuple[_Reply, int]] = []
+        parts: list[bytes | memoryview] = []
+        arguments: list[Argument] = [self._bound]
+        for push, reply in batch:
+            if reply.done():  # cancelled
+                continue
+            try:
+                values = push.encode(arena.take)
+                arguments += push.arguments(len(values) - 1)
+            except Exception as error:
+                _fail([reply], error)
+                continue
+            parts += _set_commands(self._keys.payload(push.group_id), values)
+            sent.append((reply, len(values)))
+        if not sent:
+            return
+        num_sets = sum(number for _, number in sent)
+        try:
+            *of_sets, answers = await self._scripts.exchange(
+                parts, num_sets, "rollout/push_groups", arguments
+            )
+        except asyncio.CancelledError:
+            _fail((reply for reply, _ in sent), _closed())
+            raise
+        except Exception as error:
+            _fail((reply for reply, _ in sent), error)
+            return
+        if isinstance(answers, Exception):
+            answers = [answers] * len(sent)
+        rest = iter(of_sets)
+        for (reply, number), answer in zip(sent, answers, strict=True):
+            errors = [r for r in (*islice(rest, number), answer) if isinstance(r, Exception)]
+            if errors:
+                _fail([reply], errors[0])
+            elif not reply.done():
+                reply.set_result(answer)
+
+
+def _set_commands(key: str, values: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """Packed commands that set the payload unless it exists; it expires unless it is committed.
+
+    The values are not passed through the script because Lua would copy them.
+    """
+    end = b"\r\n$2\r\nPX\r\n$%d\r\n%d\r\n$2\r\nNX\r\n" % (
+        len(str(_ORPHAN_EXPIRY_MS)),
+        _ORPHAN_EXPIRY_MS,
+    )
+    for number, value in enumerate(values):
+        name = (f"{key}:{number}" if number else key).encode()
+        yield b"*6\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, len(value))
+        yield value
+        yield end
+
+
+def _closed() -> BufferClosedError:
+    return BufferClosedError("the buffer was closed during this call")
+
+
+def _fail(replies: Iterable[_Reply], error: Exception) -> None:
+    for reply in replies:
+        if not reply.done():
+            reply.set_exception(error)

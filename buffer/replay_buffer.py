@@ -20,11 +20,10 @@ import asyncio
 import secrets
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple, cast
 
-from buffer.errors import BufferFullError, NotOwnerError
+from buffer.errors import BufferFullError, taken_over
 from buffer.lease import (
     BatchNotReady,
     Formed,
@@ -33,15 +32,13 @@ from buffer.lease import (
     new_token,
     renew_until_lost,
 )
-from buffer.push import PendingPush, PushReply, Space
-from buffer.redis.batching import Batcher, Message
+from buffer.push import PendingPush, PushBatches, PushReply, Space
 from buffer.redis.client import BufferRedis, DamagedRunError
 from buffer.redis.durability import Durability
 from buffer.redis.keys import Keys, check_group_id
-from buffer.redis.payloads import Allocate, Blocks
+from buffer.redis.payloads import Blocks
 from buffer.redis.replies import number, readable, setting_number, texts
 from buffer.redis.scripts import Argument, Scripts
-from buffer.redis.settings import initial_settings
 from buffer.redis.wakeups import Deadline, WakeStreams
 from buffer.results import (
     Admission,
@@ -68,8 +65,6 @@ BOUND = 32
 _MAX_IDS = 128
 """Ids that one script call may get."""
 _EVENTS_AT_ONCE = 500
-_ORPHAN_EXPIRY_MS = 600_000
-"""A payload whose push is never committed expires after this."""
 
 
 class NoRoom(NamedTuple):
@@ -92,31 +87,24 @@ class ReplayBuffer:
     """
 
     def __init__(
-        self,
-        redis: BufferRedis,
-        run: str,
-        *,
-        lease_timeout_s: float,
-        wait_timeout_s: float = 600.0,
-        compress: bool = False,
-        shard: int = 0,
+        self, redis: BufferRedis, run: str, settings: BufferConfig, shard: int = 0
     ) -> None:
         """`redis` comes from `connect`; `close` closes its connections too.
 
-        `wait_timeout_s` is the default timeout of `push`. `shard` selects the hash tag.
+        Of `settings` it takes the timeouts and the compression. `shard` selects the hash tag.
         """
         self.keys = Keys(run, shard)
         self._redis = redis
         self._scripts = Scripts(redis, self.keys)
         self._wake = WakeStreams(redis)
-        self._pushes = Batcher(partial(self._scripts.exchange, "rollout/push_groups", (BOUND,)))
+        self._pushes = PushBatches(self._scripts, self.keys, BOUND)
         self._durability = Durability(redis, self.keys("marker"), self._wake)
         self._line = asyncio.Lock()
         """Held by the blocked push that waits for room; the others queue for it in order."""
         self._blocks = Blocks()
-        self._lease_ms = int(1000 * lease_timeout_s)
-        self._wait_timeout_s = wait_timeout_s
-        self._compress = compress
+        self._lease_ms = int(1000 * settings.lease_timeout_s)
+        self._wait_timeout_s = settings.wait_timeout_s
+        self._compress = settings.compress
         self._lineage = ""
 
     async def open(
@@ -130,15 +118,14 @@ class ReplayBuffer:
         the run's.
         """
         check_settings(settings, groups_per_step, 1, await self.setting("num_shards"))
-        await self._create(settings, groups_per_step, oversampling)
+        await self.create(settings, groups_per_step, oversampling)
 
-    async def _create(
+    async def create(
         self, settings: BufferConfig, groups_per_step: int, oversampling: float
     ) -> None:
+        """`open` of one shard, without the checks."""
         await self._scripts.load()  # only the controller's user may
-        initial = initial_settings(
-            settings, groups_per_step, self.keys.shard, settings.shards, oversampling
-        )
+        initial = initial_settings(settings, groups_per_step, self.keys.shard, oversampling)
         async with self._redis.pipeline(transaction=True) as pipe:
             for name, value in initial.items():
                 pipe.hsetnx(self.keys("settings"), name, value)
@@ -243,7 +230,7 @@ class ReplayBuffer:
         pending = PendingPush(group, self._compress)
         deadline = Deadline(self._wait_timeout_s if timeout_s is None else timeout_s)
         if not self._line.locked():
-            reply = await self._send(pending, blocked_ms=0)
+            reply = await self._send(pending)
             if reply.word != "full":
                 return PushResult(reply.word)
             if reply.on_full == "error":
@@ -264,24 +251,17 @@ class ReplayBuffer:
                         raise pending.timeout(deadline, space)
                     seen = {self.keys.wake("room"): space.last_wake}
                     await self._wake.wait(seen, deadline.left_s)
-                blocked_ms = int(1000 * (monotonic() - blocked_at))
-                reply = await self._send(pending, max(1, blocked_ms))
+                pending.blocked_ms = max(1, int(1000 * (monotonic() - blocked_at)))
+                reply = await self._send(pending)
                 if reply.word != "full":  # else another process was faster
                     return PushResult(reply.word)
         finally:
             self._line.release()
 
-    async def _send(self, pending: PendingPush, blocked_ms: int) -> PushReply:
-        """Sends payload and commit in one round trip shared with other pushes of this process."""
-
-        def message(allocate: Allocate) -> Message:
-            values = pending.encode(self.keys.payload(pending.group_id), allocate)
-            arguments = (*pending.arguments, len(values) - 1, blocked_ms)
-            return self._scripts.after_sets(values, _ORPHAN_EXPIRY_MS, *arguments)
-
+    async def _send(self, pending: PendingPush) -> PushReply:
         await self._durability.note_server()
         while True:
-            reply = PushReply.parse(await self._pushes.send(message, pending.memory_bytes))
+            reply = await self._pushes.send(pending)
             if reply.word == "too_large":
                 raise ValueError(pending.too_large(reply))
             if reply.word not in ("missing", "again"):
@@ -441,10 +421,7 @@ class ReplayBuffer:
         while True:
             reply = await self._scripts.run("trainer/ack_steps", upto_step, lineage or "", BOUND)
             if reply[0] == b"not_owner":
-                raise NotOwnerError(
-                    f"lineage={lineage!r} acknowledges step {upto_step}, but another trainer "
-                    "took this buffer over; end this one"
-                )
+                raise taken_over(f"lineage={lineage!r} acknowledges step {upto_step}")
             number_acked, is_more = reply
             total += int(number_acked)
             if not is_more:
@@ -463,10 +440,7 @@ class ReplayBuffer:
         """
         reply = await self._scripts.run("trainer/publish_version", version, self._lineage)
         if reply[0] == b"not_owner":
-            raise NotOwnerError(
-                f"lineage={self._lineage!r} publishes version {version}, but another trainer "
-                "took this buffer over; end this one"
-            )
+            raise taken_over(f"lineage={self._lineage!r} publishes version {version}")
         if reply[0] == b"older":
             raise ValueError(
                 f"version={version}: {int(reply[1])} was published before, and versions only grow"
@@ -512,7 +486,7 @@ class ReplayBuffer:
                 "before; resume above it, for a number never names other weights"
             )
         if reply[0] == b"not_owner":
-            raise _taken_over(lineage)
+            raise taken_over(f"lineage={lineage!r} restores a checkpoint")
 
     async def finish_reconcile(
         self, lineage: str, consumed_group_ids: Collection[str]
@@ -520,11 +494,11 @@ class ReplayBuffer:
         """Acks the groups in the checkpoint, then sorts the rest in bounded parts."""
         for part in _parts(sorted(consumed_group_ids)):
             if not await self._scripts.run("trainer/ack_reconciled", lineage, *part):
-                raise _taken_over(lineage)
+                raise taken_over(f"lineage={lineage!r} restores a checkpoint")
         while True:
             reply = await self._scripts.run("trainer/reconcile_groups", lineage, BOUND)
             if reply[0] == b"not_owner":
-                raise _taken_over(lineage)
+                raise taken_over(f"lineage={lineage!r} restores a checkpoint")
             is_more, acked, requeued, dropped, quarantined = map(int, reply)
             if not is_more:
                 self._lineage = lineage
@@ -658,6 +632,44 @@ class ReplayBuffer:
         return total
 
 
+def quota(limit: int, shard: int, num_shards: int) -> int:
+    """One shard's part of a limit; the parts of all shards add up to it."""
+    whole, rest = divmod(limit, num_shards)
+    return whole + (shard < rest)
+
+
+def initial_settings(
+    config: BufferConfig, groups_per_step: int, shard: int, oversampling: float
+) -> dict[str, str | int]:
+    """Fields of one shard's `settings`; limits are split into quotas, "" for no limit."""
+
+    def part(limit: int | None) -> str | int:
+        return "" if limit is None else quota(limit, shard, config.shards)
+
+    return {
+        "max_staleness": config.max_staleness,
+        "on_stale": config.on_stale.value,
+        "max_retries": config.max_retries,
+        "selector": config.selector.value,
+        "capacity_groups": part(config.capacity_groups),
+        "capacity_bytes": part(config.capacity_bytes),
+        "on_full": config.on_full.value,
+        "max_attempts": config.max_attempts,
+        "remember_s": repr(config.remember_s),
+        "audit_length": config.audit_length,
+        "groups_per_step": groups_per_step,
+        "oversampling": repr(float(oversampling)),
+        "shard": shard,
+        "num_shards": config.shards,
+        "trainer_version": 0,
+        "acked_step": -1,
+        "wanted": 0,
+        "lineage": "",
+        "gaps": "",
+        "num_gaps": 0,
+    }
+
+
 def check_settings(
     settings: BufferConfig, groups_per_step: int, num_shards: int, there: int | None
 ) -> None:
@@ -679,12 +691,6 @@ def no_room(group_id: str, timeout_s: float, in_use: int, limit: int) -> Timeout
     return TimeoutError(
         f"no room for group {group_id} within {timeout_s:g} s: {in_use} groups are "
         f"running, ready or leased and {limit} may be; the trainer consumed none"
-    )
-
-
-def _taken_over(lineage: str) -> NotOwnerError:
-    return NotOwnerError(
-        f"lineage={lineage!r}: a later trainer took this buffer over; end this one"
     )
 
 

@@ -74,7 +74,6 @@ class BufferStats:
     requeued: int
     """Prompts queued again because their group went stale."""
     retries_waiting: int
-    retries_exhausted: int
     expired: int
     """Groups that returned from a lease that was not renewed."""
     by_staleness: Mapping[int, int]
@@ -109,8 +108,6 @@ class BufferStats:
     """By reason."""
     tokens_dropped: int = 0
     """Trainable tokens of all dropped groups."""
-    dropped_by_length: Mapping[str, int]
-    """Dropped groups by number of tokens: '<=1k', ..., '>64k'."""
     bytes_consumed: int
     """Part of `bytes` that is consumed; it takes no capacity."""
     bytes_quarantined: int
@@ -172,18 +169,19 @@ def parse_stats(reply: list[Any]) -> BufferStats:
     former, and admission ignores the latter.
     """
     running, ready, leased, consumed, quarantined, retries_waiting = map(int, reply[:6])
-    settings = _Settings(_pairs(reply[6]))
-    counters = _numbers(reply[7])
-    trainer_version = settings.whole("trainer_version")
+    settings, counters = _pairs(reply[6]), _numbers(reply[7])
     abandoned = _by_reason(counters, "abandoned:")
     oldest_ready_ms = int(reply[10])
 
-    def count(name: str) -> int:
-        return counters.get(name, 0)
+    def setting(name: str) -> float:
+        return setting_number(name, settings.get(name, ""))
 
+    def limit(name: str) -> int | None:
+        return int(setting(name)) if settings.get(name) else None
+
+    trainer_version = int(setting("trainer_version"))
     return BufferStats(
-        pushed=count("pushed"),
-        acked=count("acked"),
+        **{name: counters.get(name, 0) for name in _COUNTERS},
         consumed=consumed,
         dropped=_by_reason(counters, "dropped:"),
         quarantined=quarantined,
@@ -192,69 +190,43 @@ def parse_stats(reply: list[Any]) -> BufferStats:
         running=running,
         abandoned=sum(abandoned.values()),
         abandoned_by_reason=abandoned,
-        requeued=count("requeued"),
         retries_waiting=retries_waiting,
-        retries_exhausted=count("retries_exhausted"),
-        expired=count("expired"),
         by_staleness={
             trainer_version - int(version): int(number)
             for version, number in zip(reply[9][::2], reply[9][1::2], strict=True)
         },
         trainer_version=trainer_version,
         engine_versions=_numbers(reply[8]),
-        rerun=count("rerun"),
         prompts_quarantined=int(reply[11]),
-        oversampling=settings.number("oversampling"),
-        engines_gone=settings.get("engines_gone") is not None,
-        max_staleness=settings.whole("max_staleness"),
-        max_staleness_largest=count("max_staleness_largest"),
+        oversampling=setting("oversampling"),
+        engines_gone="engines_gone" in settings,
+        max_staleness=int(setting("max_staleness")),
         max_staleness_trained=counters.get("max_staleness_trained"),
-        groups_per_step=settings.whole("groups_per_step"),
-        bytes=count("bytes"),
-        tokens=count("tokens"),
-        tokens_pushed=count("tokens_pushed"),
-        tokens_trained=count("tokens_trained"),
-        tokens_masked=count("tokens_masked"),
+        groups_per_step=int(setting("groups_per_step")),
         dropped_tokens=_by_reason(counters, "dropped_tokens:"),
-        tokens_dropped=count("tokens_dropped"),
-        dropped_by_length=_by_reason(counters, "dropped_len:"),
-        bytes_consumed=count("bytes_consumed"),
-        bytes_quarantined=count("bytes_quarantined"),
-        capacity_groups=settings.limit("capacity_groups"),
-        capacity_bytes=settings.limit("capacity_bytes"),
-        num_shards=settings.whole("num_shards"),
+        capacity_groups=limit("capacity_groups"),
+        capacity_bytes=limit("capacity_bytes"),
+        num_shards=int(setting("num_shards")),
         oldest_ready_age_s=None if oldest_ready_ms < 0 else oldest_ready_ms / 1000,
-        push_blocked=count("push_blocked"),
-        push_blocked_s=count("push_blocked_ms") / 1000,
-        lineage=settings.get("lineage") or "",
+        push_blocked_s=counters.get("push_blocked_ms", 0) / 1000,
+        lineage=settings.get("lineage", ""),
         trained_by_staleness={
             int(age): n
             for age, n in sorted(_by_reason(counters, "trained_staleness:").items())
             if is_number(age)
         },
         trained_by_age=_cumulative(_by_reason(counters, "trained_age:")),
-        trained_age_sum_s=count("trained_age_ms") / 1000,
+        trained_age_sum_s=counters.get("trained_age_ms", 0) / 1000,
         counters=counters,
     )
 
 
-class _Settings:
-    """The settings of a shard as unchecked texts."""
-
-    def __init__(self, texts: Mapping[str, str]) -> None:
-        self._texts = texts
-
-    def get(self, name: str) -> str | None:
-        return self._texts.get(name)
-
-    def number(self, name: str) -> float:
-        return setting_number(name, self._texts.get(name, ""))
-
-    def whole(self, name: str) -> int:
-        return int(self.number(name))
-
-    def limit(self, name: str) -> int | None:
-        return self.whole(name) if self._texts.get(name) else None
+_COUNTERS = (
+    *("pushed", "push_blocked", "acked", "requeued", "rerun", "expired", "max_staleness_largest"),
+    *("tokens", "tokens_pushed", "tokens_trained", "tokens_masked", "tokens_dropped"),
+    *("bytes", "bytes_consumed", "bytes_quarantined"),
+)
+"""Fields of BufferStats that are counters of that name."""
 
 
 def _numbers(flat: Iterable[bytes]) -> dict[str, int]:

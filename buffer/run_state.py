@@ -134,31 +134,32 @@ class RunState:
 
         Returns engine_versions. Raises TimeoutError naming the engines that do not.
         """
-        deadline = Deadline(timeout_s)
-        while True:
-            seen, served = await self._engines_now()
-            if served and min(served.values()) >= version:
-                return served
-            if not deadline.left_s:
-                raise TimeoutError(_late_engines(served, version, timeout_s))
-            await self._wake.wait(seen, deadline.left_s)
+        served = await self._engine_versions_when(
+            lambda served: bool(served) and min(served.values()) >= version, timeout_s
+        )
+        if not served:
+            raise TimeoutError(
+                f"no engine served version {version} within {timeout_s:g} s: none is alive"
+            )
+        late = [f"{name} (version {at})" for name, at in sorted(served.items()) if at < version]
+        if late:
+            raise TimeoutError(
+                f"engines that did not serve version {version} within {timeout_s:g} s: "
+                f"{', '.join(late)}"
+            )
+        return served
 
     async def wait_engines_changed(
         self, seen: Mapping[str, int], timeout_s: float
     ) -> dict[str, int]:
         """Waits until engine_versions differs from `seen`, or for `timeout_s`; returns it."""
-        deadline = Deadline(timeout_s)
-        while True:
-            last, served = await self._engines_now()
-            if served != seen or not deadline.left_s:
-                return served
-            await self._wake.wait(last, deadline.left_s)
+        return await self._engine_versions_when(lambda served: served != seen, timeout_s)
 
-    async def _engines_now(self) -> tuple[dict[str, str], dict[str, int]]:
-        """Position in the wake stream from which to wait, and engine_versions."""
+    async def _engine_versions_when(
+        self, holds: Callable[[dict[str, int]], bool], timeout_s: float
+    ) -> dict[str, int]:
         stream = self._keys.wake("engines")
-        newest = await self._wake.newest(stream)  # before the versions, or a commit could be missed
-        return {stream: newest}, await self.engine_versions()
+        return await self._wake.wait_until(stream, self.engine_versions, holds, timeout_s)
 
     async def enter_commit(self, engine: str, limit: int, ttl_s: float, timeout_s: float) -> bool:
         """Waits until fewer than `limit` other engines of the run are paused for a commit.
@@ -191,17 +192,15 @@ class RunState:
 
     async def wait_version_above(self, version: int, timeout_s: float) -> int:
         """Waits until the trainer's version is above `version`, and returns it. Or TimeoutError."""
-        deadline, stream = Deadline(timeout_s), self._keys.wake("version")
-        while True:
-            seen = await self._wake.newest(stream)  # before the version, or a publish may be missed
-            current = await self.trainer_version()
-            if current > version:
-                return current
-            if not deadline.left_s:
-                raise TimeoutError(
-                    f"the trainer published no version above {version} within {timeout_s:g} s"
-                )
-            await self._wake.wait({stream: seen}, deadline.left_s)
+        stream = self._keys.wake("version")
+        current = await self._wake.wait_until(
+            stream, self.trainer_version, lambda current: current > version, timeout_s
+        )
+        if current > version:
+            return current
+        raise TimeoutError(
+            f"the trainer published no version above {version} within {timeout_s:g} s"
+        )
 
     # Waits between the parts of a run, and other counters -------------------------------------
 
@@ -212,7 +211,8 @@ class RunState:
     async def waits(self) -> dict[tuple[str, str], float]:
         """Seconds by (waiter, waited_on)."""
         waits = _readable(await self._hash("waits"), _read_float)
-        return {_pair(name): seconds for name, seconds in waits.items()}
+        parts = {name.partition(">"): seconds for name, seconds in waits.items()}
+        return {(waiter, on): seconds for (waiter, _, on), seconds in parts.items()}
 
     async def count(self, name: str, amount: float = 1) -> None:
         """Adds to a counter of the run, such as tokens_generated."""
@@ -284,18 +284,6 @@ class RunState:
     async def _hash(self, name: str) -> dict[str, str]:
         pairs = cast("dict[bytes, bytes]", await self._redis.hgetall(self._keys(name)))
         return {readable(field): readable(value) for field, value in pairs.items()}
-
-
-def _late_engines(served: Mapping[str, int], version: int, timeout_s: float) -> str:
-    if not served:
-        return f"no engine served version {version} within {timeout_s:g} s: none is alive"
-    late = (f"{name} (version {at})" for name, at in sorted(served.items()) if at < version)
-    return f"engines that did not serve version {version} within {timeout_s:g} s: {', '.join(late)}"
-
-
-def _pair(name: str) -> tuple[str, str]:
-    waiter, _, waited_on = name.partition(">")
-    return waiter, waited_on
 
 
 def _metrics_entry(entry_id: bytes, fields: dict[bytes, bytes]) -> MetricsEntry | None:

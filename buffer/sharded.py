@@ -106,10 +106,6 @@ class Record(NamedTuple):
     is_done: bool
 
 
-class Locked(NamedTuple):
-    """The step has no batch, and the caller has the lock to form it."""
-
-
 class Candidate(NamedTuple):
     key: float
     """The smallest comes first; comparable across shards."""
@@ -151,15 +147,10 @@ class Held(NamedTuple):
 class Shard(ReplayBuffer):
     """One shard, with the verbs that form a batch from several."""
 
-    async def create(
-        self, settings: BufferConfig, groups_per_step: int, oversampling: float
-    ) -> None:
-        await self._create(settings, groups_per_step, oversampling)
-
     async def lock_step(
         self, request: LeaseRequest, token: str, lock_ms: int, void_token: str = ""
-    ) -> Locked | Record | BatchNotReady:
-        """At the home shard: returns the record of the step's batch, or locks the step to form it.
+    ) -> Record | BatchNotReady | None:
+        """At the home shard: the record of the step's batch. None: the caller has the lock now.
 
         `void_token` is the token of a recorded batch of which nothing is held any more.
         """
@@ -167,7 +158,7 @@ class Shard(ReplayBuffer):
         word, *rest = await self._scripts.run("shards/lock_step", *arguments)
         match word.decode():
             case "locked":
-                return Locked()
+                return None
             # busy: another rank is forming it. Waiting for the lock has its own wake stream, or
             # ranks that find no batch would wake each other for ever.
             case "wait":
@@ -225,6 +216,10 @@ class Shard(ReplayBuffer):
             parse_renumbered(renumbered),
         )
 
+    async def give_back(self, token: str, ids: Sequence[str]) -> None:
+        """Returns groups of a batch that is not formed after all."""
+        await self._sum("trainer/return_groups", (token, "incomplete"), ids)
+
     async def record(self, request: LeaseRequest, formed: Formed) -> bool:
         """At the home shard: records the step's batch and releases the lock.
 
@@ -261,34 +256,15 @@ class Shard(ReplayBuffer):
 class ShardedReplayBuffer:
     """The verbs of ReplayBuffer over several shards, each with its quota of every limit."""
 
-    def __init__(
-        self,
-        redis: BufferRedis,
-        run: str,
-        *,
-        shards: int,
-        lease_timeout_s: float,
-        wait_timeout_s: float = 600.0,
-        compress: bool = False,
-    ) -> None:
-        """As ReplayBuffer's. `shards` must be the number that the run was opened with."""
-        self.shards = tuple(
-            Shard(
-                redis,
-                run,
-                lease_timeout_s=lease_timeout_s,
-                wait_timeout_s=wait_timeout_s,
-                compress=compress,
-                shard=shard,
-            )
-            for shard in range(shards)
-        )
+    def __init__(self, redis: BufferRedis, run: str, settings: BufferConfig) -> None:
+        """As ReplayBuffer's. `settings.shards` is the number that the run was opened with."""
+        self.shards = tuple(Shard(redis, run, settings, k) for k in range(settings.shards))
         self._home = self.shards[0]
         self._home_last = (*self.shards[1:], self._home)
         """Order for writes that must hold in all shards before the home shard has them."""
         self._redis = redis
         self._wake = WakeStreams(redis)
-        self._lease_ms = int(1000 * lease_timeout_s)
+        self._lease_ms = int(1000 * settings.lease_timeout_s)
         self._lineage = ""
 
     def _of(self, group_id: str) -> Shard:
@@ -454,7 +430,7 @@ class ShardedReplayBuffer:
                 # `ready` lists ids that are not groups of that shard: retry a little later.
                 chosen = BatchNotReady({}, len(chosen), FORMING_MS // 10)
             if isinstance(chosen, BatchNotReady):
-                await self._leased(_lease_of(request, token, taken), _give_back)
+                await self._give_back(token, taken)
                 await self._home.unlock(token)
                 return chosen
             new = await self._holding(
@@ -465,22 +441,24 @@ class ShardedReplayBuffer:
             tokens = {i: n for reply in new for i, n in zip(reply.ids, reply.tokens, strict=True)}
             # In the order chosen; a sweep may have dropped some between the peek and the take.
             taken |= {i: tokens[i] for i in chosen if i in tokens}
-        lease = _lease_of(request, token, taken)
         masked = [r.mask_below_version for r in replies if r.mask_below_version is not None]
         formed = Formed(
             lease_token=token,
             deadline_ms=min(r.deadline_ms for r in replies if r.ids) + self._lease_ms - short_ms,
-            ids=lease.group_ids,
+            ids=tuple(taken),
             tokens=tuple(taken.values()),
             held=frozenset(taken),
             mask_below_version=max(masked, default=None),
             renumbered=_merged(replies),
         )
         if not await self._home.record(request, formed):
-            await self._leased(lease, _give_back)
+            await self._give_back(token, taken)
             return None
-        await self.renew(lease)
+        await self.renew(formed.lease(request, ()))
         return formed
+
+    async def _give_back(self, token: str, group_ids: Iterable[str]) -> None:
+        await self._holding(group_ids, lambda shard, ids: shard.give_back(token, ids))
 
     async def _choose(self, request: LeaseRequest, number: int) -> list[str] | BatchNotReady:
         """Ids of the `number` groups that the selector puts first, over all shards."""
@@ -617,23 +595,6 @@ class ShardedReplayBuffer:
 
     async def discard_prompt(self, task: str, index: int) -> bool:
         return any(await self._each(lambda shard: shard.discard_prompt(task, index)))
-
-
-def _lease_of(request: LeaseRequest, token: str, ids: Iterable[str]) -> Lease:
-    """A lease of groups taken before the batch is recorded."""
-    return Lease(
-        step=request.step,
-        version=request.version,
-        lease_token=token,
-        group_ids=tuple(ids),
-        groups=(),
-        mask_below_version=None,
-        deadline=0.0,
-    )
-
-
-async def _give_back(shard: Shard, lease: Lease) -> int:
-    return await shard.nack(lease, "incomplete")
 
 
 def _merged(replies: Sequence[Taken | Held]) -> Mapping[str, tuple[int, ...]]:

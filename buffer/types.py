@@ -188,14 +188,6 @@ class TrajectoryGroup:
     @property
     def min_version(self) -> int:
         """Version of the group's oldest trainable token, which the staleness gate checks."""
-        return min(self._versions())
-
-    @property
-    def max_version(self) -> int:
-        """Version of the group's newest trainable token."""
-        return max(self._versions())
-
-    def _versions(self) -> Mapping[int, int]:
         versions = self.tokens_by_version
         assert versions, f"group {self.group_id} has no trainable token"
-        return versions
+        return min(versions)

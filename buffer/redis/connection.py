@@ -200,8 +200,17 @@ async def _check(options: dict[str, Any], where: str) -> bool:
         raise BufferConnectionError(_unreachable(where, error)) from error
     finally:
         await probe.aclose()
-    _check_version(where, str(info.get("redis_version", "")))
-    _check_policy(where, str(info.get("maxmemory_policy", "")))
+    version = str(info.get("redis_version", ""))
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < MIN_VERSION:
+        raise BufferConnectionError(
+            f"Redis at {where} has version {version or 'unknown'}: use 7.0 or later, or Valkey"
+        )
+    policy = str(info.get("maxmemory_policy", ""))
+    if policy != "noeviction":
+        raise BufferConnectionError(
+            f"Redis at {where} has maxmemory-policy={policy or 'unknown'}, which deletes groups "
+            "silently when memory is full: CONFIG SET maxmemory-policy noeviction"
+        )
     return bool(info.get("cluster_enabled", 0))
 
 
@@ -229,19 +238,3 @@ def _refusal(where: str, error: exceptions.RedisError) -> str:
     if isinstance(error, exceptions.NoPermissionError):
         return f"Redis at {where}: the user in buffer.url may not run PING and INFO: allow them"
     return f"Redis at {where} replied with an error: {error}"
-
-
-def _check_version(where: str, version: str) -> None:
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if numbers < MIN_VERSION:
-        raise BufferConnectionError(
-            f"Redis at {where} has version {version or 'unknown'}: use 7.0 or later, or Valkey"
-        )
-
-
-def _check_policy(where: str, policy: str) -> None:
-    if policy != "noeviction":
-        raise BufferConnectionError(
-            f"Redis at {where} has maxmemory-policy={policy or 'unknown'}, which deletes groups "
-            "silently when memory is full: CONFIG SET maxmemory-policy noeviction"
-        )

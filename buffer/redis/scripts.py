@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from hashlib import sha1
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 from hiredis import pack_command
 from redis.exceptions import NoScriptError, ResponseError
 
-from buffer.redis.batching import Message
 from buffer.redis.client import BufferRedis, NotAllowedError
 from buffer.redis.keys import Keys
 
@@ -108,52 +106,24 @@ class Scripts:
         except NotAllowedError:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
-    def after_sets(
-        self,
-        values: Sequence[tuple[str, bytes | memoryview]],
-        expiry_ms: int,
-        *arguments: Argument,
-    ) -> Message:
-        """A message for `exchange` that sets each key unless it exists, then passes `arguments`.
-
-        The values are not passed through the script because Lua would copy them. They expire after
-        `expiry_ms` unless the script persists them.
-        """
-        parts: list[bytes | memoryview] = []
-        end = b""
-        for key, value in values:
-            raw = key.encode()
-            parts.append(
-                b"%b*6\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (end, len(raw), raw, len(value))
-            )
-            parts.append(value)
-            end = b"\r\n$2\r\nPX\r\n$%d\r\n%d\r\n$2\r\nNX\r\n" % (len(str(expiry_ms)), expiry_ms)
-        parts.append(end)
-        return Message(parts, len(values), arguments)
-
     async def exchange(
-        self, name: str, first: Sequence[Argument], messages: Sequence[Message]
+        self,
+        parts: Sequence[bytes | memoryview],
+        num_replies: int,
+        name: str,
+        arguments: Sequence[Argument],
     ) -> list[Any]:
-        """Sends the messages and runs the script once for all. Returns a reply or exception each.
+        """Sends packed commands and runs the script after them, in one round trip.
 
-        The script gets the arguments `first`, then those of each message in order, and replies with
-        one item per message.
+        Returns the replies of the commands, then the script's; each may be an exception.
         """
-        arguments = [*first, *(argument for m in messages for argument in m.arguments)]
         command = ("EVALSHA", digest(name), 1, self._prefix, *arguments)
-        parts = [part for message in messages for part in message.parts]
-        parts.append(pack_command(cast(Any, command)))
-        num_sets = sum(message.num_replies for message in messages)
-        *of_sets, answers = await self._redis.exchange(parts, num_sets + 1, self._prefix)
-        if isinstance(answers, NoScriptError):  # a new server, or a restarted one
-            answers = await self.run(name, *arguments)
-        if isinstance(answers, ResponseError):
-            answers = [self.explain(answers)] * len(messages)
-        rest = iter(of_sets)
-        return [
-            _error(islice(rest, message.num_replies)) or answer
-            for message, answer in zip(messages, answers, strict=True)
-        ]
+        *replies, answer = await self._redis.exchange(
+            [*parts, pack_command(cast(Any, command))], num_replies + 1, self._prefix
+        )
+        if isinstance(answer, NoScriptError):  # a new server, or a restarted one
+            answer = await self.run(name, *arguments)
+        return [*replies, self.explain(answer) if isinstance(answer, ResponseError) else answer]
 
     def explain(self, error: ResponseError) -> Exception:
         """The exception for an error reply of a script."""
@@ -163,8 +133,3 @@ class Scripts:
                 "first, or check the run's name and the URL"
             )
         return error
-
-
-def _error(replies: Iterable[Any]) -> Exception | None:
-    """The first error among them; consumes all."""
-    return next((reply for reply in list(replies) if isinstance(reply, Exception)), None)

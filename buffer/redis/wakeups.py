@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
@@ -23,6 +23,8 @@ MAX_BLOCK_S = 60.0
 """Longest time that one XREAD blocks at the server."""
 LOOK_AGAIN_S = 300.0
 """Longest wait before the condition is checked again: a server crash may lose an event."""
+
+T = TypeVar("T")
 
 _EntryId = tuple[int, int]
 
@@ -53,10 +55,26 @@ class WakeStreams:
         self._watches: dict[str, _Watch] = {}
         self._is_closed = False
 
-    async def newest(self, key: str) -> str:
-        """Id of the stream's last entry. Read it before the condition that it signals."""
-        entries: Any = await self._redis.xrevrange(key, count=1)
-        return entries[0][0].decode() if entries else "0-0"
+    async def wait_until(
+        self,
+        key: str,
+        read: Callable[[], Awaitable[T]],
+        holds: Callable[[T], bool],
+        timeout_s: float,
+    ) -> T:
+        """Reads a value whose changes the stream signals until it `holds`, or for `timeout_s`.
+
+        Returns the value read last.
+        """
+        deadline = Deadline(timeout_s)
+        while True:
+            # The stream before the value, or a change between the two would be missed.
+            entries: Any = await self._redis.xrevrange(key, count=1)
+            value = await read()
+            if holds(value) or not deadline.left_s:
+                return value
+            newest = entries[0][0].decode() if entries else "0-0"
+            await self.wait({key: newest}, deadline.left_s)
 
     async def wait(self, seen: Mapping[str, str], timeout_s: float) -> bool:
         """Waits until a stream in `seen` has an entry after the given id. False on timeout.

@@ -272,7 +272,7 @@ async def test_each_role_can_do_its_work(
     assert await rollout.flush(timeout_s=10)
     await controller.set_max_staleness(3)
     assert await controller.sweep() == 0
-    admin = ReplayBuffer(await connect(urls["admin"]), RUN, lease_timeout_s=60)
+    admin = ReplayBuffer(await connect(urls["admin"]), RUN, BufferConfig())
     assert await find_violations(admin) == []
     await admin.close()
     assert not await controller.release("unknown") and not await controller.discard("unknown")
@@ -332,8 +332,8 @@ async def test_no_role_may_touch_the_server_or_other_keys(urls: dict[str, str], 
 async def test_role_that_may_load_no_scripts_waits_for_the_controller(
     urls: dict[str, str],
 ) -> None:
-    controller = ReplayBuffer(await connect(urls["controller"]), RUN, lease_timeout_s=60)
-    watcher = ReplayBuffer(await connect(urls["watcher"], try_for_s=20), RUN, lease_timeout_s=60)
+    controller = ReplayBuffer(await connect(urls["controller"]), RUN, BufferConfig())
+    watcher = ReplayBuffer(await connect(urls["watcher"], try_for_s=20), RUN, BufferConfig())
     await controller.open(BufferConfig(), 4)
     assert (await watcher.stats()).ready == 0
     with BlockingRedis.from_url(urls["admin"]) as admin:
@@ -342,7 +342,7 @@ async def test_role_that_may_load_no_scripts_waits_for_the_controller(
     await asyncio.sleep(0)
     await controller.sweep()  # as the controller does all the time
     assert (await waits).ready == 0
-    late = ReplayBuffer(await connect(urls["rollout"], try_for_s=0), RUN, lease_timeout_s=60)
+    late = ReplayBuffer(await connect(urls["rollout"], try_for_s=0), RUN, BufferConfig())
     with BlockingRedis.from_url(urls["admin"]) as admin:
         admin.script_flush()
     with pytest.raises(NotAllowedError, match="the controller of run 'acl'"):

@@ -1,152 +1,131 @@
-"""Messages that several tasks send at once, to a real server and through one that fails."""
+"""Pushes that several tasks send at once, to a real server and through one that fails."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import pytest
 from redis.exceptions import ResponseError
 
-from buffer.redis.batching import MAX_BYTES, MAX_MESSAGES, Batcher, Make, Message
-from buffer.redis.client import BufferRedis
-from buffer.redis.connection import connect
+from buffer.push import MAX_BYTES, MAX_PUSHES, PendingPush, PushBatches
 from buffer.redis.keys import Keys
-from buffer.redis.payloads import Allocate, Arena, fresh
+from buffer.redis.payloads import Arena, fresh
+from buffer.redis.scripts import Scripts
 from buffer.redis.wakeups import BufferClosedError
 from buffer.replay_buffer import ReplayBuffer
 from buffer.results import PushResult
 from tests.support.invariants import find_violations
 
+GroupMaker = Callable[..., Any]
+
 
 class Echo:
-    """An exchange that replies to each message with its own first part, once released."""
+    """Stands for `Scripts`: replies to each push with its own id, once released."""
 
-    def __init__(self) -> None:
-        self.batches: list[list[bytes]] = []
+    def __init__(self, make_group: GroupMaker) -> None:
+        self.batches: list[list[str]] = []
         self.may_answer = asyncio.Event()
         self.error: Exception | None = None
+        self.pushes = PushBatches(cast("Scripts", self), Keys("run"), 1)
+        self._make_group = make_group
 
-    async def __call__(self, messages: Sequence[Message]) -> list[Any]:
-        texts = [bytes(message.parts[0]) for message in messages]
-        self.batches.append(texts)
+    async def exchange(
+        self, parts: Sequence[Any], num_replies: int, name: str, arguments: Sequence[Any]
+    ) -> list[Any]:
+        ids, sent = list(arguments[1::12]), b"".join(parts)
+        self.batches.append(ids)
         await self.may_answer.wait()
         if self.error is not None:
             raise self.error
-        assert [bytes(message.parts[0]) for message in messages] == texts  # not overwritten
-        return [ResponseError("no") if text == b"refused" else text for text in texts]
+        assert b"".join(parts) == sent  # not overwritten
+        assert num_replies == len(ids)
+        of_sets = [ResponseError("no") if group_id == "refused" else True for group_id in ids]
+        return [*of_sets, [[group_id.encode()] for group_id in ids]]
+
+    async def start(self, *names: str, num_bytes: int = 1) -> list[asyncio.Task[str]]:
+        """Pushes of these groups, as far as they get before a reply."""
+        tasks = [asyncio.create_task(self._push(name, num_bytes)) for name in names]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return tasks
+
+    async def _push(self, name: str, num_bytes: int) -> str:
+        group = self._make_group(name, index=-1 if name == "unmakeable" else 0)
+        push = PendingPush(group, compress=False)
+        push.memory_bytes = num_bytes
+        return (await self.pushes.send(push)).word
 
 
-def _text(text: str) -> Make:
-    def make(allocate: Allocate) -> Message:
-        memory = allocate(len(text))
-        memory[:] = text.encode()
-        return Message([memory], 1)
-
-    return make
+@pytest.fixture
+async def echo(make_group: GroupMaker) -> Echo:
+    return Echo(make_group)
 
 
-def _unmakeable(_: Allocate) -> Message:
-    raise ValueError("cannot be made")
-
-
-def _start(batcher: Batcher, *texts: str, num_bytes: int = 1) -> list[asyncio.Task[Any]]:
-    return [asyncio.create_task(batcher.send(_text(text), num_bytes)) for text in texts]
-
-
-async def _turns() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
-async def test_messages_that_arrive_while_two_batches_are_in_flight_form_the_next() -> None:
-    echo = Echo()
-    batcher = Batcher(echo)
-    tasks = _start(batcher, "a", "b")
-    await _turns()
-    tasks += _start(batcher, "c")
-    await _turns()
-    tasks += _start(batcher, "d", "e")
-    await _turns()
-    tasks += _start(batcher, "f")
-    await _turns()
-    assert echo.batches == [[b"a", b"b"], [b"c"]]
+async def test_pushes_that_arrive_while_two_batches_are_in_flight_form_the_next(echo: Echo) -> None:
+    tasks = await echo.start("a", "b")
+    for names in ("c", "de", "f"):
+        tasks += await echo.start(*names)
+    assert echo.batches == [["a", "b"], ["c"]]
     echo.may_answer.set()
-    assert await asyncio.gather(*tasks) == [b"a", b"b", b"c", b"d", b"e", b"f"]
-    assert echo.batches[2:] == [[b"d", b"e", b"f"]]
+    assert await asyncio.gather(*tasks) == [*"abcdef"]
+    assert echo.batches[2:] == [["d", "e", "f"]]
 
 
-async def test_batch_is_bounded_in_messages_and_in_bytes() -> None:
-    echo = Echo()
+async def test_batch_is_bounded_in_pushes_and_in_bytes(echo: Echo) -> None:
     echo.may_answer.set()
-    batcher = Batcher(echo)
-    await asyncio.gather(*_start(batcher, *"x" * (2 * MAX_MESSAGES + 1)))
-    assert [len(batch) for batch in echo.batches] == [MAX_MESSAGES, MAX_MESSAGES, 1]
+    await asyncio.gather(*await echo.start(*"x" * (2 * MAX_PUSHES + 1)))
+    assert [len(batch) for batch in echo.batches] == [MAX_PUSHES, MAX_PUSHES, 1]
     echo.batches.clear()
-    await asyncio.gather(
-        *_start(batcher, "large", num_bytes=2 * MAX_BYTES),
-        *_start(batcher, "half", "half", "more", num_bytes=MAX_BYTES // 2),
-    )
-    assert sorted(echo.batches) == [[b"half", b"half"], [b"large"], [b"more"]]
+    echo.may_answer.clear()
+    tasks = await echo.start("first") + await echo.start("second")
+    tasks += await echo.start("large", num_bytes=2 * MAX_BYTES)
+    tasks += await echo.start("half", "half", "more", num_bytes=MAX_BYTES // 2)
+    echo.may_answer.set()
+    await asyncio.gather(*tasks)
+    assert sorted(echo.batches[2:]) == [["half", "half"], ["large"], ["more"]]
 
 
-async def test_cancelled_message_does_not_affect_the_others() -> None:
-    echo = Echo()
-    batcher = Batcher(echo)
-    under_way = _start(batcher, "a", "b")
-    await _turns()
-    other = _start(batcher, "c")
-    await _turns()
-    waiting = _start(batcher, "d", "e")
-    await _turns()
+async def test_cancelled_push_does_not_affect_the_others(echo: Echo) -> None:
+    under_way = await echo.start("a", "b")
+    other, waiting = await echo.start("c"), await echo.start("d", "e")
     under_way[0].cancel()
     waiting[0].cancel()
-    await _turns()
+    for _ in range(5):
+        await asyncio.sleep(0)
     assert under_way[0].cancelled() and waiting[0].cancelled()  # at once, not with the batch
     echo.may_answer.set()
-    assert await asyncio.gather(under_way[1], *other, waiting[1]) == [b"b", b"c", b"e"]
-    assert echo.batches == [[b"a", b"b"], [b"c"], [b"e"]]
+    assert await asyncio.gather(under_way[1], *other, waiting[1]) == ["b", "c", "e"]
+    assert echo.batches == [["a", "b"], ["c"], ["e"]]
 
 
-async def test_failed_message_does_not_affect_the_others() -> None:
-    echo = Echo()
+async def test_failed_push_does_not_affect_the_others(echo: Echo) -> None:
     echo.may_answer.set()
-    batcher = Batcher(echo)
-    unmakeable = asyncio.create_task(batcher.send(_unmakeable, 1))
-    tasks = _start(batcher, "a", "refused", "b")
-    first, refused, last = await asyncio.gather(*tasks, return_exceptions=True)
-    assert (first, last) == (b"a", b"b") and isinstance(refused, ResponseError)
-    with pytest.raises(ValueError, match="cannot be made"):
-        await unmakeable
+    tasks = await echo.start("a", "unmakeable", "refused", "b")
+    first, unmakeable, refused, last = await asyncio.gather(*tasks, return_exceptions=True)
+    assert (first, last) == ("a", "b") and isinstance(refused, ResponseError)
+    assert isinstance(unmakeable, ValueError) and "index=-1 does not fit" in str(unmakeable)
 
 
-async def test_batch_that_is_lost_fails_its_own_messages_only() -> None:
-    echo = Echo()
-    batcher = Batcher(echo)
-    lost = _start(batcher, "a", "b")
-    await _turns()
+async def test_batch_that_is_lost_fails_its_own_pushes_only(echo: Echo) -> None:
+    lost = await echo.start("a", "b")
     echo.error = ConnectionError("lost")
     echo.may_answer.set()
     errors = await asyncio.gather(*lost, return_exceptions=True)
     assert [type(error) for error in errors] == [ConnectionError, ConnectionError]
     echo.error = None
-    assert await asyncio.gather(*_start(batcher, "c")) == [b"c"]
+    assert await asyncio.gather(*await echo.start("c")) == ["c"]
 
 
-async def test_close_ends_waiting_and_sent_messages() -> None:
-    batcher = Batcher(Echo())
-    tasks = _start(batcher, "a")
-    await _turns()
-    tasks += _start(batcher, "b")
-    await _turns()
-    tasks += _start(batcher, "c")
-    await _turns()
-    await batcher.close()
+async def test_close_ends_waiting_and_sent_pushes(echo: Echo) -> None:
+    tasks = [task for name in "abc" for task in await echo.start(name)]
+    await echo.pushes.close()
     errors = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(error) for error in errors] == [BufferClosedError] * 3
+    (late,) = await echo.start("d")
     with pytest.raises(BufferClosedError, match="before this call"):
-        await batcher.send(_text("d"), 1)
+        await late
 
 
 def test_arena_gives_out_pieces_that_do_not_overlap_and_the_same_memory_again() -> None:
@@ -173,19 +152,12 @@ def test_arena_gives_out_pieces_that_do_not_overlap_and_the_same_memory_again() 
 
 
 @pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[BufferRedis]:
-    client = await connect(redis_url)
-    yield client
-    await client.aclose()
-
-
-@pytest.fixture
 async def buffer(buffer_factory: Any) -> ReplayBuffer:
     return await buffer_factory()
 
 
 async def test_concurrent_pushes_each_get_their_own_reply(
-    buffer: ReplayBuffer, make_group: Callable[..., Any]
+    buffer: ReplayBuffer, make_group: GroupMaker
 ) -> None:
     groups = [make_group(f"g{i}") for i in range(100)]
     pushes = [asyncio.create_task(buffer.push(group)) for group in [*groups, *groups[:10]]]
@@ -201,23 +173,23 @@ async def test_concurrent_pushes_each_get_their_own_reply(
 
 
 async def test_pushes_survive_a_server_that_forgets_the_script_between_them(
-    buffer: ReplayBuffer, redis: BufferRedis, make_group: Callable[..., Any]
+    buffer: ReplayBuffer, make_group: GroupMaker
 ) -> None:
     for part in range(3):
         names = [f"{part}-{i}" for i in range(20)]
         results = await asyncio.gather(*(buffer.push(make_group(name)) for name in names))
         assert set(results) == {PushResult.stored}
-        await redis.script_flush()
+        await buffer._redis.script_flush()
     assert (await buffer.stats()).pushed == 60
 
 
 async def test_pushes_whose_replies_are_lost_are_sent_again_and_stored_once(
-    buffer: ReplayBuffer, redis: BufferRedis, make_group: Callable[..., Any]
+    buffer: ReplayBuffer, make_group: GroupMaker
 ) -> None:
     names = [f"g{i}" for i in range(200)]
     pushes = [asyncio.create_task(buffer.push(make_group(name))) for name in names]
     for _ in range(10):
-        await redis.client_kill_filter(_type="normal", skipme=True)
+        await buffer._redis.client_kill_filter(_type="normal", skipme=True)
         await asyncio.sleep(0.005)
     results = await asyncio.gather(*pushes)
     assert set(results) <= {PushResult.stored, PushResult.duplicate}
@@ -227,7 +199,7 @@ async def test_pushes_whose_replies_are_lost_are_sent_again_and_stored_once(
 
 
 async def test_cancelled_pushes_leave_nothing_half_done(
-    buffer: ReplayBuffer, redis: BufferRedis, run_name: str, make_group: Callable[..., Any]
+    buffer: ReplayBuffer, make_group: GroupMaker
 ) -> None:
     for turns in range(12):
         names = [f"{turns}-{i}" for i in range(6)]
@@ -240,6 +212,6 @@ async def test_cancelled_pushes_leave_nothing_half_done(
         await asyncio.gather(*pushes, return_exceptions=True)
     assert (await buffer.stats()).is_conserved
     assert await find_violations(buffer) == []
-    async for key in redis.scan_iter(Keys(run_name).payload("*")):
-        group = Keys(run_name).group(key.decode().rpartition(":")[2])
-        assert await redis.hget(group, "state") == b"ready"
+    async for key in buffer._redis.scan_iter(buffer.keys.payload("*")):
+        group = buffer.keys.group(key.decode().rpartition(":")[2])
+        assert await buffer._redis.hget(group, "state") == b"ready"
