@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-import io
-import tokenize
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
@@ -142,21 +141,8 @@ def section_doc(section: type) -> str:
 
 def enum_docs(names: type[Enum]) -> str:
     """The docstring of an Enum and the comments after its members."""
-    source = inspect.getsource(names)
-    by_line = {
-        token.start[0]: token.string.removeprefix("# ")
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    (body,) = (node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-    comments = [
-        f"`{name.id}`: {comment}."
-        for node in body
-        if isinstance(node, ast.Assign) and isinstance(name := node.targets[0], ast.Name)
-        # A member whose line would be too long is in brackets, with its comment inside.
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        if (comment := by_line.get(line))
-    ]
+    members = re.findall(r"^    (\w+) = .*  # (.+)$", inspect.getsource(names), re.MULTILINE)
+    comments = [f"`{name}`: {comment}." for name, comment in members]
     doc = ast.get_docstring(_class_nodes()[names.__name__]) or ""
     return " ".join([*doc.split(), *comments])
 

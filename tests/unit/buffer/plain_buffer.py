@@ -13,7 +13,7 @@ from zlib import crc32
 
 from buffer.admission import admission_limit, engine_lag
 from buffer.errors import BufferFullError, NotOwnerError
-from buffer.redis.settings import quota
+from buffer.replay_buffer import quota
 from buffer.results import Failure, PushResult, Reconciled
 from buffer.sharded import id_in_shard, shard_of
 from buffer.types import PromptRef, Rerun
@@ -36,11 +36,6 @@ def renumber_version(version: int, gaps: Iterable[Gap]) -> int | None:
         elif version < gap.resume:
             return None
     return version
-
-
-def parse_gaps(text: str) -> tuple[Gap, ...]:
-    """Reads 'last:resume last:resume', as the settings hold it."""
-    return tuple(Gap(*map(int, pair.split(":"))) for pair in text.split())
 
 
 DONE = "consumed before"
@@ -502,7 +497,7 @@ class PlainBuffer:
         self, lineage: str, step: int, version: int, resume_version: int, acked: Iterable[str]
     ) -> Reconciled:
         if lineage in self.lineages[:-1]:
-            raise NotOwnerError("a later trainer")
+            raise NotOwnerError("another trainer")
         if lineage != self.lineages[-1]:
             self.begin_lineage(lineage, step, version, resume_version)
             self.reconciled = self.sort_out(step, set(acked))

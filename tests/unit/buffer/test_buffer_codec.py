@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_groups import random_trajectory
 
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from buffer.wire.codec import FORMAT_VERSION, decode_group, encode_group
@@ -20,51 +21,21 @@ from buffer.wire.header import COLUMN_TYPES
 
 
 @st.composite
-def trajectories(draw: st.DrawFn) -> Trajectory:
-    length = draw(st.integers(1, 40))
-    start = draw(st.integers(0, length - 1))
-    cut = draw(st.integers(start + 1, length))
-    bounds = [(start, cut), (cut, length)] if cut < length else [(start, cut)]
-    versions = draw(st.lists(st.integers(0, 2**21 - 1), min_size=2, max_size=2))
-    mask = np.zeros(length, np.uint8)
-    mask[start:] = draw(
-        st.lists(st.integers(0, 1), min_size=length - start, max_size=length - start)
-    )
-    mask[start] = 1
-    seed = draw(st.integers(0, 2**32 - 1))
-    random = np.random.default_rng(seed)
-    names = draw(st.lists(st.text(max_size=8), unique=True, max_size=3))
-    columns: dict[str, Any] = {}
-    for name in names:
-        shape = draw(st.sampled_from([(length,), (length, 1), (length, 5)]))
-        dtype = np.dtype(draw(st.sampled_from(COLUMN_TYPES)))
-        columns[name] = random.integers(0, 100, shape).astype(dtype)
-    return Trajectory(
-        tokens=random.integers(0, 2**31 - 1, length).astype(np.int32),
-        loss_mask=mask,
-        rollout_logprobs=-random.random(length).astype(np.float32),
-        version_spans=tuple(
-            VersionSpan(version=version, start=low, end=high)
-            for version, (low, high) in zip(versions, bounds, strict=False)
-        ),
-        prompt_length=draw(st.integers(0, length)),
-        reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
-        finish_reason=draw(st.sampled_from(["stop", "length", ""])),
-        reward_parts=draw(st.dictionaries(st.text(max_size=5), st.floats(-1, 1), max_size=3)),
-        columns=columns,
-    )
-
-
-@st.composite
 def episodes(draw: st.DrawFn) -> tuple[Trajectory, ...]:
     """Some trajectories of which some are of one episode, whose reward they have, in any order."""
-    members = draw(st.lists(trajectories(), min_size=1, max_size=4))
-    several = draw(st.lists(st.integers(0, 3), min_size=len(members), max_size=len(members)))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    several = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
     numbers = {old: new for new, old in enumerate(draw(st.permutations(sorted({*several}))))}
-    rewards = {old: t.reward for old, t in zip(several, members, strict=True)}
+    rewards = [draw(st.floats(allow_nan=False, allow_infinity=False)) for _ in numbers]
     return tuple(
-        replace(t, episode=numbers[old], reward=rewards[old])
-        for old, t in zip(several, members, strict=True)
+        replace(
+            random_trajectory(random, *random.integers((1, 0), (41, 4)).tolist()),
+            episode=numbers[old],
+            reward=rewards[numbers[old]],
+            finish_reason=draw(st.sampled_from(["stop", "length", ""])),
+            reward_parts=draw(st.dictionaries(st.text(max_size=5), st.floats(-1, 1), max_size=3)),
+        )
+        for old in several
     )
 
 
@@ -109,6 +80,7 @@ def _assert_same(one: Trajectory, other: Trajectory) -> None:
     assert one.reward_parts == other.reward_parts
 
 
+@settings(max_examples=50)
 @given(groups, st.booleans())
 def test_group_comes_back_as_it_went(group: TrajectoryGroup, compress: bool) -> None:
     copy = decode_group(encode_group(group, compress))
@@ -167,7 +139,7 @@ def test_group_of_eight_160k_token_trajectories_comes_back_with_its_columns(
     for one, other in zip(group.trajectories, copy.trajectories, strict=True):
         _assert_same(one, other)
     assert copy.tokens_by_version == group.tokens_by_version
-    assert (copy.min_version, copy.max_version) == (0, 7)
+    assert copy.min_version == 0
 
 
 def test_compression_makes_real_groups_smaller_and_never_one_larger(make_group: Any) -> None:
@@ -197,7 +169,7 @@ def test_tokens_are_counted_by_version() -> None:
     group = replace(_group_of(one), trajectories=(one, _trajectory(episode=1)))
     assert list(one.tokens_by_version.items()) == [(2, 1), (4, 1), (9, 2)]
     assert list(group.tokens_by_version.items()) == [(2, 1), (4, 3), (9, 2)]
-    assert (group.min_version, group.max_version, group.num_trainable_tokens) == (2, 9, 6)
+    assert (group.min_version, group.num_trainable_tokens) == (2, 6)
 
 
 def test_decoded_arrays_are_aligned_and_cannot_be_written(make_group: Any) -> None:

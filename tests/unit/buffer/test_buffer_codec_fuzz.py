@@ -18,12 +18,12 @@ from random import Random
 import numpy as np
 import pytest
 import zstandard
+from random_groups import random_trajectory
 
-from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
+from buffer.types import PromptRef, SamplingParams, TrajectoryGroup
 from buffer.wire.codec import decode_group, encode_group
-from buffer.wire.header import COLUMN_TYPES
 
-NUM_INPUTS = int(os.environ.get("LEASH_SOAK_FUZZ", "20000"))
+NUM_INPUTS = int(os.environ.get("LEASH_SOAK_FUZZ", "8000"))
 SEED = int(os.environ.get("LEASH_SOAK_SEED", "1"))
 
 HEADER = 16
@@ -44,29 +44,6 @@ HUGE = (b"\xff\xff\xff\x7f", b"\xdd\x7f\xff\xff", b"\xdf\x7f\xff\xff", b"\xdb\x7
 SIGNALLING_NAN = b"\x01\x00\xa0\x7f"
 
 
-def _trajectory(random: np.random.Generator, num_tokens: int, num_columns: int) -> Trajectory:
-    mask = (random.random(num_tokens) < 0.6).astype(np.uint8)
-    mask[-1] = 1
-    cut = num_tokens // 2
-    spans = ((3, 0, cut), (4, cut, num_tokens)) if cut else ((3, 0, num_tokens),)
-    columns = {}
-    for number in range(num_columns):
-        dtype = COLUMN_TYPES[int(random.integers(len(COLUMN_TYPES)))]
-        shape = (num_tokens,) if number % 2 else (num_tokens, 1 + number)
-        columns[f"column{number}"] = random.integers(0, 100, shape).astype(dtype)
-    return Trajectory(
-        tokens=random.integers(0, 2**31 - 1, num_tokens).astype(np.int32),
-        loss_mask=mask,
-        rollout_logprobs=-random.random(num_tokens).astype(np.float32),
-        version_spans=tuple(VersionSpan(version=v, start=a, end=b) for v, a, b in spans),
-        prompt_length=int(random.integers(0, num_tokens + 1)),
-        reward=float(random.random()),
-        finish_reason="stop",
-        reward_parts={"format": 1.0, "größe": -0.5},
-        columns=columns,
-    )
-
-
 def _corpus() -> list[bytes]:
     random = np.random.default_rng(0)
     messages = []
@@ -76,7 +53,7 @@ def _corpus() -> list[bytes]:
             prompt=PromptRef(task="sums", index=7, attempt=1),
             trajectories=tuple(
                 replace(
-                    _trajectory(random, num_tokens + i, num_columns),
+                    random_trajectory(random, num_tokens + i, num_columns),
                     episode=i // 2,
                     reward=0.25 * (i // 2),
                 )

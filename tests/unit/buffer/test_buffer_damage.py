@@ -40,7 +40,7 @@ async def redis(redis_url: str) -> Any:
 
 async def _lease(buffer: Buffer, number: int = 2, step: int = 1) -> Any:
     return await buffer.lease(
-        step=step, version=0, num_groups=number, share=0, num_shares=1, timeout_s=0.1
+        step=step, version=0, num_groups=number, share=0, num_shares=1, timeout_s=0.02
     )
 
 
@@ -159,11 +159,11 @@ async def _life(buffer: Buffer, state: RunState, make_group: GroupMaker) -> list
         except Exception as error:
             raised.append(error)
 
-    await call(buffer.admit("new", 0.1))
+    await call(buffer.admit("new", 0.02))
     await call(buffer.begin("new", prompt, 0, 1))
     await call(buffer.renew_credits(["new"]))
-    await call(buffer.push(make_group("new"), 0.2))
-    await call(buffer.admit("lost", 0.1))
+    await call(buffer.push(make_group("new"), 0.02))
+    await call(buffer.admit("lost", 0.02))
     await call(buffer.fail("lost", prompt, 3))
     await call(buffer.abandon("lost", "why", Rerun.as_stale, prompt))
     await call(buffer.reclaim(9))
@@ -189,8 +189,8 @@ async def _life(buffer: Buffer, state: RunState, make_group: GroupMaker) -> list
     await call(buffer.reconcile("lineage", step=0, version=0, resume_version=2))
     await call(buffer.ack(1, "lineage"))
     await call(state.record_commit("engine", 1, {"pause_s": 0.1}))
-    await call(state.wait_engines_at(1, 0.1))
-    await call(state.enter_commit("engine", 1, 1, 0.1))
+    await call(state.wait_engines_at(1, 0.02))
+    await call(state.enter_commit("engine", 1, 1, 0.02))
     await call(state.add_wait("a", "b", 1))
     for read in (state.waits, state.counters, state.commits, state.phase):
         await call(read())

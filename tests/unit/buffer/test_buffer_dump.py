@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,6 +19,7 @@ from buffer.redis.client import BufferRedis
 from buffer.redis.connection import connect
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import RunNotOpenError
+from buffer.wire.chunks import split_payload
 from buffer.wire.codec import encode_group
 from configs.schema import BufferConfig
 
@@ -130,10 +132,12 @@ async def test_load_pushes_nothing_from_a_truncated_file(dumping: Dumping) -> No
     assert (await target.stats()).pushed == 0
 
 
-@pytest.mark.slow
-async def test_group_above_64_mb_is_dumped_and_loaded_whole(dumping: Dumping) -> None:
+async def test_group_in_chunks_is_dumped_and_loaded_whole(
+    dumping: Dumping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffer.push.split_payload", partial(split_payload, chunk_bytes=2**16))
     small = dumping.make_group("large", size=1)
-    column = np.arange(8 * 9_000_000, dtype=np.uint8).reshape(8, -1)
+    column = np.arange(8 * 90_000).astype(np.uint8).reshape(8, -1)
     trajectory = replace(small.trajectories[0], columns={"routed_experts": column})
     group = replace(small, trajectories=(trajectory,))
     await (await dumping.open(dumping.run)).push(group)

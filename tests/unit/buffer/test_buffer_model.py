@@ -112,6 +112,8 @@ class BufferMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "buffer"):
+            self.prompts_agree()
+            assert self.run(self.state.task_positions()) == self.model.positions
             assert self.run(find_violations(self.buffer)) == []
         self.run(self.client.redis.flushdb())  # this test's own server
 
@@ -250,6 +252,7 @@ class BufferMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.poisonous)
     @rule(data=st.data(), run_again=st.booleans())
     def let_a_prompt_go(self, data: st.DataObject, run_again: bool) -> None:
+        self.prompts_agree()
         _, task, index = data.draw(st.sampled_from(sorted(self.model.poisonous)))
         leave = self.buffer.release_prompt if run_again else self.buffer.discard_prompt
         for _ in range(2):
@@ -450,11 +453,6 @@ class BufferMachine(RuleBasedStateMachine):
         assert (stats.pushed, stats.abandoned) == (model.pushed, model.abandoned)
         assert stats.retries_waiting == sum(map(len, model.retries))
         assert stats.prompts_quarantined == len(model.poisonous)
-        poisonous = self.run(self.buffer.quarantined_prompts())
-        assert sorted((p.task, p.index, p.reason, p.times) for p in poisonous) == sorted(
-            (task, index, *why) for (_, task, index), why in model.poisonous.items()
-        )
-        assert self.run(self.state.task_positions()) == model.positions
         assert stats.max_staleness_trained == model.max_trained()
         assert stats.trained_by_staleness == dict(model.trained)
         assert stats.tokens_trained == model.tokens_trained
@@ -465,6 +463,12 @@ class BufferMachine(RuleBasedStateMachine):
         assert stats.tokens == 16 * len(held)
         assert stats.bytes == sum(group.num_bytes for group in held)
         assert (stats.trainer_version, stats.lineage) == (model.version, model.lineages[-1])
+
+    def prompts_agree(self) -> None:
+        poisonous = self.run(self.buffer.quarantined_prompts())
+        assert sorted((p.task, p.index, p.reason, p.times) for p in poisonous) == sorted(
+            (task, index, *why) for (_, task, index), why in self.model.poisonous.items()
+        )
 
 
 class Refused(Exception):

@@ -9,11 +9,10 @@ import pytest
 
 from buffer.admission import admission_limit
 from buffer.redis.connection import connect
-from buffer.results import Failure, PushResult, read_prompt, write_prompt
+from buffer.results import PushResult, read_prompt, write_prompt
 from buffer.run_state import RunState
-from buffer.types import PromptRef, Rerun
+from buffer.types import PromptRef
 from configs.choices import OnStale
-from tests.support.invariants import find_violations
 
 PROMPT = PromptRef(task="long words", index=7)
 
@@ -24,11 +23,10 @@ async def _begun(buffer: Any, name: str, prompt: PromptRef = PROMPT, position: i
     return group_id
 
 
-@pytest.mark.parametrize("on_stale", OnStale)
 async def test_prompt_of_a_dead_worker_runs_once_more_and_is_then_quarantined(
-    checked_buffer: Any, on_stale: OnStale
+    checked_buffer: Any,
 ) -> None:
-    buffer = await checked_buffer(on_stale=on_stale)
+    buffer = await checked_buffer(on_stale=OnStale.drop)  # it is no stale group
     await _begun(buffer, "3-0-a")
     await _begun(buffer, "30-0-a", PromptRef(task="long words", index=1))  # another worker's
     assert await buffer.reclaim(3) == 1
@@ -78,91 +76,10 @@ async def test_late_push_of_a_group_whose_prompt_runs_again_is_a_duplicate(
     await redis.aclose()
 
 
-@pytest.mark.parametrize("rerun", [Rerun.as_stale, Rerun.always])
-@pytest.mark.parametrize("max_staleness", [0, 4])
-async def test_push_that_is_overtaken_by_its_end_doubles_no_prompt(
-    checked_buffer: Any, make_group: Any, rerun: Rerun, max_staleness: int
-) -> None:
-    buffer = await checked_buffer(max_retries=5, max_staleness=max_staleness)
-    await _begun(buffer, "0-0-a")
-    await buffer.publish_version(2)
-    assert await buffer.abandon("0-0-a", "too_old", rerun, PROMPT)
-    assert await buffer.push(make_group("0-0-a", 0, index=7)) is PushResult.duplicate
-    assert not await buffer.abandon("0-0-a", "too_old", rerun, PROMPT)
-    attempt = int(rerun is Rerun.as_stale)
-    assert await buffer.take_retry() == PromptRef(task="long words", index=7, attempt=attempt)
-    assert await buffer.take_retry() is None
-    stats = await buffer.stats()
-    assert (stats.pushed, stats.requeued, stats.rerun) == (0, attempt, 1 - attempt)
-
-
-@pytest.mark.parametrize("on_stale", OnStale)
-async def test_prompt_that_is_to_run_again_in_any_case_does(
-    checked_buffer: Any, on_stale: OnStale
-) -> None:
-    buffer = await checked_buffer(on_stale=on_stale, max_retries=0)
-    await buffer.abandon(await _begun(buffer, "0-0-a"), "outside", Rerun.always, PROMPT)
-    assert await buffer.take_retry() == PROMPT
-    assert (await buffer.stats()).abandoned_by_reason == {"outside": 1}
-
-
-async def test_group_that_was_pushed_leaves_nothing_to_run_again(
-    checked_buffer: Any, make_group: Any
-) -> None:
-    buffer = await checked_buffer()
-    for name, end in (("0-0-a", "pushed"), ("0-1-a", "abandoned")):
-        await _begun(buffer, name)
-        if end == "pushed":
-            await buffer.push(make_group(name))
-        else:
-            await buffer.abandon(name, "stopped")
-    assert await buffer.reclaim(0) == 0
-    assert await buffer.take_retry() is None
-
-
-async def test_failures_of_a_prompt_are_counted_across_workers(checked_buffer: Any) -> None:
-    buffer = await checked_buffer()
-    failure = await buffer.fail(await _begun(buffer, "0-0-a"), PROMPT, 2)
-    assert failure == Failure(num_failures=1, is_quarantined=False)
-    other = (await buffer.admit("1-0-a", 1)).group_id
-    prompt = await buffer.take_retry(other)
-    assert prompt == PROMPT
-    assert await buffer.fail(other, prompt, 2) == Failure(num_failures=2, is_quarantined=True)
-    assert await buffer.fail(other, prompt, 2) is None
-    (poisonous,) = await buffer.quarantined_prompts()
-    assert (poisonous.reason, poisonous.times) == ("failed", 2)
-    assert await buffer.discard_prompt("long words", 7)
-    assert await buffer.quarantined_prompts() == []
-    assert await buffer.take_retry() is None
-    failure = await buffer.fail(await _begun(buffer, "0-2-a"), PROMPT, 2)
-    assert failure == Failure(num_failures=1, is_quarantined=False)  # a clean record
-
-
-@pytest.mark.parametrize("runs_again", [True, False])
-async def test_prompt_that_left_the_quarantine_has_no_failures(
-    checked_buffer: Any, runs_again: bool
-) -> None:
-    buffer = await checked_buffer()
-    assert await buffer.fail(await _begun(buffer, "0-0-a"), PROMPT, 3) == Failure(
-        num_failures=1, is_quarantined=False
-    )
-    for name in ("0-1-a", "0-2-a"):  # two workers die over it
-        group_id = (await buffer.admit(name, 1)).group_id
-        assert await buffer.take_retry(group_id) is not None
-        await buffer.reclaim(0)
-    (poisonous,) = await buffer.quarantined_prompts()
-    assert poisonous.reason == "worker_died"
-    leave = buffer.release_prompt if runs_again else buffer.discard_prompt
-    assert await leave("long words", 7)
-    assert await buffer.fail(await _begun(buffer, "0-3-a"), PROMPT, 3) == Failure(
-        num_failures=1, is_quarantined=False
-    )
-
-
 async def test_position_of_a_worker_is_the_highest_that_any_shard_knows(
-    checked_buffer: Any, redis_url: str, run_name: str
+    buffer_factory: Any, redis_url: str, run_name: str
 ) -> None:
-    buffer = await checked_buffer(shards=3, groups_per_step=6)
+    buffer = await buffer_factory(shards=3, groups_per_step=6)
     ids = [await _begun(buffer, f"0-{n}-a", position=n + 1) for n in range(9)]
     assert {group_id[-2:] for group_id in ids} == {"@0", "@1", "@2"}
     assert await buffer.begin(ids[0], PROMPT, 0, 2)  # never back
@@ -178,13 +95,6 @@ async def test_position_of_a_worker_is_the_highest_that_any_shard_knows(
     assert found == 9  # each shard's come to the groups of that shard
 
 
-async def test_prompt_of_a_group_that_went_stale_keeps_its_reruns(checked_buffer: Any) -> None:
-    buffer = await checked_buffer(max_retries=3)
-    prompt = PromptRef(task="sums", index=3, attempt=1, reruns=1)
-    await buffer.abandon(await _begun(buffer, "0-0-a", prompt), "too_old", Rerun.as_stale, prompt)
-    assert await buffer.take_retry() == PromptRef(task="sums", index=3, attempt=2, reruns=1)
-
-
 @pytest.mark.parametrize("prompt", [PROMPT, PromptRef(task="a b", index=1, attempt=2, reruns=3)])
 def test_prompts_are_read_as_they_were_written(prompt: PromptRef) -> None:
     assert read_prompt(write_prompt(prompt)) == prompt
@@ -192,25 +102,6 @@ def test_prompts_are_read_as_they_were_written(prompt: PromptRef) -> None:
 
 def test_prompts_of_older_runs_can_be_read() -> None:
     assert read_prompt("1 7 long words") == PromptRef(task="long words", index=7, attempt=1)
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-async def test_oversampling_admits_more_than_the_leash_has_room_for(
-    redis_url: str, run_name: str, shards: int
-) -> None:
-    from buffer.connect import buffer_on
-    from configs.schema import BufferConfig
-
-    config = BufferConfig(max_staleness=1, shards=shards)
-    buffer = buffer_on(await connect(redis_url), run_name, config)
-    await buffer.open(config, 4, oversampling=1.3)
-    for n in range(10):  # floor(2 * 4 * 1.3)
-        await buffer.admit(f"g{n}", 0)
-    with pytest.raises(TimeoutError, match="10 groups are running, ready or leased and 10 may"):
-        await buffer.admit("g10", 0)
-    assert (await buffer.stats()).oversampling == 1.3
-    assert await find_violations(buffer) == []
-    await buffer.close()
 
 
 def test_limit_rounds_like_exact_arithmetic() -> None:

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_buffer import Gap, parse_gaps, renumber_version
 
 from buffer.admission import admission_limit, engine_lag
 from buffer.lease import split_by_tokens
 from buffer.redis.keys import Keys, check_group_id
-from buffer.redis.settings import quota
+from buffer.replay_buffer import quota
 from buffer.sharded import id_in_shard, ids_by_shard, shard_of
 from buffer.staleness import (
     is_fresh,
@@ -166,26 +165,3 @@ def test_run_name_that_breaks_keys_is_refused(name: str) -> None:
 def test_group_id_that_breaks_the_wire_is_refused(group_id: str) -> None:
     with pytest.raises(ValueError, match="group_id="):
         check_group_id(group_id)
-
-
-def test_versions_after_a_gap_are_moved_kept_or_gone() -> None:
-    gaps = [Gap(10, 13), Gap(11, 16)]  # the second restores version 8, which is 11 by then
-    moved = {7: 15, 8: 16, 9: None, 10: None, 11: None, 13: None, 15: None, 16: 16, 20: 20}
-    assert {version: renumber_version(version, gaps) for version in moved} == moved
-    assert parse_gaps("10:13 11:16") == tuple(gaps) and parse_gaps("") == ()
-
-
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), max_size=4), st.integers(0, 30))
-def test_renumbered_versions_never_fall_and_keep_their_distance(
-    jumps: list[tuple[int, int]], version: int
-) -> None:
-    gaps, newest = [], 0
-    for back, ahead in jumps:
-        last = max(0, newest - back)
-        newest = max(newest, last) + ahead + 1
-        gaps.append(Gap(last, newest))
-    moved, older = renumber_version(version, gaps), renumber_version(version - 1, gaps)
-    assert moved is None or moved >= version
-    is_before_all = version <= min((gap.last for gap in gaps), default=0)
-    if moved is not None and older is not None and is_before_all:
-        assert moved - older == 1

@@ -11,6 +11,7 @@ import pytest
 from buffer.redis.connection import connect
 from buffer.redis.wakeups import BufferClosedError
 from buffer.run_state import RunState
+from configs.choices import OnStale
 
 STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "version": 0}
 
@@ -87,6 +88,31 @@ async def test_admission_is_woken_by_everything_that_makes_room(
         await buffer.set_max_staleness(2)
     await asyncio.wait_for(waiting, 2)
     await state.close()
+
+
+@pytest.mark.parametrize("event", ["push", "abandon", "tune"])
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_on_stale_wait_delays_a_lease_until_no_running_group_would_become_too_old(
+    buffer_factory: Any, make_group: Any, shards: int, event: str
+) -> None:
+    buffer = await buffer_factory(max_staleness=1, on_stale=OnStale.wait, shards=shards)
+    slow = (await buffer.admit("slow", 0)).group_id
+    await buffer.publish_version(1)
+    for name in "ab":
+        await buffer.push(make_group(name, 1))
+    request = {"step": 0, "num_groups": 2, "share": 0, "num_shares": 1, "version": 1}
+    with pytest.raises(TimeoutError, match=f"waited 0 s .* for group {slow}, which started at"):
+        await buffer.lease(timeout_s=0, **request)
+    waiting = asyncio.create_task(buffer.lease(timeout_s=10, **request))
+    await _blocked(waiting)
+    if event == "push":
+        await buffer.push(make_group(slow, 0))
+    elif event == "abandon":
+        await buffer.abandon(slow, "test")
+    else:
+        await buffer.set_max_staleness(5)
+    lease = await asyncio.wait_for(waiting, 2)
+    assert (lease.group_ids[0] == slow) is (event == "push")  # the last step that can train it
 
 
 async def test_blocked_workers_never_exceed_the_admission_bound(buffer_factory: Any) -> None:

@@ -132,14 +132,3 @@ async def test_check_finds_damage(buffer_factory: Any, make_group: Any, command:
     await buffer._redis.execute_command(verb.upper(), buffer.keys(name), *arguments)
     found = await find_violations(buffer)
     assert any(DAMAGE[command] in text for text in found), found
-
-
-async def test_check_looks_at_more_groups_than_one_call_may(
-    buffer_factory: Any, make_group: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.support.invariants._KEYS_AT_ONCE", 20)
-    buffer = await buffer_factory()
-    await asyncio.gather(*(buffer.push(make_group(f"g{number}")) for number in range(130)))
-    assert await find_violations(buffer) == []
-    await buffer._redis.delete(buffer.keys.payload("g77"))
-    assert len(await find_violations(buffer)) == 1
