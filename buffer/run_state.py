@@ -101,17 +101,18 @@ class RunState:
     async def record_commits(self, served_versions: Mapping[str, int]) -> None:
         """Records which version each engine serves. Admission depends on the slowest one."""
         if served_versions:
-            pairs = [part for pair in served_versions.items() for part in pair]
-            # The home shard last: what `engine_versions` returns then holds in all shards.
-            for scripts in (*self._others, self._scripts):
-                await scripts.run("run_state/record_commits", *pairs)
+            await self._record_commits("", served_versions)
 
     async def record_commit(self, engine: str, version: int, record: Record) -> None:
         """Records which version an engine serves, and how it took it (for `commits`)."""
-        text = json.dumps({**record, "at": time.time()})
+        await self._record_commits(json.dumps({**record, "at": time.time()}), {engine: version})
+
+    async def _record_commits(self, record: str, served_versions: Mapping[str, int]) -> None:
+        pairs = [part for pair in served_versions.items() for part in pair]
+        # The home shard last: what `engine_versions` returns then holds in all shards.
         for scripts in self._others:
-            await scripts.run("run_state/record_commits", engine, version)
-        await self._scripts.run("run_state/record_commit", engine, version, text)
+            await scripts.run("run_state/record_commits", "", *pairs)
+        await self._scripts.run("run_state/record_commits", record, *pairs)
 
     async def commits(self) -> dict[str, dict[str, float | int | str]]:
         """The last record of each engine's `record_commit`, with its Unix time ("at")."""

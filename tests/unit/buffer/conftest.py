@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from buffer.connect import Buffer, buffer_on
+from buffer.redis.client import BufferRedis
 from buffer.redis.connection import connect
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig
@@ -62,6 +63,14 @@ def make_group() -> GroupMaker:
     With `newest=` the last two tokens of each trajectory are by that version.
     """
     return _group
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[BufferRedis]:
+    """A connection to the server beside those of the buffers."""
+    client = await connect(redis_url)
+    yield client
+    await client.aclose()
 
 
 CHECKED_VERBS = (

@@ -63,13 +63,6 @@ def _client(url: str) -> Redis:
 # Connecting -----------------------------------------------------------------------------------
 
 
-async def test_connect_reaches_the_server(redis_url: str, run_name: str) -> None:
-    client = await connect(redis_url)
-    await client.set(run_name, "value")
-    assert await client.get(run_name) == b"value"
-    await client.aclose()
-
-
 async def test_connect_reaches_a_unix_socket(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "socket"
     server = start(unixsocket=str(path))

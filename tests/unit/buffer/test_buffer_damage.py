@@ -16,7 +16,7 @@ from buffer.connect import Buffer
 from buffer.errors import BufferFullError, NotOwnerError
 from buffer.export import dump_buffer
 from buffer.redis.client import BufferRedis
-from buffer.redis.connection import DamagedRunError, connect
+from buffer.redis.connection import DamagedRunError
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import _FOLDER
 from buffer.run_state import RunState
@@ -29,13 +29,6 @@ GroupMaker = Callable[..., TrajectoryGroup]
 HOSTILE = (b"inf", b"-inf", b"nan", b"1e300", b"-1", b"9" * 400, b"abc", b"", b"\xff\xfe\x1b[2J")
 EXPLAINED = (DamagedRunError, TimeoutError, ValueError, BufferFullError, NotOwnerError)
 """A ValueError of ours, not one of int() or decode(): see `_is_ours`."""
-
-
-@pytest.fixture
-async def redis(redis_url: str) -> Any:
-    client = await connect(redis_url)
-    yield client
-    await client.aclose()
 
 
 async def _lease(buffer: Buffer, number: int = 2, step: int = 1) -> Any:

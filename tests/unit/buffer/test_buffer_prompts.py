@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from buffer.admission import admission_limit
-from buffer.redis.connection import connect
 from buffer.results import PushResult, read_prompt, write_prompt
 from buffer.run_state import RunState
 from buffer.types import PromptRef
@@ -63,7 +62,7 @@ async def test_credit_that_expires_queues_its_prompt_again(checked_buffer: Any) 
 
 
 async def test_late_push_of_a_group_whose_prompt_runs_again_is_a_duplicate(
-    checked_buffer: Any, redis_url: str, run_name: str, make_group: Any
+    checked_buffer: Any, redis: Any, run_name: str, make_group: Any
 ) -> None:
     buffer = await checked_buffer()
     await _begun(buffer, "0-0-a")
@@ -71,21 +70,18 @@ async def test_late_push_of_a_group_whose_prompt_runs_again_is_a_duplicate(
     assert await buffer.push(make_group("0-0-a")) is PushResult.duplicate
     stats = await buffer.stats()
     assert (stats.pushed, stats.ready) == (0, 0)
-    redis = await connect(redis_url)
     assert not await redis.exists(f"{{leash:{run_name}}}:payload:0-0-a")
-    await redis.aclose()
 
 
 async def test_position_of_a_worker_is_the_highest_that_any_shard_knows(
-    buffer_factory: Any, redis_url: str, run_name: str
+    buffer_factory: Any, redis: Any, run_name: str
 ) -> None:
     buffer = await buffer_factory(shards=3, groups_per_step=6)
     ids = [await _begun(buffer, f"0-{n}-a", position=n + 1) for n in range(9)]
     assert {group_id[-2:] for group_id in ids} == {"@0", "@1", "@2"}
     assert await buffer.begin(ids[0], PROMPT, 0, 2)  # never back
-    state = RunState(await connect(redis_url), run_name, shards=3)
+    state = RunState(redis, run_name, shards=3)
     assert await state.task_positions() == {0: 9}
-    await state.close()
     assert await buffer.reclaim(0) == 9
     found = 0
     for n in range(90):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,6 @@ from redis import exceptions
 from buffer.redis.client import BufferRedis
 from buffer.redis.connection import connect
 from buffer.redis.payloads import BLOCK_BYTES, BLOCKS_KEPT, SCRATCH_BYTES, Blocks
-
-
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[BufferRedis]:
-    client = await connect(redis_url)
-    yield client
-    await client.aclose()
 
 
 def _fresh(num_bytes: int) -> memoryview:

@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 
-from buffer.redis.connection import connect
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import Scripts
 from buffer.run_state import STREAM_START, RunState
-from weight_sync.types import VersionBoard
 
 
 @pytest.fixture
-async def state(redis_url: str, run_name: str, buffer_factory: Any) -> AsyncIterator[RunState]:
+async def state(redis: Any, run_name: str, buffer_factory: Any) -> AsyncIterator[RunState]:
     await buffer_factory()
-    opened = RunState(await connect(redis_url), run_name)
+    opened = RunState(redis, run_name)
     yield opened
     await opened.close()
 
@@ -56,15 +54,14 @@ async def test_published_version_only_grows(state: RunState) -> None:
 
 
 async def test_commit_is_kept_with_its_record_on_every_shard(
-    redis_url: str, run_name: str, buffer_factory: Any
+    redis: Any, run_name: str, buffer_factory: Any
 ) -> None:
     await buffer_factory(shards=2)
-    state = RunState(await connect(redis_url), run_name, shards=2)
+    state = RunState(redis, run_name, shards=2)
     await state.record_commit("e0", 3, {"pause_s": 0.25, "strategy": "staged_disk"})
     record = (await state.commits())["e0"]
     assert (record["pause_s"], record["strategy"]) == (0.25, "staged_disk")
     assert abs(float(record["at"]) - time.time()) < 5
-    redis = await connect(redis_url)
     for shard in range(2):
         keys = Keys(run_name, shard)
         assert await redis.hgetall(keys("engine_versions")) == {b"e0": b"3"}
@@ -72,8 +69,6 @@ async def test_commit_is_kept_with_its_record_on_every_shard(
         await state.forget_engine("e0")
     assert await state.engine_versions() == {} == await state.commits()
     assert not await redis.exists(Keys(run_name, 1)("engine_versions"))
-    await redis.aclose()
-    await state.close()
 
 
 async def test_wait_engines_at_waits_for_all_live_engines(state: RunState) -> None:
@@ -162,10 +157,10 @@ async def test_waiting_engines_enter_one_after_another(state: RunState) -> None:
 
 
 async def test_without_any_engine_nothing_is_admitted(
-    redis_url: str, run_name: str, buffer_factory: Any
+    redis: Any, run_name: str, buffer_factory: Any
 ) -> None:
     buffer = await buffer_factory(groups_per_step=2, max_staleness=1)
-    state = RunState(await connect(redis_url), run_name)
+    state = RunState(redis, run_name)
     await buffer.admit("before-the-first-engine", 0)
     await state.forget_engine("never-was")
     await state.record_commits({"e0": 0, "e1": 0})
@@ -191,12 +186,6 @@ async def test_without_any_engine_nothing_is_admitted(
     async with asyncio.timeout(1):
         await waiting
     assert not (await buffer.stats()).engines_gone
-    await state.close()
-
-
-async def test_run_state_is_a_version_board(state: RunState) -> None:
-    board: VersionBoard = state  # the type checker's part
-    assert await board.published_weights() is None
 
 
 async def test_waits_and_counters_add_up(state: RunState) -> None:
@@ -210,17 +199,13 @@ async def test_waits_and_counters_add_up(state: RunState) -> None:
     assert await state.counters() == {"tokens_generated": 120, "prompts_skipped": 1}
 
 
-async def test_repeated_addition_counts_once(
-    state: RunState, redis_url: str, run_name: str
-) -> None:
-    redis = await connect(redis_url)
+async def test_repeated_addition_counts_once(state: RunState, redis: Any, run_name: str) -> None:
     scripts = Scripts(redis, Keys(run_name))
     for _ in range(3):
         await scripts.run("run_state/add_number", "one-token", "counters", "n", "5")
         await scripts.run("run_state/append_metrics", "another-token", "step", '{"n": 1}', 10)
     assert await state.counters() == {"n": 5}
     assert len(await state.read_metrics(STREAM_START, 0)) == 1
-    await redis.aclose()
 
 
 async def test_metrics_are_read_in_order_from_where_one_stopped(state: RunState) -> None:

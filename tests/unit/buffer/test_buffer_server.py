@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from redis import Redis
 
-from buffer.redis.server import EmbeddedServer, ServerStartError, find_binary
+from buffer.redis.server import EmbeddedServer, ServerStartError
 from configs.choices import AppendFsync
 from configs.schema import BufferConfig
 
@@ -62,14 +62,23 @@ def test_folder_in_use_is_refused(server: EmbeddedServer, tmp_path: Path) -> Non
     assert server.wait(timeout_s=0) is None
 
 
-def test_data_survives_a_restart_in_the_same_folder(tmp_path: Path) -> None:
+def test_server_that_ended_can_be_replaced_by_another_object_with_its_data(tmp_path: Path) -> None:
     first = _start(tmp_path, appendfsync=AppendFsync.always)
     with _client(first.url) as client:
         client.set("kept", "yes")
     assert first.stop(timeout_s=5) == 0
     assert first.stop(timeout_s=5) == 0
-    second = _start(tmp_path)
-    with _client(second.url) as client:
+    parts = urlsplit(first.url)
+    second = EmbeddedServer.start(
+        tmp_path / "re dis",
+        BufferConfig(),
+        HOST,
+        tmp_path / "log",
+        port=parts.port,
+        password=parts.password,
+    )
+    assert second.url == first.url
+    with _client(first.url) as client:
         assert client.get("kept") == "yes"
     second.stop(timeout_s=5)
 
@@ -99,54 +108,28 @@ def test_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
         _start(tmp_path)
 
 
-def test_server_program_is_found() -> None:
-    assert os.access(find_binary(), os.X_OK)
-
-
 # Restart --------------------------------------------------------------------------------------
 
 
-def test_killed_server_is_started_again_on_its_log_at_the_same_url(tmp_path: Path) -> None:
-    server = _start(tmp_path, appendfsync=AppendFsync.always)
-    with _client(server.url) as client:
-        client.set("kept", "yes")
-    url, pid = server.url, server.pid
-    os.kill(pid, signal.SIGKILL)
-    assert server.wait(timeout_s=5) == -signal.SIGKILL
-    server.restart()
-    assert server.url == url and server.pid != pid
-    with _client(url) as client:
-        assert client.get("kept") == "yes"
-    with pytest.raises(ServerStartError, match="a server is running in"):
-        server.restart()
-    assert server.stop(timeout_s=5) == 0
-
-
-def test_server_that_ended_can_be_replaced_by_another_object(tmp_path: Path) -> None:
-    first = _start(tmp_path)
-    parts = urlsplit(first.url)
-    first.stop(timeout_s=5)
-    folder = tmp_path / "re dis"
-    second = EmbeddedServer.start(
-        folder, BufferConfig(), HOST, tmp_path / "log", port=parts.port, password=parts.password
-    )
-    assert second.url == first.url
-    second.stop(timeout_s=5)
-
-
-def test_log_whose_end_is_torn_is_loaded_up_to_there(tmp_path: Path) -> None:
+def test_killed_server_is_started_again_at_the_same_url_on_its_log_up_to_a_torn_end(
+    tmp_path: Path,
+) -> None:
     server = _start(tmp_path, appendfsync=AppendFsync.always)
     with _client(server.url) as client:
         for number in range(10):
             client.set(f"key-{number}", "value")
-    os.kill(server.pid, signal.SIGKILL)
-    server.wait(timeout_s=5)
+    url, pid = server.url, server.pid
+    os.kill(pid, signal.SIGKILL)
+    assert server.wait(timeout_s=5) == -signal.SIGKILL
     (log,) = (tmp_path / "re dis" / "appendonlydir").glob("*.incr.aof")
     os.truncate(log, log.stat().st_size - 5)
     server.restart()
-    with _client(server.url) as client:
+    assert server.url == url and server.pid != pid
+    with _client(url) as client:
         assert sorted(client.keys()) == [f"key-{number}" for number in range(9)]
-    server.stop(timeout_s=5)
+    with pytest.raises(ServerStartError, match="a server is running in"):
+        server.restart()
+    assert server.stop(timeout_s=5) == 0
 
 
 def test_extra_config_lines_override_ours_and_bad_ones_are_reported(tmp_path: Path) -> None:

@@ -68,8 +68,7 @@ async def _begun(buffer: Buffer, name: str) -> str:
     return group_id
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("ends", ["expires", "reclaimed"])
+@pytest.mark.parametrize(("shards", "ends"), [(1, "expires"), (2, "reclaimed")])
 async def test_prompt_of_a_push_lost_by_the_server_runs_again_without_a_penalty(
     server: EmbeddedServer, tmp_path: Path, make_group: Any, shards: int, ends: str
 ) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from buffer.lease import BatchNotReady, Formed, LeaseRequest
-from buffer.redis.connection import connect
 from buffer.redis.keys import Keys
 from buffer.run_state import RunState
 from buffer.sharded import Record, Shard, ShardedReplayBuffer
@@ -19,7 +18,7 @@ STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "timeout_s": 0}
 
 
 async def test_admission_is_bounded_over_all_shards_together(
-    checked_buffer: Any, redis_url: str, run_name: str
+    checked_buffer: Any, redis: Any, run_name: str
 ) -> None:
     buffer = await checked_buffer(shards=3, groups_per_step=4, max_staleness=1)
     admitted = [(await buffer.admit(f"g{i}", 0)).group_id for i in range(8)]
@@ -30,12 +29,11 @@ async def test_admission_is_bounded_over_all_shards_together(
     assert not waiting.done()
     await buffer.abandon(admitted[5], "test")
     assert (await asyncio.wait_for(waiting, 1)).group_id[-1] == admitted[5][-1]
-    state = RunState(await connect(redis_url), run_name, shards=3)
+    state = RunState(redis, run_name, shards=3)
     await state.record_commits({"engine": 0})
     await buffer.publish_version(1)  # the engine lags: room for one step less
     with pytest.raises(TimeoutError, match=r"8 groups are .* and 4 may be"):
         await buffer.admit("late", 0)
-    await state.close()
 
 
 async def test_id_that_would_leave_its_shard_in_doubt_is_refused(checked_buffer: Any) -> None:
@@ -157,12 +155,11 @@ async def test_take_refuses_what_went_stale_since_the_peek(
 
 @pytest.mark.parametrize("has_taken", [False, True])
 async def test_rank_that_dies_while_forming_a_batch_leaves_groups_that_return(
-    checked_buffer: Any, redis_url: str, run_name: str, make_group: Any, has_taken: bool
+    checked_buffer: Any, make_group: Any, has_taken: bool
 ) -> None:
     buffer = await checked_buffer(shards=3)
     for i in range(6):
         await buffer.push(make_group(f"g{i}@{i % 3}"))
-    redis = await connect(redis_url)
     shards = buffer.shards
     request = LeaseRequest(0, 0, 6, 1, "")
     assert await shards[0].lock_step(request, "dead", 200) is None
@@ -176,7 +173,6 @@ async def test_rank_that_dies_while_forming_a_batch_leaves_groups_that_return(
         )
     assert len(lease.group_ids) == 6 and lease.lease_token != "dead"
     assert not await shards[0].unlock("dead")
-    await redis.aclose()
 
 
 async def test_batch_that_was_lost_as_a_whole_is_formed_again(
@@ -196,7 +192,7 @@ async def test_batch_that_was_lost_as_a_whole_is_formed_again(
 
 
 async def test_ranks_that_wait_for_groups_neither_poll_nor_wake_each_other(
-    buffer_factory: Any, redis_url: str, make_group: Any
+    buffer_factory: Any, redis: Any, make_group: Any
 ) -> None:
     clients = [await buffer_factory(shards=3) for _ in range(3)]
     waiting = [
@@ -210,7 +206,6 @@ async def test_ranks_that_wait_for_groups_neither_poll_nor_wake_each_other(
         await clients[0].push(make_group(f"g{i}@1"))
     await clients[0].flush(10)
     await asyncio.sleep(0.3)
-    redis = await connect(redis_url)
     before = (await redis.info("stats"))["total_commands_processed"]
     await asyncio.sleep(0.5)
     after = (await redis.info("stats"))["total_commands_processed"]
@@ -219,11 +214,10 @@ async def test_ranks_that_wait_for_groups_neither_poll_nor_wake_each_other(
         await clients[0].push(make_group(f"h{i}@2"))
     leases = await asyncio.wait_for(asyncio.gather(*waiting), 2)
     assert len(leases[0].group_ids) == 9
-    await redis.aclose()
 
 
 async def test_ack_of_many_steps_leaves_no_record_of_them(
-    buffer_factory: Any, redis_url: str, run_name: str, make_group: Any
+    buffer_factory: Any, redis: Any, run_name: str, make_group: Any
 ) -> None:
     buffer = await buffer_factory(shards=2, groups_per_step=1, max_staleness=9)
     for step in range(70):
@@ -231,11 +225,9 @@ async def test_ack_of_many_steps_leaves_no_record_of_them(
         lease = await buffer.lease(step=step, version=0, num_groups=1, **STEP)
         await buffer.consume(lease, lease.group_ids)
     assert await buffer.ack(69) == 70
-    redis = await connect(redis_url)
     home = Keys(run_name)
     assert await redis.zcard(home("batches")) == 0
     assert await redis.hget(home("settings"), "acked_step") == b"69"
-    await redis.aclose()
 
 
 async def test_admission_that_is_cancelled_keeps_no_credit(buffer_factory: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from buffer.redis.connection import connect
 from buffer.redis.wakeups import BufferClosedError
 from buffer.run_state import RunState
 from configs.choices import OnStale
@@ -54,10 +53,10 @@ async def test_event_wakes_all_ranks(buffer_factory: Any, make_group: Any) -> No
 
 @pytest.mark.parametrize("event", ["consume", "abandon", "stale", "publish", "commit", "tune"])
 async def test_admission_is_woken_by_everything_that_makes_room(
-    buffer_factory: Any, redis_url: str, run_name: str, make_group: Any, event: str
+    buffer_factory: Any, redis: Any, run_name: str, make_group: Any, event: str
 ) -> None:
     buffer = await buffer_factory(groups_per_step=1, max_staleness=1)
-    state = RunState(await connect(redis_url), run_name)
+    state = RunState(redis, run_name)
     await buffer.push(make_group("a"))
     await buffer.admit("b", 0)
     if event == "commit":
@@ -87,7 +86,6 @@ async def test_admission_is_woken_by_everything_that_makes_room(
     else:
         await buffer.set_max_staleness(2)
     await asyncio.wait_for(waiting, 2)
-    await state.close()
 
 
 @pytest.mark.parametrize("event", ["push", "abandon", "tune"])
@@ -140,14 +138,15 @@ async def test_wait_timeout_says_what_was_missing(buffer_factory: Any) -> None:
         await buffer.admit("b", 0.05)
 
 
-async def test_close_ends_every_wait(buffer_factory: Any) -> None:
-    buffer = await buffer_factory(groups_per_step=1, max_staleness=0)
-    await buffer.admit("a", 0)
+async def test_close_ends_every_wait(buffer_factory: Any, make_group: Any) -> None:
+    buffer = await buffer_factory(groups_per_step=1, max_staleness=0, capacity_groups=1)
+    await buffer.push(make_group("a"))
     waiting = [
         asyncio.create_task(buffer.admit("b", 60)),
-        asyncio.create_task(buffer.lease(step=0, num_groups=1, timeout_s=60, **STEP)),
+        asyncio.create_task(buffer.lease(step=0, num_groups=9, timeout_s=60, **STEP)),
+        *(asyncio.create_task(buffer.push(make_group(name), 60)) for name in "bcd"),
     ]
-    await _blocked(waiting[0])
+    await _blocked(waiting[-1])
     await buffer.close()
     for task in waiting:
         with pytest.raises(BufferClosedError):
@@ -167,7 +166,7 @@ async def test_cancelled_wait_leaves_the_client_in_order(
     assert (await buffer.lease(step=0, num_groups=1, timeout_s=1, **STEP)).group_ids == ("a",)
 
 
-async def test_blocked_clients_send_no_commands(buffer_factory: Any, redis_url: str) -> None:
+async def test_blocked_clients_send_no_commands(buffer_factory: Any, redis: Any) -> None:
     buffer = await buffer_factory(groups_per_step=1, max_staleness=0)
     await buffer.admit("a", 0)
     waiting = [
@@ -175,26 +174,24 @@ async def test_blocked_clients_send_no_commands(buffer_factory: Any, redis_url: 
         asyncio.create_task(buffer.lease(step=0, num_groups=1, timeout_s=60, **STEP)),
     ]
     await _blocked(waiting[0])
-    redis = await connect(redis_url)
     before = (await redis.info("stats"))["total_commands_processed"]
     await asyncio.sleep(0.5)
     after = (await redis.info("stats"))["total_commands_processed"]
     assert after - before <= 1  # INFO itself
-    await redis.aclose()
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
-@pytest.mark.parametrize("num_turns", range(12))
 async def test_cancelled_wait_ends_at_whatever_point_the_cancellation_arrives(
-    buffer_factory: Any, num_turns: int
+    buffer_factory: Any,
 ) -> None:
     buffer = await buffer_factory(groups_per_step=1, max_staleness=0)
     await buffer.admit("holds-the-only-credit", 5)
-    waiting = asyncio.create_task(buffer.admit("waits", 60))
-    for _ in range(num_turns):
-        await asyncio.sleep(0)
-    waiting.cancel()
-    done, _ = await asyncio.wait({waiting}, timeout=5)
-    assert waiting in done and waiting.cancelled()
+    for num_turns in range(12):
+        waiting = asyncio.create_task(buffer.admit("waits", 60))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        done, _ = await asyncio.wait({waiting}, timeout=5)
+        assert waiting in done and waiting.cancelled()
