@@ -288,40 +288,28 @@ async def _first_refusal(client: Redis) -> DiskFullError:
 # TLS ------------------------------------------------------------------------------------------
 
 
-def _openssl(folder: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-
-def _make_certificates(folder: Path) -> None:
-    """ca.crt, and server.crt and client.crt with their keys, signed by it."""
-    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    _openssl(
-        folder,
-        *("req", "-x509", *new_key, "-days", "2", "-subj", "/CN=test authority"),
-        *("-keyout", "ca.key", "-out", "ca.crt"),
+def _make_certificate(folder: Path) -> None:
+    """cert.pem and key.pem: of the server and of the client, signed by itself."""
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt"),
+            *("ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", "/CN=test"),
+            *("-addext", f"subjectAltName=IP:{HOST}", "-keyout", "key.pem", "-out", "cert.pem"),
+        ],
+        cwd=folder,
+        check=True,
+        capture_output=True,
     )
-    (folder / "names").write_text(f"subjectAltName=IP:{HOST}\n")
-    for name in ("server", "client"):
-        _openssl(
-            folder,
-            *("req", *new_key, "-subj", f"/CN={name}"),
-            *("-keyout", f"{name}.key", "-out", f"{name}.csr"),
-        )
-        _openssl(
-            folder,
-            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key"),
-            *("-CAcreateserial", "-days", "2", "-extfile", "names", "-out", f"{name}.crt"),
-        )
 
 
 @pytest.fixture
 async def tls_url(redis_url: str, tmp_path: Path) -> AsyncIterator[str]:
     """Where TLS is taken off for the server, for clients that show a certificate."""
     if shutil.which("openssl") is None:
-        pytest.skip("no openssl program to make certificates with")
-    _make_certificates(tmp_path)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tmp_path / "ca.crt")
-    context.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+        pytest.skip("no openssl program to make a certificate with")
+    _make_certificate(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tmp_path / "cert.pem")
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
     context.verify_mode = ssl.CERT_REQUIRED
     parts = urlsplit(redis_url)
 
@@ -344,8 +332,8 @@ async def tls_url(redis_url: str, tmp_path: Path) -> AsyncIterator[str]:
 async def test_tls_server_is_checked_and_shown_our_certificate(
     tls_url: str, run_name: str, tmp_path: Path
 ) -> None:
-    ours = f"?ssl_certfile={tmp_path}/client.crt&ssl_keyfile={tmp_path}/client.key"
-    client = await connect(tls_url + ours, tls_ca_file=str(tmp_path / "ca.crt"))
+    ours = f"?ssl_certfile={tmp_path}/cert.pem&ssl_keyfile={tmp_path}/key.pem"
+    client = await connect(tls_url + ours, tls_ca_file=str(tmp_path / "cert.pem"))
     value = os.urandom(3_000_000)
     head = f"*3\r\n$3\r\nSET\r\n${len(run_name)}\r\n{run_name}\r\n${len(value)}\r\n"
     command = [head.encode(), memoryview(value), b"\r\n"]
@@ -356,7 +344,7 @@ async def test_tls_server_is_checked_and_shown_our_certificate(
     with pytest.raises(BufferConnectionError, match=r"untrusted.*buffer\.tls_ca_file"):
         await connect(tls_url + ours)
     with pytest.raises(BufferConnectionError, match="cannot reach Redis"):
-        await connect(tls_url, tls_ca_file=str(tmp_path / "ca.crt"))
+        await connect(tls_url, tls_ca_file=str(tmp_path / "cert.pem"))
 
 
 async def test_ca_file_that_is_not_there_or_of_no_use_is_refused(tmp_path: Path) -> None:

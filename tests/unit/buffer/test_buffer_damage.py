@@ -200,7 +200,7 @@ def _is_ours(error: Exception) -> bool:
         "invalid literal",
         "could not convert",
         "for base 10",
-        "out of range",
+        "of range",
     )
     return isinstance(error, EXPLAINED) and not any(word in str(error) for word in words)
 
@@ -219,13 +219,7 @@ NAMES = (
     *("weights", "receivers", "quarantined_prompts"),
 )
 SETS = (
-    "ready",
-    "leased",
-    "consumed",
-    "quarantined",
-    "running",
-    "credits",
-    "batches",
+    *("ready", "leased", "consumed", "quarantined", "running", "credits", "batches"),
     "commit_gate",
 )
 OTHERS = ("retries", "events", "metrics", "phase", "forming", "wake:batch", "lineages", "arrivals")

@@ -51,9 +51,9 @@ async def test_open_refuses_a_number_of_shards_other_than_the_runs(
 
 
 async def test_ranks_share_one_batch_and_a_restarted_one_gets_its_share_again(
-    checked_buffer: Any, make_group: Any
+    buffer_factory: Any, make_group: Any
 ) -> None:
-    clients = [await checked_buffer(shards=3) for _ in range(4)]
+    clients = [await buffer_factory(shards=3) for _ in range(4)]
     arguments: dict[str, Any] = {"step": 3, "version": 0, "num_groups": 8, "num_shares": 4}
     waiting = [
         asyncio.create_task(client.lease(share=share, timeout_s=10, **arguments))
@@ -65,7 +65,7 @@ async def test_ranks_share_one_batch_and_a_restarted_one_gets_its_share_again(
     assert len({(lease.lease_token, lease.group_ids) for lease in leases}) == 1
     shares = [[group.group_id for group in lease.groups] for lease in leases]
     assert sorted(itertools.chain(*shares)) == sorted(leases[0].group_ids)
-    restarted = await checked_buffer(shards=3)
+    restarted = await buffer_factory(shards=3)
     again = await restarted.lease(share=2, timeout_s=0, **arguments)
     assert [group.group_id for group in again.groups] == shares[2]
     with pytest.raises(ValueError, match=r"step=3 was leased with .*= 0, 8, 4"):
