@@ -50,6 +50,17 @@ async def _quarantine(buffer: ReplayBuffer, lease: Lease, group_id: str) -> int:
 # Rollout side ---------------------------------------------------------------------------------
 
 
+async def test_running_groups_are_ordered_by_the_oldest_version_they_can_hold(
+    checked_buffer: Any,
+) -> None:
+    buffer = await checked_buffer()
+    await buffer.publish_version(5)
+    engines = {"e0": "5", "e1": "4"}
+    await buffer._redis.hset(buffer.keys("engine_versions"), mapping=engines)
+    assert (await buffer.admit("g", 0)).version == 5
+    assert await buffer._redis.zscore(buffer.keys("running"), "g") == 4
+
+
 async def test_repeated_take_retry_returns_the_same_prompt(
     checked_buffer: Any, make_group: Any
 ) -> None:
@@ -258,6 +269,18 @@ async def test_group_without_trainable_tokens_left_counts_as_masked(
     assert stats.trained_by_staleness == {1: 1}
 
 
+@pytest.mark.parametrize("selector", [Selector.freshest, Selector.fifo])
+async def test_on_stale_wait_takes_groups_about_to_go_stale_first(
+    checked_buffer: Any, make_group: Any, selector: Selector
+) -> None:
+    buffer = await checked_buffer(max_staleness=1, on_stale=OnStale.wait, selector=selector)
+    await buffer.publish_version(1)
+    for name, version in (("a", 1), ("b", 1), ("brink", 0), ("c", 1)):
+        await buffer.push(make_group(name, version))
+    second = "c" if selector is Selector.freshest else "a"
+    assert (await _lease(buffer, 1, 1, 2)).group_ids == ("brink", second)
+
+
 # Takeovers ------------------------------------------------------------------------------------
 
 
@@ -400,6 +423,39 @@ async def test_quarantined_groups_are_renumbered_when_they_are_released(
     assert await buffer.release("keep") and await buffer.release("gone")
     assert (await _group(buffer, "keep"))["min_version"] == "6"
     assert (await _group(buffer, "gone"))["state"] == "dropped:lineage"
+
+
+async def test_restoring_a_checkpoint_of_a_lost_branch_drops_all(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=9)
+    await buffer.publish_version(5)
+    await buffer.push(make_group("a", 3))
+    await buffer.reconcile("b", step=3, version=3, resume_version=6)
+    await buffer.push(make_group("b", 6))
+    # Version 4 was given up by lineage b.
+    done = await buffer.reconcile("c", step=4, version=4, resume_version=7)
+    assert (done.dropped, (await _group(buffer, "a"))["state"]) == (2, "dropped:lineage")
+
+
+async def test_restore_makes_no_running_group_look_older(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=1, on_stale=OnStale.wait, groups_per_step=9)
+    await buffer.publish_version(5)
+    await buffer.admit("survives", 0)
+    await buffer.publish_version(6)
+    await buffer.admit("will-be-dropped", 0)
+    await buffer.reconcile("next", step=0, version=5, resume_version=9)
+    await buffer.push(make_group("a", 9))
+    lease = await buffer.lease(step=1, version=9, num_groups=1, **STEP)
+    await buffer.consume(lease, lease.group_ids)
+    await buffer.publish_version(10)
+    await buffer.push(make_group("b", 10))
+    with pytest.raises(TimeoutError, match="for group survives, which started at version 9"):
+        await buffer.lease(step=2, version=10, num_groups=1, **STEP)
+    assert await buffer.push(make_group("survives", 5)) is PushResult.stored
+    assert await buffer.push(make_group("will-be-dropped", 6)) is PushResult.abandoned_lineage
 
 
 async def test_rollbacks_older_than_the_last_32_drop_their_versions(

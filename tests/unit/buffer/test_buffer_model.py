@@ -44,7 +44,7 @@ from tests.support.invariants import find_violations
 
 T = TypeVar("T")
 
-NUM_SEQUENCES = int(os.environ.get("LEASH_SOAK_SEQUENCES", "100"))
+NUM_SEQUENCES = int(os.environ.get("LEASH_SOAK_SEQUENCES", "75"))
 SEQUENCES_A_ROUND = 1000
 """Hypothesis remembers every sequence of a round; all at once would take a gigabyte."""
 GROUPS_PER_STEP = 2
