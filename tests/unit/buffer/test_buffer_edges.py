@@ -458,6 +458,52 @@ async def test_restore_makes_no_running_group_look_older(
     assert await buffer.push(make_group("will-be-dropped", 6)) is PushResult.abandoned_lineage
 
 
+async def test_groups_of_an_abandoned_lineage_are_dropped_and_counted(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=9, max_retries=0)
+    for version in range(1, 5):
+        await buffer.publish_version(version)
+    await buffer.push(make_group("kept", 2))
+    await buffer.push(make_group("mixed", 1, newest=2))
+    await buffer.push(make_group("gone", 3, index=7))
+    await buffer.push(make_group("half-gone", 2, newest=4))
+    done = await buffer.reconcile("next", step=0, version=2, resume_version=5)
+    assert done.dropped == 2
+    stats = await buffer.stats()
+    assert stats.dropped == {"lineage": 2} and stats.by_staleness == {0: 1, 1: 1}
+    prompt = await buffer.take_retry()
+    assert prompt is not None and prompt.attempt == 0  # no fault of its own: it costs no attempt
+    assert await buffer.push(make_group("late", 4)) is PushResult.abandoned_lineage
+    assert await buffer.push(make_group("late-but-good", 2)) is PushResult.stored
+    assert await buffer.push(make_group("across", 2, newest=5)) is PushResult.stored
+    lease = await buffer.lease(step=1, version=5, num_groups=4, **STEP)
+    versions = {g.group_id: tuple(g.tokens_by_version) for g in lease.groups}
+    assert versions == {"kept": (5,), "mixed": (4, 5), "late-but-good": (5,), "across": (5,)}
+    assert await buffer.consume(lease, lease.group_ids) == 4
+    assert (await buffer.stats()).max_staleness_trained == 1
+
+
+async def test_group_that_is_leased_again_and_again_goes_to_quarantine(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_attempts=2)
+    await buffer.push(make_group("poison"))
+    for step in (1, 2):
+        lease = await buffer.lease(step=step, version=0, num_groups=1, **STEP)
+        await buffer.nack(lease, "the step crashed")
+    (found,) = await buffer.quarantined()
+    assert (found.group_id, found.attempts, found.num_tokens) == ("poison", 2, 16)
+    assert await buffer.release("poison") and not await buffer.release("poison")
+    for step in (3, 4):
+        lease = await buffer.lease(step=step, version=0, num_groups=1, **STEP)
+        await buffer.nack(lease, "the step crashed")
+    assert await buffer.discard("poison") and not await buffer.discard("poison")
+    stats = await buffer.stats()
+    assert stats.dropped == {"discarded": 1} and stats.quarantined == stats.bytes == 0
+    assert [event.event for event in await buffer.events("poison")][-1] == "dropped"
+
+
 async def test_rollbacks_older_than_the_last_32_drop_their_versions(
     buffer_factory: Any, make_group: Any
 ) -> None:
