@@ -53,17 +53,14 @@ def plan_buckets(layout: Layout, transfer: Transfer) -> tuple[Bucket, ...]:
     Raises ValueError for a transfer that is not of this layout.
     """
     size = transfer.bucket_bytes
-    if size < 1:
-        raise ValueError(f"weight_sync.bucket_bytes={size}: must be at least 1")
-    is_full = transfer.base_version is None
-    whole = tuple(map(layout.stream_bytes, range(layout.num_ranks)))
-    if len(transfer.wire_bytes) != layout.num_ranks or (is_full and transfer.wire_bytes != whole):
+    whole = Transfer.full(transfer.version, layout, size)
+    if len(transfer.wire_bytes) != layout.num_ranks or (transfer.is_full and transfer != whole):
         raise ValueError(
             f"the transfer of version {transfer.version} has streams of "
-            f"{list(transfer.wire_bytes)} bytes, its layout has {list(whole)}"
+            f"{list(transfer.wire_bytes)} bytes, its layout has {list(whole.wire_bytes)}"
         )
     streams = [
-        _cut_pieces(layout, rank, size) if is_full else _cut_delta(rank, num_bytes, size)
+        _cut_pieces(layout, rank, size) if transfer.is_full else _cut_delta(rank, num_bytes, size)
         for rank, num_bytes in enumerate(transfer.wire_bytes)
     ]
     in_turns = (bucket for turn in zip_longest(*streams) for bucket in turn if bucket is not None)

@@ -42,12 +42,7 @@ class Delta:
     payload: Tensor
     """Flat uint8, contiguous, in host memory."""
     num_changed: int
-    num_elements: int
-
-    @property
-    def density(self) -> float:
-        """Share of the elements that changed, between 0 and 1."""
-        return self.num_changed / self.num_elements if self.num_elements else 0.0
+    """Number of elements."""
 
 
 def encode(
@@ -56,9 +51,8 @@ def encode(
     """The delta from `base` to `new`, both the rank's whole stream as flat uint8.
 
     Returns None as soon as more than `max_density` of the elements have changed.
-    Raises ValueError for a stream of another length than the layout's.
     """
-    old, now = (_as_array(stream, layout.stream_bytes(rank)) for stream in (base, new))
+    old, now = base.numpy(), new.numpy()
     halves = _halves(layout, rank)
     num_elements = sum(half.num_elements for half in halves)
     sizes = [0 for _ in halves]
@@ -79,7 +73,6 @@ def encode(
     return Delta(
         payload=torch.from_numpy(np.concatenate([part.view(np.uint8) for part in parts])),
         num_changed=sum(sizes),
-        num_elements=num_elements,
     )
 
 
@@ -89,9 +82,8 @@ def apply(layout: Layout, rank: int, payload: Tensor, data: Tensor) -> None:
     Raises ValueError, before anything is written, for a payload that does not fit this rank of this
     layout. Bytes of other ranks are never touched.
     """
-    target = _as_array(data, layout.num_bytes)
-    halves = _halves(layout, rank)
-    changes = _read(rank, halves, _as_array(payload, payload.numel()))
+    target = data.numpy()
+    changes = _read(rank, _halves(layout, rank), payload.numpy())
     for change in changes:
         for _ in change.checked_places():
             pass
@@ -154,17 +146,6 @@ def _halves(layout: Layout, rank: int) -> list[_Half]:
         halves.append(half)
         stream_start += num_bytes
     return halves
-
-
-def _as_array(tensor: Tensor, num_bytes: int) -> _Array:
-    is_flat = tensor.dim() == 1 and tensor.is_contiguous()
-    if tensor.dtype != torch.uint8 or not is_flat or tensor.numel() != num_bytes:
-        raise ValueError(
-            f"expected {num_bytes} bytes as a flat uint8 tensor, "
-            f"not {tensor.dtype} of shape {list(tensor.shape)}"
-        )
-    array: _Array = tensor.numpy()
-    return array
 
 
 def _differences(old: _Array, new: _Array) -> _Places:

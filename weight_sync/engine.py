@@ -24,11 +24,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from configs.schema import WeightSyncConfig
-from weight_sync.coordinator.broadcast import Broadcaster
 from weight_sync.coordinator.coordinator import Coordinator
-from weight_sync.coordinator.fleet import Fleet
 from weight_sync.coordinator.versions import Published
-from weight_sync.group import forget_epochs, open_store, resolve_backend
+from weight_sync.group import open_store, resolve_backend
 from weight_sync.interfaces import own_address_towards
 from weight_sync.layout import Layout
 from weight_sync.sender.commands import ControlError, ControlGroup, Ranks
@@ -135,7 +133,7 @@ class CheckpointEngine:
         snapshot_s = time.monotonic() - chosen
         self._version = version
         if self._coordinator is not None:
-            self._coordinator.buffers.captured(
+            self._coordinator.captured(
                 Captured(
                     buffer=buffer,
                     version=version,
@@ -212,11 +210,11 @@ class _CoordinatorThread:
         open_board: OpenBoard,
         store: TCPStore,
     ) -> None:
-        self.buffers = SnapshotBuffers(_NUM_SNAPSHOTS, self._on_pending)
+        self.buffers = SnapshotBuffers(_NUM_SNAPSHOTS)
         self._timeouts = timeouts
         self._sending = sending
         self._control = control
-        self._epoch = group
+        self._group = group
         self._key = key
         self._open_board = open_board
         self._store = store  # the rendezvous of every epoch
@@ -251,29 +249,22 @@ class _CoordinatorThread:
             self._coordinator.set_exception(error)
 
     async def _coordinate(self) -> None:
-        timeouts = self._timeouts
         board = await self._open_board()
-        ranks = Ranks(self._sending.handle, self._control, timeouts.control_s)
-        fleet = Fleet(board, timeouts, self._key)
-        forget = partial(forget_epochs, self._store, self._epoch.name)
-        broadcaster = Broadcaster(fleet, ranks, timeouts, self._epoch, forget)
         coordinator = Coordinator(
-            timeouts,
+            self._timeouts,
             buffers=self.buffers,
-            ranks=ranks,
-            fleet=fleet,
-            broadcaster=broadcaster,
+            ranks=Ranks(self._sending.handle, self._control, self._timeouts.control_s),
             board=board,
+            group=self._group,
+            store=self._store,
+            key=self._key,
         )
         self._coordinator.set_result(coordinator)
-        try:
-            await coordinator.run()
-        finally:
-            await ranks.close(_CLOSE_S)
-            await fleet.close()
-            await board.close()
+        await coordinator.run()
 
-    def _on_pending(self) -> None:
+    def captured(self, captured: Captured) -> None:
+        """A version is ready to be sent."""
+        self.buffers.captured(captured)
         self._call(self._coordinator.result().wake)
 
     def _call(self, call: Callable[[], object]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from weight_sync.types import WeightSyncError
 
 
@@ -14,18 +12,9 @@ class ReceiverUnreachable(WeightSyncError):
 class TransferFailed(WeightSyncError):
     """A transfer stopped half-way; the next epoch continues after the buckets that arrived."""
 
-    def __init__(self, message: str, received: int) -> None:
-        super().__init__(message)
-        self.received = received
-        """Number of buckets, in the global order, that the receiver has placed."""
-
 
 class ChecksumMismatch(WeightSyncError):
     """A version did not arrive as it was sent; its receiver has discarded it."""
-
-    def __init__(self, message: str, tensors: Sequence[str]) -> None:
-        super().__init__(message)
-        self.tensors = tuple(tensors)
 
 
 class UnknownVersion(WeightSyncError):

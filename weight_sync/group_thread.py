@@ -1,4 +1,9 @@
-"""A thread that owns a process's weight group, so that no blocked call holds up anything else.
+"""A process's member of the weight groups: a thread, and the buffers for buckets in transfer.
+
+gloo sends and receives host memory, so a bucket that belongs in one place needs no buffer:
+
+    gloo    stream ──────────► wire ──────────► its place in the file, or a buffer first
+    nccl    stream ─► buffer ─► wire ─► buffer ─► the same            (buffers on the GPU)
 
 NCCL blocks as long as a peer is stopped: while a group connects, and at the first bucket that two
 members exchange. It also keeps per-thread state of a failed operation. So a dedicated thread makes
@@ -8,12 +13,16 @@ the next epoch gets a new one.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from weight_sync.group import WeightGroup, epoch_name
 from weight_sync.types import GroupSpec, WeightSyncError
@@ -27,9 +36,11 @@ _LEAVE_S = 5.0
 class GroupThread:
     """Joins one epoch after the other. One caller at a time, except for `spec` and `leave`."""
 
-    def __init__(self, name: str) -> None:
-        """`name` is that of the thread."""
+    def __init__(self, name: str, num_buffers: int, device: torch.device) -> None:
+        """`name` is that of the thread; `device`: a GPU where the groups are nccl, else the CPU."""
         self._name = name
+        self._device = device
+        self.staging = Staging(num_buffers, device)
         self._thread: SerialThread | None = None
         self._group: WeightGroup | None = None
 
@@ -39,8 +50,8 @@ class GroupThread:
         group = self._group
         return None if group is None else group.spec
 
-    def join(self, spec: GroupSpec, meet: Callable[[], WeightGroup]) -> None:
-        """Leave the last epoch and join the one of `spec` by calling `meet`.
+    def join(self, spec: GroupSpec, rank: int) -> None:
+        """Leave the last epoch and join the one of `spec`; returns when every member has.
 
         Raises WeightSyncError, at the latest after twice `spec.timeout_s`: once for the members to
         find each other, once for NCCL to connect them.
@@ -50,7 +61,8 @@ class GroupThread:
         def join() -> WeightGroup:
             if last is not None:
                 last.close()
-            return meet()
+            with self.staging.side_stream():
+                return WeightGroup.join(spec, rank, device=self._device)
 
         self._group = self._run(
             join,
@@ -60,16 +72,21 @@ class GroupThread:
         )
 
     def walk(self, steps: Callable[[WeightGroup], None], limit_s: float) -> None:
-        """Run `WeightGroup.walk`; after a failure this process is a member of no group.
+        """Run `steps` on the group; after a failure this process is a member of no group.
 
         Raises WeightSyncError, at the latest after `limit_s`, which must exceed the sum of all
         waits inside `steps`.
         """
         group = self._group
         assert group is not None, "join() comes first"
+
+        def walk() -> None:
+            with self.staging.side_stream():
+                group.walk(steps)
+
         try:
             self._run(
-                lambda: group.walk(steps),
+                walk,
                 limit_s,
                 f"{epoch_name(group.spec)} was given up: a member stopped",
             )
@@ -110,6 +127,59 @@ class GroupThread:
             raise
         finally:
             del future, call  # an error's traceback holds this frame
+
+
+class Staging:
+    """A ring of buffers, kept warm from one publish to the next. Used by one thread."""
+
+    def __init__(self, num_buffers: int, device: torch.device) -> None:
+        self._device = device
+        self._ring = [torch.empty(0, dtype=torch.uint8)] * num_buffers
+        self._host = torch.empty(0, dtype=torch.uint8)
+        """Host memory for a bucket from the GPU that belongs in more than one place."""
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """Order copies and the sends that depend on them, without waiting for other kernels."""
+        with contextlib.ExitStack() as stack:
+            if self._stream is not None:
+                stack.enter_context(torch.cuda.device(self._device))
+                stack.enter_context(torch.cuda.stream(self._stream))
+            yield
+
+    def upload(self, turn: int, part: Tensor) -> Tensor:
+        """`part` (host, uint8) as it can be sent; for a GPU, in the buffer of this `turn`."""
+        if self._stream is None:
+            return part
+        buffer = self._buffer(turn, part.numel())
+        return buffer.copy_(part, non_blocking=True)
+
+    def room(self, turn: int, num_bytes: int, place: Tensor | None) -> Tensor:
+        """Where to receive a bucket: its place in host memory, or the buffer of this `turn`."""
+        if self._stream is None and place is not None:
+            return place
+        return self._buffer(turn, num_bytes)
+
+    def download(self, wire: Tensor, place: Tensor | None) -> Tensor:
+        """The received bytes in host memory: in `place` if the bucket has one."""
+        if self._stream is None:
+            return wire
+        if place is None:
+            if self._host.numel() < wire.numel():
+                self._host = torch.empty(wire.numel(), dtype=torch.uint8, pin_memory=True)
+            place = self._host[: wire.numel()]
+        place.copy_(wire, non_blocking=True)
+        self._stream.synchronize()
+        return place
+
+    def _buffer(self, turn: int, num_bytes: int) -> Tensor:
+        index = turn % len(self._ring)
+        if self._ring[index].numel() < num_bytes:
+            self._ring[index] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._ring[index][:num_bytes]
 
 
 class SerialThread:

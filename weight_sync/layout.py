@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import convert
+from msgspec import Meta, convert
 
 from weight_sync.types import ITEM_BYTES, Count, TensorSpec
 
@@ -172,7 +172,26 @@ class Transfer:
     layout_digest: str
     wire_bytes: tuple[Count, ...]
     """Length of each rank's stream on the wire: its pieces, or its delta."""
-    bucket_bytes: Count
+    bucket_bytes: Annotated[int, Meta(gt=0)]
+
+    @classmethod
+    def full(cls, version: int, layout: Layout, bucket_bytes: int) -> Transfer:
+        """All bytes of `version`."""
+        return cls(
+            version=version,
+            base_version=None,
+            layout_digest=layout.digest,
+            wire_bytes=tuple(map(layout.stream_bytes, range(layout.num_ranks))),
+            bucket_bytes=bucket_bytes,
+        )
+
+    @property
+    def is_full(self) -> bool:
+        return self.base_version is None
+
+    @property
+    def num_wire_bytes(self) -> int:
+        return sum(self.wire_bytes)
 
 
 @dataclass(kw_only=True, frozen=True)

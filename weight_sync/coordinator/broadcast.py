@@ -16,13 +16,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
+from torch._C._distributed_c10d import TCPStore
+
 from weight_sync.coordinator.fleet import Fleet, Member
 from weight_sync.errors import REFUSALS, ChecksumMismatch, StoreBusyError
+from weight_sync.group import forget_epochs
 from weight_sync.layout import Layout, Manifest, Transfer
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.sender.commands import ControlError, Message, RankError, Ranks
@@ -30,9 +33,6 @@ from weight_sync.timeouts import Timeouts
 from weight_sync.types import GroupSpec, WeightSyncError
 
 K = TypeVar("K")
-Start = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-"""Starts a task of the coordinator's own."""
-
 
 _MAX_FUTILE = 2
 """Futile attempts before receivers are served one at a time."""
@@ -40,8 +40,6 @@ _MAX_FUTILE = 2
 Clients = list[ReceiverClient]
 Offer = Callable[[ReceiverClient], Awaitable[None]]
 """Called at once for a receiver that holds the version whole and verified."""
-ForgetEpochs = Callable[[int], None]
-"""Drops what is kept of all epochs before the given one."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -49,7 +47,6 @@ class EncodedVersion:
     """A version that is ready to be sent on every rank."""
 
     transfer: Transfer
-    layout: Layout
     buffer: int
     """Index of the snapshot buffer that holds it."""
     encode_at: float
@@ -63,30 +60,9 @@ class EncodedVersion:
     def version(self) -> int:
         return self.transfer.version
 
-    @property
-    def num_wire_bytes(self) -> int:
-        return sum(self.transfer.wire_bytes)
-
-    @property
-    def is_full(self) -> bool:
-        return self.transfer.base_version is None
-
-    def as_delta(self, base: int, sizes: Sequence[int | None], num_changed: int) -> EncodedVersion:
-        """Only the changes since `base`, if every rank found few enough and they are smaller.
-
-        `sizes`: bytes of each rank's delta; None where too much has changed.
-        """
-        found = tuple(size for size in sizes if size is not None)
-        if len(found) < len(sizes) or sum(found) >= self.num_wire_bytes:
-            return self
-        num_elements = sum(tensor.num_elements for tensor in self.layout.tensors)
-        delta = replace(self.transfer, base_version=base, wire_bytes=found)
-        return replace(self, transfer=delta, density=num_changed / num_elements)
-
-    def in_full(self) -> EncodedVersion:
+    def in_full(self, layout: Layout) -> EncodedVersion:
         """The same version without a base."""
-        sizes = tuple(self.layout.stream_bytes(rank) for rank in range(self.layout.num_ranks))
-        full = replace(self.transfer, base_version=None, wire_bytes=sizes)
+        full = Transfer.full(self.version, layout, self.transfer.bucket_bytes)
         return replace(self, transfer=full, density=1.0)
 
 
@@ -117,14 +93,17 @@ class Broadcaster:
         ranks: Ranks,
         timeouts: Timeouts,
         group: GroupSpec,
-        forget_epochs: ForgetEpochs,
+        store: TCPStore,
     ) -> None:
-        """`group` is the epoch before the first one; no member joins it."""
+        """`group` is the epoch before the first one, which no member joins.
+
+        `store`: the rendezvous of every epoch.
+        """
         self._fleet = fleet
         self._ranks = ranks
         self._timeouts = timeouts
         self._group = group
-        self._forget_epochs = forget_epochs
+        self._store = store
         self._members: Clients = []
         """Receivers of the current epoch, in the order of their ranks; empty after a failure."""
         self._backoff: Backoff[ReceiverClient] = Backoff(*timeouts.backoff_s)
@@ -159,9 +138,9 @@ class Broadcaster:
 
         async def prepare(client: ReceiverClient) -> None:
             status = by_client[client].status
-            if status.layout_digest != encoded.layout.digest:
-                timeout_s = self._timeouts.prepare_s
-                request = client.set_layout(encoded.layout, timeout_s=timeout_s)
+            layout = self._timeouts.layout
+            if status.layout_digest != layout.digest:
+                request = client.set_layout(layout, timeout_s=self._timeouts.prepare_s)
                 await self._fleet.call(client, request)
             elif status.obstacle and encoded.version not in status.complete:
                 raise StoreBusyError(status.obstacle)
@@ -225,21 +204,19 @@ class Broadcaster:
         self._group = spec
         await self._fleet.report("epoch", spec.receivers, f"epoch {spec.epoch} of the weight group")
         timeout_s = self._timeouts.join_s
-        joins = {
-            client: client.join(spec, spec.num_senders + index, timeout_s=timeout_s)
-            for index, client in enumerate(clients)
-        }
+        joins = {client: client.join(spec, timeout_s=timeout_s) for client in clients}
         command = self._ranks.command({"do": "join", "group": asdict(spec)}, timeout_s)
         error = await self._together(joins, command, delivery)
         if error is None:
             self._members = clients
-            self._forget_epochs(spec.epoch)
+            forget_epochs(self._store, spec.name, spec.epoch)
         return error
 
     async def _transmit(
         self, encoded: EncodedVersion, clients: Clients, first: int, delivery: Delivery
     ) -> WeightSyncError | None:
-        timeout_s = self._timeouts.answer_s(encoded.num_wire_bytes)
+        num_bytes = encoded.transfer.num_wire_bytes
+        timeout_s = self._timeouts.answer_s(num_bytes)
         receives = {
             client: client.receive(encoded.transfer, self.epoch, first, timeout_s=timeout_s)
             for client in clients
@@ -249,7 +226,7 @@ class Broadcaster:
             "transfer": asdict(encoded.transfer),
             "buffer": encoded.buffer,
             "first": first,
-            "total_s": self._timeouts.wire_s(encoded.num_wire_bytes),
+            "total_s": self._timeouts.wire_s(num_bytes),
         }
         return await self._together(receives, self._ranks.command(message, timeout_s), delivery)
 
@@ -304,7 +281,7 @@ class Broadcaster:
         question: Message = {"do": "checksums", "version": encoded.version}
         sums = await self._ranks.command(question, self._timeouts.encode_s)
         checksums = tuple(tuple(rank["checksums"]) for rank in sums)
-        manifest = Manifest.of(encoded.version, encoded.layout, checksums)
+        manifest = Manifest.of(encoded.version, self._timeouts.layout, checksums)
 
         async def finish(client: ReceiverClient) -> None:
             verify_s = self._timeouts.verify_s

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 
-from weight_sync.coordinator.broadcast import Backoff, Start
+from weight_sync.coordinator.broadcast import Backoff
 from weight_sync.coordinator.fleet import Fleet, Member
 from weight_sync.errors import ReceiverUnreachable
 from weight_sync.receiver.client import ReceiverClient
@@ -18,11 +19,13 @@ _RETRY_S = (5.0, 20.0)
 class CatchUp:
     """Tracks which receivers hold the published version. Used in one event loop."""
 
-    def __init__(self, timeouts: Timeouts, fleet: Fleet, board: VersionBoard, start: Start) -> None:
+    def __init__(
+        self, timeouts: Timeouts, fleet: Fleet, board: VersionBoard, tasks: asyncio.TaskGroup
+    ) -> None:
         self._timeouts = timeouts
         self._fleet = fleet
         self._board = board
-        self._start = start
+        self._tasks = tasks
         self._holders: set[ReceiverClient] = set()
         """Receivers known to hold the published version."""
         self._catching_up: set[ReceiverClient] = set()
@@ -87,7 +90,7 @@ class CatchUp:
             return clients
         for client in clients:
             self._catching_up.add(client)
-            self._start(self._catch_up(client, version, urls))
+            self._tasks.create_task(self._catch_up(client, version, urls))
         return []
 
     async def _catch_up(self, client: ReceiverClient, version: int, peers: list[str]) -> None:

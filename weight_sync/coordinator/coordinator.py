@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
-from typing import Any
+from dataclasses import replace
+
+from torch._C._distributed_c10d import TCPStore
 
 from weight_sync.coordinator.broadcast import Broadcaster, EncodedVersion
 from weight_sync.coordinator.catch_up import CatchUp
@@ -26,12 +27,13 @@ from weight_sync.receiver.client import ReceiverClient
 from weight_sync.sender.commands import Message, RankError, Ranks
 from weight_sync.sender.snapshot_buffers import Captured, SnapshotBuffers
 from weight_sync.timeouts import Timeouts
-from weight_sync.types import VersionBoard
+from weight_sync.types import GroupSpec, VersionBoard
 
 TICK_S = 1.0
 """Interval of the checks for new receivers and of the keep-alives to idle ranks."""
 _MAX_RETRY_S = 5.0
 """Longest pause between tries of a version that no receiver could take; the first is one tick."""
+_CLOSE_S = 5.0
 _MAX_RESENDS = 2
 """Times that a version is sent again, in full, to a receiver where its checksums did not match."""
 
@@ -45,21 +47,24 @@ class Coordinator:
         *,
         buffers: SnapshotBuffers,
         ranks: Ranks,
-        fleet: Fleet,
-        broadcaster: Broadcaster,
         board: VersionBoard,
+        group: GroupSpec,
+        store: TCPStore,
+        key: str,
     ) -> None:
+        """`group`, `store`: see Broadcaster. `key` is that of the receivers."""
         self._layout = timeouts.layout
         self._config = timeouts.config
         self._buffers = buffers
         self._timeouts = timeouts
         self._ranks = ranks
-        self._fleet = fleet
-        self._broadcaster = broadcaster
         self._board = board
+        self._tasks = asyncio.TaskGroup()
         self._wake = asyncio.Event()
-        self.published = Published(board, timeouts.config.commit_timeout_s, self._start)
-        self._catch_up = CatchUp(timeouts, fleet, board, self._start)
+        self._fleet = Fleet(board, timeouts, key)
+        self._broadcaster = Broadcaster(self._fleet, ranks, timeouts, group, store)
+        self.published = Published(board, timeouts.config.commit_timeout_s, self._tasks)
+        self._catch_up = CatchUp(timeouts, self._fleet, board, self._tasks)
         self._num_deltas = 0
         """Deltas since the last version that was sent in full."""
         self._num_failures = 0
@@ -73,14 +78,15 @@ class Coordinator:
 
     async def run(self) -> None:
         """Ends only with an error: the loss of a rank or of the board."""
-        async with asyncio.TaskGroup() as group:
-            self._group = group
-            group.create_task(self._work())
-            group.create_task(self._ranks.keep_alive(TICK_S))
-            group.create_task(self._fleet.watch_silent(TICK_S))
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        return self._group.create_task(work)
+        try:
+            async with self._tasks as tasks:
+                tasks.create_task(self._work())
+                tasks.create_task(self._ranks.keep_alive(TICK_S))
+                tasks.create_task(self._fleet.watch_silent(TICK_S))
+        finally:
+            await self._ranks.close(_CLOSE_S)
+            await self._fleet.close()
+            await self._board.close()
 
     async def _work(self) -> None:
         while True:
@@ -110,9 +116,8 @@ class Coordinator:
             try:
                 encoded = await self._encode(captured, base_version)
                 await self._broadcast(captured, encoded, members)
-            except (
-                RankError
-            ) as error:  # such as out of memory; the loss of a rank is a ControlError
+            except RankError as error:
+                # Such as out of memory; the loss of a rank is a ControlError.
                 self.published.obstacle = str(error)
                 await self._fleet.report("unsent", "trainer", str(error))
         if self.published.has(captured.version):
@@ -175,27 +180,24 @@ class Coordinator:
                 "max_density": self._config.max_delta_density,
             }
             results = await self._ranks.command(command, self._timeouts.encode_s)
-        layout = self._layout
-        full = EncodedVersion(
-            transfer=Transfer(
-                version=captured.version,
-                base_version=None,
-                layout_digest=layout.digest,
-                wire_bytes=tuple(layout.stream_bytes(rank) for rank in range(layout.num_ranks)),
-                bucket_bytes=self._config.bucket_bytes,
-            ),
-            layout=layout,
+        full = Transfer.full(captured.version, self._layout, self._config.bucket_bytes)
+        encoded = EncodedVersion(
+            transfer=full,
             buffer=captured.buffer,
             encode_at=encode_at,
             encode_s=max(result["encode_s"] for result in results),
             copy_s=max(result["copy_s"] for result in results),
         )
-        if base is None:
-            return full
-        return full.as_delta(
-            base.version,
-            [result["num_bytes"] for result in results],
-            sum(result["num_changed"] for result in results),
+        # A rank that found too many changes has no delta.
+        sizes = tuple(size for result in results if (size := result["num_bytes"]) is not None)
+        if base is None or len(sizes) < len(results) or sum(sizes) >= full.num_wire_bytes:
+            return encoded
+        num_changed = sum(result["num_changed"] for result in results)
+        num_elements = sum(tensor.num_elements for tensor in self._layout.tensors)
+        return replace(
+            encoded,
+            transfer=replace(full, base_version=base.version, wire_bytes=sizes),
+            density=num_changed / num_elements,
         )
 
     async def _broadcast(
@@ -215,15 +217,21 @@ class Coordinator:
         for _ in range(1 + _MAX_RESENDS):
             delivery = await self._broadcaster.deliver(sent, members, offer)
             if delivery.arrived and not record.done():
-                self._num_deltas = 0 if sent.is_full else self._num_deltas + 1
-                epoch, released_at = self._broadcaster.epoch, self.published.at
+                self._num_deltas = 0 if sent.transfer.is_full else self._num_deltas + 1
                 record.set_result(
-                    publish_record(captured, sent, delivery, epoch=epoch, released_at=released_at)
+                    publish_record(
+                        captured,
+                        sent,
+                        delivery,
+                        num_bytes=self._layout.num_bytes,
+                        epoch=self._broadcaster.epoch,
+                        released_at=self.published.at,
+                    )
                 )
             if not delivery.torn:
                 break
             # The receivers that have the version do not wait for this.
-            sent, members = encoded.in_full(), await self._fleet.members(delivery.torn)
+            sent, members = encoded.in_full(self._layout), await self._fleet.members(delivery.torn)
         if not record.done():
             self.published.obstacle = f"version {version} reached no receiver: see weights_event"
 

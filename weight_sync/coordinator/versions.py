@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from weight_sync.coordinator.broadcast import Delivery, EncodedVersion, Start
+from weight_sync.coordinator.broadcast import Delivery, EncodedVersion
 from weight_sync.sender.snapshot_buffers import Captured
 from weight_sync.types import VersionBoard, WeightSyncError
 
@@ -18,30 +18,23 @@ Fields = dict[str, float | int | str]
 class Published:
     """Remembers the newest published version and wakes its waiters. Used in one event loop."""
 
-    def __init__(self, board: VersionBoard, commit_timeout_s: float, start: Start) -> None:
-        """`start` runs a coroutine as a task."""
+    def __init__(
+        self, board: VersionBoard, commit_timeout_s: float, tasks: asyncio.TaskGroup
+    ) -> None:
         self._board = board
         self._commit_timeout_s = commit_timeout_s
-        self._start = start
-        self._newest: int | None = None
-        self._at = 0.0
+        self._tasks = tasks
+        self.newest: int | None = None
+        self.at = 0.0
+        """Unix time at which the newest version was published."""
         self._reports: dict[int, asyncio.Task[None]] = {}
         """By version: the tasks that will write the record of a publish."""
         self._has_changed = asyncio.Condition()
         self.obstacle = "no receiver is registered"
         """Why the next version has not been published yet."""
 
-    @property
-    def newest(self) -> int | None:
-        return self._newest
-
-    @property
-    def at(self) -> float:
-        """Unix time at which the newest version was published."""
-        return self._at
-
     def has(self, version: int) -> bool:
-        return self._newest is not None and self._newest >= version
+        return self.newest is not None and self.newest >= version
 
     async def add(self, version: int, record: asyncio.Future[Fields]) -> None:
         """Publish `version` on the board; a second call changes nothing.
@@ -52,8 +45,8 @@ class Published:
             if self.has(version):
                 return
             await self._board.publish_weights(version)
-            self._newest, self._at = version, time.time()
-            self._reports[version] = self._start(self._report(version, record))
+            self.newest, self.at = version, time.time()
+            self._reports[version] = self._tasks.create_task(self._report(version, record))
             self._has_changed.notify_all()
 
     async def _report(self, version: int, record: asyncio.Future[Fields]) -> None:
@@ -116,13 +109,17 @@ def publish_record(
     encoded: EncodedVersion,
     delivery: Delivery,
     *,
+    num_bytes: int,
     epoch: int,
     released_at: float,
 ) -> Fields:
-    """Record of a published version, without the time at which all engines have it."""
+    """Record of a published version, without the time at which all engines have it.
+
+    `num_bytes`: size of the whole model.
+    """
     return {
         **_snapshot(captured),
-        "mode": "full" if encoded.is_full else "delta",
+        "mode": "full" if encoded.transfer.is_full else "delta",
         "copy_s": encoded.copy_s,
         "encode_at": encoded.encode_at,
         "encode_s": encoded.encode_s,
@@ -132,8 +129,8 @@ def publish_record(
         "verify_s": delivery.verify_s,
         "released_at": released_at,
         "stage_s": released_at - encoded.encode_at,
-        "bytes": encoded.layout.num_bytes,
-        "wire_bytes": encoded.num_wire_bytes,
+        "bytes": num_bytes,
+        "wire_bytes": encoded.transfer.num_wire_bytes,
         "density": encoded.density,
         "epoch": epoch,
         "num_receivers": len(delivery.arrived),

@@ -36,7 +36,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from weight_sync.errors import BY_STATUS, ChecksumMismatch, TransferFailed
+from weight_sync.errors import BY_STATUS
 from weight_sync.group import bucket_timeout_s
 from weight_sync.http_server import HttpLimits, ServerConfig, read_body
 from weight_sync.layout import Layout, Manifest, Transfer
@@ -121,12 +121,7 @@ def _json_step(step: Callable[..., Awaitable[object]]) -> Callable[[Request], An
 
 async def _refuse(request: Request, error: Exception) -> Response:
     status = next(_STATUS_OF[kind] for kind in type(error).__mro__ if kind in _STATUS_OF)
-    reply: dict[str, Any] = {"error": str(error) if status != 400 else repr(error)}
-    if isinstance(error, TransferFailed):
-        reply["received"] = error.received
-    if isinstance(error, ChecksumMismatch):
-        reply["tensors"] = list(error.tensors)
-    return _json(reply, status)
+    return _json({"error": str(error) if status != 400 else repr(error)}, status)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -141,7 +136,7 @@ class _Api:
     """Long work runs in threads, so that the event loop can always respond to /status."""
 
     def __init__(self, receiver: Receiver) -> None:
-        self._receiver = receiver
+        self._receiver, self._store = receiver, receiver.store
         self._released = asyncio.Event()
         """Set and replaced at each release; waiters hold the one of the next release."""
         self._num_reads = 0
@@ -158,8 +153,8 @@ class _Api:
             )
         await asyncio.to_thread(self._receiver.set_layout, model)
 
-    async def join(self, group: GroupSpec, rank: Count) -> None:
-        await asyncio.to_thread(self._receiver.join, group, rank)
+    async def join(self, group: GroupSpec) -> None:
+        await asyncio.to_thread(self._receiver.join, group)
 
     async def receive(self, transfer: Transfer, epoch: Count, first: Count) -> int:
         return await asyncio.to_thread(self._receiver.receive, transfer, epoch, first)
@@ -171,7 +166,7 @@ class _Api:
         await asyncio.to_thread(self._receiver.finish, manifest)
 
     async def release(self, version: Count) -> None:
-        await asyncio.to_thread(self._receiver.release, version)
+        await asyncio.to_thread(self._store.release, version)
         self._wake()
 
     async def catch_up(
@@ -183,10 +178,10 @@ class _Api:
         return report
 
     async def hold(self, version: Count, who: str, ttl_s: Seconds) -> None:
-        self._receiver.hold(version, who, ttl_s)
+        self._store.hold(version, who, ttl_s)
 
     async def let_go(self, version: Count, who: str) -> None:
-        self._receiver.let_go(version, who)
+        self._store.let_go(version, who)
 
     async def newest(self, request: Request) -> Response:
         above = int(request.query_params["above"])
@@ -207,20 +202,20 @@ class _Api:
         released.set()
 
     async def manifest(self, request: Request) -> Response:
-        manifest = self._receiver.whole(int(request.path_params["version"])).manifest
+        manifest = self._store.get(int(request.path_params["version"])).manifest
         assert manifest is not None
         return _json(manifest.to_wire())
 
     async def data(self, request: Request) -> Response:
         version = int(request.path_params["version"])
-        array: Any = self._receiver.whole(version).data.numpy()
+        array: Any = self._store.get(version).data.numpy()
         data = memoryview(array)
         start, stop = _range_of(request.headers.get("range", ""), len(data))
         spec = self._receiver.spec
         self._num_reads += 1
         reader = f"read {self._num_reads}"
         ttl_s = bucket_timeout_s(stop - start, spec.timeout_s, spec.min_bandwidth)
-        self._receiver.hold(version, reader, ttl_s)  # expires if the reader never comes for it
+        self._store.hold(version, reader, ttl_s)  # expires if the reader never comes for it
         return StreamingResponse(
             self._chunks(version, reader, data[start:stop]),
             status_code=206,
@@ -238,7 +233,7 @@ class _Api:
                 # Sending to a closed connection never waits: let the loop notice the close.
                 await asyncio.sleep(0)
         finally:
-            self._receiver.let_go(version, reader)
+            self._store.let_go(version, reader)
 
 
 def _range_of(header: str, size: int) -> tuple[int, int]:

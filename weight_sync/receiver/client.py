@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 import msgspec
 
-from weight_sync.errors import (
-    BY_STATUS,
-    ChecksumMismatch,
-    ReceiverUnreachable,
-    TransferFailed,
-    UnknownLayout,
-)
+from weight_sync.errors import BY_STATUS, ReceiverUnreachable, UnknownLayout
 from weight_sync.layout import Layout, Manifest, ManifestNote, Transfer
 from weight_sync.types import GroupSpec, WeightSyncError
 
@@ -93,16 +87,16 @@ class ReceiverClient:
         body = {"layout": layout.to_json(), "digest": layout.digest}
         await self._call("POST", "/layout", body, timeout_s, dict)
 
-    async def join(self, spec: GroupSpec, rank: int, *, timeout_s: float) -> None:
+    async def join(self, spec: GroupSpec, *, timeout_s: float) -> None:
         """Leave the last epoch's group and join this one; returns when it has formed."""
-        await self._call("POST", "/join", {"group": spec, "rank": rank}, timeout_s, dict)
+        await self._call("POST", "/join", {"group": spec}, timeout_s, dict)
 
     async def receive(self, transfer: Transfer, epoch: int, first: int, *, timeout_s: float) -> int:
         """Take a slot, unless it has begun, and receive the buckets from `first` on.
 
         Returns the number of buckets that it holds: all. After any error the receiver has left the
-        group. Raises TransferFailed with the buckets that arrived, StoreBusyError if every slot is
-        being read, and UnknownLayout or UnknownVersion without the layout or a delta's base.
+        group. Raises TransferFailed, StoreBusyError if every slot is being read, and UnknownLayout
+        or UnknownVersion without the layout or a delta's base.
         """
         body = {"transfer": transfer, "epoch": epoch, "first": first}
         return await self._call("POST", "/receive", body, timeout_s, int)
@@ -169,7 +163,9 @@ class ReceiverClient:
                 content = b"" if body is None else msgspec.json.encode(body)
                 response = await self._client.request(method, path, content=content)
             if response.is_error:
-                raise _refusal(self.name, response.status_code, dict(response.json()))
+                message = response.json()["error"]
+                refusal = BY_STATUS.get(response.status_code, WeightSyncError)
+                raise refusal(f"{self.name}: {message}")
             return msgspec.json.decode(response.content, type=reply_type)
         except TimeoutError as error:
             raise ReceiverUnreachable(
@@ -183,13 +179,3 @@ class ReceiverClient:
             raise ReceiverUnreachable(
                 f"the server at {self.url} is not the receiver {self.name} ({path}): {error!r}"
             ) from error
-
-
-def _refusal(name: str, status: int, reply: Mapping[str, Any]) -> WeightSyncError:
-    message = f"{name}: {reply.get('error', f'HTTP status {status}')}"
-    error = BY_STATUS.get(status, WeightSyncError)
-    if error is TransferFailed:
-        return TransferFailed(message, reply["received"])
-    if error is ChecksumMismatch:
-        return ChecksumMismatch(message, reply["tensors"])
-    return error(message)

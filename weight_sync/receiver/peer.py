@@ -17,7 +17,7 @@ from weight_sync.layout import Layout, Manifest, mismatches
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.types import ReceiverSpec, WeightSyncError
 
-_RANGE_BYTES = 64 * 2**20
+RANGE_BYTES = 64 * 2**20
 _READ_BYTES = 2**20
 _LET_GO_S = 5.0
 """Longest wait for a peer that may no longer respond: its hold expires by itself."""
@@ -35,14 +35,14 @@ async def copy_from_peer(
     client, reader = ReceiverClient(url, url, spec.key), f"receiver {spec.name}"
     limit_s = spec.timeout_s
     # For the next range: a reader that dies holds the peer's slot no longer than that.
-    ttl_s = limit_s + bucket_timeout_s(_RANGE_BYTES, limit_s, spec.min_bandwidth)
+    ttl_s = limit_s + bucket_timeout_s(RANGE_BYTES, limit_s, spec.min_bandwidth)
     source = _Source(url, version, len(array), spec)
     try:
         await client.hold(version, reader, ttl_s, timeout_s=limit_s)
         manifest = await client.manifest(version, layout, timeout_s=limit_s)
-        for start in range(0, len(array), _RANGE_BYTES):
+        for start in range(0, len(array), RANGE_BYTES):
             await client.hold(version, reader, ttl_s, timeout_s=limit_s)
-            source.read(start, memoryview(array)[start : start + _RANGE_BYTES])
+            source.read(start, memoryview(array)[start : start + RANGE_BYTES])
     except (OSError, http.client.HTTPException) as error:
         raise WeightSyncError(f"{url}: {error!r}") from error
     finally:
@@ -51,7 +51,7 @@ async def copy_from_peer(
             await client.let_go(version, reader, timeout_s=min(_LET_GO_S, limit_s))
         await client.close()
     if wrong := mismatches(layout, manifest.checksums, staged_checksums(layout, data)):
-        raise ChecksumMismatch(f"{url}: {len(wrong)} tensors arrived damaged", wrong)
+        raise ChecksumMismatch(f"{url}: {len(wrong)} tensors arrived damaged")
     return manifest
 
 

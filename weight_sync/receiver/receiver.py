@@ -15,7 +15,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,12 +29,10 @@ from weight_sync.errors import (
 from weight_sync.group import WeightGroup, bucket_timeout_s
 from weight_sync.group_thread import GroupThread
 from weight_sync.layout import Layout, Manifest, Transfer
-from weight_sync.receiver.arrival import Arrival
+from weight_sync.receiver.arrival import Arrival, Relay
 from weight_sync.receiver.client import CatchUpReport, ReceiverStatus, StagedVersion
-from weight_sync.receiver.peer import copy_from_peer
-from weight_sync.receiver.relay import Relay
-from weight_sync.receiver.store import Slot, StagedStore
-from weight_sync.staging import Staging
+from weight_sync.receiver.peer import RANGE_BYTES, copy_from_peer
+from weight_sync.receiver.store import StagedStore
 from weight_sync.types import GroupSpec, ReceiverSpec, WeightSyncError
 
 
@@ -46,63 +43,61 @@ class Receiver:
 
         receiver = Receiver(spec, os.getpid())
         receiver.set_layout(layout)             # once for a model: creates the slots
-        receiver.join(group_spec, rank)         # once for an epoch
+        receiver.join(group_spec)               # once for an epoch
         receiver.receive(transfer, group_spec.epoch, first=0)
         receiver.finish(manifest)               # whole, if the checksums agree
-        receiver.release(transfer.version)      # from here on engines may load it:
+        receiver.store.release(transfer.version)    # from here on engines may load it:
         folder = receiver.newest().path         # holds model.safetensors
     """
 
     def __init__(self, spec: ReceiverSpec, pid: int) -> None:
         self.spec = spec
         self._pid = pid
-        self._store = StagedStore(Path(spec.folder), spec.num_slots)
-        self._staging = Staging(spec.num_buffers + 1, torch.device(spec.device))
-        self._group_thread = GroupThread("weights-receiver")
+        self.store = StagedStore(Path(spec.folder), spec.num_slots)
+        # One buffer more than those that arrive: for the bucket that is forwarded.
+        self._group_thread = GroupThread(
+            "weights-receiver", spec.num_buffers + 1, torch.device(spec.device)
+        )
         self._arrival: Arrival | None = None
         self._turn = threading.Lock()  # guards _group_thread, _arrival and the steps of a version
         self._doing = "nothing"
 
     def status(self) -> ReceiverStatus:
-        spec, arrival, layout = self._group_thread.spec, self._arrival, self._store.layout
+        spec, arrival, layout = self._group_thread.spec, self._arrival, self.store.layout
         return ReceiverStatus(
             name=self.spec.name,
             pid=self._pid,
-            newest=self._store.newest,
-            complete=tuple(self._store.complete_versions),
+            newest=self.store.newest,
+            complete=tuple(self.store.complete_versions),
             receiving=arrival.transfer if arrival else None,
             received=arrival.received if arrival else 0,
             epoch=spec.epoch if spec else None,
-            layout_digest=layout.digest if layout and self._store.has_room else None,
-            obstacle=self._store.obstacle,
+            layout_digest=layout.digest if layout and self.store.has_room else None,
+            obstacle=self.store.obstacle,
         )
 
     def set_layout(self, layout: Layout) -> None:
         """Make room for this model's versions. Raises StoreFullError."""
         with self._one_at_a_time("taking a layout"):
-            known = self._store.layout
+            known = self.store.layout
             if known is None or known.digest != layout.digest:
                 self._arrival = None
-            self._store.set_layout(layout)
+            self.store.set_layout(layout)
 
     def layout(self, digest: str) -> Layout:
         """The layout of this digest. Raises UnknownLayout if it is not set."""
-        layout = self._store.layout
+        layout = self.store.layout
         if layout is None or layout.digest != digest:
             raise UnknownLayout(f"{self.spec.name} does not have this model's layout")
         return layout
 
-    def join(self, spec: GroupSpec, rank: int) -> None:
+    def join(self, spec: GroupSpec) -> None:
         """Block until the epoch's group has formed, for at most twice its timeout."""
+        if self.spec.name not in spec.receivers:
+            raise ValueError(f"{self.spec.name} is not a receiver of {spec}")
         with self._one_at_a_time(f"joining epoch {spec.epoch}"):
-            place = rank - spec.num_senders
-            if not (0 <= place < len(spec.receivers) and spec.receivers[place] == self.spec.name):
-                raise ValueError(f"rank {rank} is not {self.spec.name} in {spec}")
-            self._group_thread.join(spec, partial(self._meet, spec, rank))
-
-    def _meet(self, spec: GroupSpec, rank: int) -> WeightGroup:
-        with self._staging.side_stream():
-            return WeightGroup.join(spec, rank, device=torch.device(self.spec.device))
+            rank = spec.num_senders + spec.receivers.index(self.spec.name)
+            self._group_thread.join(spec, rank)
 
     def receive(self, transfer: Transfer, epoch: int, first: int) -> int:
         """Receive the buckets from `first` on; returns the number of buckets held: all of them.
@@ -117,12 +112,12 @@ class Receiver:
                 spec = self._group_thread.spec
                 if spec is None or spec.epoch != epoch:
                     message = f"{self.spec.name} is not a member of epoch {epoch}"
-                    raise TransferFailed(message, arrival.received)
+                    raise TransferFailed(message)
                 if first > arrival.received:
                     message = (
                         f"buckets from {first} on would leave a gap: {arrival.received} are here"
                     )
-                    raise TransferFailed(message, arrival.received)
+                    raise TransferFailed(message)
                 self._walk(arrival, first)
                 return arrival.received
         except BaseException:
@@ -134,44 +129,44 @@ class Receiver:
         layout = self.layout(transfer.layout_digest)
         if self._arrival is None or self._arrival.transfer != transfer:
             self._arrival = base = slot = None
-            if transfer.version not in self._store.complete_versions:
+            if transfer.version not in self.store.complete_versions:
                 if transfer.base_version is not None:
-                    base = self.whole(transfer.base_version)
-                slot = self._store.begin(transfer)
+                    base = self.store.get(transfer.base_version)
+                slot = self.store.begin(transfer)
             self._arrival = Arrival(layout, transfer, slot, base)
         return self._arrival
 
     def _walk(self, arrival: Arrival, first: int) -> None:
-        num_bytes = sum(bucket.num_bytes for bucket in arrival.buckets[first:])
-        # The senders give up earlier; this is for a call that ignores every other timeout.
-        limit_s = self.spec.timeout_s + bucket_timeout_s(
-            num_bytes, self.spec.timeout_s, self.spec.min_bandwidth
-        )
-        try:
-            self._group_thread.walk(lambda group: self._relay(group, arrival, first), limit_s)
-        except WeightSyncError as error:
-            raise TransferFailed(str(error), arrival.received) from None
+        buckets = arrival.buckets[first:]
 
-    def _relay(self, group: WeightGroup, arrival: Arrival, first: int) -> None:
-        in_flight = arrival.max_bucket_bytes * self.spec.num_buffers * group.spec.world_size
-        limit_s = bucket_timeout_s(in_flight, self.spec.timeout_s, self.spec.min_bandwidth)
-        relay = Relay(
-            group,
-            self._staging,
-            arrival,
-            num_buffers=self.spec.num_buffers,
-            limit_s=limit_s,
-        )
-        relay.run(arrival.buckets[first:])
+        def relay(group: WeightGroup) -> None:
+            in_flight = arrival.max_bucket_bytes * self.spec.num_buffers * group.spec.world_size
+            Relay(
+                group,
+                self._group_thread.staging,
+                arrival,
+                num_buffers=self.spec.num_buffers,
+                limit_s=self._limit_s(in_flight),
+            ).run(buckets)
+
+        # The senders give up earlier; this is for a call that ignores every other timeout.
+        limit_s = self.spec.timeout_s + self._limit_s(sum(b.num_bytes for b in buckets))
+        try:
+            self._group_thread.walk(relay, limit_s)
+        except WeightSyncError as error:
+            raise TransferFailed(str(error)) from None
+
+    def _limit_s(self, num_bytes: int) -> float:
+        return bucket_timeout_s(num_bytes, self.spec.timeout_s, self.spec.min_bandwidth)
 
     def finish(self, manifest: Manifest) -> None:
         """Raises ChecksumMismatch: the version is discarded."""
         version = manifest.version
         with self._one_at_a_time(f"verifying version {version}"):
             arrival = self._arrival
-            if version in self._store.complete_versions:
-                if self._store.get(version).manifest != manifest:
-                    raise ChecksumMismatch(f"version {version} is whole here, but another one", ())
+            if version in self.store.complete_versions:
+                if self.store.get(version).manifest != manifest:
+                    raise ChecksumMismatch(f"version {version} is whole here, but another one")
                 self._arrival = None
                 return
             if arrival is None or arrival.transfer.version != version:
@@ -180,76 +175,47 @@ class Receiver:
             assert arrival.slot is not None, "a version without a slot is whole"
             try:
                 arrival.verify(arrival.slot, manifest)
-                self._store.complete(arrival.slot, manifest)
+                self.store.complete(arrival.slot, manifest)
             except BaseException:
-                self._store.discard(version)
+                self.store.discard(version)
                 raise
-
-    def release(self, version: int) -> None:
-        """Raises UnknownVersion if it is not whole."""
-        self.whole(version)
-        self._store.release(version)
 
     def catch_up(self, version: int, peers: Sequence[str], layout: Layout) -> CatchUpReport:
         """Copy, verify and release `version`. Raises TransferFailed if no peer has it."""
         start, source = time.perf_counter(), None
         with self._one_at_a_time(f"catching up with version {version}"):
-            if version not in self._store.complete_versions:
+            if version not in self.store.complete_versions:
                 self._arrival = None
                 source = self._copy_from_a_peer(version, peers, layout)
-            self._store.release(version)
+            self.store.release(version)
         return CatchUpReport(peer=source, seconds=time.perf_counter() - start)
 
     def _copy_from_a_peer(self, version: int, peers: Sequence[str], layout: Layout) -> str:
-        streams = tuple(layout.stream_bytes(rank) for rank in range(layout.num_ranks))
-        slot = self._store.begin(
-            Transfer(
-                version=version,
-                base_version=None,
-                layout_digest=layout.digest,
-                wire_bytes=streams,
-                bucket_bytes=max(streams),
-            )
-        )
+        slot = self.store.begin(Transfer.full(version, layout, RANGE_BYTES))
         failures = []
         for url in peers:
             try:
                 copying = copy_from_peer(url, version, layout, slot.data, self.spec)
-                self._store.complete(slot, asyncio.run(copying))
+                self.store.complete(slot, asyncio.run(copying))
                 return url
             except WeightSyncError as error:
                 failures.append(str(error))
-        self._store.discard(version)
+        self.store.discard(version)
         raise TransferFailed(
-            f"no peer sent version {version}: {'; '.join(failures) or 'none was named'}", 0
+            f"no peer sent version {version}: {'; '.join(failures) or 'none was named'}"
         )
 
     def newest(self) -> StagedVersion | None:
         """The newest released version."""
-        while (version := self._store.newest) is not None:
+        while (version := self.store.newest) is not None:
             with contextlib.suppress(UnknownVersion):  # a newer one has just replaced it
-                return StagedVersion(version=version, path=str(self.whole(version).path))
+                return StagedVersion(version=version, path=str(self.store.get(version).path))
         return None
-
-    def whole(self, version: int) -> Slot:
-        """Raises UnknownVersion."""
-        try:
-            return self._store.get(version)
-        except WeightSyncError as error:
-            raise UnknownVersion(str(error)) from error
-
-    def hold(self, version: int, who: str, ttl_s: float) -> None:
-        """Raises UnknownVersion."""
-        self.whole(version)
-        self._store.hold(version, who, ttl_s)
-
-    def let_go(self, version: int, who: str) -> None:
-        self._store.let_go(version, who)
 
     def close(self, should_remove: bool) -> None:
         """Leave the group and the store; `should_remove` deletes the staged versions."""
         self._group_thread.leave()
-        self._store.close(remove=should_remove)
+        self.store.close(remove=should_remove)
 
     @contextlib.contextmanager
     def _one_at_a_time(self, doing: str) -> Iterator[None]:

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from weight_sync.checksums import staged_checksums
-from weight_sync.errors import StoreBusyError, StoreFullError
+from weight_sync.errors import StoreBusyError, StoreFullError, UnknownVersion
 from weight_sync.layout import Layout, Manifest, Transfer, mismatches
 from weight_sync.types import WeightSyncError
 
@@ -120,7 +120,7 @@ class StagedStore:
             return sorted(s.version for s in self._slots if s.manifest and s.version is not None)
 
     def get(self, version: int) -> Slot:
-        """Raises WeightSyncError if the version is not whole here."""
+        """Raises UnknownVersion if it is not whole here."""
         with self._lock:
             return self._whole(version)
 
@@ -129,8 +129,8 @@ class StagedStore:
 
         A transfer that has begun already gets its slot again, with the bytes received so far. Any
         other unfinished version is dropped; nothing may still write to its slot. Raises
-        StoreBusyError if no slot is free, and WeightSyncError if the version is whole already, if
-        the base is missing or if the transfer has another layout.
+        StoreBusyError if no slot is free, UnknownVersion if the base is missing, and
+        WeightSyncError if the version is whole already or if the transfer has another layout.
         """
         with self._setup:
             if self._layout:
@@ -154,25 +154,18 @@ class StagedStore:
     def complete(self, slot: Slot, manifest: Manifest) -> None:
         """Make the version of `slot` whole; the caller has verified every byte.
 
-        Raises WeightSyncError if the slot was given to another version meanwhile, or if the
-        manifest is not that of this version in the store's layout.
+        Raises WeightSyncError if the slot was given to another version meanwhile.
         """
         with self._lock:
-            layout = self._layout
-            is_ours = layout is not None and manifest.layout.digest == layout.digest
-            if manifest.version != slot.version or not is_ours:
-                raise WeightSyncError(
-                    f"the manifest is of version {manifest.version} in the layout "
-                    f"{manifest.layout.digest[:12]}; the slot is version {slot.version}'s in "
-                    f"{layout.digest[:12] if layout else 'none'}"
-                )
+            assert self._layout is not None and manifest.layout.digest == self._layout.digest
+            assert manifest.version == slot.version
             if slot not in self._slots or slot.transfer is None:
                 raise WeightSyncError(f"version {slot.version} was dropped before it was whole")
             with self._room_for(f"the manifest of version {slot.version}"):
                 slot.complete(manifest)
 
     def release(self, version: int) -> None:
-        """Allow the version to be served. Raises WeightSyncError if it is not whole."""
+        """Allow the version to be served. Raises UnknownVersion if it is not whole."""
         with self._lock:
             slot = self._whole(version)
             with self._room_for(f"the mark of version {version}"):
@@ -190,7 +183,7 @@ class StagedStore:
     def hold(self, version: int, who: str, ttl_s: float) -> None:
         """Keep the bytes unchanged for `ttl_s`; a second call restarts that time.
 
-        Raises WeightSyncError if the version is not whole here (any more).
+        Raises UnknownVersion if the version is not whole here (any more).
         """
         with self._lock:
             self._whole(version).hold(version, who, self._clock() + ttl_s)
@@ -220,7 +213,7 @@ class StagedStore:
         slot = self._find(version)
         if slot is None or slot.manifest is None:
             whole = [s.version for s in self._slots if s.manifest]
-            raise WeightSyncError(f"version {version} is not staged here; staged are {whole}")
+            raise UnknownVersion(f"version {version} is not staged here; staged are {whole}")
         return slot
 
     def _newest(self) -> int | None:

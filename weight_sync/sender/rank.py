@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 
 import torch
 from msgspec import convert
@@ -28,7 +27,6 @@ from weight_sync.group_thread import GroupThread
 from weight_sync.layout import Transfer
 from weight_sync.sender.commands import Message
 from weight_sync.sender.snapshot import Snapshots
-from weight_sync.staging import Staging
 from weight_sync.timeouts import Timeouts
 from weight_sync.types import GroupSpec, WeightSyncError
 
@@ -65,13 +63,13 @@ class SendingRank:
                 case "encode":
                     return {"result": self._encode(command)}
                 case "join":
-                    self._sender.join(convert(command["group"], GroupSpec))
+                    self._sender.group_thread.join(convert(command["group"], GroupSpec), self._rank)
                 case "send":
                     return {"result": self._send(command)}
                 case "checksums":
                     return {"result": {"checksums": self._checksums_of(command["version"])}}
                 case "close":
-                    self._sender.leave()
+                    self._sender.group_thread.leave()
                     self._summing.shutdown(wait=False)
                     return None
             return {"result": {}}
@@ -114,7 +112,7 @@ class SendingRank:
 
     def _send(self, command: Message) -> Message:
         transfer = convert(command["transfer"], Transfer)
-        if transfer.base_version is None:
+        if transfer.is_full:
             stream = self._stream(command["buffer"], transfer.version)
         else:
             assert self._delta is not None and self._delta[0] == transfer.version
@@ -132,23 +130,9 @@ class Sender:
     """Sends a rank's buckets to the first receiver. Used by one thread at a time."""
 
     def __init__(self, rank: int, config: WeightSyncConfig, device: torch.device) -> None:
-        """`device`: this rank's GPU where the groups are nccl, else the CPU."""
         self._rank = rank
         self._config = config
-        self._device = device
-        self._staging = Staging(config.num_buffers, device)
-        self._group_thread = GroupThread(f"weights-sender-{rank}")
-
-    def join(self, spec: GroupSpec) -> None:
-        """Block until every member has joined, for at most twice `spec.timeout_s`.
-
-        Raises WeightSyncError naming the members that did not.
-        """
-        self._group_thread.join(spec, partial(self._meet, spec))
-
-    def _meet(self, spec: GroupSpec) -> WeightGroup:
-        with self._staging.side_stream():
-            return WeightGroup.join(spec, self._rank, device=self._device)
+        self.group_thread = GroupThread(f"weights-sender-{rank}", config.num_buffers, device)
 
     def send(
         self,
@@ -164,15 +148,10 @@ class Sender:
         bucket, the peer and the epoch. The group is closed then, which the other members notice:
         `join` the next epoch.
         """
-        spec = self._group_thread.spec
+        spec = self.group_thread.spec
         if spec is None:
             raise WeightSyncError(f"sender {self._rank} is a member of no weight group")
         mine = [b for b in buckets if b.rank == self._rank and b.index >= first]
-        if mine and mine[-1].stop > stream.numel():
-            raise ValueError(
-                f"stream of sender {self._rank} has {stream.numel()} bytes, its buckets end at "
-                f"{mine[-1].stop}"
-            )
         limit_s = bucket_timeout_s(
             max((b.num_bytes for b in mine), default=0)
             * self._config.num_buffers
@@ -181,7 +160,7 @@ class Sender:
             self._config.min_bandwidth,
         )
         deadline = time.monotonic() + total_s
-        self._group_thread.walk(
+        self.group_thread.walk(
             lambda group: self._send(group, mine, stream, limit_s, deadline),
             total_s + self._config.timeout_s / 2,
         )
@@ -196,21 +175,17 @@ class Sender:
     ) -> None:
         first_receiver = group.spec.num_senders
         in_flight: deque[tuple[Bucket, Work]] = deque()
-        with self._staging.side_stream():
-            for turn, bucket in enumerate(buckets):
-                if len(in_flight) == self._config.num_buffers:
-                    self._wait(
-                        group, *in_flight.popleft(), min(limit_s, deadline - time.monotonic())
-                    )
-                wire = self._staging.upload(turn, stream[bucket.start : bucket.stop])
-                in_flight.append((bucket, group.send(wire, first_receiver, bucket.index)))
-            while in_flight:
-                self._wait(group, *in_flight.popleft(), min(limit_s, deadline - time.monotonic()))
 
-    def _wait(self, group: WeightGroup, bucket: Bucket, work: Work, limit_s: float) -> None:
-        with group.naming(f"sending bucket {bucket.index}", group.spec.num_senders):
-            work.wait(timedelta(seconds=max(0.001, limit_s)))
+        def wait_oldest() -> None:
+            bucket, work = in_flight.popleft()
+            wait_s = max(0.001, min(limit_s, deadline - time.monotonic()))
+            with group.naming(f"sending bucket {bucket.index}", first_receiver):
+                work.wait(timedelta(seconds=wait_s))
 
-    def leave(self) -> None:
-        """Leave the current group, if any."""
-        self._group_thread.leave()
+        for turn, bucket in enumerate(buckets):
+            if len(in_flight) == self._config.num_buffers:
+                wait_oldest()
+            wire = self.group_thread.staging.upload(turn, stream[bucket.start : bucket.stop])
+            in_flight.append((bucket, group.send(wire, first_receiver, bucket.index)))
+        while in_flight:
+            wait_oldest()

@@ -12,7 +12,7 @@ A kept version is the base of the next delta, and the source for receivers that 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -54,10 +54,8 @@ class _Buffer:
 class SnapshotBuffers:
     """The states of the snapshot buffers. Thread-safe: trainer and coordinator share it."""
 
-    def __init__(self, num_buffers: int, on_pending: Callable[[], None]) -> None:
-        """`on_pending` is called in the capturing thread whenever a version becomes pending."""
+    def __init__(self, num_buffers: int) -> None:
         self._buffers = [_Buffer() for _ in range(num_buffers)]
-        self._on_pending = on_pending
         self._skipped: list[Captured] = []
         self._error: BaseException | None = None
         self._changed = threading.Condition()  # guards all of the above
@@ -79,13 +77,11 @@ class SnapshotBuffers:
                 raise WeightSyncError(f"weights cannot be sent: {self._error}") from self._error
             index = self._best()
             assert index is not None
-            self._skip_if_pending(buffers[index])
-            buffers[index].phase, buffers[index].holds = Phase.capturing, None
+            buffer = buffers[index]
+            if buffer.phase is Phase.pending and buffer.holds is not None:
+                self._skipped.append(buffer.holds)
+            buffer.phase, buffer.holds = Phase.capturing, None
             return index
-
-    def _skip_if_pending(self, buffer: _Buffer) -> None:
-        if buffer.phase is Phase.pending and buffer.holds is not None:
-            self._skipped.append(buffer.holds)
 
     def drain_skipped(self) -> list[Captured]:
         """Versions that were given up for newer ones since the last call."""
@@ -112,7 +108,6 @@ class SnapshotBuffers:
             buffer = self._buffers[captured.buffer]
             assert buffer.phase is Phase.capturing
             buffer.phase, buffer.holds = Phase.pending, captured
-        self._on_pending()
 
     def begin(self) -> Captured | None:
         """The pending version, from here on in flight: nothing overwrites it."""

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from buffer.run_state import RunState
 from configs.schema import BufferConfig
+from weight_sync import group_thread
 from weight_sync.engine import CheckpointEngine
 from weight_sync.group import WeightGroup
-from weight_sync.sender import rank as sender
 from weights.model import Weights
 from weights.scene import Scene
 
@@ -72,7 +72,7 @@ def serve(scene: Scene, team: str, rank: int, channel: Any) -> None:
         world_size=scene.num_ranks,
     )
     TouchedGroup.channel, TouchedGroup.go_on = channel, threading.Event()
-    sender.WeightGroup = TouchedGroup  # type: ignore[misc]
+    group_thread.WeightGroup = TouchedGroup  # type: ignore[misc]
 
     async def open_board() -> RunState:
         return await RunState.connect(scene.url, scene.run, BufferConfig())

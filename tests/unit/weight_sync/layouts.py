@@ -39,13 +39,7 @@ def random_bytes(num_bytes: int, seed: int) -> Tensor:
 
 
 def full_transfer(layout: Layout, version: int = 1, bucket_bytes: int = 64) -> Transfer:
-    return Transfer(
-        version=version,
-        base_version=None,
-        layout_digest=layout.digest,
-        wire_bytes=tuple(layout.stream_bytes(rank) for rank in range(layout.num_ranks)),
-        bucket_bytes=bucket_bytes,
-    )
+    return Transfer.full(version, layout, bucket_bytes)
 
 
 def make_streams(layout: Layout, data: Tensor) -> list[Tensor]:

@@ -188,7 +188,8 @@ class Scene:
     @contextlib.asynccontextmanager
     async def publishing(self, version: int) -> AsyncIterator[None]:
         """Some buckets of `version` are sent; the next one only when the block has ended."""
-        staging = self.engine._coordinator._sending._sender._staging  # type: ignore[union-attr]
+        sending = self.engine._coordinator._sending  # type: ignore[union-attr]
+        staging = sending._sender.group_thread.staging
         upload, came, go_on = staging.upload, threading.Event(), threading.Event()
 
         def wait(turn: int, part: torch.Tensor) -> torch.Tensor:

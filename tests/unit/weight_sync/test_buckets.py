@@ -146,11 +146,6 @@ def test_delta_is_cut_by_its_length_alone(wire_bytes: list[int], size: int) -> N
         assert not any(b.extents or b.direct for b in ours)
 
 
-def test_bucket_size_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"weight_sync\.bucket_bytes=0"):
-        plan(Layout.of([spec("a", 2)], 1), 0)
-
-
 @pytest.mark.parametrize("wire_bytes", [(), (8,), (8, 7), (8, 8, 8)])
 def test_transfer_of_another_layout_is_refused(wire_bytes: tuple[int, ...]) -> None:
     layout = Layout.of([spec("a", 8)], 2)

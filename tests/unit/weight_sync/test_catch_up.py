@@ -32,7 +32,7 @@ class Served:
 
     def __init__(self, folder: Path) -> None:
         self.receiver = Receiver(receiver_spec("west", folder, TIMEOUT_S), pid=1)
-        self.store = self.receiver._store
+        self.store = self.receiver.store
         self.store._clock = self.clock = Clock()
         self.store.set_layout(LAYOUT)
         for version in (1, 2):
@@ -95,7 +95,7 @@ def test_hold_is_short_and_renewed_with_every_range(west: Served) -> None:
         hold(version, who, ttl_s)
 
     data = room()
-    with patch.object(west.store, "hold", note), patch.object(catch_up, "_RANGE_BYTES", 500):
+    with patch.object(west.store, "hold", note), patch.object(catch_up, "RANGE_BYTES", 500):
         manifest = copy(west, data)
     assert torch.equal(data, content(1)) and manifest == manifest_of(1, content(1))
     assert len(holds) > LAYOUT.num_bytes / 500
@@ -105,7 +105,7 @@ def test_hold_is_short_and_renewed_with_every_range(west: Served) -> None:
 
 def test_joiner_that_dies_costs_the_slot_for_two_silences(west: Served) -> None:
     ttl_s = 2 * TIMEOUT_S + 64 * 2**20 / 50e6
-    west.receiver.hold(1, "receiver east", ttl_s)  # as long as it asks for, by the test above
+    west.store.hold(1, "receiver east", ttl_s)  # as long as it asks for, by the test above
     with pytest.raises(StoreBusyError, match="receiver east"):
         west.store.begin(full(3))
     west.clock.now += 2 * TIMEOUT_S + 2
@@ -125,7 +125,7 @@ def test_copy_that_fails_half_way_lets_go(west: Served) -> None:
 
 
 def test_version_that_goes_in_the_middle_ends_the_copy(west: Served) -> None:
-    hold, num_holds = west.receiver.hold, 0
+    hold, num_holds = west.store.hold, 0
 
     def lose(version: int, who: str, ttl_s: float) -> None:
         nonlocal num_holds
@@ -135,8 +135,8 @@ def test_version_that_goes_in_the_middle_ends_the_copy(west: Served) -> None:
         hold(version, who, ttl_s)
 
     with (
-        patch.object(west.receiver, "hold", lose),
-        patch.object(catch_up, "_RANGE_BYTES", 500),
+        patch.object(west.store, "hold", lose),
+        patch.object(catch_up, "RANGE_BYTES", 500),
         pytest.raises(WeightSyncError, match="version 1 is not staged here"),
     ):
         copy(west, room())

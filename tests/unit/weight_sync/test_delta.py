@@ -75,8 +75,7 @@ def test_payload_holds_only_changed_elements() -> None:
     new[20 + 2 * 70_001 + 1] ^= 128
     found = delta.encode(layout, 0, old, new)
     assert found is not None
-    assert (found.num_changed, found.num_elements) == (3, 100_005)
-    assert found.density == 3 / 100_005
+    assert found.num_changed == 3
     expected = torch.cat(
         [
             torch.tensor([1, 2]).view(torch.uint8),
@@ -148,7 +147,7 @@ def test_rank_that_owns_nothing_has_an_empty_delta() -> None:
     nothing = torch.empty(0, dtype=torch.uint8)
     found = delta.encode(layout, 3, nothing, nothing, max_density=0.0)
     assert found is not None
-    assert (found.num_changed, found.density, len(found.payload)) == (0, 0.0, HEADER_BYTES)
+    assert (found.num_changed, len(found.payload)) == (0, HEADER_BYTES)
     data = random_bytes(4, seed=0)
     before = data.clone()
     delta.apply(layout, 3, found.payload, data)
@@ -255,13 +254,3 @@ def test_payload_of_nonsense_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=what):
         delta.apply(layout, 0, payload, data)
     assert not data.any()
-
-
-def test_streams_and_files_of_another_length_are_refused() -> None:
-    layout, data, payload = make_payload()
-    with pytest.raises(ValueError, match=r"expected 131092 bytes .* \[131091\]"):
-        delta.encode(layout, 0, data, data[1:])
-    with pytest.raises(ValueError, match="flat uint8"):
-        delta.apply(layout, 0, payload, data[1:])
-    with pytest.raises(ValueError, match="flat uint8"):
-        delta.apply(layout, 0, payload, data.view(torch.int8))

@@ -134,7 +134,9 @@ def test_transfer_survives_the_wire(base_version: int | None) -> None:
     assert convert(as_sent(asdict(transfer)), Transfer) == transfer
 
 
-@pytest.mark.parametrize("change", [{"version": None}, {"wire_bytes": 3}, {"wire_bytes": [4, -1]}])
+@pytest.mark.parametrize(
+    "change", [{"version": None}, {"wire_bytes": 3}, {"wire_bytes": [4, -1]}, {"bucket_bytes": 0}]
+)
 def test_nonsense_is_no_transfer(change: dict[str, object]) -> None:
     fields = asdict(full_transfer(Layout.of([spec("a", 4)], 2)))
     with pytest.raises(ValueError):

@@ -24,10 +24,6 @@ def begin(buffers: SnapshotBuffers) -> Captured:
     return captured
 
 
-def make_buffers() -> SnapshotBuffers:
-    return SnapshotBuffers(2, lambda: None)
-
-
 def publish(buffers: SnapshotBuffers, version: int) -> Captured:
     capture(buffers, version)
     captured = begin(buffers)
@@ -36,7 +32,7 @@ def publish(buffers: SnapshotBuffers, version: int) -> Captured:
 
 
 def test_pending_version_is_given_up_for_a_newer_one() -> None:
-    buffers = make_buffers()
+    buffers = SnapshotBuffers(2)
     first = capture(buffers, 0)
     second = capture(buffers, 1)
     assert second.buffer == first.buffer
@@ -45,7 +41,7 @@ def test_pending_version_is_given_up_for_a_newer_one() -> None:
 
 
 def test_version_in_flight_is_not_overwritten_and_the_next_one_waits() -> None:
-    buffers = make_buffers()
+    buffers = SnapshotBuffers(2)
     capture(buffers, 0)
     flying = begin(buffers)
     pending = [capture(buffers, version) for version in (1, 2, 3)]
@@ -55,14 +51,14 @@ def test_version_in_flight_is_not_overwritten_and_the_next_one_waits() -> None:
 
 
 def test_older_of_two_published_versions_is_overwritten_first() -> None:
-    buffers = make_buffers()
+    buffers = SnapshotBuffers(2)
     publish(buffers, 0)
     newer = publish(buffers, 1)
     assert buffers.take(1.0) != newer.buffer
 
 
 def test_base_that_is_being_read_is_safe_until_the_reader_is_done() -> None:
-    buffers = make_buffers()
+    buffers = SnapshotBuffers(2)
     publish(buffers, 0)
     capture(buffers, 1)
     begin(buffers)
@@ -86,7 +82,7 @@ def test_base_that_is_being_read_is_safe_until_the_reader_is_done() -> None:
 
 
 def test_reading_needs_a_published_version() -> None:
-    buffers = make_buffers()
+    buffers = SnapshotBuffers(2)
     capture(buffers, 0)
     with buffers.reading(0) as pending:
         assert pending is None
@@ -96,7 +92,7 @@ def test_reading_needs_a_published_version() -> None:
 
 
 def test_version_that_no_receiver_got_is_tried_again() -> None:
-    buffers = make_buffers()
+    buffers = SnapshotBuffers(2)
     captured = capture(buffers, 0)
     buffers.give_back(begin(buffers))
     assert buffers.begin() is captured
@@ -104,7 +100,7 @@ def test_version_that_no_receiver_got_is_tried_again() -> None:
 
 
 def test_version_that_no_receiver_got_makes_room_for_a_newer_one() -> None:
-    buffers = make_buffers()
+    buffers = SnapshotBuffers(2)
     captured = capture(buffers, 0)
     begin(buffers)
     newer = capture(buffers, 1)
@@ -114,7 +110,7 @@ def test_version_that_no_receiver_got_makes_room_for_a_newer_one() -> None:
 
 
 def test_waits_for_a_buffer_end_when_sending_has_ended() -> None:
-    buffers = make_buffers()
+    buffers = SnapshotBuffers(2)
     publish(buffers, 0)
     capture(buffers, 1)
     begin(buffers)
@@ -134,11 +130,3 @@ def test_waits_for_a_buffer_end_when_sending_has_ended() -> None:
     assert [str(error) for error in errors] == ["weights cannot be sent: the board is gone"]
     with pytest.raises(WeightSyncError, match="the board is gone"):
         buffers.take(0.0)
-
-
-def test_reader_is_woken_for_each_capture() -> None:
-    woken: list[None] = []
-    buffers = SnapshotBuffers(2, lambda: woken.append(None))
-    capture(buffers, 0)
-    capture(buffers, 1)
-    assert len(woken) == 2

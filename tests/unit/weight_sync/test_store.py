@@ -224,15 +224,6 @@ def test_oldest_released_version_goes_before_one_that_waits_for_its_release(
     store.close()
 
 
-def test_manifest_of_another_version_or_layout_is_refused(store: StagedStore) -> None:
-    slot = store.begin(full(1))
-    wrong = manifest_of(1, content(1, OTHER_LAYOUT), OTHER_LAYOUT)
-    for manifest in (manifest_of(2, slot.data), wrong):
-        with pytest.raises(WeightSyncError, match="the slot is version 1's"):
-            store.complete(slot, manifest)
-    assert store.complete_versions == []
-
-
 def test_transfer_of_another_layout_is_refused(store: StagedStore, tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match="version 1 is of the layout"):
         store.begin(full(1, OTHER_LAYOUT))

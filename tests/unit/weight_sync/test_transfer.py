@@ -98,12 +98,12 @@ async def stop_in_the_middle(
     return tasks
 
 
-async def finish_with(fleet: WireFleet, survivor: str, first: int) -> None:
+async def finish_with(fleet: WireFleet, survivor: str) -> None:
     """The next epoch, without the victim, goes on from the first bucket that did not arrive."""
     total = num_buckets(fleet.layout, make_transfer(fleet.layout, 1))
-    assert 10 < first < total
     status = await fleet.clients[survivor].status(timeout_s=CALL_S)
-    assert (status.receiving, status.received) == (make_transfer(fleet.layout, 1), first)
+    first = status.received
+    assert 10 < first < total and status.receiving == make_transfer(fleet.layout, 1)
     await fleet.join(survivor)
     fleet.send(1, None, first=first)
     assert await fleet.receive(1, first=first)[survivor] == total
@@ -120,13 +120,13 @@ async def test_killed_receiver_costs_itself_and_the_others_go_on_from_where_they
     survivor = "west" if victim == "east" else "east"
     await fleet.join("east", "west")
     tasks = await stop_in_the_middle(fleet, victim, signal.SIGKILL)
-    with pytest.raises(TransferFailed, match=rf"receiver {survivor} .*receiver {victim}") as failed:
+    with pytest.raises(TransferFailed, match=rf"receiver {survivor} .*receiver {victim}"):
         await tasks[survivor]
     with pytest.raises(ReceiverUnreachable):
         await tasks[victim]
     for sender in fleet.senders:
         assert "bucket" in (await sender.hear())["error"]
-    await finish_with(fleet, survivor, failed.value.received)
+    await finish_with(fleet, survivor)
     assert await fleet.receivers[victim].wait_dead() == -signal.SIGKILL
 
 
@@ -136,13 +136,13 @@ async def test_stopped_receiver_is_given_up_and_its_version_is_never_whole(
     fleet = await start_fleet(2, "east", "west", timeout_s=2.0)
     await fleet.join("east", "west", timeout_s=5.0)
     tasks = await stop_in_the_middle(fleet, "west", signal.SIGSTOP)
-    with pytest.raises(TransferFailed, match="bucket") as failed:
+    with pytest.raises(TransferFailed, match="bucket"):
         await tasks["east"]
     errors = [(await sender.hear())["error"] for sender in fleet.senders]
     assert all("receiver east" in error for error in errors)
     with pytest.raises(ReceiverUnreachable):
         await fleet.clients["west"].status(timeout_s=0.5)
-    await finish_with(fleet, "east", failed.value.received)
+    await finish_with(fleet, "east")
     fleet.signal_receiver("west", signal.SIGCONT)
     with pytest.raises(TransferFailed):
         await tasks["west"]
@@ -157,9 +157,11 @@ async def test_stopped_receiver_is_given_up_and_its_version_is_never_whole(
     await assert_staged(fleet, 1, "west")
 
 
-@pytest.mark.parametrize("base", [None, 0])
+@pytest.mark.parametrize(
+    ("base", "what"), [(None, "1 of 41 tensors differ"), (0, "tensors differ|damaged")]
+)
 async def test_flipped_bit_is_refused_and_the_version_before_it_stays(
-    start_fleet: FleetFactory, base: int | None
+    start_fleet: FleetFactory, base: int | None, what: str
 ) -> None:
     fleet = await start_fleet(1, "east")
     await fleet.join("east")
@@ -167,9 +169,8 @@ async def test_flipped_bit_is_refused_and_the_version_before_it_stays(
     fleet.send(1, base, flip_at=0)
     await fleet.receive(1, base)["east"]
     assert await fleet.senders[0].hear() == {}
-    with pytest.raises(ChecksumMismatch) as refused:
+    with pytest.raises(ChecksumMismatch, match=what):
         await finish(fleet, 1, "east")
-    assert base is not None or len(refused.value.tensors) == 1
     with pytest.raises(UnknownVersion):
         await fleet.clients["east"].release(1, timeout_s=CALL_S)
     await assert_staged(fleet, 0, "east")

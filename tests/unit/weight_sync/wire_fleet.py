@@ -124,12 +124,8 @@ class WireFleet:
         spec = self.next_epoch(*receivers, timeout_s=timeout_s)
         for sender in self.senders:
             self.tell_join(sender, spec)
-        first_rank = len(self.senders)
         await asyncio.gather(
-            *(
-                self.clients[name].join(spec, first_rank + place, timeout_s=CALL_S)
-                for place, name in enumerate(receivers)
-            )
+            *(self.clients[name].join(spec, timeout_s=CALL_S) for name in receivers)
         )
         assert [await sender.hear() for sender in self.senders] == [{}] * len(self.senders)
 

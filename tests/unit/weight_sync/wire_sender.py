@@ -4,7 +4,6 @@
 {"do": "send", "version", "base_version", "first", ...}             -> {} or {"error": ...}
   "halt_at": k   says {"at": k} before the k-th of its buckets and waits for a line
   "flip_at": k   changes one bit of its k-th bucket
-{"do": "leave"}                                                     -> {}
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ from wire_model import make_transfer, model_layout, wire_stream
 
 from configs.schema import WeightSyncConfig
 from weight_sync.buckets import plan_buckets
+from weight_sync.group_thread import Staging
 from weight_sync.sender.rank import Sender
-from weight_sync.staging import Staging
 from weight_sync.types import GroupSpec, WeightSyncError
 
+DEVICE = torch.device("cpu")
 _replies = os.fdopen(os.dup(1), "w")
 
 
@@ -36,14 +36,16 @@ def say(reply: dict[str, Any]) -> None:
 class _TamperedStaging(Staging):
     """Holds up one bucket, or spoils it."""
 
-    halt_at: int | None = None
-    flip_at: int | None = None
+    def __init__(self, order: dict[str, Any]) -> None:
+        super().__init__(WeightSyncConfig().num_buffers, DEVICE)
+        self._halt_at = order.get("halt_at")
+        self._flip_at = order.get("flip_at")
 
     def upload(self, turn: int, part: Tensor) -> Tensor:
-        if turn == self.halt_at:
+        if turn == self._halt_at:
             say({"at": turn})
             sys.stdin.readline()
-        if turn == self.flip_at:
+        if turn == self._flip_at:
             part = part.clone()
             part[part.numel() // 2] ^= 4
         return super().upload(turn, part)
@@ -52,8 +54,8 @@ class _TamperedStaging(Staging):
 def main() -> None:
     os.dup2(2, 1)  # gloo writes to standard output
     torch.set_num_threads(1)
-    rank, device = int(sys.argv[1]), torch.device("cpu")
-    sender = Sender(rank, WeightSyncConfig(), device)
+    rank = int(sys.argv[1])
+    sender = Sender(rank, WeightSyncConfig(), DEVICE)
     layout = model_layout(1)
     say({"ready": rank})
     while line := sys.stdin.readline():
@@ -61,22 +63,18 @@ def main() -> None:
         try:
             match order["do"]:
                 case "join":
-                    sender.leave()
+                    sender.group_thread.leave()
                     spec = msgspec.convert(order["spec"], GroupSpec)
                     layout = model_layout(spec.num_senders)
                     config = WeightSyncConfig(timeout_s=order["timeout_s"])
-                    sender = Sender(rank, config, device)
-                    sender.join(spec)
+                    sender = Sender(rank, config, DEVICE)
+                    sender.group_thread.join(spec, rank)
                 case "send":
                     version, base = order["version"], order["base_version"]
-                    staging = sender._staging = _TamperedStaging(config.num_buffers, device)
-                    staging.halt_at = order.get("halt_at")
-                    staging.flip_at = order.get("flip_at")
+                    sender.group_thread.staging = _TamperedStaging(order)
                     buckets = plan_buckets(layout, make_transfer(layout, version, base))
                     stream = wire_stream(layout, rank, version, base)
                     sender.send(buckets, stream, order["first"])
-                case "leave":
-                    sender.leave()
             say({})
         except WeightSyncError as error:
             say({"error": str(error)})
