@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from receiver_specs import KEY
 from scene_board import MemoryBoard
 from scene_model import BUCKET_BYTES, scene_layout, scene_shards
 from torch._C._distributed_c10d import TCPStore
-from wire_fleet import KEY
 
 from configs.choices import Backend
 from configs.schema import WeightSyncConfig

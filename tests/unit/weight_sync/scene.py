@@ -13,11 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from receiver_specs import KEY, receiver_spec
 from safetensors.torch import load_file
 from scene_board import MemoryBoard
 from scene_gate import Gate
 from scene_model import BUCKET_BYTES, cast_weights, scene_layout, scene_shards
-from wire_fleet import KEY, receiver_spec
 
 from configs.choices import Backend
 from configs.schema import WeightSyncConfig

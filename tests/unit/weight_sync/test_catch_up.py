@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import uvicorn
+from receiver_specs import receiver_spec
 from staging import LAYOUT, Clock, content, full, manifest_of, stage
-from wire_fleet import receiver_spec
 
 from weight_sync.errors import StoreBusyError, UnknownVersion
 from weight_sync.layout import Manifest

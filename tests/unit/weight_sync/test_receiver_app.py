@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 import pytest_asyncio
-from wire_fleet import CALL_S, KEY, receiver_spec
+from receiver_specs import CALL_S, KEY, receiver_spec
 from wire_model import file_data, make_manifest, make_transfer, model_layout
 
 from processes.child import Child

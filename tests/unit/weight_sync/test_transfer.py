@@ -1,242 +1,250 @@
-"""Versions on the wire: real sender and receiver processes, real gloo groups, whole files."""
+"""Versions on the wire: senders and receivers as threads, real gloo groups, whole files.
+
+Processes that are killed and stopped: test_coordinator.py.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import pytest_asyncio
+import torch
+from receiver_specs import CALL_S, receiver_spec
 from safetensors.torch import load_file
-from wire_fleet import CALL_S, SenderProcess, WireFleet
-from wire_model import file_data, make_manifest, make_transfer, num_buckets
+from torch import Tensor
+from wire_model import file_data, make_manifest, make_transfer, model_layout, wire_stream
 
-from weight_sync.errors import (
-    ChecksumMismatch,
-    ReceiverUnreachable,
-    StoreBusyError,
-    TransferFailed,
-    UnknownVersion,
-)
+from configs.schema import WeightSyncConfig
+from weight_sync.buckets import plan_buckets
+from weight_sync.errors import ChecksumMismatch, StoreBusyError, TransferFailed, UnknownVersion
+from weight_sync.group import open_store
+from weight_sync.group_thread import Staging
+from weight_sync.receiver.receiver import Receiver
+from weight_sync.sender.rank import Sender
+from weight_sync.types import GroupSpec, WeightSyncError
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
-
-FleetFactory = Callable[..., Awaitable[WireFleet]]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def senders() -> AsyncIterator[dict[int, SenderProcess]]:
-    """By rank; live ones are reused across tests."""
-    senders: dict[int, SenderProcess] = {}
-    yield senders
-    await asyncio.gather(*(sender.stop() for sender in senders.values()))
+CPU = torch.device("cpu")
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def start_fleet(
-    tmp_path: Path, senders: dict[int, SenderProcess]
-) -> AsyncIterator[FleetFactory]:
-    """The silence that they bear is longer than any call: losses must be noticed as such."""
-    fleets: list[WireFleet] = []
+class TamperedStaging(Staging):
+    """Holds up one bucket, flips a bit of one, or fails at one."""
 
-    async def start(num_senders: int, *receivers: str, timeout_s: float = 300.0) -> WireFleet:
-        for rank in range(num_senders):
-            if rank not in senders or senders[rank].process.returncode is not None:
-                senders[rank] = await SenderProcess.start(rank)
-        fleet = WireFleet(tmp_path, [senders[rank] for rank in range(num_senders)], timeout_s)
-        fleets.append(fleet)
-        await asyncio.gather(*map(fleet.start_receiver, receivers))
-        return fleet
+    def __init__(self, halt_at: int = -1, flip_at: int = -1, fail_at: int = -1) -> None:
+        super().__init__(WeightSyncConfig().num_buffers, CPU)
+        self._halt_at, self._flip_at, self._fail_at = halt_at, flip_at, fail_at
+        self.is_there, self.go_on = threading.Event(), threading.Event()
 
-    yield start
-    for fleet in fleets:
-        await fleet.close()
-
-
-async def finish(fleet: WireFleet, version: int, *names: str) -> None:
-    manifest = make_manifest(fleet.layout, version)
-    for name in names:
-        await fleet.clients[name].finish(manifest, timeout_s=CALL_S)
-        await fleet.clients[name].release(version, timeout_s=CALL_S)
+    def upload(self, turn: int, part: Tensor) -> Tensor:
+        if turn == self._halt_at:
+            self.is_there.set()
+            assert self.go_on.wait(CALL_S)
+        if turn == self._fail_at:
+            raise RuntimeError("the GPU is gone")
+        if turn == self._flip_at:
+            part = part.clone()
+            part[part.numel() // 2] ^= 4
+        return super().upload(turn, part)
 
 
-async def publish(fleet: WireFleet, version: int, base: int | None, *names: str) -> None:
-    total = num_buckets(fleet.layout, make_transfer(fleet.layout, version, base))
-    fleet.send(version, base)
-    assert [await received for received in fleet.receive(version, base).values()] == [total] * len(
-        names
-    )
-    assert [await sender.hear() for sender in fleet.senders] == [{}] * len(fleet.senders)
-    await finish(fleet, version, *names)
+class Fleet:
+    """Drives epochs and transfers by hand, in place of the coordinator."""
 
+    def __init__(self, folder: Path, pool: ThreadPoolExecutor, num_senders: int) -> None:
+        self._pool = pool
+        self._store = open_store("127.0.0.1", CALL_S)
+        self._members: list[Receiver] = []
+        self.layout = model_layout(num_senders)
+        self.senders = [Sender(rank, WeightSyncConfig(), CPU) for rank in range(num_senders)]
+        self.epoch = 0
+        self.east, self.west = (Receiver(receiver_spec(n, folder), pid=1) for n in ("east", "west"))
+        for receiver in (self.east, self.west):
+            receiver.set_layout(self.layout)
 
-async def assert_staged(fleet: WireFleet, version: int, *names: str) -> None:
-    expected = fleet.layout.file_header + file_data(fleet.layout, version).numpy().tobytes()
-    for name in names:
-        staged = await fleet.clients[name].newest(version - 1, timeout_s=5.0)
+    def join(self, *receivers: Receiver) -> None:
+        self.epoch += 1
+        self._members = list(receivers)
+        spec = GroupSpec(
+            epoch=self.epoch,
+            host="127.0.0.1",
+            port=self._store.port,
+            name="leash-test",
+            num_senders=len(self.senders),
+            receivers=tuple(receiver.spec.name for receiver in receivers),
+            backend="gloo",
+            timeout_s=10.0,
+        )
+        joins: list[Future[None]] = [
+            *(self._pool.submit(s.group_thread.join, spec, i) for i, s in enumerate(self.senders)),
+            *(self._pool.submit(receiver.join, spec) for receiver in receivers),
+        ]
+        for join in joins:
+            join.result(CALL_S)
+
+    def send(self, version: int, base: int | None = None, first: int = 0) -> list[Future[None]]:
+        buckets = plan_buckets(self.layout, make_transfer(self.layout, version, base))
+        streams = [wire_stream(self.layout, s._rank, version, base) for s in self.senders]
+        return [
+            self._pool.submit(sender.send, buckets, stream, first)
+            for sender, stream in zip(self.senders, streams, strict=True)
+        ]
+
+    def receive(self, version: int, base: int | None = None, first: int = 0) -> list[Future[int]]:
+        transfer = make_transfer(self.layout, version, base)
+        return [
+            self._pool.submit(receiver.receive, transfer, self.epoch, first)
+            for receiver in self._members
+        ]
+
+    def transmit(self, version: int, base: int | None = None, first: int = 0) -> None:
+        sends, receives = self.send(version, base, first), self.receive(version, base, first)
+        total = len(plan_buckets(self.layout, make_transfer(self.layout, version, base)))
+        assert [receive.result(CALL_S) for receive in receives] == [total] * len(receives)
+        assert [send.result(CALL_S) for send in sends] == [None] * len(sends)
+
+    def finish(self, version: int, receiver: Receiver) -> None:
+        """Then the file is the version, byte by byte."""
+        receiver.finish(make_manifest(self.layout, version))
+        receiver.store.release(version)
+        self.check(version, receiver)
+
+    def check(self, version: int, receiver: Receiver) -> None:
+        staged = receiver.newest()
         assert staged is not None and staged.version == version
         file = Path(staged.path) / "model.safetensors"
+        expected = self.layout.file_header + file_data(self.layout, version).numpy().tobytes()
         assert file.read_bytes() == expected
-        tensors = load_file(file)
-        assert {name: tuple(t.shape) for name, t in tensors.items()} == {
-            spec.name: spec.shape for spec in fleet.layout.tensors
-        }
+        shapes = {name: tuple(tensor.shape) for name, tensor in load_file(file).items()}
+        assert shapes == {spec.name: spec.shape for spec in self.layout.tensors}
+
+    def tamper(self, **at: int) -> TamperedStaging:
+        """With the buckets of the last sender."""
+        staging = self.senders[-1].group_thread.staging = TamperedStaging(**at)
+        return staging
+
+    def close(self) -> None:
+        for sender in self.senders:
+            sender.group_thread.leave()
+        for receiver in (self.east, self.west):
+            receiver.close(should_remove=True)
 
 
-async def stop_in_the_middle(
-    fleet: WireFleet, victim: str, number: signal.Signals
-) -> dict[str, asyncio.Task[object]]:
-    """Version 1 has half gone when a receiver is hit; returns the receivers' answers."""
-    fleet.send(1, None, halt_at=20)
-    tasks = fleet.receive(1)
-    assert await fleet.senders[-1].hear() == {"at": 20}
-    fleet.signal_receiver(victim, number)
-    fleet.senders[-1].tell(go=True)
-    return tasks
-
-
-async def finish_with(fleet: WireFleet, survivor: str) -> None:
-    """The next epoch, without the victim, goes on from the first bucket that did not arrive."""
-    total = num_buckets(fleet.layout, make_transfer(fleet.layout, 1))
-    status = await fleet.clients[survivor].status(timeout_s=CALL_S)
-    first = status.received
-    assert 10 < first < total and status.receiving == make_transfer(fleet.layout, 1)
-    await fleet.join(survivor)
-    fleet.send(1, None, first=first)
-    assert await fleet.receive(1, first=first)[survivor] == total
-    assert [await sender.hear() for sender in fleet.senders] == [{}] * len(fleet.senders)
-    await finish(fleet, 1, survivor)
-    await assert_staged(fleet, 1, survivor)
+@pytest.fixture
+def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    """Of two senders, unless the test asks for another number."""
+    with ThreadPoolExecutor(8) as pool:
+        fleet = Fleet(tmp_path, pool, getattr(request, "param", 2))
+        yield fleet
+        fleet.close()
 
 
 @pytest.mark.parametrize("victim", ["east", "west"])
-async def test_killed_receiver_costs_itself_and_the_others_go_on_from_where_they_were(
-    start_fleet: FleetFactory, victim: str
+def test_next_epoch_goes_on_from_the_first_bucket_that_did_not_arrive(
+    fleet: Fleet, victim: str
 ) -> None:
-    fleet = await start_fleet(2, "east", "west")
-    survivor = "west" if victim == "east" else "east"
-    await fleet.join("east", "west")
-    tasks = await stop_in_the_middle(fleet, victim, signal.SIGKILL)
-    with pytest.raises(TransferFailed, match=rf"receiver {survivor} .*receiver {victim}"):
-        await tasks[survivor]
-    with pytest.raises(ReceiverUnreachable):
-        await tasks[victim]
-    for sender in fleet.senders:
-        assert "bucket" in (await sender.hear())["error"]
-    await finish_with(fleet, survivor)
-    assert await fleet.receivers[victim].wait_dead() == -signal.SIGKILL
-
-
-async def test_stopped_receiver_is_given_up_and_its_version_is_never_whole(
-    start_fleet: FleetFactory,
-) -> None:
-    fleet = await start_fleet(2, "east", "west", timeout_s=2.0)
-    await fleet.join("east", "west", timeout_s=5.0)
-    tasks = await stop_in_the_middle(fleet, "west", signal.SIGSTOP)
-    with pytest.raises(TransferFailed, match="bucket"):
-        await tasks["east"]
-    errors = [(await sender.hear())["error"] for sender in fleet.senders]
-    assert all("receiver east" in error for error in errors)
-    with pytest.raises(ReceiverUnreachable):
-        await fleet.clients["west"].status(timeout_s=0.5)
-    await finish_with(fleet, "east")
-    fleet.signal_receiver("west", signal.SIGCONT)
+    fleet.join(fleet.east, fleet.west)
+    lost, survivor = fleet.east, fleet.west
+    if victim == "west":
+        lost, survivor = survivor, lost
+    staging = fleet.tamper(halt_at=20)
+    sends, receives = fleet.send(1), fleet.receive(1)
+    assert staging.is_there.wait(CALL_S)
+    lost._group_thread.leave()
+    staging.go_on.set()
+    named = rf"receiver {survivor.spec.name} .*receiver {victim}"
+    with pytest.raises(TransferFailed, match=named):
+        receives[victim == "east"].result(CALL_S)
+    for send in sends:
+        with pytest.raises(WeightSyncError, match=r"bucket .* receiver east"):
+            send.result(CALL_S)
     with pytest.raises(TransferFailed):
-        await tasks["west"]
+        receives[victim == "west"].result(CALL_S)
     with pytest.raises(ChecksumMismatch, match="ended after"):
-        await finish(fleet, 1, "west")
-    status = await fleet.clients["west"].status(timeout_s=CALL_S)
+        lost.finish(make_manifest(fleet.layout, 1))
+    status = lost.status()
     assert (status.newest, status.complete, status.receiving) == (None, (), None)
-    report = await fleet.clients["west"].catch_up(
-        1, [fleet.clients["east"].url], fleet.layout, timeout_s=CALL_S
-    )
-    assert report.peer == fleet.clients["east"].url
-    await assert_staged(fleet, 1, "west")
+    status = survivor.status()
+    assert status.received > 10 and status.receiving == make_transfer(fleet.layout, 1)
+    fleet.join(survivor)
+    fleet.transmit(1, first=status.received)
+    fleet.finish(1, survivor)
 
 
+@pytest.mark.parametrize("fleet", [1], indirect=True)
 @pytest.mark.parametrize(
     ("base", "what"), [(None, "1 of 41 tensors differ"), (0, "tensors differ|damaged")]
 )
-async def test_flipped_bit_is_refused_and_the_version_before_it_stays(
-    start_fleet: FleetFactory, base: int | None, what: str
+def test_flipped_bit_is_refused_and_the_version_before_it_stays(
+    fleet: Fleet, base: int | None, what: str
 ) -> None:
-    fleet = await start_fleet(1, "east")
-    await fleet.join("east")
-    await publish(fleet, 0, None, "east")
-    fleet.send(1, base, flip_at=0)
-    await fleet.receive(1, base)["east"]
-    assert await fleet.senders[0].hear() == {}
+    fleet.join(fleet.east)
+    fleet.transmit(0)
+    fleet.finish(0, fleet.east)
+    fleet.tamper(flip_at=0)
+    fleet.transmit(1, base)
     with pytest.raises(ChecksumMismatch, match=what):
-        await finish(fleet, 1, "east")
+        fleet.finish(1, fleet.east)
     with pytest.raises(UnknownVersion):
-        await fleet.clients["east"].release(1, timeout_s=CALL_S)
-    await assert_staged(fleet, 0, "east")
-    await publish(fleet, 1, base, "east")  # the same version again, as it should be
-    await assert_staged(fleet, 1, "east")
+        fleet.east.store.release(1)
+    fleet.check(0, fleet.east)
+    fleet.tamper()
+    fleet.transmit(1, base)  # the same version again, as it should be
+    fleet.finish(1, fleet.east)
 
 
-async def test_buckets_that_are_here_already_are_passed_on_and_ignored(
-    start_fleet: FleetFactory,
-) -> None:
-    fleet = await start_fleet(2, "east", "west")
-    await fleet.join("east")
-    fleet.send(1, None)
-    total = await fleet.receive(1)["east"]
-    assert [await sender.hear() for sender in fleet.senders] == [{}, {}]
-    await fleet.join("east", "west")
-    fleet.send(1, None)
-    assert [await received for received in fleet.receive(1).values()] == [total, total]
-    assert [await sender.hear() for sender in fleet.senders] == [{}, {}]
-    await finish(fleet, 1, "east", "west")
-    await assert_staged(fleet, 1, "east", "west")
-    # Whole at both, which pass everything on.
-    assert [await received for received in fleet.receive(1, first=total).values()] == [total] * 2
+def test_buckets_that_are_here_already_are_passed_on_and_ignored(fleet: Fleet) -> None:
+    fleet.join(fleet.east)
+    fleet.transmit(1)
+    fleet.join(fleet.east, fleet.west)
+    fleet.transmit(1)
+    fleet.finish(1, fleet.east)
+    fleet.finish(1, fleet.west)
+    fleet.transmit(1)  # whole at both, which pass everything on
 
 
-async def test_receiver_without_a_place_for_a_version_leaves_and_the_others_notice(
-    start_fleet: FleetFactory,
-) -> None:
-    fleet = await start_fleet(1, "east", "west")
-    east, west = fleet.clients["east"], fleet.clients["west"]
-    await fleet.join("east", "west")
-    await publish(fleet, 0, None, "east", "west")
-    await publish(fleet, 1, None, "east", "west")
-    await west.hold(0, "a-reader", 60.0, timeout_s=CALL_S)
+@pytest.mark.parametrize("fleet", [1], indirect=True)
+def test_receiver_without_a_place_for_a_version_leaves_and_the_others_notice(fleet: Fleet) -> None:
+    east, west = fleet.east, fleet.west
+    fleet.join(east, west)
+    for version in (0, 1):
+        fleet.transmit(version)
+        fleet.finish(version, east)
+        fleet.finish(version, west)
+    west.store.hold(0, "a-reader", 60.0)
     full = make_transfer(fleet.layout, 2)
-    for refusal, transfer, first in (
+    refusals: list[tuple[type[WeightSyncError], Any, int]] = [
         (UnknownVersion, replace(full, base_version=7), 0),
         (StoreBusyError, full, 0),
         (TransferFailed, full, 5),
-    ):
+    ]
+    for refusal, transfer, first in refusals:
         if refusal is TransferFailed:
-            await west.let_go(0, "a-reader", timeout_s=CALL_S)
-        fleet.send(2, None)
-        receiving = asyncio.create_task(east.receive(full, fleet.epoch, 0, timeout_s=CALL_S))
+            west.store.let_go(0, "a-reader")
+        (send,) = fleet.send(2)
+        receiving = fleet._pool.submit(east.receive, full, fleet.epoch, 0)
         with pytest.raises(refusal):
-            await west.receive(transfer, fleet.epoch, first, timeout_s=CALL_S)
+            west.receive(transfer, fleet.epoch, first)
         with pytest.raises(TransferFailed):
-            await receiving
-        assert "receiver east" in (await fleet.senders[0].hear())["error"]
-        assert (await west.status(timeout_s=CALL_S)).epoch is None
-        await fleet.join("east", "west")
+            receiving.result(CALL_S)
+        with pytest.raises(WeightSyncError, match="receiver east"):
+            send.result(CALL_S)
+        assert west.status().epoch is None
+        fleet.join(east, west)
 
 
-async def test_sender_that_is_killed_leaves_no_version_and_no_wait(
-    start_fleet: FleetFactory,
-) -> None:
-    fleet = await start_fleet(2, "east", "west")
-    await fleet.join("east", "west")
-    fleet.send(1, None, halt_at=20)
-    tasks = fleet.receive(1)
-    assert await fleet.senders[-1].hear() == {"at": 20}
-    await fleet.senders[-1].stop()
-    for name in ("east", "west"):
+def test_sender_that_fails_leaves_no_version_and_no_wait(fleet: Fleet) -> None:
+    fleet.join(fleet.east, fleet.west)
+    fleet.tamper(fail_at=20)
+    sends, receives = fleet.send(1), fleet.receive(1)
+    for receive in receives:
         with pytest.raises(TransferFailed):
-            await tasks[name]
-    assert "error" in await fleet.senders[0].hear()
-    for name in ("east", "west"):
-        assert (await fleet.clients[name].status(timeout_s=CALL_S)).complete == ()
-        assert await fleet.clients[name].newest(-1, timeout_s=0.0) is None
+            receive.result(CALL_S)
+    for send, error in zip(sends, ("bucket", "the GPU is gone"), strict=True):
+        with pytest.raises(WeightSyncError, match=error):
+            send.result(CALL_S)
+    for receiver in (fleet.east, fleet.west):
+        assert receiver.status().complete == () and receiver.newest() is None

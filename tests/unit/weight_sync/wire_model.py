@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from weight_sync import delta
-from weight_sync.buckets import plan_buckets
 from weight_sync.checksums import staged_checksums
 from weight_sync.layout import Layout, Manifest, Transfer
 from weight_sync.types import TensorSpec
@@ -65,7 +64,3 @@ def make_transfer(layout: Layout, version: int, base_version: int | None = None)
 def make_manifest(layout: Layout, version: int) -> Manifest:
     checksums = staged_checksums(layout, file_data(layout, version))
     return Manifest(version=version, layout=layout, checksums=checksums)
-
-
-def num_buckets(layout: Layout, transfer: Transfer) -> int:
-    return len(plan_buckets(layout, transfer))
