@@ -149,17 +149,49 @@ class StepAccumulator:
 
         `norms`: gradient norm of each update, None if it was skipped.
         """
-        table = _group_table(groups, group_ids, version)
-        mine = torch.cat([self._sums.cpu(), self._maxima.cpu(), table.view(-1)])
-        every = ranks.gather(mine)
-        sums, maxima, tables = torch.split(every, [len(_SUMS), len(_MAXIMA), table.numel()], dim=1)
-        return _stats(
-            sums=dict(zip(_SUMS, sums.sum(0).tolist(), strict=True)),
-            maxima=dict(zip(_MAXIMA, maxima.amax(0).tolist(), strict=True)),
-            table=tables.sum(0).view(table.shape),
+        mine = _group_table(groups, group_ids, version)
+        sizes = [len(_SUMS), len(_MAXIMA), mine.numel()]
+        every = ranks.gather(torch.cat([self._sums.cpu(), self._maxima.cpu(), mine.view(-1)]))
+        all_sums, all_maxima, tables = torch.split(every, sizes, dim=1)
+        sums = dict(zip(_SUMS, all_sums.sum(0).tolist(), strict=True))
+        maxima = dict(zip(_MAXIMA, all_maxima.amax(0).tolist(), strict=True))
+        table = tables.sum(0).view(mine.shape)
+        present = table[table[:, 0] > 0]
+        columns = dict(zip(_GROUP_COLUMNS, present.sum(0).tolist(), strict=True))
+        staleness = [int(value) for value in present[:, 1].tolist()]
+        num_groups, num_episodes = len(present), columns["episodes"]
+        num_tokens, num_compared = sums["tokens"], sums["diff_tokens"]
+        applied = [norm for norm in norms if norm is not None]
+        reward_mean = _share(columns["reward"], num_episodes)
+        variance = _share(columns["reward_squared"], num_episodes) - reward_mean**2
+        return StepStats(
+            num_groups=num_groups,
+            num_tokens=int(num_tokens),
+            num_updates=len(norms),
+            num_skipped_updates=norms.count(None),
+            num_empty_updates=norms.count(0.0),
+            loss=_share(sums["loss"], len(norms)),
+            grad_norm=_share(sum(applied), len(applied)),
+            lr=learning_rate,
+            reward_mean=reward_mean,
+            reward_std=max(variance, 0.0) ** 0.5,
             reward_parts=_mean_reward_parts(ranks, groups),
-            norms=norms,
-            learning_rate=learning_rate,
+            zero_variance_fraction=_share(columns["has_zero_variance"], num_groups),
+            response_length_mean=_share(columns["response_length"], columns["trajectories"]),
+            truncated_fraction=_share(columns["truncated"], columns["trajectories"]),
+            staleness_mean=_share(sum(staleness), num_groups),
+            staleness_max=max(staleness, default=0),
+            staleness_counts=dict(sorted(Counter(staleness).items())),
+            ratio_mean=_share(sums["ratio"], num_tokens),
+            ratio_mean_abs_dev=_share(sums["ratio_dev"], num_tokens),
+            ratio_max_abs_dev=maxima["ratio_dev_max"] if num_tokens else math.nan,
+            tis_clipped_fraction=_share(sums["truncated"], num_tokens),
+            clip_fraction=_share(sums["clipped"], num_tokens),
+            num_bounded_tokens=int(sums["bounded"]),
+            entropy=_share(sums["entropy"], num_tokens),
+            logprob_diff_mean=_share(sums["diff"], num_compared),
+            logprob_diff_max=maxima["diff_max"] if num_compared else math.nan,
+            logprob_diff_tokens=int(num_compared),
         )
 
 
@@ -206,54 +238,6 @@ def _mean_reward_parts(ranks: Collectives, groups: Sequence[TrajectoryGroup]) ->
             total[0] += value
             total[1] += number
     return {name: value / number for name, (value, number) in sorted(every.items())}
-
-
-def _stats(
-    *,
-    sums: dict[str, float],
-    maxima: dict[str, float],
-    table: Tensor,
-    reward_parts: dict[str, float],
-    norms: Sequence[float | None],
-    learning_rate: float,
-) -> StepStats:
-    present = table[table[:, 0] > 0]
-    columns = dict(zip(_GROUP_COLUMNS, present.sum(0).tolist(), strict=True))
-    staleness = [int(value) for value in present[:, 1].tolist()]
-    num_groups, num_episodes = len(present), columns["episodes"]
-    num_tokens, num_compared = sums["tokens"], sums["diff_tokens"]
-    applied = [norm for norm in norms if norm is not None]
-    reward_mean = _share(columns["reward"], num_episodes)
-    variance = _share(columns["reward_squared"], num_episodes) - reward_mean**2
-    return StepStats(
-        num_groups=len(present),
-        num_tokens=int(sums["tokens"]),
-        num_updates=len(norms),
-        num_skipped_updates=norms.count(None),
-        num_empty_updates=norms.count(0.0),
-        loss=_share(sums["loss"], len(norms)),
-        grad_norm=_share(sum(applied), len(applied)),
-        lr=learning_rate,
-        reward_mean=reward_mean,
-        reward_std=max(variance, 0.0) ** 0.5,
-        reward_parts=reward_parts,
-        zero_variance_fraction=_share(columns["has_zero_variance"], num_groups),
-        response_length_mean=_share(columns["response_length"], columns["trajectories"]),
-        truncated_fraction=_share(columns["truncated"], columns["trajectories"]),
-        staleness_mean=_share(sum(staleness), num_groups),
-        staleness_max=max(staleness, default=0),
-        staleness_counts=dict(sorted(Counter(staleness).items())),
-        ratio_mean=_share(sums["ratio"], num_tokens),
-        ratio_mean_abs_dev=_share(sums["ratio_dev"], num_tokens),
-        ratio_max_abs_dev=maxima["ratio_dev_max"] if num_tokens else math.nan,
-        tis_clipped_fraction=_share(sums["truncated"], num_tokens),
-        clip_fraction=_share(sums["clipped"], num_tokens),
-        num_bounded_tokens=int(sums["bounded"]),
-        entropy=_share(sums["entropy"], num_tokens),
-        logprob_diff_mean=_share(sums["diff"], num_compared),
-        logprob_diff_max=maxima["diff_max"] if num_compared else math.nan,
-        logprob_diff_tokens=int(sums["diff_tokens"]),
-    )
 
 
 def _share(total: float, number: float) -> float:

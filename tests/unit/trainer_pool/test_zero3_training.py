@@ -1,13 +1,17 @@
-"""Training through real ZeRO-3 over gloo: each rank a process, compared over numbers of ranks."""
+"""Training through real ZeRO-3 over gloo: each rank a process, compared over numbers of ranks.
+
+Then the loop of two ranks, with a real buffer and receiver and made-up rollouts.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +19,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loop_scene import (
+    GROUPS_PER_STEP,
+    LOOP_STEPS,
+    MAX_STALENESS,
+    RUN,
+    TIMEOUT_S,
+    WEIGHTS_KEY,
+    FollowingEngine,
+    MadeUpRollouts,
+    loop_spec,
+)
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from buffer.loop_thread import LoopThread
+from buffer.results import BufferStats
+from buffer.run_state import STREAM_START
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from buffer.wire.codec import encode_group
 from configs.schema import ScratchModelConfig
+from tests.support.blocking import BlockingReplayBuffer, BlockingRunState
 from trainer_pool.model.scratch import build_scratch_model
-from weight_sync.receiver.client import ReceiverClient, StagedVersion
+from trainer_pool.state.checkpoint import CheckpointStore
+from weight_sync.layout import Layout
+from weight_sync.receiver.client import ReceiverClient
 from weight_sync.receiver.process import ReceiverProcess
-from weight_sync.types import ReceiverSpec
+from weight_sync.types import ReceiverSpec, TensorSpec
 
 SCRIPT = Path(__file__).with_name("zero3_rank.py")
 NUM_STEPS = 4
@@ -40,6 +60,7 @@ class Outcome:
     results: dict[str, Any]
     weights: dict[str, NDArray[np.float32]]
     export: Path
+    staged: tuple[int, dict[str, torch.Tensor]] = (-1, {})
 
 
 class Ranks:
@@ -55,17 +76,26 @@ class Ranks:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**environment, "GLOO_SOCKET_IFNAME": "lo"},
+                env={
+                    **environment,
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "PYTHONPATH": str(Path(__file__).parents[3]),
+                },
                 start_new_session=True,
             )
 
-    def run(self, scenario: str, num_ranks: int) -> Outcome:
+    def run(self, scenario: str, num_ranks: int) -> Path:
+        """The folder of its results."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(scenario, num_ranks, file=self._process.stdin, flush=True)
         codes = self._process.stdout.readline().split()
         output = self.folder / f"{scenario}-{num_ranks}"
         logs = [*self.folder.glob(f"{output.name}-*.log"), self.folder / "ranks.log"]
         assert codes == ["0"] * num_ranks, "\n".join(log.read_text()[-3000:] for log in logs)
+        return output
+
+    def outcome(self, scenario: str, num_ranks: int) -> Outcome:
+        output = self.run(scenario, num_ranks)
         return Outcome(
             results=json.loads((output / "results.json").read_text()),
             weights=dict(np.load(output / "weights.npz")),
@@ -146,12 +176,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-Staged = Callable[[], StagedVersion | None]
-"""The newest version at the receiver that two ranks publish to."""
+@dataclass(kw_only=True, slots=True)
+class Receiver:
+    """The receiver that two ranks publish to."""
+
+    client: ReceiverClient
+    loop: LoopThread
+
+    def staged(self) -> tuple[int, dict[str, torch.Tensor]]:
+        """Its newest version and those weights."""
+        newest = self.loop.run(self.client.newest(-1, timeout_s=10.0))
+        assert newest is not None
+        return newest.version, load_file(Path(newest.path) / "model.safetensors")
+
+    def forget(self) -> None:
+        """Drop its versions, as for another model."""
+        other = Layout.of([TensorSpec(name="other", dtype="float32", shape=(1,))], 1)
+        self.loop.run(self.client.set_layout(other, timeout_s=10.0))
 
 
 @pytest.fixture(scope="module")
-def staged(folder: Path) -> Iterator[Staged]:
+def receiver(folder: Path) -> Iterator[Receiver]:
     spec = ReceiverSpec(
         name="node-0",
         host="127.0.0.1",
@@ -160,25 +205,27 @@ def staged(folder: Path) -> Iterator[Staged]:
         num_buffers=2,
         timeout_s=30.0,
         min_bandwidth=50e6,
-        key="a-key",
+        key=WEIGHTS_KEY,
     )
     loop = LoopThread("receiver")
-    receiver = ReceiverProcess(spec, folder / "receiver.log")
-    info = loop.run(receiver.start())
-    client = ReceiverClient("node-0", info.url, "a-key")
+    process = ReceiverProcess(spec, folder / "receiver.log")
+    info = loop.run(process.start())
+    client = ReceiverClient("node-0", info.url, WEIGHTS_KEY)
     (folder / "receivers.json").write_text(json.dumps({"node-0": info.url}))
-    yield lambda: loop.run(client.newest(-1, timeout_s=10.0))
-    loop.stop(client.close(), receiver.stop())
+    yield Receiver(client=client, loop=loop)
+    loop.stop(client.close(), process.stop())
 
 
 @pytest.fixture(scope="module")
 def one_rank(ranks: Ranks) -> Outcome:
-    return ranks.run("whole_run", 1)
+    return ranks.outcome("whole_run", 1)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(ranks: Ranks, staged: Staged) -> Outcome:
-    return ranks.run("whole_run", 2)
+def two_ranks(ranks: Ranks, receiver: Receiver) -> Outcome:
+    outcome = ranks.outcome("whole_run", 2)
+    outcome.staged = receiver.staged()
+    return outcome
 
 
 def test_one_and_two_ranks_give_the_same_stats_and_weights(
@@ -237,7 +284,7 @@ def test_on_policy_batch_has_importance_ratio_one(two_ranks: Outcome) -> None:
 
 @pytest.fixture(scope="module")
 def resumed(ranks: Ranks, one_rank: Outcome, two_ranks: Outcome) -> Outcome:
-    return ranks.run("resume", 2)
+    return ranks.outcome("resume", 2)
 
 
 def test_resume_in_fresh_processes_continues_identically(
@@ -283,15 +330,128 @@ def test_step_without_gradient_changes_nothing_and_is_counted(
         assert outcome.results["changed_without_gradient"] == []
 
 
-def test_published_weights_equal_the_export_in_the_serving_dtype(
-    two_ranks: Outcome, staged: Staged
-) -> None:
-    newest = staged()
-    assert newest is not None and newest.version == NUM_STEPS
-    assert two_ranks.results["published"][-1] == NUM_STEPS
-    found = load_file(Path(newest.path) / "model.safetensors")
+def test_published_weights_equal_the_export_in_the_serving_dtype(two_ranks: Outcome) -> None:
+    version, found = two_ranks.staged
+    assert version == two_ranks.results["published"][-1] == NUM_STEPS
     # The output head is tied to the embedding: it is not among them.
     assert len(found) == two_ranks.results["num_tensors"] == len(two_ranks.weights)
     assert "lm_head.weight" not in found and "model.embed_tokens.weight" in found
     for name, weights in two_ranks.weights.items():
         assert torch.equal(found[name], torch.from_numpy(weights).to(torch.bfloat16)), name
+
+
+# The whole loop ----------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class LoopOutcome:
+    """Everything that the loop of two ranks left behind."""
+
+    run_dir: Path
+    ranks: list[dict[str, Any]]
+    """By rank: the reports of its warm start, its first publish and its training."""
+    records: list[dict[str, Any]]
+    waits: dict[tuple[str, str], float]
+    stats: BufferStats
+    engine_weights: dict[str, torch.Tensor]
+
+    @property
+    def num_steps(self) -> int:
+        return int(self.ranks[0]["report"]["num_steps"])
+
+
+@pytest.fixture(scope="module")
+def loop(
+    ranks: Ranks, folder: Path, two_ranks: Outcome, receiver: Receiver, redis_url: str
+) -> Iterator[LoopOutcome]:
+    """Warm start, version 0, three steps or more, stop."""
+    (folder / "redis.txt").write_text(redis_url)
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    code = re.findall(r"^    (.*get_fp32_state_dict_from_zero_checkpoint.*)$", page, re.MULTILINE)
+    assert len(code) == 2
+    (folder / "documented.py").write_text("\n".join(code))
+    receiver.forget()
+    settings = loop_spec(folder, redis_url).buffer
+    buffer = BlockingReplayBuffer(redis_url, RUN, settings)
+    run_state = BlockingRunState(redis_url, RUN, settings)
+    buffer.open(settings, GROUPS_PER_STEP)
+    engine, rollouts = FollowingEngine(redis_url, receiver.client), MadeUpRollouts(redis_url)
+    try:
+        run_dir = ranks.run("loop", 2)
+    finally:
+        rollouts.close()
+        engine.close()
+    yield LoopOutcome(
+        run_dir=run_dir,
+        ranks=[json.loads((run_dir / f"rank-{rank}.json").read_text()) for rank in range(2)],
+        records=[
+            dict(entry.record)
+            for entry in run_state.read_metrics(STREAM_START, TIMEOUT_S)
+            if entry.kind == "step"
+        ],
+        waits=run_state.waits(),
+        stats=buffer.stats(),
+        engine_weights=engine.weights,
+    )
+    buffer.close()
+    run_state.close()
+
+
+def test_stop_of_rank_0_ends_all_ranks_after_the_same_step(loop: LoopOutcome) -> None:
+    first, second = (rank["report"] for rank in loop.ranks)
+    assert first["was_stopped"] and second["was_stopped"]
+    assert first["num_steps"] == second["num_steps"] == first["version"] >= LOOP_STEPS
+
+
+def test_engine_has_the_final_weights(loop: LoopOutcome) -> None:
+    model = AutoModelForCausalLM.from_pretrained(loop.ranks[0]["report"]["export_dir"])
+    names = {name for name, _ in model.named_parameters()}
+    assert names == set(loop.engine_weights)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.detach(), loop.engine_weights[name]), name
+    assert [rank["initial"]["version"] for rank in loop.ranks] == [0, 0]
+    num_bytes = sum(weights.nbytes for weights in loop.engine_weights.values())
+    assert sum(rank["initial"]["num_bytes"] for rank in loop.ranks) == num_bytes
+
+
+def test_trained_groups_are_acked_and_within_max_staleness(loop: LoopOutcome) -> None:
+    stats, num_steps = loop.stats, loop.num_steps
+    assert stats.is_conserved
+    assert stats.acked == num_steps * GROUPS_PER_STEP and stats.consumed == 0
+    assert stats.trainer_version == num_steps
+    assert stats.engine_versions == {"engine-0": num_steps}
+    assert stats.max_staleness_trained is not None
+    assert stats.max_staleness_trained <= MAX_STALENESS
+
+
+def test_last_checkpoint_contains_the_last_step_and_is_read_as_documented(
+    loop: LoopOutcome,
+) -> None:
+    latest = CheckpointStore(loop.run_dir / "checkpoints").latest()
+    assert latest is not None
+    folder, state = latest
+    assert state.step == state.version == loop.num_steps
+    assert len(state.consumed_group_ids) in (GROUPS_PER_STEP, 2 * GROUPS_PER_STEP)
+    assert len(list((folder / "zero3").glob("*optim_states.pt"))) == 2
+    read = torch.load(loop.run_dir / "read.pt")
+    for name, weights in loop.engine_weights.items():
+        assert read[name].dtype == torch.float32
+        assert torch.equal(read[name].to(weights.dtype), weights), name
+
+
+def test_each_step_is_recorded_with_its_times(loop: LoopOutcome) -> None:
+    assert len(loop.records) == loop.num_steps
+    for number, record in enumerate(loop.records, start=1):
+        assert record["step"] == number and record["version"] == number - 1
+        assert record["num_groups"] == GROUPS_PER_STEP and record["num_tokens"] > 0
+        assert record["reward_mean"] == 0.5 and record["lr"] == pytest.approx(1e-3)
+        assert record["staleness_max"] <= MAX_STALENESS
+        for name in ("lease_wait_s", "step_s", "snapshot_s", "snapshot_wait_s", "checkpoint_s"):
+            assert record[name] >= 0
+    assert {("trainer", "rollout"), ("trainer", "weight_sync")} <= loop.waits.keys()
+
+
+def test_warm_start_of_both_ranks_lowers_the_loss(loop: LoopOutcome) -> None:
+    first, second = (rank["warm_start"] for rank in loop.ranks)
+    assert first["loss_last"] < first["loss_first"] == second["loss_first"]
+    assert first["num_steps"] == 2

@@ -5,7 +5,8 @@
 For each line "SCENARIO NUM_RANKS" of its input it forks that many ranks and prints their exit
 codes; torch, DeepSpeed and what these load at first use are imported once for all of them. `FOLDER`
 holds the model, the batches of all ranks and, in `receivers.json`, the receiver of two ranks;
-results go to `FOLDER/SCENARIO-NUM_RANKS`.
+results go to `FOLDER/SCENARIO-NUM_RANKS`. The scenario "loop" runs a whole `TrainerRank` on the
+Redis server named in `redis.txt`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import json
 import os
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,14 +27,19 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (loaded with ev
 import numpy as np
 import torch
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (loaded with the model)
+from loop_scene import LOOP_STEPS, TIMEOUT_S, WEIGHTS_KEY, loop_spec
 
+from buffer.run_state import STREAM_START
 from buffer.wire.codec import decode_group
 from configs.choices import Backend
 from configs.schema import TrainerConfig, WarmStartConfig, WeightSyncConfig
+from tests.support.blocking import BlockingRunState
 from trainer_pool.collectives import Collectives
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
+from trainer_pool.rank import TrainerRank
+from trainer_pool.state.checkpoint import CheckpointStore
 from trainer_pool.step import StepBatch, train_step
-from trainer_pool.types import SupervisedExample
+from trainer_pool.types import SupervisedExample, TrainerSpec
 from trainer_pool.warm_start import warm_start
 from weight_sync.engine import CheckpointEngine
 from weight_sync.types import Record
@@ -145,7 +152,7 @@ class Scenario:
             rank=self.ranks.rank,
             run="zero3",
             host="127.0.0.1",
-            key="a-key",
+            key=WEIGHTS_KEY,
             uses_gpu=False,
             open_board=open_board,
             control_timeout_s=60.0,
@@ -246,6 +253,42 @@ class Scenario:
             )
 
 
+def run_loop(folder: Path, listener: socket.socket | None, address: RankAddress) -> None:
+    """Warm start, version 0, LOOP_STEPS or more; ends because rank 0 is stopped."""
+    spec = loop_spec(folder, (folder / "redis.txt").read_text())
+    trainer = TrainerRank(spec, address, listener)
+    warm = trainer.warm_start(examples()[:1])
+    trainer.connect()
+    initial = trainer.publish_initial()
+    if address.rank == 0:
+        threading.Thread(target=stop_after, args=(trainer, spec), daemon=True).start()
+    else:
+        trainer.stop()  # only rank 0's word counts
+    report = trainer.train()
+    trainer.close()
+    results = {"warm_start": asdict(warm), "initial": asdict(initial), "report": asdict(report)}
+    output = Path(spec.run_dir)
+    (output / f"rank-{address.rank}.json").write_text(json.dumps(results))
+    if address.rank == 0:
+        latest = CheckpointStore(output / "checkpoints").latest()
+        assert latest is not None
+        code = (folder / "documented.py").read_text()
+        names: dict[str, Any] = {}
+        exec(code.replace("runs/NAME/checkpoints/step-000050", str(latest[0])), names)
+        torch.save(names["weights"], output / "read.pt")
+
+
+def stop_after(trainer: TrainerRank, spec: TrainerSpec) -> None:
+    run_state = BlockingRunState(spec.redis_url, spec.run, spec.buffer)
+    num_steps, last = 0, STREAM_START
+    while num_steps < LOOP_STEPS:
+        entries = run_state.read_metrics(last, TIMEOUT_S)
+        num_steps += sum(entry.kind == "step" for entry in entries)
+        last = entries[-1].id
+    trainer.stop()
+    run_state.close()
+
+
 def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ranks: int) -> None:
     host, port = listener.getsockname()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}
@@ -253,6 +296,9 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
     address = RankAddress(rank=rank, num_ranks=num_ranks, host=host, port=port, uses_gpu=False)
     if rank != 0:
         listener.close()
+    if name == "loop":
+        run_loop(folder, listener if rank == 0 else None, address)
+        return
     ranks = join_ranks(address, Backend.gloo, 60.0, listener if rank == 0 else None)
     engine = Zero3Engine(str(folder / "model"), config_for(num_ranks), address)
     output = folder / f"{name}-{num_ranks}"

@@ -51,13 +51,17 @@ async def test_catch_up_is_reported_though_the_receivers_answer_was_lost(
         await s.check(b, 0)
 
 
-async def test_joiner_gets_the_trainers_snapshot_when_no_peer_is_left(receivers: Receivers) -> None:
+@pytest.mark.parametrize("is_registered", [False, True])
+async def test_joiner_gets_the_trainers_snapshot_when_no_peer_lives(
+    receivers: Receivers, is_registered: bool
+) -> None:
     async with scene(receivers) as s:
         (a,) = await s.add("a")
         await s.publish(0)
         await s.committed(0)
         await a.die()
-        del s.board.registered["a"]
+        if not is_registered:
+            del s.board.registered["a"]
         (b,) = await s.add("b")
         await settle(s, "catch_up")
         await s.check(b, 0)
@@ -79,8 +83,7 @@ async def test_receiver_without_the_base_makes_the_next_version_full(receivers: 
         assert [r["mode"] for r in await s.publish_records(1)] == ["full", "full"]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("full_every", [1, 10])
+@pytest.mark.parametrize(("victim", "full_every"), [(0, 1), (1, 10)])
 async def test_receiver_that_dies_during_a_transfer_affects_only_itself(
     receivers: Receivers, victim: int, full_every: int
 ) -> None:
@@ -126,19 +129,6 @@ async def test_receiver_that_stalls_costs_itself_until_it_answers_again(
         await settle(s, "catch_up")
         await s.check(b, 2)
         assert [event["who"] for event in s.board.events("came_back")] == ["b"]
-
-
-async def test_joiner_is_served_though_the_only_holder_is_dead_and_not_forgotten(
-    receivers: Receivers,
-) -> None:
-    async with scene(receivers) as s:
-        (a,) = await s.add("a")
-        await s.publish(0)
-        await s.committed(0)
-        await a.die()
-        (b,) = await s.add("b")
-        await settle(s, "catch_up")
-        await s.check(b, 0)
 
 
 async def test_receiver_without_a_free_slot_costs_itself(receivers: Receivers) -> None:

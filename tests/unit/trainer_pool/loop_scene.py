@@ -1,0 +1,124 @@
+"""What surrounds the loop of a trainer's ranks in its test: rollouts made up, and an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from buffer.loop_thread import LoopThread
+from buffer.redis.wakeups import BufferClosedError
+from buffer.run_state import RunState
+from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+from configs.schema import BufferConfig, TrainerConfig, WarmStartConfig, WeightSyncConfig
+from tests.support.blocking import BlockingReplayBuffer
+from trainer_pool.types import TrainerSpec
+from weight_sync.receiver.client import ReceiverClient
+
+RUN, LOOP_STEPS, GROUPS_PER_STEP, MAX_STALENESS = "trainer-rank-test", 3, 4, 1
+TIMEOUT_S = 120.0
+WEIGHTS_KEY = "a-key"
+
+
+def loop_spec(folder: Path, redis_url: str) -> TrainerSpec:
+    return TrainerSpec(
+        config=TrainerConfig(
+            num_ranks=2,
+            num_steps=10**6,
+            groups_per_step=GROUPS_PER_STEP,
+            learning_rate=1e-3,
+            checkpoint_every=2,
+            warm_start=WarmStartConfig(num_steps=2, batch_size=4),
+        ),
+        weight_sync=WeightSyncConfig(bucket_bytes=20_000, timeout_s=60),
+        buffer=BufferConfig(max_staleness=MAX_STALENESS, wait_timeout_s=60),
+        model_path=str(folder / "model"),
+        trust_remote_code=False,
+        redis_url=redis_url,
+        run=RUN,
+        run_dir=str(folder / "loop-2"),
+        seed=0,
+        host="127.0.0.1",
+        num_threads=1,
+        uses_gpu=False,
+        serving_dtype="float32",
+        weights_key=WEIGHTS_KEY,
+    )
+
+
+class FollowingEngine:
+    """An engine, in a thread, that serves what the receiver stages."""
+
+    def __init__(self, redis_url: str, client: ReceiverClient) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self._loop = LoopThread("engine")
+        self._following = self._loop.run(self._start(redis_url, client))
+
+    async def _start(self, redis_url: str, client: ReceiverClient) -> asyncio.Task[None]:
+        self._client = ReceiverClient(client.name, client.url, WEIGHTS_KEY)
+        self._run_state = await RunState.connect(redis_url, RUN, BufferConfig())
+        await self._run_state.register_receiver(client.name, client.url)
+        return asyncio.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        version = -1
+        while True:
+            staged = await self._client.newest(version, timeout_s=TIMEOUT_S)
+            if staged is not None:
+                version = staged.version
+                self.weights = load_file(Path(staged.path) / "model.safetensors")
+                await self._run_state.record_commits({"engine-0": version})
+
+    async def _end(self) -> None:
+        self._following.cancel()
+        await asyncio.gather(self._following, return_exceptions=True)
+
+    def close(self) -> None:
+        self._loop.stop(self._end(), self._client.close(), self._run_state.close())
+
+
+def make_group(random: np.random.Generator, group_id: str, version: int) -> TrajectoryGroup:
+    trajectories = []
+    for i in range(4):
+        length = int(random.integers(6, 16))
+        mask = (np.arange(length) >= 4).astype(np.uint8)
+        trajectories.append(
+            Trajectory(
+                tokens=random.integers(0, 256, length).astype(np.int32),
+                loss_mask=mask,
+                rollout_logprobs=mask * np.float32(-np.log(264)),
+                version_spans=(VersionSpan(version=version, start=4, end=length),),
+                prompt_length=4,
+                reward=float(i % 2),
+                finish_reason="stop",
+                episode=i,
+            )
+        )
+    prompt = PromptRef(task="made-up", index=0)
+    return TrajectoryGroup(group_id=group_id, prompt=prompt, trajectories=tuple(trajectories))
+
+
+class MadeUpRollouts:
+    """Admits and pushes groups in a thread, as a rollout worker would, until it is closed."""
+
+    def __init__(self, url: str) -> None:
+        self._buffer = BlockingReplayBuffer(url, RUN, BufferConfig(lease_timeout_s=60))
+        self._thread = threading.Thread(target=self._push_groups)
+        self._thread.start()
+
+    def _push_groups(self) -> None:
+        random = np.random.default_rng(3)
+        try:
+            for i in range(10**6):
+                version = self._buffer.admit(f"group-{i}", TIMEOUT_S).version
+                self._buffer.push(make_group(random, f"group-{i}", version))
+        except BufferClosedError:
+            pass
+
+    def close(self) -> None:
+        self._buffer.close()
+        self._thread.join(30)
