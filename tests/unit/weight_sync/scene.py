@@ -215,6 +215,10 @@ class Scene:
     async def committed(self, version: int, timeout_s: float = TIMEOUT_S) -> None:
         await asyncio.to_thread(self.engine.wait_committed, version, timeout_s)
 
+    async def event(self, name: str) -> None:
+        """Until an event of this name is on record."""
+        await self.board.wait_until(lambda: bool(self.board.events(name)), TIMEOUT_S)
+
     async def publish_records(self, version: int) -> list[dict[str, Any]]:
         """Of all publishes up to `version`, which is complete then."""
         await asyncio.to_thread(self.engine.drain, version, TIMEOUT_S)

@@ -18,7 +18,7 @@ def plan(layout: Layout, bucket_bytes: int) -> tuple[Bucket, ...]:
     return plan_buckets(layout, full_transfer(layout, bucket_bytes=bucket_bytes))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(layouts(), sizes)
 def test_buckets_cover_every_byte_of_every_stream_once(layout: Layout, size: int) -> None:
     buckets = plan(layout, size)
@@ -32,7 +32,7 @@ def test_buckets_cover_every_byte_of_every_stream_once(layout: Layout, size: int
         assert position == layout.stream_bytes(rank)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(layouts(), sizes)
 def test_extents_of_a_bucket_are_its_bytes_in_order(layout: Layout, size: int) -> None:
     for bucket in plan(layout, size):
@@ -43,7 +43,7 @@ def test_extents_of_a_bucket_are_its_bytes_in_order(layout: Layout, size: int) -
         assert position == bucket.stop
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(layouts(), sizes, st.integers(0, 2**32))
 def test_streams_that_are_scattered_bucket_by_bucket_are_the_file(
     layout: Layout, size: int, seed: int
@@ -130,7 +130,7 @@ def test_neighbours_in_stream_and_file_are_one_stretch() -> None:
     assert (bucket.direct.file_start, bucket.direct.num_bytes) == (0, 60)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(0, 200), min_size=2, max_size=2), sizes)
 def test_delta_is_cut_by_its_length_alone(wire_bytes: list[int], size: int) -> None:
     layout = Layout.of([spec("a", 40), spec("b", 3)], num_ranks=2)

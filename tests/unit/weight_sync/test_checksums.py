@@ -20,7 +20,7 @@ def test_checksum_is_the_crc32_of_a_piece() -> None:
     assert staged_checksums(layout, data) == expected
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(layouts(), st.integers(0, 2**32))
 def test_sender_and_receiver_find_the_same(layout: Layout, seed: int) -> None:
     data = random_bytes(layout.num_bytes, seed)
@@ -29,7 +29,7 @@ def test_sender_and_receiver_find_the_same(layout: Layout, seed: int) -> None:
     assert sent == staged_checksums(layout, data)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(layouts(), st.data())
 def test_running_checksum_is_that_of_the_whole_wherever_the_stream_is_cut(
     layout: Layout, data: st.DataObject

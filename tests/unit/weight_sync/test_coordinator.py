@@ -11,18 +11,13 @@ from scene import Receivers, Scene, scene, set_layout
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 
-async def settle(s: Scene, condition: str, timeout_s: float = 30.0) -> None:
-    """Until an event of this name is on record."""
-    await s.board.wait_until(lambda: bool(s.board.events(condition)), timeout_s)
-
-
 async def test_late_joiner_catches_up_from_a_peer(receivers: Receivers) -> None:
     async with scene(receivers) as s:
         (a,) = await s.add("a")
         await s.publish(0)
         await s.committed(0)
         (b,) = await s.add("b")
-        await settle(s, "catch_up")
+        await s.event("catch_up")
         await s.check(b, 0)
         (event,) = s.board.events("catch_up")
         assert event["who"] == "b" and s.board.registered["a"] in event["detail"]
@@ -45,7 +40,7 @@ async def test_catch_up_is_reported_though_the_receivers_answer_was_lost(
         b = await s.get("b")
         await set_layout(b.process, s.layout)
         await b.start(loses_answers_to="/catch_up")
-        await settle(s, "catch_up")
+        await s.event("catch_up")
         assert [event["who"] for event in s.board.events("catch_up_failed")] == ["b"]
         assert ("b", 0) in s.board.staged
         await s.check(b, 0)
@@ -63,7 +58,7 @@ async def test_joiner_gets_the_trainers_snapshot_when_no_peer_lives(
         if not is_registered:
             del s.board.registered["a"]
         (b,) = await s.add("b")
-        await settle(s, "catch_up")
+        await s.event("catch_up")
         await s.check(b, 0)
         assert s.board.events("catch_up")[0]["detail"] == "version 0 from the trainer"
         assert s.board.published == [0]
@@ -102,7 +97,7 @@ async def test_receiver_that_dies_during_a_transfer_affects_only_itself(
         assert [e["who"] for e in s.board.events("epoch")] == ["a, b", survivor.name]
         # It comes back, in another process, and gets the version from the survivor.
         await nodes[victim].start()
-        await settle(s, "catch_up")
+        await s.event("catch_up")
         await s.check(nodes[victim], 1)
 
 
@@ -126,7 +121,7 @@ async def test_receiver_that_stalls_costs_itself_until_it_answers_again(
         await s.committed(2)
         assert len(s.board.events("excluded")) == 1
         b.signal(signal.SIGCONT)
-        await settle(s, "catch_up")
+        await s.event("catch_up")
         await s.check(b, 2)
         assert [event["who"] for event in s.board.events("came_back")] == ["b"]
 
@@ -143,7 +138,7 @@ async def test_receiver_without_a_free_slot_costs_itself(receivers: Receivers) -
         await s.board.wait_until(lambda: ("b", 1) in s.board.staged, 30.0)
         # Version 0 is held and version 1 is the newest: no slot is free at b.
         await s.publish(2)
-        await settle(s, "left_out")
+        await s.event("left_out")
         assert s.board.events("left_out")[0]["who"] == "b"
         await s.board.wait_until(lambda: s.board.published[-1:] == [2], 30.0)
         await s.check(a, 2)
@@ -159,7 +154,7 @@ async def test_version_that_no_receiver_could_take_is_sent_when_one_can(
         (a,) = await s.add("a")
         async with s.publishing(0):
             await a.die()
-        await settle(s, "excluded")
+        await s.event("excluded")
         assert s.board.published == []
         await a.start()
         await s.committed(0)

@@ -34,7 +34,7 @@ def send(layout: Layout, old: Tensor, new: Tensor) -> Tensor:
     return received
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(layouts(), st.sampled_from([0.0, 0.02, 0.5, 1.0]), st.integers(0, 2**32))
 def test_base_and_delta_are_the_new_version_bit_by_bit(
     layout: Layout, density: float, seed: int
@@ -104,7 +104,7 @@ def test_bits_count_not_values(dtype: torch.dtype) -> None:
     assert torch.equal(received.view(bits), new.view(bits))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(layouts(), st.integers(0, 2**32))
 def test_retry_after_a_broken_or_a_whole_apply_ends_at_the_same_bytes(
     layout: Layout, seed: int
@@ -186,7 +186,7 @@ def test_density_above_the_limit_is_noticed_long_before_the_end_of_the_stream() 
         os.close(descriptor)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(layouts(max_ranks=3), st.data())
 def test_damaged_payload_is_refused_or_stays_within_its_rank(
     layout: Layout, data: st.DataObject

@@ -68,11 +68,6 @@ def test_limit_of_a_wait_grows_with_the_bytes_in_front_of_it() -> None:
     assert bucket_timeout_s(100_000_000, 30.0, 50e6) == 32.0
 
 
-def test_group_travels_as_json(store: TCPStore) -> None:
-    spec = make_spec(store, num_receivers=2)
-    assert msgspec.convert(msgspec.to_builtins(spec), GroupSpec) == spec
-
-
 @pytest.mark.parametrize("change", [{"port": "http"}, {"receivers": []}, {"timeout_s": 0}])
 def test_group_that_makes_no_sense_is_refused(store: TCPStore, change: dict[str, object]) -> None:
     with pytest.raises(ValueError):
@@ -94,16 +89,6 @@ def test_members_exchange_both_ways_at_once(store: TCPStore, pool: ThreadPoolExe
             work.wait(LIMIT)
     assert torch.equal(got, sent) and torch.equal(echoed, reply)
     assert left.exchange(None, None) == (None, None)
-
-
-def test_groups_of_two_epochs_share_a_store(store: TCPStore, pool: ThreadPoolExecutor) -> None:
-    for epoch in (1, 2):
-        left, right = meet(pool, make_spec(store, epoch=epoch))
-        got = torch.zeros(4, dtype=torch.uint8)
-        receiving = right.recv(got, 0, 0)
-        left.send(torch.full((4,), epoch, dtype=torch.uint8), 1, 0).wait(LIMIT)
-        receiving.wait(LIMIT)
-        assert got.tolist() == [epoch] * 4
 
 
 def test_missing_member_is_named(store: TCPStore) -> None:

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from weight_sync.layout import Layout, Manifest, Transfer, mismatches
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(layouts())
 def test_pieces_of_all_ranks_cover_the_file_once_and_each_stream_in_order(
     layout: Layout,
@@ -31,7 +31,7 @@ def test_pieces_of_all_ranks_cover_the_file_once_and_each_stream_in_order(
     assert sum(stop - start for start, stop in covered) == layout.num_bytes
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(layouts())
 def test_pieces_are_aligned_to_their_dtype_in_stream_and_file(layout: Layout) -> None:
     assert len(layout.file_header) % 64 == 0
@@ -41,7 +41,7 @@ def test_pieces_are_aligned_to_their_dtype_in_stream_and_file(layout: Layout) ->
             assert piece.stream_start % item == piece.file_start % item == 0
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(layouts())
 def test_pieces_are_what_zero3_keeps_on_each_rank(layout: Layout) -> None:
     data = random_bytes(layout.num_bytes, seed=1)
@@ -75,7 +75,7 @@ def test_header_and_data_are_a_safetensors_file(tmp_path: Path) -> None:
             assert torch.equal(raw, data[start : start + tensor.num_bytes])
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(layouts())
 def test_layout_survives_the_wire_with_its_digest(layout: Layout) -> None:
     again = Layout.from_json(as_sent(layout.to_json()))
@@ -143,7 +143,7 @@ def test_nonsense_is_no_transfer(change: dict[str, object]) -> None:
         convert(fields | change, Transfer)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(layouts(), st.integers(0, 99))
 def test_manifest_survives_the_wire(layout: Layout, version: int) -> None:
     checksums = tuple(tuple(range(len(pieces))) for pieces in layout.pieces)

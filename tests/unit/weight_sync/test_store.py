@@ -115,12 +115,6 @@ def test_obstacle_says_why_no_slot_is_free(store: StagedStore) -> None:
     assert torch.equal(store.get(2).data, content(2))
 
 
-def test_delta_keeps_its_base_even_if_that_is_not_released(store: StagedStore) -> None:
-    stage(store, 1, should_release=False)
-    store.begin(delta(2, base_version=1))
-    assert store.complete_versions == [1]
-
-
 def test_delta_is_not_put_over_its_base(store: StagedStore) -> None:
     stage(store, 1)
     stage(store, 2, should_release=False)

@@ -24,10 +24,6 @@ def stop_engine_of(s: Scene, node: Node) -> None:
     s.board.engines.pop(f"engine-of-{node.name}", None)
 
 
-async def settle(s: Scene, event: str, timeout_s: float = 30.0) -> None:
-    await s.board.wait_until(lambda: bool(s.board.events(event)), timeout_s)
-
-
 @pytest.mark.parametrize("step", ["/layout", "/join", "/receive", "/finish"])
 async def test_receiver_that_stalls_at_any_step_is_not_waited_for(
     receivers: Receivers, step: str
@@ -39,11 +35,11 @@ async def test_receiver_that_stalls_at_any_step_is_not_waited_for(
         await s.publish(0)
         await s.board.wait_until(lambda: s.board.engines.get("engine-of-a") == 0, 30.0)
         stop_engine_of(s, b)
-        await settle(s, "excluded")
+        await s.event("excluded")
         assert [e["who"] for e in s.board.events("excluded")] == ["b"]
         assert s.board.published == [0]
         gate.go_on()
-        await settle(s, "came_back")
+        await s.event("came_back")
         await s.board.wait_until(lambda: ("b", 0) in s.board.staged, 30.0)
         await s.check(a, 0)
         await s.check(b, 0)
@@ -61,7 +57,7 @@ async def test_receiver_that_takes_no_bytes_though_it_answers_is_left_out(
         (event,) = s.board.events("left_out")
         assert event["who"] == "b" and "after the others had given up" in event["detail"]
         # It can still be served by its peer.
-        await settle(s, "catch_up")
+        await s.event("catch_up")
         await s.check(a, 0)
         await s.check(b, 0)
 
@@ -85,7 +81,7 @@ async def test_receiver_that_cannot_be_served_is_backed_off_and_left_to_its_peer
 
         s.board.on_record = note
         await s.publish(1)
-        await settle(s, "set_aside")
+        await s.event("set_aside")
         assert published_before == [True]  # `a` had its engines take it before `c` was tried alone
         assert [e["who"] for e in s.board.events("set_aside")] == ["c"]
         epochs = len(s.board.events("epoch"))
@@ -139,7 +135,7 @@ async def test_version_that_no_receiver_can_take_yet_is_encoded_and_reported_onc
 
         s.board.on_record = note
         await s.publish(2)  # version 0 is held and version 1 is the newest: no slot is free
-        await settle(s, "left_out")
+        await s.event("left_out")
         await gate.wait_requests("/status", tries + 3, 30.0)
         await a.client.let_go(0, "a-reader", timeout_s=5.0)
         await s.committed(2)
