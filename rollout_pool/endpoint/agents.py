@@ -48,7 +48,7 @@ class SessionHandle:
     """`base_url` with the key in its path, for clients that can't send one."""
     api_key: str = field(repr=False)
     model: str
-    _clients: list[AsyncOpenAI] = field(default_factory=list, repr=False)
+    _clients: list[AsyncOpenAI] = field(default_factory=list, init=False, repr=False)
 
     def client(self) -> AsyncOpenAI:
         """A client without timeout or retries. Closed with the episode."""
@@ -153,7 +153,7 @@ class AgentRunner(EpisodeSource):
         return session.episode(end="env_error", outcome=None, error=words)
 
     async def _act(self, session: Session, prompt: Prompt) -> Outcome:
-        handle = self._handle(session)
+        handle = SessionHandle(session_id=session.session_id, **session.address(self._url))
         try:
             returned = await self._agent(handle, prompt)
         except (SystemExit, KeyboardInterrupt) as error:  # they would end the worker's loop
@@ -173,13 +173,4 @@ class AgentRunner(EpisodeSource):
         raise TypeError(
             f"the agent returned {returned!r}; it must return its reward, a number, or a pair of "
             "the reward and its named parts"
-        )
-
-    def _handle(self, session: Session) -> SessionHandle:
-        return SessionHandle(
-            session_id=session.session_id,
-            base_url=f"{self._url}/v1",
-            keyed_url=f"{self._url}/sessions/{session.key}/v1",
-            api_key=session.key,
-            model=session.serving.model,
         )

@@ -34,14 +34,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.answers import Answer
-from rollout_pool.endpoint.chat import ChatTurn, read_chat
-from rollout_pool.endpoint.completions import CompletionTurn, read_completion
+from rollout_pool.endpoint.chat import ChatTurn
+from rollout_pool.endpoint.completions import CompletionTurn
 from rollout_pool.endpoint.errors import ApiError, refuse
 from rollout_pool.endpoint.groups import ExternalGroups
 from rollout_pool.endpoint.room import RequestRoom
 from rollout_pool.endpoint.schema import Fields, check_whole, shown
 from rollout_pool.endpoint.sessions import Outcome, Serving, Session, SessionOver, Sessions
-from rollout_pool.endpoint.stream import Stream, Turn, ended, settled, unless_gone
+from rollout_pool.endpoint.stream import Stream, Turn, ended, unless_gone
 from weight_sync.http_server import HttpLimits, ServerConfig, read_body
 
 log = logging.getLogger(__name__)
@@ -56,37 +56,6 @@ MAX_GROUP_TIMEOUT_S = 86_400.0
 MAX_RETRY_COUNT_DIGITS = 6
 REQUEST_ID = "x-request-id"
 REQUEST_ID_FORM = re.compile(r"[\x21-\x7e]{1,128}")
-MakeTurn = Callable[[Session, Fields], Turn]
-
-
-def make_app(
-    sessions: Sessions,
-    groups: ExternalGroups,
-    *,
-    admin_key: str,
-    vocab_size: int,
-) -> ASGIApp:
-    """`vocab_size`: tokens that the model has embeddings for."""
-    api = _Api(sessions, groups, admin_key, vocab_size)
-    pages: list[tuple[str, Callable[[Request], Awaitable[Response]], str]] = [
-        ("chat/completions", api.chat, "POST"),
-        ("completions", api.completions, "POST"),
-        ("models", api.models, "GET"),
-        ("models/{model:path}", api.models, "GET"),
-    ]
-    routes = [
-        Route(f"{prefix}/v1/{page}", endpoint, methods=[method])
-        for prefix in ("", "/sessions/{key}")
-        for page, endpoint, method in pages
-    ]
-    for page, endpoint, method in (
-        ("health", api.health, "GET"),
-        ("groups", api.open_group, "POST"),
-        ("sessions/{session_id}/reward", api.reward, "POST"),
-    ):
-        routes.append(Route(f"/{page}", endpoint, methods=[method]))
-    handlers: dict[Any, Any] = {ApiError: _refused, HTTPException: _http_error, Exception: _failed}
-    return _RequestIds(Starlette(routes=routes, exception_handlers=handlers))
 
 
 class _RequestIds:
@@ -125,44 +94,66 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 class _Api:
-    def __init__(
-        self,
-        sessions: Sessions,
-        groups: ExternalGroups,
-        admin_key: str,
-        vocab_size: int,
-    ) -> None:
+    """The routes of an endpoint."""
+
+    def __init__(self, sessions: Sessions, groups: ExternalGroups, admin_key: str) -> None:
         self._sessions = sessions
         self._groups = groups
         self._admin_key = admin_key
-        self._vocab_size = vocab_size
         self._room = RequestRoom(sessions.serving)
+
+    def app(self) -> ASGIApp:
+        pages: list[tuple[str, Callable[[Request], Awaitable[Response]], str]] = [
+            ("chat/completions", self.chat, "POST"),
+            ("completions", self.completions, "POST"),
+            ("models", self.models, "GET"),
+            ("models/{model:path}", self.models, "GET"),
+        ]
+        routes = [
+            Route(f"{prefix}/v1/{page}", endpoint, methods=[method])
+            for prefix in ("", "/sessions/{key}")
+            for page, endpoint, method in pages
+        ]
+        routes += [
+            Route("/health", self.health, methods=["GET"]),
+            Route("/groups", self.open_group, methods=["POST"]),
+            Route("/sessions/{session_id}/reward", self.reward, methods=["POST"]),
+        ]
+        handlers: dict[Any, Any] = {
+            ApiError: _refused,
+            HTTPException: _http_error,
+            Exception: _failed,
+        }
+        return _RequestIds(Starlette(routes=routes, exception_handlers=handlers))
 
     # The model ------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
-        def make_turn(session: Session, fields: Fields) -> Turn:
-            asked = read_chat(fields, session.serving.model, session.request.sampling)
-            return ChatTurn(session, asked)
-
-        return await self._answer(request, make_turn)
+        return await self._answer(request, ChatTurn)
 
     async def completions(self, request: Request) -> Response:
-        def make_turn(session: Session, fields: Fields) -> Turn:
-            model, sampling = session.serving.model, session.request.sampling
-            asked = read_completion(fields, model, sampling, self._vocab_size)
-            return CompletionTurn(session, asked)
+        return await self._answer(request, CompletionTurn)
 
-        return await self._answer(request, make_turn)
-
-    async def _answer(self, request: Request, make_turn: MakeTurn) -> Response:
+    async def _answer(
+        self, request: Request, turn_of: Callable[[Session, Fields], Turn]
+    ) -> Response:
         session = self._session(request)
         body = await read_body(request, self._room.max_body_bytes)
+        page = request.url.path.rpartition("/v1/")[2]
+
+        def read() -> tuple[Turn, bytes]:
+            self._room.check_values(body)
+            fingerprint = hashlib.sha256(page.encode() + b"\n" + body).digest()
+            return turn_of(session, Fields(_as_json(body))), fingerprint
+
         with session.activity():
-            turn = await self._room.read(body, lambda: self._make_turn(session, body, make_turn))
-            answer = await self._begin(request, turn, body)
-            if turn.delivery.is_streamed:
-                return _Active(session, Stream(turn, answer))
+            turn, fingerprint = await self._room.read(body, read)
+            answer = self._first_answer(request, fingerprint)
+            if answer is None:
+                prompt = await self._room.read(body, turn.render)
+                answer = self._first_answer(request, fingerprint) or turn.begin(prompt, fingerprint)
+            if turn.is_streamed:
+                return Stream(turn, answer)
             async with answer.reading():
                 await unless_gone(request.receive, answer.wait())
                 if answer.is_running:  # its client disconnected
@@ -170,25 +161,11 @@ class _Api:
                 await ended(answer, session)
                 return JSONResponse(turn.result(answer))
 
-    def _make_turn(self, session: Session, body: bytes, make_turn: MakeTurn) -> Turn:
-        self._room.check_values(body)
-        return make_turn(session, Fields(_as_json(body)))
-
-    async def _begin(self, request: Request, turn: Turn, body: bytes) -> Answer:
-        """The answer to `turn`; for a retry, the answer to the original request."""
-        page = request.url.path.rpartition("/v1/")[2]
-        fingerprint = await self._room.read(
-            body, lambda: hashlib.sha256(page.encode() + b"\n" + body).digest()
-        )
-
-        def again() -> Answer | None:
-            self._session(request)  # raises if it has ended meanwhile
-            return turn.session.again(fingerprint) if _is_retry(request) else None
-
-        if (answer := again()) is not None:
-            return answer
-        prompt = await self._room.read(body, turn.render)
-        return again() or turn.begin(prompt, fingerprint)
+    def _first_answer(self, request: Request, fingerprint: bytes) -> Answer | None:
+        """For a retry, the answer to the original request. Raises ApiError if the session has
+        ended meanwhile."""
+        session = self._session(request)
+        return session.again(fingerprint) if _is_retry(request) else None
 
     async def models(self, request: Request) -> Response:
         if not self._is_admin(request):
@@ -217,7 +194,7 @@ class _Api:
         is_told = False
         try:
             async with asyncio.timeout(timeout_s):
-                await unless_gone(request.receive, settled(group.opened))
+                await unless_gone(request.receive, asyncio.wait([group.opened]))
             if not group.opened.done():
                 return Response(status_code=499)
             group.opened.result()
@@ -233,7 +210,7 @@ class _Api:
         finally:
             if not is_told:
                 group.withdraw()
-        return JSONResponse(group.describe(_base_url(request)))
+        return JSONResponse(group.describe(str(request.base_url).rstrip("/")))
 
     async def reward(self, request: Request) -> Response:
         """Ends a session. Posting the same reward again is allowed."""
@@ -243,7 +220,7 @@ class _Api:
         try:
             session = self._session_named(request, session_id)
         except SessionOver as over:
-            if over.outcome == outcome:
+            if over.closed.outcome == outcome:
                 return JSONResponse({"session": session_id, "reward": outcome.reward})
             raise
         if session.num_turns == 0:
@@ -269,7 +246,7 @@ class _Api:
         try:
             session = self._sessions.find(_bearer(request))
         except SessionOver as over:
-            if over.session_id == session_id:
+            if over.closed.session_id == session_id:
                 raise
             session = None
         if session is None or session.session_id != session_id:
@@ -291,19 +268,6 @@ class _Api:
             raise ApiError(401, "this request needs the admin key", code="invalid_api_key")
 
 
-class _Active(Response):
-    """Streams, and keeps the session active meanwhile."""
-
-    def __init__(self, session: Session, stream: Stream) -> None:
-        self._session = session
-        self._stream = stream
-        self.background = None
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        with self._session.activity():
-            await self._stream(scope, receive, send)
-
-
 def _bearer(request: Request) -> str:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not key:
@@ -311,10 +275,6 @@ def _bearer(request: Request) -> str:
             401, "a request needs the header 'Authorization: Bearer KEY'", code="invalid_api_key"
         )
     return key.strip()
-
-
-def _base_url(request: Request) -> str:
-    return str(request.base_url).rstrip("/")
 
 
 def _is_retry(request: Request) -> bool:
@@ -364,15 +324,12 @@ class Endpoint:
         host: str,
         port: int = 0,
         admin_key: str | None = None,
-        vocab_size: int | None = None,
         limits: HttpLimits | None = None,
     ) -> None:
-        """`port` 0 takes a free one. Without `admin_key` one is generated. `vocab_size`: number of
-        tokens that the model has embeddings for; by default the tokenizer's."""
+        """`port` 0 takes a free one. Without `admin_key` one is generated."""
         self.sessions = Sessions(serving)
         self.groups = ExternalGroups(self.sessions)
         self.admin_key = admin_key or f"sk-leash-admin-{secrets.token_urlsafe(24)}"
-        self._vocab_size = len(serving.tokenizer) if vocab_size is None else vocab_size
         self._limits = limits or HttpLimits()
         self._host = host
         self._port = port
@@ -391,12 +348,7 @@ class Endpoint:
         listening = _listen(self._host, self._port)
         host, port = listening.getsockname()[:2]
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        app = make_app(
-            self.sessions,
-            self.groups,
-            admin_key=self.admin_key,
-            vocab_size=self._vocab_size,
-        )
+        app = _Api(self.sessions, self.groups, self.admin_key).app()
         self._server = _Server(ServerConfig(app, self._limits, close_s=CLOSE_S))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
 

@@ -2,96 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from buffer.types import SamplingParams
 from rollout_pool.endpoint.answers import Answer
 from rollout_pool.endpoint.errors import refuse
-from rollout_pool.endpoint.room import check_characters
-from rollout_pool.endpoint.schema import (
-    SHARED,
-    Delivery,
-    Fields,
-    check_shared,
-    read_delivery,
-    shown,
-)
+from rollout_pool.endpoint.schema import Fields, shown
 from rollout_pool.endpoint.sessions import Session
-from rollout_pool.endpoint.stream import TextStream, about, logprob_entries, usage
+from rollout_pool.endpoint.stream import TextStream, Turn, logprob_entries
 from rollout_pool.episodes.env import Message
 
-_FIELDS = (*SHARED, "prompt", "echo", "suffix", "best_of")
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for this endpoint."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class CompletionRequest:
-    """One parsed request."""
-
-    prompt: str | list[int]
-    max_tokens: int
-    delivery: Delivery
-
-
-def read_completion(
-    fields: Fields, model: str, sampling: SamplingParams, vocab_size: int
-) -> CompletionRequest:
-    """Raises ApiError naming the field that can't be served. `vocab_size`: tokens that the model
-    has embeddings for."""
-    fields.only(*_FIELDS)
-    check_shared(fields, model, sampling)
-    fields.must_be("echo", [False], "the prompt is not repeated")
-    fields.must_be("suffix", [], "the model only continues a text")
-    fields.must_be("best_of", [1], "only one answer is sampled")
-    fields.must_be("logprobs", [0, 1], "only the log-probability of the token itself is recorded")
-    return CompletionRequest(
-        prompt=_read_prompt(fields, vocab_size),
-        max_tokens=fields.count("max_tokens", DEFAULT_MAX_TOKENS, at_least=1),
-        delivery=read_delivery(fields, wants_logprobs=fields.has("logprobs")),
-    )
-
-
-def _read_prompt(fields: Fields, vocab_size: int) -> str | list[int]:
-    prompt = fields.raw("prompt")
-    if isinstance(prompt, str) and prompt:
-        return prompt
-    if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
-        if (wrong := next((t for t in prompt if not 0 <= t < vocab_size), None)) is not None:
-            problem = f"there is no token {shown(wrong)}: the model has 0 to {vocab_size - 1}"
-            raise refuse("prompt", problem)
-        return prompt
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str) and prompt[0]:
-        return prompt[0]
-    raise refuse("prompt", "must be one text or one list of tokens, not empty")
-
-
-class CompletionTurn:
-    """Turns an answer into the API's response."""
-
-    kind = "text_completion"
+class CompletionTurn(Turn):
+    kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, session: Session, request: CompletionRequest) -> None:
-        self.session = session
-        self.delivery = request.delivery
-        self._request = request
-        self._texts = TextStream(session.serving.tokenizer)
-        self._streamed = ""
-        """Text streamed so far."""
+    def __init__(self, session: Session, fields: Fields) -> None:
+        super().__init__(session, fields, "prompt", "echo", "suffix", "best_of")
+        fields.must_be("echo", [False], "the prompt is not repeated")
+        fields.must_be("suffix", [], "the model only continues a text")
+        fields.must_be("best_of", [1], "only one answer is sampled")
+        fields.must_be(
+            "logprobs", [0, 1], "only the log-probability of the token itself is recorded"
+        )
+        self._wants_logprobs = fields.has("logprobs")
+        self._prompt = _read_prompt(fields, session.serving.num_embeddings)
+        self.max_tokens = fields.count("max_tokens", DEFAULT_MAX_TOKENS, at_least=1)
+        self.texts = TextStream(session.serving.tokenizer)
         self._offset = 0
         """Position of the next token's text, among those whose log-probabilities were sent."""
 
-    def begin(self, prompt: list[int], fingerprint: bytes) -> Answer:
-        return self.session.begin(prompt, self._request.max_tokens, fingerprint)
-
     def render(self) -> list[int]:
         """Text that the session knows keeps its original tokens."""
-        prompt = self._request.prompt
+        prompt = self._prompt
         if not isinstance(prompt, str):
             return list(prompt)
-        check_characters(self.session, len(prompt), "prompt")
+        self.session.check_size("prompt", len(prompt))
         encode = self.session.serving.tokenizer.encode
         known, tokens = self.session.texts.known_start(prompt)
         if not known:
@@ -103,7 +51,7 @@ class CompletionTurn:
         sample = answer.sample
         decode = self.session.serving.tokenizer.decode
         text = decode(sample.output_ids, skip_special_tokens=True)
-        prompt = self._request.prompt
+        prompt = self._prompt
         shown = prompt if isinstance(prompt, str) else decode(prompt)
         messages = (
             Message(role="user", content=shown),
@@ -115,40 +63,34 @@ class CompletionTurn:
 
     def _note(self, answer: Answer, text: str) -> None:
         """Lets a later prompt that begins with this prompt and `text` reuse the answer's tokens."""
-        if isinstance(prompt := self._request.prompt, str):
+        if isinstance(self._prompt, str):
             tokens = [*answer.sample.prompt, *answer.sample.output_ids]
-            self.session.texts.note(prompt + text, tokens)
+            self.session.texts.note(self._prompt + text, tokens)
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        return self._choice(answer, self._deliver(answer), 0, answer.sample.finish_reason)
 
     def result(self, answer: Answer) -> dict[str, Any]:
-        """The whole response, with its tokens: a client that sends tokens needs them."""
-        text = self._deliver(answer)
-        body = about(self, answer)
+        """With its tokens: a client that sends tokens needs them."""
+        body = super().result(answer)
         body["leash"]["token_ids"] = list(answer.sample.output_ids)
-        choice = self._choice(answer, text, 0, answer.sample.finish_reason)
-        return {**body, "choices": [choice], "usage": usage(answer)}
-
-    # Streamed -------------------------------------------------------------------------------------
-
-    def opening(self) -> list[dict[str, Any]]:
-        return []
+        return body
 
     def piece(self, answer: Answer, start: int) -> list[dict[str, Any]]:
-        text = self._texts.feed(answer.sample.output_ids, is_end=False)
-        self._streamed += text
-        return [self._choice(answer, text, start, None)]
+        return [self._choice(answer, self.feed(answer, is_end=False), start, None)]
 
     def ending(self, answer: Answer, start: int) -> list[dict[str, Any]]:
         self._deliver(answer)
-        text = self._texts.feed(answer.sample.output_ids, is_end=True)
+        text = self.feed(answer, is_end=True)
         # Invalid UTF-8 can decode differently in pieces.
-        self._note(answer, self._streamed + text)
+        self._note(answer, self.streamed)
         return [self._choice(answer, text, start, answer.sample.finish_reason)]
 
     def _choice(
         self, answer: Answer, text: str, start: int, finish_reason: str | None
     ) -> dict[str, Any]:
         logprobs = None
-        if self.delivery.wants_logprobs and start < len(answer.sample.output_ids):
+        if self._wants_logprobs and start < len(answer.sample.output_ids):
             tokenizer = self.session.serving.tokenizer
             entries = logprob_entries(answer.sample, tokenizer, start)
             logprobs = {
@@ -165,3 +107,17 @@ class CompletionTurn:
             offsets.append(self._offset)
             self._offset += len(token)
         return offsets
+
+
+def _read_prompt(fields: Fields, num_embeddings: int) -> str | list[int]:
+    prompt = fields.raw("prompt")
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
+        if (wrong := next((t for t in prompt if not 0 <= t < num_embeddings), None)) is not None:
+            problem = f"there is no token {shown(wrong)}: the model has 0 to {num_embeddings - 1}"
+            raise refuse("prompt", problem)
+        return prompt
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str) and prompt[0]:
+        return prompt[0]
+    raise refuse("prompt", "must be one text or one list of tokens, not empty")

@@ -126,14 +126,7 @@ class ExternalGroup(EpisodeSource):
                 "messages": [*messages, {"role": "user", "content": self._prompt.text}],
             },
             "sessions": [
-                {
-                    "id": session.session_id,
-                    "api_key": session.key,
-                    "base_url": f"{url}/v1",
-                    "keyed_url": f"{url}/sessions/{session.key}/v1",
-                    "model": self._sessions.serving.model,
-                }
-                for session in self._members
+                {"id": session.session_id, **session.address(url)} for session in self._members
             ],
         }
 

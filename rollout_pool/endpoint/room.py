@@ -11,10 +11,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rollout_pool.endpoint.errors import ApiError
-from rollout_pool.endpoint.sessions import Serving, Session
+from rollout_pool.endpoint.sessions import CHARACTERS_PER_TOKEN, Serving
 
-CHARACTERS_PER_TOKEN = 16
-"""No tokenizer averages as many over a whole text, however long its longest tokens are."""
 BYTES_PER_CHARACTER = 6
 r"""In JSON: a character can be spelled \u00e9."""
 BASE_BODY_BYTES = 2**20
@@ -59,28 +57,3 @@ class RequestRoom:
             return work()
         async with self._large:
             return await asyncio.to_thread(work)
-
-
-def check_characters(session: Session, number: int, param: str) -> None:
-    """Raises ApiError if a conversation has too many characters to fit."""
-    most = session.serving.max_tokens
-    if number > CHARACTERS_PER_TOKEN * most:
-        words = f"{number} characters, more than {CHARACTERS_PER_TOKEN} per token"
-        raise _no_room(session, words, param)
-
-
-def check_parts(session: Session, number: int, param: str) -> None:
-    """The same for the number of messages, calls and tools: each takes at least a token."""
-    if number > session.serving.max_tokens:
-        raise _no_room(session, f"{number} messages, tool calls and tools", param)
-
-
-def _no_room(session: Session, words: str, param: str) -> ApiError:
-    session.is_full = True
-    return ApiError(
-        400,
-        f"This model's maximum context length is {session.serving.max_tokens} tokens "
-        "(rollout.max_prompt_tokens + rollout.max_response_tokens). The conversation has " + words,
-        param=param,
-        code="context_length_exceeded",
-    )

@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from buffer.types import SamplingParams
@@ -155,16 +155,6 @@ SHARED = (
 )
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Delivery:
-    """How an answer is sent."""
-
-    is_streamed: bool
-    wants_usage: bool
-    """When streamed, a last chunk has the token counts."""
-    wants_logprobs: bool
-
-
 def check_shared(fields: Fields, model: str, sampling: SamplingParams) -> None:
     """Raises ApiError for fields that both endpoints do not support."""
     asked = fields.text("model")
@@ -190,18 +180,16 @@ def check_shared(fields: Fields, model: str, sampling: SamplingParams) -> None:
     fields.must_be("seed", [], "sampling is not reproducible; leave the field out")
 
 
-def read_delivery(fields: Fields, *, wants_logprobs: bool) -> Delivery:
+def read_stream(fields: Fields) -> tuple[bool, bool]:
+    """Whether the answer is streamed, and whether a last chunk then has the token counts."""
     is_streamed = fields.flag("stream", False)
     options = fields.inner("stream_options")
-    if options is not None:
-        if not is_streamed:
-            raise refuse(fields.name("stream_options"), "requires stream=true")
-        options.only("include_usage", "include_obfuscation")
-    return Delivery(
-        is_streamed=is_streamed,
-        wants_usage=options is not None and options.flag("include_usage", False),
-        wants_logprobs=wants_logprobs,
-    )
+    if options is None:
+        return is_streamed, False
+    if not is_streamed:
+        raise refuse(fields.name("stream_options"), "requires stream=true")
+    options.only("include_usage", "include_obfuscation")
+    return is_streamed, options.flag("include_usage", False)
 
 
 _ROLES = {
@@ -213,27 +201,22 @@ _ROLES = {
 }
 
 
-def read_messages(fields: Fields, key: str = "messages") -> tuple[Message, ...]:
+def read_messages(fields: Fields) -> tuple[Message, ...]:
     """The conversation so far. Raises ApiError naming the message and its error."""
     messages: list[Message] = []
     names: dict[str, str] = {}
-    for one in fields.objects(key):
+    for one in fields.objects("messages"):
         message = _read_message(one, names)
         names.update({call.call_id: call.name for call in message.tool_calls})
         messages.append(message)
     if not messages:
-        raise refuse(fields.name(key), "must be a list of at least one message")
+        raise refuse("messages", "must be a list of at least one message")
     if messages[-1].role == "assistant":
         raise refuse(
-            f"{fields.name(key)}[{len(messages) - 1}].role",
+            f"messages[{len(messages) - 1}].role",
             "the last message is the model's own; end with another role",
         )
     return tuple(messages)
-
-
-def read_tools(fields: Fields, key: str = "tools") -> tuple[ToolSpec, ...]:
-    """The tools that the model may call."""
-    return tuple(_read_tool(one) for one in fields.objects(key))
 
 
 def message_json(message: Message) -> dict[str, Any]:
@@ -282,7 +265,8 @@ def _read_message(fields: Fields, names: dict[str, str]) -> Message:
 
 def _read_content(fields: Fields) -> str | None:
     if not fields.has("content") or isinstance(fields.raw("content"), str):
-        return fields.text("content", "") if fields.has("content") else None
+        content: str | None = fields.raw("content")
+        return content
     parts: list[str] = []
     for part in fields.objects("content"):
         kind = part.text("type", "text")
@@ -292,11 +276,16 @@ def _read_content(fields: Fields) -> str | None:
     return "".join(parts)
 
 
-def _read_call(fields: Fields) -> ToolCall:
+def _read_function(fields: Fields) -> Fields:
     fields.must_be("type", ["function"], "only functions are supported")
     function = fields.inner("function")
     if function is None:
         raise refuse(fields.name("function"), "is missing")
+    return function
+
+
+def _read_call(fields: Fields) -> ToolCall:
+    function = _read_function(fields)
     text = function.text("arguments", "") or "{}"
     try:
         arguments = json.loads(text)
@@ -308,11 +297,9 @@ def _read_call(fields: Fields) -> ToolCall:
     return ToolCall(call_id=fields.text("id"), name=function.text("name"), arguments=arguments)
 
 
-def _read_tool(fields: Fields) -> ToolSpec:
-    fields.must_be("type", ["function"], "only functions are supported")
-    function = fields.inner("function")
-    if function is None:
-        raise refuse(fields.name("function"), "is missing")
+def read_tool(fields: Fields) -> ToolSpec:
+    """A tool that the model may call."""
+    function = _read_function(fields)
     parameters = function.raw("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
         raise refuse(function.name("parameters"), "must be a JSON schema of an object")

@@ -43,6 +43,8 @@ KEEP_ALIVE_S = 15.0
 """Longest silence of a stream: proxies close idle connections."""
 MODEL_NAME = "policy"
 """In requests and responses, whatever the model's folder is called."""
+CHARACTERS_PER_TOKEN = 16
+"""No tokenizer averages as many over a whole text, however long its longest tokens are."""
 NUM_REMEMBERED = 10_000
 """Closed sessions that are remembered, so that late requests get the reason."""
 
@@ -77,6 +79,12 @@ class Serving:
     grace_s: float = RETRY_GRACE_S
     """How long an answer whose client disconnected waits for a retry."""
     keep_alive_s: float = KEEP_ALIVE_S
+    vocab_size: int | None = None
+    """Tokens that the model has embeddings for; None: as many as its tokenizer has."""
+
+    @property
+    def num_embeddings(self) -> int:
+        return len(self.tokenizer) if self.vocab_size is None else self.vocab_size
 
     @property
     def max_tokens(self) -> int:
@@ -114,6 +122,15 @@ class Session:
         self._num_begun = 0
         self._num_active = 0
         self._last_active = time.monotonic()
+
+    def address(self, url: str) -> dict[str, str]:
+        """How a client reaches the model through the endpoint at `url`."""
+        return {
+            "api_key": self.key,
+            "base_url": f"{url}/v1",
+            "keyed_url": f"{url}/sessions/{self.key}/v1",
+            "model": self.serving.model,
+        }
 
     # Requests -------------------------------------------------------------------------------------
 
@@ -173,15 +190,7 @@ class Session:
             raise ApiError(410, why, code="session_over", should_retry=False)
         room = self.serving.max_tokens - len(prompt)
         if room < 1:
-            self.is_full = True
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {self.serving.max_tokens} tokens "
-                "(rollout.max_prompt_tokens + rollout.max_response_tokens). The conversation has "
-                f"{len(prompt)}, so there is no room for an answer",
-                param="messages",
-                code="context_length_exceeded",
-            )
+            raise self._no_room("messages", f"{len(prompt)}, so there is no room for an answer")
         limits = (room, max_tokens, self.serving.task.max_turn_tokens)
         max_new_tokens = min(limit for limit in limits if limit is not None)
         sample = self.request.new_sample(self._num_begun, prompt, max_new_tokens, self.clock)
@@ -191,6 +200,27 @@ class Session:
         )
         self._answers.append(answer)
         return answer
+
+    def check_size(self, param: str, num_characters: int, num_parts: int = 0) -> None:
+        """Raises ApiError for a conversation that is too long however it is tokenized. Each of its
+        parts (messages, calls, tools) takes at least a token."""
+        most = self.serving.max_tokens
+        if num_parts > most:
+            raise self._no_room(param, f"{num_parts} messages, tool calls and tools")
+        if num_characters > CHARACTERS_PER_TOKEN * most:
+            words = f"{num_characters} characters, more than {CHARACTERS_PER_TOKEN} per token"
+            raise self._no_room(param, words)
+
+    def _no_room(self, param: str, words: str) -> ApiError:
+        self.is_full = True
+        return ApiError(
+            400,
+            f"This model's maximum context length is {self.serving.max_tokens} tokens "
+            "(rollout.max_prompt_tokens + rollout.max_response_tokens). The conversation has "
+            + words,
+            param=param,
+            code="context_length_exceeded",
+        )
 
     def deliver(self, answer: Answer, messages: tuple[Message, ...]) -> bool:
         """Makes `answer` a turn, since a client receives it; `messages` include it at their end.
@@ -283,8 +313,7 @@ class SessionOver(ApiError):
     def __init__(self, closed: Closed) -> None:
         message = f"session {closed.session_id} is over: {closed.why}"
         super().__init__(410, message, code="session_over", should_retry=False)
-        self.session_id = closed.session_id
-        self.outcome = closed.outcome
+        self.closed = closed
 
 
 class Sessions:
@@ -300,8 +329,7 @@ class Sessions:
 
     def open(self, request: EpisodeRequest) -> Session:
         key = f"sk-leash-{secrets.token_urlsafe(24)}"
-        session_id = f"{request.session}-{secrets.token_hex(3)}"
-        request = replace(request, session=session_id)
+        request = replace(request, session=f"{request.session}-{secrets.token_hex(3)}")
         session = self._open[_digest(key)] = Session(key, request, self.serving)
         return session
 
@@ -373,14 +401,10 @@ class Conversations:
         return self._chat.first(messages, tools)
 
     def note(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSpec],
-        answer: Message,
-        tokens: list[int],
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], tokens: list[int]
     ) -> None:
-        """`answer` followed `messages`; `tokens` are those of both."""
-        *_, digest = _digests((*messages, answer), tools)
+        """`tokens` are those of `messages`, which end with an answer."""
+        *_, digest = _digests(messages, tools)
         self._tokens[digest] = tokens
 
 

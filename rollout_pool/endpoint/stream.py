@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,7 +20,7 @@ from configs.choices import ToolParser
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.answers import Answer
 from rollout_pool.endpoint.errors import ApiError
-from rollout_pool.endpoint.schema import Delivery
+from rollout_pool.endpoint.schema import SHARED, Fields, check_shared, read_stream
 from rollout_pool.endpoint.sessions import Session
 from rollout_pool.episodes.tokenizer import Tokenizer
 from rollout_pool.episodes.tool_calls import OPEN, PYTHON_TAG
@@ -60,7 +61,8 @@ class Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._request_id = scope["state"]["request_id"]
-        await unless_gone(receive, self._send(send))
+        with self._turn.session.activity():
+            await unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         await send(
@@ -90,17 +92,15 @@ class Stream(Response):
             return
         for choice in turn.ending(answer, sent):
             yield self._chunk(choice)
-        if turn.delivery.wants_usage:
-            yield _event(
-                {**about(turn, answer, is_chunk=True), "choices": [], "usage": usage(answer)}
-            )
+        if turn.wants_usage:
+            yield self._chunk(usage=usage(answer))
         yield b"data: [DONE]\n\n"
 
-    def _chunk(self, choice: Mapping[str, Any]) -> bytes:
+    def _chunk(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
         # Usage, if requested, is null in all chunks but the last.
-        extra = {"usage": None} if self._turn.delivery.wants_usage else {}
-        body = about(self._turn, self._answer, is_chunk=True)
-        return _event({**body, "choices": [choice], **extra})
+        extra = {"usage": usage} if self._turn.wants_usage else {}
+        body = self._turn.about(self._answer, self._turn.chunk_kind)
+        return _event({**body, "choices": choices, **extra})
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -114,11 +114,6 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | Non
         await end_tasks([working, leaving])
 
 
-async def settled(future: asyncio.Future[Any]) -> None:
-    """Waits until `future` is done; cancelling the wait does not cancel it."""
-    await asyncio.wait([future])
-
-
 async def _wait_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -128,55 +123,78 @@ def _event(body: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
-class Turn(Protocol):
-    """One request to one of the two endpoints, and how its response is written."""
+class Turn(ABC):
+    """One request to one of the two endpoints, and how its response is written.
 
-    session: Session
-    delivery: Delivery
+    Constructed from the request's fields; raises ApiError naming one that can't be served.
+    """
+
     kind: str
-    """The API's name for the object."""
+    """The API's name for the response."""
+    chunk_kind: str
+    """The same for a chunk of a stream."""
     prefix: str
     """Prefix of its id."""
+    max_tokens: int | None
+    texts: TextStream | ContentStream
 
+    def __init__(self, session: Session, fields: Fields, *allowed: str) -> None:
+        fields.only(*SHARED, *allowed)
+        check_shared(fields, session.serving.model, session.request.sampling)
+        self.session = session
+        self.is_streamed, self.wants_usage = read_stream(fields)
+        self.streamed = ""
+        """Text that was streamed."""
+
+    @abstractmethod
     def render(self) -> list[int]:
         """The prompt's tokens. Raises ApiError. May be called in a thread."""
-        ...
 
-    def begin(self, prompt: list[int], fingerprint: bytes) -> Answer:
-        """Starts the answer to a rendered `prompt`. Raises ApiError."""
-        ...
-
-    def result(self, answer: Answer) -> dict[str, Any]:
-        """The whole response; marks the answer as delivered."""
-        ...
+    @abstractmethod
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The choice of a response in one piece; marks the answer as delivered."""
 
     def opening(self) -> list[dict[str, Any]]:
         """Choices of a stream's first chunks."""
-        ...
+        return []
 
+    @abstractmethod
     def piece(self, answer: Answer, start: int) -> list[dict[str, Any]]:
         """Choices of the next chunks; tokens before `start` have been sent."""
-        ...
 
+    @abstractmethod
     def ending(self, answer: Answer, start: int) -> list[dict[str, Any]]:
         """Choices of the last chunks; marks the answer as delivered."""
-        ...
 
+    def begin(self, prompt: list[int], fingerprint: bytes) -> Answer:
+        """Starts the answer to a rendered `prompt`. Raises ApiError."""
+        return self.session.begin(prompt, self.max_tokens, fingerprint)
 
-def about(turn: Turn, answer: Answer, *, is_chunk: bool = False) -> dict[str, Any]:
-    """Fields that all responses share; `leash` holds what OpenAI's API has no field for."""
-    sample = answer.sample
-    return {
-        "id": f"{turn.prefix}-{sample.sample_id}",
-        "object": "chat.completion.chunk" if is_chunk and turn.prefix == "chatcmpl" else turn.kind,
-        "created": answer.created,
-        "model": turn.session.serving.model,
-        "leash": {
-            "session": turn.session.session_id,
-            "version_min": sample.oldest_version,
-            "version_max": max((span.version for span in sample.version_spans), default=None),
-        },
-    }
+    def feed(self, answer: Answer, *, is_end: bool) -> str:
+        """The text of the tokens that arrived since the last call."""
+        text = self.texts.feed(answer.sample.output_ids, is_end=is_end)
+        self.streamed += text
+        return text
+
+    def result(self, answer: Answer) -> dict[str, Any]:
+        """The response in one piece."""
+        choice = self.whole(answer)
+        return {**self.about(answer, self.kind), "choices": [choice], "usage": usage(answer)}
+
+    def about(self, answer: Answer, kind: str) -> dict[str, Any]:
+        """Fields that all responses share; `leash` holds what OpenAI's API has no field for."""
+        sample = answer.sample
+        return {
+            "id": f"{self.prefix}-{sample.sample_id}",
+            "object": kind,
+            "created": answer.created,
+            "model": self.session.serving.model,
+            "leash": {
+                "session": self.session.session_id,
+                "version_min": sample.oldest_version,
+                "version_max": max((span.version for span in sample.version_spans), default=None),
+            },
+        }
 
 
 def usage(answer: Answer) -> dict[str, Any]:

@@ -195,13 +195,9 @@ class WorkerParts:
             tokenizer=self._tokenizer,
             task=spec.task,
             rollout=spec.config,
-        )
-        self._endpoint = Endpoint(
-            serving,
-            host=self._host,
-            port=port + self._index if port else 0,
             vocab_size=self._vocab_size,
         )
+        self._endpoint = Endpoint(serving, host=self._host, port=port + self._index if port else 0)
         await self._endpoint.start()
         folder = Path(spec.run_dir) / "openai"
         self._endpoint.write_address(folder / f"worker-{self._index}.json")

@@ -182,6 +182,7 @@ class Scene:
         sampling=None,
         grace_s=0.3,
         keep_alive_s=15.0,
+        vocab_size=None,
         **settings,
     ):
         """`settings`: of the Endpoint."""
@@ -203,6 +204,7 @@ class Scene:
             rollout=self.rollout,
             grace_s=grace_s,
             keep_alive_s=keep_alive_s,
+            vocab_size=vocab_size,
         )
         self.endpoint = Endpoint(serving, host="127.0.0.1", admin_key=ADMIN_KEY, **settings)
         self.sessions = self.endpoint.sessions
