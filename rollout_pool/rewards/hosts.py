@@ -77,7 +77,7 @@ class RemoteScoring:
                 return await line.ask(request)
             except ConnectionError:
                 continue
-        return PartScore(value=0.0, failure="the scoring actor died")
+        return PartScore(failure="the scoring actor died")
 
     async def close(self) -> None:
         await end_tasks(self._tasks)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
-from configs.rollout_schema import RewardConfig
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.rewards.service import MAX_SCORE, RemoteFailure, RemoteService
+from rollout_pool.rewards.types import PartScore
 from rollout_pool.tasks.task import Prompt
 
 
-class HttpReward:
+class HttpReward(RemoteService):
     """The service receives
 
         {"prompt": "3 + 4 =", "index": 7, "is_held_out": false, "answer": "7",
@@ -22,14 +21,8 @@ class HttpReward:
     {"reward": 1.0, "parts": {"style": 0.3}}.
     """
 
-    def __init__(self, part: str, config: RewardConfig) -> None:
-        self._service = RemoteService(part, config)
-
-    async def score(
-        self, prompt: Prompt, episode: Episode, key: str
-    ) -> tuple[float, Mapping[str, float]]:
-        """The reward and its parts. Raises RemoteFailure."""
-        answer = await self._service.ask(
+    async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:
+        answer = await self.ask(
             {
                 "prompt": prompt.text,
                 "index": prompt.index,
@@ -46,10 +39,7 @@ class HttpReward:
         if not isinstance(parts, dict):
             raise RemoteFailure(f'its "parts" is not an object: {str(parts)[:100]!r}')
         named = {str(name): _number(value, f"parts.{name}") for name, value in parts.items()}
-        return _number(answer.get("reward"), "reward"), named
-
-    async def close(self) -> None:
-        await self._service.close()
+        return PartScore(value=_number(answer.get("reward"), "reward"), parts=named)
 
 
 def _number(value: object, what: str) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
-from configs.rollout_schema import RewardConfig
+from rollout_pool.episodes.episode import Episode
 from rollout_pool.rewards.service import MAX_SCORE, RemoteFailure, RemoteService
+from rollout_pool.rewards.types import PartScore
+from rollout_pool.tasks.task import Prompt
 
 DEFAULT_PROMPT = """\
 Judge an answer to a question.
@@ -24,30 +26,30 @@ _SCORE = re.compile(rf"score\W{{0,5}}(?:is\s+)?{_NUMBER}", re.IGNORECASE)
 _LAST = re.compile(_NUMBER)
 
 
-class Judge:
-    def __init__(self, part: str, config: RewardConfig) -> None:
-        self._service = RemoteService(part, config, "/chat/completions")
-        self._model = config.model
-        self._prompt = config.prompt or DEFAULT_PROMPT
+class Judge(RemoteService):
+    path = "/chat/completions"
 
-    @property
-    def needs_solution(self) -> bool:
-        return "{solution}" in self._prompt
-
-    async def score(self, prompt: str, answer: str, solution: str, key: str) -> float:
-        """The score in the judge's text. Raises RemoteFailure."""
-        texts = {"prompt": prompt, "answer": answer, "solution": solution}
+    async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:
+        """The score in the judge's text."""
+        template = self.config.prompt or DEFAULT_PROMPT
+        texts = {"prompt": prompt.text, "answer": episode.answer}
+        if "{solution}" in template:
+            texts["solution"] = self._solution(prompt)
         # In one pass: the model's answer may itself contain {solution}.
-        question = _PLACES.sub(lambda place: texts[place[1]], self._prompt)
+        question = _PLACES.sub(lambda place: texts[place[1]], template)
         body = {
-            "model": self._model,
+            "model": self.config.model,
             "messages": [{"role": "user", "content": question}],
             "temperature": 0.0,
         }
-        return parse_score(_content(await self._service.ask(body, key)))
+        return PartScore(value=parse_score(_content(await self.ask(body, key))))
 
-    async def close(self) -> None:
-        await self._service.close()
+    def _solution(self, prompt: Prompt) -> str:
+        try:
+            return self.task.solution(prompt)
+        except Exception as error:  # a user's task, or a data set without solutions
+            why = f"{type(error).__name__}: {error}"
+            raise RemoteFailure(f"no solution for the judge: {why}"[:500]) from error
 
 
 def parse_score(text: str) -> float:

@@ -19,7 +19,7 @@ from typing import Any, cast
 from configs.rollout_schema import TaskConfig
 from processes.child import Child, kill_group
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.rewards.types import PartScore, encode_setup
+from rollout_pool.rewards.types import PartScore, Setup
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class RewardPool:
         factory: str = DEFAULT_FACTORY,
     ) -> None:
         """`factory` ("module:function" or "file.py:function") makes the task from `config`."""
-        setup = encode_setup(factory, config, timeout_s)
+        setup = Setup(factory=factory, config=config, timeout_s=timeout_s).encode()
         self._processes = [_ScoringProcess(setup, log_path) for _ in range(num_processes)]
         self._idle: asyncio.Queue[_ScoringProcess] = asyncio.Queue()
         self._timeout_s = timeout_s
@@ -72,7 +72,7 @@ class RewardPool:
         process = await self._idle.get()
         if self._is_closed:
             self._idle.put_nowait(process)  # wakes the next waiting request
-            return PartScore(value=0.0, failure="the reward pool was closed")
+            return PartScore(failure="the reward pool was closed")
         # If the caller is cancelled the process finishes its answer; killing it would cost more.
         return await asyncio.shield(self._spawn(self._answer(process, request, came)))
 
@@ -95,7 +95,7 @@ class RewardPool:
                 return await self._ask(process, request, waited_s)
             except ConnectionError:
                 log.warning("a scoring process died during a request, attempt %d", attempt + 1)
-        return PartScore(value=0.0, failure="the scoring process died", waited_s=waited_s)
+        return PartScore(failure="the scoring process died", waited_s=waited_s)
 
     async def _ask(self, process: _ScoringProcess, request: bytes, waited_s: float) -> PartScore:
         """Returns the process to the pool or replaces it. Raises ConnectionError if it died."""
@@ -109,16 +109,16 @@ class RewardPool:
             has_answered = True
         except TimeoutError:
             failure = f"no reward within {self._timeout_s:g} s"
-            return PartScore(value=0.0, failure=failure, waited_s=waited_s)
+            return PartScore(failure=failure, waited_s=waited_s)
         except (RewardError, ValueError) as error:
-            return PartScore(value=0.0, failure=str(error), waited_s=waited_s)
+            return PartScore(failure=str(error), waited_s=waited_s)
         finally:
             if has_answered:
                 self._idle.put_nowait(process)
             elif not self._is_closed:
                 self._spawn(self._replace(process))
         if "error" in reply:
-            return PartScore(value=0.0, failure=str(reply["error"]), waited_s=waited_s)
+            return PartScore(failure=str(reply["error"]), waited_s=waited_s)
         return PartScore(value=float(reply["reward"]), waited_s=waited_s)
 
     async def _replace(self, process: _ScoringProcess) -> None:

@@ -25,7 +25,7 @@ from typing import TextIO
 from configs.choices import RewardKind
 from configs.rollout_schema import TaskConfig
 from processes.die_with_parent import die_with_parent
-from rollout_pool.rewards.types import PartRequest, decode_request, decode_setup
+from rollout_pool.rewards.types import PartRequest, Setup, decode_request
 from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.task import Task
 
@@ -66,8 +66,8 @@ def _by_tests(task: Task, setting: str, timeout_s: float) -> PartScorer:
 
 def answer(parts: dict[str, PartScorer], line: str) -> dict[str, object]:
     """The reply to one request; an error of a scorer fails only this part."""
-    request = decode_request(line)
     try:
+        request = decode_request(line)
         given = parts[request.part](request)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:500]}
@@ -85,9 +85,9 @@ def main(number: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     requests, replies = _open_socket(number)
     try:
-        factory, config, timeout_s = decode_setup(requests.readline())
-        task: Task = load_callable(factory, "task.factory")(config)
-        parts = load_parts(task, config, timeout_s)
+        setup = Setup.decode(requests.readline())
+        task: Task = load_callable(setup.factory, "task.factory")(setup.config)
+        parts = load_parts(task, setup.config, setup.timeout_s)
     except (ValueError, RuntimeError) as error:
         _write(replies, {"error": str(error)})
         return

@@ -11,40 +11,25 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-from buffer.types import FloatArray
 from configs.choices import RewardKind
 from configs.rollout_schema import RewardConfig, TaskConfig
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.rewards.http import HttpReward
 from rollout_pool.rewards.judge import Judge
-from rollout_pool.rewards.service import RemoteFailure
+from rollout_pool.rewards.service import RemoteFailure, RemoteService
 from rollout_pool.rewards.teacher import Teacher
-from rollout_pool.rewards.types import Score, ScoringPool, encode_request
+from rollout_pool.rewards.types import Columns, PartScore, Score, ScoringPool, encode_request
 from rollout_pool.tasks.task import Prompt, Task
 
 log = logging.getLogger(__name__)
 
 IN_PROCESS = (RewardKind.task, RewardKind.function, RewardKind.code_tests)
-_SERVICES: dict[RewardKind, type[HttpReward | Judge | Teacher]] = {
+_SERVICES: dict[RewardKind, type[RemoteService]] = {
     RewardKind.http: HttpReward,
     RewardKind.judge: Judge,
     RewardKind.teacher: Teacher,
 }
-Columns = tuple[Mapping[str, FloatArray], ...]
-
-
-@dataclass(kw_only=True, slots=True)
-class _Part:
-    """The result of one part."""
-
-    value: float = 0.0
-    failure: str | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """Further named numbers."""
-    columns: Columns = ()
 
 
 def needs_processes(config: TaskConfig) -> bool:
@@ -58,7 +43,6 @@ class EpisodeScorer:
     def __init__(self, config: TaskConfig, *, task: Task, pool: ScoringPool) -> None:
         """`pool` is not closed by `close`. Raises ValueError naming the setting at fault."""
         self._rewards = config.rewards
-        self._task = task
         self._pool = pool
         teachers = [n for n, r in config.rewards.items() if r.kind is RewardKind.teacher]
         if len(teachers) > 1:
@@ -67,7 +51,7 @@ class EpisodeScorer:
                 "has one column of teacher log-probabilities; remove one of them"
             )
         self._services = {
-            name: _SERVICES[reward.kind](name, reward)
+            name: _SERVICES[reward.kind](name, reward, task)
             for name, reward in config.rewards.items()
             if reward.kind in _SERVICES
         }
@@ -111,24 +95,24 @@ class EpisodeScorer:
 
     async def _part(
         self, name: str, reward: RewardConfig, prompt: Prompt, episode: Episode
-    ) -> _Part:
+    ) -> PartScore:
         if reward.kind is RewardKind.env:
             if episode.env_reward is None:
-                return _Part(failure="the environment gave no reward")
-            return _Part(value=episode.env_reward)
+                return PartScore(failure="the environment gave no reward")
+            return PartScore(value=episode.env_reward)
         if reward.kind in IN_PROCESS:
             return await self._in_process(name, reward, prompt, episode)
         try:
-            return await self._at_service(name, prompt, episode)
+            return await self._services[name].score(prompt, episode, secrets.token_hex(16))
         except RemoteFailure as error:
-            return _Part(failure=str(error))
+            return PartScore(failure=str(error))
         except Exception as error:  # must not fail other episodes
             log.warning("prompt %d: %s", prompt.index, name, exc_info=error)
-            return _Part(failure=f"{type(error).__name__}: {error}"[:500])
+            return PartScore(failure=f"{type(error).__name__}: {error}"[:500])
 
     async def _in_process(
         self, name: str, reward: RewardConfig, prompt: Prompt, episode: Episode
-    ) -> _Part:
+    ) -> PartScore:
         request = encode_request(
             name if name in self._rewards else "",
             prompt,
@@ -138,26 +122,7 @@ class EpisodeScorer:
         came = time.monotonic()
         score = await self._pool.score(request)
         self._queue.add(came, came + score.waited_s)
-        return _Part(value=score.value, failure=score.failure)
-
-    async def _at_service(self, name: str, prompt: Prompt, episode: Episode) -> _Part:
-        key = secrets.token_hex(16)
-        match self._services[name]:
-            case HttpReward() as service:
-                value, parts = await service.score(prompt, episode, key)
-                return _Part(value=value, parts=parts)
-            case Judge() as judge:
-                solution = self._solution(prompt) if judge.needs_solution else ""
-                return _Part(value=await judge.score(prompt.text, episode.answer, solution, key))
-            case Teacher() as teacher:
-                return _Part(columns=tuple(await teacher.columns(episode.branches, key)))
-
-    def _solution(self, prompt: Prompt) -> str:
-        try:
-            return self._task.solution(prompt)
-        except Exception as error:  # a user's task, or a data set without solutions
-            why = f"{type(error).__name__}: {error}"
-            raise RemoteFailure(f"no solution for the judge: {why}"[:500]) from error
+        return score
 
     async def close(self) -> None:
         await asyncio.gather(*(service.close() for service in self._services.values()))

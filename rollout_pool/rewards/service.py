@@ -7,14 +7,18 @@ import json
 import os
 import random
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
 from configs.rollout_schema import RewardConfig
+from rollout_pool.episodes.episode import Episode
+from rollout_pool.rewards.types import PartScore
+from rollout_pool.tasks.task import Prompt, Task
 
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
@@ -56,21 +60,20 @@ class Spacing:
         await asyncio.sleep(mine - now)
 
 
-class RemoteService:
+class RemoteService(ABC):
     """The service of one reward part. Used in one event loop."""
 
-    def __init__(self, part: str, config: RewardConfig, path: str = "") -> None:
-        """`path` is appended to the configured URL. Raises ValueError if the key is missing."""
+    path: ClassVar[str] = ""
+    """Appended to the configured URL."""
+
+    def __init__(self, part: str, config: RewardConfig, task: Task) -> None:
+        """Raises ValueError if the key is missing."""
         assert config.url is not None, part
-        self._url = config.url.rstrip("/") + path if path else config.url
+        self.config = config
+        self.task = task
+        self._url = config.url.rstrip("/") + self.path if self.path else config.url
         self._name = _without_secrets(self._url)
-        if not self._url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"task.rewards.{part}.url={self._name!r}: must begin with http:// or https://"
-            )
         self._key = _key(part, config.api_key_env)
-        self._max_retries = config.max_retries
-        self._timeout_s = config.timeout_s
         self._spacing = Spacing(config.max_per_second)
         self._room = asyncio.Semaphore(MAX_AT_ONCE)
         self._client = httpx.AsyncClient(
@@ -80,17 +83,21 @@ class RemoteService:
             trust_env=False,  # no proxy to the cluster's own services
         )
 
+    @abstractmethod
+    async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:
+        """`key` identifies the call, for the service. Raises RemoteFailure."""
+
     async def ask(self, body: Mapping[str, Any], key: str) -> dict[str, Any]:
         """The service's answer, a JSON object. `key` is the same for all attempts, so that the
         service can recognise a retry. Raises RemoteFailure."""
         content = json.dumps(body).encode()
         async with self._room:
-            for attempt in range(self._max_retries + 1):
+            for attempt in range(self.config.max_retries + 1):
                 await self._spacing.wait()
                 try:
                     return await self._attempt(content, key)
                 except _Refused as error:
-                    if attempt == self._max_retries:
+                    if attempt == self.config.max_retries:
                         tries = f"{attempt + 1} attempts" if attempt else "1 attempt"
                         raise RemoteFailure(f"{self._name}: {error} ({tries})") from error
                     await asyncio.sleep(_pause_s(attempt, error.pause_s))
@@ -104,14 +111,14 @@ class RemoteService:
         request = self._client.build_request("POST", self._url, content=content, headers=headers)
         try:
             # httpx limits each read only, which a slow trickle never exceeds.
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.config.timeout_s):
                 response = await self._client.send(request, stream=True)
                 try:
                     answer = await _read(response)
                 finally:
                     await response.aclose()
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise _Refused(f"no answer within {self._timeout_s:g} s") from error
+            raise _Refused(f"no answer within {self.config.timeout_s:g} s") from error
         except httpx.HTTPError as error:
             raise _Refused(f"{type(error).__name__}: {error}") from error
         return self._checked(response, answer)

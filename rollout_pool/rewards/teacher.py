@@ -13,41 +13,37 @@ The teacher must have the student's vocabulary: tokens are sent as ids.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import numpy as np
 
 from buffer.types import FloatArray
-from configs.rollout_schema import RewardConfig
-from rollout_pool.episodes.episode import Branch
+from rollout_pool.episodes.episode import Episode
 from rollout_pool.rewards.service import RemoteFailure, RemoteService
+from rollout_pool.rewards.types import PartScore
+from rollout_pool.tasks.task import Prompt
 
 COLUMN = "teacher_logprobs"
 
 
-class Teacher:
-    def __init__(self, part: str, config: RewardConfig) -> None:
-        self._service = RemoteService(part, config, "/completions")
-        self._model = config.model
+class Teacher(RemoteService):
+    path = "/completions"
 
-    async def columns(self, branches: Sequence[Branch], key: str) -> list[dict[str, FloatArray]]:
-        """One [T] column for each branch, 0 at its first token. Raises RemoteFailure."""
-        columns = (self._ask(b.tokens, f"{key}-{place}") for place, b in enumerate(branches))
-        return [{COLUMN: column} for column in await asyncio.gather(*columns)]
+    async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:
+        """One [T] column for each branch, 0 at its first token."""
+        tokens = [branch.tokens for branch in episode.branches]
+        columns = (self._column(one, f"{key}-{place}") for place, one in enumerate(tokens))
+        return PartScore(columns=tuple({COLUMN: c} for c in await asyncio.gather(*columns)))
 
-    async def close(self) -> None:
-        await self._service.close()
-
-    async def _ask(self, tokens: list[int], key: str) -> FloatArray:
+    async def _column(self, tokens: list[int], key: str) -> FloatArray:
         body = {
-            "model": self._model,
+            "model": self.config.model,
             "prompt": tokens,
             "max_tokens": 1,
             "temperature": 1.0,
             "echo": True,
             "logprobs": 1,
         }
-        return read_logprobs(await self._service.ask(body, key), len(tokens))
+        return read_logprobs(await self.ask(body, key), len(tokens))
 
 
 def read_logprobs(answer: dict[str, object], num_tokens: int) -> FloatArray:

@@ -10,14 +10,17 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
+
+from msgspec import convert
 
 from buffer.types import FloatArray
-from configs.choices import RewardKind, TaskKind, ToolParser
-from configs.rollout_schema import RewardConfig, TaskConfig
-from rollout_pool.episodes.env import Message, ToolCall
+from configs.rollout_schema import TaskConfig
+from rollout_pool.episodes.env import Message
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.tasks.task import Prompt
+
+Columns = tuple[Mapping[str, FloatArray], ...]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
@@ -33,7 +36,7 @@ class Score:
     is_unscored: bool = False
     """A service that the reward needs gave no usable answer: the reward is unknown and must not be
     trained on. If the completion is at fault (scorer crash, timeout), the part is 0."""
-    columns: tuple[Mapping[str, FloatArray], ...] = ()
+    columns: Columns = ()
     """Further per-token columns of each branch, such as a teacher's log-probabilities."""
 
     @property
@@ -50,14 +53,18 @@ class Scorer(Protocol):
         ...
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class PartScore:
-    """If there is a `failure`, `value` is 0."""
+    """The result of one part. If there is a `failure`, `value` is 0."""
 
-    value: float
+    value: float = 0.0
     failure: str | None = None
     waited_s: float = 0.0
     """Time until a scoring process was free."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Further named numbers from a service."""
+    columns: Columns = ()
+    """See Score."""
 
 
 class ScoringPool(Protocol):
@@ -100,52 +107,37 @@ class PartRequest:
 
 def encode_request(part: str, prompt: Prompt, episode: Episode, *, with_messages: bool) -> bytes:
     """One line of JSON. Without messages the scorer sees only the answer."""
-    return json.dumps(
-        {
-            "part": part,
-            "prompt": dataclasses.asdict(prompt),
-            "answer": episode.answer,
-            "num_turns": episode.num_turns,
-            "env_reward": episode.env_reward,
-            "end": episode.end,
-            "messages": [dataclasses.asdict(m) for m in episode.messages if with_messages],
-        }
-    ).encode()
+    view = EpisodeView(
+        messages=episode.messages if with_messages else (),
+        answer=episode.answer,
+        num_turns=episode.num_turns,
+        env_reward=episode.env_reward,
+        end=episode.end,
+    )
+    return _encode(PartRequest(part=part, prompt=prompt, episode=view))
 
 
 def decode_request(line: str) -> PartRequest:
-    fields: dict[str, Any] = json.loads(line)
-    return PartRequest(
-        part=fields["part"],
-        prompt=Prompt(**fields["prompt"]),
-        episode=EpisodeView(
-            messages=tuple(_message(message) for message in fields["messages"]),
-            answer=fields["answer"],
-            num_turns=fields["num_turns"],
-            env_reward=fields["env_reward"],
-            end=fields["end"],
-        ),
-    )
+    return convert(json.loads(line), PartRequest)
 
 
-def _message(fields: dict[str, Any]) -> Message:
-    calls = tuple(ToolCall(**call) for call in fields.pop("tool_calls"))
-    return Message(**fields, tool_calls=calls)
-
-
-def encode_setup(factory: str, config: TaskConfig, timeout_s: float) -> bytes:
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Setup:
     """The first line that a process reads."""
-    setup = {"factory": factory, "config": dataclasses.asdict(config), "timeout_s": timeout_s}
-    return json.dumps(setup, default=lambda choice: choice.name).encode()
+
+    factory: str
+    config: TaskConfig
+    timeout_s: float
+    """For one part."""
+
+    def encode(self) -> bytes:
+        return _encode(self)
+
+    @staticmethod
+    def decode(line: str) -> Setup:
+        return convert(json.loads(line), Setup)
 
 
-def decode_setup(line: str) -> tuple[str, TaskConfig, float]:
-    setup = json.loads(line)
-    fields = setup["config"]
-    rewards = {
-        name: RewardConfig(**{**reward, "kind": RewardKind[reward["kind"]]})
-        for name, reward in fields.pop("rewards").items()
-    }
-    kind, parser = TaskKind[fields.pop("kind")], ToolParser[fields.pop("tool_parser")]
-    config = TaskConfig(**fields, kind=kind, tool_parser=parser, rewards=rewards)
-    return setup["factory"], config, setup["timeout_s"]
+def _encode(value: PartRequest | Setup) -> bytes:
+    # The standard library's, which can spell the lone surrogates of a model's text.
+    return json.dumps(dataclasses.asdict(value), default=lambda choice: choice.value).encode()

@@ -7,7 +7,9 @@ import os
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from email.utils import formatdate
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -103,16 +105,23 @@ def service(server):
     return server
 
 
+class Solved:
+    """A task that knows one solution."""
+
+    def solution(self, prompt: Prompt) -> str:
+        return "S7"
+
+
 @pytest.fixture
-async def reward(service):
-    """Makes an HttpReward of the service; each is closed."""
+async def make(service):
+    """Makes the client of a service; each is closed."""
     made = []
 
-    def make(url=None, **settings) -> HttpReward:
+    def make(kind: type[RemoteService], path: str = "", **settings) -> RemoteService:
         config = RewardConfig(
-            kind=RewardKind.http, url=url or service.url + "/score", **{"timeout_s": 5, **settings}
+            kind=KINDS[kind], **{"url": service.url + path, "timeout_s": 5, **settings}
         )
-        made.append(HttpReward("mine", config))
+        made.append(kind("mine", config, Solved()))
         return made[-1]
 
     yield make
@@ -120,22 +129,31 @@ async def reward(service):
         await one.close()
 
 
+KINDS = {HttpReward: RewardKind.http, Judge: RewardKind.judge, Teacher: RewardKind.teacher}
+
+
+@pytest.fixture
+def reward(make):
+    return partial(make, HttpReward, "/score")
+
+
 # Calls -------------------------------------------------------------------------------------------
 
 
 async def test_service_is_sent_the_episode_and_gives_reward_and_parts(service, reward):
     service.replies = [{"reward": 0.5, "parts": {"style": 1, "length": -2.0}}]
-    assert await reward().score(PROMPT, EPISODE, "k1") == (0.5, {"style": 1.0, "length": -2.0})
+    score = await reward().score(PROMPT, EPISODE, "k1")
+    assert (score.value, score.parts) == (0.5, {"style": 1.0, "length": -2.0})
     [body] = service.bodies
     assert (body["prompt"], body["index"], body["answer"]) == ("3 + 4 =", 7, "7")
     assert [message["role"] for message in body["messages"]] == ["user", "assistant"]
     assert service.paths == ["/score"]
 
 
-@pytest.mark.parametrize("status", [429, 500, 503, 408])
-async def test_transient_failure_is_retried_with_the_same_key(service, reward, status):
-    service.replies = [status, status, {"reward": 1.0}]
-    assert await reward().score(PROMPT, EPISODE, "k1") == (1.0, {})
+@pytest.mark.parametrize("statuses", [(429, 500), (503, 408)])
+async def test_transient_failure_is_retried_with_the_same_key(service, reward, statuses):
+    service.replies = [*statuses, {"reward": 1.0}]
+    assert (await reward().score(PROMPT, EPISODE, "k1")).value == 1.0
     assert [headers["idempotency-key"] for headers in service.headers] == ["k1"] * 3
     assert service.bodies[0] == service.bodies[2]
     assert service.times[2] - service.times[1] > (service.times[1] - service.times[0]) / 3 > 0.05
@@ -265,22 +283,19 @@ async def test_impossible_settings_are_refused_at_once(reward):
 async def test_proxy_of_the_environment_is_ignored(service, reward):
     os.environ["http_proxy"] = "http://127.0.0.1:9"
     try:
-        assert await reward().score(PROMPT, EPISODE, "k") == (1.0, {})
+        assert (await reward().score(PROMPT, EPISODE, "k1")).value == 1.0
     finally:
         del os.environ["http_proxy"]
 
 
-async def test_cancelled_call_leaves_nothing_behind(service):
+async def test_cancelled_call_leaves_nothing_behind(service, reward):
     service.delay_s = 30
-    config = RewardConfig(kind=RewardKind.http, url=service.url, timeout_s=60)
-    one = RemoteService("mine", config)
-    asking = asyncio.create_task(one.ask({}, "k"))
+    asking = asyncio.create_task(reward(timeout_s=60).score(PROMPT, EPISODE, "k"))
     while not service.bodies:
         await asyncio.sleep(0.01)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    await one.close()
 
 
 # Judge -------------------------------------------------------------------------------------------
@@ -291,38 +306,29 @@ def says(text: str) -> dict:
 
 
 @pytest.fixture
-async def judge(service):
-    made = []
-
-    def make(**settings) -> Judge:
-        config = RewardConfig(
-            kind=RewardKind.judge, url=service.url + "/v1/", model="m", timeout_s=5, **settings
-        )
-        made.append(Judge("mine", config))
-        return made[-1]
-
-    yield make
-    for one in made:
-        await one.close()
+def judge(make):
+    return partial(make, Judge, "/v1/", model="m")
 
 
 async def test_judge_gets_the_configured_prompt(service, judge):
     service.replies = [says("Nearly. Score: 0.75")]
     one = judge(prompt="Q {prompt} A {answer} S {solution} {other}")
-    assert one.needs_solution
-    assert await one.score("3+4 {answer}", "{solution}", "7", "k") == 0.75
+    prompt = replace(PROMPT, text="3+4 {answer}")
+    answered = Message(role="assistant", content="{solution}")
+    score = await one.score(prompt, replace(EPISODE, messages=(answered,)), "k")
+    assert score.value == 0.75
     [body] = service.bodies
     assert service.paths == ["/v1/chat/completions"] and body["model"] == "m"
     [message] = body["messages"]
-    assert message == {"role": "user", "content": "Q 3+4 {answer} A {solution} S 7 {other}"}
+    assert message == {"role": "user", "content": "Q 3+4 {answer} A {solution} S S7 {other}"}
 
 
 async def test_judge_prompt_defaults_to_a_score_from_0_to_1(service, judge):
     service.replies = [says("Fine.\n\nScore: 1")]
-    assert not judge().needs_solution
-    assert await judge().score("QUESTION", "ANSWER", "", "k") == 1.0
+    assert (await judge().score(PROMPT, EPISODE, "k")).value == 1.0
     content = service.bodies[0]["messages"][0]["content"]
-    assert "QUESTION" in content and "ANSWER" in content and "from 0 (useless) to 1" in content
+    assert "Question:\n3 + 4 =" in content and "Answer:\n7" in content and "S7" not in content
+    assert "from 0 (useless) to 1" in content
 
 
 @pytest.mark.parametrize(
@@ -349,7 +355,7 @@ def test_judgement_becomes_a_number(text, score):
 async def test_judge_without_a_score_is_reported(service, judge, reply):
     service.replies = [reply]
     with pytest.raises(RemoteFailure, match="the judge"):
-        await judge().score("q", "a", "", "k")
+        await judge().score(PROMPT, EPISODE, "k")
 
 
 # Teacher -----------------------------------------------------------------------------------------
@@ -370,30 +376,29 @@ def echo(body: dict) -> dict:
     return {"choices": [{"logprobs": {"tokens": texts, "token_logprobs": logprobs + sampled}}]}
 
 
-def branch(tokens: list[int]) -> Branch:
-    return Branch(
-        tokens=tokens,
-        loss_mask=[0] * len(tokens),
-        logprobs=[0.0] * len(tokens),
-        version_spans=[],
-        prompt_length=1,
-        finish_reason="stop",
-    )
+def episode_of(*branches: list[int]) -> Episode:
+    made = [
+        Branch(
+            tokens=tokens,
+            loss_mask=[0] * len(tokens),
+            logprobs=[0.0] * len(tokens),
+            version_spans=[],
+            prompt_length=1,
+            finish_reason="stop",
+        )
+        for tokens in branches
+    ]
+    return replace(EPISODE, branches=made)
 
 
 @pytest.fixture
-async def teacher(service):
-    config = RewardConfig(
-        kind=RewardKind.teacher, url=service.url + "/v1", model="big", timeout_s=5, max_retries=1
-    )
-    teacher = Teacher("mine", config)
-    yield teacher
-    await teacher.close()
+def teacher(make):
+    return make(Teacher, "/v1", model="big", max_retries=1)
 
 
 async def test_each_token_gets_the_teachers_log_probability_given_those_before(service, teacher):
     service.replies = [echo]
-    first, second = await teacher.columns([branch([5, 6, 7, 10]), branch([3])], "k")
+    first, second = (await teacher.score(PROMPT, episode_of([5, 6, 7, 10], [3]), "k")).columns
     column = first["teacher_logprobs"]
     assert column.dtype == np.float32 and column.shape == (4,)
     expected = [0.0, logprob_of(6, 5), logprob_of(7, 6), logprob_of(10, 7)]
@@ -424,4 +429,4 @@ async def test_incomplete_teacher_answer_is_reported(service, teacher, change, m
 
     service.replies = [reply]
     with pytest.raises(RemoteFailure, match=message):
-        await teacher.columns([branch([5, 6, 7])], "k")
+        await teacher.score(PROMPT, episode_of([5, 6, 7]), "k")

@@ -16,13 +16,7 @@ from rollout_pool.episodes.env import Message, ToolCall
 from rollout_pool.episodes.episode import Branch, Episode
 from rollout_pool.rewards.hosts import MAX_BATCH, Answers, RayScorer, RemoteScoring, ScorerActor
 from rollout_pool.rewards.scorer import EpisodeScorer, WaitMeter, needs_processes
-from rollout_pool.rewards.types import (
-    PartScore,
-    decode_request,
-    decode_setup,
-    encode_request,
-    encode_setup,
-)
+from rollout_pool.rewards.types import PartScore, Setup, decode_request, encode_request
 from rollout_pool.tasks.task import Prompt
 
 PROMPT = Prompt(index=3, is_held_out=False, text="?")
@@ -200,7 +194,8 @@ def test_request_arrives_as_it_was_sent():
 def test_setup_arrives_as_it_was_sent():
     rewards = {"tests": RewardConfig(kind=RewardKind.code_tests, weight=0.5)}
     config = TaskConfig(rewards=rewards, tools=["python"], params={"a": [1]})
-    assert decode_setup(encode_setup("a:b", config, 1.5).decode()) == ("a:b", config, 1.5)
+    setup = Setup(factory="a:b", config=config, timeout_s=1.5)
+    assert Setup.decode(setup.encode().decode()) == setup
 
 
 # Several hosts -----------------------------------------------------------------------------------
