@@ -114,11 +114,12 @@ class _Api:
             for prefix in ("", "/sessions/{key}")
             for page, endpoint, method in pages
         ]
-        routes += [
-            Route("/health", self.health, methods=["GET"]),
-            Route("/groups", self.open_group, methods=["POST"]),
-            Route("/sessions/{session_id}/reward", self.reward, methods=["POST"]),
-        ]
+        for page, endpoint, method in (
+            ("health", self.health, "GET"),
+            ("groups", self.open_group, "POST"),
+            ("sessions/{session_id}/reward", self.reward, "POST"),
+        ):
+            routes.append(Route(f"/{page}", endpoint, methods=[method]))
         handlers: dict[Any, Any] = {
             ApiError: _refused,
             HTTPException: _http_error,

@@ -95,6 +95,8 @@ class SandboxResult:
     """A key of REASONS; None if it succeeded. Best effort: a program that catches the error of a
     limit may succeed or end for another reason."""
     seconds: float
+    layers: tuple[str, ...]
+    """What the machine was protected by; empty if it was killed before it started."""
     tried: tuple[str, ...] = ()
     """Denied actions that it tried ("network", "processes"), even if it continued."""
     held: bool = False
@@ -126,14 +128,12 @@ async def run_python(
     running anything, if the rest are too few.
     """
     async with _turn():
-        result, _ = await _Run(limits).run(code, stdin, without, statements)
-    return result
+        return await _Run(limits).run(code, stdin, without, statements)
 
 
 async def protections(without: Collection[str] = ()) -> tuple[str, ...]:
     """The layers in force on this machine. Raises SandboxError if they are too few."""
-    _, layers = await _Run(SandboxLimits()).run("", "", without)
-    return layers
+    return (await _Run(SandboxLimits()).run("", "", without)).layers
 
 
 def cost_of_missing(layers: Collection[str]) -> str | None:
@@ -161,7 +161,7 @@ class _Run:
 
     async def run(
         self, code: str, stdin: str, without: Collection[str], statements: str | None = None
-    ) -> tuple[SandboxResult, tuple[str, ...]]:
+    ) -> SandboxResult:
         with contextlib.ExitStack() as stack:
             request = Request(
                 code=code,
@@ -183,8 +183,17 @@ class _Run:
                 await self._end()
             seconds = time.perf_counter() - started
             notes, ending = _notes(_read_pipe(notes_read)), _read_pipe(ending_read)
-        layers = _layers(notes, self._killed_for, stderr)
-        return self._result(stdout, stderr, seconds, notes, ending), layers
+        exit_code, cpu_s, held = ending.split() if ending else (-signal.SIGKILL, 0.0, 0)
+        return SandboxResult(
+            stdout=stdout,
+            stderr=stderr,
+            exit_code=int(exit_code),
+            reason=self._killed_for or self._reason(int(exit_code), float(cpu_s), notes),
+            seconds=seconds,
+            layers=_layers(notes, self._killed_for, stderr),
+            tried=tuple(value for kind, value in notes if kind == "tried"),
+            held=bool(int(held)),
+        )
 
     async def _start(self, *descriptors: int) -> None:
         self._process = await asyncio.create_subprocess_exec(
@@ -215,10 +224,7 @@ class _Run:
         ]
         try:
             if not await _all_end(ending, self._limits.wall_time_s):
-                self._kill("wall_time")
-                if not await _all_end(ending, _KILL_AGAIN_S):
-                    self._kill_group()
-                    await _all_end(ending, _END_TIMEOUT_S)
+                await self._force_end(ending)
         finally:
             await end_tasks([writing, *ending])
         return printed[0].decode("utf-8", "replace"), printed[1].decode("utf-8", "replace")
@@ -248,44 +254,26 @@ class _Run:
                 with contextlib.suppress(ProcessLookupError):
                     self._process.send_signal(signal.SIGTERM)
 
-    def _kill_group(self) -> None:
+    async def _force_end(self, ending: Collection[asyncio.Task[Any]]) -> None:
         assert self._process is not None
+        self._kill("wall_time")
+        if await _all_end(ending, _KILL_AGAIN_S):
+            return
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+        if not await _all_end(ending, _END_TIMEOUT_S):
+            log.error("a killed program is stuck in the kernel: %d", self._process.pid)
 
     async def _end(self) -> None:
         """Ends all processes in any case."""
         if self._process is None or self._process.returncode is not None:
             return
-        self._kill("wall_time")
         ending = [asyncio.create_task(self._process.wait())]
         try:
-            if not await _all_end(ending, _KILL_AGAIN_S):
-                self._kill_group()
-                if not await _all_end(ending, _END_TIMEOUT_S):
-                    log.error("a killed program is stuck in the kernel: %d", self._process.pid)
+            await self._force_end(ending)
         finally:
             await end_tasks(ending)
-
-    def _result(
-        self,
-        stdout: str,
-        stderr: str,
-        seconds: float,
-        notes: _Notes,
-        ending: str,
-    ) -> SandboxResult:
-        code, cpu_s, held = ending.split() if ending else (-signal.SIGKILL, 0.0, 0)
-        return SandboxResult(
-            stdout=stdout,
-            stderr=stderr,
-            exit_code=int(code),
-            reason=self._killed_for or self._reason(int(code), float(cpu_s), notes),
-            seconds=seconds,
-            tried=tuple(value for kind, value in notes if kind == "tried"),
-            held=bool(int(held)),
-        )
 
     def _reason(self, exit_code: int, cpu_s: float, notes: _Notes) -> str | None:
         if exit_code == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -53,12 +54,11 @@ async def test_program_that_ends_before_its_test_has_not_passed(trick):
 
 
 async def test_endless_program_is_not_given_all_its_tests():
-    tests = [ProgramTest(input="1", output="1")] * 50
-    started = time.perf_counter()
-    limits = SandboxLimits(cpu_time_s=1, wall_time_s=30.0)
-    verdict = await judge("while True: pass", tests, limits)
-    assert time.perf_counter() - started < 60
-    assert verdict.share == 0.0 and "CPU time" in verdict.explanation
+    tests = [ProgramTest(input="1", output="1")] * 200
+    limits = SandboxLimits(wall_time_s=0.3)
+    async with asyncio.timeout(30):
+        verdict = await judge("import time\ntime.sleep(60)", tests, limits)
+    assert verdict.share == 0.0 and "it took too long" in verdict.explanation
 
 
 # Programs without a solution ----------------------------------------------------------------------
@@ -249,15 +249,27 @@ def f(x): return 0
     ],
 )
 async def test_rigged_program_does_not_pass_its_statements(rig):
-    tests = [
-        STATEMENT,
-        "assert all(map(lambda x: f(x) == 9407, [20]))",
-        "assert 9407 in f(20)",
-        "assert math.isclose(f(20), 9407)",
-        "import unittest\nunittest.TestCase().assertEqual(f(20), 9407)",
-    ]
-    verdict = await judge(rig, [ProgramTest(statements=test) for test in tests])
+    verdict = await judge(rig, [ProgramTest(statements=ANY_OF_SEVERAL)])
     assert verdict.num_passed == 0 and verdict.explanation.startswith("test 1: ")
+
+
+ANY_OF_SEVERAL = """
+import unittest
+num_passed = 0
+for test in (
+    lambda: f(20) == 9407,
+    lambda: all(map(lambda x: f(x) == 9407, [20])),
+    lambda: 9407 in f(20),
+    lambda: math.isclose(f(20), 9407),
+    lambda: unittest.TestCase().assertEqual(f(20), 9407) is None,
+):
+    try:
+        assert test()
+        num_passed += 1
+    except Exception:
+        pass
+assert num_passed
+"""
 
 
 @pytest.mark.parametrize("without", [(), ("landlock",), ("namespaces",)])

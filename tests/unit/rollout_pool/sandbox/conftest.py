@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -31,6 +32,33 @@ def run(request):
         return await run_python(code, **{"limits": QUICK, "without": request.param, **options})
 
     return run
+
+
+ATTEMPTS = """
+errors = []
+for code in {codes!r}:
+    try:
+        exec(code, {{}})
+    except BaseException as error:
+        errors.append(error)
+        print(type(error).__name__)
+    else:
+        print("DONE", code)
+raise errors[0]
+"""
+
+
+@pytest.fixture
+def attempt(run):
+    """Runs one program that tries each of several things; each must fail by an error."""
+
+    async def attempt(codes: Sequence[str]) -> SandboxResult:
+        result = await run(ATTEMPTS.format(codes=codes))
+        assert len(result.stdout.splitlines()) == len(codes) and "DONE" not in result.stdout
+        assert result.exit_code == 1 and "Error" in result.stderr
+        return result
+
+    return attempt
 
 
 @pytest.fixture

@@ -39,24 +39,21 @@ def listener():
     server.close()
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import socket; socket.create_connection(('127.0.0.1', PORT), 2)",
-        "import urllib.request as u; u.urlopen('http://127.0.0.1:PORT/')",
-        "import socket; s = socket.socket(); s.connect(('127.0.0.1', PORT))",
-        "import socket; s = socket.socket(fileno=0); s.connect(('127.0.0.1', PORT))",
-        "import socket; socket.getaddrinfo('example.com', 80)",
-        "import socket; socket.socket(socket.AF_UNIX); socket.create_server(('', 0))",
-        "import socket as s; s.socket(s.AF_INET, s.SOCK_DGRAM).sendto(b'', ('1.1.1.1', 53))",
-    ],
-)
-async def test_network_is_unreachable(run, listener, code):
+CONNECTS = [
+    "import socket; socket.create_connection(('127.0.0.1', PORT), 2)",
+    "import urllib.request as u; u.urlopen('http://127.0.0.1:PORT/')",
+    "import socket; s = socket.socket(); s.connect(('127.0.0.1', PORT))",
+    "import socket; s = socket.socket(fileno=0); s.connect(('127.0.0.1', PORT))",
+    "import socket; socket.getaddrinfo('example.com', 80)",
+    "import socket; socket.socket(socket.AF_UNIX); socket.create_server(('', 0))",
+    "import socket as s; s.socket(s.AF_INET, s.SOCK_DGRAM).sendto(b'', ('1.1.1.1', 53))",
+]
+
+
+async def test_network_is_unreachable(attempt, listener):
     port, came = listener
-    result = await run(code.replace("PORT", str(port)))
-    assert result.exit_code == 1
-    assert result.reason in ("network", "exit") and "error" in result.stderr.lower()
-    assert came == []
+    result = await attempt([code.replace("PORT", str(port)) for code in CONNECTS])
+    assert result.reason == "network" and came == []
 
 
 async def test_network_attempt_is_reported_even_if_the_program_continues(run):
@@ -79,16 +76,15 @@ def mailbox(secret):
     server.close()
 
 
-@pytest.mark.parametrize("kind", ["SOCK_DGRAM", "SOCK_SEQPACKET", "SOCK_RAW"])
-async def test_socket_pair_cannot_send_to_other_sockets(run, mailbox, kind):
+async def test_socket_pair_cannot_send_to_other_sockets(attempt, mailbox):
     server, path = mailbox
-    code = f"""
+    code = """
 import socket
 one, other = socket.socketpair(socket.AF_UNIX, socket.{kind})
 one.sendto(b"forged", "{path}")
 """
-    result = await run(code)
-    assert result.exit_code == 1 and "Error" in result.stderr
+    kinds = ("SOCK_DGRAM", "SOCK_SEQPACKET", "SOCK_RAW")
+    await attempt([code.format(kind=kind, path=path) for kind in kinds])
     with pytest.raises(BlockingIOError):
         server.recv(100)
 
@@ -128,29 +124,29 @@ def secret(tmp_path):
     return path
 
 
+def naming(secret, code):
+    return code.replace("SECRET", str(secret)).replace("FOLDER", str(secret.parent))
+
+
 READS = [
     "print(open('SECRET').read())",
-    "import os; os.symlink('SECRET', '/tmp/link'); print(open('/tmp/link').read())",
-    "import os; os.link('SECRET', '/tmp/link'); print(open('/tmp/link').read())",
+    "import os; os.symlink('SECRET', '/tmp/soft'); print(open('/tmp/soft').read())",
+    "import os; os.link('SECRET', '/tmp/hard'); print(open('/tmp/hard').read())",
     "import os; print(os.listdir('FOLDER'))",
     "print(open('/proc/self/root/SECRET').read())",
     "print(open('/tmp/../SECRET').read())",
     "import os; os.chroot('/tmp'); print(open('/../SECRET').read())",
     "import shutil; shutil.copy('SECRET', '/tmp/copy'); print(open('/tmp/copy').read())",
-    "print(open('/etc/passwd').read(), 'the secret')",
-    f"print(open('{Path(__file__)}').read(), 'the secret')",
-    "import pytest; print(pytest, 'the secret')",
+    "open('/etc/passwd')",
+    f"open('{Path(__file__)}')",
+    "import pytest",
     "import os; d = os.open('/', os.O_PATH); os.open('etc/shadow', 0, dir_fd=d)",
 ]
 
 
-@pytest.mark.parametrize("code", READS)
-async def test_files_of_the_machine_cannot_be_read(run, secret, code):
-    code = code.replace("SECRET", str(secret)).replace("FOLDER", str(secret.parent))
-    result = await run(code)
-    assert result.exit_code == 1 and result.reason in ("files", "exit")
-    assert "the secret" not in result.stdout
-    assert "Error" in result.stderr
+async def test_files_of_the_machine_cannot_be_read(attempt, secret):
+    result = await attempt([naming(secret, code) for code in READS])
+    assert result.reason == "files" and "the secret" not in result.stdout
 
 
 WRITES = [
@@ -170,12 +166,11 @@ WRITES = [
 ]
 
 
-@pytest.mark.parametrize("code", WRITES)
-async def test_files_of_the_machine_cannot_be_written(run, secret, code):
+async def test_files_of_the_machine_cannot_be_written(attempt, secret):
     mode = secret.stat().st_mode
-    code = code.replace("SECRET", str(secret)).replace("FOLDER", str(secret.parent))
-    result = await run(code)
-    assert (result.exit_code, result.reason) == (1, "files"), result
+    result = await attempt([naming(secret, code) for code in WRITES])
+    assert result.reason == "files"
+    assert {*result.stdout.split()} <= {"FileNotFoundError", "OSError", "PermissionError"}
     assert secret.read_text() == "the secret" and secret.stat().st_mode == mode
     assert [path.name for path in secret.parent.iterdir()] == ["secret.txt"]
     assert not os.path.exists("/written") and not os.path.exists("/usr/lib/written")
