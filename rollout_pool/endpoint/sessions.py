@@ -25,7 +25,7 @@ from rollout_pool.endpoint.answers import RETRY_GRACE_S, Answer
 from rollout_pool.endpoint.errors import ApiError
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import Message, ToolSpec
-from rollout_pool.episodes.episode import Branches, Episode
+from rollout_pool.episodes.episode import Branch, Episode, add_turn
 from rollout_pool.episodes.request import (
     HEEDS_INTERRUPT_S,
     EpisodeClock,
@@ -115,7 +115,7 @@ class Session:
         """Set when the reward is posted."""
         self.over_because: str | None = None
         """Set when it is closed."""
-        self._branches = Branches()
+        self._branches: list[Branch] = []
         self._answers: list[Answer] = []
         self._is_cut = False
         """Whether its time is over."""
@@ -227,17 +227,9 @@ class Session:
         False if it was one already."""
         if answer.is_delivered:
             return False
-        sample = answer.sample
-        assert sample.finish_reason is not None, sample.sample_id
         answer.delivered.set()
-        self._branches.add_turn(
-            sample.prompt,
-            sample.output_ids,
-            sample.logprobs,
-            sample.version_spans,
-            sample.finish_reason,
-        )
-        self.request.on_end(sample)
+        add_turn(self._branches, answer.sample)
+        self.request.on_end(answer.sample)
         self.messages = messages
         self.num_turns += 1
         return True
@@ -264,7 +256,7 @@ class Session:
             why = f": {error}" if error else ""
             raise SessionLost(f"session {self.session_id} never called the model{why}")
         return Episode(
-            branches=self._branches.finish(),
+            branches=self._branches,
             messages=self.messages,
             end=end,
             num_turns=self.num_turns,

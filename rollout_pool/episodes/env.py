@@ -113,8 +113,7 @@ class SingleTurn:
         self._system_prompt = system_prompt
 
     async def reset(self) -> Observation:
-        system = [] if self._system_prompt is None else [system_message(self._system_prompt)]
-        return Observation(messages=(*system, Message(role="user", content=self._text)))
+        return Observation(messages=opening(self._text, self._system_prompt))
 
     async def step(self, completion: Completion) -> Step:
         return Step()
@@ -123,5 +122,9 @@ class SingleTurn:
         return
 
 
-def system_message(text: str) -> Message:
-    return Message(role="system", content=text)
+def opening(text: str, system_prompt: str | None) -> tuple[Message, ...]:
+    """A conversation that begins with a user's `text`."""
+    question = Message(role="user", content=text)
+    if system_prompt is None:
+        return (question,)
+    return Message(role="system", content=system_prompt), question

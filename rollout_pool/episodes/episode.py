@@ -11,11 +11,12 @@ which it was sampled, so none is trained twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from buffer.types import VersionSpan
 from rollout_pool.episodes.env import Message
+from rollout_pool.sampling.sample import Sample
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -61,58 +62,34 @@ class Episode:
         return mine[-1].content if mine else ""
 
 
-class Branches:
-    """The branches of one episode, in the order in which they began."""
+def add_turn(branches: list[Branch], sample: Sample) -> None:
+    """Adds the answer of an ended sample, which has a token, to the branches of an episode.
 
-    def __init__(self) -> None:
-        self._branches: list[Branch] = []
-
-    def add_turn(
-        self,
-        prompt: Sequence[int],
-        output_ids: Sequence[int],
-        logprobs: Sequence[float],
-        version_spans: Sequence[VersionSpan],
-        finish_reason: str,
-    ) -> None:
-        """Adds an answer of n >= 1 tokens to `prompt`.
-
-        `logprobs` has n numbers; `version_spans` cover [0, n), counted from the answer's first
-        token. It extends the longest branch that `prompt` extends, or begins a new one.
-        """
-        length = len(output_ids)
-        assert length > 0 and len(logprobs) == length
-        assert sum(span.end - span.start for span in version_spans) == length
-        tokens = list(prompt)
-        branch = self._extended_by(tokens)
-        if branch is None:
-            branch = Branch(
-                tokens=[],
-                loss_mask=[],
-                logprobs=[],
-                version_spans=[],
-                prompt_length=len(tokens),
-                finish_reason=finish_reason,
-            )
-            self._branches.append(branch)
-        num_given = len(tokens) - len(branch.tokens)
-        branch.tokens += [*tokens[len(branch.tokens) :], *output_ids]
-        branch.loss_mask += [0] * num_given + [1] * length
-        branch.logprobs += [0.0] * num_given + list(logprobs)
-        branch.version_spans += [
-            VersionSpan(
-                version=span.version, start=len(tokens) + span.start, end=len(tokens) + span.end
-            )
-            for span in version_spans
-        ]
-        branch.finish_reason = finish_reason
-
-    def _extended_by(self, prompt: list[int]) -> Branch | None:
-        extended = [
-            branch for branch in self._branches if prompt[: len(branch.tokens)] == branch.tokens
-        ]
-        return max(extended, key=lambda branch: len(branch.tokens), default=None)
-
-    def finish(self) -> list[Branch]:
-        """All branches; none if no turn was added."""
-        return list(self._branches)
+    It extends the longest branch that the sample's prompt extends, or begins a new one.
+    """
+    prompt, length = sample.prompt, len(sample.output_ids)
+    assert length > 0 and len(sample.logprobs) == length and sample.finish_reason is not None
+    assert sum(span.end - span.start for span in sample.version_spans) == length
+    extended = [branch for branch in branches if prompt[: len(branch.tokens)] == branch.tokens]
+    branch = max(extended, key=lambda branch: len(branch.tokens), default=None)
+    if branch is None:
+        branch = Branch(
+            tokens=[],
+            loss_mask=[],
+            logprobs=[],
+            version_spans=[],
+            prompt_length=len(prompt),
+            finish_reason=sample.finish_reason,
+        )
+        branches.append(branch)
+    given = prompt[len(branch.tokens) :]
+    branch.tokens += [*given, *sample.output_ids]
+    branch.loss_mask += [0] * len(given) + [1] * length
+    branch.logprobs += [0.0] * len(given) + sample.logprobs
+    branch.version_spans += [
+        VersionSpan(
+            version=span.version, start=len(prompt) + span.start, end=len(prompt) + span.end
+        )
+        for span in sample.version_spans
+    ]
+    branch.finish_reason = sample.finish_reason

@@ -22,7 +22,7 @@ from configs.choices import OnLongPrompt
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import Completion, Env, Message, Observation, Step, ToolSpec
-from rollout_pool.episodes.episode import Branches, Episode
+from rollout_pool.episodes.episode import Branch, Episode, add_turn
 from rollout_pool.episodes.request import (
     HEEDS_INTERRUPT_S,
     EpisodeClock,
@@ -235,7 +235,7 @@ class _Progress:
     limit: int = 0
     """Most tokens of a branch: the first prompt and all that may follow it."""
     tools: tuple[ToolSpec, ...] = ()
-    branches: Branches = field(default_factory=Branches)
+    branches: list[Branch] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     """All tokens of the current branch."""
     messages: list[Message] = field(default_factory=list)
@@ -246,13 +246,7 @@ class _Progress:
     error: str | None = None
 
     def note_answer(self, turn: _Turn, sample: Sample, completion: Completion) -> None:
-        self.branches.add_turn(
-            sample.prompt,
-            sample.output_ids,
-            sample.logprobs,
-            sample.version_spans,
-            completion.finish_reason,
-        )
+        add_turn(self.branches, sample)
         self.tokens = [*sample.prompt, *sample.output_ids]
         answer = Message(
             role="assistant", content=completion.content, tool_calls=completion.tool_calls
@@ -269,14 +263,13 @@ class _Progress:
         self.env_parts.update(info)
 
     def episode(self) -> Episode:
-        branches = self.branches.finish()
-        if not branches:
+        if not self.branches:
             why = f"{self.end}: {self.error}" if self.error else self.end
             raise EpisodeFailed(
                 f"{self.request.session}: it ended before a token was sampled: {why}"
             )
         return Episode(
-            branches=branches,
+            branches=self.branches,
             messages=tuple(self.messages),
             end=self.end,
             num_turns=self.num_turns,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from rollout_pool.sandbox.run import (
     SandboxLimits,
-    SandboxResult,
     cost_of_missing,
     protections,
     run_python,
@@ -91,18 +90,19 @@ async def judge(
     """Runs the tests one by one, since a scoring process is meant to use one core. Tests that have
     not passed after `total_s` fail."""
     ends = time.monotonic() + total_s
+    too_long = f"all tests together took longer than {total_s:g} s"
     num_passed = num_timeouts = 0
     explanation = ""
     for place, test in enumerate(tests, start=1):
         left_s = ends - time.monotonic()
         if left_s <= 0:
-            explanation = explanation or f"test {place}: {_too_long(total_s)}"
+            explanation = explanation or f"test {place}: {too_long}"
             break
         wall_time_s = min(limits.wall_time_s, left_s)
         within = dataclasses.replace(limits, wall_time_s=wall_time_s)
         failure, is_timeout = await _run(program, test, within)
         if is_timeout and wall_time_s < limits.wall_time_s:
-            failure = _too_long(total_s)
+            failure = too_long
         num_passed += not failure
         num_timeouts += is_timeout
         if failure and not explanation:
@@ -114,24 +114,13 @@ async def judge(
 
 async def _run(program: str, test: ProgramTest, limits: SandboxLimits) -> tuple[str, bool]:
     """Why the test failed ("" if it passed), and whether it timed out."""
-    if test.statements is None:
-        result = await run_python(program, stdin=test.input, limits=limits)
-        right = _lines(result.stdout) == _lines(test.output)
-        return _explain(result, "" if right else "wrong output"), _is_timeout(result)
     result = await run_python(program, stdin=test.input, limits=limits, statements=test.statements)
-    return _explain(result, "" if result.held else "it ended before its tests"), _is_timeout(result)
-
-
-def _too_long(total_s: float) -> str:
-    return f"all tests together took longer than {total_s:g} s"
-
-
-def _explain(result: SandboxResult, otherwise: str) -> str:
-    return result.explanation or otherwise
-
-
-def _is_timeout(result: SandboxResult) -> bool:
-    return result.reason in ("cpu_time", "wall_time")
+    failure = result.explanation
+    if not failure and test.statements is not None:
+        failure = "" if result.held else "it ended before its tests"
+    elif not failure and _lines(result.stdout) != _lines(test.output):
+        failure = "wrong output"
+    return failure, result.reason in ("cpu_time", "wall_time")
 
 
 def _lines(text: str) -> list[str]:

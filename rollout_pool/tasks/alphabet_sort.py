@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.episodes.env import Completion, Env, Message, Observation, Step, system_message
+from rollout_pool.episodes.env import Completion, Env, Message, Observation, Step, opening
 from rollout_pool.tasks.datasets import check_params
 from rollout_pool.tasks.names import FAMILY_NAMES, FIRST_NAMES
 from rollout_pool.tasks.task import Prompt
@@ -99,9 +99,9 @@ class AlphabetSortTask:
         )
 
     def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
-        messages = [] if self._system_prompt is None else [system_message(self._system_prompt)]
+        messages: list[Message] = []
         for question, order in zip(self._questions(prompt), self._orders(prompt), strict=True):
-            messages.append(Message(role="user", content=question))
+            messages += opening(question, None if messages else self._system_prompt)
             messages.append(Message(role="assistant", content=self._words.answer(order)))
         return tuple(messages)
 
@@ -190,23 +190,21 @@ class SortEnv:
         self._turn = 0
 
     async def reset(self) -> Observation:
-        system = [] if self._system_prompt is None else [system_message(self._system_prompt)]
-        return Observation(messages=(*system, self._question()))
+        return Observation(messages=opening(self._questions[0], self._system_prompt))
 
     async def step(self, completion: Completion) -> Step:
         share = share_in_place(self._words.read(completion.content), self._orders[self._turn])
         info = {f"turn_{self._turn}": share}
         self._turn += 1
         is_over = self._turn == len(self._orders)
-        observation = None if is_over else Observation(messages=(self._question(),))
+        observation = None
+        if not is_over:
+            observation = Observation(messages=opening(self._questions[self._turn], None))
         # Rewards are summed, so this gives the mean.
         return Step(observation=observation, reward=share / len(self._orders), info=info)
 
     async def close(self) -> None:
         return
-
-    def _question(self) -> Message:
-        return Message(role="user", content=self._questions[self._turn])
 
 
 def share_in_place(given: Sequence[str], right: Sequence[str]) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.episodes.env import Env, Message, SingleTurn, system_message
+from rollout_pool.episodes.env import Env, Message, SingleTurn, opening
 
 MAX_SKIPS = 100_000
 """After so many held-out prompts in a row nothing is left to train on."""
@@ -141,7 +141,5 @@ class SingleTurnTask(ABC):
         return SingleTurn(prompt.text, self._system_prompt)
 
     def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
-        system = [] if self._system_prompt is None else [system_message(self._system_prompt)]
-        question = Message(role="user", content=prompt.text)
         answer = Message(role="assistant", content=self.solution(prompt))
-        return (*system, question, answer)
+        return (*opening(prompt.text, self._system_prompt), answer)

@@ -35,7 +35,7 @@ from configs.choices import OnLongPrompt, OnStale
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.chat import ChatFormat
-from rollout_pool.episodes.env import Message, system_message
+from rollout_pool.episodes.env import opening
 from rollout_pool.rewards.types import Scorer
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, Task, TaskStream
@@ -347,7 +347,7 @@ class PromptReader:
 
     def __init__(self, chat: ChatFormat, task: TaskConfig, rollout: RolloutConfig) -> None:
         self._chat = chat
-        self._system = [] if task.system_prompt is None else [system_message(task.system_prompt)]
+        self._system_prompt = task.system_prompt
         self._max_tokens = rollout.max_prompt_tokens
         self._on_long = rollout.on_long_prompt
         self.num_skipped = 0
@@ -373,4 +373,4 @@ class PromptReader:
 
     def opening(self, prompt: Prompt) -> list[int]:
         """The tokens before the first answer."""
-        return self._chat.first([*self._system, Message(role="user", content=prompt.text)])
+        return self._chat.first(opening(prompt.text, self._system_prompt))

@@ -6,36 +6,42 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.types import VersionSpan
-from rollout_pool.episodes.episode import Branches
+from rollout_pool.episodes.episode import add_turn
+from tests.support.rollout import make_sample
 
 
 def span(version, start, end):
     return VersionSpan(version=version, start=start, end=end)
 
 
-def add(branches, prompt, output, *, version=1, finish_reason="stop"):
-    logprobs = [-float(token) for token in output]
-    spans = [span(version, 0, len(output))]
-    branches.add_turn(prompt, output, logprobs, spans, finish_reason)
+def add(branches, prompt, output, *, spans=None, logprobs=None, finish_reason="stop"):
+    sample = make_sample(
+        prompt=prompt,
+        output_ids=output,
+        logprobs=logprobs or [-float(token) for token in output],
+        version_spans=spans or [span(1, 0, len(output))],
+        finish_reason=finish_reason,
+    )
+    add_turn(branches, sample)
 
 
 def test_turns_that_extend_each_other_are_one_branch():
-    branches = Branches()
-    branches.add_turn([5, 6], [7, 8, 2], [-1, -2, -3], [span(3, 0, 1), span(4, 1, 3)], "stop")
-    branches.add_turn([5, 6, 7, 8, 2, 9], [7], [-4], [span(4, 0, 1)], "length")
-    [branch] = branches.finish()
+    branches = []
+    add(branches, [5, 6], [7, 8, 2], spans=[span(3, 0, 1), span(4, 1, 3)])
+    add(branches, [5, 6, 7, 8, 2, 9], [7], spans=[span(4, 0, 1)], finish_reason="length")
+    [branch] = branches
     assert branch.tokens == [5, 6, 7, 8, 2, 9, 7]
     assert branch.loss_mask == [0, 0, 1, 1, 1, 0, 1]
-    assert branch.logprobs == [0, 0, -1, -2, -3, 0, -4]
+    assert branch.logprobs == [0, 0, -7, -8, -2, 0, -7]
     assert branch.version_spans == [span(3, 2, 3), span(4, 3, 5), span(4, 6, 7)]
     assert (branch.prompt_length, branch.finish_reason) == (2, "length")
 
 
 def test_rewritten_history_begins_a_branch_with_old_tokens_masked():
-    branches = Branches()
+    branches = []
     add(branches, [5, 6], [7, 8])
     add(branches, [5, 7, 8], [9])  # the model's own 7 and 8, after an edit
-    first, second = branches.finish()
+    first, second = branches
     assert first.tokens == [5, 6, 7, 8]
     assert second.tokens == [5, 7, 8, 9]
     assert second.loss_mask == [0, 0, 0, 1] and second.prompt_length == 3
@@ -43,26 +49,22 @@ def test_rewritten_history_begins_a_branch_with_old_tokens_masked():
 
 
 def test_two_answers_to_one_prompt_are_two_branches_and_each_can_go_on():
-    branches = Branches()
+    branches = []
     add(branches, [5], [6])
     add(branches, [5], [7])
     add(branches, [5, 7, 8], [9])
     add(branches, [5, 6], [10])
-    assert [branch.tokens for branch in branches.finish()] == [[5, 6, 10], [5, 7, 8, 9]]
+    assert [branch.tokens for branch in branches] == [[5, 6, 10], [5, 7, 8, 9]]
 
 
 def test_prompt_extends_the_longest_matching_branch():
-    branches = Branches()
+    branches = []
     add(branches, [5], [6])
     add(branches, [5], [6])  # the same again: the prompt is shorter than the branch
     add(branches, [5, 6, 7], [8])
     add(branches, [5, 6, 7, 8, 9], [10])
-    lengths = [len(branch.tokens) for branch in branches.finish()]
+    lengths = [len(branch.tokens) for branch in branches]
     assert lengths == [6, 2]
-
-
-def test_episode_without_turns_has_no_branches():
-    assert Branches().finish() == []
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=3)
@@ -72,22 +74,22 @@ OUTPUTS = st.lists(st.integers(0, 2), min_size=1, max_size=3)
 @given(st.data())
 def test_every_sampled_token_is_trained_once_and_every_turn_is_read_as_it_was(data):
     """Prompts are new, or made of anything that was there before."""
-    branches, turns, known = Branches(), [], [[]]
+    branches, turns, known = [], [], [[]]
     for number in range(data.draw(st.integers(0, 6))):
         prompt = [*data.draw(st.sampled_from(known)), *data.draw(TOKENS)]
         output = data.draw(OUTPUTS)
         # The turn's number is its version, and its tokens' log-probabilities.
-        branches.add_turn(
+        add(
+            branches,
             prompt,
             output,
-            [-1.0 - number] * len(output),
-            [span(number, 0, len(output))],
-            "stop",
+            logprobs=[-1.0 - number] * len(output),
+            spans=[span(number, 0, len(output))],
         )
         turns.append((prompt, output))
         known += [prompt, [*prompt, *output]]
     found = {}
-    for branch in branches.finish():
+    for branch in branches:
         assert len(branch.tokens) == len(branch.loss_mask) == len(branch.logprobs)
         assert branch.loss_mask[: branch.prompt_length] == [0] * branch.prompt_length
         covered = [0] * len(branch.tokens)
