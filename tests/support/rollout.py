@@ -41,6 +41,34 @@ def plain_chat() -> ChatFormat:
     return ChatFormat(Letters(), chat_template=False, tool_parser=ToolParser.hermes)
 
 
+def merging_tokenizer(
+    merges: Sequence[tuple[str, str]],
+    specials: Sequence[str],
+    template: str | None,
+    **settings: str,
+) -> Any:
+    """Bytes with merges, so that nearly every text has more than one spelling."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from trainer_pool.model.scratch import byte_tokenizer
+
+    vocab = {token: place for token, place in byte_tokenizer().get_vocab().items() if place < 256}
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    vocab |= {name: len(vocab) + place for place, name in enumerate(specials)}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        additional_special_tokens=list(specials),
+        clean_up_tokenization_spaces=False,
+        chat_template=template,
+        **settings,
+    )
+
+
 def make_sample(number: int = 0, **fields: Any) -> Sample:
     return Sample(
         **{

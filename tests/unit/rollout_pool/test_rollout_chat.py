@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken
 
 from configs.choices import ToolParser
 from rollout_pool.episodes.chat import LONGEST_TEXT_KEPT, ChatFormat
 from rollout_pool.episodes.env import Message, ToolCall, ToolSpec
+from tests.support.rollout import merging_tokenizer
 from trainer_pool.model.scratch import byte_tokenizer
 
 CHATML = r"""
@@ -123,26 +123,12 @@ SPECIALS = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|start_h
 SPECIALS += ["<|end_header_id|>", "<|start|>", "<|end|>", "<|call|>", "<|python_tag|>"]
 
 
+MERGES = [("1", "2"), ("12", "3"), ("a", "n"), ("Ċ", "Ċ"), (":", "Ġ")]
+
+
 def tokenizer(template, eos="<|endoftext|>", specials=()):
-    """Bytes, with merges, so that many texts have more than one spelling."""
-    vocab = dict(byte_tokenizer().get_vocab())
-    vocab = {token: place for token, place in vocab.items() if place < 256}
-    merges = [("1", "2"), ("12", "3"), ("a", "n"), ("Ċ", "Ċ"), (":", "Ġ")]
-    for left, right in merges:
-        vocab[left + right] = len(vocab)
     names = ["<|endoftext|>", "<s>", *SPECIALS, *specials]
-    vocab |= {name: len(vocab) + place for place, name in enumerate(names)}
-    made = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        eos_token=eos,
-        bos_token="<s>",
-        additional_special_tokens=names,
-        clean_up_tokenization_spaces=False,
-        chat_template=template,
-    )
+    return merging_tokenizer(MERGES, names, template, eos_token=eos, bos_token="<s>")
 
 
 def chat_of(made, parser=ToolParser.hermes, chat_template=True):

@@ -102,7 +102,6 @@ def fork_and_die(prompt, episode):
         os._exit(1)
     time.sleep(600)
 
-number = 5
 """
 FUNCTIONS = (
     *("brevity", "ask", "start", "leave", "leave_and_die", "leave_and_hang"),
@@ -329,11 +328,7 @@ async def test_process_that_never_starts_is_an_error(make_pool):
     [
         ({"name": "bad"}, r"task.name='bad': no such task"),
         ({"factory": "no_such_module:build"}, r"task.factory="),
-        ({"factory": "HERE/none.py:build"}, r"task.factory="),
-        ({"factory": "os:build"}, r"task.factory="),
-        ({"rewards": {"mine": function("HERE/none.py:f")}}, r"task\.rewards\.mine\.function="),
         ({"rewards": {"mine": function("HERE/mine.py:absent")}}, r"task\.rewards\.mine\.function="),
-        ({"rewards": {"mine": function("HERE/mine.py:number")}}, r"task\.rewards\.mine\.function="),
         (
             {"rewards": {"tests": RewardConfig(kind=RewardKind.code_tests)}},
             r"task\.rewards\.tests\.kind=code_tests: .*no tests",
@@ -342,8 +337,6 @@ async def test_process_that_never_starts_is_an_error(make_pool):
 )
 async def test_setting_that_cannot_be_met_is_bad_input(make_pool, mine, pool, settings, message):
     others = {*children()}
-    if "factory" in settings:
-        settings["factory"] = settings["factory"].replace("HERE", str(mine.parent))
     if reward := settings.get("rewards", {}).get("mine"):
         settings["rewards"] = {"mine": function(reward.function.replace("HERE", str(mine.parent)))}
     with pytest.raises(ValueError, match=message):

@@ -9,8 +9,6 @@ from contextlib import asynccontextmanager
 
 import httpx
 from openai import AsyncOpenAI
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from buffer.types import SamplingParams, VersionSpan
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
@@ -19,6 +17,7 @@ from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.sampling.sample import Interrupted
+from tests.support.rollout import merging_tokenizer
 from trainer_pool.model.scratch import byte_tokenizer
 
 MODEL = "policy"
@@ -54,27 +53,9 @@ WEATHER = {
 }
 
 
-def make_tokenizer():
-    """Bytes with merges, so that nearly every text has more than one spelling."""
-    vocab = {t: i for t, i in byte_tokenizer().get_vocab().items() if i < 256}
-    merges = [("l", "l"), ("h", "e"), ("he", "ll"), ("a", "t"), ("i", "n"), ("t", "o"), ("to", "o")]
-    for left, right in merges:
-        vocab[left + right] = len(vocab)
-    names = ["<|endoftext|>", "<|im_start|>", END, "<|python_tag|>"]
-    vocab |= {name: len(vocab) + place for place, name in enumerate(names)}
-    made = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        eos_token=END,
-        additional_special_tokens=names,
-        clean_up_tokenization_spaces=False,
-        chat_template=CHATML,
-    )
-
-
-TOKENIZER = make_tokenizer()
+MERGES = [("l", "l"), ("h", "e"), ("he", "ll"), ("a", "t"), ("i", "n"), ("t", "o"), ("to", "o")]
+SPECIALS = ["<|endoftext|>", "<|im_start|>", END, "<|python_tag|>"]
+TOKENIZER = merging_tokenizer(MERGES, SPECIALS, CHATML, eos_token=END)
 [END_TOKEN] = TOKENIZER.encode(END, add_special_tokens=False)
 
 

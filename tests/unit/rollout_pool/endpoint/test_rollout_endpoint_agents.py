@@ -168,25 +168,6 @@ async def test_agents_whose_answers_wait_for_a_slot_do_not_time_out(make_scene, 
     assert (await play(agent, scene)).end == "episode_timeout"
 
 
-async def test_agents_clock_is_paused_while_an_answer_may_not_continue(make_scene, play):
-    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=0.6))
-    gate = asyncio.Event()
-    scene.author.gates = {3: gate}
-
-    async def agent(session, prompt):
-        return float(await ask(session, prompt.text) == "hello")
-
-    async def may_go_on(sample):
-        await asyncio.sleep(1.0)
-        gate.set()
-
-    playing = asyncio.create_task(play(agent, scene, may_go_on=may_go_on))
-    await eventually(lambda: scene.author.samples and scene.author.samples[0].output_ids)
-    scene.author.interrupt(scene.author.samples[0])
-    episode = await playing
-    assert (episode.end, episode.env_reward) == ("done", 1.0)
-
-
 async def test_on_end_is_called_for_each_answer(scene, play):
     begun, ended = [], []
 

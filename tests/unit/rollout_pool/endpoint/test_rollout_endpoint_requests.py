@@ -259,14 +259,16 @@ async def test_plain_completions_continue_the_tokens_as_sampled(scene):
     assert TOKENIZER.decode(branch.tokens).startswith("hell in hello too, hello at last")
 
 
-async def test_two_hundred_sessions_run_concurrently(scene):
-    sessions = [scene.session() for _ in range(200)]
+async def test_many_sessions_run_concurrently(scene):
+    sessions = [scene.session() for _ in range(50)]
+    http = scene.http()  # OpenAI's client would take longer than the endpoint
 
     async def talk(session, number):
         messages = [{"role": "user", "content": f"hello, I am number {number}"}]
-        http = scene.http(session.key)  # OpenAI's client would take longer than the endpoint
+        key = {"Authorization": f"Bearer {session.key}"}
         for turn in range(3):
-            answer = await http.post(CHAT, json=body(messages=messages, stream=turn == 1))
+            asked = body(messages=messages, stream=turn == 1)
+            answer = await http.post(CHAT, json=asked, headers=key)
             if turn == 1:
                 chunks = re.findall(r"^data: (\{.*\})$", answer.text, re.MULTILINE)
                 deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
