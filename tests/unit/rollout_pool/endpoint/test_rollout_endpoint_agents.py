@@ -192,8 +192,8 @@ async def test_on_end_is_called_for_each_answer(scene, play):
 
 
 async def test_agent_that_hangs_is_ended(make_scene, play):
-    scene = await make_scene(
-        rollout=RolloutConfig(openai=OpenAIConfig(session_timeout_s=0.3)),
+    scene = await make_scene(  # long enough to make the first client of a process
+        rollout=RolloutConfig(openai=OpenAIConfig(session_timeout_s=2.0)),
         task=TaskConfig(chat_template=True, episode_timeout_s=60.0),
     )
     ended = asyncio.Event()
