@@ -48,7 +48,6 @@ class EngineActor:
     """One engine in a process of its own. Every method is a coroutine; none blocks the others."""
 
     def __init__(self, spec: RolloutSpec, index: int, receiver: str) -> None:
-        """`receiver`: name of the receiver on this engine's node."""
         _log_to_stderr()
         self._spec = spec
         self._receiver = receiver
@@ -78,7 +77,6 @@ class EngineActor:
         return await self._started.wait_given_up()
 
     async def hold(self, version: int, wait_s: float, limit_s: float) -> bool:
-        """Lends the engine to an evaluation of exactly `version`: see EngineLife.hold."""
         return await self._started.hold(version, wait_s, limit_s)
 
     async def release(self) -> None:
@@ -99,53 +97,22 @@ class EngineActor:
         return self._life
 
 
-class ReceiverActor:
+class ReceiverActor(ReceiverKeeper):
     """The receiver of one node. Its death never ends the run: `keep` runs again."""
 
     def __init__(self, spec: RolloutSpec, name: str, token: str) -> None:
-        """`token` keeps its stage folder apart from any other run's."""
         _log_to_stderr()
-        self._spec = spec
-        self._name = name
-        self._token = token
-        self._keeper: asyncio.Future[ReceiverKeeper] | None = None
-        self._state: RunState | None = None
+        super().__init__(spec, name, token, _listen_host(spec.host))
 
     async def keep(self, gpu_ids: list[str]) -> str:
-        """Runs the receiver until `stop`; returns why it ended. Ray calls it again after it has
-        restarted this actor. `gpu_ids`: of the node's first engine; the receiver shares the first.
-        """
+        """`run`, which Ray calls again after it has restarted this actor. `gpu_ids`: of the node's
+        first engine; the receiver shares the first."""
         if gpu_ids:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu_ids[0]
-        spec = self._spec
-        try:
-            self._state = await RunState.connect(spec.redis_url, spec.run, spec.buffer)
-            host = _listen_host(spec.host)
-            keeper = ReceiverKeeper(spec, self._name, self._token, host, self._state)
-        except Exception as error:
-            self._kept.set_exception(error)  # `start` waits for it
-            return f"was given up: {error}"
-        self._kept.set_result(keeper)
-        return await keeper.run()
-
-    async def start(self) -> None:
-        """Returns when the receiver is registered. Raises WeightSyncError if it can't start."""
-        await (await asyncio.shield(self._kept)).wait_ready()
-
-    async def stop(self, timeout_s: float) -> None:
-        if self._kept.done():
-            await self._kept.result().stop(timeout_s)
-        if self._state is not None:
-            await self._state.close()
+        return await self.run()
 
     async def pid(self) -> int:
         return os.getpid()
-
-    @property
-    def _kept(self) -> asyncio.Future[ReceiverKeeper]:
-        if self._keeper is None:
-            self._keeper = asyncio.get_running_loop().create_future()
-        return self._keeper
 
 
 class WorkerActor:
@@ -260,46 +227,59 @@ class RolloutPool:
         first = first_on_node([nodes[index] for index in range(spec.config.num_engines)])
         names = {engine: f"receiver-{place}" for place, engine in enumerate(sorted(set(first)))}
         token = secrets.token_hex(4)
-        scorers = [_place_scorer(spec, index) for index in range(spec.config.reward_actors)]
-        return cls(
-            [
-                _place(
-                    EngineActor,
-                    engine_name(index),
-                    (spec, index, names[first[index]]),
-                    engine_group,
-                    index,
-                    num_gpus=num_gpus,
-                )
-                for index in range(spec.config.num_engines)
-            ],
-            {
-                engine: _place(
-                    ReceiverActor,
-                    name,
-                    (spec, name, token),
-                    engine_group,
-                    engine,
-                    environment={"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"},
-                    max_restarts=-1,
-                    max_task_retries=-1,
-                )
-                for engine, name in names.items()
-            },
-            [
-                _place(
-                    WorkerActor,
-                    f"worker-{index}",
-                    (spec, index),
-                    worker_group,
-                    index,
-                    max_restarts=spec.config.max_worker_restarts,
-                    max_task_retries=-1,
-                )
-                for index in range(spec.config.num_workers)
-            ],
-            scorers,
-        )
+        engines = [
+            _create(
+                EngineActor,
+                engine_name(index),
+                (spec, index, names[first[index]]),
+                **_inside(engine_group, index),
+                num_gpus=num_gpus,
+            )
+            for index in range(spec.config.num_engines)
+        ]
+        # It shares the GPU of the engine beside it, so it must see that one.
+        sees_gpus = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        receivers = {
+            engine: _create(
+                ReceiverActor,
+                name,
+                (spec, name, token),
+                sees_gpus,
+                **_inside(engine_group, engine),
+                max_restarts=-1,
+                max_task_retries=-1,
+            )
+            for engine, name in names.items()
+        }
+        workers = [
+            _create(
+                WorkerActor,
+                f"worker-{index}",
+                (spec, index),
+                **_inside(worker_group, index),
+                max_restarts=spec.config.max_worker_restarts,
+                max_task_retries=-1,
+            )
+            for index in range(spec.config.num_workers)
+        ]
+        scorers = [
+            _create(
+                ScorerActor,
+                f"scorer-{index}",
+                (
+                    spec.task,
+                    spec.config.reward_processes,
+                    spec.config.reward_timeout_s,
+                    str(Path(spec.run_dir) / "logs" / f"rewards-{index}.log"),
+                ),
+                name=_scorer_name(spec, index),
+                num_cpus=1,
+                max_restarts=-1,
+                scheduling_strategy="SPREAD",
+            )
+            for index in range(spec.config.reward_actors)
+        ]
+        return cls(engines, receivers, workers, scorers)
 
     def start(self) -> dict[str, Pending[Any]]:
         """Engines load while workers prepare; a worker has started once it reaches every engine."""
@@ -317,7 +297,7 @@ class RolloutPool:
             )
             for engine, receiver in self._receivers.items()
         }
-        return {r.name: r.handle.start.remote() for r in self._receivers.values()}
+        return {r.name: r.handle.wait_ready.remote() for r in self._receivers.values()}
 
     def run(self) -> dict[str, Pending[WorkerReport]]:
         """Reports come after `stop`."""
@@ -420,49 +400,28 @@ def first_on_node(nodes: Sequence[str]) -> list[int]:
     return [nodes.index(node) for node in nodes]
 
 
-def _place(
-    actor: type,
-    name: str,
-    arguments: tuple[object, ...],
-    group: PlacementGroup,
-    bundle: int,
-    *,
-    environment: Mapping[str, str] | None = None,
-    **options: Any,
-) -> _Member:
-    """An actor in a bundle, which reserves the cores. `options` are Ray's."""
+def _inside(group: PlacementGroup, bundle: int) -> dict[str, Any]:
+    """Options of an actor in a bundle, which reserves the cores."""
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=bundle
     )
-    options = {"num_cpus": 0, "scheduling_strategy": strategy, **options}
-    return _create(actor, name, arguments, environment or {}, options)
-
-
-def _place_scorer(spec: RolloutSpec, index: int) -> _Member:
-    """Scoring processes, spread over the nodes; Ray restarts them when they die."""
-    config, log_path = spec.config, Path(spec.run_dir) / "logs" / f"rewards-{index}.log"
-    arguments = (spec.task, config.reward_processes, config.reward_timeout_s, str(log_path))
-    options = {"num_cpus": 1, "max_restarts": -1, "scheduling_strategy": "SPREAD"}
-    options["name"] = _scorer_name(spec, index)
-    return _create(ScorerActor, f"scorer-{index}", arguments, {}, options)
+    return {"num_cpus": 0, "scheduling_strategy": strategy}
 
 
 def _create(
     actor: type,
-    name: str,
+    process: str,
     arguments: tuple[object, ...],
-    environment: Mapping[str, str],
-    options: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> _Member:
-    variables = {PROCESS_VARIABLE: name, **environment}
-    handle = (
-        ray.remote(actor).options(runtime_env={"env_vars": variables}, **options).remote(*arguments)
-    )
-    return _Member(name=name, handle=handle)
+    """`options` are Ray's."""
+    variables = {PROCESS_VARIABLE: process, **(environment or {})}
+    placed = ray.remote(actor).options(runtime_env={"env_vars": variables}, **options)
+    return _Member(name=process, handle=placed.remote(*arguments))
 
 
 def _scorer_name(spec: RolloutSpec, index: int) -> str:
-    """The name under which the run's workers find a ScorerActor."""
     return f"{spec.run}/scorer-{index}"
 
 

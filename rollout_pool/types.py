@@ -66,7 +66,6 @@ class EvalReport:
     """Prompts with all their answers; the others are left out."""
     seconds: float
     num_samples: int = 1
-    """Answers per prompt."""
     num_failed: int = 0
     """Prompts for which an answer failed."""
     num_unscored: int = 0

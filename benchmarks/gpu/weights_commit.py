@@ -106,7 +106,7 @@ async def commits(
             for n in range(_NUM_COMMITS)
         ][1:]
     finally:
-        await committer.close()
+        await strategy.close()
 
 
 def write(folder: Path, shape: ModelShape, layout: Layout, seed: int) -> Path:

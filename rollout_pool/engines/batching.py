@@ -19,7 +19,8 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from dataclasses import asdict
 from typing import Any
 
 from buffer.types import VersionSpan
@@ -61,10 +62,8 @@ class _Request:
     ) -> None:
         self.sample = sample
         self.wire_id = request_id
-        """Its id at the engine."""
         self.on_arrival = on_arrival
         self.answer: Answer | None = None
-        """None until it is sent."""
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.over = asyncio.Event()
         """Set when the engine has ended it, or is unreachable."""
@@ -101,7 +100,6 @@ class GenerateCalls(ABC):
         self._flush: asyncio.TimerHandle | None = None
         self._next_flush = 0.0
         self._num_open = 0
-        """Calls in progress."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_preemptions = 0
         """See LoadSource.num_preemptions."""
@@ -283,15 +281,19 @@ class GenerateCalls(ABC):
         if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
             # An error of the engine; tokens that come with it are not the sample's.
             raise SampleRefused(f"{self._name} aborted a sample: {reason.get('message')}")
+        meta = part["meta_info"]
+        spans: list[VersionSpan] = []
         try:
             output_ids, logprobs = new_tokens(self._name, part, answer.num_tokens)
+            if len(output_ids) > sample.num_left:
+                raise SampleRefused(
+                    f"{self._name} returned more than the {sample.max_new_tokens} tokens requested"
+                )
+            length = answer.num_tokens + len(output_ids)
+            if reason is not None and length:
+                spans = read_spans(self._name, meta.get("weight_versions") or [], length)
             if output_ids:
-                label = read_version(self._name, part["meta_info"]["weight_version"])
-                self._check_room(sample, output_ids)
-                spans = self._spans(part, reason, answer.num_tokens + len(output_ids))
-                answer.add(output_ids, logprobs, label)
-            else:
-                spans = self._spans(part, reason, answer.num_tokens)
+                answer.add(output_ids, logprobs, read_version(self._name, meta["weight_version"]))
         except (BadLogprobs, SampleRefused):
             sample.num_wasted += len(part["output_ids"])
             raise
@@ -300,19 +302,6 @@ class GenerateCalls(ABC):
             self.note_version(spans[-1].version)
         if reason is not None:
             self._finish(request, answer, reason)
-
-    def _check_room(self, sample: Sample, output_ids: list[int]) -> None:
-        if len(output_ids) > sample.num_left:
-            raise SampleRefused(
-                f"{self._name} returned more than the {sample.max_new_tokens} tokens requested"
-            )
-
-    def _spans(
-        self, part: Mapping[str, Any], reason: Mapping[str, Any] | None, length: int
-    ) -> list[Any]:
-        if reason is None or not length:
-            return []
-        return read_spans(self._name, part["meta_info"].get("weight_versions") or [], length)
 
     def _finish(self, request: _Request, answer: Answer, reason: Mapping[str, Any]) -> None:
         if reason["type"] in ("stop", "length"):
@@ -336,7 +325,9 @@ class GenerateCalls(ABC):
                     await self._abort(request.wire_id)
                     if is_asked is not None:
                         is_asked.set()
-                    await _wait_for(request.over, STOP_AGAIN_S)
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(STOP_AGAIN_S):
+                            await request.over.wait()
         except TimeoutError:
             request.end(EngineError(f"{self._name} did not stop a sample in {STOP_TIMEOUT_S:g} s"))
 
@@ -351,14 +342,6 @@ class GenerateCalls(ABC):
         asked.cancel()
 
 
-async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return
-
-
 # Format of requests and responses -----------------------------------------------------------------
 
 
@@ -369,28 +352,20 @@ def generate_body(
     body: dict[str, object] = {
         "rid": list(samples),
         "input_ids": [[*sample.prompt, *sample.output_ids] for sample in samples.values()],
-        "sampling_params": [_sampling(sample, stream_interval) for sample in samples.values()],
+        "sampling_params": [
+            {
+                **asdict(sample.sampling),
+                "max_new_tokens": sample.num_left,
+                "stream_interval": stream_interval,
+            }
+            for sample in samples.values()
+        ],
         "return_logprob": True,
         "stream": True,
     }
     if extra_key is not None:
         body["extra_key"] = extra_key
     return body
-
-
-def _sampling(sample: Sample, stream_interval: int) -> dict[str, object]:
-    params = sample.sampling
-    return {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "frequency_penalty": params.frequency_penalty,
-        "presence_penalty": params.presence_penalty,
-        "repetition_penalty": params.repetition_penalty,
-        "max_new_tokens": sample.num_left,
-        "stream_interval": stream_interval,
-    }
 
 
 def new_tokens(

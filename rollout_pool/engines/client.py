@@ -145,7 +145,6 @@ class SGLangClient(GenerateCalls):
         await self._post("/continue_generation", {}, CONTROL_TIMEOUT_S)
 
     async def served_version(self) -> int:
-        """The version that the engine reports."""
         info = await self._model_info(CONTROL_TIMEOUT_S)
         return read_version(self._name, str(info["weight_version"]))
 
@@ -225,7 +224,6 @@ class SGLangClient(GenerateCalls):
         await self._http.aclose()
 
     async def _routes(self) -> Mapping[str, object]:
-        """This server's routes, by path."""
         description = await self._get("/openapi.json", CONTROL_TIMEOUT_S)
         if "paths" not in description:  # taking it for "no routes" would skip a step
             raise EngineError(f"{self._name} lists no routes in /openapi.json")

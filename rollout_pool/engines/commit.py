@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from configs.choices import PauseMode
 from rollout_pool.engines.client import SGLangClient
@@ -40,30 +39,27 @@ class CommitReport:
     load_s: float
     """Part of `pause_s`."""
     paused_at: float
-    """Unix time of the pause's start."""
+    """Unix time."""
 
 
-class Strategy(Protocol):
+class Strategy:
     """One way to load a staged version into an engine. New for each start of a server."""
 
-    @property
-    def name(self) -> str:
-        """Its value of weight_sync.commit."""
-        ...
+    name: str
+    """Its value of weight_sync.commit."""
 
     async def check(self) -> None:
         """Raises ValueError, naming the setting and the fix, if it can't work with this server."""
-        ...
 
     async def prepare(self, folder: Path) -> None:
         """Work that can be done while the engine still decodes. Raises EngineError."""
-        ...
 
     async def load(self, version: int, folder: Path) -> None:
         """Load `folder`/model.safetensors into the paused engine. May raise anything."""
-        ...
+        raise NotImplementedError
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Free what is kept between commits."""
 
 
 class Committer:
@@ -82,7 +78,8 @@ class Committer:
         TornEngine for anything later and for every call after that. Cancelling it after the pause
         leaves the engine torn.
         """
-        self._check_whole()
+        if self._torn is not None:
+            raise self._tear()
         await self._strategy.prepare(folder)
         self._torn = f"the commit of version {version} was cancelled"
         paused_at, pause_began = time.time(), time.perf_counter()
@@ -110,9 +107,6 @@ class Committer:
             paused_at=paused_at,
         )
 
-    async def close(self) -> None:
-        await self._strategy.close()
-
     async def _pause(self) -> None:
         """Stops decoding; a pause that fails is undone, since it may have taken effect."""
         try:
@@ -125,10 +119,6 @@ class Committer:
                 raise self._tear() from error
             self._torn = None
             raise
-
-    def _check_whole(self) -> None:
-        if self._torn is not None:
-            raise self._tear()
 
     def _tear(self) -> TornEngine:
         return TornEngine(f"{self._client.name} must be restarted: {self._torn}")

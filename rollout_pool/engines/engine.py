@@ -43,8 +43,6 @@ LOG_TAIL_LINES = 20
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EngineSpec:
-    """How to build an engine."""
-
     name: str
     config: EngineConfig
     pause_mode: PauseMode
@@ -52,7 +50,6 @@ class EngineSpec:
     trust_remote_code: bool
     host: str
     log_path: Path
-    """Where the server's output goes."""
     leftovers_path: Path
     """List of what a killed server leaves, to be removed when this process has died."""
     num_threads: int
@@ -61,7 +58,6 @@ class EngineSpec:
     seed: int
     """Sampling seed; must differ between engines, or they would draw the same samples."""
     key: str = field(repr=False)
-    """API key of the server."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -84,7 +80,6 @@ class SGLangEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """The server that was started last."""
         assert self._info is not None, "start() comes first"
         return self._info
 
@@ -171,24 +166,12 @@ class SGLangEngine:
             self._reserved = None
 
     def log_tail(self) -> str:
-        """The last lines of the server's log."""
         return last_lines(self.spec.log_path, LOG_TAIL_LINES)
 
     def _launch(self, port: int) -> None:
         spec = self.spec
         served_name = f"leash-{spec.name}-{uuid.uuid4().hex[:8]}"  # unique
-        arguments = server_arguments(
-            spec.config,
-            pause_mode=spec.pause_mode,
-            model_path=spec.model_path,
-            trust_remote_code=spec.trust_remote_code,
-            served_name=served_name,
-            host=spec.host,
-            port=port,
-            seed=spec.seed,
-            uses_gpu=spec.uses_gpu,
-        )
-        self._server = _Server(served_name, arguments, spec)
+        self._server = _Server(served_name, server_arguments(spec, served_name, port), spec)
         self._client = SGLangClient(
             spec.name,
             _url(spec.host, port),
@@ -287,7 +270,6 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
 
 
 def shared_memory_bytes(tp_size: int) -> int:
-    """Shared memory that a server of `tp_size` ranks needs."""
     return SHARED_MEMORY_BYTES if tp_size == 1 else tp_size * SHARED_MEMORY_BYTES_OF_RANKS
 
 
@@ -317,42 +299,32 @@ CPU_TOTAL_TOKENS = 65536
 """KV cache of a server without a GPU: SGLang would size it by the machine's whole memory."""
 
 
-def server_arguments(
-    config: EngineConfig,
-    *,
-    pause_mode: PauseMode,
-    model_path: str,
-    trust_remote_code: bool,
-    served_name: str,
-    host: str,
-    port: int,
-    seed: int,
-    uses_gpu: bool,
-) -> list[str]:
+def server_arguments(spec: EngineSpec, served_name: str, port: int) -> list[str]:
     """Arguments after the module's name.
 
     On a GPU SGLang chooses attention and sampling kernels itself. `config.extra_args` come last, so
     they override the others.
     """
-    arguments = ["--model-path", model_path, "--served-model-name", served_name]
-    arguments += ["--host", host, "--port", str(port)]
-    arguments += ["--tp-size", str(config.tp_size), "--dtype", _dtype(config.dtype, uses_gpu)]
+    config = spec.config
+    arguments = ["--model-path", spec.model_path, "--served-model-name", served_name]
+    arguments += ["--host", spec.host, "--port", str(port)]
+    arguments += ["--tp-size", str(config.tp_size), "--dtype", _dtype(config.dtype, spec.uses_gpu)]
     arguments += ["--max-running-requests", str(config.max_running_requests)]
-    arguments += ["--random-seed", str(seed)]
+    arguments += ["--random-seed", str(spec.seed)]
     arguments += ["--skip-tokenizer-init"]  # token ids in, token ids out
     # Each part of an answer has only the new tokens, not all so far.
     arguments += ["--incremental-streaming-output"]
     arguments += ["--log-level-http", "warning"]  # no line per request
-    if trust_remote_code:
+    if spec.trust_remote_code:
         arguments += ["--trust-remote-code"]
     if not config.radix_cache:
         # A commit does not flush: prefixes computed with old weights would be reused.
         arguments += ["--disable-radix-cache"]
     max_total_tokens = config.max_total_tokens
-    if uses_gpu:
+    if spec.uses_gpu:
         if config.mem_fraction is not None:
             arguments += ["--mem-fraction-static", str(config.mem_fraction)]
-        if pause_mode is PauseMode.in_place:
+        if spec.pause_mode is PauseMode.in_place:
             # With overlap a batch sampled with the old weights is processed after the commit, and
             # its tokens get the new version. A retracting pause processes it first.
             arguments += ["--disable-overlap-schedule"]

@@ -15,6 +15,7 @@ import logging
 import time
 from asyncio import Future
 from pathlib import Path
+from typing import NoReturn
 
 from buffer.run_state import RunState
 from configs.schema import WeightSyncConfig
@@ -69,8 +70,8 @@ class WeightFollower:
         self._served = -1
         self._num_failures = 0
 
-    async def run(self) -> None:
-        """Never returns. Raises TornEngine when the engine must be restarted."""
+    async def run(self) -> NoReturn:
+        """Raises TornEngine when the engine must be restarted."""
         while True:
             offered = await self._newest_unless_pinned()
             if self._pin.is_away:
@@ -78,9 +79,6 @@ class WeightFollower:
                 await self._rejoin()
             elif offered is not None and not await self._try(offered):
                 await asyncio.sleep(LOOK_AGAIN_S)
-
-    async def close(self) -> None:
-        await self._forget_receiver()
 
     async def _rejoin(self) -> None:
         """Registers as a serving engine, if possible with the newest version."""
@@ -122,7 +120,7 @@ class WeightFollower:
             return await self._client.newest(self._served, timeout_s=timeout_s)
         except WeightSyncError as error:
             log.warning("%s: %s", self._engine, error)
-            await self._forget_receiver()
+            await self.close()
             await asyncio.sleep(LOOK_AGAIN_S)
             return None
 
@@ -159,15 +157,21 @@ class WeightFollower:
         finally:
             await self._state.leave_commit(self._engine)
         self._served, self._num_failures = staged.version, 0
-        await self._report(
-            report,
-            {
-                "from_version": before,
-                "seen_at": seen_at,
-                "gate_wait_s": gate_wait_s,
-                "staged_to_commit_s": time.monotonic() - offered_at,
-            },
-        )
+        record: dict[str, float | int | str] = {
+            "engine": report.engine,
+            "version": report.version,
+            "strategy": report.strategy,
+            "from_version": before,
+            "seen_at": seen_at,
+            "gate_wait_s": gate_wait_s,
+            "staged_to_commit_s": time.monotonic() - offered_at,
+            "paused_at": report.paused_at,
+            "resumed_at": report.paused_at + report.pause_s,
+            "pause_s": report.pause_s,
+            "load_s": report.load_s,
+        }
+        await self._state.record_commit(self._engine, report.version, record)
+        await self._state.append_metrics(record, "commit")
         self._pin.note_served(staged.version)
         return True
 
@@ -189,20 +193,6 @@ class WeightFollower:
                 f"weight_sync.commit_timeout_s={limit_s:g}"
             ) from error
 
-    async def _report(self, report: CommitReport, way: dict[str, float | int]) -> None:
-        record: dict[str, float | int | str] = {
-            "engine": report.engine,
-            "version": report.version,
-            "strategy": report.strategy,
-            **way,
-            "paused_at": report.paused_at,
-            "resumed_at": report.paused_at + report.pause_s,
-            "pause_s": report.pause_s,
-            "load_s": report.load_s,
-        }
-        await self._state.record_commit(self._engine, report.version, record)
-        await self._state.append_metrics(record, "commit")
-
     def _note_failure(self, error: EngineError) -> None:
         """A commit could not begin: the engine continues and tries again."""
         self._num_failures += 1
@@ -220,7 +210,7 @@ class WeightFollower:
             await self._client.hold(staged.version, self._engine, ttl_s, timeout_s=CALL_TIMEOUT_S)
         except WeightSyncError as error:
             log.warning("%s: %s", self._engine, error)
-            await self._forget_receiver()
+            await self.close()
             return False
         return True
 
@@ -231,9 +221,10 @@ class WeightFollower:
                 await self._client.let_go(staged.version, self._engine, timeout_s=CALL_TIMEOUT_S)
             except WeightSyncError as error:
                 log.warning("%s: %s", self._engine, error)
-                await self._forget_receiver()
+                await self.close()
 
-    async def _forget_receiver(self) -> None:
+    async def close(self) -> None:
+        """Forget the receiver; it is looked up again."""
         client, self._client = self._client, None
         if client is not None:
             await client.close()
@@ -309,7 +300,6 @@ class VersionPin:
         self._look()
 
     def note_lost(self) -> None:
-        """The engine serves nothing any more."""
         self._served = self._taken = -1
         self.is_away = False
         self.release()

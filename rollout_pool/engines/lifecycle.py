@@ -23,7 +23,7 @@ from processes import tree
 from processes.silence import wait_silent
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.engines.client import SGLangClient
-from rollout_pool.engines.commit import Committer, Strategy, TornEngine
+from rollout_pool.engines.commit import Committer, Strategy
 from rollout_pool.engines.engine import EngineInfo, SGLangEngine
 from rollout_pool.engines.follower import VersionPin, WeightFollower
 from rollout_pool.engines.strategies import make_strategy
@@ -58,7 +58,6 @@ class EngineLife:
         self._key = key
         self._state = state
         self._living: asyncio.Task[str] | None = None
-        self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._num_restarts = 0
         self._pin = VersionPin()
         self._guarding: asyncio.Task[None] | None = None
@@ -72,12 +71,15 @@ class EngineLife:
             await self._engine.stop()
             raise
         self._living = asyncio.create_task(self._live())
-        self._living.add_done_callback(self._report_end)
         return info
 
     async def wait_given_up(self) -> str:
         """Why the engine is not restarted any more. Does not return after `stop`."""
-        return await asyncio.shield(self._given_up)
+        assert self._living is not None, "start() comes first"
+        await asyncio.wait({self._living})
+        if self._living.cancelled():
+            await asyncio.Event().wait()
+        return self._living.result()
 
     async def hold(self, version: int, wait_s: float, limit_s: float) -> bool:
         """Reserves the engine at exactly `version`, for which it waits up to `wait_s`.
@@ -132,14 +134,6 @@ class EngineLife:
             await end_tasks({self._living}, CLEAR_UP_S)
         await self._engine.stop(timeout_s)
 
-    def _report_end(self, living: asyncio.Task[str]) -> None:
-        if living.cancelled() or self._given_up.done():
-            return
-        if (error := living.exception()) is not None:
-            self._given_up.set_exception(error)
-        else:
-            self._given_up.set_result(living.result())
-
     async def _check_strategy(self) -> None:
         strategy = self._strategy()
         try:
@@ -184,15 +178,14 @@ class EngineLife:
         `closing` gets what must be closed then."""
         pulse = EnginePulse(self._engine.client, self._engine.info.pid)
         strategy = self._strategy()
-        committer = Committer(self._engine.client, strategy, self._config.pause_mode)
-        closing.push_async_callback(committer.close)
+        closing.push_async_callback(strategy.close)
         follower = WeightFollower(
             engine=self._engine.spec.name,
             receiver=self._receiver,
             key=self._key,
             config=self._config,
             state=self._state,
-            committer=committer,
+            committer=Committer(self._engine.client, strategy, self._config.pause_mode),
             answers=pulse.answers,
             pin=self._pin,
         )
@@ -214,13 +207,10 @@ class EngineLife:
 
     async def _follow(self, strategy: Strategy, follower: WeightFollower) -> str:
         try:
-            await strategy.check()
+            await strategy.check()  # it has just been started, and may not answer
             await follower.run()
-        except TornEngine as error:
+        except EngineError as error:
             return str(error)
-        except EngineError as error:  # it has just been started and does not answer
-            return str(error)
-        raise AssertionError("unreachable")
 
 
 class EnginePulse:

@@ -10,11 +10,7 @@ from pathlib import Path
 
 from buffer.run_state import RunState
 from configs.choices import Backend
-from processes.leftovers import (
-    list_path,
-    remove_leftovers_of_dead_runs,
-    write_list,
-)
+from processes.leftovers import list_path, remove_leftovers_of_dead_runs, write_list
 from processes.silence import wait_silent
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.types import RolloutSpec
@@ -38,18 +34,14 @@ CLEAR_UP_S = 5.0
 class ReceiverKeeper:
     """Owns the receiver's process and its stage folder. Its death costs versions, never the run."""
 
-    def __init__(
-        self, spec: RolloutSpec, name: str, token: str, host: str, state: RunState
-    ) -> None:
+    def __init__(self, spec: RolloutSpec, name: str, token: str, host: str) -> None:
         """`host` is where this node listens; the receiver's GPU is the first that it sees.
 
         `token` keeps the run's folder apart from any other run's. A keeper with the same token
         reuses what an earlier keeper's receiver staged.
         """
+        self._spec = spec
         self._name = name
-        self._state = state
-        self._key = spec.weights_key
-        self._silence_s = spec.weight_sync.timeout_s
         config = spec.weight_sync
         self._folder = Path(config.stage_dir or STAGE_DIR) / f"leash-{spec.run}-{token}"
         self._run_dir = Path(spec.run_dir)
@@ -64,12 +56,15 @@ class ReceiverKeeper:
                 timeout_s=config.timeout_s,
                 min_bandwidth=config.min_bandwidth,
                 device="cuda:0" if spec.uses_gpu and config.backend is not Backend.gloo else "cpu",
-                key=self._key,
+                key=spec.weights_key,
             ),
             Path(spec.run_dir) / "logs" / f"{name}.log",
         )
-        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_ready = False
+        self._has_begun = asyncio.Event()
+        """It is ready, or was given up."""
         self._running: asyncio.Task[None] | None = None
+        self._connected: RunState | None = None
 
     async def run(self) -> str:
         """Returns why it ended: it was stopped, or the receiver could not be started even once."""
@@ -80,16 +75,17 @@ class ReceiverKeeper:
         error = self._running.exception()
         assert error is not None, "runs until it is stopped"
         log.error("%s is given up", self._name, exc_info=error)
-        if not self._ready.done():
-            self._ready.set_exception(error)
+        self._has_begun.set()
         return f"was given up: {error}"
 
     async def wait_ready(self) -> None:
         """Waits for the first registration. Raises the error that made it impossible."""
-        await asyncio.shield(self._ready)
+        await self._has_begun.wait()
+        if not self._is_ready:
+            assert self._running is not None
+            await self._running
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """End the receiver and remove all that it staged."""
         if self._running is not None:
             await end_tasks({self._running}, CLEAR_UP_S)
         try:
@@ -98,8 +94,17 @@ class ReceiverKeeper:
             shutil.rmtree(self._folder, ignore_errors=True)
             if not self._folder.exists():
                 self._leftovers.unlink(missing_ok=True)
+            if self._connected is not None:
+                await self._connected.close()
+
+    @property
+    def _state(self) -> RunState:
+        assert self._connected is not None, "run() comes first"
+        return self._connected
 
     async def _keep(self) -> None:
+        spec = self._spec
+        self._connected = await RunState.connect(spec.redis_url, spec.run, spec.buffer)
         # Frees the memory of versions staged by runs that were killed or lost this host.
         await asyncio.to_thread(remove_leftovers_of_dead_runs, self._run_dir.parent)
         self._make_folder()
@@ -110,10 +115,10 @@ class ReceiverKeeper:
             try:
                 why = await self._live_once()
             except WeightSyncError as error:
-                if not self._ready.done() and time.monotonic() > give_up_at:
+                if not self._is_ready and time.monotonic() > give_up_at:
                     raise
                 why = f"did not start: {error}"
-            if self._ready.done():
+            if self._is_ready:
                 await self._note_restart(why)
             log.warning("%s %s: restarting it", self._name, why)
             await asyncio.sleep(pause_s)
@@ -128,8 +133,8 @@ class ReceiverKeeper:
         """Runs the process once; returns how it ended. WeightSyncError: it did not start."""
         info = await self._process.start()
         await self._state.register_receiver(self._name, info.url)
-        if not self._ready.done():
-            self._ready.set_result(None)
+        self._is_ready = True
+        self._has_begun.set()
         dying = asyncio.create_task(self._process.wait_dead())
         stalling = asyncio.create_task(self._wait_silent(info.url))
         try:
@@ -143,7 +148,7 @@ class ReceiverKeeper:
         return f"did not answer for {stalling.result():.0f} s"
 
     async def _wait_silent(self, url: str) -> float:
-        client = ReceiverClient(self._name, url, self._key)
+        client = ReceiverClient(self._name, url, self._spec.weights_key)
 
         async def answers(timeout_s: float) -> bool:
             try:
@@ -154,7 +159,7 @@ class ReceiverKeeper:
             return True
 
         try:
-            return await wait_silent(answers, self._silence_s)
+            return await wait_silent(answers, self._spec.weight_sync.timeout_s)
         finally:
             await client.close()
 

@@ -52,7 +52,7 @@ def make_strategy(
             return Ipc(client, config, tp_size=tp_size)
 
 
-class StagedDisk:
+class StagedDisk(Strategy):
     """The engine's own loader reads the staged file; no data passes through this process."""
 
     name = "staged_disk"
@@ -68,17 +68,11 @@ class StagedDisk:
                 "use weight_sync.commit=direct or a newer SGLang"
             )
 
-    async def prepare(self, folder: Path) -> None:
-        """Nothing to do."""
-
     async def load(self, version: int, folder: Path) -> None:
         await self._client.update_from_disk(str(folder), version, self._timeout_s)
 
-    async def close(self) -> None:
-        """Nothing to close."""
 
-
-class Direct:
+class Direct(Strategy):
     """SGLang's own broadcast: receives and loads alternate in the scheduler's thread.
 
     The baseline for the other strategies: what other systems do across a fleet, here from a local
@@ -175,8 +169,11 @@ ALIGNMENT = 256
 """Alignment of each tensor in the buffer, in bytes."""
 
 
-class Ipc:
-    """The engine copies from a buffer on its own GPU, which this process fills from the file."""
+class Ipc(Strategy):
+    """The engine copies from a buffer on its own GPU, which this process fills from the file.
+
+    The buffer exists only during a load: it would take GPU memory while the engine decodes.
+    """
 
     name = "ipc"
 
@@ -204,9 +201,6 @@ class Ipc:
                 "everywhere"
             )
 
-    async def prepare(self, folder: Path) -> None:
-        """Nothing yet: the buffer would take GPU memory while the engine decodes."""
-
     async def load(self, version: int, folder: Path) -> None:
         staged = await asyncio.to_thread(StagedFile.open, folder)
         token = secrets.token_hex(8)
@@ -221,9 +215,6 @@ class Ipc:
                 for gpu, address in enumerate(addresses)
             ),
         )
-
-    async def close(self) -> None:
-        """Nothing to close: no memory is kept between commits."""
 
     def _gpu_keys(self) -> list[str]:
         """The keys under which SGLang's ranks look up their sockets."""

@@ -40,8 +40,6 @@ IN_USE = 0.9
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LoadSample:
-    """One load report of an engine."""
-
     num_in_flight: int
     """Samples of this process."""
     num_running: int

@@ -64,8 +64,6 @@ class EngineClient(Protocol):
 
 
 class LoadSource(Protocol):
-    """An engine that reports its load."""
-
     @property
     def name(self) -> str: ...
 

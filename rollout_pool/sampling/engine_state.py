@@ -51,7 +51,6 @@ class Breaker:
         return self._state
 
     def admits(self, now: float) -> bool:
-        """Whether a request may be sent now."""
         if self._state is BreakerState.closed:
             return True
         return now >= self.retry_at and not self._is_on_trial
@@ -69,7 +68,6 @@ class Breaker:
         return True
 
     def succeed(self, now: float) -> None:
-        """A request received tokens."""
         self._state = BreakerState.closed
         self._num_failures = self._num_delays = 0
         self._last_success = now
@@ -134,8 +132,6 @@ EVALUATION_SHARE = 1 / 8
 
 
 class EngineState:
-    """Slots, load and health of one engine."""
-
     def __init__(self, client: EngineClient, max_running_requests: int, num_workers: int) -> None:
         self.client = client
         self.breaker = Breaker()
@@ -165,7 +161,6 @@ class EngineState:
 
     @property
     def limit(self) -> int:
-        """Most samples in flight."""
         return self._limit.value
 
     def has_slot(self, priority: Priority) -> bool:
@@ -233,7 +228,6 @@ class EngineState:
         )
 
     def note_silence(self) -> None:
-        """The engine did not report its load."""
         self._is_silent = True
 
     def _estimate_others(self, load: EngineLoad) -> float:
@@ -270,7 +264,6 @@ class Slot:
         return self._engine.client
 
     def progress(self) -> None:
-        """Call when tokens have arrived."""
         now = time.monotonic()
         self._engine.last_progress = now
         self._engine.breaker.succeed(now)

@@ -14,12 +14,16 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from operator import attrgetter
+from typing import NamedTuple
 
 from buffer.staleness import is_fresh
 from rollout_pool.sampling.engine_client import EngineClient, EngineLoad
 from rollout_pool.sampling.engine_state import EngineState, Slot, StickySessions
-from rollout_pool.sampling.queue import Needs, QueueKey, StarvationTimer, Waiter, WaitingLine
 from rollout_pool.sampling.sample import Interrupted, Priority, Sample
 
 OVERLOAD_FACTOR = 1.5
@@ -28,6 +32,83 @@ OVERLOAD_SAMPLES = 8
 loaded one plus so many samples of the session's size."""
 LENGTHS_KEPT = 0.98
 """Decay of the mean length per ended sample: it adapts within a few hundred samples."""
+STARVED_LOOKS = 16
+"""Looks for starved samples within one `wait_timeout_s`, at most."""
+
+_arrivals = count()
+
+
+class Needs(NamedTuple):
+    """What decides which engines may serve a sample."""
+
+    engine: str | None
+    """The only engine that may serve it, if one was named."""
+    min_version: int
+
+
+class QueueKey(NamedTuple):
+    """What the samples of one queue have in common."""
+
+    needs: Needs
+    failed: frozenset[str]
+    """Engines that failed them."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Waiter:
+    """One waiting sample. Equal orders are served first come, first served."""
+
+    sample: Sample
+    tokens: int
+    """Its expected final number of tokens."""
+    failed: Mapping[str, float]
+    """Engines at which it failed, with the time; others are preferred."""
+    joined_at: float
+    granted: asyncio.Future[Slot]
+    order: tuple[int, int] = field(init=False)
+    key: QueueKey = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Fixed now: the line finds the waiter by them when it leaves.
+        self.order = (self.sample.order, next(_arrivals))
+        needs = Needs(self.sample.engine, self.sample.min_version)
+        self.key = QueueKey(needs, frozenset(self.failed))
+
+
+class WaitingLine:
+    """All waiting samples: rollouts before evaluations, then the lowest order first.
+
+    Samples with the same needs share a queue: if its first finds no slot, none does. So the cost of
+    serving grows with the number of queues, not of samples.
+    """
+
+    def __init__(self) -> None:
+        self.waiters: dict[Sample, Waiter] = {}
+        self._queues: dict[Priority, dict[QueueKey, list[Waiter]]] = {p: {} for p in Priority}
+
+    def queues(self, priority: Priority) -> dict[QueueKey, list[Waiter]]:
+        """The non-empty queues, each in order. The mapping is a copy, the queues are not."""
+        return dict(self._queues[priority])
+
+    def join(self, waiter: Waiter) -> None:
+        assert waiter.sample not in self.waiters, waiter.sample.sample_id
+        self.waiters[waiter.sample] = waiter
+        queue = self._queues[waiter.sample.priority].setdefault(waiter.key, [])
+        insort(queue, waiter, key=_order)
+
+    def leave(self, waiter: Waiter) -> None:
+        """Does nothing if it has left already."""
+        if self.waiters.get(waiter.sample) is not waiter:
+            return
+        del self.waiters[waiter.sample]
+        queues = self._queues[waiter.sample.priority]
+        queue = queues[waiter.key]
+        del queue[bisect_left(queue, waiter.order, key=_order)]
+        if not queue:
+            del queues[waiter.key]
+
+
+_order = attrgetter("order")
 
 
 class Router:
@@ -50,9 +131,9 @@ class Router:
         }
         self._wait_timeout_s = wait_timeout_s
         self._line = WaitingLine()
-        self._starvation = StarvationTimer(
-            wait_timeout_s, last_progress=self._last_progress, give_up=self._give_up
-        )
+        self._progress: dict[Needs, float] = {}
+        """When an engine that could serve such a sample last made progress."""
+        self._starving: asyncio.TimerHandle | None = None
         self._sessions = StickySessions()
         self._mean_length: float | None = None
         self._alarm: asyncio.TimerHandle | None = None
@@ -63,7 +144,7 @@ class Router:
     def follow(self, versions: Mapping[str, int], trainer: int, max_staleness: int) -> None:
         """Sets the version that each serving engine serves now, and the trainer's."""
         now = time.monotonic()
-        self._starvation.note_progress()
+        self._note_progress()
         for engine in self.engines.values():
             serves = versions.get(engine.name)
             if serves is None and engine.serves is not None:
@@ -82,7 +163,6 @@ class Router:
         self.serve()
 
     def note_silence(self, engine: str) -> None:
-        """An engine did not answer a request for its load."""
         self.engines[engine].note_silence()
 
     def note_end(self, sample: Sample) -> None:
@@ -93,8 +173,7 @@ class Router:
 
     @property
     def num_waiting(self) -> int:
-        """Number of samples waiting for a slot."""
-        return len(self._line)
+        return len(self._line.waiters)
 
     # Assignment -----------------------------------------------------------------------------------
 
@@ -116,7 +195,10 @@ class Router:
             granted=asyncio.get_running_loop().create_future(),
         )
         self._line.join(waiter)
-        self._starvation.join(waiter)
+        self._progress.setdefault(waiter.key.needs, float("-inf"))
+        if self._starving is None:
+            loop = asyncio.get_running_loop()
+            self._starving = loop.call_later(self._wait_timeout_s, self._end_starved)
         self.serve()
         try:
             return await waiter.granted
@@ -126,12 +208,12 @@ class Router:
                 granted.result().release()  # granted at the same moment
             raise
         finally:
-            self._leave(waiter)
+            self._line.leave(waiter)
 
     def withdraw(self, sample: Sample) -> None:
         """Makes `assign` raise Interrupted for a waiting sample; does nothing for others."""
-        if (waiter := self._line.find(sample)) is not None:
-            self._leave(waiter)
+        if (waiter := self._line.waiters.get(sample)) is not None:
+            self._line.leave(waiter)
             if not waiter.granted.done():
                 waiter.granted.set_exception(Interrupted(sample.sample_id))
 
@@ -143,22 +225,33 @@ class Router:
 
     # Waiting --------------------------------------------------------------------------------------
 
-    def _leave(self, waiter: Waiter) -> None:
-        self._line.leave(waiter)
-        self._starvation.leave(waiter)
+    def _note_progress(self) -> None:
+        """Must be called before what an engine may serve changes."""
+        for needs in self._progress:
+            for engine in self.engines.values():
+                if _may_serve(engine, needs):
+                    self._progress[needs] = max(self._progress[needs], engine.last_progress)
 
-    def _last_progress(self, needs: Needs) -> float:
-        """When an engine that may serve these needs last made progress."""
-        engines = self.engines.values()
-        return max(
-            (engine.last_progress for engine in engines if _may_serve(engine, needs)),
-            default=float("-inf"),
-        )
-
-    def _give_up(self, waiter: Waiter) -> None:
-        self._line.leave(waiter)
-        if not waiter.granted.done():
-            waiter.granted.set_exception(TimeoutError(self._explain(waiter)))
+    def _end_starved(self) -> None:
+        """Ends the wait of samples for which no engine made progress for `wait_timeout_s`; a sample
+        may wait while any engine that may serve it makes progress with any sample."""
+        self._starving = None
+        self._note_progress()
+        now = time.monotonic()
+        deadlines = {
+            waiter: max(waiter.joined_at, self._progress[waiter.key.needs]) + self._wait_timeout_s
+            for waiter in self._line.waiters.values()
+        }
+        for waiter in [waiter for waiter, deadline in deadlines.items() if deadline <= now]:
+            del deadlines[waiter]
+            self._line.leave(waiter)
+            if not waiter.granted.done():
+                waiter.granted.set_exception(TimeoutError(self._explain(waiter)))
+        needed = {waiter.key.needs for waiter in deadlines}
+        self._progress = {needs: self._progress[needs] for needs in needed}
+        if deadlines:
+            wait_s = max(min(deadlines.values()) - now, self._wait_timeout_s / STARVED_LOOKS)
+            self._starving = asyncio.get_running_loop().call_later(wait_s, self._end_starved)
 
     def _explain(self, waiter: Waiter) -> str:
         version = waiter.sample.min_version
@@ -178,7 +271,6 @@ class Router:
     # Serving --------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Gives a slot to every waiting sample that can get one."""
         if not self.num_waiting:
             return
         now = time.monotonic()
@@ -234,12 +326,11 @@ class Router:
 
     def _grant(self, waiter: Waiter, engine: EngineState, now: float) -> None:
         sample = waiter.sample
-        self._leave(waiter)
+        self._line.leave(waiter)
         if waiter.granted.done():
             return  # its task was just cancelled
         if sample.session:
             self._sessions.settle(sample.session, engine.name)
-        sample = waiter.sample
         slot = Slot(engine, sample.priority, waiter.tokens, now, self.serve)
         waiter.granted.set_result(slot)
 

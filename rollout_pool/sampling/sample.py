@@ -61,7 +61,6 @@ class Sample:
     finish_reason: str | None = None
     """"stop" at an end-of-sequence token, "length" at the limit; None before the end."""
     num_attempts: int = 0
-    """Requests made for it so far."""
     num_failures: int = 0
     """Failed requests; interruptions do not count."""
     num_refused: int = 0
@@ -87,8 +86,6 @@ class Interrupted(RuntimeError):
 
 
 class Completer(Protocol):
-    """Completes samples."""
-
     async def complete(self, sample: Sample) -> None:
         """Continues the sample until it has ended.
 

@@ -18,15 +18,12 @@ from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
 
 @dataclass(kw_only=True, slots=True)
 class _Run:
-    """One call of `complete`."""
-
     failed: dict[str, float] = field(default_factory=dict)
     """Engines that failed it, with the time."""
     num_failures: int = 0
     last_error: Exception | None = None
     is_interrupted: bool = False
     in_flight: tuple[Slot, str] | None = None
-    """The request in flight."""
 
 
 class Sampler:

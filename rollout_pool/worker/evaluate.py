@@ -44,9 +44,7 @@ class EvaluationFailed(RuntimeError):
 class _Answer:
     score: float
     versions: frozenset[int]
-    """The versions that sampled its tokens."""
     unscored: str | None
-    """Why it has no score."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -61,7 +61,6 @@ class VarianceFilter:
 
 
 def has_zero_variance(group: TrajectoryGroup) -> bool:
-    """Whether all episodes have the same reward."""
     return len({trajectory.reward for trajectory in group.trajectories}) == 1
 
 
@@ -94,7 +93,6 @@ class GroupFinisher:
             self._filter = VarianceFilter(config.max_filtered_ratio)
         self._failures_in_a_row = 0
         self.num_groups = 0
-        """Groups pushed."""
         self.num_failed = 0
         self.num_too_old = 0
 

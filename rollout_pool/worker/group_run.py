@@ -45,11 +45,9 @@ class Spent:
 
     num_tokens: int = 0
     longest: int = 0
-    """Tokens of the longest sample."""
     oldest_version: int | None = None
     """The oldest version that sampled one of the tokens; None before the first token."""
     num_failures: int = 0
-    """Requests that failed."""
     num_refused: int = 0
     """Answers refused because of their log-probabilities."""
     num_wasted: int = 0
@@ -73,7 +71,6 @@ class GroupRun:
     ref: PromptRef
     prompt: Prompt
     source: EpisodeSource
-    """Runs its episodes."""
     order: int = 0
     """Position among the groups: the lowest is served first."""
     may_go_on: Callable[[Sample], Awaitable[None]] = go_on
@@ -84,7 +81,6 @@ class GroupRun:
     samples: set[Sample] = field(default_factory=set)
     """Samples in progress. Of an ended one only the sums are kept, because prompts are long."""
     group: TrajectoryGroup | None = None
-    """Set once it is complete."""
     verdict: Verdict = Verdict.keep
     is_too_old: bool = False
     """Its oldest token is too stale for any later step."""
@@ -112,7 +108,6 @@ class GroupRun:
 
     @property
     def spent(self) -> Spent:
-        """Sums over all its samples so far."""
         spent = replace(self._ended)
         for sample in self.samples:
             spent.add(sample)
@@ -137,7 +132,6 @@ class ExternalGroups(Protocol):
 
 
 def length_bucket(num_tokens: int) -> str:
-    """The bucket of a sample of `num_tokens` tokens."""
     return next((name for most, name in LENGTHS if num_tokens <= most), LONGER)
 
 

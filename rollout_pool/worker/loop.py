@@ -37,13 +37,14 @@ from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import opening
 from rollout_pool.rewards.types import Scorer
+from rollout_pool.sampling.sample import Completer
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, Task, TaskStream
 from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
 from rollout_pool.worker.evaluate import Evaluator
 from rollout_pool.worker.finish import GroupFinisher, GroupLog
 from rollout_pool.worker.group_run import Counters, ExternalGroups, GroupRun
-from rollout_pool.worker.stragglers import Interrupter, build_tail
+from rollout_pool.worker.stragglers import TAILS
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class RolloutWorker:
         buffer: WorkerBuffer,
         state: RunState,
         watching: Sequence[asyncio.Future[Any]],
-        interrupter: Interrupter,
+        interrupter: Completer,
         group_log: GroupLog | None = None,
         stop_again_s: float = STOP_AGAIN_S,
     ) -> None:
@@ -109,7 +110,6 @@ class RolloutWorker:
         self._watching = watching
         self._stop_again_s = stop_again_s
         self._runs: set[GroupRun] = set()
-        """The groups in flight."""
         self._admission: asyncio.Task[None] | None = None
         """The admission of the next group, if in progress."""
         self._unfinished: set[asyncio.Task[Any]] = set()
@@ -118,7 +118,6 @@ class RolloutWorker:
         """Tasks that have ended; None wakes the loop."""
         self._is_ending = False
         self._error: BaseException | None = None
-        """The first error that ends the worker."""
         self._last_end = 0.0
         self._next_order = 0
         self._in_hand: tuple[PromptRef, Prompt] | None = None
@@ -131,13 +130,13 @@ class RolloutWorker:
             counters=self._counters,
             group_log=group_log,
         )
-        self._tail = build_tail(
-            spec.config,
-            interrupter=interrupter,
+        self._tail = TAILS[spec.config.tail](
+            interrupt=interrupter.interrupt,
             versions=state,
             counters=self._counters,
             is_batch_ready=self._is_batch_ready,
             next_order=lambda: self._next_order,
+            max_postponements=spec.config.max_postponements,
         )
 
     async def run(self) -> WorkerReport:
@@ -225,7 +224,6 @@ class RolloutWorker:
         await self._counters.flush()
 
     def _observe(self, work: asyncio.Future[Any]) -> None:
-        """Lets the loop handle `work` when it has completed."""
         work.add_done_callback(self._completed.put_nowait)
 
     def _see_through(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -372,5 +370,4 @@ class PromptReader:
         return False
 
     def opening(self, prompt: Prompt) -> list[int]:
-        """The tokens before the first answer."""
         return self._chat.first(opening(prompt.text, self._system_prompt))

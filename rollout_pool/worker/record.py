@@ -38,11 +38,8 @@ _PIECE = 4096
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Recorded:
-    """A recorded group."""
-
     group: TrajectoryGroup
     text: str
-    """The prompt's text."""
     at: float
     """Unix time."""
     worker: str
@@ -69,7 +66,6 @@ class RolloutLog:
         self._max_file_bytes = max_file_bytes
         self._num_files = num_files
         self._lock = threading.Lock()
-        """Guards the files."""
         self.num_lost = 0
         """Lines that could not be written."""
 

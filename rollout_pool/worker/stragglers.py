@@ -20,13 +20,12 @@ import contextlib
 import statistics
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from configs.choices import TailPolicy
-from configs.rollout_schema import RolloutConfig
 from rollout_pool.sampling.sample import Sample
 from rollout_pool.worker.group_run import Counters, GroupRun
 
@@ -40,12 +39,6 @@ MIN_RECENT = 4
 """Groups needed for a meaningful median."""
 LOOK_EVERY_S = 0.5
 """Shortest time between two looks at the buffer, and shortest wait of a postponed group."""
-
-
-class Interrupter(Protocol):
-    """The part of a Completer used here."""
-
-    def interrupt(self, sample: Sample) -> None: ...
 
 
 class Versions(Protocol):
@@ -78,7 +71,6 @@ class WaitingRoom:
 
     @property
     def samples(self) -> set[Sample]:
-        """The waiting samples."""
         return {sample for sample, _ in self._waiting}
 
     def close(self) -> None:
@@ -92,11 +84,21 @@ class WaitingRoom:
                 released.set_result(None)
 
 
+@dataclass(kw_only=True, eq=False)
 class Tail:
     """The policy for slow groups of one worker, each known from `begin` until `end`.
 
     This base class does nothing: continue_across_versions.
     """
+
+    interrupt: Callable[[Sample], None]
+    versions: Versions
+    counters: Counters
+    is_batch_ready: Callable[[], Awaitable[bool]]
+    """Whether the trainer could take a whole batch now."""
+    next_order: Callable[[], int]
+    """The order of the group that starts next."""
+    max_postponements: int
 
     def begin(self, run: GroupRun) -> None:
         """Called before the group's first sample."""
@@ -109,13 +111,10 @@ class Tail:
         await asyncio.Event().wait()
 
 
+@dataclass(kw_only=True, eq=False)
 class InterruptAndResume(Tail):
-    def __init__(self, interrupter: Interrupter, versions: Versions, counters: Counters) -> None:
-        self._interrupter = interrupter
-        self._versions = versions
-        self._counters = counters
-        self._runs: set[GroupRun] = set()
-        self._room = WaitingRoom()
+    _runs: set[GroupRun] = field(default_factory=set, init=False)
+    _room: WaitingRoom = field(default_factory=WaitingRoom, init=False)
 
     def begin(self, run: GroupRun) -> None:
         run.may_go_on = self._may_go_on
@@ -125,10 +124,10 @@ class InterruptAndResume(Tail):
         self._runs.discard(run)
 
     async def run(self) -> None:
-        version = await self._versions.trainer_version()
+        version = await self.versions.trainer_version()
         while True:
             try:
-                version = await self._versions.wait_version_above(version, PUBLISH_TIMEOUT_S)
+                version = await self.versions.wait_version_above(version, PUBLISH_TIMEOUT_S)
             except TimeoutError:
                 continue  # a long step; a dead trainer is detected elsewhere
             self._room.close()
@@ -136,16 +135,16 @@ class InterruptAndResume(Tail):
                 for run in self._runs:
                     running = run.running
                     for sample in running:
-                        self._interrupter.interrupt(sample)
-                    self._counters.add("samples_interrupted", len(running))
+                        self.interrupt(sample)
+                    self.counters.add("samples_interrupted", len(running))
                 with contextlib.suppress(TimeoutError):
-                    await self._versions.wait_engines_at(version, RESUME_AFTER_S)
+                    await self.versions.wait_engines_at(version, RESUME_AFTER_S)
             finally:
                 self._room.open()
 
     async def _may_go_on(self, sample: Sample) -> None:
         await self._room.pass_through(sample, 2 * RESUME_AFTER_S)
-        self._counters.add("samples_resumed")
+        self.counters.add("samples_resumed")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -169,7 +168,6 @@ class Pace:
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def note(self, seconds: float) -> None:
-        """A group completed after `seconds`."""
         self._recent.append(seconds)
 
     @property
@@ -177,7 +175,6 @@ class Pace:
         return statistics.median(self._recent) if len(self._recent) >= MIN_RECENT else None
 
     def is_slow(self, lap: Lap, now: float) -> bool:
-        """Whether the group may be postponed now."""
         median_s = self.median_s
         return (
             median_s is not None
@@ -195,23 +192,12 @@ class Pace:
         return lap.num_postponed >= self._max_postponements
 
 
+@dataclass(kw_only=True, eq=False)
 class Postpone(Tail):
-    def __init__(
-        self,
-        interrupter: Interrupter,
-        counters: Counters,
-        *,
-        is_batch_ready: Callable[[], Awaitable[bool]],
-        next_order: Callable[[], int],
-        max_postponements: int,
-    ) -> None:
-        """`next_order`: the order of the group that starts next."""
-        self._interrupter = interrupter
-        self._counters = counters
-        self._is_batch_ready = is_batch_ready
-        self._next_order = next_order
-        self._pace = Pace(max_postponements)
-        self._laps: dict[GroupRun, Lap] = {}
+    _laps: dict[GroupRun, Lap] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._pace = Pace(self.max_postponements)
 
     def begin(self, run: GroupRun) -> None:
         if run.source.is_external:
@@ -227,7 +213,7 @@ class Postpone(Tail):
         while True:
             await asyncio.sleep(LOOK_EVERY_S)  # groups become slow by time alone
             if self._waiting() or self._slow():
-                is_ready = await self._is_batch_ready()
+                is_ready = await self.is_batch_ready()
                 self._release(is_ready)
                 slow = self._slow()
                 if is_ready and len(slow) + len(self._waiting()) < len(self._laps):
@@ -252,20 +238,20 @@ class Postpone(Tail):
         lap = self._laps[run]
         lap.num_postponed += 1
         lap.is_waiting, lap.since = True, time.monotonic()
-        run.order = 0 if self._pace.is_last_time(lap) else self._next_order()
+        run.order = 0 if self._pace.is_last_time(lap) else self.next_order()
         for sample in run.samples:
             sample.order = run.order
         lap.room.close()
         lap.stopped.clear()
-        self._counters.add("groups_postponed")
+        self.counters.add("groups_postponed")
 
     def _stop(self, run: GroupRun) -> None:
         """Interrupts the running samples of a postponed group."""
         lap = self._laps[run]
         running = {*run.running}
         for sample in running - lap.room.samples:
-            self._interrupter.interrupt(sample)
-        self._counters.add("samples_interrupted", len(running - lap.stopped))
+            self.interrupt(sample)
+        self.counters.add("samples_interrupted", len(running - lap.stopped))
         lap.stopped |= running
 
     def _release(self, is_batch_ready: bool) -> None:
@@ -279,33 +265,11 @@ class Postpone(Tail):
 
     async def _may_go_on(self, room: WaitingRoom, sample: Sample) -> None:
         await room.pass_through(sample, (self._pace.median_s or 0.0) + RESUME_AFTER_S)
-        self._counters.add("samples_resumed")
+        self.counters.add("samples_resumed")
 
 
-def build_tail(
-    config: RolloutConfig,
-    *,
-    interrupter: Interrupter,
-    versions: Versions,
-    counters: Counters,
-    is_batch_ready: Callable[[], Awaitable[bool]],
-    next_order: Callable[[], int],
-) -> Tail:
-    """The policy of rollout.tail.
-
-    `is_batch_ready`: whether the trainer could take a whole batch now. `next_order`: the order of
-    the group that starts next.
-    """
-    match config.tail:
-        case TailPolicy.continue_across_versions:
-            return Tail()
-        case TailPolicy.interrupt_and_resume:
-            return InterruptAndResume(interrupter, versions, counters)
-        case TailPolicy.postpone:
-            return Postpone(
-                interrupter,
-                counters,
-                is_batch_ready=is_batch_ready,
-                next_order=next_order,
-                max_postponements=config.max_postponements,
-            )
+TAILS: Mapping[TailPolicy, type[Tail]] = {
+    TailPolicy.continue_across_versions: Tail,
+    TailPolicy.interrupt_and_resume: InterruptAndResume,
+    TailPolicy.postpone: Postpone,
+}

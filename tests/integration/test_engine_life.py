@@ -73,7 +73,7 @@ def spec(tmp_path, redis_url, run_name):
 @pytest.fixture
 async def keeper(spec, state):
     """The node's receiver, kept running."""
-    keeper = ReceiverKeeper(spec, "receiver-0", TOKEN, "127.0.0.1", state)
+    keeper = ReceiverKeeper(spec, "receiver-0", TOKEN, "127.0.0.1")
     keeping = asyncio.create_task(keeper.run())
     await keeper.wait_ready()
     yield keeper

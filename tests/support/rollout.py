@@ -1,16 +1,63 @@
-"""Shared by the tests of the rollout pool: a tokenizer, fake samples, waiting."""
+"""Shared by the tests of the rollout pool: specs, a tokenizer, fake samples, waiting."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from buffer.types import SamplingParams, VersionSpan
-from configs.choices import ToolParser
+from configs.choices import PauseMode, ToolParser
+from configs.rollout_schema import EngineConfig, RolloutConfig, TaskConfig
+from configs.schema import BufferConfig, WeightSyncConfig
+from rollout_pool.engines.engine import EngineSpec
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.sampling.sample import Sample
+from rollout_pool.types import RolloutSpec
+
+
+def engine_spec(**fields: Any) -> EngineSpec:
+    """An engine without a GPU and without a model."""
+    return EngineSpec(
+        **{
+            "name": "engine-0",
+            "config": EngineConfig(),
+            "pause_mode": PauseMode.retract,
+            "model_path": "none",
+            "trust_remote_code": False,
+            "host": "127.0.0.1",
+            "log_path": Path("/nowhere/engine.log"),
+            "leftovers_path": Path("/nowhere/leftovers"),
+            "num_threads": 1,
+            "uses_gpu": False,
+            "seed": 0,
+            "key": "a-key",
+            **fields,
+        }
+    )
+
+
+def rollout_spec(**fields: Any) -> RolloutSpec:
+    """Engines without a GPU, at `redis_url`, of `run`, with the folder `run_dir`."""
+    return RolloutSpec(
+        **{
+            "config": RolloutConfig(),
+            "task": TaskConfig(),
+            "weight_sync": WeightSyncConfig(),
+            "buffer": BufferConfig(),
+            "model_path": "none",
+            "trust_remote_code": False,
+            "host": "127.0.0.1",
+            "num_threads": 1,
+            "uses_gpu": False,
+            "seed": 0,
+            "engine_key": "a-key",
+            "weights_key": "another-key",
+            **fields,
+        }
+    )
 
 
 class Letters:

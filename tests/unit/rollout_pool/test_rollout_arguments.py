@@ -5,20 +5,20 @@ from __future__ import annotations
 from configs.choices import Dtype, PauseMode
 from configs.rollout_schema import EngineConfig
 from rollout_pool.engines.engine import server_arguments
+from tests.support.rollout import engine_spec
 
 
 def arguments(config=None, *, pause_mode=PauseMode.retract, uses_gpu=False, trust=False):
-    return server_arguments(
-        config or EngineConfig(),
+    spec = engine_spec(
+        config=config or EngineConfig(),
         pause_mode=pause_mode,
         model_path="/models/policy",
         trust_remote_code=trust,
-        served_name="leash-engine-0",
         host="10.0.0.7",
-        port=31000,
         seed=17,
         uses_gpu=uses_gpu,
     )
+    return server_arguments(spec, "leash-engine-0", 31000)
 
 
 def test_cpu_server_gets_the_kernels_that_exist_there():

@@ -63,44 +63,27 @@ async def test_many_samples_are_spread_over_calls(fake, client):
 
 
 async def test_all_sampling_parameters_are_sent(fake, client):
-    params = SamplingParams(
-        temperature=0.0,
-        top_p=0.9,
-        top_k=40,
-        min_p=0.05,
-        frequency_penalty=0.1,
-        presence_penalty=0.2,
-        repetition_penalty=1.1,
-    )
-    await ask(client, make_sample(sampling=params))
+    params = {
+        "temperature": 0.0,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "frequency_penalty": 0.1,
+        "presence_penalty": 0.2,
+        "repetition_penalty": 1.1,
+    }
+    await ask(client, make_sample(sampling=SamplingParams(**params)))
     [body] = fake.bodies("/generate")
-    assert body["sampling_params"] == [
-        {
-            "temperature": 0.0,
-            "top_p": 0.9,
-            "top_k": 40,
-            "min_p": 0.05,
-            "frequency_penalty": 0.1,
-            "presence_penalty": 0.2,
-            "repetition_penalty": 1.1,
-            "max_new_tokens": 8,
-            "stream_interval": 64,
-        }
-    ]
-
-
-async def test_stream_interval_can_be_chosen(fake):
-    client = fake.client("engine-0", stream_interval=4)
-    await ask(client, make_sample())
-    [body] = fake.bodies("/generate")
-    assert body["sampling_params"][0]["stream_interval"] == 4
-    await client.close()
+    assert body["sampling_params"] == [{**params, "max_new_tokens": 8, "stream_interval": 64}]
 
 
 async def test_sample_continues_from_its_tokens(fake, client, make_reply):
     fake.version = "9"
     fake.reply = lambda rid: make_reply(
-        output_ids=[20, 21, 2], versions=[("8", 0, 1), ("9", 1, 3)], parts=[1, 1], labels=["8", "9"]
+        output_ids=[20, 21, 2],
+        versions=[("8", 0, 1), ("9", 1, 2), ("9", 2, 3)],
+        parts=[1, 1],
+        labels=["8", "9"],
     )
     sample = make_sample(
         output_ids=[10, 11],
@@ -125,24 +108,6 @@ async def test_sample_ends_when_it_is_complete_and_not_with_its_siblings(fake, c
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     assert done == {tasks[1]}
     await tasks[0]
-
-
-async def test_tokens_are_in_the_sample_as_soon_as_they_arrive(fake, client, make_reply):
-    fake.version = "41"
-    fake.reply = lambda rid: make_reply(output_ids=[1, 2, 3, 4, 5], parts=[1, 2])
-    seen = []
-    sample = make_sample()
-    await ask(client, sample, lambda: seen.append((list(sample.output_ids), sample.finish_reason)))
-    assert seen == [([1], None), ([1, 2, 3], None), ([1, 2, 3, 4, 5], "stop")]
-    assert spans(sample) == [(41, 0, 5)]
-
-
-async def test_version_spans_become_numbers_and_equal_neighbours_one_span(fake, client, make_reply):
-    fake.reply = lambda rid: make_reply(
-        output_ids=[1, 2, 3, 4, 5], versions=[("7", 0, 1), ("7", 1, 3), ("8", 3, 5)]
-    )
-    sample = await ask(client, make_sample())
-    assert spans(sample) == [(7, 0, 3), (8, 3, 5)]
 
 
 async def test_tokens_of_a_lost_engine_are_kept_and_mixed_ones_count_as_the_older_version(
@@ -436,19 +401,13 @@ async def test_weight_calls_carry_what_the_server_needs_and_never_a_flush(fake, 
     assert await client.served_version() == 3
 
 
-async def test_server_capabilities_are_requested(fake, client):
-    fake.offers = set()
-    assert not await client.can_update_from_disk()
-    assert not await client.can_update_from_ipc()
-    assert not await client.wants_update_session()
-    fake.offers = {
-        "/update_weights_from_disk",
-        "/update_weights_from_ipc",
-        "/begin_weight_update",
-    }
-    assert await client.can_update_from_disk()
-    assert await client.can_update_from_ipc()
-    assert await client.wants_update_session()
+@pytest.mark.parametrize("is_offered", [False, True])
+async def test_server_capabilities_are_requested(fake, client, is_offered):
+    routes = {"/update_weights_from_disk", "/update_weights_from_ipc", "/begin_weight_update"}
+    fake.offers = routes if is_offered else set()
+    assert await client.can_update_from_disk() is is_offered
+    assert await client.can_update_from_ipc() is is_offered
+    assert await client.wants_update_session() is is_offered
 
 
 async def test_server_with_another_name_is_refused(fake, client):

@@ -21,7 +21,7 @@ def member(name, *methods):
 def test_deaths_include_a_receiver_that_is_given_up():
     pool = RolloutPool(
         [member("engine-0", "start", "gpu_ids", "wait_dead")],
-        {0: member("receiver-0", "start", "keep")},
+        {0: member("receiver-0", "wait_ready", "keep")},
         [member("worker-0", "start", "wait_dead")],
         [member("scorer-0", "start")],
     )

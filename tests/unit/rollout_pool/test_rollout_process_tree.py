@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from configs.choices import PauseMode
 from configs.rollout_schema import EngineConfig
 from processes.tree import is_semaphore, shared_memory_files
-from rollout_pool.engines.engine import EngineSpec, SGLangEngine, shared_memory_bytes
+from rollout_pool.engines.engine import SGLangEngine, shared_memory_bytes
 from rollout_pool.sampling.engine_client import EngineError
+from tests.support.rollout import engine_spec
 
 
 def test_shared_memory_files_are_found_by_what_is_mapped_whatever_its_name():
@@ -24,22 +24,12 @@ def test_shared_memory_files_are_found_by_what_is_mapped_whatever_its_name():
 
 
 async def test_server_is_not_started_where_shared_memory_has_no_room(tmp_path: Path):
-    engine = SGLangEngine(
-        EngineSpec(
-            name="engine-0",
-            config=EngineConfig(tp_size=10**7),  # more than any machine has room for
-            pause_mode=PauseMode.retract,
-            model_path="none",
-            trust_remote_code=False,
-            host="127.0.0.1",
-            log_path=tmp_path / "engine.log",
-            leftovers_path=tmp_path / "leftovers",
-            num_threads=1,
-            uses_gpu=False,
-            seed=0,
-            key="a-key",
-        )
+    spec = engine_spec(
+        config=EngineConfig(tp_size=10**7),  # more than any machine has room for
+        log_path=tmp_path / "engine.log",
+        leftovers_path=tmp_path / "leftovers",
     )
+    engine = SGLangEngine(spec)
     with pytest.raises(EngineError, match=r"engine-0: no room in /dev/shm .* bytes are free"):
         await engine.start()
     assert [*tmp_path.iterdir()] == []

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from buffer.run_state import STREAM_START
-from configs.rollout_schema import RolloutConfig, TaskConfig
-from configs.schema import BufferConfig, WeightSyncConfig
+from configs.schema import WeightSyncConfig
 from rollout_pool.engines import receiver_keeper
 from rollout_pool.engines.receiver_keeper import ReceiverKeeper
 from rollout_pool.pool import ReceiverActor
-from rollout_pool.types import RolloutSpec
-from tests.support.rollout import until
+from tests.support.rollout import rollout_spec, until
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.receiver.store import StagedStore
 
@@ -28,21 +26,11 @@ TOKEN = "t0ken"
 
 @pytest.fixture
 def spec(tmp_path, redis_url, run_name):
-    return RolloutSpec(
-        config=RolloutConfig(),
-        task=TaskConfig(),
+    return rollout_spec(
         weight_sync=WeightSyncConfig(timeout_s=3, stage_dir=str(tmp_path / "stage")),
-        buffer=BufferConfig(),
-        model_path="not-asked-for",
-        trust_remote_code=False,
         redis_url=redis_url,
         run=run_name,
         run_dir=str(tmp_path / "run"),
-        host="127.0.0.1",
-        num_threads=1,
-        uses_gpu=False,
-        seed=0,
-        engine_key="a-key",
         weights_key=KEY,
     )
 
@@ -75,7 +63,7 @@ async def test_keeper_waits_for_the_folder_and_replaces_a_receiver_that_hangs(
 ):
     # One life: each start of a receiver imports torch.
     await state.register_receiver("receiver-0", "http://127.0.0.1:9")
-    keeper = ReceiverKeeper(spec, "receiver-0", TOKEN, "127.0.0.1", state)
+    keeper = ReceiverKeeper(spec, "receiver-0", TOKEN, "127.0.0.1")
     keeping = asyncio.create_task(keeper.run())
     log = Path(spec.run_dir) / "logs" / "receiver-0.log"
     await until(lambda: log.exists() and "in use" in log.read_text(), 60)
@@ -108,7 +96,7 @@ async def test_receiver_that_never_starts_is_given_up_with_the_reason(
 ):
     monkeypatch.setattr(receiver_keeper, "FIRST_START_S", 0.1)
     actor = ReceiverActor(spec, "receiver-0", TOKEN)
-    starting = asyncio.create_task(actor.start())
+    starting = asyncio.create_task(actor.wait_ready())
     async with asyncio.timeout(60):
         why = await actor.keep([])
     assert why.startswith("was given up: receiver-0 ended at its start")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,27 +42,28 @@ def make_group(group_id: str, num_tokens: int = 6) -> TrajectoryGroup:
     )
 
 
-async def test_group_is_read_as_it_was_written(tmp_path: Path) -> None:
-    log, group = RolloutLog(tmp_path, "worker-0", 1.0, 0), make_group('w0-"17"')
+def assert_same(one: Trajectory, other: Trajectory) -> None:
+    for name in ("tokens", "loss_mask", "rollout_logprobs"):
+        np.testing.assert_array_equal(getattr(other, name), getattr(one, name))
+    for name in ("version_spans", "reward", "reward_parts", "episode", "finish_reason"):
+        assert getattr(other, name) == getattr(one, name)
+    assert list(other.columns) == list(one.columns)
+    for name, column in one.columns.items():
+        assert other.columns[name].dtype == column.dtype
+        np.testing.assert_array_equal(other.columns[name], column)
+
+
+@pytest.mark.parametrize("num_tokens", [6, 10_001], ids=["short", "long"])
+async def test_group_is_read_as_it_was_written(tmp_path: Path, num_tokens: int) -> None:
+    log, group = RolloutLog(tmp_path, "worker-0", 1.0, 0), make_group('w0-"17"', num_tokens)
     await log.write(group, "3 + 4 =\n„?“")
     await log.write(make_group("w0-18"), "another")
     found = read_recorded(tmp_path, 'w0-"17"')
     assert found is not None
     assert (found.text, found.worker) == ("3 + 4 =\n„?“", "worker-0")
-    copy = found.group
-    assert (copy.prompt, copy.sampling) == (group.prompt, group.sampling)
-    assert len(copy.trajectories) == 2
-    for one, other in zip(group.trajectories, copy.trajectories, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.loss_mask.tolist() == other.loss_mask.tolist()
-        np.testing.assert_array_equal(other.rollout_logprobs, one.rollout_logprobs)
-        for name in ("version_spans", "reward", "reward_parts", "episode", "finish_reason"):
-            assert getattr(one, name) == getattr(other, name)
-        assert list(other.columns) == ["teacher_logprobs", "choices"]
-        teacher, choices = other.columns["teacher_logprobs"], other.columns["choices"]
-        assert (teacher.dtype, choices.dtype) == (np.float32, np.int32)
-        np.testing.assert_array_equal(teacher, one.columns["teacher_logprobs"])
-        assert choices.tolist() == one.columns["choices"].tolist()
+    assert (found.group.prompt, found.group.sampling) == (group.prompt, group.sampling)
+    for one, other in zip(group.trajectories, found.group.trajectories, strict=True):
+        assert_same(one, other)
     line = log.path.read_text().splitlines()[0]
     assert json.loads(line)["trajectories"][0]["logprobs"][1] == -0.123456791
 
@@ -74,23 +74,10 @@ async def test_numbers_are_read_exactly_as_they_were(tmp_path: Path, kind: str) 
     numbers = np.array([-1e-7, -1 / 3, -17.25, 0.0, np.nan, -np.inf], kind)
     logprobs = np.array([0, -1e-7, -1 / 3, -2e-5, 0, -103.97208], np.float32)
     one = replace(group.trajectories[0], rollout_logprobs=logprobs, columns={"numbers": numbers})
-    log = RolloutLog(tmp_path, "worker-0", 1.0, 0)
-    await log.write(replace(group, trajectories=(one,)), "text")
+    await RolloutLog(tmp_path, "worker-0", 1.0, 0).write(replace(group, trajectories=(one,)), "")
     found = read_recorded(tmp_path, "exact")
     assert found is not None
-    (copy,) = found.group.trajectories
-    np.testing.assert_array_equal(copy.rollout_logprobs, logprobs)
-    np.testing.assert_array_equal(copy.columns["numbers"], numbers)
-
-
-async def test_long_trajectory_is_read_as_it_was_written(tmp_path: Path) -> None:
-    group = make_group("long", 10_001)
-    await RolloutLog(tmp_path, "worker-0", 1.0, 0).write(group, "")
-    found = read_recorded(tmp_path, "long")
-    assert found is not None
-    (one, _), (copy, _) = group.trajectories, found.group.trajectories
-    assert np.array_equal(one.tokens, copy.tokens)
-    assert np.array_equal(one.loss_mask, copy.loss_mask)
+    assert_same(one, found.group.trajectories[0])
 
 
 async def test_newest_record_of_all_workers_is_found_without_an_id(tmp_path: Path) -> None:
@@ -168,37 +155,20 @@ async def test_truncated_line_is_skipped(tmp_path: Path) -> None:
     assert found is not None and found.group.group_id == "c"
 
 
-FULL_DISK = """
-import asyncio, resource, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from test_rollout_record import make_group
-from rollout_pool.worker.record import RolloutLog
-log = RolloutLog(Path(sys.argv[1]), "worker-0", 1.0, 0)
-async def main():
-    await log.write(make_group("a"), "")
-    size = log.path.stat().st_size
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, resource.RLIM_INFINITY))
-    await log.write(make_group("b"), "")
-    await log.write(make_group("c"), "")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    await log.write(make_group("d"), "")
-    print(log.num_lost)
-asyncio.run(main())
-"""
-
-
-def test_lines_are_complete_again_after_a_full_disk(tmp_path: Path) -> None:
+async def test_lines_are_complete_again_after_a_full_disk(tmp_path: Path) -> None:
     """The limit of a file's size acts like a disk that is full: a part of the line is written.
 
     Python ignores the signal that comes with it (SIGXFSZ) and raises OSError.
     """
-    said = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path), str(Path(__file__).parent)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert said.stdout.strip() == "2"
+    log = RolloutLog(tmp_path, "worker-0", 1.0, 0)
+    await log.write(make_group("a"), "")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size + 100, limits[1]))
+    try:
+        await log.write(make_group("b"), "")
+        await log.write(make_group("c"), "")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    await log.write(make_group("d"), "")
+    assert log.num_lost == 2
     assert [read_recorded(tmp_path, i) is not None for i in "abcd"] == [True, False, False, True]

@@ -29,20 +29,16 @@ def rids(fake):
 
 
 async def test_owner_is_called_at_each_arrival_and_the_end(fake, other_fake, sampler, make_reply):
+    fake.version = "41"
     fake.reply = lambda rid: make_reply(output_ids=[1, 2, 3, 4], parts=[1, 2])
     seen = []
     sample = make_sample(on_tokens=lambda s: seen.append((len(s.output_ids), s.finish_reason)))
     await sampler.complete(sample)
     assert seen == [(1, None), (3, None), (4, "stop")]
     assert (sample.num_attempts, sample.num_failures, sample.num_wasted) == (1, 0, 0)
+    assert spans(sample) == [(41, 0, 4)]
     await sampler.complete(sample)  # it has ended: nothing is asked
     assert rids(fake) == ["g.0.1!"] and rids(other_fake) == []
-
-
-async def test_samples_of_a_group_share_calls(fake, other_fake, sampler):
-    await asyncio.gather(*(sampler.complete(make_sample(i)) for i in range(8)))
-    assert [len(body["rid"]) for body in fake.bodies("/generate")] == [4]
-    assert [len(body["rid"]) for body in other_fake.bodies("/generate")] == [4]
 
 
 async def test_sample_whose_engine_dies_continues_elsewhere(

@@ -11,7 +11,6 @@ import pytest
 
 from buffer.types import PromptRef
 from configs.choices import TailPolicy
-from configs.rollout_schema import RolloutConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.request import EpisodeRequest
@@ -22,12 +21,12 @@ from rollout_pool.worker import stragglers
 from rollout_pool.worker.group_run import Counters, GroupRun, length_bucket
 from rollout_pool.worker.stragglers import (
     MIN_RECENT,
+    TAILS,
     Lap,
     Pace,
     Postpone,
     Tail,
     WaitingRoom,
-    build_tail,
 )
 from tests.support.rollout import make_sample, until
 
@@ -82,17 +81,14 @@ class Scene:
         self.counters = Counters(self.store)
         self.interrupted: list[Sample] = []
         self.is_full, self.order = False, 100
-        self.tail: Tail = build_tail(
-            RolloutConfig(tail=policy, max_postponements=max_postponements),
-            interrupter=self,
+        self.tail: Tail = TAILS[policy](
+            interrupt=self.interrupted.append,
             versions=self.versions,
             counters=self.counters,
             is_batch_ready=self._is_batch_ready,
             next_order=lambda: self.order,
+            max_postponements=max_postponements,
         )
-
-    def interrupt(self, sample: Sample) -> None:
-        self.interrupted.append(sample)
 
     async def _is_batch_ready(self) -> bool:
         return self.is_full

@@ -12,7 +12,7 @@ from buffer.run_state import RunState
 from buffer.types import PromptRef
 from configs.choices import OnLongPrompt, TailPolicy
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from configs.schema import BufferConfig, WeightSyncConfig
+from configs.schema import BufferConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.request import EpisodeFailed
@@ -22,10 +22,9 @@ from rollout_pool.sampling.sample import Interrupted, SampleFailed
 from rollout_pool.tasks.environments import EnvEpisodes
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, TaskStream
-from rollout_pool.types import RolloutSpec
 from rollout_pool.worker.finish import GroupFailed
 from rollout_pool.worker.loop import PromptReader, RolloutWorker
-from tests.support.rollout import plain_chat, until, write
+from tests.support.rollout import plain_chat, rollout_spec, until, write
 
 GROUPS_PER_STEP = 2
 TASK = TaskConfig()
@@ -204,22 +203,12 @@ async def make_worker(completer, scorer, state, redis_url, run_name, buffer_fact
         await state.record_commit("engine-0", completer.version, {})
         settings = {"max_prompt_tokens": 16, **settings}
         config = RolloutConfig(group_size=2, max_response_tokens=8, **settings)
-        spec = RolloutSpec(
+        spec = rollout_spec(
             config=config,
-            task=TASK,
-            weight_sync=WeightSyncConfig(),
             buffer=BufferConfig(wait_timeout_s=wait_timeout_s),
-            model_path="",
-            trust_remote_code=False,
             redis_url=redis_url,
             run=run_name,
             run_dir=str(tmp_path),
-            host="127.0.0.1",
-            num_threads=1,
-            uses_gpu=False,
-            seed=0,
-            engine_key="a-key",
-            weights_key="another-key",
         )
         task, chat = Numbers(), plain_chat()
         watching = asyncio.get_running_loop().create_future()
