@@ -12,9 +12,10 @@ from buffer.types import SamplingParams, VersionSpan
 from configs.choices import PauseMode, ToolParser
 from configs.rollout_schema import EngineConfig, RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
+from rollout_pool.cancelling import end_tasks
 from rollout_pool.engines.engine import EngineSpec
 from rollout_pool.episodes.chat import ChatFormat
-from rollout_pool.sampling.sample import Sample
+from rollout_pool.sampling.sample import Interrupted, Sample
 from rollout_pool.types import RolloutSpec
 
 
@@ -137,6 +138,65 @@ def write(sample: Sample, tokens: Sequence[int], version: int, logprob: float = 
         sample.version_spans.append(
             VersionSpan(version=version, start=start, end=len(sample.output_ids))
         )
+
+
+class FakeCompleter:
+    """Completes samples: the first token of the answer at once, the others when `hold` is over."""
+
+    def __init__(self, answer: Callable[[Sample], str | Exception]) -> None:
+        self.answer = answer
+        """The text, or an error that is raised instead."""
+        self.version = 0
+        self.version_of: Callable[[Sample], int] = lambda _sample: self.version
+        self.hold: Callable[[Sample], asyncio.Event | None] = lambda _sample: None
+        self.pause_s = 0.0
+        self.is_deaf = False
+        """To the first cancellation of each sample, as code that swallows it."""
+        self.asked: list[Sample] = []
+        self.cancelled: list[str] = []
+        self._stops: dict[Sample, asyncio.Event] = {}
+
+    @property
+    def prompts(self) -> list[str]:
+        return ["".join(map(chr, sample.prompt)) for sample in self.asked]
+
+    async def complete(self, sample: Sample) -> None:
+        self.asked.append(sample)
+        await asyncio.sleep(0)
+        said = self.answer(sample)
+        if isinstance(said, Exception):
+            raise said
+        tokens = [*map(ord, said), EOS]
+        write(sample, tokens[len(sample.output_ids) : 1], self.version_of(sample))
+        if (go := self.hold(sample)) is not None:
+            stop = self._stops[sample] = asyncio.Event()
+            await self._wait(sample, stop, go)
+            if stop.is_set():
+                raise Interrupted(sample.sample_id)
+        await asyncio.sleep(self.pause_s)
+        write(sample, tokens[len(sample.output_ids) :], self.version_of(sample))
+        sample.finish_reason = "stop"
+
+    async def _wait(self, sample: Sample, *events: asyncio.Event) -> None:
+        waits = [asyncio.create_task(event.wait()) for event in events]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self.cancelled.append(sample.sample_id)
+            if self.is_deaf:
+                await asyncio.Event().wait()
+            raise
+        finally:
+            await end_tasks(waits)
+
+    def interrupt(self, sample: Sample) -> None:
+        if sample in self._stops:
+            self._stops[sample].set()
+
+
+def place_of(sample: Sample) -> int:
+    """Of its episode in the group."""
+    return int(sample.sample_id.split(".")[1])
 
 
 def spans(sample: Sample) -> list[tuple[int, int, int]]:

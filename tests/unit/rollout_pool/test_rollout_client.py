@@ -227,11 +227,11 @@ async def test_one_bad_sample_does_not_fail_those_that_shared_its_call(fake, cli
 
 
 async def test_silence_longer_than_the_limit_is_an_error_but_a_long_answer_is_not(fake, make_reply):
-    client = fake.client("engine-0", request_timeout_s=0.8)
-    fake.reply = lambda rid: make_reply(delay_s=1.2)
+    client = fake.client("engine-0", request_timeout_s=0.5)
+    fake.reply = lambda rid: make_reply(delay_s=0.9)
     error = await ask(client, make_sample())
     assert "engine-0 did not answer /generate: ReadTimeout" in str(error)
-    fake.reply = lambda rid: make_reply(delay_s=0.2 * (1 + int(rid[2])))  # 1.6 s in all
+    fake.reply = lambda rid: make_reply(delay_s=0.1 * (1 + int(rid[2])))  # 0.8 s in all
     samples = [make_sample(i) for i in range(8)]
     assert await ask_all(client, samples) == samples
     await client.close()

@@ -197,8 +197,9 @@ class NoLimit:
 
 
 # Where one sample may fill most of an engine (2,020 tokens here), no limit helps much.
-@pytest.mark.parametrize("capacity", [6_000, 12_000, 20_000, 30_000, 60_000])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("capacity", "seed"), [(6_000, 0), (12_000, 1), (20_000, 2), (30_000, 0), (60_000, 1)]
+)
 def test_limit_finds_the_capacity_with_little_recomputation(capacity, seed):
     engine, crowded = (Engine(capacity, random.Random(seed)) for _ in range(2))
     run(engine, AdaptiveLimit(256))

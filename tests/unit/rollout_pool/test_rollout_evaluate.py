@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from itertools import combinations
 
@@ -19,7 +18,7 @@ from rollout_pool.tasks.environments import EnvEpisodes
 from rollout_pool.tasks.task import Prompt
 from rollout_pool.worker.evaluate import EvaluationFailed, Evaluator, pass_at_k, sample_sizes
 from rollout_pool.worker.loop import PromptReader
-from tests.support.rollout import EOS, plain_chat, write
+from tests.support.rollout import FakeCompleter, plain_chat
 
 
 class Questions:
@@ -49,27 +48,6 @@ class Yes:
         return Score(reward=worth, failures=failures, is_unscored=is_unscored)
 
 
-class Oracle:
-    """Completes a sample with what `answer` says of it: the text, or an error to raise."""
-
-    def __init__(self, answer):
-        self._answer = answer
-        self.version = 3
-        self.samples = []
-
-    async def complete(self, sample):
-        self.samples.append(sample)
-        said = self._answer(sample)
-        await asyncio.sleep(0)
-        if isinstance(said, Exception):
-            raise said
-        write(sample, [*map(ord, said), EOS], self.version)
-        sample.finish_reason = "stop"
-
-    def interrupt(self, sample):
-        raise AssertionError("nothing is to be interrupted")
-
-
 Answer = Callable[[object], "str | Exception"]
 
 
@@ -88,7 +66,8 @@ def make():
             on_long_prompt=OnLongPrompt.skip,
         )
         chat = plain_chat()
-        oracle, reader = Oracle(answer), PromptReader(chat, task, rollout)
+        oracle, reader = FakeCompleter(answer), PromptReader(chat, task, rollout)
+        oracle.version = 3
         evaluator = Evaluator(
             source=EnvEpisodes(
                 EpisodeRunner(oracle, chat, task, rollout), Questions(num_prompts).environment
@@ -108,8 +87,8 @@ async def test_every_prompt_is_answered_greedily_after_the_rollouts_own_samples(
     assert (report.accuracy, report.score_mean, report.num_prompts) == (0.25, 0.25, 4)
     assert (report.version_min, report.version_max) == (3, 3)
     assert report.pass_at_k == report.mean_at_k == {1: 0.25}
-    assert sorted(asked(sample) for sample in oracle.samples) == [0, 1, 2, 3]
-    for sample in oracle.samples:
+    assert sorted(asked(sample) for sample in oracle.asked) == [0, 1, 2, 3]
+    for sample in oracle.asked:
         assert sample.sampling == SamplingParams(temperature=0.0)
         assert sample.priority is Priority.evaluation
         assert (sample.min_version, sample.engine) == (3, None)
@@ -123,9 +102,9 @@ async def test_several_answers_give_pass_at_k_and_mean_at_k(make) -> None:
 
     evaluator, oracle = make(answer, num_samples=4, temperature=0.8, top_p=0.9, top_k=5)
     report = await evaluator.run(0)
-    assert len(oracle.samples) == 16
-    assert len({sample.sample_id for sample in oracle.samples}) == 16
-    assert oracle.samples[0].sampling == SamplingParams(temperature=0.8, top_p=0.9, top_k=5)
+    assert len(oracle.asked) == 16
+    assert len({sample.sample_id for sample in oracle.asked}) == 16
+    assert oracle.asked[0].sampling == SamplingParams(temperature=0.8, top_p=0.9, top_k=5)
     assert report.accuracy == 7 / 16
     assert report.mean_at_k == {1: 3 / 4, 2: (0 + 0.5 + 1 + 1) / 4, 4: 7 / 16}
     # Of two: 0, then 1 - C(3,2)/C(4,2) = 1/2, then 1 - C(2,2)/C(4,2) = 5/6, then 1.
@@ -218,13 +197,13 @@ async def test_version_older_than_requested_is_an_error(make) -> None:
     evaluator, oracle = make(lambda sample: "yes")
     with pytest.raises(RuntimeError, match="version 3 was served in an evaluation of version 4"):
         await evaluator.run(4)
-    assert len(oracle.samples) == 4
+    assert len(oracle.asked) == 4
 
 
 async def test_held_engine_serves_the_whole_evaluation(make) -> None:
     evaluator, oracle = make(lambda sample: "yes")
     report = await evaluator.run(3, "engine-1")
-    assert {sample.engine for sample in oracle.samples} == {"engine-1"}
+    assert {sample.engine for sample in oracle.asked} == {"engine-1"}
     assert (report.version_min, report.version_max, report.num_prompts) == (3, 3, 4)
 
 
@@ -236,9 +215,9 @@ async def test_requests_of_a_failed_held_engine_go_elsewhere(make) -> None:
     evaluator, oracle = make(answer, 300)
     report = await evaluator.run(3, "engine-1")
     assert (report.num_prompts, report.num_failed, report.accuracy) == (300, 0, 1.0)
-    assert len({sample.sample_id for sample in oracle.samples}) == len(oracle.samples)
+    assert len({sample.sample_id for sample in oracle.asked}) == len(oracle.asked)
     # Those that had not begun yet did not try it any more.
-    assert sum(sample.engine is not None for sample in oracle.samples) <= 128
+    assert sum(sample.engine is not None for sample in oracle.asked) <= 128
 
 
 async def test_held_engine_restarted_at_an_older_version_is_left(make) -> None:
@@ -248,7 +227,7 @@ async def test_held_engine_restarted_at_an_older_version_is_left(make) -> None:
         oracle.version = 0 if sample.engine else 4
         return "yes"
 
-    oracle._answer = answer
+    oracle.answer = answer
     report = await evaluator.run(3, "engine-1")
     assert (report.version_min, report.version_max, report.num_prompts) == (4, 4, 4)
 

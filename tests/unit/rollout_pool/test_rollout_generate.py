@@ -13,66 +13,14 @@ from rollout_pool.episodes.env import Message, Observation, SingleTurn, Step
 from rollout_pool.episodes.episode import Branch, Episode
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.rewards.types import Score
-from rollout_pool.sampling.sample import Interrupted, SampleFailed
+from rollout_pool.sampling.sample import SampleFailed
 from rollout_pool.tasks.environments import EnvEpisodes
 from rollout_pool.tasks.task import Prompt
 from rollout_pool.worker.finish import GroupFailed, generate_group, make_trajectories
 from rollout_pool.worker.group_run import GroupRun, Spent
-from tests.support.rollout import EOS, plain_chat, until, write
+from tests.support.rollout import FakeCompleter, place_of, plain_chat, until
 
 SAMPLING = SamplingParams(temperature=0.8)
-
-
-def place_of(sample):
-    """Of its episode in the group."""
-    return int(sample.sample_id.split(".")[1])
-
-
-class Model:
-    """Each answer is the episode's place in the group, written by version 6 + that."""
-
-    def __init__(self):
-        self.asked = []
-        self.stopped = []
-        self.gates = {}
-        """Place -> what it waits for after its first token."""
-        self.errors = {}
-        """Place -> the error raised instead of its answer."""
-        self.asked_at_once = 0
-        self._interrupted = {}
-
-    async def complete(self, sample):
-        self.asked.append(sample)
-        await asyncio.sleep(0)
-        self.asked_at_once = self.asked_at_once or len(self.asked)
-        place = place_of(sample)
-        if place in self.errors:
-            raise self.errors[place]
-        if not sample.output_ids:
-            write(sample, [ord(str(place))], 6 + place, -0.25)
-            stop = self._interrupted.setdefault(sample, asyncio.Event())
-            await self._wait(sample, stop)
-            if stop.is_set():
-                raise Interrupted
-        write(sample, [EOS], 6 + place, -0.25)
-        sample.finish_reason = "stop"
-
-    async def _wait(self, sample, stop):
-        gate = self.gates.get(place_of(sample))
-        if gate is None:
-            return
-        waits = [asyncio.create_task(event.wait()) for event in (gate, stop)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            self.stopped.append(place_of(sample))
-            raise
-        finally:
-            for wait in waits:
-                wait.cancel()
-
-    def interrupt(self, sample):
-        self._interrupted[sample].set()
 
 
 class Words:
@@ -114,7 +62,17 @@ class NumberScorer:
 
 @pytest.fixture
 def model():
-    return Model()
+    """Each answer is the episode's place in the group, written by version 6 + that. Places in
+    `gates` wait after their first token, those in `errors` fail."""
+
+    def answer(sample):
+        return model.errors.get(place_of(sample), str(place_of(sample)))
+
+    model = FakeCompleter(answer)
+    model.gates, model.errors = {}, {}
+    model.version_of = lambda sample: 6 + place_of(sample)
+    model.hold = lambda sample: model.gates.get(place_of(sample))
+    return model
 
 
 @pytest.fixture
@@ -206,8 +164,10 @@ async def test_group_has_its_episodes_in_order_each_with_its_own_reward(model, s
 
 
 async def test_all_members_start_in_the_same_turn_of_the_loop(model, scorer):
+    numbers = []
+    model.answer = lambda sample: numbers.append(len(model.asked)) or "0"
     await generate(new_run(order=5), model, scorer)
-    assert model.asked_at_once == 4
+    assert numbers[0] == 4
     assert {sample.order for sample in model.asked} == {5}
     assert sorted(sample.sample_id for sample in model.asked) == [f"g.{i}.0" for i in range(4)]
 
@@ -231,7 +191,7 @@ async def test_failed_member_fails_the_group_and_ends_the_others(model, scorer):
     model.errors = {1: SampleFailed("g.1.0 failed 3 times; the last: out of order")}
     with pytest.raises(GroupFailed, match=r"group g of prompt 3: g.1.0 failed 3 .*out of order"):
         await generate(new_run(), model, scorer)
-    assert model.stopped == [0]
+    assert model.cancelled == ["g.0.0"]
 
 
 async def test_environment_that_cannot_be_created_or_reset_fails_its_group(model, scorer):
@@ -290,7 +250,7 @@ async def test_episode_that_no_service_could_score_fails_its_group(model, scorer
         match=r"group g of prompt 3: episode 1 could not be scored: judge: .*HTTP 503 \(4 attempts",
     ):
         await generate(current, model, scorer)
-    assert current.num_unscored == 1 and model.stopped == [3]
+    assert current.num_unscored == 1 and model.cancelled == ["g.3.0"]
 
 
 async def test_run_sums_its_samples_and_keeps_only_sums_of_ended_ones(model, scorer):
@@ -326,10 +286,11 @@ async def test_interrupted_member_waits_until_its_run_lets_it_continue(model, sc
     model.interrupt(sample)
     await until(lambda: waiting == [sample])
     assert not running.done() and len(current.running) == 1
+    model.gates.clear()
     may.set()
     async with asyncio.timeout(5):
         group = await running
-    assert group.trajectories[2].rollout_logprobs.tolist() == [0, 0, -0.25, -0.25]
+    assert group.trajectories[2].rollout_logprobs.tolist() == [0, 0, -0.5, -0.5]
 
 
 async def test_group_given_up_ends_its_episodes_and_its_scoring_first(model, scorer):
@@ -343,4 +304,4 @@ async def test_group_given_up_ends_its_episodes_and_its_scoring_first(model, sco
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-    assert sorted(model.stopped) == [1, 2, 3] and scorer.num_cancelled == 1
+    assert sorted(model.cancelled) == ["g.1.0", "g.2.0", "g.3.0"] and scorer.num_cancelled == 1

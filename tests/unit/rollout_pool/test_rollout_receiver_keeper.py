@@ -27,7 +27,7 @@ TOKEN = "t0ken"
 @pytest.fixture
 def spec(tmp_path, redis_url, run_name):
     return rollout_spec(
-        weight_sync=WeightSyncConfig(timeout_s=3, stage_dir=str(tmp_path / "stage")),
+        weight_sync=WeightSyncConfig(timeout_s=2, stage_dir=str(tmp_path / "stage")),
         redis_url=redis_url,
         run=run_name,
         run_dir=str(tmp_path / "run"),
@@ -59,8 +59,9 @@ async def status(state):
 
 
 async def test_keeper_waits_for_the_folder_and_replaces_a_receiver_that_hangs(
-    spec, state, held_folder
+    spec, state, held_folder, monkeypatch
 ):
+    monkeypatch.setattr(receiver_keeper, "KILL_AFTER_S", 0.2)
     # One life: each start of a receiver imports torch.
     await state.register_receiver("receiver-0", "http://127.0.0.1:9")
     keeper = ReceiverKeeper(spec, "receiver-0", TOKEN, "127.0.0.1")

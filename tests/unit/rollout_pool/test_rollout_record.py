@@ -90,11 +90,11 @@ async def test_newest_record_of_all_workers_is_found_without_an_id(tmp_path: Pat
 
 
 async def test_rate_chooses_by_id_and_seed_alone(tmp_path: Path) -> None:
-    ids = [f"w0-{i}" for i in range(10_000)]
+    ids = [f"w0-{i}" for i in range(2_000)]
     chosen = [RolloutLog(tmp_path, "worker-0", 0.1, seed) for seed in (1, 1, 2)]
     kept = [{group_id for group_id in ids if log.wants(group_id)} for log in chosen]
     assert kept[0] == kept[1] != kept[2]
-    assert 900 < len(kept[0]) < 1100
+    assert 160 < len(kept[0]) < 240
     more = RolloutLog(tmp_path, "worker-0", 0.2, 1)
     assert all(more.wants(group_id) for group_id in kept[0])
     assert not any(RolloutLog(tmp_path, "worker-0", 0.0, 1).wants(i) for i in ids)

@@ -33,15 +33,23 @@ from tests.support.rollout import make_sample, until
 
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stragglers, "LOOK_EVERY_S", 0.25)
+    monkeypatch.setattr(stragglers, "LOOK_EVERY_S", 0.1)
 
 
 class CountStore:
+    """Counts as RunState does, each only when it is let through."""
+
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+        self.breaks = ""
 
     async def count(self, name: str, amount: float = 1) -> None:
-        self.counts[name] += amount
+        await self.is_open.wait()
+        if name == self.breaks:
+            raise ConnectionError("no server")
+        self.counts[name] += amount  # type: ignore[assignment]
 
 
 class Versions:
@@ -206,7 +214,7 @@ async def test_slow_group_waits_while_a_batch_is_ready_and_continues_when_it_is_
     await _land_quick_groups(scene)
     slow = scene.start(10)
     async with scene.running():
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.25)
         other = scene.start(11)
         assert not scene.interrupted  # the trainer still lacks groups
         scene.is_full = True
@@ -225,7 +233,7 @@ async def test_slow_group_waits_while_a_batch_is_ready_and_continues_when_it_is_
         assert slow.order == 0 and {sample.order for sample in slow.samples} == {0}
         await asyncio.wait_for(asyncio.gather(*_stopped(slow)), 3)
         after = scene.interrupted.count(next(iter(slow.samples)))
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.3)
         assert scene.interrupted.count(next(iter(slow.samples))) == after == 2
         await end_tasks([keeper])
         scene.tail.end(slow, is_done=True)
@@ -246,7 +254,7 @@ async def test_last_group_is_never_postponed() -> None:
     await _land_quick_groups(scene)
     slow, scene.is_full = scene.start(10), True
     async with scene.running():
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.3)
     assert not scene.interrupted
     scene.tail.end(slow, is_done=True)
 
@@ -282,7 +290,7 @@ async def test_group_without_running_samples_is_not_postponed() -> None:
     async with scene.running():
         keeper = asyncio.create_task(_keep_one_young(scene))
         scene.is_full = True
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.3)
         await end_tasks([keeper])
     assert not scene.interrupted and await scene.counted() == {}
 
@@ -295,7 +303,7 @@ async def test_external_groups_are_neither_postponed_nor_part_of_the_median() ->
     async with scene.running():
         keeper = asyncio.create_task(_keep_one_young(scene))
         scene.is_full = True
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.3)
         await end_tasks([keeper])
     for _ in range(MIN_RECENT + 1):
         other = scene.start(11, source=Stranger())
@@ -308,24 +316,10 @@ async def test_external_groups_are_neither_postponed_nor_part_of_the_median() ->
     assert median_s is not None and median_s < 1.0
 
 
-class Gate:
-    """Counts as RunState does, each only when it is let through."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.is_open = asyncio.Event()
-        self.breaks = ""
-
-    async def count(self, name: str, amount: float = 1) -> None:
-        await self.is_open.wait()
-        if name == self.breaks:
-            raise ConnectionError("no server")
-        self.counts[name] += amount  # type: ignore[assignment]
-
-
 async def test_counts_being_sent_when_the_worker_ends_are_sent_once() -> None:
-    gate = Gate()
-    counters = Counters(gate)
+    store = CountStore()
+    store.is_open.clear()
+    counters = Counters(store)
     counters.add("groups", 3)
     counters.add("tokens", 0.5)
     sending = asyncio.create_task(counters.flush())
@@ -336,24 +330,23 @@ async def test_counts_being_sent_when_the_worker_ends_are_sent_once() -> None:
     counters.add("groups")
     last = asyncio.create_task(counters.flush())
     await asyncio.sleep(0.01)
-    gate.is_open.set()
+    store.is_open.set()
     await last
-    assert gate.counts == {"groups": 4, "tokens": 0.5}
+    assert store.counts == {"groups": 4, "tokens": 0.5}
 
 
 async def test_counts_that_failed_are_sent_later() -> None:
-    gate = Gate()
-    gate.is_open.set()
-    gate.breaks = "tokens"
-    counters = Counters(gate)
+    store = CountStore()
+    store.breaks = "tokens"
+    counters = Counters(store)
     counters.add("groups")
     counters.add("tokens", 7)
     with pytest.raises(ConnectionError):
         await counters.flush()
-    gate.breaks = ""
+    store.breaks = ""
     counters.add("tokens", 1)
     await counters.flush()
-    assert gate.counts == {"groups": 1, "tokens": 8}
+    assert store.counts == {"groups": 1, "tokens": 8}
 
 
 def test_group_is_slow_after_twice_the_median_since_it_resumed() -> None:

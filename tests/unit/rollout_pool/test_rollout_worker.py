@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
@@ -13,30 +12,31 @@ from buffer.types import PromptRef
 from configs.choices import OnLongPrompt, TailPolicy
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from configs.schema import BufferConfig
-from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.request import EpisodeFailed
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.rewards.types import Score
-from rollout_pool.sampling.sample import Interrupted, SampleFailed
+from rollout_pool.sampling.sample import SampleFailed
 from rollout_pool.tasks.environments import EnvEpisodes
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, TaskStream
 from rollout_pool.worker.finish import GroupFailed
 from rollout_pool.worker.loop import PromptReader, RolloutWorker
-from tests.support.rollout import plain_chat, rollout_spec, until, write
+from tests.support.rollout import FakeCompleter, place_of, plain_chat, rollout_spec, until
 
 GROUPS_PER_STEP = 2
 TASK = TaskConfig()
 
 
 class Numbers:
-    """Prompt 7 asks "7"; the score of an answer is its number."""
+    """Prompt 7 asks "7", or "77" if it is `long`."""
 
     name = "numbers"
+    long = -1
 
     def example(self, index):
-        return Prompt(index=index, is_held_out=False, text=str(index))
+        text = str(index) * (2 if index == self.long else 1)
+        return Prompt(index=index, is_held_out=False, text=text)
 
     def eval_prompts(self):
         return []
@@ -44,64 +44,8 @@ class Numbers:
     def is_held_out(self, prompt):
         return False
 
-    def solution(self, prompt):
-        return prompt.text
-
-    def score(self, prompt, completion):
-        return float(completion)
-
     def environment(self, prompt):
         return SingleTurn(prompt.text)
-
-    def demonstration(self, prompt):
-        return ()
-
-
-class FakeCompleter:
-    """Completes samples: one token at once, the rest of `answer(sample)` after `hold`."""
-
-    def __init__(self) -> None:
-        self.version = 0
-        self.answer: Callable[..., str] = lambda sample: str(int(sample.sample_id.split(".")[1]))
-        self.failing: Callable[..., bool] = lambda sample: False
-        self.holding: Callable[..., bool] = lambda sample: False
-        self.go = asyncio.Event()
-        self.pause_s = 0.0
-        self.is_deaf = False
-        """To the first cancellation of each sample, as code that swallows it."""
-        self.asked: list[str] = []
-        """Prompts, in the order of their samples."""
-        self.cancelled: list[str] = []
-        self._stops: dict[object, asyncio.Event] = {}
-
-    async def complete(self, sample):
-        self.asked.append("".join(map(chr, sample.prompt)))
-        if self.failing(sample):
-            sample.num_failures += 1
-            raise SampleFailed("the engine is out of order")
-        stop = self._stops[sample] = asyncio.Event()
-        write(sample, [ord("0")] if not sample.output_ids else [], self.version)
-        try:
-            if self.holding(sample):
-                waits = [asyncio.create_task(event.wait()) for event in (stop, self.go)]
-                try:
-                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    await end_tasks(waits)
-                if stop.is_set():
-                    raise Interrupted(sample.sample_id)
-        except asyncio.CancelledError:
-            self.cancelled.append(sample.sample_id)
-            if self.is_deaf:
-                await self.go.wait()
-            raise
-        await asyncio.sleep(self.pause_s)
-        write(sample, [*map(ord, self.answer(sample)), 0], self.version)
-        sample.finish_reason = "stop"
-
-    def interrupt(self, sample):
-        if sample in self._stops:
-            self._stops[sample].set()
 
 
 class SlowBuffer:
@@ -183,7 +127,21 @@ async def state(redis_url, run_name):
 
 @pytest.fixture
 def completer():
-    return FakeCompleter()
+    """Each answer is "0" and the episode's place in the group; `held` samples wait for `go`, and
+    `failing` ones fail."""
+
+    def answer(sample):
+        if completer.failing(sample):
+            sample.num_failures += 1
+            return SampleFailed("the engine is out of order")
+        return completer.said(sample)
+
+    completer = FakeCompleter(answer)
+    completer.said = lambda sample: f"0{place_of(sample)}"
+    completer.failing = completer.held = lambda sample: False
+    completer.go = asyncio.Event()
+    completer.hold = lambda sample: completer.go if completer.held(sample) else None
+    return completer
 
 
 @pytest.fixture
@@ -302,14 +260,14 @@ async def test_worker_fills_the_buffer_up_to_its_credits_only(make_worker, state
 async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_again(
     make_worker, state, completer
 ):
-    completer.holding = lambda sample: True
+    completer.held = lambda sample: True
     external = Waiting()
     worker, buffer = await make_worker(max_staleness=0, external=external)
     played = [External(make_worker.source) for _ in range(GROUPS_PER_STEP)]
     external.groups = list(played)
     running = await make_worker.start(worker)
     await until(lambda: len(completer.asked) == 2 * GROUPS_PER_STEP)
-    completer.holding = lambda sample: False
+    completer.held = lambda sample: False
     completer.version = 1
     await buffer.publish_version(1)
     await asyncio.sleep(0.3)
@@ -322,7 +280,7 @@ async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_agai
         [why] = group.given_up
         assert "version 0, which at version 1 is too old" in why
     assert len(completer.cancelled) == 2 * GROUPS_PER_STEP
-    assert sorted(completer.asked) == ["0"] * 4 + ["1"] * 4
+    assert sorted(completer.prompts) == ["0"] * 4 + ["1"] * 4
     worker.stop()
     assert (await running).num_too_old == 2
     counters = await state.counters()
@@ -332,7 +290,7 @@ async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_agai
 
 
 async def test_group_that_can_still_be_trained_is_not_stopped(make_worker, completer):
-    completer.holding = lambda sample: True
+    completer.held = lambda sample: True
     worker, buffer = await make_worker(max_staleness=1)
     running = await make_worker.start(worker)
     await until(lambda: len(completer.asked) == 4 * GROUPS_PER_STEP)
@@ -391,11 +349,9 @@ async def test_engine_that_fails_every_group_ends_the_worker(make_worker, comple
 @pytest.mark.parametrize("ending", ["publish", "stop"])
 async def test_failed_group_always_gives_its_credit_back(make_worker, completer, ending):
     worker, buffer = await make_worker(max_staleness=0)
-    completer.holding = lambda sample: True
+    completer.held = lambda sample: True
     # The other sample of the group has a token, so that the group can be too old.
-    completer.failing = lambda sample: (
-        sample.prompt == [ord("0")] and sample.sample_id.split(".")[1] == "0"
-    )
+    completer.failing = lambda sample: sample.prompt == [ord("0")] and place_of(sample) == 0
     buffer.before["fail"] = asyncio.Event()
     running = await make_worker.start(worker)
     await until(lambda: "fail" in buffer.waiting and len(completer.asked) >= 4)
@@ -460,7 +416,7 @@ async def test_group_stopped_after_its_push_is_complete(make_worker, state):
 
 
 async def test_group_that_ignores_its_cancellation_is_cancelled_again(make_worker, completer):
-    completer.holding, completer.is_deaf = lambda sample: True, True
+    completer.held, completer.is_deaf = lambda sample: True, True
     worker, buffer = await make_worker(stop_again_s=0.2)
     running = await make_worker.start(worker)
     await until(lambda: len(completer.asked) == 8)
@@ -522,13 +478,13 @@ async def test_missing_credit_within_the_limit_is_an_error(make_worker):
 async def test_restarted_worker_runs_its_prompts_again_and_continues_its_stream(
     make_worker, completer, state
 ):
-    completer.holding = lambda sample: True
+    completer.held = lambda sample: True
     _, buffer = await make_worker()
     for serial in range(3):  # left by the worker before the restart
         await buffer.admit(f"0-{serial}-dead", 1)
         prompt = PromptRef(task="numbers", index=serial)
         await buffer.begin(f"0-{serial}-dead", prompt, 0, serial + 1)
-    completer.holding = lambda sample: False
+    completer.held = lambda sample: False
     buffer, _ = await fill(make_worker)
     lease = await consume(buffer, 0, num_groups=4)
     assert sorted(group.prompt.index for group in lease.groups) == [0, 1, 2, 3]
@@ -543,11 +499,11 @@ async def test_restarted_worker_runs_its_prompts_again_and_continues_its_stream(
 async def test_interrupted_groups_keep_their_tokens_and_end_with_those_of_the_next_version(
     make_worker, completer, state
 ):
-    completer.holding = lambda sample: True
+    completer.held = lambda sample: True
     worker, buffer = await make_worker(tail=TailPolicy.interrupt_and_resume)
     running = await make_worker.start(worker)
     await until(lambda: len(completer.asked) == 4 * GROUPS_PER_STEP)
-    completer.holding = lambda sample: False
+    completer.held = lambda sample: False
     completer.version = 1
     await buffer.publish_version(1)
     await asyncio.sleep(0.2)
@@ -565,7 +521,7 @@ async def test_interrupted_groups_keep_their_tokens_and_end_with_those_of_the_ne
 
 
 async def test_postponed_group_is_finished_with_its_earlier_tokens(make_worker, completer, state):
-    completer.holding = lambda sample: sample.prompt == [ord("0")]
+    completer.held = lambda sample: sample.prompt == [ord("0")]
     completer.pause_s = 0.2
     worker, buffer = await make_worker(
         max_staleness=3, tail=TailPolicy.postpone, max_postponements=1
@@ -595,8 +551,8 @@ async def test_postponed_group_is_finished_with_its_earlier_tokens(make_worker, 
 
 
 async def test_groups_without_variance_are_left_out_and_others_run(make_worker, completer, state):
-    completer.answer = lambda sample: (
-        "0" if int(chr(sample.prompt[0])) % 2 else str(int(sample.sample_id.split(".")[1]))
+    completer.said = lambda sample: (
+        "00" if int(chr(sample.prompt[0])) % 2 else f"0{place_of(sample)}"
     )
     buffer, _ = await fill(make_worker, filter_zero_variance=True)
     lease = await consume(buffer, 0, num_groups=4)
@@ -608,7 +564,7 @@ async def test_groups_without_variance_are_left_out_and_others_run(make_worker, 
 
 
 async def test_groups_are_kept_without_filter_or_beyond_its_budget(make_worker, completer, state):
-    completer.answer = lambda sample: "0"
+    completer.said = lambda sample: "00"
     await fill(make_worker, filter_zero_variance=True, max_filtered_ratio=0.5)
     assert (await state.counters())["zero_variance_kept"] == 4
 
@@ -616,13 +572,15 @@ async def test_groups_are_kept_without_filter_or_beyond_its_budget(make_worker, 
 async def test_equal_rewards_of_a_broken_scorer_do_not_leave_groups_out(
     make_worker, completer, scorer, state
 ):
-    completer.answer = lambda sample: "0"
+    completer.said = lambda sample: "00"
     scorer.failures = {"judge": "no answer"}
     await fill(make_worker, filter_zero_variance=True)
     counters = await state.counters()
     assert counters["rewards_failed"] == 8 and "groups_filtered" not in counters
 
 
-async def test_too_long_prompts_are_skipped(make_worker, completer, state):
-    await fill(make_worker, max_prompt_tokens=1, on_long_prompt=OnLongPrompt.skip)
-    assert set(completer.asked) == {"0", "1", "2", "3"}
+async def test_too_long_prompts_are_skipped(make_worker, completer, state, monkeypatch):
+    monkeypatch.setattr(Numbers, "long", 2)
+    _, report = await fill(make_worker, max_prompt_tokens=1, on_long_prompt=OnLongPrompt.skip)
+    assert set(completer.prompts) == {"0", "1", "3", "4"}
+    assert report.num_skipped == (await state.counters())["prompts_skipped"] == 1
