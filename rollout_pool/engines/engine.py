@@ -95,19 +95,16 @@ class SGLangEngine:
         `rollout.engine.start_timeout_s`.
         """
         deadline = time.monotonic() + self.spec.config.start_timeout_s
-        for attempt in range(1, 1 + PORT_ATTEMPTS):
+        for attempts_left in reversed(range(PORT_ATTEMPTS)):
             self._reserved = _reserve_port(self.spec.host)
             try:
                 return await self._start_at(self._reserved, deadline)
-            except EngineError:
+            except BaseException as error:
                 self._let_port_go()
                 was_taken = "address already in use" in self.log_tail().lower()
-                if not was_taken or attempt == PORT_ATTEMPTS:
+                if not (isinstance(error, EngineError) and was_taken and attempts_left):
                     raise
                 log.warning("%s: its port was taken, trying another", self.spec.name)
-            except BaseException:
-                self._let_port_go()
-                raise
         raise AssertionError("unreachable")
 
     def _check_shared_memory(self) -> None:

@@ -120,7 +120,7 @@ class WeightFollower:
             return await self._client.newest(self._served, timeout_s=timeout_s)
         except WeightSyncError as error:
             log.warning("%s: %s", self._engine, error)
-            await self.close()
+            await self.forget_receiver()
             await asyncio.sleep(LOOK_AGAIN_S)
             return None
 
@@ -210,7 +210,7 @@ class WeightFollower:
             await self._client.hold(staged.version, self._engine, ttl_s, timeout_s=CALL_TIMEOUT_S)
         except WeightSyncError as error:
             log.warning("%s: %s", self._engine, error)
-            await self.close()
+            await self.forget_receiver()
             return False
         return True
 
@@ -221,10 +221,10 @@ class WeightFollower:
                 await self._client.let_go(staged.version, self._engine, timeout_s=CALL_TIMEOUT_S)
             except WeightSyncError as error:
                 log.warning("%s: %s", self._engine, error)
-                await self.close()
+                await self.forget_receiver()
 
-    async def close(self) -> None:
-        """Forget the receiver; it is looked up again."""
+    async def forget_receiver(self) -> None:
+        """Closes the connection; the receiver is looked up again."""
         client, self._client = self._client, None
         if client is not None:
             await client.close()

@@ -189,7 +189,7 @@ class EngineLife:
             answers=pulse.answers,
             pin=self._pin,
         )
-        closing.push_async_callback(follower.close)
+        closing.push_async_callback(follower.forget_receiver)
         limit_s = min(max(self._config.timeout_s, SHORTEST_SILENCE_S), LONGEST_SILENCE_S)
         dying = asyncio.create_task(self._engine.wait_dead())
         stalling = asyncio.create_task(wait_silent(pulse.answers, limit_s))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import asdict
 from typing import Protocol
 
@@ -27,7 +28,7 @@ from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
 from rollout_pool.rewards.types import Score, Scorer
 from rollout_pool.sampling.sample import SampleFailed
-from rollout_pool.worker.group_run import Counters, GroupRun, Verdict
+from rollout_pool.worker.group_run import Counters, GroupRun, Verdict, length_bucket
 
 log = logging.getLogger(__name__)
 
@@ -121,17 +122,32 @@ class GroupFinisher:
         try:
             is_done = await self._settle(run)
         finally:
-            self._counters.add_samples(run)
-            if is_done:
-                assert run.group is not None
-                self._counters.add_completed(run, run.group)
-            else:
+            if not is_done:
                 run.give_up("its group was given up")
-                if run.work.cancelled() and not run.is_too_old:
-                    self._counters.add_stopped(run)
-                else:
-                    self._counters.add_given_up(run)
+            self._count(run, is_done=is_done, was_stopped=run.work.cancelled())
         return is_done
+
+    def _count(self, run: GroupRun, *, is_done: bool, was_stopped: bool) -> None:
+        count, spent = self._counters.add, run.spent
+        count("tokens_generated", spent.num_tokens + spent.num_wasted)
+        count("tokens_wasted", spent.num_wasted)
+        count("samples_retried", spent.num_failures)
+        count("logprobs_refused", spent.num_refused)
+        count("rewards_failed", run.num_unscored)
+        if was_stopped and not is_done and not run.is_too_old:  # by the end of the run
+            count("groups_stopped")
+            count("tokens_stopped", spent.num_tokens)
+            return
+        what, bucket = "completed" if is_done else "given_up", length_bucket(spent.longest)
+        count(f"{what}:{bucket}")
+        count(f"{what}_s:{bucket}", time.monotonic() - run.started)
+        if not is_done:
+            count("tokens_wasted", spent.num_tokens)
+            return
+        assert run.group is not None
+        ends = {one.episode: one.finish_reason for one in run.group.trajectories}
+        for end in ends.values():
+            count(f"episodes_ended:{end}")
 
     async def _settle(self, run: GroupRun) -> bool:
         assert run.work is not None

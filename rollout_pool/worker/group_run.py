@@ -4,8 +4,8 @@
         │            └─────► filtered: its rewards are all equal
         ├─► failed, too old, stopped           `GroupFinisher.finish`: always follows
 
-While it runs, its samples show their age, length and cost here. `Counters` sums these over all
-ended groups and sends the sums to the run every second.
+While it runs, its samples show their age, length and cost here. `Counters` sends the sums over all
+ended groups to the run every second.
 """
 
 from __future__ import annotations
@@ -152,39 +152,6 @@ class Counters:
     def add(self, name: str, amount: float = 1) -> None:
         if amount:
             self._unsent[name] += amount  # type: ignore[assignment]  # seconds are floats
-
-    # How a group ended ----------------------------------------------------------------------------
-
-    def add_samples(self, run: GroupRun) -> None:
-        """The cost of a group's samples, however the group ended."""
-        spent = run.spent
-        self.add("tokens_generated", spent.num_tokens + spent.num_wasted)
-        self.add("tokens_wasted", spent.num_wasted)
-        self.add("samples_retried", spent.num_failures)
-        self.add("logprobs_refused", spent.num_refused)
-        self.add("rewards_failed", run.num_unscored)
-
-    def add_completed(self, run: GroupRun, group: TrajectoryGroup) -> None:
-        """A complete group: the length of its longest sample, and how its episodes ended."""
-        self._add_length("completed", run)
-        ends = {trajectory.episode: trajectory.finish_reason for trajectory in group.trajectories}
-        for end in ends.values():
-            self.add(f"episodes_ended:{end}")
-
-    def add_given_up(self, run: GroupRun) -> None:
-        """A group that will never be pushed: all its tokens are wasted."""
-        self._add_length("given_up", run)
-        self.add("tokens_wasted", run.spent.num_tokens)
-
-    def add_stopped(self, run: GroupRun) -> None:
-        """A group cut short by the end of the run."""
-        self.add("groups_stopped")
-        self.add("tokens_stopped", run.spent.num_tokens)
-
-    def _add_length(self, what: str, run: GroupRun) -> None:
-        bucket = length_bucket(run.spent.longest)
-        self.add(f"{what}:{bucket}")
-        self.add(f"{what}_s:{bucket}", time.monotonic() - run.started)
 
     # Sending --------------------------------------------------------------------------------------
 

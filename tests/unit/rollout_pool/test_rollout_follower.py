@@ -45,7 +45,7 @@ async def follow(client, state, receiver, pin):
     for following, task in started:
         task.cancel()
         await asyncio.wait({task})
-        await following.close()
+        await following.forget_receiver()
 
 
 async def serves(state, version, timeout_s=20.0):
@@ -205,24 +205,6 @@ async def test_commit_that_could_not_begin_is_tried_again_a_few_times(
         async with asyncio.timeout(20):
             await following
     assert loads(fake) == [0]
-
-
-async def test_pinned_engine_stays_at_its_version_and_then_takes_the_newest(
-    fake, follow, state, receiver, pin
-):
-    follow()
-    receiver.offer(1)
-    wanting = asyncio.create_task(pin.want(1, 20.0))
-    assert await wanting  # it asked in time, and waited
-    assert await state.engine_versions() == {"engine-0": 1}
-    await state.forget_engine("engine-0")
-    receiver.offer(2)
-    receiver.offer(3)
-    await asyncio.sleep(0.3)
-    assert loads(fake) == [1] and await state.engine_versions() == {}
-    pin.release()
-    await serves(state, 3)
-    assert loads(fake) == [1, 3]
 
 
 async def test_engine_that_is_released_without_a_newer_version_is_counted_again(

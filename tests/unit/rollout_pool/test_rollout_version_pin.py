@@ -17,13 +17,6 @@ def pin() -> VersionPin:
     return pin
 
 
-async def test_version_that_is_served_is_pinned_at_once(pin: VersionPin) -> None:
-    assert await pin.want(4, 0.0)
-    assert pin.is_pinned and not pin.take(5)
-    pin.release()
-    assert not pin.is_pinned and pin.take(5)
-
-
 async def test_pin_is_refused_while_another_version_is_being_committed(
     pin: VersionPin,
 ) -> None:

@@ -303,36 +303,29 @@ async def test_group_that_can_still_be_trained_is_not_stopped(make_worker, compl
     assert stats.abandoned_by_reason == {"stopped": 4} and stats.running == 0
 
 
-async def test_prompt_of_a_failed_group_runs_again_and_its_group_is_whole(
-    make_worker, completer, state
-):
-    failed = set()
+async def test_failed_prompt_runs_again_until_it_is_quarantined(make_worker, completer, state):
+    """Prompt 0 fails once, prompt 1 always."""
+    failed = []
 
-    def fails_once(sample):
-        is_first = sample.prompt == [ord("0")] and not failed
-        failed.update(["0"] if is_first else [])
-        return is_first
+    def fails(sample):
+        text = chr(sample.prompt[0])
+        is_bad = text == "1" or (text == "0" and "0" not in failed)
+        failed.extend([text] if is_bad else [])
+        return is_bad
 
-    completer.failing = fails_once
-    buffer, report = await fill(make_worker)
-    assert report.num_failed == 1
-    stats = await buffer.stats()
-    assert stats.abandoned_by_reason == {"failed": 1} and stats.rerun == 1
-    lease = await consume(buffer, 0, num_groups=4)
-    assert sorted(group.prompt.index for group in lease.groups) == [0, 1, 2, 3]
-    assert {len(group.trajectories) for group in lease.groups} == {2}
-    assert (await state.counters())["samples_retried"] == 1
-
-
-async def test_poisonous_prompt_is_quarantined(make_worker, completer, state):
-    completer.failing = lambda sample: sample.prompt == [ord("1")]
+    completer.failing = fails
     buffer, report = await fill(make_worker, max_group_failures=3)
-    assert report.num_failed == 3
+    assert report.num_failed == 4
+    stats = await buffer.stats()
+    assert stats.abandoned_by_reason == {"failed": 4} and stats.rerun == 3
     (poisonous,) = await buffer.quarantined_prompts()
     assert (poisonous.index, poisonous.reason, poisonous.times) == (1, "failed", 3)
-    assert (await state.counters())["prompts_quarantined"] == 1
+    counters = await state.counters()
+    assert counters["prompts_quarantined"] == 1
+    assert counters["samples_retried"] == len(failed)
     lease = await consume(buffer, 0, num_groups=4)
     assert sorted(group.prompt.index for group in lease.groups) == [0, 2, 3, 4]
+    assert {len(group.trajectories) for group in lease.groups} == {2}
 
 
 async def test_engine_that_fails_every_group_ends_the_worker(make_worker, completer):
