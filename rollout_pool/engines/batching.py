@@ -26,7 +26,7 @@ from typing import Any
 from buffer.types import VersionSpan
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, SampleRefused
-from rollout_pool.sampling.sample import Answer, Sample
+from rollout_pool.sampling.sample import Sample
 
 ROUNDING = 1e-3
 """Log-probabilities may exceed 0 by this much through rounding."""
@@ -55,7 +55,17 @@ class CallRefused(EngineError):
 
 
 class _Request:
-    """One sample's request, until the engine has ended it."""
+    """One sample's request, until the engine has ended it.
+
+    While it runs, its engine reports with each arrival only the version served at that moment. Only
+    at the end does it report the version of each token:
+
+        arrivals   [ a | b c d | e f g ]  labels 7, 7, 8      until then   (7, a..g)
+        settled                           7 up to e, then 8   at the end   (7, a..e) (8, f..g)
+
+    A request whose engine was killed has no such report, so the versions recorded until then must
+    be safe.
+    """
 
     def __init__(
         self, sample: Sample, request_id: str, on_arrival: Callable[[], None] | None
@@ -63,11 +73,50 @@ class _Request:
         self.sample = sample
         self.wire_id = request_id
         self.on_arrival = on_arrival
-        self.answer: Answer | None = None
+        self.served_before = 0
+        """A lower bound of the versions of its tokens, known when it is sent."""
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.over = asyncio.Event()
         """Set when the engine has ended it, or is unreachable."""
         self.is_stopping = False
+        self._start = len(sample.output_ids)
+        self._spans_before = list(sample.version_spans)
+        self._label: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Those that it has added to its sample."""
+        return len(self.sample.output_ids) - self._start
+
+    def add(self, output_ids: Sequence[int], logprobs: Sequence[float], label: int) -> None:
+        """Tokens, and the version that was served when they arrived.
+
+        Versions only grow. So tokens with the same label as the arrival before are of that version.
+        With another label they may be of both, and all count as the older one: staleness is then
+        overestimated, which is safe, and log-probabilities are exact either way. The first token is
+        sent by itself; if more come at once the server was slow to send, and the same holds.
+        """
+        sample = self.sample
+        if self._label is None:
+            version = label if len(output_ids) == 1 else min(label, self.served_before)
+        else:
+            version = min(label, self._label)
+        self._label = label
+        start = len(sample.output_ids)
+        sample.output_ids.extend(output_ids)
+        sample.logprobs.extend(logprobs)
+        span = VersionSpan(version=version, start=start, end=len(sample.output_ids))
+        sample.version_spans = merge_spans([*sample.version_spans, span])
+
+    def settle(self, spans: Sequence[VersionSpan]) -> None:
+        """Sets the exact versions of all tokens, counted from the request's first token."""
+        shifted = [
+            VersionSpan(
+                version=span.version, start=self._start + span.start, end=self._start + span.end
+            )
+            for span in spans
+        ]
+        self.sample.version_spans = merge_spans([*self._spans_before, *shifted])
 
     def end(self, error: Exception | None = None) -> None:
         if self.outcome.done():
@@ -76,6 +125,16 @@ class _Request:
             self.outcome.set_result(None)
         else:
             self.outcome.set_exception(error)
+
+
+def merge_spans(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
+    """Joins neighbouring spans of the same version."""
+    merged: list[VersionSpan] = []
+    for span in spans:
+        if merged and merged[-1].version == span.version and merged[-1].end == span.start:
+            span = VersionSpan(version=span.version, start=merged.pop().start, end=span.end)
+        merged.append(span)
+    return merged
 
 
 class GenerateCalls(ABC):
@@ -193,7 +252,7 @@ class GenerateCalls(ABC):
         """One call, until its last sample has ended."""
         pending = {request.wire_id: request for request in requests}
         for request in requests:
-            request.answer = Answer(request.sample, self._latest_version)
+            request.served_before = self._latest_version
         error: Exception | None = None
         self._num_open += 1
         try:
@@ -233,7 +292,7 @@ class GenerateCalls(ABC):
 
     def _lose(self, request: _Request, error: Exception) -> None:
         """The engine will not end this request."""
-        if request.answer is not None and request.answer.num_tokens and not request.outcome.done():
+        if request.num_tokens and not request.outcome.done():
             # Tokens since the last part are unknown: count their average number.
             request.sample.num_wasted += min(self._stream_interval // 2, request.sample.num_left)
         request.end(error)
@@ -276,36 +335,35 @@ class GenerateCalls(ABC):
     def _add(
         self, request: _Request, part: Mapping[str, Any], reason: Mapping[str, Any] | None
     ) -> None:
-        sample, answer = request.sample, request.answer
-        assert answer is not None
+        sample = request.sample
         if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
             # An error of the engine; tokens that come with it are not the sample's.
             raise SampleRefused(f"{self._name} aborted a sample: {reason.get('message')}")
         meta = part["meta_info"]
         spans: list[VersionSpan] = []
         try:
-            output_ids, logprobs = new_tokens(self._name, part, answer.num_tokens)
+            output_ids, logprobs = new_tokens(self._name, part, request.num_tokens)
             if len(output_ids) > sample.num_left:
                 raise SampleRefused(
                     f"{self._name} returned more than the {sample.max_new_tokens} tokens requested"
                 )
-            length = answer.num_tokens + len(output_ids)
+            length = request.num_tokens + len(output_ids)
             if reason is not None and length:
                 spans = read_spans(self._name, meta.get("weight_versions") or [], length)
             if output_ids:
-                answer.add(output_ids, logprobs, read_version(self._name, meta["weight_version"]))
+                request.add(output_ids, logprobs, read_version(self._name, meta["weight_version"]))
         except (BadLogprobs, SampleRefused):
             sample.num_wasted += len(part["output_ids"])
             raise
         if spans:
-            answer.settle(spans)
+            request.settle(spans)
             self.note_version(spans[-1].version)
         if reason is not None:
-            self._finish(request, answer, reason)
+            self._finish(request, reason)
 
-    def _finish(self, request: _Request, answer: Answer, reason: Mapping[str, Any]) -> None:
+    def _finish(self, request: _Request, reason: Mapping[str, Any]) -> None:
         if reason["type"] in ("stop", "length"):
-            if not answer.num_tokens:
+            if not request.num_tokens:
                 raise SampleRefused(f"{self._name} returned a sample without a token")
             request.sample.finish_reason = reason["type"]
         elif not request.is_stopping:

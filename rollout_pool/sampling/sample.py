@@ -10,7 +10,7 @@ version with which it was sampled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
@@ -99,68 +99,3 @@ class Completer(Protocol):
         """Makes `complete` raise Interrupted soon, when the sample has all tokens so far with their
         versions. Does nothing if it is not in progress or ends before."""
         ...
-
-
-class Answer:
-    """What one request adds to its sample: tokens as they arrive, exact versions at the end.
-
-    While a request runs, its engine reports with each arrival only the version served at that
-    moment. Only at the end does it report the version of each token:
-
-        arrivals   [ a | b c d | e f g ]  labels 7, 7, 8      until then   (7, a..g)
-        settled                           7 up to e, then 8   at the end   (7, a..e) (8, f..g)
-
-    A request whose engine was killed has no such report, so the versions recorded until then must
-    be safe. `served_before`: a lower bound of the request's versions.
-    """
-
-    def __init__(self, sample: Sample, served_before: int) -> None:
-        self._sample = sample
-        self._start = len(sample.output_ids)
-        self._spans_before = list(sample.version_spans)
-        self._served_before = served_before
-        self._label: int | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._sample.output_ids) - self._start
-
-    def add(self, output_ids: Sequence[int], logprobs: Sequence[float], label: int) -> None:
-        """Tokens, and the version that was served when they arrived.
-
-        Versions only grow. So tokens with the same label as the arrival before are of that version.
-        With another label they may be of both, and all count as the older one: staleness is then
-        overestimated, which is safe, and log-probabilities are exact either way. The first token is
-        sent by itself; if more come at once the server was slow to send, and the same holds.
-        """
-        sample = self._sample
-        if self._label is None:
-            version = label if len(output_ids) == 1 else min(label, self._served_before)
-        else:
-            version = min(label, self._label)
-        self._label = label
-        start = len(sample.output_ids)
-        sample.output_ids.extend(output_ids)
-        sample.logprobs.extend(logprobs)
-        span = VersionSpan(version=version, start=start, end=len(sample.output_ids))
-        sample.version_spans = merge_spans([*sample.version_spans, span])
-
-    def settle(self, spans: Sequence[VersionSpan]) -> None:
-        """Sets the exact versions of all tokens, counted from the request's first token."""
-        shifted = [
-            VersionSpan(
-                version=span.version, start=self._start + span.start, end=self._start + span.end
-            )
-            for span in spans
-        ]
-        self._sample.version_spans = merge_spans([*self._spans_before, *shifted])
-
-
-def merge_spans(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
-    """Joins neighbouring spans of the same version."""
-    merged: list[VersionSpan] = []
-    for span in spans:
-        if merged and merged[-1].version == span.version and merged[-1].end == span.start:
-            span = VersionSpan(version=span.version, start=merged.pop().start, end=span.end)
-        merged.append(span)
-    return merged
