@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from buffer.run_state import STREAM_START, RunState
 from buffer.types import SamplingParams, VersionSpan
 from configs.choices import PauseMode, ToolParser
 from configs.rollout_schema import EngineConfig, RolloutConfig, TaskConfig
@@ -208,3 +209,17 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: floa
     async with asyncio.timeout(timeout_s):
         while not (await is_so if inspect.isawaitable(is_so := condition()) else is_so):
             await asyncio.sleep(0.01)
+
+
+async def serves(state: RunState, wanted: Mapping[str, int], timeout_s: float = 30.0) -> None:
+    """Waits until exactly these engines serve exactly these versions."""
+    async with asyncio.timeout(timeout_s):
+        seen = await state.engine_versions()
+        while seen != wanted:
+            seen = await state.wait_engines_changed(seen, timeout_s)
+
+
+async def records(state: RunState, kind: str) -> list[Mapping[str, Any]]:
+    """The run's metrics of one kind."""
+    entries = await state.read_metrics(STREAM_START, block_s=0)
+    return [entry.record for entry in entries if entry.kind == kind]

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from buffer.run_state import STREAM_START
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines import follower
 from rollout_pool.engines.commit import Committer, TornEngine
 from rollout_pool.engines.follower import MAX_FAILURES, VersionPin, WeightFollower
 from rollout_pool.engines.strategies import StagedDisk
+from tests.support.rollout import records, serves
 
 
 @pytest.fixture
@@ -48,19 +48,6 @@ async def follow(client, state, receiver, pin):
         await following.forget_receiver()
 
 
-async def serves(state, version, timeout_s=20.0):
-    async with asyncio.timeout(timeout_s):
-        seen = {}
-        while seen.get("engine-0") != version:
-            seen = await state.wait_engines_changed(seen, timeout_s)
-    return seen
-
-
-async def commits(state):
-    entries = await state.read_metrics(STREAM_START, block_s=0)
-    return [entry.record for entry in entries if entry.kind == "commit"]
-
-
 def loads(fake):
     return [int(body["weight_version"]) for body in fake.bodies("/update_weights_from_disk")]
 
@@ -71,15 +58,15 @@ async def test_follower_commits_records_and_releases_each_offered_version(
     follow()
     for version in (0, 1):
         receiver.offer(version)
-        assert await serves(state, version) == {"engine-0": version}
+        await serves(state, {"engine-0": version})
     paths = [body["model_path"] for body in fake.bodies("/update_weights_from_disk")]
     assert paths == ["/dev/shm/staged/0", "/dev/shm/staged/1"]
     who = "engine-0"
     assert receiver.log == [(verb, v, who) for v in (0, 1) for verb in ("hold", "let_go")]
     async with asyncio.timeout(10):
-        while len(await commits(state)) < 2:
+        while len(await records(state, "commit")) < 2:
             await asyncio.sleep(0.01)
-    record = (await commits(state))[1]
+    record = (await records(state, "commit"))[1]
     assert (record["engine"], record["version"], record["strategy"]) == (who, 1, "staged_disk")
     assert 0 < record["load_s"] <= record["pause_s"] <= record["staged_to_commit_s"]
     assert 0 <= record["gate_wait_s"] <= record["staged_to_commit_s"]
@@ -97,7 +84,7 @@ async def test_engine_that_waited_at_the_gate_skips_to_the_newest_version(
     receiver.offer(2)
     receiver.offer(3)
     await state.leave_commit("engine-1")
-    await serves(state, 3)
+    await serves(state, {"engine-0": 3})
     assert loads(fake) == [3]
 
 
@@ -113,7 +100,7 @@ async def test_engine_that_does_not_answer_leaves_the_gate_to_the_others(
         await state.leave_commit("engine-1")
         await asyncio.sleep(0.05)
     del fake.slow["/model_info"]
-    await serves(state, 1)
+    await serves(state, {"engine-0": 1})
 
 
 async def test_engine_that_stalls_at_the_gate_gives_its_place_back(
@@ -141,7 +128,7 @@ async def test_receiver_is_found_at_its_new_address(fake, follow, state, receive
     await asyncio.sleep(0.2)
     other_receiver.offer(4)
     await state.register_receiver("receiver-0", other_receiver.url)
-    await serves(state, 4)
+    await serves(state, {"engine-0": 4})
     await state.forget_receiver("receiver-0")
     assert not following.done()
 
@@ -151,11 +138,11 @@ async def test_receiver_that_dies_during_a_long_poll_is_found_again(
 ):
     follow()
     receiver.offer(0)
-    await serves(state, 0)
+    await serves(state, {"engine-0": 0})
     receiver.stop()
     other_receiver.offer(1)
     await state.register_receiver("receiver-0", other_receiver.url)
-    await serves(state, 1)
+    await serves(state, {"engine-0": 1})
 
 
 async def test_version_that_is_gone_at_the_gate_is_not_loaded(fake, follow, state, receiver):
@@ -164,7 +151,7 @@ async def test_version_that_is_gone_at_the_gate_is_not_loaded(fake, follow, stat
     follow()
     await asyncio.sleep(0.3)
     receiver.offer(2)
-    await serves(state, 2)
+    await serves(state, {"engine-0": 2})
     assert loads(fake) == [2]
 
 
@@ -175,7 +162,7 @@ async def test_torn_engine_raises_and_is_not_recorded(fake, follow, state, recei
     with pytest.raises(TornEngine, match=r"engine-0 must be restarted.*version 5"):
         async with asyncio.timeout(20):
             await following
-    assert await state.engine_versions() == {} and await commits(state) == []
+    assert await state.engine_versions() == {} and await records(state, "commit") == []
     assert receiver.held == set()
     assert await state.enter_commit("engine-9", 1, ttl_s=5, timeout_s=0)
 
@@ -198,7 +185,7 @@ async def test_commit_that_could_not_begin_is_tried_again_a_few_times(
     while len(fake.bodies("/pause_generation")) < MAX_FAILURES - 1:
         await asyncio.sleep(0.001)
     fake.refused = set()
-    await serves(state, 0)
+    await serves(state, {"engine-0": 0})
     fake.refused = {"/pause_generation"}
     receiver.offer(1)
     with pytest.raises(TornEngine, match=f"{MAX_FAILURES} commits in a row failed"):
@@ -212,14 +199,14 @@ async def test_engine_that_is_released_without_a_newer_version_is_counted_again(
 ):
     follow()
     receiver.offer(1)
-    await serves(state, 1)
+    await serves(state, {"engine-0": 1})
     assert await pin.want(1, 5.0)  # while it asks its receiver for more
     await state.forget_engine("engine-0")
     pin.release()
-    await serves(state, 1)
+    await serves(state, {"engine-0": 1})
     assert loads(fake) == [1]
     receiver.offer(2)
-    await serves(state, 2)
+    await serves(state, {"engine-0": 2})
 
 
 async def test_engine_at_the_gate_does_not_go_past_the_version_it_was_pinned_at(
@@ -227,7 +214,7 @@ async def test_engine_at_the_gate_does_not_go_past_the_version_it_was_pinned_at(
 ):
     follow()
     receiver.offer(1)
-    await serves(state, 1)
+    await serves(state, {"engine-0": 1})
     assert await state.enter_commit("engine-1", 1, ttl_s=60, timeout_s=0)
     receiver.offer(2)
     await asyncio.sleep(0.2)  # it waits at the gate with 2
@@ -236,4 +223,4 @@ async def test_engine_at_the_gate_does_not_go_past_the_version_it_was_pinned_at(
     await asyncio.sleep(0.3)
     assert loads(fake) == [1] and receiver.held == set()
     pin.release()
-    await serves(state, 2)
+    await serves(state, {"engine-0": 2})

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from buffer.run_state import STREAM_START
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines import lifecycle
 from rollout_pool.engines.lifecycle import EngineLife
+from tests.support.rollout import records, serves
 
 
 class ThreadEngine:
@@ -43,18 +43,6 @@ class ThreadEngine:
         await self.client.close()
 
 
-async def serves(state, wanted):
-    async with asyncio.timeout(30):
-        seen = await state.engine_versions()
-        while seen != wanted:
-            seen = await state.wait_engines_changed(seen, 5.0)
-
-
-async def events(state):
-    entries = await state.read_metrics(STREAM_START, block_s=0)
-    return [e.record for e in entries if e.kind == "weights_event"]
-
-
 async def test_engine_that_stalls_without_a_commit_is_lost_and_restarted(
     fake, state, receiver, monkeypatch
 ):
@@ -69,12 +57,12 @@ async def test_engine_that_stalls_without_a_commit_is_lost_and_restarted(
     fake.slow["/update_weights_from_disk"] = 2.5  # busy for long with a load: that is no stall
     receiver.offer(4)
     await serves(state, {"engine-0": 4})
-    assert await events(state) == []
+    assert await records(state, "weights_event") == []
 
     fake.slow["/model_info"] = 600.0
     await serves(state, {})  # and nothing was published
     await serves(state, {"engine-0": 4})
-    noted = await events(state)
+    noted = await records(state, "weights_event")
     assert [(e["event"], e["who"]) for e in noted] == [
         ("engine_lost", "engine-0"),
         ("engine_restarted", "engine-0"),
@@ -136,4 +124,7 @@ async def test_held_engine_that_dies_is_released(life, state, receiver):
     receiver.offer(4)
     life._engine.die()
     await serves(state, {"engine-0": 4, "engine-9": 3})
-    assert [e["event"] for e in await events(state)] == ["engine_lost", "engine_restarted"]
+    assert [e["event"] for e in await records(state, "weights_event")] == [
+        "engine_lost",
+        "engine_restarted",
+    ]

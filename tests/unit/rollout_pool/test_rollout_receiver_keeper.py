@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from buffer.run_state import STREAM_START
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines import receiver_keeper
 from rollout_pool.engines.receiver_keeper import ReceiverKeeper
 from rollout_pool.pool import ReceiverActor
-from tests.support.rollout import rollout_spec, until
+from tests.support.rollout import records, rollout_spec, until
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.receiver.store import StagedStore
 
@@ -43,11 +42,6 @@ def held_folder(spec):
     store = StagedStore(folder, 2)
     yield store
     store.close()
-
-
-async def events(state):
-    entries = await state.read_metrics(STREAM_START, block_s=0)
-    return [e.record for e in entries if e.kind == "weights_event"]
 
 
 async def status(state):
@@ -84,7 +78,7 @@ async def test_keeper_waits_for_the_folder_and_replaces_a_receiver_that_hangs(
 
     await until(is_replaced, 90)
     assert (await status(state)).pid != first.pid
-    noted = await events(state)
+    noted = await records(state, "weights_event")
     assert {(e["event"], e["who"]) for e in noted} == {("receiver_restarted", "receiver-0")}
     assert noted[0]["detail"] == "lost its keeper" and len(noted) == 2
     assert "did not answer for" in noted[1]["detail"]
