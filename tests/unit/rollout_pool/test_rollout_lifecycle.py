@@ -98,13 +98,6 @@ async def test_held_engine_is_withdrawn_until_it_is_released(life, state, receiv
     await serves(state, {"engine-0": 4, "engine-9": 3})
 
 
-async def test_hold_ends_by_itself_at_its_limit(life, state, receiver):
-    assert await life.hold(3, wait_s=5.0, limit_s=0.3)
-    receiver.offer(4)
-    await serves(state, {"engine-0": 4, "engine-9": 3})
-    await life.release()
-
-
 async def test_only_engine_is_not_held(life, state, receiver):
     await state.forget_engine("engine-9")
     assert not await life.hold(3, wait_s=5.0, limit_s=60.0)
@@ -112,19 +105,14 @@ async def test_only_engine_is_not_held(life, state, receiver):
     await serves(state, {"engine-0": 4})
 
 
-async def test_held_engine_comes_back_when_the_others_are_gone(life, state, receiver):
-    assert await life.hold(3, wait_s=5.0, limit_s=60.0)
+@pytest.mark.parametrize("ending", ["limit", "others are gone", "died"])
+async def test_hold_ends_by_itself(life, state, receiver, ending):
+    assert await life.hold(3, wait_s=5.0, limit_s=0.3 if ending == "limit" else 60.0)
     receiver.offer(4)
-    await state.forget_engine("engine-9")
-    await serves(state, {"engine-0": 4})
-
-
-async def test_held_engine_that_dies_is_released(life, state, receiver):
-    assert await life.hold(3, wait_s=5.0, limit_s=60.0)
-    receiver.offer(4)
-    life._engine.die()
-    await serves(state, {"engine-0": 4, "engine-9": 3})
-    assert [e["event"] for e in await records(state, "weights_event")] == [
-        "engine_lost",
-        "engine_restarted",
-    ]
+    if ending == "others are gone":
+        await state.forget_engine("engine-9")
+    if ending == "died":
+        life._engine.die()
+    await serves(state, {"engine-0": 4} | ({} if "others" in ending else {"engine-9": 3}))
+    lost = ["engine_lost", "engine_restarted"] if ending == "died" else []
+    assert [e["event"] for e in await records(state, "weights_event")] == lost

@@ -151,7 +151,8 @@ def scorer():
 
 @pytest.fixture
 async def make_worker(completer, scorer, state, redis_url, run_name, buffer_factory, tmp_path):
-    """Opens the run's buffer, and a worker on it. Called again it is the restarted worker."""
+    """Opens the run's buffer, and a worker on it. Called again it is the restarted worker. `run`
+    starts it too."""
     tasks = []
 
     async def make(
@@ -196,7 +197,11 @@ async def make_worker(completer, scorer, state, redis_url, run_name, buffer_fact
         tasks.append((worker, task))
         return task
 
-    make.start = start
+    async def run(**settings):
+        worker, buffer = await make(**settings)
+        return worker, buffer, await start(worker)
+
+    make.start, make.run = start, run
     yield make
     for worker, task in tasks:
         worker.stop()
@@ -205,8 +210,7 @@ async def make_worker(completer, scorer, state, redis_url, run_name, buffer_fact
 
 async def fill(make_worker, **settings):
     """The buffer that a worker has filled and then left, and the worker's report."""
-    worker, buffer = await make_worker(**settings)
-    running = await make_worker.start(worker)
+    worker, buffer, running = await make_worker.run(**settings)
     await until(ready(buffer, 2 * GROUPS_PER_STEP))
     worker.stop()
     return buffer, await running
@@ -234,8 +238,7 @@ async def test_worker_fills_the_buffer_up_to_its_credits_only(make_worker, state
         async def write(self, group, prompt_text):
             written.append((group.group_id, prompt_text))
 
-    worker, buffer = await make_worker(log=Log())
-    running = await make_worker.start(worker)
+    worker, buffer, running = await make_worker.run(log=Log())
     await until(ready(buffer, 2 * GROUPS_PER_STEP))
     await asyncio.sleep(0.3)
     stats = await buffer.stats()
@@ -291,8 +294,7 @@ async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_agai
 
 async def test_group_that_can_still_be_trained_is_not_stopped(make_worker, completer):
     completer.held = lambda sample: True
-    worker, buffer = await make_worker(max_staleness=1)
-    running = await make_worker.start(worker)
+    worker, buffer, running = await make_worker.run(max_staleness=1)
     await until(lambda: len(completer.asked) == 4 * GROUPS_PER_STEP)
     await buffer.publish_version(1)
     await asyncio.sleep(0.3)
@@ -410,8 +412,7 @@ async def test_group_stopped_after_its_push_is_complete(make_worker, state):
 
 async def test_group_that_ignores_its_cancellation_is_cancelled_again(make_worker, completer):
     completer.held, completer.is_deaf = lambda sample: True, True
-    worker, buffer = await make_worker(stop_again_s=0.2)
-    running = await make_worker.start(worker)
+    worker, buffer, running = await make_worker.run(stop_again_s=0.2)
     await until(lambda: len(completer.asked) == 8)
     worker.stop()
     async with asyncio.timeout(10):
@@ -424,8 +425,7 @@ async def test_group_that_ignores_its_cancellation_is_cancelled_again(make_worke
 
 async def test_external_group_waits_for_a_credit_like_any_other(make_worker, completer):
     external = Waiting()
-    worker, buffer = await make_worker(external=external)
-    running = await make_worker.start(worker)
+    worker, buffer, running = await make_worker.run(external=external)
     await until(ready(buffer, 4))
     group = External(make_worker.source)
     external.groups.append(group)
@@ -493,8 +493,7 @@ async def test_interrupted_groups_keep_their_tokens_and_end_with_those_of_the_ne
     make_worker, completer, state
 ):
     completer.held = lambda sample: True
-    worker, buffer = await make_worker(tail=TailPolicy.interrupt_and_resume)
-    running = await make_worker.start(worker)
+    worker, buffer, running = await make_worker.run(tail=TailPolicy.interrupt_and_resume)
     await until(lambda: len(completer.asked) == 4 * GROUPS_PER_STEP)
     completer.held = lambda sample: False
     completer.version = 1
@@ -556,7 +555,7 @@ async def test_groups_without_variance_are_left_out_and_others_run(make_worker, 
     assert counters["groups_filtered"] == 3 and counters["tokens_filtered"] == 3 * 2 * 3
 
 
-async def test_groups_are_kept_without_filter_or_beyond_its_budget(make_worker, completer, state):
+async def test_groups_without_variance_are_kept_beyond_the_budget(make_worker, completer, state):
     completer.said = lambda sample: "00"
     await fill(make_worker, filter_zero_variance=True, max_filtered_ratio=0.5)
     assert (await state.counters())["zero_variance_kept"] == 4
