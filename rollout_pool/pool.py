@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -197,24 +197,18 @@ class _Member:
     handle: Any
 
 
+@dataclass(eq=False)
 class RolloutPool:
     """Engines and workers. Methods return pending results, by process name, at once."""
 
-    def __init__(
-        self,
-        engines: list[_Member],
-        receivers: dict[int, _Member],
-        workers: list[_Member],
-        scorers: list[_Member],
-    ) -> None:
-        """`receivers` by the index of the first engine on their node."""
-        self._engines = engines
-        self._scorers = scorers
-        self._receivers = receivers
-        self._workers = workers
-        self._keeping: dict[str, Pending[str]] = {}
-        self._infos: list[Pending[EngineInfo]] = []
-        """References to each engine's EngineInfo; a restarted worker needs them again."""
+    _engines: list[_Member]
+    _receivers: dict[int, _Member]
+    """By the index of the first engine on their node."""
+    _workers: list[_Member]
+    _scorers: list[_Member]
+    _keeping: dict[str, Pending[str]] = field(default_factory=dict, init=False)
+    _infos: list[Pending[EngineInfo]] = field(default_factory=list, init=False)
+    """References to each engine's EngineInfo; a restarted worker needs them again."""
 
     @classmethod
     def create(

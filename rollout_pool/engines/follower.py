@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from asyncio import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,52 +42,42 @@ MAX_FAILURES = 3
 """The engine is restarted after so many commits in a row that could not begin."""
 
 
+@dataclass(kw_only=True, eq=False)
 class WeightFollower:
     """Follows the receiver for one start of an engine's server. `run` is called once."""
 
-    def __init__(
-        self,
-        *,
-        engine: str,
-        receiver: str,
-        key: str,
-        config: WeightSyncConfig,
-        state: RunState,
-        committer: Committer,
-        answers: Answers,
-        pin: VersionPin,
-    ) -> None:
-        """`receiver` is looked up in the run's state; `key` is its API key. `answers`: whether the
-        engine's server answers within a time."""
-        self._engine = engine
-        self._receiver = receiver
-        self._key = key
-        self._config = config
-        self._state = state
-        self._committer = committer
-        self._answers = answers
-        self._pin = pin
-        self._client: ReceiverClient | None = None
-        self._served = -1
-        self._num_failures = 0
+    engine: str
+    receiver: str
+    """Looked up in the run's state."""
+    key: str
+    """API key of the receiver."""
+    config: WeightSyncConfig
+    state: RunState
+    committer: Committer
+    answers: Answers
+    """Whether the engine's server answers within a time."""
+    pin: VersionPin
+    _client: ReceiverClient | None = field(default=None, init=False)
+    _served: int = field(default=-1, init=False)
+    _num_failures: int = field(default=0, init=False)
 
     async def run(self) -> NoReturn:
         """Raises TornEngine when the engine must be restarted."""
         while True:
             offered = await self._newest_unless_pinned()
-            if self._pin.is_away:
-                await self._pin.wait_free()
+            if self.pin.is_away:
+                await self.pin.wait_free()
                 await self._rejoin()
             elif offered is not None and not await self._try(offered):
                 await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _rejoin(self) -> None:
         """Registers as a serving engine, if possible with the newest version."""
-        self._pin.is_away = False
+        self.pin.is_away = False
         newest = await self._newest(timeout_s=0)
         has_committed = newest is not None and await self._try(newest)
-        if not has_committed and not self._pin.is_away:
-            await self._state.record_commits({self._engine: self._served})
+        if not has_committed and not self.pin.is_away:
+            await self.state.record_commits({self.engine: self._served})
 
     async def _try(self, offered: StagedVersion) -> bool:
         """Whether a version was committed. Raises TornEngine."""
@@ -101,7 +92,7 @@ class WeightFollower:
     async def _newest_unless_pinned(self) -> StagedVersion | None:
         """The next version; None after a timeout, or at once when the engine is pinned."""
         polling = asyncio.create_task(self._newest(LONG_POLL_S))
-        pinning = asyncio.create_task(self._pin.wait_pinned())
+        pinning = asyncio.create_task(self.pin.wait_pinned())
         try:
             await asyncio.wait({polling, pinning}, return_when=asyncio.FIRST_COMPLETED)
             return polling.result() if polling.done() else None
@@ -112,14 +103,14 @@ class WeightFollower:
         """The newest version above the served one; None if there is none or no receiver yet."""
         try:
             if self._client is None:
-                url = (await self._state.receivers()).get(self._receiver)
+                url = (await self.state.receivers()).get(self.receiver)
                 if url is None:
                     await asyncio.sleep(LOOK_AGAIN_S)
                     return None
-                self._client = ReceiverClient(self._receiver, url, self._key)
+                self._client = ReceiverClient(self.receiver, url, self.key)
             return await self._client.newest(self._served, timeout_s=timeout_s)
         except WeightSyncError as error:
-            log.warning("%s: %s", self._engine, error)
+            log.warning("%s: %s", self.engine, error)
             await self.forget_receiver()
             await asyncio.sleep(LOOK_AGAIN_S)
             return None
@@ -129,9 +120,9 @@ class WeightFollower:
         seen_at, offered_at, before = time.time(), time.monotonic(), self._served
         if not await self._is_alive():
             return False
-        limit_s = self._config.commit_timeout_s
-        is_inside = await self._state.enter_commit(
-            self._engine, self._config.max_concurrent_commits, limit_s + SLACK_S, limit_s
+        limit_s = self.config.commit_timeout_s
+        is_inside = await self.state.enter_commit(
+            self.engine, self.config.max_concurrent_commits, limit_s + SLACK_S, limit_s
         )
         if not is_inside:
             return False  # the gate took too long; a newer version may be offered by now
@@ -144,18 +135,18 @@ class WeightFollower:
                 return False
             if staged.version != offered.version:  # a newer one arrived during the wait
                 seen_at, offered_at = time.time(), time.monotonic()
-            if not self._pin.take(staged.version):
+            if not self.pin.take(staged.version):
                 await self._let_go(staged)
                 return False
             try:
                 report = await self._commit(staged)
             except EngineError:
-                self._pin.note_served(self._served)  # for a torn one EngineLife calls note_lost
+                self.pin.note_served(self._served)  # for a torn one EngineLife calls note_lost
                 raise
             finally:
                 await self._let_go(staged)
         finally:
-            await self._state.leave_commit(self._engine)
+            await self.state.leave_commit(self.engine)
         self._served, self._num_failures = staged.version, 0
         record: dict[str, float | int | str] = {
             "engine": report.engine,
@@ -170,26 +161,26 @@ class WeightFollower:
             "pause_s": report.pause_s,
             "load_s": report.load_s,
         }
-        await self._state.record_commit(self._engine, report.version, record)
-        await self._state.append_metrics(record, "commit")
-        self._pin.note_served(staged.version)
+        await self.state.record_commit(self.engine, report.version, record)
+        await self.state.append_metrics(record, "commit")
+        self.pin.note_served(staged.version)
         return True
 
     async def _is_alive(self) -> bool:
         """A stalled engine must not block the gate."""
-        if await self._answers(ANSWER_TIMEOUT_S):
+        if await self.answers(ANSWER_TIMEOUT_S):
             return True
-        log.warning("%s does not answer and leaves the gate", self._engine)
+        log.warning("%s does not answer and leaves the gate", self.engine)
         return False
 
     async def _commit(self, staged: StagedVersion) -> CommitReport:
-        limit_s = self._config.commit_timeout_s
+        limit_s = self.config.commit_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                return await self._committer.commit(staged.version, Path(staged.path))
+                return await self.committer.commit(staged.version, Path(staged.path))
         except TimeoutError as error:
             raise TornEngine(
-                f"{self._engine} did not commit version {staged.version} within "
+                f"{self.engine} did not commit version {staged.version} within "
                 f"weight_sync.commit_timeout_s={limit_s:g}"
             ) from error
 
@@ -198,18 +189,18 @@ class WeightFollower:
         self._num_failures += 1
         if self._num_failures >= MAX_FAILURES:
             raise TornEngine(f"{self._num_failures} commits in a row failed: {error}") from error
-        log.warning("%s stays at version %d: %s", self._engine, self._served, error)
+        log.warning("%s stays at version %d: %s", self.engine, self._served, error)
 
     # The staged copy is held while the engine reads it -----------------------------------------
 
     async def _hold(self, staged: StagedVersion) -> bool:
         """Whether the version is still staged; if not, there is a newer one or no receiver."""
         assert self._client is not None
-        ttl_s = self._config.commit_timeout_s + SLACK_S
+        ttl_s = self.config.commit_timeout_s + SLACK_S
         try:
-            await self._client.hold(staged.version, self._engine, ttl_s, timeout_s=CALL_TIMEOUT_S)
+            await self._client.hold(staged.version, self.engine, ttl_s, timeout_s=CALL_TIMEOUT_S)
         except WeightSyncError as error:
-            log.warning("%s: %s", self._engine, error)
+            log.warning("%s: %s", self.engine, error)
             await self.forget_receiver()
             return False
         return True
@@ -218,9 +209,9 @@ class WeightFollower:
         """Best effort: a hold expires by itself."""
         if self._client is not None:
             try:
-                await self._client.let_go(staged.version, self._engine, timeout_s=CALL_TIMEOUT_S)
+                await self._client.let_go(staged.version, self.engine, timeout_s=CALL_TIMEOUT_S)
             except WeightSyncError as error:
-                log.warning("%s: %s", self._engine, error)
+                log.warning("%s: %s", self.engine, error)
                 await self.forget_receiver()
 
     async def forget_receiver(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import KW_ONLY, dataclass, field
 
 import psutil
 
@@ -39,36 +40,30 @@ CLEAR_UP_S = 5.0
 """Time before its tasks are cancelled again: they may be ending a server."""
 
 
+@dataclass(eq=False)
 class EngineLife:
     """Owns an engine and keeps it at the newest version. Used in one event loop."""
 
-    def __init__(
-        self,
-        engine: SGLangEngine,
-        *,
-        config: WeightSyncConfig,
-        receiver: str,
-        key: str,
-        state: RunState,
-    ) -> None:
-        """`receiver`: name in the run's state of the receiver on this engine's node."""
-        self._engine = engine
-        self._config = config
-        self._receiver = receiver
-        self._key = key
-        self._state = state
-        self._living: asyncio.Task[str] | None = None
-        self._num_restarts = 0
-        self._pin = VersionPin()
-        self._guarding: asyncio.Task[None] | None = None
+    engine: SGLangEngine
+    _: KW_ONLY
+    config: WeightSyncConfig
+    receiver: str
+    """Name in the run's state of the receiver on this engine's node."""
+    key: str
+    """API key of the receiver."""
+    state: RunState
+    _living: asyncio.Task[str] | None = field(default=None, init=False)
+    _num_restarts: int = field(default=0, init=False)
+    _pin: VersionPin = field(default_factory=VersionPin, init=False)
+    _guarding: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def start(self) -> EngineInfo:
         """Raises EngineError if the server does not start, ValueError if it can't commit as set."""
-        info = await self._engine.start()
+        info = await self.engine.start()
         try:
             await self._check_strategy()
         except BaseException:
-            await self._engine.stop()
+            await self.engine.stop()
             raise
         self._living = asyncio.create_task(self._live())
         return info
@@ -92,11 +87,11 @@ class EngineLife:
             await self._end_guard()  # of a hold that was lost with the server
         if not await self._pin.want(version, wait_s):
             return False
-        name, is_held = self._engine.spec.name, False
+        name, is_held = self.engine.spec.name, False
         try:
-            others = {*await self._state.engine_versions()} - {name}
+            others = {*await self.state.engine_versions()} - {name}
             if others and self._pin.is_pinned:
-                await self._state.forget_engine(name)
+                await self.state.forget_engine(name)
                 is_held = self._pin.is_pinned
         finally:
             if not is_held:
@@ -119,12 +114,12 @@ class EngineLife:
         """Ends a hold that lasts too long, or that would leave the run without an engine."""
         try:
             async with asyncio.timeout(limit_s):
-                served = await self._state.engine_versions()
+                served = await self.state.engine_versions()
                 while served:
-                    served = await self._state.wait_engines_changed(served, LOOK_AGAIN_S)
-            log.warning("%s is released: the other engines are gone", self._engine.spec.name)
+                    served = await self.state.wait_engines_changed(served, LOOK_AGAIN_S)
+            log.warning("%s is released: the other engines are gone", self.engine.spec.name)
         except TimeoutError:
-            log.warning("%s is released after %g s", self._engine.spec.name, limit_s)
+            log.warning("%s is released after %g s", self.engine.spec.name, limit_s)
         finally:
             self._pin.release()
 
@@ -132,7 +127,7 @@ class EngineLife:
         await self.release()
         if self._living is not None:
             await end_tasks({self._living}, CLEAR_UP_S)
-        await self._engine.stop(timeout_s)
+        await self.engine.stop(timeout_s)
 
     async def _check_strategy(self) -> None:
         strategy = self._strategy()
@@ -142,19 +137,19 @@ class EngineLife:
             await strategy.close()
 
     def _strategy(self) -> Strategy:
-        spec = self._engine.spec
+        spec = self.engine.spec
         return make_strategy(
-            self._engine.client, self._config, tp_size=spec.config.tp_size, host=spec.host
+            self.engine.client, self.config, tp_size=spec.config.tp_size, host=spec.host
         )
 
     async def _live(self) -> str:
-        name, limit = self._engine.spec.name, self._engine.spec.config.max_restarts
+        name, limit = self.engine.spec.name, self.engine.spec.config.max_restarts
         while True:
             async with contextlib.AsyncExitStack() as closing:
                 why = await self._serve(closing)
                 self._pin.note_lost()
                 # First of all, so that requests go elsewhere and admission ignores it.
-                await self._state.forget_engine(name)
+                await self.state.forget_engine(name)
                 await self._note("engine_lost", why)
             is_up = False
             while not is_up:
@@ -164,34 +159,34 @@ class EngineLife:
                 log.warning("%s %s: restarting it", name, why)
                 await self._note("engine_restarted", why)
                 try:
-                    await self._engine.restart()
+                    await self.engine.restart()
                     is_up = True
                 except EngineError as error:
                     why = f"did not restart: {error}"
 
     async def _note(self, event: str, why: str) -> None:
-        record = {"event": event, "who": self._engine.spec.name, "detail": why}
-        await self._state.append_metrics(record, "weights_event")
+        record = {"event": event, "who": self.engine.spec.name, "detail": why}
+        await self.state.append_metrics(record, "weights_event")
 
     async def _serve(self, closing: contextlib.AsyncExitStack) -> str:
         """Follows the receiver until the server has died, is silent or torn; returns which.
         `closing` gets what must be closed then."""
-        pulse = EnginePulse(self._engine.client, self._engine.info.pid)
+        pulse = EnginePulse(self.engine.client, self.engine.info.pid)
         strategy = self._strategy()
         closing.push_async_callback(strategy.close)
         follower = WeightFollower(
-            engine=self._engine.spec.name,
-            receiver=self._receiver,
-            key=self._key,
-            config=self._config,
-            state=self._state,
-            committer=Committer(self._engine.client, strategy, self._config.pause_mode),
+            engine=self.engine.spec.name,
+            receiver=self.receiver,
+            key=self.key,
+            config=self.config,
+            state=self.state,
+            committer=Committer(self.engine.client, strategy, self.config.pause_mode),
             answers=pulse.answers,
             pin=self._pin,
         )
         closing.push_async_callback(follower.forget_receiver)
-        limit_s = min(max(self._config.timeout_s, SHORTEST_SILENCE_S), LONGEST_SILENCE_S)
-        dying = asyncio.create_task(self._engine.wait_dead())
+        limit_s = min(max(self.config.timeout_s, SHORTEST_SILENCE_S), LONGEST_SILENCE_S)
+        dying = asyncio.create_task(self.engine.wait_dead())
         stalling = asyncio.create_task(wait_silent(pulse.answers, limit_s))
         following = asyncio.create_task(self._follow(strategy, follower))
         ends = {dying, stalling, following}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from buffer.roles import WorkerBuffer
 from buffer.run_state import RunState
@@ -20,19 +21,17 @@ ASK_EVERY_S = 0.5
 """A cheap request: an engine answers from memory shared with its scheduler."""
 
 
+@dataclass(eq=False)
 class LoadPoller:
     """Polls the load of each engine every `every_s`, independently of the others."""
 
-    def __init__(
-        self, router: Router, engines: Sequence[LoadSource], every_s: float = ASK_EVERY_S
-    ) -> None:
-        self._router = router
-        self._engines = engines
-        self._every_s = every_s
+    router: Router
+    engines: Sequence[LoadSource]
+    every_s: float = ASK_EVERY_S
 
     async def run(self) -> None:
         """Never returns."""
-        await asyncio.gather(*(self._follow(engine) for engine in self._engines))
+        await asyncio.gather(*(self._follow(engine) for engine in self.engines))
 
     async def _follow(self, engine: LoadSource) -> None:
         seen = engine.num_preemptions
@@ -40,50 +39,49 @@ class LoadPoller:
             try:
                 load = await engine.load()
             except EngineError:
-                self._router.note_silence(engine.name)
+                self.router.note_silence(engine.name)
             else:
                 preempted, seen = engine.num_preemptions - seen, engine.num_preemptions
-                self._router.note_load(engine.name, load, preempted)
-            await asyncio.sleep(self._every_s)
+                self.router.note_load(engine.name, load, preempted)
+            await asyncio.sleep(self.every_s)
 
 
 LOOK_AGAIN_S = 5.0
 """Longest delay until a new max_staleness is seen; versions are seen at once."""
 
 
+@dataclass(eq=False)
 class EngineWatch:
     """Follows the run's engines and its trainer for one router."""
 
-    def __init__(
-        self, router: Router, state: RunState, buffer: WorkerBuffer, loads: LoadPoller
-    ) -> None:
-        self._router = router
-        self._loads = loads
-        self._state = state
-        self._buffer = buffer
-        self._engines: dict[str, int] = {}
-        self._trainer = self._max_staleness = 0
+    router: Router
+    state: RunState
+    buffer: WorkerBuffer
+    loads: LoadPoller
+    _engines: dict[str, int] = field(default_factory=dict, init=False)
+    _trainer: int = field(default=0, init=False)
+    _max_staleness: int = field(default=0, init=False)
 
     async def run(self) -> None:
         """Never returns. Raises what the connection to Redis raises."""
         await self._look_at_trainer()
-        await asyncio.gather(self._follow_engines(), self._follow_trainer(), self._loads.run())
+        await asyncio.gather(self._follow_engines(), self._follow_trainer(), self.loads.run())
 
     async def _follow_engines(self) -> None:
         while True:
-            self._engines = await self._state.wait_engines_changed(self._engines, LOOK_AGAIN_S)
+            self._engines = await self.state.wait_engines_changed(self._engines, LOOK_AGAIN_S)
             self._inform_router()
 
     async def _follow_trainer(self) -> None:
         while True:
             with suppress(TimeoutError):
-                await self._state.wait_version_above(self._trainer, LOOK_AGAIN_S)
+                await self.state.wait_version_above(self._trainer, LOOK_AGAIN_S)
             await self._look_at_trainer()
             self._inform_router()
 
     async def _look_at_trainer(self) -> None:
-        self._trainer = await self._state.trainer_version()
-        self._max_staleness = await self._buffer.get_max_staleness()
+        self._trainer = await self.state.trainer_version()
+        self._max_staleness = await self.buffer.get_max_staleness()
 
     def _inform_router(self) -> None:
-        self._router.follow(self._engines, self._trainer, self._max_staleness)
+        self.router.follow(self._engines, self._trainer, self._max_staleness)

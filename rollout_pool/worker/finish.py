@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -71,31 +71,26 @@ class GroupLog(Protocol):
     async def write(self, group: TrajectoryGroup, prompt_text: str) -> None: ...
 
 
+@dataclass(kw_only=True, eq=False)
 class GroupFinisher:
     """Pushes the groups of one worker into the buffer, any number concurrently."""
 
-    def __init__(
-        self,
-        *,
-        config: RolloutConfig,
-        scorer: Scorer,
-        buffer: WorkerBuffer,
-        counters: Counters,
-        group_log: GroupLog | None,
-    ) -> None:
-        self._config = config
-        self._scorer = scorer
-        self._sampling = SamplingParams(**asdict(config.sampling))
-        self._buffer = buffer
-        self._counters = counters
-        self._group_log = group_log
+    config: RolloutConfig
+    scorer: Scorer
+    buffer: WorkerBuffer
+    counters: Counters
+    group_log: GroupLog | None
+    num_groups: int = field(default=0, init=False)
+    """Groups pushed."""
+    num_failed: int = field(default=0, init=False)
+    num_too_old: int = field(default=0, init=False)
+    _failures_in_a_row: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._sampling = SamplingParams(**asdict(self.config.sampling))
         self._filter: VarianceFilter | None = None
-        if config.filter_zero_variance:
-            self._filter = VarianceFilter(config.max_filtered_ratio)
-        self._failures_in_a_row = 0
-        self.num_groups = 0
-        self.num_failed = 0
-        self.num_too_old = 0
+        if self.config.filter_zero_variance:
+            self._filter = VarianceFilter(self.config.max_filtered_ratio)
 
     async def generate_and_push(self, run: GroupRun) -> None:
         """Generates the group and pushes it, unless the filter leaves it out.
@@ -103,13 +98,13 @@ class GroupFinisher:
         May be cancelled at any moment; `finish` must follow in any case.
         """
         group = run.group = await generate_group(
-            run, self._scorer, self._sampling, self._config.group_size
+            run, self.scorer, self._sampling, self.config.group_size
         )
         self._failures_in_a_row = 0
         if self._filter is not None:
             run.verdict = self._filter.judge(group, run.num_unscored)
         if run.verdict is not Verdict.leave_out:
-            await self._buffer.push(group)
+            await self.buffer.push(group)
 
     async def finish(self, run: GroupRun) -> bool:
         """Settles the credit and the prompt of an ended group; returns whether it is complete.
@@ -128,7 +123,7 @@ class GroupFinisher:
         return is_done
 
     def _count(self, run: GroupRun, *, is_done: bool, was_stopped: bool) -> None:
-        count, spent = self._counters.add, run.spent
+        count, spent = self.counters.add, run.spent
         count("tokens_generated", spent.num_tokens + spent.num_wasted)
         count("tokens_wasted", spent.num_wasted)
         count("samples_retried", spent.num_failures)
@@ -161,31 +156,31 @@ class GroupFinisher:
             await self._settle_failed(run, error)
             return False
         # The push failed, or there is a bug: free the credit in either case.
-        await self._buffer.abandon(run.group_id, "failed")
+        await self.buffer.abandon(run.group_id, "failed")
         raise error
 
     async def _settle_whole(self, run: GroupRun) -> None:
         assert run.group is not None
         if run.verdict is Verdict.leave_out:
-            await self._buffer.abandon(run.group_id, "zero_variance")
-            self._counters.add("groups_filtered")
-            self._counters.add("tokens_filtered", run.spent.num_tokens)
+            await self.buffer.abandon(run.group_id, "zero_variance")
+            self.counters.add("groups_filtered")
+            self.counters.add("tokens_filtered", run.spent.num_tokens)
             return
         if run.verdict is Verdict.keep_all_equal:
-            self._counters.add("zero_variance_kept")
+            self.counters.add("zero_variance_kept")
         self.num_groups += 1
-        if self._group_log is not None:
-            await self._group_log.write(run.group, run.prompt.text)
+        if self.group_log is not None:
+            await self.group_log.write(run.group, run.prompt.text)
 
     async def _settle_failed(self, run: GroupRun, error: GroupFailed) -> None:
         log.warning("%s", error)
         if run.source.is_external:  # the external program may be at fault, not the prompt
-            await self._buffer.abandon(run.group_id, "outside", Rerun.always, run.ref)
+            await self.buffer.abandon(run.group_id, "outside", Rerun.always, run.ref)
             return
-        most = self._config.max_group_failures
-        failure = await self._buffer.fail(run.group_id, run.ref, most)
+        most = self.config.max_group_failures
+        failure = await self.buffer.fail(run.group_id, run.ref, most)
         if failure is not None and failure.is_quarantined:
-            self._counters.add("prompts_quarantined")
+            self.counters.add("prompts_quarantined")
             log.warning("prompt %d failed %d times: quarantined", run.ref.index, most)
         self.num_failed += 1
         self._failures_in_a_row += 1
@@ -195,11 +190,11 @@ class GroupFinisher:
     async def _settle_cancelled(self, run: GroupRun) -> bool:
         """Whether the group is in the buffer nevertheless."""
         if run.is_too_old:
-            was_running = await self._buffer.abandon(
+            was_running = await self.buffer.abandon(
                 run.group_id, "too_old", Rerun.as_stale, run.ref
             )
         else:
-            was_running = await self._buffer.abandon(run.group_id, "stopped")
+            was_running = await self.buffer.abandon(run.group_id, "stopped")
         if run.group is not None and not was_running:  # its push had completed
             await self._settle_whole(run)
             return True

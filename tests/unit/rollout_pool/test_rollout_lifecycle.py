@@ -112,7 +112,7 @@ async def test_hold_ends_by_itself(life, state, receiver, ending):
     if ending == "others are gone":
         await state.forget_engine("engine-9")
     if ending == "died":
-        life._engine.die()
+        life.engine.die()
     await serves(state, {"engine-0": 4} | ({} if "others" in ending else {"engine-9": 3}))
     lost = ["engine_lost", "engine_restarted"] if ending == "died" else []
     assert [e["event"] for e in await records(state, "weights_event")] == lost
