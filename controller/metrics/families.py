@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -149,6 +148,19 @@ def counter_families(run: str, counters: Counters) -> Iterator[Metric]:
         yield counter(metric, what, None, **{label: values})
 
 
+TIMES = (
+    ("publish", "snapshot_s", "weights_snapshot_seconds", "Trainer's pause for a publish."),
+    ("publish", "encode_s", "weights_encode_seconds", "Finding the changes for a delta."),
+    ("publish", "wire_s", "weights_wire_seconds", "First byte sent to last bucket received."),
+    ("publish", "verify_s", "weights_verify_seconds", "Verifying bytes, slowest receiver."),
+    ("publish", "convergence_s", "weights_convergence_seconds", "Until all live engines serve it."),
+    ("commit", "pause_s", "weights_commit_pause_seconds", "An engine's pause for one commit."),
+    ("commit", "load_s", "weights_commit_load_seconds", "Part of it that loaded the weights."),
+    ("commit", "gate_wait_s", "weights_commit_gate_seconds", "Waiting for other engines before."),
+)
+"""Histograms: kind of the record, its value, metric and help. Those of commits are by engine."""
+
+
 class WeightTotals:
     """Totals of the weight records, in their own registry."""
 
@@ -162,47 +174,28 @@ class WeightTotals:
         def gauge(name: str, what: str) -> Gauge:
             return Gauge(name, what, ("run",), registry=registry)
 
-        def times(name: str, what: str, *label: str) -> Histogram:
-            labels = ("run", *label)
-            return Histogram(name, what, labels, buckets=SECONDS_BOUNDS, registry=registry)
-
         self._publishes = counter("weights_publishes", "Versions by how they were sent.", "mode")
         self._events = counter("weights_events", "Events of receivers and engines.", "event")
         self._bytes = counter("weights_bytes", "Bytes of published versions.").labels(run)
         self._wire_bytes = counter("weights_wire_bytes", "Bytes that were sent.").labels(run)
         self._density = gauge("weights_delta_density", "Share of elements in the last delta.")
         self._epoch = gauge("weights_epoch", "Membership epoch of the last publish.")
-        self._of_publish = {
-            "snapshot_s": times("weights_snapshot_seconds", "Trainer's pause for a publish."),
-            "encode_s": times("weights_encode_seconds", "Finding the changes for a delta."),
-            "wire_s": times("weights_wire_seconds", "First byte sent to last bucket received."),
-            "verify_s": times(
-                "weights_verify_seconds", "Verifying the staged bytes, slowest receiver."
-            ),
-            "convergence_s": times(
-                "weights_convergence_seconds", "Snapshot until every live engine serves it."
-            ),
-        }
-        self._of_commit = {
-            "pause_s": times(
-                "weights_commit_pause_seconds", "An engine's pause for one commit.", "engine"
-            ),
-            "load_s": times(
-                "weights_commit_load_seconds", "Part of it that loaded the weights.", "engine"
-            ),
-            "gate_wait_s": times(
-                "weights_commit_gate_seconds", "Waiting for other engines before it.", "engine"
-            ),
-        }
+        self._times: dict[str, dict[str, Histogram]] = {"publish": {}, "commit": {}}
+        for kind, name, metric, what in TIMES:
+            labels = ("run", "engine") if kind == "commit" else ("run",)
+            self._times[kind][name] = Histogram(
+                metric, what, labels, buckets=SECONDS_BOUNDS, registry=registry
+            )
 
     def add(self, entry: MetricsEntry) -> None:
         """Add one record; other kinds are ignored."""
         record = Record(t=0.0, kind=entry.kind, values=finite_only(entry.record))
+        engine = [str(record.values.get("engine"))] if record.kind == "commit" else []
+        for name, histogram in self._times.get(record.kind, {}).items():
+            if math.isfinite(seconds := record.number(name)):
+                histogram.labels(self._run, *engine).observe(seconds)
         if record.kind == "publish":
-            _observe(self._of_publish, record, self._run)
             self._add_publish(record)
-        elif record.kind == "commit":
-            _observe(self._of_commit, record, self._run, str(record.values.get("engine")))
         elif record.kind == "weights_event":
             self._events.labels(self._run, str(record.values.get("event"))).inc()
 
@@ -214,35 +207,24 @@ class WeightTotals:
         for name, total in (("bytes", self._bytes), ("wire_bytes", self._wire_bytes)):
             if (number := publish.number(name)) > 0:  # false for NaN, too
                 total.inc(number)
-        gauges = {"epoch": self._epoch} | ({"density": self._density} if mode == "delta" else {})
-        for name, gauge in gauges.items():
-            if math.isfinite(number := publish.number(name)):
+        for name, gauge in (("epoch", self._epoch), ("density", self._density)):
+            is_known = math.isfinite(number := publish.number(name))
+            if is_known and (name != "density" or mode == "delta"):
                 gauge.labels(self._run).set(number)
 
 
-def _observe(times: Mapping[str, Histogram], record: Record, *labels: str) -> None:
-    for name, histogram in times.items():
-        if math.isfinite(seconds := record.number(name)):
-            histogram.labels(*labels).observe(seconds)
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class WeightsPicture:
-    """Versions of the weights at one scrape."""
-
-    published: int | None
-    staged: Mapping[str, int]
-    served: Mapping[str, int]
-    num_receivers: int
-
-
-def weight_families(run: str, picture: WeightsPicture) -> Iterator[Metric]:
+def weight_families(
+    run: str,
+    *,
+    published: int | None,
+    staged: Mapping[str, int],
+    served: Mapping[str, int],
+    num_receivers: int,
+) -> Iterator[Metric]:
     """Metrics of the weights in Redis (pure)."""
     gauge = partial(family, GaugeMetricFamily, run)
-    yield gauge(
-        "weights_published_version", "Newest version that engines may take.", picture.published
-    )
-    yield gauge("weights_receivers", "Registered receivers.", picture.num_receivers)
-    yield gauge("weights_engines", "Engines that serve a version.", len(picture.served))
-    yield gauge("weights_staged_version", "Newest at a receiver.", receiver=picture.staged)
-    yield gauge("weights_served_version", "Served by an engine.", engine=picture.served)
+    yield gauge("weights_published_version", "Newest version that engines may take.", published)
+    yield gauge("weights_receivers", "Registered receivers.", num_receivers)
+    yield gauge("weights_engines", "Engines that serve a version.", len(served))
+    yield gauge("weights_staged_version", "Newest at a receiver.", receiver=staged)
+    yield gauge("weights_served_version", "Served by an engine.", engine=served)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from socketserver import TCPServer, ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -19,11 +18,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from buffer.loop_thread import LoopThread
-from buffer.results import BufferStats
 from buffer.run_state import STREAM_START
 from controller.buffer_access import BufferAddress, open_buffer, open_state
 from controller.metrics.families import (
-    WeightsPicture,
     WeightTotals,
     buffer_families,
     counter_families,
@@ -35,52 +32,68 @@ SCRAPE_TIMEOUT_S = 5.0
 """Below Prometheus' default of 10 s, so that it gets a response even if Redis does not answer."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Picture:
-    """The values in Redis at one scrape."""
-
-    stats: BufferStats
-    counters: Mapping[str, float]
-    weights: WeightsPicture
-
-
-class MetricsServer:
+class MetricsServer(Collector):
     """An HTTP server with its own threads; `close` it. Raises ValueError for a port in use."""
 
-    def __init__(self, address: BufferAddress, host: str, port: int) -> None:
+    def __init__(
+        self, address: BufferAddress, host: str, port: int, timeout_s: float = SCRAPE_TIMEOUT_S
+    ) -> None:
+        self._run = address.run
+        self._timeout_s = timeout_s
         self._redis = LoopThread("prometheus")
         self._totals = WeightTotals(address.run)
         self._last_id = STREAM_START
+        self._num_errors = 0
+        self._lock = threading.Lock()
+        """Guards `_num_errors`: each scrape has its own thread."""
+        registry = CollectorRegistry()
         try:
             self._buffer = self._redis.run(open_buffer(address))
             self._state = self._redis.run(open_state(address))
-            registry = CollectorRegistry()
-            registry.register(RunCollector(address.run, self._read, self._totals.registry))
-            self._http, self._thread = _listen(host, port, registry)
+            registry.register(self)
+            self._http = _listen(host, port, registry)
         except BaseException:
             self._redis.stop()
             raise
+        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
+        self._thread.start()
         bound_host, bound_port = self._http.server_address[:2]
         name = f"[{bound_host!s}]" if ":" in str(bound_host) else str(bound_host)
         self.url = f"http://{name}:{bound_port}/metrics"
 
-    def _read(self) -> Picture:
-        return self._redis.run(self._picture())
+    def collect(self) -> Iterator[Metric]:
+        """All metrics; if Redis does not answer, only that it is down."""
+        run = self._run
+        try:
+            metrics = self._redis.run(self._read())
+        except Exception:  # every scrape gets a response, and the response counts the error
+            metrics = None
+        with self._lock:
+            self._num_errors += metrics is None
+            num_errors = self._num_errors
+        is_up = metrics is not None
+        yield family(GaugeMetricFamily, run, "replay_up", "Whether Redis answered.", is_up)
+        what = "Scrapes that Redis did not answer."
+        yield family(CounterMetricFamily, run, "replay_scrape_errors", what, num_errors)
+        if metrics is not None:
+            yield from metrics
+            yield from self._totals.registry.collect()
 
-    async def _picture(self) -> Picture:
-        state = self._state
-        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+    async def _read(self) -> list[Metric]:
+        run, state = self._run, self._state
+        async with asyncio.timeout(self._timeout_s):
             await self._follow_records()
-            return Picture(
-                stats=await self._buffer.stats(),
-                counters=await state.counters(),
-                weights=WeightsPicture(
+            return [
+                *buffer_families(run, await self._buffer.stats()),
+                *counter_families(run, await state.counters()),
+                *weight_families(
+                    run,
                     published=await state.published_weights(),
                     staged=await state.staged_versions(),
                     served=await state.engine_versions(),
                     num_receivers=len(await state.receivers()),
                 ),
-            )
+            ]
 
     async def _follow_records(self) -> None:
         """Add the records since the last scrape."""
@@ -103,28 +116,23 @@ class MetricsServer:
         self._redis.stop(self._buffer.close(), self._state.close())
 
 
-class _HttpServer(ThreadingMixIn, WSGIServer):
-    """Serves each scrape in a daemon thread."""
-
-    daemon_threads = True
-
-    def server_bind(self) -> None:
-        # HTTPServer's version does a reverse DNS lookup, which takes seconds without a DNS server.
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.socket.getsockname()[:2]
-        self.setup_environ()
-
-
 class _SilentHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: a scrape comes every few seconds."""
 
 
-def _listen(
-    host: str, port: int, registry: CollectorRegistry
-) -> tuple[WSGIServer, threading.Thread]:
-    class Server(_HttpServer):
+def _listen(host: str, port: int, registry: CollectorRegistry) -> WSGIServer:
+    class Server(ThreadingMixIn, WSGIServer):
+        """Serves each scrape in a daemon thread."""
+
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        daemon_threads = True
+
+        def server_bind(self) -> None:
+            # HTTPServer's version does a reverse DNS lookup: seconds without a DNS server.
+            TCPServer.server_bind(self)
+            self.server_name, self.server_port = self.socket.getsockname()[:2]
+            self.setup_environ()
 
     try:
         server = Server((host, port), _SilentHandler)
@@ -134,38 +142,4 @@ def _listen(
             "choose another port (0 takes a free one), or null for no metrics"
         ) from None
     server.set_app(make_wsgi_app(registry))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    return server, thread
-
-
-class RunCollector(Collector):
-    """Collects all metrics at each scrape; an exception from `read` is counted."""
-
-    def __init__(self, run: str, read: Callable[[], Picture], totals: CollectorRegistry) -> None:
-        self._run = run
-        self._read = read
-        self._totals = totals
-        self._num_errors = 0
-        self._lock = threading.Lock()
-        """Guards `_num_errors`: each scrape has its own thread."""
-
-    def collect(self) -> Iterator[Metric]:
-        """All metrics; if Redis does not answer, only that it is down."""
-        run = self._run
-        try:
-            picture = self._read()
-        except Exception:  # every scrape gets a response, and the response counts the error
-            picture = None
-        with self._lock:
-            self._num_errors += picture is None
-            num_errors = self._num_errors
-        is_up = picture is not None
-        yield family(GaugeMetricFamily, run, "replay_up", "Whether Redis answered.", is_up)
-        what = "Scrapes that Redis did not answer."
-        yield family(CounterMetricFamily, run, "replay_scrape_errors", what, num_errors)
-        if picture is not None:
-            yield from buffer_families(run, picture.stats)
-            yield from counter_families(run, picture.counters)
-            yield from weight_families(run, picture.weights)
-            yield from self._totals.collect()
+    return server
