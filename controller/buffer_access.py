@@ -126,15 +126,17 @@ async def raw_client(address: BufferAddress) -> AsyncIterator[BufferRedis]:
         await redis.aclose()
 
 
-async def answer(address: BufferAddress, question: Awaitable[T]) -> T:
+async def answer(
+    address: BufferAddress, question: Awaitable[T], timeout_s: float = ANSWER_TIMEOUT_S
+) -> T:
     """The result of a call to the buffer; raises ConnectionError if it takes too long."""
     try:
         # Not wait_for: in Python 3.11 it loses a Ctrl-C that arrives together with the reply.
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             return await question
     except TimeoutError:
         raise ConnectionError(
-            f"Redis at {server_address(address.url)} did not answer within {ANSWER_TIMEOUT_S:g} s: "
+            f"Redis at {server_address(address.url)} did not answer within {timeout_s:g} s: "
             f"it is gone or busy; `make status` says how {address.run} is"
         ) from None
 

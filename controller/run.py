@@ -34,7 +34,6 @@ from controller.metrics.prometheus import MetricsServer
 from controller.ray_environment import LOOPBACK
 from controller.report.panel import Panel
 from controller.report.result import result_line
-from controller.report.startup import StartStep
 from controller.report.summary import write_report
 from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
@@ -148,11 +147,11 @@ class Run:
     # Start-up, each step named and timed ---------------------------------------------------------
 
     @contextlib.contextmanager
-    def _step(self, name: str) -> Iterator[StartStep]:
+    def _step(self, name: str) -> Iterator[Callable[[str], None]]:
         """A named step of the start; a stop request takes effect before or after it."""
         self._stop.check()
-        with self._panel.step(name) as step:
-            yield step
+        with self._panel.step(name) as say:
+            yield say
         self._stop.check()
 
     def _start_up(self, cleanup: contextlib.ExitStack) -> Pools:
@@ -175,16 +174,16 @@ class Run:
 
     def _start_redis(self, cleanup: contextlib.ExitStack) -> None:
         buffer = self._config.buffer
-        with self._step("Redis") as step:
+        with self._step("Redis") as say:
             if buffer.url is None:
                 log = self._dir.log_of("redis")
                 server = EmbeddedServer.start(self._dir.path / "redis", buffer, self._host, log)
                 cleanup.callback(server.stop, self._config.cluster.stop_timeout_s)
                 self._server, self._redis_url = server, server.url
-                step.say("started here")
+                say("started here")
             else:
                 self._redis_url = with_password(buffer.url, buffer.password_file)
-                step.say("the server of buffer.url")
+                say("the server of buffer.url")
             asyncio.run(self._open_buffer())
             self._dir.write_redis_url(self._redis_url)
 
@@ -205,14 +204,14 @@ class Run:
         port, host = self._config.run.prometheus_port, self._host
         if port is None:
             return
-        with self._step("Prometheus") as step:
+        with self._step("Prometheus") as say:
             server = MetricsServer(self._address, host, port)
             cleanup.callback(server.close)
-            step.say(server.url)
+            say(server.url)
 
     def _start_ray(self, cleanup: contextlib.ExitStack) -> RayCluster:
         environment = {RUN_VARIABLE: self._dir.run_id, LOG_DIR_VARIABLE: str(self._dir.logs)}
-        with self._step("Ray") as step:
+        with self._step("Ray") as say:
             is_local = self._config.cluster.ray_address is None
             private = self._dir.make_temporary() if is_local else None
             try:
@@ -229,7 +228,7 @@ class Run:
             finally:
                 self._stop.listen()  # Ray has installed its own handler for SIGTERM
             cleanup.callback(cluster.stop, self._dir.logs)
-            step.say(f"{cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs")
+            say(f"{cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs")
         return cluster
 
     def _prepare_model(self) -> None:
@@ -255,8 +254,8 @@ class Run:
         rank: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.devices.rank_gpus}
         engine: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.devices.engine_gpus}
         worker: dict[str, float] = {"CPU": CPUS_PER_PROCESS}
-        with self._step("placement") as step:
-            step.say(plan.devices.why)
+        with self._step("placement") as say:
+            say(plan.devices.why)
             ranks, engines, workers = (
                 cluster.reserve(bundles, self._start_timeout_s, self._stop)
                 for bundles in (
@@ -314,12 +313,12 @@ class Run:
         )
 
     def _start_pools(self, pools: Pools) -> None:
-        with self._step("receivers, engines, workers, trainer ranks") as step:
+        with self._step("receivers, engines, workers, trainer ranks") as say:
             began, ready = time.monotonic(), list[str]()
 
             def on_ready(name: str) -> None:
                 ready.append(f"{name} {time.monotonic() - began:.1f} s")
-                step.say(", ".join(ready))
+                say(", ".join(ready))
 
             rollout = pools.rollout.start()
             if self._is_gpu_shared:
@@ -333,11 +332,11 @@ class Run:
     def _give_first_weights(self, pools: Pools) -> None:
         config = self._config
         if config.trainer.warm_start.num_steps:
-            with self._step("warm start") as step:
+            with self._step("warm start") as say:
                 examples = supervised_examples(config, self._model_path)
                 reports = self._wait(pools.trainer.warm_start(examples), "warming up")
                 report = next(iter(reports.values()))
-                step.say(f"supervised loss {report.loss_first:.2f} to {report.loss_last:.2f}")
+                say(f"supervised loss {report.loss_first:.2f} to {report.loss_last:.2f}")
         with self._step("checkpoint engine"):
             self._wait(pools.trainer.connect(), "connecting")
         with self._step("version 0 to the engines"):

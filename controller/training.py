@@ -97,18 +97,12 @@ class Training:
                 await self._take_final_sample()
 
     async def _open(self, cleanup: AsyncExitStack) -> None:
-        run, config = self._dir.name, self._config
         self._buffer = await open_buffer(self._address)
         cleanup.push_async_callback(self._buffer.close)
         self._state = await open_state(self._address)
         cleanup.push_async_callback(self._state.close)
         log = cleanup.enter_context(MetricsLog(self._dir.metrics))
-        view = RunView(
-            run=run,
-            num_steps=config.trainer.num_steps,
-            started=self._started,
-            num_workers=config.rollout.num_workers,
-        )
+        view = RunView.of_run(self._dir.name, self._config, self._started)
         self._recorder = Recorder(
             self._buffer, self._state, log, self._panel.show, view, self._evaluate_if_due
         )

@@ -20,6 +20,11 @@ def format_count(number: float) -> str:
     return f"{number:.0f}" if number == int(number) or number >= 100 else f"{number:.3g}"
 
 
+def format_number_of(number: int, what: str) -> str:
+    """1, "group" -> "1 group", 3 -> "3 groups"."""
+    return f"{number} {what}" + "s" * (number != 1)
+
+
 def format_duration(seconds: float) -> str:
     """0.0042 -> "4 ms", 2.51 -> "2.5 s", 31.4 -> "31 s", 75 -> "1m 15s", 4000 -> "1h 06m"."""
     if seconds < 0.9995:

@@ -12,7 +12,14 @@ from rich.text import Text
 
 from buffer.admission import engine_lag
 from buffer.results import BufferStats
-from controller.buffer_access import BufferAddress, answer, ask, buffer_address, opened
+from controller.buffer_access import (
+    ANSWER_TIMEOUT_S,
+    BufferAddress,
+    answer,
+    ask,
+    buffer_address,
+    opened,
+)
 from controller.run_dir import RunDir
 from controller.units import format_bytes, format_count, format_duration
 from controller.watch.remarks import bytes_in_use
@@ -22,7 +29,11 @@ LINE_EVERY_S = 2.0
 
 
 def print_depth(
-    run_dir: RunDir, url: str | None = None, watch: bool = False, console: Console | None = None
+    run_dir: RunDir,
+    url: str | None = None,
+    watch: bool = False,
+    console: Console | None = None,
+    timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> None:
     """Print one line; with `watch` redraw it until Ctrl-C or the end of the run.
 
@@ -35,21 +46,25 @@ def print_depth(
             _say(console, depth_line(address.run, stats))
             return
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_watch(run_dir, address, console))
+            asyncio.run(_watch(run_dir, address, console, timeout_s))
 
 
-async def _watch(run_dir: RunDir, address: BufferAddress, console: Console) -> None:
+async def _watch(
+    run_dir: RunDir, address: BufferAddress, console: Console, timeout_s: float
+) -> None:
     async with opened(address) as buffer:
         with _drawing(console) as draw:
-            draw(depth_line(address.run, await answer(address, buffer.stats())))
-            while run_dir.read_record().is_running:
-                # A refresh rate: there is no event for every change.
-                await asyncio.sleep(REDRAW_S if console.is_terminal else LINE_EVERY_S)
+            while True:
                 try:
-                    draw(depth_line(address.run, await answer(address, buffer.stats())))
+                    stats = await answer(address, buffer.stats(), timeout_s)
+                    draw(depth_line(address.run, stats))
                 except ConnectionError:
                     if run_dir.read_record().is_running:
                         raise
+                if not run_dir.read_record().is_running:
+                    break
+                # A refresh rate: there is no event for every change.
+                await asyncio.sleep(REDRAW_S if console.is_terminal else LINE_EVERY_S)
     _say(console, f"{run_dir.name} is over ({run_dir.read_record().state})")
 
 

@@ -61,51 +61,34 @@ def _list(
     run: str, groups: Sequence[QuarantinedGroup], prompts: Sequence[QuarantinedPrompt]
 ) -> None:
     """One line per group and prompt, the latest last."""
-    console = Console()
+    console = Console(highlight=False)
     if not groups and not prompts:
-        console.print(
-            f"{run}: the quarantine is empty",
-            highlight=False,
-            markup=False,
-        )
+        console.print(f"{run}: the quarantine is empty", markup=False)
         return
     if groups:
-        console.print(_group_table(groups))
+        table = _table("group", "since", "reason", "leases", "tokens")
+        for group in groups:
+            size = format_count(group.num_tokens)
+            _add(table, group.group_id, _since(group.at), group.reason, str(group.attempts), size)
+        console.print(table)
     if groups and prompts:
         console.print()
     if prompts:
-        console.print(_prompt_table(prompts))
+        table = _table("prompt", "since", "reason", "times")
+        for prompt in prompts:
+            # No group id contains a colon.
+            name = f"{prompt.task}:{prompt.index}"
+            _add(table, name, _since(prompt.at), prompt.reason, str(prompt.times))
+        console.print(table)
     console.print(
         "`make quarantine RELEASE=ID` lets a group be trained or a prompt run again; DISCARD=ID "
         "drops it.",
         style="dim",
-        highlight=False,
     )
 
 
 async def _both(buffer: Buffer) -> tuple[list[QuarantinedGroup], list[QuarantinedPrompt]]:
     return await buffer.quarantined(), await buffer.quarantined_prompts()
-
-
-def _group_table(groups: Sequence[QuarantinedGroup]) -> Table:
-    table = _table("group", "since", "reason", "leases", "tokens")
-    for group in groups:
-        table.add_row(
-            _cell(group.group_id),
-            _since(group.at),
-            _cell(group.reason),
-            str(group.attempts),
-            format_count(group.num_tokens),
-        )
-    return table
-
-
-def _prompt_table(prompts: Sequence[QuarantinedPrompt]) -> Table:
-    table = _table("prompt", "since", "reason", "times")
-    for prompt in prompts:
-        name = prompt_name(prompt.task, prompt.index)
-        table.add_row(_cell(name), _since(prompt.at), _cell(prompt.reason), str(prompt.times))
-    return table
 
 
 def _table(*columns: str) -> Table:
@@ -115,15 +98,10 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _cell(text: str) -> Text:
-    """Plain text: a name may look like markup."""
-    return Text(printable(text), overflow="fold")
+def _add(table: Table, *cells: str) -> None:
+    """A row of plain text: a name may look like markup."""
+    table.add_row(*(Text(printable(cell), overflow="fold") for cell in cells))
 
 
 def _since(at: float) -> str:
     return f"{format_duration(max(0.0, time.time() - at))} ago"
-
-
-def prompt_name(task: str, index: int) -> str:
-    """A prompt's name on the command line; no group id contains a colon."""
-    return f"{task}:{index}"

@@ -44,13 +44,13 @@ LONGEST_CHARACTER = 8
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Piece:
-    """Adjacent tokens with the same style."""
+    """One token as it is shown."""
 
     text: str
     version: int
     """-1 if no policy generated it."""
     is_trained: bool
-    logprob: float | None = None
+    logprob: float | None
     """Of an unlikely token."""
 
 
@@ -113,29 +113,18 @@ def column_line(name: str, trajectory: Trajectory) -> str:
 
 
 def cut(trajectory: Trajectory, texts: Sequence[str]) -> list[Piece]:
-    """The trajectory in pieces; an unlikely token is a piece of its own (pure)."""
+    """The trajectory token by token (pure)."""
     versions = trajectory.token_versions().tolist()
     mask, logprobs = trajectory.loss_mask.tolist(), trajectory.rollout_logprobs.tolist()
-    pieces: list[Piece] = []
-    for text, version, is_trained, logprob in zip(texts, versions, mask, logprobs, strict=True):
-        is_unlikely = is_trained and logprob < UNLIKELY
-        shown = printable(text)
-        new = Piece(
-            text=shown,
+    return [
+        Piece(
+            text=printable(text),
             version=version,
             is_trained=bool(is_trained),
-            logprob=logprob if is_unlikely else None,
+            logprob=logprob if is_trained and logprob < UNLIKELY else None,
         )
-        last = pieces[-1] if pieces else None
-        if last and not is_unlikely and last.logprob is None and _look_same(last, new):
-            text = pieces.pop().text + shown
-            new = Piece(text=text, version=version, is_trained=bool(is_trained))
-        pieces.append(new)
-    return pieces
-
-
-def _look_same(one: Piece, other: Piece) -> bool:
-    return (one.version, one.is_trained) == (other.version, other.is_trained)
+        for text, version, is_trained, logprob in zip(texts, versions, mask, logprobs, strict=True)
+    ]
 
 
 def coloured(pieces: Sequence[Piece], versions: Sequence[int]) -> Text:

@@ -15,7 +15,7 @@ from buffer.results import BufferStats
 from configs.load import read_config
 from configs.printable import printable
 from controller.buffer_access import BufferAddress, open_buffer, open_state
-from controller.metrics.records import Record, read_metrics
+from controller.metrics.records import Record, of_kind, read_metrics
 from controller.metrics.weights import WeightsView
 from controller.report.panel import render
 from controller.report.result import training_seconds
@@ -43,7 +43,7 @@ def print_status(run_dir: RunDir, console: Console | None = None) -> None:
         console.print(f"{run_dir.name} is starting; its Redis is not up yet.")
     elif record.state == "running" and url is not None:
         view = _live_view(run_dir, record.started, url)
-        console.print(render(view, hint="`make stop` ends the run"))
+        console.print(render(view, console.width, hint="`make stop` ends the run"))
         console.print(
             f"From outside: {command_from_outside(run_dir)}",
             style="dim",
@@ -58,12 +58,7 @@ def print_status(run_dir: RunDir, console: Console | None = None) -> None:
 def _live_view(run_dir: RunDir, started: float, url: str) -> RunView:
     """The past from `metrics.jsonl`, the present from Redis."""
     config = read_config(run_dir.path / "config.yaml")
-    view = RunView(
-        run=run_dir.name,
-        num_steps=config.trainer.num_steps,
-        started=started,
-        num_workers=config.rollout.num_workers,
-    )
+    view = RunView.of_run(run_dir.name, config, started)
     for record in read_metrics(run_dir.metrics):
         view.apply(record)
     address = BufferAddress(url=url, run=run_dir.name, settings=config.buffer)
@@ -88,7 +83,7 @@ def _print_history(run_dir: RunDir, console: Console) -> None:
     if summary.exists():
         console.print(Markdown(printable(summary.read_text()).partition("\n![")[0]))
     elif records:
-        steps = [r for r in records if r.kind == "step"]
+        steps = of_kind(records, "step")
         console.print(f"It made {len(steps)} steps; the log of each process is in {run_dir.logs}/.")
         for alarm in learning_alarms(steps):
             console.print(alarm.sentence, style="bold red", highlight=False, markup=False)
@@ -97,8 +92,7 @@ def _print_history(run_dir: RunDir, console: Console) -> None:
 
 
 def _bottleneck(records: list[Record]) -> str | None:
-    steps = [r for r in records if r.kind == "step"]
-    samples = [r for r in records if r.kind == "buffer"]
+    steps, samples = of_kind(records, "step"), of_kind(records, "buffer")
     if not samples or len(steps) < 2:
         return None
     seconds, last = training_seconds(steps), samples[-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from controller.units import format_count, format_duration
@@ -67,31 +66,6 @@ COUNTED_BY = {
 """Counters named `<key>:<label>`: metric, help, and name of the label."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class LengthRow:
-    """The groups of one length class."""
-
-    length: str
-    completed: int
-    given_up: int
-    seconds: float
-    """Mean time of a completed group; 0 if there is none."""
-
-
-def length_rows(counters: Counters) -> list[LengthRow]:
-    """A row for each length class that has groups, shortest first."""
-    rows = []
-    for length in LENGTHS:
-        completed = int(counters.get(f"completed:{length}", 0))
-        given_up = int(counters.get(f"given_up:{length}", 0))
-        if completed or given_up:
-            seconds = counters.get(f"completed_s:{length}", 0.0) / max(1, completed)
-            rows.append(
-                LengthRow(length=length, completed=completed, given_up=given_up, seconds=seconds)
-            )
-    return rows
-
-
 def wasted_share(counters: Counters, tokens_dropped: int) -> float | None:
     """Share of generated tokens that will never be trained, without deliberately discarded ones;
     None before the first token. `tokens_dropped`: by the buffer (`BufferStats.tokens_dropped`)."""
@@ -106,12 +80,16 @@ def summary_rows(counters: Counters, tokens_dropped: int) -> Iterator[tuple[str,
     share = wasted_share(counters, tokens_dropped)
     if share is not None:
         yield "tokens that could not be used", f"{share:.1%}"
-    for row in length_rows(counters):
-        took = f", {format_duration(row.seconds)} each" if row.completed else ""
-        yield (
-            f"groups whose longest sample had {row.length} tokens",
-            f"{row.completed:,} completed{took}; {row.given_up:,} given up",
-        )
+    for length in LENGTHS:
+        completed = counters.get(f"completed:{length}", 0.0)
+        given_up = counters.get(f"given_up:{length}", 0.0)
+        if completed or given_up:
+            seconds = counters.get(f"completed_s:{length}", 0.0) / max(1.0, completed)
+            took = f", {format_duration(seconds)} each" if completed else ""
+            yield (
+                f"groups whose longest sample had {length} tokens",
+                f"{completed:,.0f} completed{took}; {given_up:,.0f} given up",
+            )
     for name, counted in COUNTED.items():
         if counted.is_in_summary and counters.get(name):
             text = counted.what.rstrip(".")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,14 +67,11 @@ class MetricsLog:
         self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
         return record
 
-    def close(self) -> None:
-        self._file.close()
-
     def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._file.close()
 
 
 def finite_only(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
@@ -89,6 +86,15 @@ def _is_finite(value: Scalar) -> bool:
         return False
 
 
+def of_kind(records: Sequence[Record], kind: str) -> list[Record]:
+    return [record for record in records if record.kind == kind]
+
+
+def series(records: Iterable[Record], name: str) -> list[float]:
+    """The finite values of `name`, in order."""
+    return [x for record in records if math.isfinite(x := record.number(name))]
+
+
 def read_metrics(path: Path, kind: str | None = None) -> list[Record]:
     """Every record (of `kind`), oldest first; none if there is no file yet.
 
@@ -101,7 +107,7 @@ def read_metrics(path: Path, kind: str | None = None) -> list[Record]:
         return []
     lines = text.split("\n")[:-1]
     records = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
-    return [record for record in records if kind is None or record.kind == kind]
+    return records if kind is None else of_kind(records, kind)
 
 
 def _parse(line: str, where: str) -> Record:

@@ -9,13 +9,12 @@ Three kinds of record; times are in seconds, `*_at` is Unix time:
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from controller.metrics.records import Record
+from controller.metrics.records import Record, of_kind, series
 
 SKIPPED = "skipped"
 """The mode of a version that was replaced by a newer one before it was sent."""
@@ -68,17 +67,12 @@ class WeightsView:
     def apply(self, record: Record) -> None:
         """Add a record; other kinds are ignored."""
         if record.kind == "publish":
-            self._add(self.convergence_s, record.number("convergence_s"))
+            self.convergence_s.extend(series([record], "convergence_s"))
         elif record.kind == "commit":
-            self._add(self.pause_s, record.number("pause_s"))
+            self.pause_s.extend(series([record], "pause_s"))
             self.lost_engines.discard(str(record.values.get("engine")))
         elif record.kind == "weights_event" and record.values.get("event") in _LOSSES:
             self.lost_engines.add(str(record.values.get("who")))
-
-    @staticmethod
-    def _add(values: deque[float], value: float) -> None:
-        if math.isfinite(value):
-            values.append(value)
 
     def pace(
         self,
@@ -119,19 +113,18 @@ class WeightsResult:
 
 def weights_result(records: Sequence[Record]) -> WeightsResult:
     """Totals of the records of a run."""
-    publishes = [r for r in records if r.kind == "publish"]
+    publishes = of_kind(records, "publish")
     sent = [r for r in publishes if r.values.get("mode") != SKIPPED]
     deltas = [r for r in sent if r.values.get("mode") == "delta"]
-    commits = [r for r in records if r.kind == "commit"]
-    events = Counter(str(r.values.get("event")) for r in records if r.kind == "weights_event")
-    densities = list(_numbers(deltas, "density"))
+    events = Counter(str(r.values.get("event")) for r in of_kind(records, "weights_event"))
+    densities = series(deltas, "density")
     return WeightsResult(
         versions_skipped=len(publishes) - len(sent),
         snapshot_s=_median_and_max(publishes, "snapshot_s"),
         convergence_s=_median_and_max(sent, "convergence_s"),
-        engine_pause_s=_median_and_max(commits, "pause_s"),
-        publish_bytes=int(max(_numbers(sent, "bytes"), default=0)) or None,
-        weights_wire_bytes=int(sum(_numbers(sent, "wire_bytes"))),
+        engine_pause_s=_median_and_max(of_kind(records, "commit"), "pause_s"),
+        publish_bytes=int(max(series(sent, "bytes"), default=0)) or None,
+        weights_wire_bytes=int(sum(series(sent, "wire_bytes"))),
         publishes_delta=len(deltas),
         delta_density=statistics.fmean(densities) if densities else None,
         weights_events=dict(sorted(events.items())),
@@ -143,9 +136,5 @@ def median(values: Sequence[float] | deque[float]) -> float | None:
 
 
 def _median_and_max(records: Sequence[Record], name: str) -> dict[str, float | None]:
-    values = list(_numbers(records, name))
+    values = series(records, name)
     return {"p50": median(values), "max": max(values, default=None)}
-
-
-def _numbers(records: Sequence[Record], name: str) -> Iterator[float]:
-    return (x for r in records if math.isfinite(x := r.number(name)))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel as Frame
+from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -17,7 +18,6 @@ from configs.printable import printable
 from controller.metrics.counters import panel_line
 from controller.metrics.records import Record
 from controller.metrics.weights import median
-from controller.report.startup import StartStep, StartSteps
 from controller.report.state import RunView
 from controller.units import format_count, format_duration
 from controller.watch.bottleneck import MUCH, bottleneck_sentence
@@ -25,9 +25,12 @@ from controller.watch.remarks import buffer_remarks, engine_remarks, eval_failed
 
 SPARKS = "▁▂▃▄▅▆▇█"
 WIDE_BAR, NARROW_BAR = 14, 8
+FRAME = 6
+"""Columns of the frame and its padding."""
 WIDE_PANEL, NARROW_PANEL = 88, 66
 """Columns inside the frame: from the first on bars are wide, below the second sections stack."""
 MAX_STALENESS_ROWS = 6
+STEP_LINE = "{task.description:<32} {task.elapsed:>7.1f} s"
 
 
 class Panel:
@@ -39,7 +42,6 @@ class Panel:
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
         self._console = console or Console()
         self._is_live = enabled and self._console.is_terminal
-        self._steps = StartSteps(self._console)
         self._live: Live | None = None
         self._printed_step = 0
 
@@ -49,13 +51,36 @@ class Panel:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def step(self, name: str) -> AbstractContextManager[StartStep]:
-        """A named step: `with panel.step("Redis server") as step: ... step.say("port 6379")`.
+    @contextmanager
+    def step(self, name: str) -> Iterator[Callable[[str], None]]:
+        """A named step: `with panel.step("Redis server") as say: ... say("port 6379")`.
 
-        The panel, if it is drawn, ends first: steps come before and after training.
+            ✓ Redis server                 0.4 s   port 6379
+
+        An exception marks it as failed and propagates. The panel, if it is drawn, ends first: steps
+        come before and after training.
         """
         self.stop()
-        return self._steps.step(name)
+        progress = Progress(
+            SpinnerColumn(style="cyan"),
+            TextColumn(STEP_LINE, markup=False),
+            TextColumn("  {task.fields[detail]}", style="dim", markup=False),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        progress.add_task(name, total=None, detail="")
+        (task,) = progress.tasks
+        mark = Text("✗", style="bold red")
+        try:
+            with progress:
+                yield lambda detail: progress.update(task.id, detail=detail)
+            mark = Text("✓", style="bold green")
+        finally:
+            # Not the row of the table: the final line shows the whole detail, however long.
+            line = Text.assemble(mark, f" {STEP_LINE.format(task=task)}   ")
+            line.append(task.fields["detail"], style="dim")
+            self._console.print(line, soft_wrap=True, highlight=False)
 
     def show(self, view: RunView) -> None:
         """Draw the current state; call it after each change."""
@@ -65,7 +90,7 @@ class Panel:
                     console=self._console, auto_refresh=False, vertical_overflow="crop"
                 )
                 self._live.start()
-            self._live.update(render(view), refresh=True)
+            self._live.update(render(view, self._console.width), refresh=True)
         elif view.step > self._printed_step:
             self._printed_step = view.step
             self.say(step_line(view))
@@ -103,12 +128,12 @@ def step_line(view: RunView) -> str:
     return " | ".join(parts)
 
 
-def render(view: RunView, hint: str = "Ctrl-C stops everything") -> RenderableType:
-    """The whole panel: learning and the buffer, then pace and waits.
+def render(view: RunView, width: int, hint: str = "Ctrl-C stops everything") -> RenderableType:
+    """The whole panel, `width` columns wide: learning and the buffer, then pace and waits.
 
     `hint` in the lower border says how to end the run.
     """
-    parts: list[RenderableType] = [_progress(view), "", _Sections(view), ""]
+    parts: list[RenderableType] = [_progress(view), "", _sections(view, width - FRAME), ""]
     if view.stats is not None:
         parts.append(_law(view.stats))
         if counted := panel_line(view.counters, view.stats.tokens_dropped):
@@ -131,28 +156,22 @@ def render(view: RunView, hint: str = "Ctrl-C stops everything") -> RenderableTy
     )
 
 
-class _Sections:
+def _sections(view: RunView, width: int) -> Table:
     """The four sections in two columns; with shorter bars, or stacked, on a narrow terminal."""
-
-    def __init__(self, view: RunView) -> None:
-        self._view = view
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        view = self._view
-        bar_width = WIDE_BAR if options.max_width >= WIDE_PANEL else NARROW_BAR
-        learning, buffer = _learning(view, bar_width), _buffer(view, bar_width)
-        pace, waiting = _pace(view), _waiting(view, bar_width)
-        body = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    bar_width = WIDE_BAR if width >= WIDE_PANEL else NARROW_BAR
+    learning, buffer = _learning(view, bar_width), _buffer(view, bar_width)
+    pace, waiting = _pace(view), _waiting(view, bar_width)
+    body = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    body.add_column(ratio=1)
+    if width < NARROW_PANEL:
+        for section in (learning, buffer, pace, waiting):
+            body.add_row(section)
+    else:
         body.add_column(ratio=1)
-        if options.max_width < NARROW_PANEL:
-            for section in (learning, buffer, pace, waiting):
-                body.add_row(section)
-        else:
-            body.add_column(ratio=1)
-            body.add_row(learning, buffer)
-            body.add_row("", "")
-            body.add_row(pace, waiting)
-        yield body
+        body.add_row(learning, buffer)
+        body.add_row("", "")
+        body.add_row(pace, waiting)
+    return body
 
 
 def _progress(view: RunView) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from controller.metrics.records import Record
+from controller.metrics.records import Record, of_kind, series
 from controller.watch.learning import has_no_gradient
 
 # Okabe and Ito's colours: colour-blind readers can tell them apart.
-BLUE, ORANGE, GREEN, PINK, SKY, GREY = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#8C8C8C",
-)
+BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
+PINK, SKY, GREY = "#CC79A7", "#56B4E9", "#8C8C8C"
 INK, FAINT = "#2B2B2B", "#D9D9D9"
 UPDATES_INCHES = (10.0, 6.4)
 TITLE_PAD, LEGEND_ROOM = 12, 16
@@ -53,17 +47,11 @@ STYLE: dict[str, Any] = {
     "legend.title_fontsize": 9,
     "text.color": INK,
     "axes.labelcolor": INK,
-    **{
-        f"{axis}tick.{name}": value
-        for axis in "xy"
-        for name, value in {
-            "color": INK,
-            "labelsize": 9,
-            "major.size": 0,
-            "minor.size": 0,
-        }.items()
-    },
+    **{f"{axis}tick.color": INK for axis in "xy"},
+    **{f"{axis}tick.labelsize": 9 for axis in "xy"},
+    **{f"{axis}tick.{kind}.size": 0 for axis in "xy" for kind in ("major", "minor")},
 }
+STATES = ("running", "ready", "leased")
 MAX_AREA_SAMPLES = 600
 """More would be narrower than a pixel."""
 
@@ -107,7 +95,7 @@ def figures(records: Sequence[Record]) -> dict[str, Figure]:
     }
     drawn = {}
     with rc_context(STYLE):
-        if any(r.kind == "step" for r in records):
+        if of_kind(records, "step"):
             drawn["updates.png"] = _updates(records)
         for name, draw in drawings.items():
             figure = Figure()
@@ -149,47 +137,26 @@ def _learning(
     span: Callable[[Record], tuple[float, float]],
 ) -> bool:
     """A step is drawn at its `place`, an evaluation over its `span` with a point in the middle."""
-    steps = [r for r in records if r.kind == "step" and math.isfinite(r.number("reward_mean"))]
-    evals = [r for r in records if r.kind == "eval"]
+    steps = [r for r in of_kind(records, "step") if math.isfinite(r.number("reward_mean"))]
+    evals = of_kind(records, "eval")
     if not steps:
         return False
     x = [place(r) for r in steps]
-    rewards = [r.number("reward_mean") for r in steps]
+    rewards, accuracy = series(steps, "reward_mean"), _numbers(evals, "accuracy")
     axes.plot(x, rewards, color=SKY, linewidth=0.8, alpha=0.6)
     axes.plot(x, _smooth(rewards), color=BLUE, linewidth=2, label="reward of the batch (sampled)")
     if evals:
-        accuracy = [r.number("accuracy") for r in evals]
         first, last = zip(*map(span, evals), strict=True)
         middle = [sum(span(r)) / 2 for r in evals]
         axes.hlines(accuracy, first, last, color=ORANGE, linewidth=4, alpha=0.4)
-        axes.plot(
-            middle,
-            accuracy,
-            color=ORANGE,
-            linewidth=1.5,
-            marker="o",
-            markersize=5,
-            label="held-out accuracy",
-        )
-        ends = {0: "left", len(evals) - 1: "right"}
-        for i, side in ends.items():
-            _mark(axes, middle[i], accuracy[i], f"{accuracy[i]:.0%}", side)
-    _share_axis(axes, [*rewards, *(r.number("accuracy") for r in evals)])
+        axes.plot(middle, accuracy, "o-", color=ORANGE, markersize=5, label="held-out accuracy")
+        above: dict[str, Any] = {"xytext": (0, 9), "textcoords": "offset points"}
+        for i, side in {0: "left", len(evals) - 1: "right"}.items():
+            text, point = f"{accuracy[i]:.0%}", (middle[i], accuracy[i])
+            axes.annotate(text, point, **above, ha=side, fontweight="bold", color=ORANGE)
+    _share_axis(axes, [*rewards, *accuracy])
     _legend_above(axes)
     return True
-
-
-def _mark(axes: Axes, x: float, y: float, text: str, side: str) -> None:
-    axes.annotate(
-        text,
-        (x, y),
-        xytext=(0, 9),
-        textcoords="offset points",
-        ha=side,
-        fontsize=10,
-        fontweight="bold",
-        color=ORANGE,
-    )
 
 
 def _share_axis(axes: Axes, values: Sequence[float]) -> None:
@@ -202,13 +169,11 @@ def _share_axis(axes: Axes, values: Sequence[float]) -> None:
 def _smooth(values: Sequence[float]) -> list[float]:
     """Centred mean over about a twentieth of the run, narrower at both ends; ignores NaN."""
     half = max(1, len(values) // 40)
-    padded = np.pad(np.asarray(values, float), half + 1, constant_values=math.nan)
-    known = np.isfinite(padded)
-    totals, counts = np.cumsum(np.where(known, padded, 0.0)), np.cumsum(known)
-    width = 2 * half + 1
-    counts = counts[width:] - counts[:-width]
-    means = (totals[width:] - totals[:-width]) / np.where(counts, counts, math.nan)
-    return [float(mean) for mean in means[: len(values)]]
+    window, known = np.ones(2 * half + 1), np.isfinite(values)
+    totals = np.convolve(np.where(known, values, 0.0), window)
+    counts = np.convolve(known, window)
+    means = totals / np.where(counts, counts, math.nan)
+    return [float(mean) for mean in means[half : half + len(values)]]
 
 
 # Updates -------------------------------------------------------------------------------------
@@ -231,7 +196,7 @@ _UPDATES: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
 
 
 def _updates(records: Sequence[Record]) -> Figure:
-    steps = [r for r in records if r.kind == "step"]
+    steps = of_kind(records, "step")
     figure = Figure(figsize=UPDATES_INCHES)
     figure.suptitle(PLOTS["updates.png"], x=0.01, ha="left")
     every: Any = figure.subplots(2, 3, sharex=True)
@@ -248,9 +213,9 @@ def _updates(records: Sequence[Record]) -> Figure:
 def _draw_series(
     axes: Axes, steps: Sequence[Record], lines: Sequence[tuple[str, str, str]]
 ) -> None:
-    x = [r.number("step") for r in steps]
+    x = _numbers(steps, "step")
     for name, label, color in lines:
-        values = [r.number(name) for r in steps]
+        values = _numbers(steps, name)
         axes.plot(x, values, color=color, linewidth=0.8, alpha=0.35)
         axes.plot(x, _smooth(values), color=color, linewidth=1.6, label=label)
     _count_axis(axes)
@@ -259,7 +224,7 @@ def _draw_series(
 
 
 def _mark_empty_updates(axes: Axes, steps: Sequence[Record]) -> None:
-    empty = [r.number("step") for r in steps if has_no_gradient(r)]
+    empty = _numbers(filter(has_no_gradient, steps), "step")
     if empty:
         axes.plot(empty, [0.0] * len(empty), ".", color=ORANGE, markersize=4, label="no gradient")
         _legend_above(axes, fontsize=8)
@@ -267,12 +232,11 @@ def _mark_empty_updates(axes: Axes, steps: Sequence[Record]) -> None:
 
 def _staleness(axes: Axes, records: Sequence[Record]) -> bool:
     counts: Counter[int] = Counter()
-    for record in records:
-        if record.kind == "step":
-            counts.update(record.histogram("staleness_counts"))
+    for step in of_kind(records, "step"):
+        counts.update(step.histogram("staleness_counts"))
     if not counts:
         return False
-    limits = [r.number("max_staleness") for r in records if r.kind == "buffer"]
+    limits = _numbers(of_kind(records, "buffer"), "max_staleness")
     limit = int(max(limits, default=max(counts)))
     total = sum(counts.values())
     staleness = list(range(max(limit, *counts) + 1))
@@ -305,23 +269,15 @@ def _staleness(axes: Axes, records: Sequence[Record]) -> bool:
 
 
 def _buffer(axes: Axes, records: Sequence[Record]) -> bool:
-    samples = _peaks([r for r in records if r.kind == "buffer"])
+    samples = _peaks(of_kind(records, "buffer"))
     if len(samples) < 2:
         return False
     start = _start(records)
     minutes = [(r.t - start) / 60 for r in samples]
-    states = (("running", SKY), ("ready", GREEN), ("leased", BLUE))
-    depths = [[r.number(name) for r in samples] for name, _ in states]
+    depths = [_numbers(samples, name) for name in STATES]
     # Steps and peaks instead of means: the leash bounds the peaks.
-    axes.stackplot(
-        minutes,
-        *depths,
-        labels=[name for name, _ in states],
-        colors=[color for _, color in states],
-        linewidth=0,
-        step="post",
-    )
-    limits = [r.number("limit") for r in samples]
+    axes.stackplot(minutes, *depths, labels=STATES, colors=(SKY, GREEN, BLUE), lw=0, step="post")
+    limits = _numbers(samples, "limit")
     if all(map(math.isfinite, limits)):
         label = "limit of the leash"
         style: dict[str, Any] = {"color": ORANGE, "linestyle": "--", "linewidth": 1.2}
@@ -338,25 +294,22 @@ def _peaks(samples: Sequence[Record]) -> list[Record]:
     """At most `MAX_AREA_SAMPLES`: the sample with the most groups of each interval."""
 
     def held(sample: Record) -> float:
-        return sum(sample.number(name) for name in ("running", "ready", "leased"))
+        return sum(sample.number(name) for name in STATES)
 
     size = -(-len(samples) // MAX_AREA_SAMPLES) or 1
     return [max(samples[i : i + size], key=held) for i in range(0, len(samples), size)]
 
 
 def _time_shares(axes: Axes, records: Sequence[Record]) -> bool:
-    steps = [r for r in records if r.kind == "step"]
+    steps = of_kind(records, "step")
     if len(steps) < 2:
         return False
-    parts: list[list[float]] = []
-    for name, _, _ in TIME_PARTS:
-        seconds = [r.number(name) for r in steps]
-        parts.append(_smooth([s if math.isfinite(s) else 0.0 for s in seconds]))
+    parts = [_smooth(np.nan_to_num(_numbers(steps, name)).tolist()) for name, _, _ in TIME_PARTS]
     total = sum(map(sum, parts))
     if total <= 0:
         return False
     axes.stackplot(
-        [r.number("step") for r in steps],
+        _numbers(steps, "step"),
         *parts,
         labels=[
             f"{label} ({sum(part) / total:.0%})"
@@ -375,11 +328,11 @@ def _time_shares(axes: Axes, records: Sequence[Record]) -> bool:
 
 
 def _weights(axes: Axes, records: Sequence[Record]) -> bool:
-    publishes = _finite([r for r in records if r.kind == "publish"], "convergence_s")
-    commits = _finite([r for r in records if r.kind == "commit"], "pause_s")
+    publishes = _positive(of_kind(records, "publish"), "convergence_s")
+    commits = _positive(of_kind(records, "commit"), "pause_s")
     if not publishes or not commits:
         return False
-    stalls = _finite([r for r in records if r.kind == "publish"], "snapshot_s")
+    stalls = _positive(of_kind(records, "publish"), "snapshot_s")
     for points, label, color, marker in (
         (publishes, "until every engine serves it", BLUE, "o"),
         (commits, "engine pause", ORANGE, "."),
@@ -396,13 +349,14 @@ def _weights(axes: Axes, records: Sequence[Record]) -> bool:
     return True
 
 
-def _finite(records: Sequence[Record], name: str) -> list[tuple[float, float]]:
+def _positive(records: Sequence[Record], name: str) -> list[tuple[float, float]]:
     """(version, value) of the records with a value above 0, for a logarithmic axis."""
-    return [
-        (r.number("version"), value)
-        for r in records
-        if math.isfinite(value := r.number(name)) and value > 0
-    ]
+    return [(r.number("version"), value) for r in records if (value := r.number(name)) > 0]
+
+
+def _numbers(records: Iterable[Record], name: str) -> list[float]:
+    """The value of `name` in each record; NaN where it is missing."""
+    return [record.number(name) for record in records]
 
 
 def _tick(seconds: float) -> str:
@@ -443,8 +397,7 @@ def _legend_outside(axes: Axes, title: str | None = None) -> None:
 
 def _start(records: Sequence[Record]) -> float:
     """Start of the first step; without steps the time of the first record."""
-    steps = [r for r in records if r.kind == "step"]
+    steps = of_kind(records, "step")
     if not steps:
         return records[0].t if records else 0.0
-    spent = sum(s for n, _, _ in TIME_PARTS if math.isfinite(s := steps[0].number(n)))
-    return steps[0].t - spent
+    return steps[0].t - sum(sum(series(steps[:1], name)) for name, _, _ in TIME_PARTS)

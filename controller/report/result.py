@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from configs.schema import Config
-from controller.metrics.records import EVAL_FAILED, Record
+from controller.metrics.records import EVAL_FAILED, Record, of_kind, series
 from controller.metrics.weights import WeightsResult, weights_result
 from controller.report.state import counters_of, dropped_of
 from controller.watch.learning import has_no_gradient, learning_alarms
@@ -108,19 +108,15 @@ def summarize(
     error: str | None = None,
 ) -> RunResult:
     """The result of a run from its metrics (pure)."""
-    steps = [r for r in records if r.kind == "step"]
-    evals = [r for r in records if r.kind == "eval"]
-    failed = [r for r in records if r.kind == EVAL_FAILED]
+    steps, evals, failed = (of_kind(records, kind) for kind in ("step", "eval", EVAL_FAILED))
     is_last_missing = bool(failed) and failed[-1].number("version") >= config.trainer.num_steps
     has_after = bool(evals) and not is_last_missing and (state == "finished" or len(evals) > 1)
     after = evals[-1] if has_after else None
-    rewards = _series(steps, "reward_mean")
+    rewards = series(steps, "reward_mean")
     ends = max(1, min(10, len(rewards) // 10))
-    wait_s, train_s = sum(_series(steps, "lease_wait_s")), training_seconds(steps)
-    last = next((r for r in reversed(records) if r.kind == "buffer"), None)
-    last = last or Record(
-        t=0.0, kind="buffer", values={"max_staleness": config.buffer.max_staleness}
-    )
+    wait_s, train_s = sum(series(steps, "lease_wait_s")), training_seconds(steps)
+    nothing = Record(t=0.0, kind="buffer", values={"max_staleness": config.buffer.max_staleness})
+    last = (of_kind(records, "buffer") or [nothing])[-1]
     counters, dropped = counters_of(last), dropped_of(last)
     pushed, trained, quarantined, ready, leased = (
         last.count(name) for name in ("pushed", "trained", "quarantined", "ready", "leased")
@@ -157,7 +153,7 @@ def summarize(
         max_staleness_trained=(
             last.count("max_staleness_trained") if "max_staleness_trained" in last.values else None
         ),
-        staleness_mean=_mean(_series(steps, "staleness_mean")),
+        staleness_mean=_mean(series(steps, "staleness_mean")),
         versions_published=last.count("trainer_version"),
         weights=weights_result(records),
         train_s=train_s,
@@ -169,9 +165,9 @@ def summarize(
         tokens_dropped=last.count("tokens_dropped"),
         tokens_trained=last.count("tokens_trained"),
         tokens_per_s=last.count("tokens_generated") / train_s if train_s else None,
-        ratio_max_abs_dev=max(_series(steps, "ratio_max_abs_dev"), default=None),
-        logprob_diff_mean=_mean(_series(steps, "logprob_diff_mean")),
-        logprob_diff_max=max(_series(steps, "logprob_diff_max"), default=None),
+        ratio_max_abs_dev=max(series(steps, "ratio_max_abs_dev"), default=None),
+        logprob_diff_mean=_mean(series(steps, "logprob_diff_mean")),
+        logprob_diff_max=max(series(steps, "logprob_diff_max"), default=None),
     )
 
 
@@ -192,18 +188,14 @@ def training_seconds(steps: Sequence[Record]) -> float:
     """From the first batch's lease to the last step's end."""
     if not steps:
         return 0.0
-    first = [steps[0].number(name) for name in ("lease_wait_s", "step_s")]
-    return steps[-1].t - steps[0].t + sum(x for x in first if math.isfinite(x))
+    first = [x for name in ("lease_wait_s", "step_s") for x in series(steps[:1], name)]
+    return steps[-1].t - steps[0].t + sum(first)
 
 
 def _pass_at_k(evaluation: Record) -> dict[int, float]:
     name = "pass_at_"
     values = {k: evaluation.number(k) for k in evaluation.values if k.startswith(name)}
     return {int(k.removeprefix(name)): value for k, value in sorted(values.items())}
-
-
-def _series(records: Sequence[Record], name: str) -> list[float]:
-    return [x for r in records if math.isfinite(x := r.number(name))]
 
 
 def _mean(values: Sequence[float]) -> float | None:

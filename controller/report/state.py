@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from buffer.results import BufferStats
+from configs.schema import Config
 from controller.metrics.records import EVAL_FAILED, Record, Scalar
 from controller.metrics.weights import WeightsPace, WeightsView
-from controller.watch.bottleneck import Waits, WaitShares, WaitWindow
+from controller.watch.bottleneck import Waits, WaitShares, Window, wait_shares
 from controller.watch.learning import Alarm, learning_alarms
 
+WAITS_HORIZON_S = 120.0
 RATE_HORIZON_S = 30.0
 
 
@@ -37,12 +38,20 @@ class RunView:
     alarms: list[Alarm] = field(default_factory=list)
     """Alarms after the last step."""
     stats: BufferStats | None = None
-    tokens_generated: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
     """Counters of the rollout workers."""
-    waits: WaitWindow = field(default_factory=WaitWindow)
+    waits: Window[tuple[str, str]] = field(default_factory=lambda: Window(WAITS_HORIZON_S))
+    tokens: Window[str] = field(default_factory=lambda: Window(RATE_HORIZON_S))
     weights: WeightsView = field(default_factory=WeightsView)
-    _tokens: deque[tuple[float, int]] = field(default_factory=deque)
+
+    @classmethod
+    def of_run(cls, run: str, config: Config, started: float) -> RunView:
+        return cls(
+            run=run,
+            num_steps=config.trainer.num_steps,
+            started=started,
+            num_workers=config.rollout.num_workers,
+        )
 
     def apply(self, record: Record) -> None:
         """Add one metrics record."""
@@ -59,8 +68,7 @@ class RunView:
         elif record.kind == EVAL_FAILED:
             self.eval_failure = record
         elif record.kind == "buffer":
-            self.counters = counters_of(record)
-            self._sample(record.t, waits_of(record), record.count("tokens_generated"))
+            self._sample(record.t, waits_of(record), counters_of(record))
         else:
             self.weights.apply(record)
 
@@ -73,15 +81,12 @@ class RunView:
         """
         self.now = max(self.now, now)
         self.stats = stats
-        self.counters = counters
-        self._sample(now, waits, int(counters.get("tokens_generated", 0)))
+        self._sample(now, waits, counters)
 
-    def _sample(self, t: float, waits: Waits, tokens_generated: int) -> None:
-        self.tokens_generated = tokens_generated
+    def _sample(self, t: float, waits: Waits, counters: Mapping[str, float]) -> None:
+        self.counters = counters
         self.waits.add(t, waits)
-        self._tokens.append((t, tokens_generated))
-        while len(self._tokens) > 2 and self._tokens[1][0] <= t - RATE_HORIZON_S:
-            self._tokens.popleft()
+        self.tokens.add(t, counters)
 
     @property
     def last_step(self) -> Record | None:
@@ -106,14 +111,12 @@ class RunView:
     @property
     def tokens_per_s(self) -> float | None:
         """Generated tokens, over the last half minute."""
-        if len(self._tokens) < 2:
-            return None
-        (t0, tokens0), (t1, tokens1) = self._tokens[0], self._tokens[-1]
-        return (tokens1 - tokens0) / (t1 - t0) if t1 > t0 else None
+        elapsed_s = self.tokens.elapsed_s
+        return self.tokens.growth().get("tokens_generated", 0.0) / elapsed_s if elapsed_s else None
 
     @property
     def shares(self) -> WaitShares:
-        return self.waits.shares(self.num_workers)
+        return wait_shares(self.waits.growth(), self.waits.elapsed_s, self.num_workers)
 
     @property
     def weights_pace(self) -> WeightsPace:
@@ -124,6 +127,15 @@ class RunView:
         )
 
 
+SAMPLED = (
+    *("pushed", "trained", "running", "ready", "leased", "quarantined", "requeued", "rerun"),
+    *("bytes", "push_blocked", "push_blocked_s", "prompts_quarantined"),
+    *("trainer_version", "max_staleness", "max_staleness_largest"),
+    *("tokens_trained", "tokens_dropped"),
+)
+"""Fields of BufferStats that a `buffer` record has under the same name."""
+
+
 def buffer_values(
     stats: BufferStats, waits: Waits, counters: Mapping[str, float]
 ) -> Mapping[str, Scalar]:
@@ -131,26 +143,10 @@ def buffer_values(
     trained = stats.max_staleness_trained
     oldest = min(stats.engine_versions.values(), default=stats.trainer_version)
     return {
-        "pushed": stats.pushed,
-        "trained": stats.trained,
+        **{name: getattr(stats, name) for name in SAMPLED},
         "dropped": stats.num_dropped,
-        "running": stats.running,
-        "ready": stats.ready,
-        "leased": stats.leased,
-        "quarantined": stats.quarantined,
-        "requeued": stats.requeued,
-        "bytes": stats.bytes,
-        "push_blocked": stats.push_blocked,
-        "push_blocked_s": stats.push_blocked_s,
-        "trainer_version": stats.trainer_version,
         "engine_lag": stats.trainer_version - oldest,
-        "max_staleness": stats.max_staleness,
-        "max_staleness_largest": stats.max_staleness_largest,
         "limit": stats.limit(),
-        "prompts_quarantined": stats.prompts_quarantined,
-        "rerun": stats.rerun,
-        "tokens_trained": stats.tokens_trained,
-        "tokens_dropped": stats.tokens_dropped,
         **{f"dropped.{reason}": number for reason, number in stats.dropped.items()},
         **({} if trained is None else {"max_staleness_trained": trained}),
         "tokens_generated": int(counters.get("tokens_generated", 0)),

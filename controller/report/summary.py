@@ -261,12 +261,10 @@ def repeat_command(config: Config) -> str | None:
 
 def task_label(config: TaskConfig) -> str:
     """What distinguishes a task from others of its kind."""
-    match config.kind:
-        case TaskKind.custom:
-            return f"custom, {config.factory}"
-        case TaskKind.alphabet_sort | TaskKind.questions if config.path is None:
-            return config.kind.name
-        case _ if config.path is not None:
-            return f"{config.kind.name}, {Path(config.path).name}"
-        case _:
-            return f"{config.kind.name}, {config.name}"
+    if config.kind is TaskKind.custom:
+        return f"custom, {config.factory}"
+    if config.path is not None:
+        return f"{config.kind.name}, {Path(config.path).name}"
+    if config.kind in (TaskKind.alphabet_sort, TaskKind.questions):
+        return config.kind.name
+    return f"{config.kind.name}, {config.name}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from controller.metrics.records import Record, read_metrics
+from controller.metrics.records import Record, of_kind, read_metrics, series
 from controller.report.plots import BLUE, FAINT, GREEN, GREY, ORANGE, PINK, SKY, STYLE
 from controller.run_dir import RunDir
 from controller.units import format_bytes, format_duration
@@ -100,46 +100,43 @@ def write_last_timeline(folder: Path, records: Sequence[Record]) -> None:
 
 def find_timeline(records: Sequence[Record], version: int | None = None) -> Timeline | None:
     """The timeline of a version, by default of the newest that every engine took (pure)."""
-    committed = {r.number("version") for r in records if r.kind == "commit"}
+    committed = {r.number("version") for r in of_kind(records, "commit")}
     publishes = [
         r
-        for r in records
-        if r.kind == "publish" and math.isfinite(r.number("wire_at"))
+        for r in of_kind(records, "publish")
+        if math.isfinite(r.number("wire_at"))
         if version is None or r.number("version") == version
         if version is not None
         # A version that all engines skipped converged together with the next one.
         or (math.isfinite(r.number("converged_at")) and r.number("version") in committed)
     ]
     newest = max(publishes, key=lambda r: r.number("version"), default=None)
-    return None if newest is None else make_timeline(newest, records)
+    return None if newest is None else _timeline(newest, records)
 
 
-def make_timeline(publish: Record, records: Sequence[Record]) -> Timeline:
-    """The intervals in `records` during the transfer of one version (pure)."""
+def _timeline(publish: Record, records: Sequence[Record]) -> Timeline:
     version = int(publish.number("version"))
-    of_version = [r for r in records if r.kind == "commit" and r.number("version") == version]
+    of_version = [r for r in of_kind(records, "commit") if r.number("version") == version]
     # A restarted engine commits the version a second time: the first commit counts.
     by_engine = {str(r.values["engine"]): r for r in reversed(of_version)}
     commits = [by_engine[engine] for engine in sorted(by_engine)]
     start = publish.number("snapshot_at")
-    ends = [bar.stop for bar in (*_publish_bars(publish), *_commit_bars(commits))]
-    stop = max(ends, default=start)
+    transfer = [*_publish_bars(publish), *_commit_bars(commits)]
+    stop = max((bar.stop for bar in transfer), default=start)
     margin = 0.06 * max(stop - start, 1e-3)
     window = (start - margin, stop + margin)
     engines = [str(r.values["engine"]) for r in commits]
-    bars = (
-        *_clip(_training_bars(records), *window),
-        *_publish_bars(publish),
-        *_clip(_decoding_bars(commits, *window), *window),
-        *_commit_bars(commits),
-    )
     return Timeline(
         version=version,
         title=_title(publish),
         start=start,
         stop=window[1],
         rows=(_TRAINER, _PUBLISH, _RECEIVERS, *engines),
-        bars=bars,
+        bars=(
+            *_clip(_training_bars(records), *window),
+            *_clip(_decoding_bars(commits, *window), *window),
+            *transfer,
+        ),
     )
 
 
@@ -185,25 +182,17 @@ def _decoding_bars(commits: Sequence[Record], start: float, stop: float) -> Iter
 
 def _training_bars(records: Sequence[Record]) -> Iterator[Bar]:
     """A step's record is written after its snapshot and checkpoint, which are subtracted here."""
-    for record in records:
-        if record.kind != "step":
-            continue
-        after = sum(
-            seconds
-            for name in ("snapshot_s", "snapshot_wait_s", "checkpoint_s")
-            if math.isfinite(seconds := record.number(name))
-        )
-        stop, seconds = record.t - after, record.number("step_s")
-        if math.isfinite(seconds):
+    for step in of_kind(records, "step"):
+        after = ("snapshot_s", "snapshot_wait_s", "checkpoint_s")
+        stop = step.t - sum(sum(series([step], name)) for name in after)
+        for seconds in series([step], "step_s"):
             yield Bar(row=_TRAINER, what=TRAINING, start=stop - seconds, stop=stop)
 
 
 def _clip(bars: Iterator[Bar], start: float, stop: float) -> Iterator[Bar]:
     for bar in bars:
         if bar.start < stop and bar.stop > start:
-            yield Bar(
-                row=bar.row, what=bar.what, start=max(bar.start, start), stop=min(bar.stop, stop)
-            )
+            yield replace(bar, start=max(bar.start, start), stop=min(bar.stop, stop))
 
 
 def write_timeline(timeline: Timeline, path: Path) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from configs.choices import Backend
 from configs.schema import Config
 from controller.start.model_size import ModelSize
-from controller.units import format_bytes
+from controller.units import format_bytes, format_number_of
 
 TRAINER_BYTES_PER_PARAM = 16
 """Weights, gradients, two Adam moments: 4 x 4 bytes in float32; 2 + 2 + 12 under bfloat16."""
@@ -74,15 +74,16 @@ def choose_devices(
     if num_gpus == 0 and wanted is None:
         config.hold(config.rules_without_gpus("there is no GPU"))
         return _on_cpu(config, "there is no GPU")
+    gpus = format_number_of(num_gpus, "GPU")
     engine_gpus = config.rollout.num_engines * config.rollout.engine.tp_size
     if config.trainer.ranks + engine_gpus <= num_gpus:
-        return _own_gpus(config, config.trainer.ranks, _of(num_gpus))
+        return _own_gpus(config, config.trainer.ranks, gpus)
     is_one_rank = config.trainer.num_ranks in (None, 1)
     if is_one_rank and 1 + engine_gpus <= num_gpus:
         need = _rank_bytes(model)
         if _is_too_much(need, gpu_bytes):
             return _cpu_instead(config, f"the rank's {format_bytes(need or 0)}", gpu_bytes)
-        why = f"{_of(num_gpus)}: too few for {config.trainer.ranks} ranks and the engines"
+        why = f"{gpus}: too few for {config.trainer.ranks} ranks and the engines"
         return _own_gpus(config, 1, why)
     if is_one_rank and num_gpus == engine_gpus == 1:
         return _one_gpu_for_both(config, model, gpu_bytes)
@@ -179,10 +180,6 @@ def _engine_bytes(model: ModelSize) -> int | None:
 
 def _is_too_much(num_bytes: int | None, gpu_bytes: int | None) -> bool:
     return num_bytes is not None and gpu_bytes is not None and num_bytes > MOST_FILLED * gpu_bytes
-
-
-def _of(num_gpus: int) -> str:
-    return "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
 
 
 def _too_few(config: Config, num_gpus: int) -> str:

@@ -33,6 +33,8 @@ ENGINE_PROCESS_BYTES = 2 * 2**30
 """A CPU engine without weights and KV cache: SGLang's three processes, measured."""
 WORKER_PROCESS_BYTES = 400 * 2**20
 """One of our processes, with Ray and numpy loaded."""
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+"""By dtype of the weights."""
 DEFAULT_STAGE_DIR = "/dev/shm"
 
 
@@ -61,10 +63,6 @@ class Plan:
     """Torch threads of a CPU process."""
     serving_dtype: str
     """Dtype of the weights in the engines, which the trainer sends, as torch spells it."""
-    redis: str
-    staleness_bound: str
-    weights: str
-    """How a version reaches the engines, and its size."""
     model: ModelSize
     processes: tuple[PlannedProcess, ...]
 
@@ -90,9 +88,9 @@ class Plan:
         facts.add_column()
         facts.add_row("model", f"{self.model.label} ({self.model.source})")
         facts.add_row("devices", self.devices.why)
-        facts.add_row("Redis", self.redis)
-        facts.add_row("leash", self.staleness_bound)
-        facts.add_row("weights", self.weights)
+        facts.add_row("Redis", _redis_sentence(self.config))
+        facts.add_row("leash", staleness_sentence(self.config))
+        facts.add_row("weights", _weights_sentence(self.config, self.model, self.serving_dtype))
         return Group(Text("Processes of this run", style="bold cyan"), table, facts)
 
 
@@ -131,9 +129,6 @@ def make_plan(
         devices=devices,
         threads_per_process=threads,
         serving_dtype=serving_dtype(config, uses_gpu),
-        redis=_redis_sentence(config),
-        staleness_bound=staleness_sentence(config),
-        weights=_weights_sentence(config, model, uses_gpu),
         model=model,
         processes=(*_plain_processes(config), trainer, engine, _receiver(config, model, uses_gpu)),
     )
@@ -216,17 +211,18 @@ def _receiver(config: Config, model: ModelSize, uses_gpu: bool) -> PlannedProces
     )
 
 
-def _weights_sentence(config: Config, model: ModelSize, uses_gpu: bool) -> str:
+def _weights_sentence(config: Config, model: ModelSize, dtype: str) -> str:
+    """How a version reaches the engines, and its size."""
     sync, every = config.weight_sync, config.weight_sync.full_every
     size = "all bytes"
     if model.num_params is not None:
-        size = format_bytes(model.num_params * _item_bytes(config, uses_gpu))
+        size = format_bytes(model.num_params * ITEM_BYTES[dtype])
     what = f"{size} per version"
     if every > 1:
         what = f"{size} every {every} versions, only changes in between"
     most = sync.max_concurrent_commits
     pausing = "one engine pauses" if most == 1 else f"at most {most} engines pause"
-    return f"{what}, as {serving_dtype(config, uses_gpu)}; {pausing} at a time, for the commit"
+    return f"{what}, as {dtype}; {pausing} at a time, for the commit"
 
 
 def _redis_sentence(config: Config) -> str:
@@ -270,7 +266,7 @@ def _engine_memory(config: Config, model: ModelSize, uses_gpu: bool) -> str:
 
 
 def _item_bytes(config: Config, uses_gpu: bool) -> int:
-    return 4 if serving_dtype(config, uses_gpu) == "float32" else 2
+    return ITEM_BYTES[serving_dtype(config, uses_gpu)]
 
 
 def _engine_note(config: Config, uses_gpu: bool) -> str:

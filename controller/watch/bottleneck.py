@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from controller.metrics.weights import WeightsPace, behind_words
 from controller.units import format_duration
 
+K = TypeVar("K")
 Waits = Mapping[tuple[str, str], float]
 
 MUCH = 0.25
@@ -121,16 +123,16 @@ def _slower_words(weights: WeightsPace) -> str:
     )
 
 
-class WaitWindow:
-    """Recent waits, computed from cumulative totals."""
+class Window(Generic[K]):
+    """The recent growth of totals."""
 
-    def __init__(self, horizon_s: float = 120.0) -> None:
+    def __init__(self, horizon_s: float) -> None:
         self._horizon_s = horizon_s
-        self._samples: deque[tuple[float, dict[tuple[str, str], float]]] = deque()
+        self._samples: deque[tuple[float, Mapping[K, float]]] = deque()
 
-    def add(self, t: float, totals: Waits) -> None:
+    def add(self, t: float, totals: Mapping[K, float]) -> None:
         """Add the totals at time `t` (seconds of any monotonic clock)."""
-        self._samples.append((t, dict(totals)))
+        self._samples.append((t, totals))
         # The oldest sample stays just outside the horizon, so the window is never shorter.
         while len(self._samples) > 2 and self._samples[1][0] <= t - self._horizon_s:
             self._samples.popleft()
@@ -139,10 +141,9 @@ class WaitWindow:
     def elapsed_s(self) -> float:
         return self._samples[-1][0] - self._samples[0][0] if self._samples else 0.0
 
-    def shares(self, num_workers: int = 1) -> WaitShares:
-        """Shares of the window; all 0 before the second sample."""
+    def growth(self) -> dict[K, float]:
+        """How much each total grew in the window."""
         if not self._samples:
-            return wait_shares({}, 0.0)
+            return {}
         before, now = self._samples[0][1], self._samples[-1][1]
-        recent = {pair: seconds - before.get(pair, 0.0) for pair, seconds in now.items()}
-        return wait_shares(recent, self.elapsed_s, num_workers)
+        return {name: total - before.get(name, 0.0) for name, total in now.items()}

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from controller.metrics.records import Record
+from controller.metrics.records import Record, series
+from controller.units import format_number_of
 
 WINDOW = 10
 """Steps over which reward and length are averaged."""
@@ -48,7 +49,7 @@ def _gradient(steps: Sequence[Record]) -> Alarm | None:
     if steps and steps[-1].number("num_skipped_updates") > 0:
         number = _trailing(steps, lambda step: step.number("num_skipped_updates") > 0)
         return Alarm(
-            words=f"a gradient was not finite ({_steps(number)})",
+            words=f"a gradient was not finite ({format_number_of(number, 'step')})",
             advice="such updates are skipped; lower trainer.learning_rate or "
             "trainer.max_grad_norm, and check num_bounded_tokens",
         )
@@ -56,7 +57,7 @@ def _gradient(steps: Sequence[Record]) -> Alarm | None:
     if not number:
         return None
     return Alarm(
-        words=f"no gradient, weights unchanged ({_steps(number)})",
+        words=f"no gradient, weights unchanged ({format_number_of(number, 'step')})",
         advice="a step whose gradient is zero changes nothing",
     )
 
@@ -67,7 +68,7 @@ def _variance(steps: Sequence[Record]) -> Alarm | None:
         return None
     reward = steps[-1].number("reward_mean")
     return Alarm(
-        words=f"all groups lack variance ({_steps(number)})",
+        words=f"all groups lack variance ({format_number_of(number, 'step')})",
         advice="groups with equal rewards teach nothing; the mean reward "
         f"is {reward:.2f}: the prompts are too hard, too easy, or scored wrongly (`make show` "
         "shows answers with their rewards)",
@@ -75,7 +76,7 @@ def _variance(steps: Sequence[Record]) -> Alarm | None:
 
 
 def _reward(steps: Sequence[Record]) -> Alarm | None:
-    rewards = _series(steps, "reward_mean")
+    rewards = series(steps, "reward_mean")
     means = _running_means(rewards)
     if len(rewards) < 2 * WINDOW:
         return None
@@ -108,7 +109,7 @@ def _length(steps: Sequence[Record]) -> Alarm | None:
 
 
 def _engines(steps: Sequence[Record]) -> Alarm | None:
-    recent = _series(steps[-WINDOW:], "logprob_diff_mean")
+    recent = series(steps[-WINDOW:], "logprob_diff_mean")
     if not recent or (mean := sum(recent) / len(recent)) <= LARGE_LOGPROB_DIFF:
         return None
     return Alarm(
@@ -123,13 +124,9 @@ def _trailing(steps: Sequence[Record], holds: Callable[[Record], bool]) -> int:
     return sum(1 for _ in takewhile(holds, reversed(steps)))
 
 
-def _series(steps: Sequence[Record], name: str) -> list[float]:
-    return [x for step in steps if math.isfinite(x := step.number(name))]
-
-
 def _ends(steps: Sequence[Record], name: str) -> tuple[float, float]:
     """Means of the first and of the last steps; NaN if not measured."""
-    means = _running_means(_series(steps, name))
+    means = _running_means(series(steps, name))
     return (means[0], means[-1]) if means else (math.nan, math.nan)
 
 
@@ -139,7 +136,3 @@ def _running_means(values: Sequence[float]) -> list[float]:
     for value in values:
         totals.append(totals[-1] + value)
     return [(b - a) / WINDOW for a, b in zip(totals, totals[WINDOW:], strict=False)]
-
-
-def _steps(number: int) -> str:
-    return "1 step" if number == 1 else f"{number} steps"

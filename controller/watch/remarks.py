@@ -7,12 +7,19 @@ from collections.abc import Collection
 from buffer.results import BufferStats
 from controller.metrics.records import Record
 from controller.metrics.weights import behind_words, engines_behind
-from controller.units import format_bytes, format_duration
+from controller.units import format_bytes, format_duration, format_number_of
 
 
 def buffer_remarks(stats: BufferStats) -> list[str]:
     """A sentence for each condition of the buffer that may need action."""
-    remarks = (_blocked(stats), _quarantined(stats), _prompts_quarantined(stats))
+    remarks = [_blocked(stats)]
+    for what, number, state in (
+        ("group", stats.quarantined, "kept but not trained"),
+        ("prompt", stats.prompts_quarantined, "no longer run"),
+    ):
+        if number:
+            are = f"{format_number_of(number, what)} {'is' if number == 1 else 'are'}"
+            remarks.append(f"{are} in quarantine, {state}: `make quarantine` says why.")
     return [sentence for sentence in remarks if sentence]
 
 
@@ -39,9 +46,8 @@ def eval_failed_words(record: Record) -> str:
 def _blocked(stats: BufferStats) -> str:
     # A push is counted when its wait ends: a full buffer is reported before the first one.
     full, times = _full(stats), stats.push_blocked
-    waited = (
-        f"{times} push{'es' if times != 1 else ''} waited {format_duration(stats.push_blocked_s)}"
-    )
+    pushes = "1 push" if times == 1 else f"{times} pushes"
+    waited = f"{pushes} waited {format_duration(stats.push_blocked_s)}"
     if full:
         so_far = f" ({waited} so far)" if times else ""
         return (
@@ -65,18 +71,3 @@ def _full(stats: BufferStats) -> str:
     if stats.capacity_bytes is not None and size >= stats.capacity_bytes:
         return f"{format_bytes(size)}, buffer.capacity_bytes={stats.capacity_bytes}"
     return ""
-
-
-def _quarantined(stats: BufferStats) -> str:
-    if not stats.quarantined:
-        return ""
-    are = "1 group is" if stats.quarantined == 1 else f"{stats.quarantined} groups are"
-    return f"{are} in quarantine, kept but not trained: `make quarantine` says why."
-
-
-def _prompts_quarantined(stats: BufferStats) -> str:
-    if not stats.prompts_quarantined:
-        return ""
-    number = stats.prompts_quarantined
-    are = "1 prompt is" if number == 1 else f"{number} prompts are"
-    return f"{are} in quarantine and no longer run: `make quarantine` says why."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from math import inf
@@ -15,8 +15,13 @@ from buffer.redis.connection import connect
 from buffer.results import BufferStats, Lease
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig
-from controller.metrics.records import Record
+from controller.metrics.records import MetricsLog, Record
 from controller.report.state import buffer_values
+from controller.run_dir import RunDir
+from controller.watch.bottleneck import Waits
+
+Command = Callable[..., str]
+"""The fixture `leash`."""
 
 STATS = BufferStats(
     pushed=2260,
@@ -175,17 +180,31 @@ def eval_record(version: int, t: float, accuracy: float) -> Record:
     return Record(t=t, kind="eval", values={**values, "num_prompts": 64, "seconds": 0.8})
 
 
+def buffer_record(
+    t: float,
+    stats: BufferStats = STATS,
+    *,
+    waits: Waits | None = None,
+    tokens_generated: float = 0.0,
+) -> Record:
+    counters = {"tokens_generated": tokens_generated}
+    return Record(t=t, kind="buffer", values=buffer_values(stats, waits or {}, counters))
+
+
+def record_all(run_dir: RunDir, records: Sequence[Record]) -> None:
+    with MetricsLog(run_dir.metrics) as log:
+        for record in records:
+            log.append(record.kind, record.values, t=record.t)
+
+
 def run_records(num_steps: int = 20) -> list[Record]:
     """What a run records that learns, with two evaluations and a receiver that was left out."""
     records = [eval_record(0, 999.0, 0.31)]
     for step in range(num_steps):
         t = 1000.0 + step
-        waits = {("trainer", "rollout"): step * 0.25}
+        waits, stats = {("trainer", "rollout"): step * 0.25}, replace(STATS, running=step % 5)
         records.append(step_record(step, t, reward=step / 20))
-        values = buffer_values(
-            replace(STATS, running=step % 5), waits, {"tokens_generated": step * 100}
-        )
-        records.append(Record(t=t, kind="buffer", values=values))
+        records.append(buffer_record(t, stats, waits=waits, tokens_generated=step * 100))
         records += weights_records(step + 1, t, mode="delta" if step % 2 else "full")
     records.append(eval_record(num_steps, 1020.0, 0.92))
     records.append(commit_record("engine-1", num_steps, 1021.0, pause_s=0.7))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from controller.metrics.weights import WeightsPace
-from controller.watch.bottleneck import WaitShares, WaitWindow, bottleneck_sentence, wait_shares
+from controller.watch.bottleneck import WaitShares, Window, bottleneck_sentence, wait_shares
 
 
 def shares(
@@ -86,11 +86,11 @@ def test_shares_are_parts_of_the_time_of_one_process() -> None:
 
 
 def test_window_forgets_what_is_older_than_its_horizon() -> None:
-    window = WaitWindow(horizon_s=10.0)
-    assert window.shares() == shares()
+    window: Window[str] = Window(horizon_s=10.0)
+    assert (window.elapsed_s, window.growth()) == (0.0, {})
     waited = 0.0
     for t in range(101):
-        window.add(float(t), {("trainer", "rollout"): waited})
+        window.add(float(t), {"trainer": waited})
         waited += 0.9 if t < 50 else 0.3
     assert window.elapsed_s == 10.0
-    assert window.shares().trainer_for_rollout == pytest.approx(0.3)
+    assert window.growth() == {"trainer": pytest.approx(3.0)}

@@ -11,16 +11,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from controller_samples import fill
+from controller_samples import Command, fill
 
 from buffer.redis.address import address, with_password
 from buffer.redis.connection import connect
 from configs.load import load_config, to_yaml
-from controller.main import EXIT_BAD_INPUT, EXIT_FAILED, main
+from controller.main import EXIT_BAD_INPUT, EXIT_FAILED
 from controller.run_dir import RunDir
 from controller.start.plan import make_plan
 
-READS = (
+READS = [
     "+ping",
     "+info",
     "+evalsha",
@@ -30,14 +30,8 @@ READS = (
     "+hget",
     "+hgetall",
     "+hmget",
-)
+]
 """Some of what a watcher may do; the rest of the verb is refused."""
-
-
-def told_by(capsys: pytest.CaptureFixture[str]) -> str:
-    error = capsys.readouterr().err
-    assert error.startswith("leash: ") and error.count("\n") == 1
-    return error
 
 
 def end(run_dir: RunDir) -> None:
@@ -46,31 +40,20 @@ def end(run_dir: RunDir) -> None:
 
 
 def test_url_on_the_command_line_finds_a_buffer_that_the_folder_does_not_name(
-    live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
+    live_run: RunDir, redis_url: str, leash: Command
 ) -> None:
     asyncio.run(fill(redis_url, live_run.name, pushed=1))
     end(live_run)
-    command = ["depth", "--dir", str(live_run.path.parent)]
-    assert main([*command, "--url", redis_url]) == 0
-    assert "ready 1" in capsys.readouterr().out
+    assert "ready 1" in leash("depth", "--url", redis_url)
 
 
-def test_run_that_is_still_starting_has_no_buffer(
-    live_run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    live_run.forget_redis_url()
-    assert main(["depth", "--dir", str(live_run.path.parent)]) == EXIT_BAD_INPUT
-    assert "is starting" in told_by(capsys)
-
-
-def test_password_that_the_folder_does_not_keep_is_asked_for(
-    live_run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    end(live_run)
+def test_run_without_an_address_of_its_buffer_says_why(run_dir: RunDir, leash: Command) -> None:
+    assert "is starting" in leash("depth", exit_code=EXIT_BAD_INPUT)
+    end(run_dir)
+    assert "is over and" in leash("depth", exit_code=EXIT_BAD_INPUT)
     config = load_config(["buffer.url=redis://someone:secret@127.0.0.1:1/0"])
-    (live_run.path / "config.yaml").write_text(to_yaml(config))
-    assert main(["depth", "--dir", str(live_run.path.parent)]) == EXIT_BAD_INPUT
-    error = told_by(capsys)
+    (run_dir.path / "config.yaml").write_text(to_yaml(config))
+    error = leash("depth", exit_code=EXIT_BAD_INPUT)
     assert "set LEASH_REDIS_PASSWORD" in error and "secret" not in error
 
 
@@ -111,7 +94,7 @@ def test_password_comes_from_a_file(tmp_path: Path) -> None:
 
 
 def test_command_uses_the_password_of_the_file_that_the_run_names(
-    live_run: RunDir, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    live_run: RunDir, redis_url: str, tmp_path: Path, leash: Command
 ) -> None:
     asyncio.run(fill(redis_url, live_run.name, pushed=1))
     end(live_run)
@@ -119,10 +102,8 @@ def test_command_uses_the_password_of_the_file_that_the_run_names(
     file.write_text(str(urlsplit(redis_url).password))
     settings = [f"buffer.url=redis://{address(redis_url)}/0", f"buffer.password_file={file}"]
     (live_run.path / "config.yaml").write_text(to_yaml(load_config(settings)))
-    command = ["depth", "--dir", str(live_run.path.parent)]
-    assert main(command) == 0
-    assert main([*command, "--url", f"redis://{address(redis_url)}/0"]) == 0
-    assert capsys.readouterr().out.count("ready 1") == 2
+    assert "ready 1" in leash("depth")
+    assert "ready 1" in leash("depth", "--url", f"redis://{address(redis_url)}/0")
 
 
 @pytest.mark.parametrize("url", ["redis://me:secret@h:1/0", "redis://h/0?password=secret"])
@@ -139,11 +120,13 @@ def test_url_that_is_refused_is_shown_without_its_password() -> None:
     assert "secret" not in str(refused.value)
 
 
-def test_server_without_the_run_is_an_error(
-    live_run: RunDir, capsys: pytest.CaptureFixture[str]
+def test_server_that_is_away_or_without_the_run_is_an_error(
+    live_run: RunDir, leash: Command
 ) -> None:
-    assert main(["depth", "--dir", str(live_run.path.parent)]) == EXIT_FAILED
-    assert f"run {live_run.name!r} is not open in this Redis" in told_by(capsys)
+    missing = f"run {live_run.name!r} is not open in this Redis"
+    assert missing in leash("depth", exit_code=EXIT_FAILED)
+    live_run.write_redis_url("redis://127.0.0.1:1/0")
+    assert "cannot reach Redis at 127.0.0.1:1" in leash("depth", exit_code=EXIT_FAILED)
 
 
 async def add_reader(url: str, name: str) -> None:
@@ -155,11 +138,10 @@ async def add_reader(url: str, name: str) -> None:
 
 
 def test_command_that_a_user_may_not_use_is_named(
-    live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
+    live_run: RunDir, redis_url: str, leash: Command
 ) -> None:
     asyncio.run(fill(redis_url, live_run.name, pushed=1))
     asyncio.run(add_reader(redis_url, live_run.name))
     url = f"redis://{live_run.name}:pw@{address(redis_url)}/0"
     arguments = ["quarantine", "--release", "group-0", "--url", url]
-    assert main([*arguments, "--dir", str(live_run.path.parent)]) == EXIT_FAILED
-    assert "does not allow" in told_by(capsys)
+    assert "does not allow" in leash(*arguments, exit_code=EXIT_FAILED)

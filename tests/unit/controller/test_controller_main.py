@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -21,39 +20,20 @@ BAD_LINE = '{"question": "a", "answer": "#### 1"}\n{"question": 3}\n'
         (["task=gsm8k", "task.path=/nowhere.jsonl"], "there is no such file"),
         (["model=pretrained", "model.path=/nowhere/model"], "model.path='/nowhere/model'"),
         (["task.name=spell_bakward"], "did you mean spell_backward?"),
+        (["--experiment=gsm8k-smoke", "task.path={folder}/bad.jsonl"], "/bad.jsonl, line 2"),
     ],
 )
 def test_bad_input_is_one_message_and_starts_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], settings: list[str], message: str
 ) -> None:
     runs = tmp_path / "runs"
+    (tmp_path / "bad.jsonl").write_text(BAD_LINE)
+    settings = [setting.replace("{folder}", str(tmp_path)) for setting in settings]
     assert main(["launch", f"run.dir={runs}", *settings]) == EXIT_BAD_INPUT
     error = capfd.readouterr().err
     assert error.startswith("leash: ") and message in error
     assert error.count("\n") == 1
     assert not runs.exists()
-
-
-def test_port_in_use_is_refused_before_anything_that_takes_long(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        settings = [f"run.dir={tmp_path / 'runs'}", f"run.prometheus_port={port}"]
-        assert main(["launch", *settings]) == EXIT_BAD_INPUT
-    printed = capfd.readouterr()
-    assert printed.err.startswith(f"leash: run.prometheus_port={port}: cannot listen on")
-    assert "Ray" not in printed.out and not (tmp_path / "runs").exists()
-
-
-def test_bad_line_of_a_task_file_is_named_by_its_number(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "bad.jsonl"
-    file.write_text(BAD_LINE)
-    runs = f"run.dir={tmp_path / 'runs'}"
-    assert main(["launch", runs, "--experiment", "gsm8k-smoke", f"task.path={file}"]) == 2
-    assert f"{file}, line 2" in capfd.readouterr().err
 
 
 def test_settings_may_stand_on_both_sides_of_an_option(capfd: pytest.CaptureFixture[str]) -> None:

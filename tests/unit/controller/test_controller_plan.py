@@ -25,23 +25,47 @@ def text_of(plan: Plan) -> str:
     return capture.get()
 
 
-def test_cores_are_divided_without_gpus() -> None:
-    plan = make_plan(load_config(["rollout.num_engines=2"]), num_gpus=0, num_cpus=16)
+@pytest.mark.parametrize(
+    ("settings", "num_cpus", "threads"),
+    [
+        (["rollout.num_engines=2"], 16, 16 // (2 + 2)),
+        ([], 2, 1),
+        (["cluster.threads_per_process=3"], 2, 3),
+    ],
+)
+def test_cores_are_divided_without_gpus(settings: list[str], num_cpus: int, threads: int) -> None:
+    plan = make_plan(load_config(settings), num_gpus=0, num_cpus=num_cpus)
     assert (plan.devices.rank_gpus, plan.devices.engine_gpus, plan.num_gpus) == (0, 0, 0)
-    assert plan.threads_per_process == 16 // (2 + 2)
+    assert (plan.threads_per_process, plan.serving_dtype) == (threads, "float32")
 
 
-def test_threads_are_at_least_one_and_can_be_set() -> None:
-    assert make_plan(load_config([]), 0, 2).threads_per_process == 1
-    config = load_config(["cluster.threads_per_process=3"])
-    assert make_plan(config, 0, 2).threads_per_process == 3
-
-
-def test_gpus_are_one_per_rank_and_tp_size_per_engine() -> None:
-    config = load_config(["rollout.num_engines=3", "rollout.engine.tp_size=2"])
-    plan = make_plan(config, num_gpus=8, num_cpus=64)
-    assert (plan.devices.rank_gpus, plan.devices.engine_gpus) == (1, 2)
-    assert plan.num_gpus == 2 * 1 + 3 * 2
+@pytest.mark.parametrize(
+    ("settings", "num_gpus", "num_ranks", "engine_gpus", "total"),
+    [
+        (["rollout.num_engines=3", "rollout.engine.tp_size=2"], 8, 2, 2, 2 + 3 * 2),
+        ([], 3, 2, 1, 3),
+        ([], 2, 1, 1, 2),
+        (["weight_sync=ipc"], 8, 2, 1, 3),
+        (["weight_sync.backend=nccl"], 8, 2, 1, 3),
+        ([], None, 2, 0, 0),
+    ],
+)
+def test_gpus_are_one_per_rank_and_tp_size_per_engine(
+    settings: list[str], num_gpus: int | None, num_ranks: int, engine_gpus: int, total: int
+) -> None:
+    plan = make_plan(load_config(settings), num_gpus, num_cpus=64)
+    devices = plan.devices
+    assert (devices.num_ranks, devices.engine_gpus, plan.num_gpus) == (
+        num_ranks,
+        engine_gpus,
+        total,
+    )
+    assert devices.rank_gpus == (1 if total else 0)
+    assert plan.serving_dtype == ("bfloat16" if total else "float32")
+    if num_gpus == 2:
+        assert plan.config.rollout.engine.mem_fraction == 0.85
+        assert plan.config.weight_sync.backend is Backend.auto
+        assert "2 GPUs: too few for 2 ranks and the engines" in devices.why
 
 
 def test_too_many_gpus_are_refused_with_the_numbers() -> None:
@@ -65,7 +89,8 @@ def test_rendered_plan_lists_processes_and_the_leash() -> None:
 
 
 def test_own_server_is_named_without_its_password() -> None:
-    text = text_of(make_plan(load_config(["buffer.url=redis://me:secret@box:6380/0"]), 0, 2))
+    plan = make_plan(load_config(["buffer.url=redis://me:secret@box:6380/0"]), 0, 2)
+    text = text_of(plan)
     assert "at box:6380" in text
     assert "secret" not in text
     assert "Redis server" not in text, "it is not started"
@@ -118,28 +143,21 @@ def test_hub_name_gives_the_size(name: str, num_params: float | None) -> None:
     assert model_size(ModelConfig(path=name)).num_params == num_params
 
 
-def test_weights_are_sent_as_the_engines_hold_them() -> None:
-    cpu, gpu = make_plan(load_config([]), 0, 2), make_plan(load_config([]), 8, 64)
-    assert (cpu.serving_dtype, gpu.serving_dtype) == ("float32", "bfloat16")
-    chosen = load_config(["rollout.engine.dtype=bfloat16"])
-    assert make_plan(chosen, 0, 2).serving_dtype == "bfloat16"
-
-
 def test_plan_describes_the_transfer_of_weights() -> None:
     text = text_of(make_plan(load_config([]), 0, 2))
     assert "weights receiver" in text and "one per node; stages in /dev/shm" in text
     assert "1.63 MiB per version, as float32; one engine pauses at a time" in text
     settings = ["weight_sync.full_every=8", "weight_sync.max_concurrent_commits=2"]
+    settings.append("rollout.engine.dtype=bfloat16")
     text = " ".join(text_of(make_plan(load_config(settings), 0, 2)).split())
-    assert "every 8 versions, only changes in between" in text
+    assert "every 8 versions, only changes in between, as bfloat16" in text
     assert "at most 2 engines pause at a time" in text
 
 
-def test_settings_that_need_a_gpu_are_refused_without_one() -> None:
-    for setting in ("weight_sync=ipc", "weight_sync.backend=nccl"):
-        with pytest.raises(ValueError, match="there is no GPU: choose"):
-            make_plan(load_config([setting]), num_gpus=0, num_cpus=2)
-        assert make_plan(load_config([setting]), num_gpus=8, num_cpus=2).num_gpus
+@pytest.mark.parametrize("setting", ["weight_sync=ipc", "weight_sync.backend=nccl"])
+def test_settings_that_need_a_gpu_are_refused_without_one(setting: str) -> None:
+    with pytest.raises(ValueError, match="there is no GPU: choose"):
+        make_plan(load_config([setting]), num_gpus=0, num_cpus=2)
 
 
 def test_one_gpu_is_shared_by_a_rank_and_the_engine() -> None:
@@ -153,19 +171,6 @@ def test_one_gpu_is_shared_by_a_rank_and_the_engine() -> None:
     assert fraction is not None and 0.3 <= fraction <= 0.4, "a third beside the rank"
     text = " ".join(text_of(plan).split())
     assert "1 trainer rank and the engine share it" in text and f"takes {fraction:.0%}" in text
-
-
-def test_two_gpus_are_for_one_rank_and_one_engine() -> None:
-    plan = make_plan(load_config([]), num_gpus=2, num_cpus=8)
-    assert (plan.devices.num_ranks, plan.devices.rank_gpus, plan.devices.engine_gpus) == (1, 1, 1)
-    assert plan.config.rollout.engine.mem_fraction == 0.85
-    assert plan.config.weight_sync.backend is Backend.auto
-    assert "2 GPUs: too few for 2 ranks and the engines" in " ".join(text_of(plan).split())
-
-
-def test_three_gpus_are_for_two_ranks_and_one_engine() -> None:
-    plan = make_plan(load_config([]), num_gpus=3, num_cpus=8)
-    assert (plan.devices.num_ranks, plan.num_gpus) == (2, 3)
 
 
 @pytest.mark.parametrize(

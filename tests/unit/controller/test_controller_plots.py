@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from controller_samples import (
     STATS,
+    buffer_record,
     commit_record,
     eval_record,
     publish_record,
@@ -14,23 +15,9 @@ from controller_samples import (
     step_record,
 )
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from controller.metrics.records import Record
 from controller.report.plots import MAX_AREA_SAMPLES, PLOTS, figures
-from controller.report.state import buffer_values
-
-
-def buffer_record(t: float, ready: int, leased: int = 0) -> Record:
-    stats = replace(STATS, running=0, ready=ready, leased=leased)
-    return Record(t=t, kind="buffer", values=buffer_values(stats, {}, {}))
-
-
-def drawn(records: list[Record]) -> dict[str, Figure]:
-    plots = figures(records)
-    for figure in plots.values():
-        figure.draw_without_rendering()
-    return plots
 
 
 def x_ticks(axes: Axes) -> list[float]:
@@ -51,8 +38,7 @@ def test_updates_are_drawn_over_steps_from_their_records() -> None:
         )
         for step in range(3)
     ]
-    plots = drawn(steps)
-    by_title = {axes.get_title(loc="left"): axes for axes in plots["updates.png"].axes}
+    by_title = {axes.get_title(loc="left"): axes for axes in figures(steps)["updates.png"].axes}
     assert len(by_title) == 6
     for title, values in (
         ("loss", [0.0, -0.1, -0.2]),
@@ -70,17 +56,16 @@ def test_updates_are_drawn_over_steps_from_their_records() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [2, 120])
-def test_axes_of_steps_and_versions_have_whole_ticks(num_steps: int) -> None:
-    plots = drawn(run_records(num_steps))
+def test_axes_have_whole_ticks_and_legends_cover_nothing(num_steps: int) -> None:
+    plots = figures(run_records(num_steps))
+    for figure in plots.values():
+        figure.draw_without_rendering()
     assert plots.keys() == PLOTS.keys()
     for name in ("learning_by_step.png", "updates.png", "time_shares.png", "weights.png"):
         for axes in plots[name].axes:
             ticks = x_ticks(axes)
             assert ticks and all(tick == int(tick) for tick in ticks), (name, ticks)
-
-
-def test_legends_lie_outside_of_what_is_drawn() -> None:
-    for name, figure in drawn(run_records(20)).items():
+    for name, figure in plots.items():
         for axes in figure.axes:
             if (legend := axes.get_legend()) is not None:
                 box, picture = legend.get_window_extent(), axes.get_window_extent()
@@ -94,7 +79,9 @@ def test_times_of_weights_are_read_in_ms_and_s() -> None:
         values = {**publish.values, "convergence_s": seconds, "snapshot_s": seconds / 4}
         records.append(Record(t=publish.t, kind="publish", values=values))
         records.append(commit_record("engine-0", version, 1000.0, pause_s=seconds / 2))
-    (axes,) = drawn(records)["weights.png"].axes
+    figure = figures(records)["weights.png"]
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert {"5 ms", "100 ms", "1 s"} <= set(labels)
 
@@ -102,14 +89,15 @@ def test_times_of_weights_are_read_in_ms_and_s() -> None:
 @pytest.mark.parametrize("num_samples", [10, 5 * MAX_AREA_SAMPLES])
 def test_area_of_the_buffer_reaches_every_peak(num_samples: int) -> None:
     peak = num_samples // 2
-    samples = [buffer_record(1000.0 + i, ready=40 if i == peak else 8) for i in range(num_samples)]
-    (axes,) = drawn([step_record(0, 1000.0), *samples])["buffer.png"].axes
+    few, many = replace(STATS, ready=8, leased=0), replace(STATS, ready=40, leased=0)
+    samples = [buffer_record(1000.0 + i, many if i == peak else few) for i in range(num_samples)]
+    (axes,) = figures([step_record(0, 1000.0), *samples])["buffer.png"].axes
     tops = [float(area.get_paths()[0].vertices[:, 1].max()) for area in axes.collections]
     assert max(tops) == 40
 
 
 def test_time_shares_have_a_titled_legend() -> None:
-    (axes,) = drawn(run_records(20))["time_shares.png"].axes
+    (axes,) = figures(run_records(20))["time_shares.png"].axes
     legend = axes.get_legend()
     assert legend is not None and legend.get_title().get_text() == "share of the training time"
     assert "training (62%)" in [text.get_text() for text in legend.get_texts()]
@@ -119,7 +107,7 @@ def test_evaluation_is_drawn_over_the_versions_that_answered() -> None:
     records = run_records(8)
     middle = eval_record(2, 1004.0, 0.5)
     records.insert(1, replace(middle, values={**middle.values, "version_max": 6}))
-    axes = drawn(records)["learning_by_step.png"].axes[0]
+    (axes,) = figures(records)["learning_by_step.png"].axes
     bars = [tuple(x for x, _ in bar) for bar in axes.collections[0].get_segments()]
     assert bars[1] == (2, 6)
     (points,) = [line for line in axes.lines if line.get_label() == "held-out accuracy"]

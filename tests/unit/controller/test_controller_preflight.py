@@ -79,6 +79,8 @@ def test_dry_run_names_what_it_does_not_check() -> None:
         "the model Qwen/Qwen2.5-7B-Instruct",
     ]
     assert check_plan(load_config([])) == []
+    room = ("rollout.max_prompt_tokens=768", "rollout.max_response_tokens=256")
+    assert check_plan(load_config([*TOOLS, *room])) == [], "the shipped model takes tools"
 
 
 def test_port_in_use_and_foreign_address_are_refused_before_the_start() -> None:
@@ -91,11 +93,6 @@ def test_port_in_use_and_foreign_address_are_refused_before_the_start() -> None:
         check_inputs(load_config(["cluster.host=192.0.2.7"]))
 
 
-def test_shipped_model_takes_tools_as_it_stands() -> None:
-    room = ("rollout.max_prompt_tokens=768", "rollout.max_response_tokens=256")
-    assert check_plan(load_config([*TOOLS, *room])) == []
-
-
 HUGE = (
     "model.scratch.hidden_size=65536",
     "model.scratch.intermediate_size=262144",
@@ -104,20 +101,12 @@ HUGE = (
 )
 
 
-def test_shared_memory_without_room_for_the_staged_weights_is_refused_before_the_start() -> None:
-    config = load_config([*HUGE])
+def test_memory_without_room_for_the_staged_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"weight_sync.stage_dir: no room in /dev/shm for 2 slots"):
-        check_inputs(config)
-
-
-def test_separate_stage_folder_needs_room_for_staged_weights_only(tmp_path: Path) -> None:
-    config = load_config([*HUGE, f"weight_sync.stage_dir={tmp_path}/not/there/yet"])
-    with pytest.raises(
-        ValueError, match=f"no room in {tmp_path} for 2 slots of about [0-9]+ bytes \\("
-    ):
-        check_shared_memory(config, make_plan(config, 0, 2))
-
-
-def test_shared_memory_has_room_for_the_quickstart() -> None:
-    config = load_config([])
-    check_shared_memory(config, make_plan(config, 0, 2))
+        check_inputs(load_config([*HUGE]))
+    own_folder = load_config([*HUGE, f"weight_sync.stage_dir={tmp_path}/not/there/yet"])
+    message = f"no room in {tmp_path} for 2 slots of about [0-9]+ bytes \\("
+    with pytest.raises(ValueError, match=message):
+        check_shared_memory(own_folder, make_plan(own_folder, 0, 2))
+    quickstart = load_config([])
+    check_shared_memory(quickstart, make_plan(quickstart, 0, 2))

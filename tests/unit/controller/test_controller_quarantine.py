@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from controller_samples import lease, opened, small_group
+from controller_samples import Command, lease, opened, small_group
 
 from buffer.redis.connection import connect
 from buffer.results import BufferStats, Failure
@@ -24,7 +24,7 @@ async def poison(url: str, run: str) -> None:
 
 
 def test_escapes_in_names_and_reasons_do_not_reach_the_terminal(
-    live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
+    live_run: RunDir, redis_url: str, leash: Command
 ) -> None:
     asyncio.run(poison(redis_url, live_run.name))
 
@@ -36,13 +36,10 @@ def test_escapes_in_names_and_reasons_do_not_reach_the_terminal(
         await redis.aclose()
 
     asyncio.run(overwrite())
-    for command in (["quarantine"], ["trace", "poison"]):
-        assert main([*command, "--dir", str(live_run.path.parent)]) == 0
-        shown = capsys.readouterr().out
-        assert "\x1b" not in shown and "\x9b" not in shown and "\x07" not in shown
-        assert "[red]" in shown or command != ["quarantine"]
-    assert main(["quarantine", "--release", "\x1b[2J", "--dir", str(live_run.path.parent)]) != 0
-    assert "\x1b" not in capsys.readouterr().err
+    listed, traced = leash("quarantine"), leash("trace", "poison")
+    error = leash("quarantine", "--release", "\x1b[2J", exit_code=EXIT_BAD_INPUT)
+    assert "[red]" in listed
+    assert not set("\x1b\x9b\x07") & set(listed + traced + error)
 
 
 async def stats_of(url: str, run: str) -> BufferStats:
@@ -51,35 +48,26 @@ async def stats_of(url: str, run: str) -> BufferStats:
 
 
 def test_quarantined_group_is_listed_released_and_discarded(
-    live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
+    live_run: RunDir, redis_url: str, leash: Command
 ) -> None:
-    here = ["--dir", str(live_run.path.parent)]
     asyncio.run(poison(redis_url, live_run.name))
-    assert main(["quarantine", *here]) == 0
-    listed = capsys.readouterr().out
+    listed = leash("quarantine")
     assert "poison" in listed and "ago" in listed and "16" in listed, "two trajectories of 8 tokens"
-
-    assert main(["quarantine", *here, "--release", "poison"]) == 0
-    assert "poison is ready to be trained again" in capsys.readouterr().out
+    assert "poison is ready to be trained again" in leash("quarantine", "--release", "poison")
     stats = asyncio.run(stats_of(redis_url, live_run.name))
     assert (stats.quarantined, stats.ready) == (0, 1)
-
-    assert main(["quarantine", *here, "--discard", "poison"]) == EXIT_BAD_INPUT
-    error = capsys.readouterr().err
-    assert "no such group or prompt in the quarantine" in error and error.count("\n") == 1
+    error = leash("quarantine", "--discard", "poison", exit_code=EXIT_BAD_INPUT)
+    assert "no such group or prompt in the quarantine" in error
 
 
 def test_discarded_group_is_dropped_and_counted(
-    live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
+    live_run: RunDir, redis_url: str, leash: Command
 ) -> None:
-    here = ["--dir", str(live_run.path.parent)]
     asyncio.run(poison(redis_url, live_run.name))
-    assert main(["quarantine", *here, "--discard", "poison"]) == 0
-    assert "poison is dropped" in capsys.readouterr().out
+    assert "poison is dropped" in leash("quarantine", "--discard", "poison")
     stats = asyncio.run(stats_of(redis_url, live_run.name))
     assert (stats.quarantined, stats.dropped) == (0, {"discarded": 1})
-    assert main(["quarantine", *here]) == 0
-    assert "the quarantine is empty" in capsys.readouterr().out
+    assert "the quarantine is empty" in leash("quarantine")
 
 
 async def put_a_prompt_aside(url: str, run: str) -> None:
@@ -90,27 +78,24 @@ async def put_a_prompt_aside(url: str, run: str) -> None:
 
 
 def test_quarantined_prompts_are_listed_and_taken_out_by_name(
-    live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
+    live_run: RunDir, redis_url: str, leash: Command
 ) -> None:
-    here = ["--dir", str(live_run.path.parent)]
     asyncio.run(poison(redis_url, live_run.name))
     for leave, said in (
         ("--release", "is queued to run again"),
         ("--discard", "is dropped for good"),
     ):
         asyncio.run(put_a_prompt_aside(redis_url, live_run.name))
-        assert main(["quarantine", *here]) == 0
-        listed = capsys.readouterr().out
+        listed = leash("quarantine")
         assert "poison" in listed and "chain sum:17" in listed and "failed" in listed
-        assert main(["quarantine", *here, leave, "chain sum:17"]) == 0
-        assert f"chain sum:17 {said}" in capsys.readouterr().out
+        assert f"chain sum:17 {said}" in leash("quarantine", leave, "chain sum:17")
         stats = asyncio.run(stats_of(redis_url, live_run.name))
         assert (stats.prompts_quarantined, stats.retries_waiting) == (0, 1)
-    assert main(["quarantine", *here, "--release", "chain sum:17"]) == EXIT_BAD_INPUT
-    assert "no such group or prompt" in capsys.readouterr().err
+    error = leash("quarantine", "--release", "chain sum:17", exit_code=EXIT_BAD_INPUT)
+    assert "no such group or prompt" in error
 
 
-def test_release_and_discard_exclude_each_other(live_run: RunDir) -> None:
+def test_release_and_discard_exclude_each_other() -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(["quarantine", "--release", "a", "--discard", "b"])
     assert exit_info.value.code == 2

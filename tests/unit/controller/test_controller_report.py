@@ -10,38 +10,34 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from controller_samples import STATS, eval_record, step_record, weights_records
+from controller_samples import (
+    STATS,
+    Command,
+    buffer_record,
+    eval_record,
+    record_all,
+    step_record,
+    weights_records,
+)
 
 from configs.environment import RUN_VARIABLE
-from configs.load import load_config, to_yaml
 from controller.commands.stop import stop_run
-from controller.main import main
-from controller.metrics.records import MetricsLog, Record, read_metrics
-from controller.report.state import buffer_values
+from controller.metrics.records import Record, read_metrics
 from controller.report.summary import write_report, write_summary
 from controller.run_dir import RunDir
 from processes.leftovers import list_path, write_list
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    """A run of this very process that has not recorded anything yet."""
-    run_dir = RunDir.create(str(tmp_path), "night", "quickstart")
-    (run_dir.path / "config.yaml").write_text(to_yaml(load_config([])))
-    return run_dir
-
-
 def train(run_dir: RunDir, num_steps: int, evals: dict[int, float]) -> None:
-    start = run_dir.read_record().started
-    with MetricsLog(run_dir.metrics) as log:
-        for step in range(num_steps):
-            t = start + 10.0 + step
-            records = [step_record(step, t), *weights_records(step + 1, t)]
-            if step in evals:
-                records.append(eval_record(step, t, evals[step]))
-            values = buffer_values(STATS, {}, {"tokens_generated": 100 * step})
-            for record in [*records, Record(t=t, kind="buffer", values=values)]:
-                log.append(record.kind, record.values, t=record.t)
+    start = run_dir.read_record().started + 10.0
+    records: list[Record] = []
+    for step in range(num_steps):
+        t = start + step
+        records += [step_record(step, t), *weights_records(step + 1, t)]
+        if step in evals:
+            records.append(eval_record(step, t, evals[step]))
+        records.append(buffer_record(t, tokens_generated=100 * step))
+    record_all(run_dir, records)
 
 
 def test_report_of_a_stopped_run_has_summary_plots_and_result(run_dir: RunDir) -> None:
@@ -88,20 +84,15 @@ def test_report_of_a_run_whose_controller_was_killed_says_so(run_dir: RunDir) ->
     assert result.error is not None and "`make stop`" in result.error
 
 
-def test_report_from_the_command_line_ends_with_the_result(
-    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(run_dir, num_steps=3, evals={0: 0.5})
-    assert main(["report", "--dir", str(run_dir.path.parent)]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
+def test_report_from_the_command_line_ends_with_the_result(run_dir: RunDir, leash: Command) -> None:
+    last = leash("report").splitlines()[-1]
     result = json.loads(last.removeprefix("RESULT "))
-    assert (result["state"], result["steps"]) == ("running", 3)
+    assert (result["state"], result["steps"]) == ("running", 0)
 
 
 def test_stop_ends_and_removes_what_a_killed_controller_left(
     run_dir: RunDir, tmp_path: Path
 ) -> None:
-    train(run_dir, num_steps=2, evals={})
     run_dir.write_redis_url("redis://:secret@127.0.0.1:1/0")
     ray, staged = tmp_path / "leash-ray-x", tmp_path / "staged"
     for folder in (ray, staged):
@@ -117,6 +108,6 @@ def test_stop_ends_and_removes_what_a_killed_controller_left(
     assert not ray.exists() and not staged.exists() and run_dir.temporary is None
     assert run_dir.read_redis_url() is None
     assert run_dir.read_record().state == "stopped"
-    assert "**Stopped** after 2 steps" in (run_dir.path / "summary.md").read_text()
+    assert "**Stopped** after 0 steps" in (run_dir.path / "summary.md").read_text()
     stop_run(run_dir)  # once more finds nothing and changes nothing
     assert run_dir.read_record().state == "stopped"

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from controller_samples import fill, small_group
+from controller_samples import Command, fill, small_group
 from rich.console import Console
 
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.load import load_config, to_yaml
 from controller.commands.show import column_line, cut, group_lines, headline, marked, token_texts
-from controller.main import EXIT_BAD_INPUT, main
+from controller.main import EXIT_BAD_INPUT
 from controller.run_dir import RunDir
 from rollout_pool.worker.record import RolloutLog
 from trainer_pool.model.scratch import byte_tokenizer
@@ -134,55 +134,37 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run_dir(live_run: RunDir, model: Path) -> RunDir:
+def shown_run(live_run: RunDir, model: Path) -> RunDir:
     live_run.model.symlink_to(model)
     return live_run
 
 
-def show(run_dir: RunDir, *arguments: str) -> int:
-    return main(["show", *arguments, "--dir", str(run_dir.path.parent)])
-
-
 def test_command_shows_a_recorded_group_and_without_an_id_the_last_one(
-    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+    shown_run: RunDir, leash: Command
 ) -> None:
-    log_of_worker = RolloutLog(run_dir.path, "worker-3", 1.0, 0)
+    log_of_worker = RolloutLog(shown_run.path, "worker-3", 1.0, 0)
     for group_id in ("first", "second"):
         asyncio.run(log_of_worker.write(small_group(group_id), "3 + 4 ="))
-    assert show(run_dir, "first") == 0
-    printed = capsys.readouterr().out
+    printed = leash("show", "first")
     assert printed.startswith("first: prompt 0 of sums, temperature 1\nrecorded by worker-3\n")
     assert printed.count("reward 1, stop, 8 tokens of which 5 are trained (v0: 5)") == 2
     assert "trajectory 1, episode 1" in printed and "⟦v0⟧" in printed
-    assert show(run_dir) == 0
-    assert capsys.readouterr().out.startswith("second: ")
+    assert leash("show").startswith("second: ")
 
 
 def test_command_shows_a_group_that_only_the_buffer_has(
-    run_dir: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
+    shown_run: RunDir, redis_url: str, leash: Command
 ) -> None:
-    asyncio.run(fill(redis_url, run_dir.name, pushed=1))
-    assert show(run_dir, "group-0") == 0
-    printed = capsys.readouterr().out
+    asyncio.run(fill(redis_url, shown_run.name, pushed=1))
+    printed = leash("show", "group-0")
     assert "in the buffer" in printed and "⟦v0⟧" in printed
+    error = leash("show", "nobody", exit_code=EXIT_BAD_INPUT)
+    assert "rollout.log_rate=0.01" in error
+    assert "has recorded no group yet" in leash("show", exit_code=EXIT_BAD_INPUT)
 
 
-def test_group_that_was_not_kept_is_one_line(
-    run_dir: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asyncio.run(fill(redis_url, run_dir.name))
-    assert show(run_dir, "nobody") == EXIT_BAD_INPUT
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "rollout.log_rate=0.01" in error
-    assert show(run_dir) == EXIT_BAD_INPUT
-    assert "has recorded no group yet" in capsys.readouterr().err
-
-
-def test_model_is_the_one_of_the_run(
-    run_dir: RunDir, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_model_is_the_one_of_the_run(run_dir: RunDir, leash: Command, tmp_path: Path) -> None:
     config = to_yaml(load_config([f"model.path={tmp_path}/nowhere", "model.scratch=null"]))
     (run_dir.path / "config.yaml").write_text(config)
     asyncio.run(RolloutLog(run_dir.path, "worker-0", 1.0, 0).write(small_group("g"), ""))
-    assert show(run_dir, "g") == EXIT_BAD_INPUT
-    assert "model.path=" in capsys.readouterr().err
+    assert "model.path=" in leash("show", "g", exit_code=EXIT_BAD_INPUT)

@@ -5,44 +5,32 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from dataclasses import replace
-from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from controller_samples import STATS, eval_record, opened, step_record
+from controller_samples import buffer_record, eval_record, opened, record_all, step_record
 from rich.console import Console
 
 from buffer.redis.connection import connect
 from buffer.run_state import RunState
-from configs.load import load_config, to_yaml
 from controller.commands.status import command_from_outside, print_status
-from controller.metrics.records import MetricsLog, Record, read_metrics
-from controller.report.state import buffer_values
+from controller.metrics.records import Record, read_metrics
 from controller.report.summary import write_summary
 from controller.run_dir import RunDir
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, run_name: str) -> RunDir:
-    """A run of this very process that has trained ten steps."""
-    run_dir = RunDir.create(str(tmp_path), run_name, "quickstart")
-    (run_dir.path / "config.yaml").write_text(to_yaml(load_config([])))
-    with MetricsLog(run_dir.metrics) as log:
-        log.append("phase", {"phase": "training"}, t=1000.0)
-        _append(log, eval_record(0, 1000.0, 0.31))
-        for step in range(10):
-            _append(log, step_record(step, 1001.0 + step))
-            waits = {("trainer", "rollout"): 0.6 * step}
-            log.append(
-                "buffer",
-                buffer_values(STATS, waits, {"tokens_generated": step * 100}),
-                t=1001.0 + step,
-            )
+def trained_run(run_dir: RunDir) -> RunDir:
+    """A run that has trained ten steps."""
+    records = [
+        Record(t=1000.0, kind="phase", values={"phase": "training"}),
+        eval_record(0, 1000.0, 0.31),
+    ]
+    for step in range(10):
+        waits = {("trainer", "rollout"): 0.6 * step}
+        records += [step_record(step, 1001.0 + step), buffer_record(1001.0 + step, waits=waits)]
+    record_all(run_dir, records)
     return run_dir
-
-
-def _append(log: MetricsLog, record: Record) -> None:
-    log.append(record.kind, record.values, t=record.t)
 
 
 def status_of(run_dir: RunDir) -> str:
@@ -62,10 +50,10 @@ async def _begin_run(url: str, run: str) -> None:
     await state.close()
 
 
-def test_running_run_is_shown_live(run_dir: RunDir, redis_url: str) -> None:
-    asyncio.run(_begin_run(redis_url, run_dir.name))
-    run_dir.write_redis_url(redis_url)
-    text = status_of(run_dir)
+def test_running_run_is_shown_live(trained_run: RunDir, redis_url: str) -> None:
+    asyncio.run(_begin_run(redis_url, trained_run.name))
+    trained_run.write_redis_url(redis_url)
+    text = status_of(trained_run)
     assert "step 10 of 60" in text
     assert "1 running" in text
     assert "1 of 48 groups" in text
@@ -94,27 +82,21 @@ def test_command_from_outside_fits_the_server(run_dir: RunDir, url: str, client:
     assert shown.stdout.strip() == unquote(urlsplit(url).password or "")
 
 
-def test_run_whose_server_is_down_is_an_error(run_dir: RunDir) -> None:
-    run_dir.write_redis_url("redis://127.0.0.1:1/0")
-    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:1"):
-        status_of(run_dir)
-
-
 def test_starting_run_is_reported(run_dir: RunDir) -> None:
     assert "is starting" in status_of(run_dir)
 
 
-def test_run_without_its_controller_is_reported(run_dir: RunDir) -> None:
-    run_dir.write_record(replace(run_dir.read_record(), process_started=0.0))
-    text = status_of(run_dir)
+def test_run_without_its_controller_is_reported(trained_run: RunDir) -> None:
+    trained_run.write_record(replace(trained_run.read_record(), process_started=0.0))
+    text = status_of(trained_run)
     assert "its controller is gone" in text
     assert "It made 10 steps" in text
 
 
-def test_finished_run_shows_its_summary_and_bottleneck(run_dir: RunDir) -> None:
-    write_summary(run_dir, read_metrics(run_dir.metrics))
-    run_dir.end("finished")
-    text = status_of(run_dir)
-    assert f"{run_dir.name}: finished" in text
+def test_finished_run_shows_its_summary_and_bottleneck(trained_run: RunDir) -> None:
+    write_summary(trained_run, read_metrics(trained_run.metrics))
+    trained_run.end("finished")
+    text = status_of(trained_run)
+    assert f"{trained_run.name}: finished" in text
     assert "= trained" in text
     assert "Rollouts are the bottleneck: the trainer waited 55% of the run" in text

@@ -7,10 +7,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from controller_samples import skipped_record, step_record, weights_records
+from controller_samples import Command, record_all, skipped_record, step_record, weights_records
 
-from controller.main import EXIT_BAD_INPUT, main
-from controller.metrics.records import MetricsLog, Record
+from controller.main import EXIT_BAD_INPUT
+from controller.metrics.records import Record
 from controller.report.timeline import (
     GATE,
     LAST_TIMELINE,
@@ -77,26 +77,14 @@ def test_version_can_be_chosen_even_if_not_all_engines_took_it() -> None:
     assert find_timeline(RECORDS, 6) is None, "it was never sent"
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    run_dir = RunDir.create(str(tmp_path), "night", "quickstart")
-    with MetricsLog(run_dir.metrics) as log:
-        for record in RECORDS:
-            log.append(record.kind, record.values, t=record.t)
-    return run_dir
-
-
-def test_command_draws_into_the_folder_and_prints_the_path(
-    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["timeline", "--dir", str(run_dir.path.parent)]
-    assert main(command) == 0
-    assert main([*command, "--version", "4"]) == 0
-    for line, version in zip(capsys.readouterr().out.split(), (5, 4), strict=True):
-        assert line == str(run_dir.path / f"timeline-v{version}.svg")
-        assert ElementTree.parse(line).getroot().tag.endswith("svg")
-    assert main([*command, "--version", "9"]) == EXIT_BAD_INPUT
-    assert "has no publish of a version 9" in capsys.readouterr().err
+def test_command_draws_into_the_folder_and_prints_the_path(run_dir: RunDir, leash: Command) -> None:
+    record_all(run_dir, RECORDS)
+    for version, arguments in ((5, []), (4, ["--version", "4"])):
+        path = leash("timeline", *arguments).strip()
+        assert path == str(run_dir.path / f"timeline-v{version}.svg")
+        assert ElementTree.parse(path).getroot().tag.endswith("svg")
+    error = leash("timeline", "--version", "9", exit_code=EXIT_BAD_INPUT)
+    assert "has no publish of a version 9" in error
 
 
 def test_last_timeline_is_drawn_at_the_end_of_a_run(tmp_path: Path) -> None:

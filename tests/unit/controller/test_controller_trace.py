@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 
-import pytest
-from controller_samples import fill, lease, opened, small_group
+from controller_samples import Command, fill, lease, opened, small_group
 
 from buffer.results import GroupEvent
 from controller.commands.trace import life_lines
-from controller.main import EXIT_BAD_INPUT, main
+from controller.main import EXIT_BAD_INPUT
 from controller.run_dir import RunDir
 
 
@@ -62,30 +61,23 @@ async def train_one(url: str, run: str) -> None:
 
 
 def test_command_prints_the_life_of_a_real_group(
-    live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
+    live_run: RunDir, redis_url: str, leash: Command
 ) -> None:
     asyncio.run(train_one(redis_url, live_run.name))
-    assert main(["trace", "mine", "--dir", str(live_run.path.parent)]) == 0
-    printed = capsys.readouterr().out
-    assert f"mine of {live_run.name}: consumed" in printed
+    printed = leash("trace", "mine")
+    assert f"mine of {live_run.name}: consumed" in printed and "step 0" in printed
     events = re.findall(r"^\d\d:\d\d:\d\d\.\d{3} .{10}   (\w+)", printed, re.MULTILINE)
     assert events == ["admitted", "pushed", "leased", "consumed"]
-    assert "step 0" in printed
 
 
-def test_unknown_group_is_one_line(
-    live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_group_is_one_line(live_run: RunDir, redis_url: str, leash: Command) -> None:
     asyncio.run(fill(redis_url, live_run.name))
-    assert main(["trace", "nobody", "--dir", str(live_run.path.parent)]) == EXIT_BAD_INPUT
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
+    error = leash("trace", "nobody", exit_code=EXIT_BAD_INPUT)
     assert "never had such a group" in error and "buffer.audit_length=100000" in error
 
 
 def test_state_is_printed_for_a_group_without_events(
-    live_run: RunDir, redis_url: str, capsys: pytest.CaptureFixture[str]
+    live_run: RunDir, redis_url: str, leash: Command
 ) -> None:
     asyncio.run(fill(redis_url, live_run.name, pushed=1, audit_length=0))
-    assert main(["trace", "group-0", "--dir", str(live_run.path.parent)]) == 0
-    assert f"group-0 of {live_run.name}: ready" in capsys.readouterr().out
+    assert f"group-0 of {live_run.name}: ready" in leash("trace", "group-0")

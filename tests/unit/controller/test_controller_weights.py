@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from controller_samples import (
-    STATS,
     commit_record,
     event_record,
     publish_record,
@@ -15,7 +14,6 @@ from controller_samples import (
 )
 
 from controller.metrics.weights import WeightsView, behind_words, engines_behind, weights_result
-from controller.watch.remarks import engine_remarks
 
 
 def test_view_keeps_the_recent_times() -> None:
@@ -82,15 +80,3 @@ def test_publish_that_did_not_converge_counts_for_what_it_has() -> None:
     result = weights_result([replace(record, values=values)])
     assert result.convergence_s["max"] is None
     assert result.weights_wire_bytes == 2_500_000
-
-
-def test_engines_that_need_attention_are_a_remark() -> None:
-    assert engine_remarks(STATS) == []
-    late = replace(STATS, engine_versions={"engine-0": 137, "engine-1": 134})
-    assert engine_remarks(late) == [
-        "engine-1 is 3 versions behind; admission follows the slowest engine."
-    ]
-    alone = replace(STATS, engine_versions={"engine-0": 137})
-    assert engine_remarks(alone, {"engine-1"}) == ["engine-1 is lost; restarting or waiting."]
-    gone = replace(STATS, engine_versions={}, engines_gone=True)
-    assert "No engine serves" in engine_remarks(gone, {"engine-0", "engine-1"})[0]
