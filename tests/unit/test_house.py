@@ -93,9 +93,14 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
+@cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(_tree(path)))
+
+
 def _imports(path: Path) -> Iterator[str]:
     """Every module that the file imports, also those inside functions."""
-    for node in ast.walk(_tree(path)):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -105,13 +110,12 @@ def _imports(path: Path) -> Iterator[str]:
 
 def _strings(path: Path) -> Iterator[str]:
     """Every string of the file that is not a docstring."""
-    tree = _tree(path)
     documentation = {
         id(node.value)
-        for node in ast.walk(tree)
+        for node in _nodes(path)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
-    for node in ast.walk(tree):
+    for node in _nodes(path):
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
         if is_text and id(node) not in documentation:
             yield node.value
@@ -160,7 +164,7 @@ def test_border_types_import_no_framework(types: str) -> None:
 
 def _ours(path: Path) -> Iterator[str]:
     """Every module of ours that the file imports, for its types alone too."""
-    for node in ast.walk(_tree(path)):
+    for node in _nodes(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MAY_IMPORT:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
@@ -206,7 +210,7 @@ def test_folders_have_at_most_fifteen_files() -> None:
 
 def test_functions_are_short_enough_to_be_read_at_once() -> None:
     for path in SOURCES:
-        for node in ast.walk(_tree(path)):
+        for node in _nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 assert length <= 80, f"split {node.name} in {_name(path)}"

@@ -66,10 +66,6 @@ STATS = BufferStats(
 )
 
 
-def stats_at(version: int) -> BufferStats:
-    return replace(STATS, trainer_version=version)
-
-
 def step_record(step: int, t: float, reward: float = 0.5, **changes: float) -> Record:
     """The step that trained version `step`; records count steps from 1."""
     return Record(
@@ -86,7 +82,6 @@ def step_record(step: int, t: float, reward: float = 0.5, **changes: float) -> R
             "loss": -0.01,
             "grad_norm": 0.4,
             "entropy": 1.5,
-            "ratio_mean": 1.01,
             "ratio_mean_abs_dev": 0.02,
             "clip_fraction": 0.01,
             "tis_clipped_fraction": 0.002,
@@ -120,20 +115,14 @@ def publish_record(version: int, at: float, mode: str = "full") -> Record:
         "wire_s": 0.4,
         "verify_at": at + 0.5,
         "verify_s": 0.05,
-        "staged_at": at + 0.55,
-        "released_at": at + 0.56,
         "converged_at": at + 0.9,
         "convergence_s": 0.9,
-        "stage_s": 0.55,
         "bytes": 2_500_000,
         "wire_bytes": 250_000 if mode == "delta" else 2_500_000,
         "density": 0.05 if mode == "delta" else 1.0,
-        "num_receivers": 1,
-        "num_engines": 2,
-        "num_retries": 0,
     }
     if mode == "delta":
-        values |= {"base_version": version - 1, "encode_at": at + 0.06, "encode_s": 0.04}
+        values |= {"encode_at": at + 0.06, "encode_s": 0.04}
     return Record(t=at + 0.9, kind="publish", values=values)
 
 
@@ -149,15 +138,12 @@ def commit_record(engine: str, version: int, paused_at: float, pause_s: float = 
         values={
             "engine": engine,
             "version": version,
-            "from_version": version - 1,
-            "strategy": "staged_disk",
             "seen_at": paused_at - 0.05,
             "gate_wait_s": 0.04,
             "paused_at": paused_at,
             "resumed_at": paused_at + pause_s,
             "pause_s": pause_s,
             "load_s": 0.8 * pause_s,
-            "staged_to_commit_s": 0.05 + pause_s,
         },
     )
 

@@ -33,8 +33,9 @@ def test_missing_number_reads_as_nan(tmp_path: Path) -> None:
     assert written["loss"] is written["norm"] is None
 
 
-def test_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_ignored_and_no_file_means_no_records(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == []
     path.write_text('{"t": 1.0, "kind": "step", "step": 0}\n{"t": 2.0, "ki')
     assert len(read_metrics(path)) == 1
 
@@ -45,10 +46,6 @@ def test_invalid_line_is_named_by_its_number(tmp_path: Path, line: str) -> None:
     path.write_text(f'{{"t": 1.0, "kind": "step"}}\n{line}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a metrics record"):
         read_metrics(path)
-
-
-def test_no_file_means_no_records(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
 def test_histogram_is_kept_as_text() -> None:

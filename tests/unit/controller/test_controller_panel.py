@@ -11,7 +11,6 @@ from controller_samples import (
     STATS,
     eval_record,
     event_record,
-    stats_at,
     step_record,
     weights_records,
 )
@@ -31,7 +30,9 @@ def trained_view(num_steps: int = 20) -> RunView:
         t = 1000.0 + step / 2
         view.apply(step_record(step, t, reward=0.3 + step / 40))
         waits = {("trainer", "rollout"): step * 0.3, ("rollout", "trainer"): step * 0.02}
-        view.observe(t, stats_at(step), waits, {"tokens_generated": step * 500})
+        view.observe(
+            t, replace(STATS, trainer_version=step), waits, {"tokens_generated": step * 500}
+        )
         for record in weights_records(step, t - 1.0):
             view.apply(record)
     view.apply(eval_record(20, 1010.0, 0.74))
@@ -137,17 +138,14 @@ def test_state_of_the_buffer_and_the_engines_is_shown(
             {"capacity_groups": 49, "push_blocked": 1, "push_blocked_s": 2.5},
             "1 push waited 2.5 s for room so far; there is room now.",
         ),
+        ({"capacity_groups": 49, "capacity_bytes": 20_001}, ""),
     ],
 )
 def test_pushes_that_wait_for_capacity_are_a_remark(
     change: dict[str, float], expected: str
 ) -> None:
-    (remark,) = buffer_remarks(replace(STATS, **change))  # type: ignore[arg-type]
-    assert expected in remark
-
-
-def test_buffer_with_room_has_no_remark() -> None:
-    assert buffer_remarks(replace(STATS, capacity_groups=49, capacity_bytes=20_001)) == []
+    remarks = buffer_remarks(replace(STATS, **change))  # type: ignore[arg-type]
+    assert len(remarks) == bool(expected) and expected in "".join(remarks)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
@@ -161,20 +159,18 @@ def test_panel_can_be_drawn_before_anything_is_known() -> None:
     assert "not started yet" in text
 
 
-def test_panel_without_a_terminal_prints_one_line_per_step() -> None:
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_panel_without_a_terminal_or_disabled_prints_one_line_per_step(is_terminal: bool) -> None:
     out = io.StringIO()
     view = trained_view()
-    with Panel(console=Console(file=out, width=100)) as panel:
-        with panel.step("Redis server") as say:
-            say("port 1234")
+    console = Console(file=out, width=100, force_terminal=is_terminal)
+    with Panel(enabled=not is_terminal, console=console) as panel:
         panel.show(view)
         panel.show(view)
         view.apply(step_record(20, 1011.0))
         panel.show(view)
     lines = out.getvalue().splitlines()
-    assert "Redis server" in lines[0]
-    assert "port 1234" in lines[0]
-    assert [line.split(" | ")[0] for line in lines[1:]] == ["step 20/40", "step 21/40"]
+    assert [line.split(" | ")[0] for line in lines] == ["step 20/40", "step 21/40"]
 
 
 def test_step_line_says_the_essentials() -> None:
@@ -187,12 +183,16 @@ def test_step_line_says_the_essentials() -> None:
     assert "| eval 31% (at version 0) |" in step_line(view)
 
 
-def test_start_step_that_fails_is_marked_and_raises() -> None:
+def test_step_of_the_start_prints_one_line_with_its_detail_or_its_failure() -> None:
     out = io.StringIO()
     panel = Panel(console=Console(file=out, width=100))
+    with panel.step("Redis server") as say:
+        say("port 1234")
     with pytest.raises(RuntimeError, match="no room"), panel.step("engines"):
         raise RuntimeError("no room")
-    assert "✗ engines" in out.getvalue()
+    done, failed = out.getvalue().splitlines()
+    assert done.startswith("✓ Redis server") and done.endswith("0.0 s   port 1234")
+    assert failed.startswith("✗ engines")
 
 
 def test_panel_on_a_terminal_is_drawn_in_place_and_restores_the_cursor() -> None:
@@ -205,13 +205,6 @@ def test_panel_on_a_terminal_is_drawn_in_place_and_restores_the_cursor() -> None
     text = out.getvalue()
     assert "a line above it" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown again"
-
-
-def test_disabled_panel_prints_lines_on_a_terminal_too() -> None:
-    out = io.StringIO()
-    with Panel(enabled=False, console=Console(file=out, width=100, force_terminal=True)) as panel:
-        panel.show(trained_view())
-    assert out.getvalue().startswith("step 20/40")
 
 
 def test_sparkline_keeps_the_shape_at_any_width() -> None:

@@ -55,9 +55,8 @@ def test_updates_are_drawn_over_steps_from_their_records() -> None:
     assert list(empty.get_xdata()) == [3] and empty.get_label() == "no gradient"
 
 
-@pytest.mark.parametrize("num_steps", [2, 120])
-def test_axes_have_whole_ticks_and_legends_cover_nothing(num_steps: int) -> None:
-    plots = figures(run_records(num_steps))
+def test_axes_have_whole_ticks_and_legends_cover_nothing() -> None:
+    plots = figures(run_records(num_steps=2))
     for figure in plots.values():
         figure.draw_without_rendering()
     assert plots.keys() == PLOTS.keys()

@@ -44,8 +44,9 @@ def test_local_ray_requires_a_token_and_outlasts_redis_clients() -> None:
 
 def test_cluster_is_joined_by_token_unless_disabled() -> None:
     cluster = {"ray_address": "10.0.0.5:6379"}
-    assert prepared(cluster)["RAY_AUTH_MODE"] == "token"
-    assert int(prepared(cluster)["RAY_gcs_rpc_server_reconnect_timeout_s"]) >= 2 * 60
+    joined = prepared(cluster)
+    assert joined["RAY_AUTH_MODE"] == "token"
+    assert int(joined["RAY_gcs_rpc_server_reconnect_timeout_s"]) >= 2 * 60
     own = prepared(cluster, RAY_AUTH_MODE="disabled", RAY_health_check_period_ms="7")
     assert own["RAY_AUTH_MODE"] == "disabled"
     assert own["RAY_health_check_period_ms"] == "7"

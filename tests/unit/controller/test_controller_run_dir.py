@@ -16,49 +16,43 @@ from controller.run_dir import RunDir, RunDirError
 from processes.leftovers import list_path, write_list
 
 
+def new_run(folder: Path, name: str | None = "a", group: str | None = None) -> RunDir:
+    return RunDir.create(str(folder), name, "quickstart", group)
+
+
 def test_new_run_is_found_by_name_and_as_the_newest(tmp_path: Path) -> None:
-    first = RunDir.create(str(tmp_path), "first", "quickstart")
-    second = RunDir.create(str(tmp_path), None, "quickstart")
+    first = new_run(tmp_path, "first")
+    second = new_run(tmp_path, None)
     assert second.name.startswith("quickstart-2")
     assert RunDir.find(str(tmp_path), "first") == first
     assert RunDir.find(str(tmp_path), None) == second
     assert first.read_record().state == "running" and first.read_record().is_alive
 
 
-def test_folder_in_use_is_refused_and_unchanged(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "precious").write_text("x")
-    with pytest.raises(RunDirError, match=r"run\.name='mine': .* is in use; choose another"):
-        RunDir.create(str(tmp_path), "mine", "quickstart")
-    assert (tmp_path / "mine" / "precious").read_text() == "x"
-
-
-@pytest.mark.parametrize("name", ["a b", "../up", "", "a:b", "{x}", "-x"])
+@pytest.mark.parametrize("name", ["a b", "../up", "a:b", "{x}", "-x"])
 def test_name_unfit_for_redis_keys_is_refused(tmp_path: Path, name: str) -> None:
-    if name:
-        with pytest.raises(RunDirError, match=r"run\.name="):
-            RunDir.create(str(tmp_path), name, "quickstart")
+    with pytest.raises(RunDirError, match=r"run\.name="):
+        new_run(tmp_path, name)
 
 
-def test_folder_that_cannot_be_created_is_an_error_with_the_fix(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+def test_folder_in_use_or_that_cannot_be_created_is_refused_with_the_fix(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    precious = tmp_path / "mine" / "precious"
+    precious.write_text("x")
+    with pytest.raises(RunDirError, match=r"run\.name='mine': .* is in use; choose another"):
+        new_run(tmp_path, "mine")
+    assert precious.read_text() == "x"
     with pytest.raises(RunDirError, match=r"run\.dir='.*': cannot make .* choose a folder"):
-        RunDir.create(str(tmp_path / "file"), "a", "quickstart")
-
-
-def test_redis_url_is_readable_only_by_its_owner_and_can_be_removed(tmp_path: Path) -> None:
-    run = RunDir.create(str(tmp_path), "a", "quickstart")
-    run.write_redis_url("redis://:secret@127.0.0.1:1/0")
-    assert run.read_redis_url() == "redis://:secret@127.0.0.1:1/0"
-    assert (run.path / "redis.url").stat().st_mode & 0o777 == 0o600
-    run.forget_redis_url()
-    assert run.read_redis_url() is None
+        new_run(precious)
+    with pytest.raises(RunDirError, match=r"run\.group='no-such-group': cannot open .*id -Gn"):
+        new_run(tmp_path, group="no-such-group")
+    assert not (tmp_path / "a").exists()
 
 
 def test_run_whose_process_is_gone_is_not_alive_even_if_its_pid_is_reused(
     tmp_path: Path,
 ) -> None:
-    run = RunDir.create(str(tmp_path), "a", "quickstart")
+    run = new_run(tmp_path)
     record = run.read_record()
     assert not replace(record, process_started=record.process_started - 60).is_alive
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
@@ -71,14 +65,14 @@ def test_run_whose_process_is_gone_is_not_alive_even_if_its_pid_is_reused(
 def test_unknown_run_is_an_error_that_lists_the_others(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match="no run below"):
         RunDir.find(str(tmp_path), None)
-    RunDir.create(str(tmp_path), "a", "quickstart")
+    new_run(tmp_path)
     with pytest.raises(RunDirError, match=r"RUN='b': no such run .*there are: a"):
         RunDir.find(str(tmp_path), "b")
 
 
 def test_controller_on_another_machine_counts_as_its_record_says(tmp_path: Path) -> None:
     """Process ids of another machine say nothing here."""
-    run = RunDir.create(str(tmp_path), "a", "quickstart")
+    run = new_run(tmp_path)
     record = run.read_record()
     assert record.is_here and record.host == socket.gethostname()
     elsewhere = replace(record, host="another-host", pid=2**30)
@@ -90,7 +84,7 @@ def test_controller_on_another_machine_counts_as_its_record_says(tmp_path: Path)
 def test_stop_on_another_host_ends_only_what_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = RunDir.create(str(tmp_path), "a", "quickstart")
+    run = new_run(tmp_path)
     run.write_record(replace(run.read_record(), host="another-host", pid=os.getpid()))
     run.write_redis_url("redis://192.0.2.1:1/0")
     rays = tmp_path / "ray-of-the-controller"
@@ -113,7 +107,7 @@ def test_stop_on_another_host_ends_only_what_is_there(
 
 
 def test_leftovers_of_another_host_outlive_the_controllers_end(tmp_path: Path) -> None:
-    run = RunDir.create(str(tmp_path), "a", "quickstart")
+    run = new_run(tmp_path)
     other = run.path / "leftovers" / "another-host" / "receiver-0"
     write_list(other, ["/dev/shm/leash-a"])
     run.remove_temporary()
@@ -127,7 +121,7 @@ def mode(path: Path) -> str:
 
 
 def test_run_folder_is_private(tmp_path: Path) -> None:
-    run = RunDir.create(str(tmp_path / "runs"), "a", "quickstart")
+    run = new_run(tmp_path / "runs")
     assert [mode(run.path), mode(run.logs)] == [oct(0o700)] * 2
     assert mode(run.path / "run.json") == oct(0o600)
     assert run.umask == 0o077
@@ -135,22 +129,19 @@ def test_run_folder_is_private(tmp_path: Path) -> None:
 
 def test_run_folder_can_be_opened_to_a_group(tmp_path: Path) -> None:
     group = grp.getgrgid(os.getgid()).gr_name
-    run = RunDir.create(str(tmp_path), "a", "quickstart", group)
+    run = new_run(tmp_path, group=group)
     assert mode(run.path) == oct(0o2750) and run.umask == 0o027
     assert run.path.group() == group
     assert mode(run.path / "run.json") == oct(0o640)
     run.write_redis_url("redis://:secret@127.0.0.1:1/0")
     assert mode(run.path / "redis.url") == oct(0o600)
-
-
-def test_unknown_group_is_refused_with_the_fix(tmp_path: Path) -> None:
-    with pytest.raises(RunDirError, match=r"run\.group='no-such-group': cannot open .*id -Gn"):
-        RunDir.create(str(tmp_path), "a", "quickstart", "no-such-group")
-    assert not (tmp_path / "a").exists()
+    assert run.read_redis_url() == "redis://:secret@127.0.0.1:1/0"
+    run.forget_redis_url()
+    assert run.read_redis_url() is None
 
 
 def test_temporary_folder_is_private_and_removed_with_the_run(tmp_path: Path) -> None:
-    run = RunDir.create(str(tmp_path), "a", "quickstart")
+    run = new_run(tmp_path)
     temporary = run.make_temporary()
     (temporary / "below").mkdir()
     assert mode(temporary) == oct(0o700) and run.temporary == temporary

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -38,16 +39,16 @@ sys.exit(run_guarded(run, finish))
 """
 
 
-class HandlersKept:
-    """The handlers of this process come back after the block."""
-
-    def __enter__(self) -> None:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        self._handlers = {number: signal.getsignal(number) for number in numbers}
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+@pytest.fixture
+def stop() -> Iterator[StopRequest]:
+    """Listens to the signals of this process, which gets its own handlers back."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    stop = StopRequest()
+    stop.listen()
+    yield stop
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 class Guarded:
@@ -107,49 +108,38 @@ def test_controller_that_is_killed_leaves_its_folder_to_the_guard(guarded: Guard
     assert guarded.process.returncode == 3
 
 
-def test_stop_request_does_not_raise_where_a_signal_arrives() -> None:
-    stop = StopRequest()
-    with HandlersKept():
-        stop.listen()
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop.is_set
-        with pytest.raises(Stopped):
-            stop.check()
+def test_stop_request_does_not_raise_where_a_signal_arrives(stop: StopRequest) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop.is_set
+    with pytest.raises(Stopped):
+        stop.check()
 
 
-def test_interrupting_ends_a_wait() -> None:
-    stop = StopRequest()
-    with HandlersKept():
-        stop.listen()
-        with pytest.raises(Stopped), stop.interrupting():
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(600)
+def test_interrupting_ends_a_wait(stop: StopRequest) -> None:
+    with pytest.raises(Stopped), stop.interrupting():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
 
 
 def test_interrupting_keeps_a_signal_that_a_callback_swallows(
-    capfd: pytest.CaptureFixture[str],
+    stop: StopRequest, capfd: pytest.CaptureFixture[str]
 ) -> None:
     class Thing:
         pass
 
-    stop, thing = StopRequest(), Thing()
-    with HandlersKept():
-        stop.listen()
-        reference = weakref.ref(thing, lambda gone: os.kill(os.getpid(), signal.SIGINT))
-        with pytest.raises(Stopped), stop.interrupting():
-            del thing
-            assert reference() is None
+    thing = Thing()
+    reference = weakref.ref(thing, lambda gone: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(Stopped), stop.interrupting():
+        del thing
+        assert reference() is None
     assert capfd.readouterr().err == ""
 
 
-async def test_wait_ends_at_a_signal_while_the_loop_sleeps() -> None:
-    stop = StopRequest()
-    with HandlersKept():
-        stop.listen()
-        waiting = asyncio.create_task(stop.wait())
-        await asyncio.sleep(0)
-        with subprocess.Popen(["/bin/kill", "-INT", str(os.getpid())]):
-            await asyncio.wait_for(waiting, 60)
+async def test_wait_ends_at_a_signal_while_the_loop_sleeps(stop: StopRequest) -> None:
+    waiting = asyncio.create_task(stop.wait())
+    await asyncio.sleep(0)
+    with subprocess.Popen(["/bin/kill", "-INT", str(os.getpid())]):
+        await asyncio.wait_for(waiting, 60)
 
 
 HUNG_UP = """

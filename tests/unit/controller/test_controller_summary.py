@@ -43,14 +43,7 @@ def test_result_agrees_with_the_records_by_hand() -> None:
     assert (result.groups_ready, result.groups_leased, result.groups_quarantined) == (32, 16, 0)
     assert result.groups_dropped == {"stale": 20} and result.is_conserved
     assert (result.versions_published, result.tokens_trained) == (137, 70_000)
-    assert result.weights.engine_pause_s == {"p50": pytest.approx(0.1), "max": 0.7}
-    assert result.weights.snapshot_s == {"p50": 0.05, "max": 0.05}
-    assert result.weights.convergence_s == {"p50": 0.9, "max": 0.9}
-    assert result.weights.publish_bytes == 2_500_000
-    assert result.weights.weights_wire_bytes == 10 * 2_500_000 + 10 * 250_000
     assert result.weights.publishes_delta == 10
-    assert result.weights.delta_density == pytest.approx(0.05)
-    assert result.weights.versions_skipped == 0
     assert result.trainer_wait_s == pytest.approx(20 * 0.25)
     train_s = 19 + 0.25 + 0.5
     assert result.train_s == pytest.approx(train_s)
@@ -108,6 +101,8 @@ def test_summary_has_the_improvement_the_plots_and_the_command(tmp_path: Path) -
     assert '    make launch EXPERIMENT=quickstart ARGS="run.seed=3"\n' in summary
     assert "task: reasoning_gym, spell_backward" in summary
     assert all(f"]({name})" in summary for name in PLOTS)
+    assert "| the sum holds | yes |" in summary
+    assert "**NO" in summary_of(replace(result, is_conserved=False))
 
 
 def test_bounds_in_force_are_listed_after_a_change() -> None:
@@ -122,11 +117,6 @@ def test_bounds_in_force_are_listed_after_a_change() -> None:
     summary = summary_of(result)
     assert "| largest staleness trained, and the largest bound in force | 4 of 4 |" in summary
     assert "| the bound over the run | 2 from step 1, 4 from step 3, 1 from step 5 |" in summary
-
-
-def test_broken_conservation_stands_out_in_the_summary() -> None:
-    result = replace(result_of(run_records()), is_conserved=False)
-    assert "**NO" in summary_of(result)
 
 
 def test_plots_without_data_are_left_out() -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from controller_samples import Command, record_all, skipped_record, step_record, weights_records
 
 from controller.main import EXIT_BAD_INPUT
-from controller.metrics.records import Record
 from controller.report.timeline import (
     GATE,
-    LAST_TIMELINE,
     NEW,
     OLD,
     PAUSE,
@@ -21,7 +18,6 @@ from controller.report.timeline import (
     WIRE,
     Timeline,
     find_timeline,
-    write_last_timeline,
 )
 from controller.run_dir import RunDir
 
@@ -75,6 +71,7 @@ def test_version_can_be_chosen_even_if_not_all_engines_took_it() -> None:
     chosen = find_timeline(lonely, 4)
     assert chosen is not None and chosen.rows[3:] == ("engine-0",)
     assert find_timeline(RECORDS, 6) is None, "it was never sent"
+    assert find_timeline([step_record(0, 1.0)]) is None
 
 
 def test_command_draws_into_the_folder_and_prints_the_path(run_dir: RunDir, leash: Command) -> None:
@@ -85,10 +82,3 @@ def test_command_draws_into_the_folder_and_prints_the_path(run_dir: RunDir, leas
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
     error = leash("timeline", "--version", "9", exit_code=EXIT_BAD_INPUT)
     assert "has no publish of a version 9" in error
-
-
-def test_last_timeline_is_drawn_at_the_end_of_a_run(tmp_path: Path) -> None:
-    write_last_timeline(tmp_path, [Record(t=0.0, kind="step", values={})])
-    assert list(tmp_path.iterdir()) == []
-    write_last_timeline(tmp_path, RECORDS)
-    assert (tmp_path / LAST_TIMELINE).read_bytes().startswith(b"\x89PNG")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -82,22 +81,6 @@ def test_echo_fraction_of_the_examples_repeat_the_question(model: str) -> None:
     assert 16 < echoes < 48  # 128 draws
 
 
-def test_every_answer_of_several_turns_is_learnt_with_its_end(model: str) -> None:
-    config = load_config(["trainer.warm_start.num_steps=1"], "alphabet-sort")
-    tokenizer = load_tokenizer(model, trust_remote_code=False)
-    end = tokenizer.decode([tokenizer.eos_token_id])  # type: ignore[list-item]
-    task = build_task(config.task)
-    prompts = itertools.islice(TaskStream(task, 0, 1), 64)
-    examples = supervised_examples(config, model)
-    for prompt, example in zip(prompts, examples, strict=True):
-        messages = task.demonstration(prompt)
-        texts = [m.content + (end if m.role == "assistant" else "") for m in messages]
-        assert tokenizer.decode(example.tokens.tolist()) == "".join(texts)
-        lengths = [len(m.content) + (m.role == "assistant") for m in messages]
-        mask = [int(m.role == "assistant") for m in messages]
-        assert example.loss_mask.tolist() == np.repeat(mask, lengths).tolist()
-
-
 class Right:
     """A model that answers as a demonstration does."""
 
@@ -115,9 +98,7 @@ class Right:
 
 
 @pytest.mark.parametrize("chat_template", [False, True])
-async def test_example_has_the_tokens_of_a_successful_episode(
-    chat_template: bool,
-) -> None:
+async def test_example_has_the_tokens_of_a_successful_episode(chat_template: bool) -> None:
     config = load_config([f"task.chat_template={str(chat_template).lower()}"], "alphabet-sort")
     config.rollout.max_prompt_tokens = config.rollout.max_response_tokens = 1000
     tokenizer = chat_tokenizer()
@@ -165,6 +146,9 @@ def test_demonstration_that_does_not_end_with_the_assistant_is_refused(
         imitate(chat, said(*turns))
 
 
+STEPS = {"steps": RewardConfig(kind=RewardKind.env)}
+
+
 def task_config(tmp_path: Path, **changes: object) -> TaskConfig:
     path = tmp_path / "mine.py"
     path.write_text(
@@ -201,15 +185,11 @@ def task_config(tmp_path: Path, **changes: object) -> TaskConfig:
             r"task.factory='.*:empty': made a int without name, example, eval_prompts, is_held_out",
         ),
         (
-            {"rewards": {"steps": RewardConfig(kind=RewardKind.env)}},
+            {"rewards": STEPS},
             r"task.rewards.steps.kind=env: the environment of task.kind=reasoning_gym gives no",
         ),
         (
-            {
-                "rewards": {"steps": RewardConfig(kind=RewardKind.env)},
-                "tools": ["python"],
-                "max_turns": 2,
-            },
+            {"rewards": STEPS, "tools": ["python"], "max_turns": 2},
             r"task.rewards.steps.kind=env: .* set task.rewards.steps.kind=task, or name an env",
         ),
         (
@@ -225,10 +205,15 @@ def test_task_settings_are_checked_before_a_run(
         check_task(task_config(tmp_path, **changes))
 
 
-def test_valid_task_passes_the_check(tmp_path: Path) -> None:
-    check_task(task_config(tmp_path, env="FILE:env", function="FILE:reward"))
-    check_task(task_config(tmp_path, agent="FILE:good_agent"))
-    steps = {"steps": RewardConfig(kind=RewardKind.env)}
-    check_task(task_config(tmp_path, env="FILE:env", rewards=steps))
-    check_task(task_config(tmp_path, agent="FILE:good_agent", rewards=steps))
-    check_task(task_config(tmp_path, tools=["python"], max_turns=2))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"env": "FILE:env", "function": "FILE:reward"},
+        {"agent": "FILE:good_agent"},
+        {"env": "FILE:env", "rewards": STEPS},
+        {"agent": "FILE:good_agent", "rewards": STEPS},
+        {"tools": ["python"], "max_turns": 2},
+    ],
+)
+def test_valid_task_passes_the_check(tmp_path: Path, changes: dict[str, object]) -> None:
+    check_task(task_config(tmp_path, **changes))
