@@ -23,11 +23,11 @@ from buffer.redis.server import EmbeddedServer
 from buffer.run_state import RunState
 from configs.load import read_config
 from configs.schema import BufferConfig
+from controller.ray_environment import LOOPBACK
 from controller.run_dir import RunDir, RunDirError
 
 T = TypeVar("T")
 
-LOOPBACK = "127.0.0.1"
 STOP_TIMEOUT_S = 20.0
 ANSWER_TIMEOUT_S = 5.0
 """Longest that a command waits for one reply of a server that may be gone."""

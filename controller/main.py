@@ -152,17 +152,13 @@ def _launch(
         config = load_config(arguments.overrides, arguments.experiment)
         password_of_environment()  # removes it: no child process may inherit it
         prepare_environment(config.cluster)
-        _name_accelerator()
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed warns that it found nothing else
         from controller.run import launch
     launch(config, stop, announce_folder)
     return 0
-
-
-def _name_accelerator() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed warns that it found nothing else
 
 
 def _finish_launch(folder: str | None, was_asked: bool, exit_code: int) -> int:

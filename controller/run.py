@@ -125,19 +125,17 @@ class Run:
         with contextlib.ExitStack() as cleanup, self._panel:
             cleanup.callback(self._leave_nothing)
             pools = self._start_up(cleanup)
-            asyncio.run(self._training(pools).run())
-
-    def _training(self, pools: Pools) -> Training:
-        return Training(
-            config=self._config,
-            run_dir=self._dir,
-            pools=pools,
-            address=self._address,
-            redis_pid=self._server.pid if self._server else None,
-            panel=self._panel,
-            started=self._started,
-            stop=self._stop,
-        )
+            training = Training(
+                config=self._config,
+                run_dir=self._dir,
+                pools=pools,
+                address=self._address,
+                redis_pid=self._server.pid if self._server else None,
+                panel=self._panel,
+                started=self._started,
+                stop=self._stop,
+            )
+            asyncio.run(training.run())
 
     @property
     def _address(self) -> BufferAddress:

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, open_buffer, open_state
-from controller.metrics.records import EVAL_FAILED, MetricsLog, Record, Scalar
+from controller.metrics.records import EVAL_FAILED, MetricsLog, Record
 from controller.recorder import Recorder
 from controller.report.panel import Panel
 from controller.report.state import RunView
@@ -111,7 +111,10 @@ class Training:
         pools = self._pools
         self._tasks = tasks
         await self._enter_phase("evaluating the start")
-        self._recorder.record("eval", await self._evaluate_start())
+        # A failure here, before training, ends the run: it has cost only minutes.
+        wait = self._await_result
+        start = await evaluate(pools.rollout, 0, may_hold=False, await_result=wait)
+        self._recorder.record("eval", start)
         await self._enter_phase("training")
         generating = [
             tasks.create_task(self._await_result(n, r)) for n, r in pools.rollout.run().items()
@@ -133,12 +136,6 @@ class Training:
 
     # Evaluation ----------------------------------------------------------------------------------
 
-    async def _evaluate_start(self) -> dict[str, Scalar]:
-        """A failure here, before training, ends the run: it has cost only minutes."""
-        return await evaluate(
-            self._pools.rollout, 0, may_hold=False, await_result=self._await_result
-        )
-
     def _evaluate_if_due(self, step: Record) -> None:
         """One evaluation at a time: while a slow one runs, the next due version is skipped."""
         every, version = self._config.rollout.eval_every, int(step.number("version")) + 1
@@ -152,10 +149,8 @@ class Training:
 
     async def _evaluate(self, version: int, *, may_hold: bool = False) -> None:
         """A failed evaluation is reported and does not end the run."""
-        pool = self._pools.rollout
-        kind, record = await try_evaluate(
-            pool, version, may_hold=may_hold, await_result=self._await_result
-        )
+        pool, wait = self._pools.rollout, self._await_result
+        kind, record = await try_evaluate(pool, version, may_hold=may_hold, await_result=wait)
         recorded = self._recorder.record(kind, record)
         if kind == EVAL_FAILED:
             self._panel.say(eval_failed_words(recorded))

@@ -54,11 +54,9 @@ class Piece:
     """Of an unlikely token."""
 
 
-def print_group(
-    run_dir: RunDir, group_id: str | None, url: str | None = None, console: Console | None = None
-) -> None:
+def print_group(run_dir: RunDir, group_id: str | None, url: str | None = None) -> None:
     """Print this group, or the one recorded last. Raises RunDirError if it is not kept."""
-    console = console or Console(highlight=False)
+    console = Console(highlight=False)
     group, where = _find(run_dir, group_id, url)
     tokenizer = _tokenizer(run_dir)
     has_colours = console.is_terminal and not console.no_color

@@ -56,11 +56,9 @@ DETAILS = {"s": "step {}", "v": "version {}", "o": "owner {}", "r": "{}", "p": "
 FINAL = frozenset({"acked", "dropped", "abandoned"})
 
 
-def print_trace(
-    run_dir: RunDir, group_id: str, url: str | None = None, console: Console | None = None
-) -> None:
+def print_trace(run_dir: RunDir, group_id: str, url: str | None = None) -> None:
     """Print the group's events. Raises RunDirError if nothing is known of it."""
-    console = console or Console()
+    console = Console()
     check_group_id(group_id)
     with buffer_address(run_dir, url) as address:
         events, state = asyncio.run(_look(address, group_id))

@@ -222,7 +222,7 @@ def _buffer(view: RunView, bar_width: int) -> Group:
     limit = stats.limit()
     rows: list[tuple[str, RenderableType]] = [
         ("in use", _leash_bar(stats, limit, bar_width)),
-        ("", _leash_legend(stats)),
+        ("", Text("  ").join(Text(f"{n} {name}", style) for n, name, style in _states(stats))),
     ]
     # No group is older, unless max_staleness was lowered just now.
     oldest = max(stats.max_staleness, *stats.by_staleness, 0)
@@ -236,7 +236,7 @@ def _buffer(view: RunView, bar_width: int) -> Group:
     return _section("Buffer", rows)
 
 
-def _leash_states(stats: BufferStats) -> tuple[tuple[int, str, str], ...]:
+def _states(stats: BufferStats) -> tuple[tuple[int, str, str], ...]:
     return (
         (stats.leased, "leased", "magenta"),
         (stats.ready, "ready", "green"),
@@ -247,17 +247,12 @@ def _leash_states(stats: BufferStats) -> tuple[tuple[int, str, str], ...]:
 def _leash_bar(stats: BufferStats, limit: int, width: int) -> Text:
     """Leased, ready and running groups as parts of the admission limit."""
     text, used = Text(), 0
-    for count, _, style in _leash_states(stats):
+    for count, _, style in _states(stats):
         end = min(width, round(width * (used + count) / limit))
         text.append("█" * (end - len(text)), style=style)
         used += count
     text.append("·" * (width - len(text)), style="dim")
     return text.append(f" {used} of {limit} groups")
-
-
-def _leash_legend(stats: BufferStats) -> Text:
-    states = _leash_states(stats)
-    return Text("  ").join(Text(f"{count} {name}", style=style) for count, name, style in states)
 
 
 def _law(stats: BufferStats) -> Text:

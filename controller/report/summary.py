@@ -18,7 +18,7 @@ from controller.metrics.counters import summary_rows
 from controller.metrics.records import Record, read_metrics
 from controller.report.plots import PLOTS, write_plots
 from controller.report.result import RunResult, result_line, summarize
-from controller.report.timeline import LAST_TIMELINE, write_last_timeline
+from controller.report.timeline import LAST_TIMELINE, find_timeline, write_timeline
 from controller.run_dir import RunDir
 from controller.units import format_bytes, format_count, format_duration
 
@@ -35,7 +35,8 @@ def write_report(run_dir: RunDir) -> RunResult:
     """
     records = read_metrics(run_dir.metrics)
     write_plots(run_dir.path, records)
-    write_last_timeline(run_dir.path, records)
+    if (timeline := find_timeline(records)) is not None:
+        write_timeline(timeline, run_dir.path / LAST_TIMELINE)
     return write_summary(run_dir, records)
 
 

@@ -92,12 +92,6 @@ def draw_timeline(run_dir: RunDir, version: int | None = None) -> None:
     print(path)
 
 
-def write_last_timeline(folder: Path, records: Sequence[Record]) -> None:
-    """Draw LAST_TIMELINE; nothing if no version has reached every engine."""
-    if (timeline := find_timeline(records)) is not None:
-        write_timeline(timeline, folder / LAST_TIMELINE)
-
-
 def find_timeline(records: Sequence[Record], version: int | None = None) -> Timeline | None:
     """The timeline of a version, by default of the newest that every engine took (pure)."""
     committed = {r.number("version") for r in of_kind(records, "commit")}

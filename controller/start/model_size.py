@@ -20,10 +20,10 @@ class ModelSize:
     """The size of a model as known without loading it or using the network."""
 
     label: str
-    num_params: int | None
-    kv_elements: int | None
+    num_params: int | None = None
+    kv_elements: int | None = None
     """Elements that one token adds to the KV cache, over all layers."""
-    source: str
+    source: str = "size unknown until it is loaded"
     """Where the numbers come from, in words."""
 
 
@@ -58,9 +58,7 @@ def _size_from_fields(name: str, fields: Mapping[str, int | None]) -> ModelSize:
     hidden, layers, heads, inner = (fields.get(key) for key in needed)
     vocabulary = fields.get("vocab_size")
     if not (hidden and layers and heads and inner and vocabulary):
-        return ModelSize(
-            label=name, num_params=None, kv_elements=None, source="size unknown until it is loaded"
-        )
+        return ModelSize(label=name)
     kv_heads = fields.get("num_key_value_heads") or heads
     head = fields.get("head_dim") or hidden // heads
     layer = hidden * head * 2 * (heads + kv_heads) + 3 * hidden * inner
@@ -78,10 +76,6 @@ def _size_from_name(name: str) -> ModelSize:
     """From a name on the hub such as "...-7B-..." or "...-0.6B"."""
     found = re.search(r"(\d+(?:\.\d+)?)([BM])(?![A-Za-z])", name, re.IGNORECASE)
     if found is None:
-        return ModelSize(
-            label=name, num_params=None, kv_elements=None, source="size unknown until it is loaded"
-        )
+        return ModelSize(label=name)
     params = int(float(found[1]) * {"B": 1e9, "M": 1e6}[found[2].upper()])
-    return ModelSize(
-        label=name, num_params=params, kv_elements=None, source="size taken from its name"
-    )
+    return ModelSize(label=name, num_params=params, source="size taken from its name")

@@ -89,7 +89,7 @@ class Plan:
         facts.add_row("model", f"{self.model.label} ({self.model.source})")
         facts.add_row("devices", self.devices.why)
         facts.add_row("Redis", _redis_sentence(self.config))
-        facts.add_row("leash", staleness_sentence(self.config))
+        facts.add_row("leash", _staleness_sentence(self.config))
         facts.add_row("weights", _weights_sentence(self.config, self.model, self.serving_dtype))
         return Group(Text("Processes of this run", style="bold cyan"), table, facts)
 
@@ -134,7 +134,7 @@ def make_plan(
     )
 
 
-def staleness_sentence(config: Config) -> str:
+def _staleness_sentence(config: Config) -> str:
     """The bound that admission enforces for max_staleness, as a sentence."""
     staleness, groups = config.buffer.max_staleness, config.trainer.groups_per_step
     factor = config.rollout.oversampling

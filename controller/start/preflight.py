@@ -169,13 +169,11 @@ def _check_ports(config: Config) -> None:
 
 
 def _is_free(host: str, port: int) -> bool:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError:
-            return False
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        socket.create_server(address, family=family).close()
+    except OSError:
+        return False
     return True
 
 

@@ -77,12 +77,10 @@ def lost_node(message: str) -> str | None:
     return f"{where} ({reason.group(1).strip()})" if reason else where
 
 
-def cause_of(error: BaseException) -> str:
+def cause_of(error: RayTaskError | RayActorError) -> str:
     """The message of an error from another process, without Ray's traceback."""
-    if isinstance(error, RayTaskError):
-        inner = error.cause
-        return f"failed: {type(inner).__name__}: {inner}"
-    return f"failed: {type(error).__name__}: {error}"
+    inner = error.cause if isinstance(error, RayTaskError) else error
+    return f"failed: {type(inner).__name__}: {inner}"
 
 
 def error_of(name: str, error: RayTaskError | RayActorError, log: Path) -> Exception:

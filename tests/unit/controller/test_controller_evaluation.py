@@ -61,37 +61,23 @@ async def await_result(name: str, ref: Any) -> Any:
     return await ref
 
 
-async def test_engine_is_held_for_the_evaluation_and_released() -> None:
-    pool = Pool({"engine-0", "engine-2"}, set())
-    record = await evaluate(pool, 4, may_hold=True, await_result=await_result)
-    assert pool.log == [
-        ("hold", "engine-2"),
-        ("evaluate", "engine-2"),
-        ("release", "engine-2"),
-    ]
-    assert (record["engine"], record["accuracy"], record["pass_at_1"]) == ("engine-2", 0.5, 0.5)
-
-
-async def test_engine_past_the_version_or_dead_is_not_held() -> None:
-    pool = Pool({"engine-0"}, {"engine-2"})
-    record = await evaluate(pool, 4, may_hold=True, await_result=await_result)
-    assert [what for what, _ in pool.log] == ["hold", "hold", "hold", "evaluate", "release"]
-    assert record["engine"] == "engine-0"
-
-
-@pytest.mark.parametrize("may_hold", [False, True])
-async def test_evaluation_without_a_reserved_engine_uses_any(may_hold: bool) -> None:
-    pool = Pool(set(), set())
+@pytest.mark.parametrize(
+    ("willing", "dead", "may_hold", "asked", "used"),
+    [
+        ({"engine-0", "engine-2"}, set(), True, ["engine-2"], "engine-2"),
+        ({"engine-0"}, {"engine-2"}, True, ["engine-2", "engine-1", "engine-0"], "engine-0"),
+        (set(), set(), True, ["engine-2", "engine-1", "engine-0"], None),
+        (set(), set(), False, [], None),
+    ],
+)
+async def test_first_engine_that_can_be_held_evaluates_and_is_released(
+    willing: set[str], dead: set[str], may_hold: bool, asked: list[str], used: str | None
+) -> None:
+    pool = Pool(willing, dead)
     record = await evaluate(pool, 4, may_hold=may_hold, await_result=await_result)
-    assert pool.log[-1] == ("evaluate", None) and record["engine"] == ""
-    assert len(pool.log) == 1 + 3 * may_hold
-
-
-async def test_failed_evaluation_releases_the_engine_and_says_why() -> None:
-    pool = Pool({"engine-2"}, set(), ValueError("a bad task"))
-    with pytest.raises(ValueError, match="a bad task"):
-        await evaluate(pool, 4, may_hold=True, await_result=await_result)
-    assert pool.log[-1] == ("release", "engine-2")
+    held = [("hold", engine) for engine in asked]
+    assert pool.log == [*held, ("evaluate", used), *([("release", used)] if used else [])]
+    assert (record["engine"], record["accuracy"], record["pass_at_1"]) == (used or "", 0.5, 0.5)
 
 
 async def test_failed_evaluation_during_training_is_a_record() -> None:
@@ -100,13 +86,16 @@ async def test_failed_evaluation_during_training_is_a_record() -> None:
     kind, record = await try_evaluate(pool, 4, may_hold=True, await_result=await_result)
     assert (kind, record) == ("eval_failed", {"version": 4, "why": why})
     assert pool.log[-1] == ("release", "engine-2")
-    kind, record = await try_evaluate(
-        Pool(set(), set()), 4, may_hold=False, await_result=await_result
-    )
+    good = Pool(set(), set())
+    kind, record = await try_evaluate(good, 4, may_hold=False, await_result=await_result)
     assert (kind, record["accuracy"]) == ("eval", 0.5)
-    bad = Pool({"engine-2"}, set(), ValueError("a bad task"))
+
+
+async def test_evaluation_of_a_bad_task_raises_and_releases_the_engine() -> None:
+    pool = Pool({"engine-2"}, set(), ValueError("a bad task"))
     with pytest.raises(ValueError, match="a bad task"):
-        await try_evaluate(bad, 4, may_hold=True, await_result=await_result)
+        await try_evaluate(pool, 4, may_hold=True, await_result=await_result)
+    assert pool.log[-1] == ("release", "engine-2")
 
 
 async def test_evaluation_that_is_cancelled_releases_the_engine() -> None:

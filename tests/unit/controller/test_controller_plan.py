@@ -13,7 +13,7 @@ from configs.load import load_config
 from configs.schema import ModelConfig, ScratchModelConfig
 from controller.main import main
 from controller.start.model_size import model_size
-from controller.start.plan import Plan, make_plan, staleness_sentence
+from controller.start.plan import Plan, make_plan
 
 GIB = 2**30
 
@@ -40,45 +40,35 @@ def test_cores_are_divided_without_gpus(settings: list[str], num_cpus: int, thre
 
 
 @pytest.mark.parametrize(
-    ("settings", "num_gpus", "num_ranks", "engine_gpus", "total"),
+    ("settings", "num_gpus", "ranks", "engine_gpus", "total"),
     [
         (["rollout.num_engines=3", "rollout.engine.tp_size=2"], 8, 2, 2, 2 + 3 * 2),
-        ([], 3, 2, 1, 3),
-        ([], 2, 1, 1, 2),
         (["weight_sync=ipc"], 8, 2, 1, 3),
         (["weight_sync.backend=nccl"], 8, 2, 1, 3),
-        ([], None, 2, 0, 0),
+        ([], 3, 2, 1, 3),
+        ([], 2, 1, 1, 2),
     ],
 )
 def test_gpus_are_one_per_rank_and_tp_size_per_engine(
-    settings: list[str], num_gpus: int | None, num_ranks: int, engine_gpus: int, total: int
+    settings: list[str], num_gpus: int, ranks: int, engine_gpus: int, total: int
 ) -> None:
     plan = make_plan(load_config(settings), num_gpus, num_cpus=64)
     devices = plan.devices
-    assert (devices.num_ranks, devices.engine_gpus, plan.num_gpus) == (
-        num_ranks,
-        engine_gpus,
-        total,
-    )
-    assert devices.rank_gpus == (1 if total else 0)
-    assert plan.serving_dtype == ("bfloat16" if total else "float32")
-    if num_gpus == 2:
-        assert plan.config.rollout.engine.mem_fraction == 0.85
-        assert plan.config.weight_sync.backend is Backend.auto
-        assert "2 GPUs: too few for 2 ranks and the engines" in devices.why
+    assert (devices.num_ranks, devices.rank_gpus, devices.engine_gpus) == (ranks, 1, engine_gpus)
+    assert (plan.num_gpus, plan.serving_dtype) == (total, "bfloat16")
+    assert plan.config.rollout.engine.mem_fraction == 0.85
+    assert plan.config.weight_sync.backend is not Backend.gloo
+    few = "2 GPUs: too few for 2 ranks and the engines"
+    assert (few in devices.why) == (num_gpus == 2)
 
 
 def test_too_many_gpus_are_refused_with_the_numbers() -> None:
     config = load_config([], "qwen2.5-7b-gsm8k")
     with pytest.raises(ValueError, match=r"need 16 GPUs, and Ray has 4: lower trainer\.num_ranks"):
         make_plan(config, num_gpus=4, num_cpus=64)
+    assert make_plan(config, num_gpus=None, num_cpus=8).num_gpus == 16, "not known yet: enough"
     with pytest.raises(ValueError, match=r"cluster\.gpus_per_rank=0"):
         make_plan(load_config(["cluster.gpus_per_rank=1"]), num_gpus=0, num_cpus=2)
-
-
-def test_dry_run_for_a_cluster_assumes_enough_gpus() -> None:
-    plan = make_plan(load_config([], "qwen2.5-7b-gsm8k"), num_gpus=None, num_cpus=8)
-    assert plan.num_gpus == 16
 
 
 def test_rendered_plan_lists_processes_and_the_leash() -> None:
@@ -86,6 +76,8 @@ def test_rendered_plan_lists_processes_and_the_leash() -> None:
     for word in ("Redis server", "rollout worker", "trainer rank", "SGLang engine", "428k"):
         assert word in text
     assert "(2 + 1) x 16 = 48 groups" in text
+    text = " ".join(text_of(make_plan(load_config(["buffer=synchronous"]), 0, 2)).split())
+    assert "(0 + 1) x 16 = 16 groups" in text and "on the weights that sampled it" in text
 
 
 def test_own_server_is_named_without_its_password() -> None:
@@ -94,12 +86,6 @@ def test_own_server_is_named_without_its_password() -> None:
     assert "at box:6380" in text
     assert "secret" not in text
     assert "Redis server" not in text, "it is not started"
-
-
-def test_staleness_zero_is_described_as_synchronous() -> None:
-    sentence = staleness_sentence(load_config(["buffer=synchronous"]))
-    assert "(0 + 1) x 16 = 16 groups" in sentence
-    assert "trained on the weights that sampled it" in sentence
 
 
 def test_parameters_of_a_scratch_model_are_counted_by_hand() -> None:
@@ -200,17 +186,14 @@ def test_settings_of_a_shared_gpu_are_kept_if_they_fit() -> None:
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
-def test_model_too_large_for_the_gpus_runs_on_the_cpu(
-    num_gpus: int,
-) -> None:
+def test_model_too_large_for_the_gpus_runs_on_the_cpu(num_gpus: int) -> None:
     settings = ["model=pretrained", "model.path=Qwen/Qwen2.5-7B-Instruct"]
     plan = make_plan(load_config(settings), num_gpus, num_cpus=8, gpu_bytes=80 * GIB)
     assert plan.num_gpus == 0 and plan.config.trainer.num_ranks == 2
     assert "do not fit in a GPU of 80" in plan.devices.why
+    demanded = load_config([*settings, "cluster.gpus_per_rank=1"])
     with pytest.raises(ValueError, match=r"cluster\.gpus_per_rank=1: .* do not fit"):
-        make_plan(
-            load_config([*settings, "cluster.gpus_per_rank=1"]), num_gpus, 8, gpu_bytes=80 * GIB
-        )
+        make_plan(demanded, num_gpus, 8, gpu_bytes=80 * GIB)
 
 
 def test_share_of_an_engine_grows_with_the_model() -> None:
