@@ -108,13 +108,10 @@ def _reporting(what: Callable[[], int]) -> int:
     except (KeyboardInterrupt, Stopped):
         print("leash: stopped", file=sys.stderr)
         return EXIT_STOPPED
-    except ValueError as error:  # bad input; the message names it
-        print(f"leash: {printable(str(error))}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except (RuntimeError, TimeoutError, OSError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         # It may quote a worker's log, and that the output of a model.
         print(f"leash: {printable(str(error))}", file=sys.stderr)
-        return EXIT_FAILED
+        return EXIT_BAD_INPUT if isinstance(error, ValueError) else EXIT_FAILED
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -17,7 +17,7 @@ from controller.buffer_access import (
     raw_client,
 )
 from controller.run_dir import RunDir
-from controller.units import format_bytes
+from controller.units import format_bytes, format_number_of
 
 MAX_NAMED = 5
 """Unreadable groups that are listed by name."""
@@ -74,5 +74,5 @@ def _counted(groups: Mapping[str, int]) -> str:
     if not groups:
         return "no group"
     (first, number), *rest = groups.items()
-    parts = [f"{number} group{'s' if number != 1 else ''} {first}"]
+    parts = [f"{format_number_of(number, 'group')} {first}"]
     return ", ".join(parts + [f"{number} {name}" for name, number in rest])

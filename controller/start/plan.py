@@ -23,7 +23,7 @@ from controller.start.gpus import (
     choose_devices,
 )
 from controller.start.model_size import ModelSize, model_size
-from controller.units import format_bytes
+from controller.units import format_bytes, format_number_of
 
 CPU_KV_TOKENS = 65536
 """KV cache of a CPU engine when rollout.engine.max_total_tokens is null."""
@@ -145,11 +145,8 @@ def _staleness_sentence(config: Config) -> str:
     bound = f"at most ({staleness} + 1) x {groups}{times} = {limit} groups"
     if staleness == 0:
         return f"{bound} running + ready + leased; each is trained on the weights that sampled it"
-    versions = "version" if staleness == 1 else "versions"
-    return (
-        f"{bound} running + ready + leased; no trained token lags by more than {staleness} "
-        f"policy {versions}"
-    )
+    most = format_number_of(staleness, "policy version")
+    return f"{bound} running + ready + leased; no trained token lags by more than {most}"
 
 
 def serving_dtype(config: Config, uses_gpu: bool) -> str:

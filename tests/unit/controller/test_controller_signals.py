@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -54,35 +55,28 @@ def stop() -> Iterator[StopRequest]:
 class Guarded:
     """A guard with a controller that waits for a signal, and a child of that controller."""
 
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", GUARDED],
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert self.process.stdout is not None
-        self.child = psutil.Process(int(self.process.stdout.readline()))
-        parent = self.child.parent()
-        assert parent is not None
-        self.controller = parent
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        self.process = process
+        self.child = psutil.Process(int(process.stdout.readline()))
+        (self.controller,) = psutil.Process(process.pid).children()
 
     def output(self) -> str:
         text, _ = self.process.communicate(timeout=60)
         return text
 
-    def close(self) -> None:
-        for process in (self.process, self.controller, self.child):
-            if process.is_running() if isinstance(process, psutil.Process) else True:
-                process.kill()
-        self.process.wait()
-
 
 @pytest.fixture
-def guarded():
-    guarded = Guarded()
-    yield guarded
-    guarded.close()
+def guarded() -> Iterator[Guarded]:
+    command = [sys.executable, "-c", GUARDED]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        guarded = Guarded(process)
+        yield guarded
+        for left in (process, guarded.controller, guarded.child):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
