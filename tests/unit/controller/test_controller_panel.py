@@ -19,7 +19,7 @@ from rich.console import Console
 from controller.metrics.records import Record
 from controller.report.panel import Panel, render, sparkline, step_line
 from controller.report.state import RunView, buffer_values, waits_of
-from controller.watch.remarks import buffer_remarks
+from controller.watch.remarks import buffer_remarks, engine_remarks
 
 
 def trained_view(num_steps: int = 20) -> RunView:
@@ -146,6 +146,10 @@ def test_pushes_that_wait_for_capacity_are_a_remark(
 ) -> None:
     remarks = buffer_remarks(replace(STATS, **change))  # type: ignore[arg-type]
     assert len(remarks) == bool(expected) and expected in "".join(remarks)
+
+
+def test_engines_that_serve_are_no_remark() -> None:
+    assert engine_remarks(STATS, lost_engines={"engine-1"}) == []
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
