@@ -30,9 +30,11 @@ from rollout_pool.sandbox.request import Request
 
 log = logging.getLogger(__name__)
 
-_ROOT = str(Path(__file__).parents[2])
+_PACKAGE = str(Path(__file__).parents[1])
+# The package's own __init__ imports a library, and a program finds none: a bare one stands for it.
 _START = (
-    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "import sys; package = type(sys)('rollout_pool'); package.__path__ = [sys.argv[1]]; "
+    "sys.modules['rollout_pool'] = package; "
     "from rollout_pool.sandbox.child import main; main()"
 )
 _CHUNK = 65536
@@ -199,7 +201,7 @@ class _Run:
         self._process = await asyncio.create_subprocess_exec(
             # The base interpreter: the program must not see the virtual environment.
             sys._base_executable,  # type: ignore[attr-defined]
-            *("-I", "-S", "-X", "utf8", "-c", _START, _ROOT),
+            *("-I", "-S", "-X", "utf8", "-c", _START, _PACKAGE),
             *(str(descriptor) for descriptor in descriptors),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import subprocess
+import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -240,3 +243,29 @@ def test_licence_is_apache_2_in_the_metadata_and_in_full() -> None:
     text = (ROOT / "LICENSE").read_text()
     for part in ("Version 2.0, January 2004", "9. Accepting Warranty", "END OF TERMS", "APPENDIX"):
         assert part in text
+
+
+PUBLIC = [package for package in MAY_IMPORT if (ROOT / package / "__init__.pyi").exists()]
+IMPORT_ALL = f"""
+import sys
+import {", ".join(PUBLIC)}
+from buffer import Trajectory, TrajectoryGroup
+from weight_sync import TensorSpec
+print(*{{"torch", "ray", "redis", "transformers"}} & set(sys.modules))
+"""
+
+
+def test_public_types_are_read_without_torch_ray_or_redis() -> None:
+    seen = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert seen.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_packages_hand_on_their_public_names_alone(package: str) -> None:
+    module = importlib.import_module(package)
+    assert PUBLIC and module.__doc__
+    for name in module.__all__:
+        public = getattr(module, name)
+        assert public is not None and not name.startswith("_")

@@ -1,0 +1,15 @@
+from .load import ConfigError as ConfigError
+from .load import load_config as load_config
+from .load import read_config as read_config
+from .load import to_yaml as to_yaml
+from .rollout_schema import EngineConfig as EngineConfig
+from .rollout_schema import RolloutConfig as RolloutConfig
+from .rollout_schema import TaskConfig as TaskConfig
+from .schema import BufferConfig as BufferConfig
+from .schema import ClusterConfig as ClusterConfig
+from .schema import Config as Config
+from .schema import ModelConfig as ModelConfig
+from .schema import RunConfig as RunConfig
+from .schema import TrainerConfig as TrainerConfig
+from .schema import WarmStartConfig as WarmStartConfig
+from .schema import WeightSyncConfig as WeightSyncConfig

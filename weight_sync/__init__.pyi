@@ -1,0 +1,14 @@
+from .engine import CheckpointEngine as CheckpointEngine
+from .errors import ChecksumMismatch as ChecksumMismatch
+from .errors import ReceiverUnreachable as ReceiverUnreachable
+from .errors import StoreBusyError as StoreBusyError
+from .errors import StoreFullError as StoreFullError
+from .errors import TransferFailed as TransferFailed
+from .errors import UnknownLayout as UnknownLayout
+from .errors import UnknownVersion as UnknownVersion
+from .types import GroupSpec as GroupSpec
+from .types import PublishReport as PublishReport
+from .types import ReceiverSpec as ReceiverSpec
+from .types import TensorSpec as TensorSpec
+from .types import VersionBoard as VersionBoard
+from .types import WeightSyncError as WeightSyncError
