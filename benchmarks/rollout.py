@@ -13,38 +13,43 @@ import sys
 import tempfile
 from pathlib import Path
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
+sys.path.pop(0)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Report
-from benchmarks.rollout_efficiency import measure_efficiency, measure_rewards, measure_stub
-from benchmarks.rollout_strategies import measure_strategies
-from benchmarks.rollout_work import SHORT, WorkSize
+from benchmarks.rollouts.efficiency import measure_efficiency, measure_rewards, measure_stub
+from benchmarks.rollouts.scene import build_model, engine_at
+from benchmarks.rollouts.strategies import measure_strategies
+from benchmarks.rollouts.work import SHORT, WorkSize
 
-PARTS = ("strategies", "efficiency", "stub", "rewards")
+AT_AN_ENGINE = {"strategies": measure_strategies, "efficiency": measure_efficiency}
+AT_A_STUB = {"stub": measure_stub, "rewards": measure_rewards}
 
 
-async def measure(size: WorkSize, parts: list[str], report: Report) -> None:
+async def measure(size: WorkSize, only: list[str], report: Report) -> None:
     with tempfile.TemporaryDirectory(prefix="leash-bench-") as name:
         folder = Path(name)
-        if "strategies" in parts:
-            await measure_strategies(size, folder / "strategies", report)
-        if "efficiency" in parts:
-            await measure_efficiency(size, folder / "efficiency", report)
-        if "stub" in parts:
-            await measure_stub(size, folder / "stub", report)
-        if "rewards" in parts:
-            await measure_rewards(size, folder / "rewards", report)
+        build_model(size, folder)
+        chosen = [part for part in AT_AN_ENGINE if part in only]
+        if chosen:
+            async with engine_at(folder, size) as engine:
+                for part in chosen:
+                    await AT_AN_ENGINE[part](size, folder, engine, report)
+        for part in AT_A_STUB:
+            if part in only:
+                await AT_A_STUB[part](size, folder, report)
 
 
 def main() -> None:
+    parts = [*AT_AN_ENGINE, *AT_A_STUB]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="small sizes, to see that it works")
-    parser.add_argument("--only", action="append", choices=PARTS, help="this part alone")
+    parser.add_argument("--only", action="append", choices=parts, help="this part alone")
     arguments = parser.parse_args()
     report = Report("rollouts")
     size = SHORT if arguments.short else WorkSize()
-    asyncio.run(measure(size, arguments.only or list(PARTS), report))
+    asyncio.run(measure(size, arguments.only or parts, report))
     report.close()
 
 

@@ -1,17 +1,20 @@
-"""Two producer and two consumer processes that persist over rounds, and the cost of a round."""
+"""Processes that persist over the rounds of a benchmark, and the cost of a round."""
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
+import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import ray
+
 _CONTEXT = multiprocessing.get_context("forkserver")
-# Members are forked from a process that has imported these once, instead of each for itself.
-_CONTEXT.set_forkserver_preload(["ray", "torch", "transformers"])
 _ROUND_S = 300.0
 
 IN_FLIGHT = 32
@@ -24,10 +27,12 @@ class Round:
 
     num_groups: int
     seconds: float
-    producer_cpu_s: float
-    consumer_cpu_s: float
-    middle_cpu_s: float
+    producer_cpu_s: float = 0.0
+    consumer_cpu_s: float = 0.0
+    middle_cpu_s: float = 0.0
     """Of the server or the queue's process."""
+    results: tuple[Any, ...] = ()
+    """What each worker returned."""
 
     @property
     def groups_per_s(self) -> float:
@@ -35,38 +40,74 @@ class Round:
 
 
 class Worker(Protocol):
-    """Made in its own process; `work` is one round of so many groups."""
+    """Made in its own process; `work` is one round, of so many groups."""
 
-    def work(self, num_groups: int) -> None: ...
+    def work(self, number: int) -> Any: ...
+
+
+class Member:
+    """A process that makes a Worker and lets it work."""
+
+    def __init__(self, make: Callable[[], Worker]) -> None:
+        # Members are forked from a process that has imported what this one has.
+        ours = [name for name in sys.modules if name.startswith("benchmarks.")]
+        _CONTEXT.set_forkserver_preload(ours)
+        self._channel, theirs = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(target=_serve, args=(make, theirs), daemon=True)
+        self._process.start()
+        self.begin = self._channel.send
+
+    def result(self) -> tuple[float, Any]:
+        """CPU seconds of the round that was begun, and what it returned; the first is the start."""
+        if not self._channel.poll(_ROUND_S):
+            raise TimeoutError(f"a worker did not finish its round in {_ROUND_S:g} s")
+        reply = self._channel.recv()
+        if isinstance(reply, str):
+            raise RuntimeError(reply)
+        return reply
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(make: Callable[[], Worker], channel: Any) -> None:
+    try:
+        worker = make()
+        channel.send((0.0, None))
+        while True:
+            number = channel.recv()
+            before = time.process_time()
+            result = worker.work(number)
+            channel.send((time.process_time() - before, result))
+    except EOFError:
+        return
+    except BaseException:
+        channel.send(traceback.format_exc())
 
 
 class Team:
-    """Each of `workers` is called in a process of its own to make a Worker.
+    """Members that begin each round at once; the first half of them produce.
 
-    The first half of them produce. `middle_cpu_s` reads the CPU time of what stands between.
+    `middle_cpu_s` reads the CPU time of what stands between producers and consumers.
     """
 
     def __init__(
-        self, workers: list[Callable[[], Worker]], middle_cpu_s: Callable[[], float]
+        self,
+        workers: Sequence[Callable[[], Worker]],
+        middle_cpu_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._middle_cpu_s = middle_cpu_s
-        self._channels: list[Any] = []
-        self._processes = []
-        for make in workers:
-            ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(make, theirs), daemon=True)
-            process.start()
-            self._channels.append(ours)
-            self._processes.append(process)
+        self._members = [Member(make) for make in workers]
         self._gather()
 
     def play(self, num_groups: int) -> Round:
-        """All workers begin at once; the round is over when the last one is done."""
+        """The round is over when the last one is done."""
         middle = self._middle_cpu_s()
         began = time.perf_counter()
-        for channel in self._channels:
-            channel.send(num_groups // 2)
-        cpu_s = self._gather()
+        for member in self._members:
+            member.begin(num_groups // 2)
+        cpu_s, results = zip(*self._gather(), strict=True)
         seconds = time.perf_counter() - began
         half = len(cpu_s) // 2
         return Round(
@@ -75,39 +116,40 @@ class Team:
             producer_cpu_s=sum(cpu_s[:half]),
             consumer_cpu_s=sum(cpu_s[half:]),
             middle_cpu_s=self._middle_cpu_s() - middle,
+            results=results,
         )
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
+        for member in self._members:
+            member.close()
 
-    def _gather(self) -> list[float]:
-        replies = []
-        for channel in self._channels:
-            if not channel.poll(_ROUND_S):
-                raise TimeoutError(f"a worker did not finish its round in {_ROUND_S:g} s")
-            reply = channel.recv()
-            if isinstance(reply, str):
-                raise RuntimeError(reply)
-            replies.append(reply)
-        return replies
+    def _gather(self) -> list[tuple[float, Any]]:
+        return [member.result() for member in self._members]
 
 
 def barrier(num_parties: int) -> Any:
     return _CONTEXT.Barrier(num_parties)
 
 
-def _serve(make: Callable[[], Worker], channel: Any) -> None:
+@contextmanager
+def local_ray(store_bytes: int) -> Iterator[None]:
+    ray.init(
+        num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=store_bytes
+    )
     try:
-        worker = make()
-        channel.send(0.0)
-        while True:
-            num_groups = channel.recv()
-            before = time.process_time()
-            worker.work(num_groups)
-            channel.send(time.process_time() - before)
-    except EOFError:
-        return
-    except BaseException:
-        channel.send(traceback.format_exc())
+        yield
+    finally:
+        ray.shutdown()
+
+
+async def in_flight(
+    call: Callable[[int], Awaitable[object]], number: int, at_once: int = IN_FLIGHT
+) -> None:
+    """Calls it with 0 to `number` - 1, so many at once."""
+    numbers = iter(range(number))
+
+    async def one_after_the_other() -> None:
+        for each in numbers:
+            await call(each)
+
+    await asyncio.gather(*(one_after_the_other() for _ in range(at_once)))

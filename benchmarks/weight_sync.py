@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib import import_module
 from pathlib import Path
 
-_HERE = Path(__file__).resolve().parent
-# Run as a file, this folder would come first and hide the package `buffer` behind `buffer.py`.
-sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE)]
+# This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
+sys.path.pop(0)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.report import Report  # noqa: E402
-from benchmarks.weights_fleet import measure_fleet  # noqa: E402
-from benchmarks.weights_wire import measure_wire  # noqa: E402
+from benchmarks.report import Report
+
+PARTS = ("wire", "fleet")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="every part once, quickly")
-    parser.add_argument("--only", choices=["wire", "fleet"], help="one part of it")
+    parser.add_argument("--only", choices=PARTS, help="one part of it")
     arguments = parser.parse_args()
     report = Report("checkpoint engine")
-    if arguments.only != "fleet":
-        measure_wire(report, is_short=arguments.short)
-    if arguments.only != "wire":
-        measure_fleet(report, is_short=arguments.short)
+    for part in PARTS:
+        if arguments.only in (None, part):
+            # Not before its turn: the many processes of WIRE then need not load transformers.
+            module = import_module(f"benchmarks.weights.{part}")
+            module.measure(report, is_short=arguments.short)
     report.close()
 
 

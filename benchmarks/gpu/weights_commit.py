@@ -22,15 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from benchmarks.engines import make_engine
 from benchmarks.gpu.device import require_gpu
 from benchmarks.report import Report
-from benchmarks.weights_engines import FleetSize, Load, make_engine
-from benchmarks.weights_model import (
-    QWEN_1_5B,
-    QWEN_7B,
-    QWEN_HALF_B,
-    ModelShape,
-)
+from benchmarks.weights.load import FleetSize, Load
+from benchmarks.weights.model import SHAPES, ModelShape
 from configs.choices import CommitStrategy
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines.commit import Committer
@@ -38,7 +34,6 @@ from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.engines.strategies import make_strategy
 from weight_sync.layout import Layout
 
-SHAPES = {"0.5B": QWEN_HALF_B, "1.5B": QWEN_1_5B, "7B": QWEN_7B}
 _NUM_COMMITS = 6
 _CHUNK = 1 << 26
 
@@ -62,7 +57,7 @@ async def measure(report: Report, name: str, folder: Path, strategies: list[str]
     layout = Layout.of(shape.tensors("bfloat16"), 1)
     staged = [write(folder / str(seed), shape, layout, seed) for seed in (0, 1)]
     report.say(f"{name}: {layout.num_bytes / 1e9:.2f} GB")
-    engine = make_engine("engine-0", staged[0], folder, "k3y-of-the-benchmark", uses_gpu=True)
+    engine = make_engine("engine-0", staged[0], folder, uses_gpu=True)
     await engine.start()
     try:
         bare = []

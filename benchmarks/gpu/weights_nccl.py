@@ -30,10 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
+from benchmarks import KEY
 from benchmarks.gpu.device import require_gpu
 from benchmarks.report import Report
-from benchmarks.weights_model import QWEN_1_5B, QWEN_7B, QWEN_HALF_B
-from benchmarks.weights_ours import KEY, MemoryBoard
+from benchmarks.weights.model import SHAPES
+from benchmarks.weights.ours import MemoryBoard, checkpoint_engine, receiver_in
 from configs.choices import Backend
 from configs.schema import WeightSyncConfig
 from weight_sync.engine import CheckpointEngine
@@ -41,9 +42,7 @@ from weight_sync.layout import Layout
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.receiver.process import ReceiverProcess
 from weight_sync.sender.snapshot import Shard
-from weight_sync.types import ReceiverSpec
 
-SHAPES = {"0.5B": QWEN_HALF_B, "1.5B": QWEN_1_5B, "7B": QWEN_7B}
 _WAIT_S = 300.0
 _CHUNK = 1 << 26
 
@@ -75,20 +74,8 @@ def receivers(
     for index in range(number):
         if num_gpus < 1 + number:
             os.environ["NCCL_HOSTID"] = f"receiver-{index}"
-        process = ReceiverProcess(
-            ReceiverSpec(
-                name=f"receiver-{index}",
-                host="127.0.0.1",
-                folder=str(folder / f"receiver-{index}"),
-                num_slots=config.num_staged,
-                num_buffers=config.num_buffers,
-                timeout_s=config.timeout_s,
-                min_bandwidth=config.min_bandwidth,
-                device=f"cuda:{(1 + index) % num_gpus}",
-                key=KEY,
-            ),
-            folder / f"receiver-{index}.log",
-        )
+        device = f"cuda:{(1 + index) % num_gpus}"
+        process = receiver_in(folder, f"receiver-{index}", config, device)
         runner.run(process.start())
         processes.append(process)
     if num_gpus < 1 + number:
@@ -119,17 +106,7 @@ def play(
     async def open_board() -> MemoryBoard:
         return board
 
-    engine = CheckpointEngine(
-        layout,
-        config,
-        rank=0,
-        run="nccl",
-        host="127.0.0.1",
-        key=KEY,
-        uses_gpu=True,
-        open_board=open_board,
-        control_timeout_s=60.0,
-    )
+    engine = checkpoint_engine(layout, config, run="nccl", open_board=open_board, uses_gpu=True)
     rates, stalls = [], []
     for version in range(num_publishes):
         if version:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,26 +32,3 @@ def tmpfs_path() -> Iterator[Path]:
     folder = tempfile.mkdtemp(prefix="leash-soak-", dir=shared if shared.is_dir() else None)
     yield Path(folder)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture
-def benchmark_result(tmp_path: Path) -> Callable[[str, float], dict[str, float]]:
-    """Runs a short form of a script in benchmarks/, and returns the figures in its last line."""
-    folder = Path(__file__).parents[2] / "benchmarks"
-
-    def run(script: str, timeout_s: float) -> dict[str, float]:
-        run = subprocess.run(
-            [sys.executable, str(folder / script), "--short"],
-            cwd=tmp_path,  # it does not depend on where it is started
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
-        assert run.returncode == 0, run.stderr[-4000:]
-        last = run.stdout.splitlines()[-1]
-        assert last.startswith("RESULT ")
-        result: dict[str, float] = json.loads(last.removeprefix("RESULT "))
-        assert all(value >= 0 for value in result.values()), result
-        return result
-
-    return run

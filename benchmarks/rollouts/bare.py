@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 
 import httpx
 
-from benchmarks.rollout_work import Job, Tally
+from benchmarks import KEY
+from benchmarks.rollouts.work import Job, Tally
 
 
-async def run_bare(
-    jobs: Sequence[Job], url: str, key: str, num_running: int, *, prefix: str
-) -> Tally:
+async def run_bare(jobs: Sequence[Job], url: str, num_running: int, *, prefix: str) -> Tally:
     """A call a group, `num_running` samples at once, with log-probabilities as rollouts need them.
 
     Answers are read as bytes and thrown away.
@@ -23,14 +22,13 @@ async def run_bare(
     at_once = max(1, num_running // len(jobs[0].lengths))
     async with httpx.AsyncClient(
         base_url=url,
-        headers={"Authorization": f"Bearer {key}"},
+        headers={"Authorization": f"Bearer {KEY}"},
         timeout=300,
         limits=httpx.Limits(max_connections=None),
         trust_env=False,
     ) as http:
         loops = [_ask_on(http, waiting, tally, prefix) for _ in range(at_once)]
         await asyncio.gather(*loops)
-    tally.ends.sort()
     return tally
 
 
@@ -46,5 +44,4 @@ async def _ask_on(http: httpx.AsyncClient, jobs: Iterator[Job], tally: Tally, pr
         }
         response = await http.post("/generate", json=body)
         response.raise_for_status()
-        tally.used_tokens += job.num_tokens
-        tally.ends.append(time.perf_counter())
+        tally.deliver([job.num_tokens])

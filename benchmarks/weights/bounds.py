@@ -11,7 +11,6 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.team import Team, Worker
-from benchmarks.weights_model import SharedWeights, map_file
+from benchmarks.weights.model import SharedWeights, map_file
 
 _CHUNK = 1 << 20
 _MEETING_S = 60.0
@@ -54,21 +52,11 @@ def join_gloo(stage: Stage, name: str, rank: int, world_size: int) -> None:
     )
 
 
-@dataclass(kw_only=True, slots=True)
-class MakeSocketMember:
+class SocketMember:
     """Member 0 sends, the others receive; each but the last hands on."""
 
-    stage: Stage
-    name: str
-    rank: int
-
-    def __call__(self) -> Worker:
-        prepare()
-        return _SocketMember(self.stage, self.name, self.rank)
-
-
-class _SocketMember:
     def __init__(self, stage: Stage, name: str, rank: int) -> None:
+        prepare()
         self._num_bytes = stage.weights.num_bytes
         self._source = memoryview(stage.weights.open().numpy().data) if rank == 0 else None
         self._chunk = memoryview(bytearray(_CHUNK))
@@ -118,22 +106,11 @@ def _connect(port_file: Path) -> socket.socket:
     raise TimeoutError(f"no member wrote {port_file}")
 
 
-@dataclass(kw_only=True, slots=True)
-class MakeGlooMember:
-    """As MakeSocketMember, over gloo: `depth` buckets are on their way at once."""
+class GlooMember:
+    """As SocketMember, over gloo: `depth` buckets are on their way at once."""
 
-    stage: Stage
-    name: str
-    rank: int
-    depth: int = 2
-
-    def __call__(self) -> Worker:
-        join_gloo(self.stage, self.name, self.rank, 1 + self.stage.num_receivers)
-        return _GlooMember(self.stage, self.rank, self.depth)
-
-
-class _GlooMember:
-    def __init__(self, stage: Stage, rank: int, depth: int) -> None:
+    def __init__(self, stage: Stage, name: str, rank: int, depth: int = 2) -> None:
+        join_gloo(stage, name, rank, 1 + stage.num_receivers)
         size, total = stage.bucket_bytes, stage.weights.num_bytes
         self._lengths = [min(size, total - start) for start in range(0, total, size)]
         self._size = size
@@ -193,25 +170,13 @@ def _started(work: dist.Work | None) -> dist.Work:
     return work
 
 
-@dataclass(kw_only=True, slots=True)
-class MakeMemcpy:
+class Memcpy:
     """One thread that copies all weights to the places of receiver 0."""
 
-    stage: Stage
-
-    def __call__(self) -> Worker:
-        prepare()
-        return _Memcpy(self.stage)
-
-
-class _Memcpy:
     def __init__(self, stage: Stage) -> None:
+        prepare()
         self._source, self._places = stage.weights.open(), stage.places(0)
 
     def work(self, num_rounds: int) -> None:
         for _ in range(num_rounds):
             self._places.copy_(self._source)
-
-
-def team_of(make: Callable[[int], Callable[[], Worker]], num_members: int) -> Team:
-    return Team([make(rank) for rank in range(num_members)], lambda: 0.0)

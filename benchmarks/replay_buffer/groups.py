@@ -1,9 +1,8 @@
-"""Groups of a given size, as a rollout worker makes them, and their bytes."""
+"""Groups of a given size, as a rollout worker makes them."""
 
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 
@@ -40,21 +39,3 @@ def _trajectory(
         finish_reason="stop",
         episode=episode,
     )
-
-
-def padded_tensors(group: TrajectoryGroup) -> dict[str, torch.Tensor]:
-    """The group as verl's agent loop hands it on: [n, T] tensors of 8 bytes a number."""
-    tokens = torch.stack([torch.from_numpy(t.tokens.astype(np.int64)) for t in group.trajectories])
-    mask = torch.stack([torch.from_numpy(t.loss_mask.astype(np.int64)) for t in group.trajectories])
-    logprobs = torch.stack([torch.from_numpy(t.rollout_logprobs) for t in group.trajectories])
-    prompt_length = group.trajectories[0].prompt_length
-    return {
-        "prompts": tokens[:, :prompt_length].clone(),
-        "responses": tokens[:, prompt_length:].clone(),
-        "response_mask": mask[:, prompt_length:].clone(),
-        "input_ids": tokens,
-        "attention_mask": torch.ones_like(tokens),
-        "position_ids": torch.arange(tokens.shape[1]).repeat(len(tokens), 1),
-        "rollout_log_probs": logprobs[:, prompt_length:].clone(),
-        "rm_scores": torch.zeros_like(logprobs[:, prompt_length:]),
-    }

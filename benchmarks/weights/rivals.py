@@ -7,7 +7,8 @@ and none of them checks what came. What they would allocate is given to them war
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ray
@@ -16,51 +17,45 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.team import Round, Worker
-from benchmarks.weights_model import views_of
-from benchmarks.weights_wires import Stage, join_gloo, prepare
+from benchmarks.weights.bounds import Stage, join_gloo, prepare
+from benchmarks.weights.model import views_of
 from weight_sync.buckets import plan_buckets
 from weight_sync.layout import Transfer
 
 _ROUND_S = 300.0
 
 
-@dataclass(kw_only=True, slots=True)
-class MakePerTensorMember:
+def per_tensor_member(stage: Stage, name: str, rank: int, num_trainers: int) -> Worker:
     """PipelineRL's way: a full parameter is gathered, broadcast from rank 0, and loaded; the next.
 
     The first `num_trainers` members are ZeRO-3 ranks; the gather of one rank alone is a copy.
     """
-
-    stage: Stage
-    name: str
-    rank: int
-    num_trainers: int
-
-    def __call__(self) -> Worker:
-        stage, trainers = self.stage, list(range(self.num_trainers))
-        join_gloo(stage, self.name, self.rank, self.num_trainers + stage.num_receivers)
-        gather_group = dist.new_group(trainers)
-        receivers = range(self.num_trainers, self.num_trainers + stage.num_receivers)
-        weight_group = dist.new_group([0, *receivers])
-        if self.rank < self.num_trainers:
-            return _GatheringTrainer(self, gather_group, weight_group)
-        return _TensorReceiver(stage, self.rank - self.num_trainers, weight_group)
+    world_size = num_trainers + stage.num_receivers
+    join_gloo(stage, name, rank, world_size)
+    gather_group = dist.new_group(list(range(num_trainers)))
+    weight_group = dist.new_group([0, *range(num_trainers, world_size)])
+    if rank < num_trainers:
+        return _GatheringTrainer(stage, rank, num_trainers, gather_group, weight_group)
+    return _TensorReceiver(stage, rank - num_trainers, weight_group)
 
 
 class _GatheringTrainer:
-    def __init__(self, spec: MakePerTensorMember, gather: Any, weights: Any) -> None:
-        self._gather_group, self._weight_group = gather, weights
-        self._num_trainers, self._is_sender = spec.num_trainers, spec.rank == 0
-        layout = spec.stage.weights.layout
+    def __init__(
+        self, stage: Stage, rank: int, num_trainers: int, gather_group: Any, weight_group: Any
+    ) -> None:
+        self._gather_group, self._weight_group = gather_group, weight_group
+        self._num_trainers, self._is_sender = num_trainers, rank == 0
+        layout = stage.weights.layout
         largest = max(tensor.num_elements for tensor in layout.tensors)
         dtype = getattr(torch, layout.tensors[0].dtype)
         # ZeRO-3 pads every parameter, so that all ranks own slices of one length.
-        self._full = torch.zeros(largest + spec.num_trainers, dtype=dtype)
+        self._full = torch.zeros(largest + num_trainers, dtype=dtype)
         self._slices = []
-        for tensor, owned in spec.stage.weights.shards(spec.rank, spec.num_trainers):
-            share = -(-tensor.num_elements // spec.num_trainers)
-            padding = torch.zeros(share - len(owned), dtype=dtype)
-            padded = torch.cat([owned, padding]) if len(padding) else owned
+        shards = stage.weights.shards(rank, num_trainers)
+        for tensor, shard in zip(layout.tensors, shards, strict=True):
+            share = -(-tensor.num_elements // num_trainers)
+            padding = torch.zeros(share - len(shard.tensor), dtype=dtype)
+            padded = torch.cat([shard.tensor, padding]) if len(padding) else shard.tensor
             self._slices.append((tensor.num_elements, padded))
 
     def work(self, num_rounds: int) -> None:
@@ -91,22 +86,12 @@ class _TensorReceiver:
                 place.copy_(arrived)
 
 
-@dataclass(kw_only=True, slots=True)
-class MakeBucketMember:
+class BucketMember:
     """Flattened buckets (slime, verl): concatenated, broadcast, taken apart; then the next one."""
 
-    stage: Stage
-    name: str
-    rank: int
-
-    def __call__(self) -> Worker:
-        join_gloo(self.stage, self.name, self.rank, 1 + self.stage.num_receivers)
-        data = self.stage.weights.open() if self.rank == 0 else self.stage.places(self.rank - 1)
-        return _BucketMember(self.stage, data, is_sender=self.rank == 0)
-
-
-class _BucketMember:
-    def __init__(self, stage: Stage, data: Tensor, *, is_sender: bool) -> None:
+    def __init__(self, stage: Stage, name: str, rank: int) -> None:
+        join_gloo(stage, name, rank, 1 + stage.num_receivers)
+        data = stage.weights.open() if rank == 0 else stage.places(rank - 1)
         layout = stage.weights.layout
         transfer = Transfer(
             version=0,
@@ -115,7 +100,7 @@ class _BucketMember:
             wire_bytes=(layout.num_bytes,),
             bucket_bytes=stage.bucket_bytes,
         )
-        self._is_sender = is_sender
+        self._is_sender = rank == 0
         self._flat = torch.zeros(stage.bucket_bytes, dtype=torch.uint8)
         tensors = [view.flatten().view(torch.uint8) for view in views_of(data, layout)]
         self._buckets = [
@@ -148,29 +133,21 @@ def _parts_of(start: int, stop: int, offsets: tuple[int, ...], tensors: list[Ten
     return parts
 
 
-class _Putter:
-    def __init__(self, stage: Stage) -> None:
+class _Holder:
+    """A Ray actor: the trainer, or a receiver."""
+
+    def __init__(self, data: Callable[[], Tensor]) -> None:
         prepare()
-        self._source = stage.weights.open().numpy()
+        self._data = data().numpy()
 
     def ready(self) -> None:
         return None
 
     def put(self) -> list[Any]:
-        return [ray.put(self._source)]
-
-
-class _Taker:
-    def __init__(self, stage: Stage, receiver: int) -> None:
-        prepare()
-        self._places = stage.places(receiver)
-
-    def ready(self) -> None:
-        return None
+        return [ray.put(self._data)]
 
     def take(self, references: list[Any]) -> None:
-        array = ray.get(references[0])
-        self._places.numpy()[:] = array  # a read-only view of the object store: torch would warn
+        self._data[:] = ray.get(references[0])
 
 
 class RayTeam:
@@ -180,9 +157,9 @@ class RayTeam:
     """
 
     def __init__(self, stage: Stage) -> None:
-        self._putter = ray.remote(_Putter).options(num_cpus=0).remote(stage)
-        taker = ray.remote(_Taker).options(num_cpus=0)
-        self._takers = [taker.remote(stage, number) for number in range(stage.num_receivers)]
+        holder = ray.remote(_Holder).options(num_cpus=0)
+        self._putter = holder.remote(stage.weights.open)
+        self._takers = [holder.remote(partial(stage.places, n)) for n in range(stage.num_receivers)]
         ray.get([each.ready.remote() for each in [self._putter, *self._takers]], timeout=_ROUND_S)
 
     def play(self, num_groups: int) -> Round:
@@ -191,14 +168,7 @@ class RayTeam:
             references = ray.get(self._putter.put.remote(), timeout=_ROUND_S)
             ray.get([each.take.remote(references) for each in self._takers], timeout=_ROUND_S)
             del references
-        seconds = time.perf_counter() - began
-        return Round(
-            num_groups=num_groups,
-            seconds=seconds,
-            producer_cpu_s=0.0,
-            consumer_cpu_s=0.0,
-            middle_cpu_s=0.0,
-        )
+        return Round(num_groups=num_groups, seconds=time.perf_counter() - began)
 
     def close(self) -> None:
         for actor in [self._putter, *self._takers]:

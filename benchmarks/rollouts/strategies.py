@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from statistics import median
 
 from rich.table import Table
 
+from benchmarks import KEY
 from benchmarks.report import Report
-from benchmarks.rollout_bare import run_bare
-from benchmarks.rollout_rivals import run_batches, run_partial, run_stream
-from benchmarks.rollout_scene import ENGINE, KEY, Commits, build_model, engine_at, pool_at, run_pool
-from benchmarks.rollout_task import text_of
-from benchmarks.rollout_work import Job, Tally, WorkSize, draw_jobs
-from benchmarks.rollout_work import encode as encode_text
+from benchmarks.rollouts.bare import run_bare
+from benchmarks.rollouts.rivals import run_batches, run_partial, run_stream
+from benchmarks.rollouts.scene import ENGINE, Commits, pool_at
+from benchmarks.rollouts.work import Job, Tally, WorkSize, draw_jobs, equal_jobs
 from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.sampling.router import Router
@@ -37,49 +37,44 @@ RIVALS: dict[str, Rival] = {"sync": run_batches, "stream": run_stream, "partial"
 SHORT_LEASH = "ours, short leash"
 
 
-async def measure_strategies(size: WorkSize, folder: Path, report: Report) -> None:
-    folder.mkdir()
-    build_model(size, folder)
+async def measure_strategies(
+    size: WorkSize, folder: Path, engine: SGLangEngine, report: Report
+) -> None:
     jobs = draw_jobs(size, seed=1)
-    tallies: dict[str, list[Tally]] = {name: [] for name in (*RIVALS, "ours", SHORT_LEASH)}
+    tallies: dict[str, list[Tally]] = defaultdict(list)
     peaks: list[float] = []
-    async with engine_at(folder, size) as engine:
-        commits = Commits(engine, folder / "staged")
-        await commits.begin()
-        for number in range(size.rounds):
-            peaks.append(await _peak(size, engine, number))
-            for name, rival in RIVALS.items():
-                tally = await _run_rival(rival, size, jobs, engine, commits)
-                tallies[name].append(tally)
-                report.say(f"{name}: {tally.seconds:.1f} s, {tally.wasted:.1%} wasted")
-            for name, leash in (("ours", size.max_staleness), (SHORT_LEASH, size.short_leash)):
-                sized = dataclasses.replace(size, max_staleness=leash)
-                tally = await _run_ours(sized, jobs, engine, commits, folder, number)
-                tallies[name].append(tally)
-                report.say(f"{name}: {tally.seconds:.1f} s, {tally.wasted:.1%} wasted")
-    _tell(report, tallies, median(peaks))
+    commits = Commits(engine, folder)
+    await commits.begin()
+    leashes = {"ours": size.max_staleness, SHORT_LEASH: size.short_leash}
+    for number in range(size.rounds):
+        peaks.append(await _peak(size, engine, number))
+        for name in (*RIVALS, *leashes):
+            await commits.begin()
+            if name in RIVALS:
+                tally = await _run_rival(RIVALS[name], size, jobs, engine, commits)
+            else:
+                sized = dataclasses.replace(size, max_staleness=leashes[name])
+                run = f"ours-{leashes[name]}-{number}"
+                async with pool_at(
+                    folder, engine.info, sized, jobs, name=run, commits=commits
+                ) as pool:
+                    tally = await pool.run(len(jobs))
+            tallies[name].append(tally)
+            report.say(f"{name}: {tally.seconds:.1f} s, {tally.wasted:.1%} wasted")
+    _show(report, tallies, median(peaks))
 
 
 async def _peak(size: WorkSize, engine: SGLangEngine, number: int) -> float:
     """Tokens a second of the engine at its fullest."""
     length = max(16, 2 * size.median_tokens)
-    jobs = [
-        Job(
-            index=index,
-            text=text_of(index),
-            prompt=encode_text(text_of(index)),
-            lengths=(length,) * size.group_size,
-        )
-        for index in range(3 * size.max_running // size.group_size)
-    ]
-    tally = await run_bare(jobs, engine.client.url, KEY, size.max_running, prefix=f"peak-{number}")
+    jobs = equal_jobs(3 * size.max_running // size.group_size, size.group_size, length)
+    tally = await run_bare(jobs, engine.client.url, size.max_running, prefix=f"peak-{number}")
     return tally.tokens_per_s
 
 
 async def _run_rival(
     rival: Rival, size: WorkSize, jobs: Sequence[Job], engine: SGLangEngine, commits: Commits
 ) -> Tally:
-    await commits.begin()
     client = SGLangClient(
         ENGINE, engine.client.url, key=KEY, request_timeout_s=120.0, keys_prefix_by_version=False
     )
@@ -94,22 +89,7 @@ async def _run_rival(
         await client.close()
 
 
-async def _run_ours(
-    size: WorkSize,
-    jobs: Sequence[Job],
-    engine: SGLangEngine,
-    commits: Commits,
-    folder: Path,
-    number: int,
-) -> Tally:
-    await commits.begin()
-    async with pool_at(
-        folder, engine.info, size, jobs, commits=commits, name=f"ours-{size.max_staleness}-{number}"
-    ) as pool:
-        return await run_pool(pool, len(jobs))
-
-
-def _tell(report: Report, tallies: dict[str, list[Tally]], peak: float) -> None:
+def _show(report: Report, tallies: dict[str, list[Tally]], peak: float) -> None:
     table = Table(title="every group delivered; medians")
     columns = ("groups/s", "tokens/s", "utilisation", "half done", "90% done", "all done", "wasted")
     for column in ("", *columns, "steps"):
@@ -125,20 +105,17 @@ def _tell(report: Report, tallies: dict[str, list[Tally]], peak: float) -> None:
             str(runs[0].num_steps),
         )
     report.show(table)
-    ours = tallies["ours"]
 
-    def against(name: str) -> float:
-        pairs = zip(ours, tallies[name], strict=True)
+    def against(name: str, ours: str = "ours") -> float:
+        pairs = zip(tallies[ours], tallies[name], strict=True)
         return median(mine.groups_per_s / rival.groups_per_s for mine, rival in pairs)
 
     report.target("vs_sync", against("sync"), ">=", 2.0, "groups/s against synchronous batches")
     report.target("vs_stream", against("stream"), ">=", 1.0, "against the first to finish")
     report.target("vs_partial", against("partial"), ">=", 1.0, "against interrupted and resumed")
-    short = median(
-        mine.groups_per_s / rival.groups_per_s
-        for mine, rival in zip(tallies[SHORT_LEASH], tallies["sync"], strict=True)
-    )
+    short = against("sync", SHORT_LEASH)
     report.figure("short_leash_vs_sync", short, "ours with the short leash, against synchronous")
+    ours = tallies["ours"]
     wasted = median(tally.wasted for tally in ours)
     report.target("wasted_tokens", wasted, "<=", 0.02, "sampled and not delivered")
     utilisation = median(tally.tokens_per_s for tally in ours) / peak

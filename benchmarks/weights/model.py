@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from weight_sync.layout import Layout
+from weight_sync.sender.snapshot import Shard
 from weight_sync.types import TensorSpec
 
 _CHUNK = 1 << 24
@@ -67,10 +68,10 @@ QWEN_HALF_B = ModelShape(
 )
 """Qwen2.5-0.5B: 494M parameters."""
 
-QWEN_1_5B = ModelShape(
+_QWEN_1_5B = ModelShape(
     hidden=1536, layers=28, heads=12, kv_heads=2, head_dim=128, intermediate=8960, vocab=151_936
 )
-QWEN_7B = ModelShape(
+_QWEN_7B = ModelShape(
     hidden=3584,
     layers=28,
     heads=28,
@@ -80,6 +81,9 @@ QWEN_7B = ModelShape(
     vocab=152_064,
     is_tied=False,
 )
+
+SHAPES = {"0.5B": QWEN_HALF_B, "1.5B": _QWEN_1_5B, "7B": _QWEN_7B}
+"""Of Qwen2.5."""
 
 SMALL = ModelShape(
     hidden=512, layers=6, heads=8, kv_heads=2, head_dim=64, intermediate=2048, vocab=24_576
@@ -115,7 +119,7 @@ class SharedWeights:
     def spread_over(self, num_ranks: int) -> Layout:
         return Layout.of(self.layout.tensors, num_ranks)
 
-    def shards(self, rank: int, num_ranks: int) -> list[tuple[TensorSpec, Tensor]]:
+    def shards(self, rank: int, num_ranks: int) -> list[Shard]:
         """The slice of every tensor that a ZeRO-3 rank owns, flat; an empty one too."""
         data, layout = self.open(), self.spread_over(num_ranks)
         owned = {piece.tensor: piece for piece in layout.pieces[rank]}
@@ -123,7 +127,8 @@ class SharedWeights:
         for index, spec in enumerate(layout.tensors):
             piece = owned.get(index)
             start, length = (piece.file_start, piece.num_bytes) if piece else (0, 0)
-            shards.append((spec, data[start : start + length].view(getattr(torch, spec.dtype))))
+            tensor = data[start : start + length].view(getattr(torch, spec.dtype))
+            shards.append(Shard(name=spec.name, tensor=tensor))
         return shards
 
 

@@ -20,71 +20,51 @@ from statistics import median
 import httpx
 
 from benchmarks.report import Report
-from benchmarks.rollout_bare import run_bare
-from benchmarks.rollout_scene import KEY, Commits, build_model, engine_at, pool_at, run_pool
-from benchmarks.rollout_task import text_of
-from benchmarks.rollout_work import Job, Tally, WorkSize, encode
-from rollout_pool.engines.engine import EngineInfo
+from benchmarks.rollouts.bare import run_bare
+from benchmarks.rollouts.scene import Commits, pool_at
+from benchmarks.rollouts.work import Tally, WorkSize, equal_jobs
+from rollout_pool.engines.engine import EngineInfo, SGLangEngine
 
 STUB_TOKENS = 32
-NUM_PAIRS = 6
 
 
-def equal_jobs(num_groups: int, group_size: int, length: int) -> list[Job]:
-    texts = [text_of(index) for index in range(num_groups)]
-    return [
-        Job(index=index, text=text, prompt=encode(text), lengths=(length,) * group_size)
-        for index, text in enumerate(texts)
-    ]
-
-
-async def measure_efficiency(size: WorkSize, folder: Path, report: Report) -> None:
-    folder.mkdir()
-    build_model(size, folder)
+async def measure_efficiency(
+    size: WorkSize, folder: Path, engine: SGLangEngine, report: Report
+) -> None:
     num_groups = 6 * size.max_running // size.group_size
     jobs = equal_jobs(num_groups, size.group_size, 4 * size.median_tokens)
     ratios: list[float] = []
-    async with engine_at(folder, size) as engine:
-        await Commits(engine, folder / "staged").begin()
-        await run_bare(jobs, engine.client.url, KEY, size.max_running, prefix="warm")
-        for number in range(NUM_PAIRS if size.num_groups > 100 else 1):
-            bare = await run_bare(
-                jobs, engine.client.url, KEY, size.max_running, prefix=f"bare-{number}"
-            )
-            # All under version 0: no commit, so that both ask the same of the engine.
-            calm = dataclasses.replace(size, max_staleness=10_000)
-            async with pool_at(
-                folder, engine.info, calm, jobs, commits=None, name=f"pool-{number}"
-            ) as pool:
-                ours = await run_pool(pool, len(jobs))
-            ratios.append(ours.tokens_per_s / bare.tokens_per_s)
-            report.say(f"bare {bare.tokens_per_s:.0f}, pool {ours.tokens_per_s:.0f} tokens/s")
+    url = engine.client.url
+    await Commits(engine, folder).begin()
+    await run_bare(jobs, url, size.max_running, prefix="warm")
+    for number in range(size.pairs):
+        bare = await run_bare(jobs, url, size.max_running, prefix=f"bare-{number}")
+        # All under version 0: no commit, so that both ask the same of the engine.
+        calm = dataclasses.replace(size, max_staleness=10_000)
+        async with pool_at(folder, engine.info, calm, jobs, name=f"pool-{number}") as pool:
+            ours = await pool.run(len(jobs))
+        ratios.append(ours.tokens_per_s / bare.tokens_per_s)
+        report.say(f"bare {bare.tokens_per_s:.0f}, pool {ours.tokens_per_s:.0f} tokens/s")
     report.target("pool_efficiency", median(ratios), ">=", 0.95, "tokens/s against bare load")
 
 
 async def measure_stub(size: WorkSize, folder: Path, report: Report) -> None:
-    folder.mkdir()
-    build_model(size, folder)
-    latency_s, in_flight = (2.0, 2400) if size.num_groups > 100 else (0.5, 200)
-    num_samples = 6 * in_flight
-    num_groups = num_samples // size.group_size
-    async with stub_at(latency_s) as info:
-        tally, most = await _at_stub(size, folder, info, num_groups, in_flight)
+    num_samples = 6 * size.stub_in_flight
+    async with _stub_at(size.stub_latency_s) as info:
+        tally, most = await _at_stub(size, folder, info, num_samples, size.stub_in_flight)
     rate = num_samples / tally.seconds
     report.target("stub_requests_per_s", rate, ">=", 500, "one worker, an engine of fixed latency")
     report.target("stub_in_flight", most, ">=", 2000, "requests at once at that engine")
 
 
 async def measure_rewards(size: WorkSize, folder: Path, report: Report) -> None:
-    folder.mkdir()
-    build_model(size, folder)
-    latency_s, in_flight, processes = (1.0, 16, 16) if size.num_groups > 100 else (0.3, 8, 8)
-    num_groups = 20 * in_flight // size.group_size
+    latency_s, processes = size.reward_s, size.reward_processes
     seconds = dict[float, float]()
-    async with stub_at(latency_s) as info:
+    async with _stub_at(latency_s) as info:
         for score_s in (0.0, latency_s):
+            num_samples = size.reward_rounds * processes
             tally, _ = await _at_stub(
-                size, folder, info, num_groups, in_flight, score_s=score_s, processes=processes
+                size, folder, info, num_samples, processes, score_s=score_s, processes=processes
             )
             seconds[score_s] = tally.seconds
             report.say(f"generation {latency_s:g} s, reward {score_s:g} s: {tally.seconds:.1f} s")
@@ -96,17 +76,20 @@ async def _at_stub(
     size: WorkSize,
     folder: Path,
     info: EngineInfo,
-    num_groups: int,
+    num_samples: int,
     in_flight: int,
     *,
     score_s: float = 0.0,
     processes: int = 1,
 ) -> tuple[Tally, int]:
     """The tally, and the most requests that the engine had at once."""
-    jobs = equal_jobs(num_groups, size.group_size, STUB_TOKENS)
+    jobs = equal_jobs(num_samples // size.group_size, size.group_size, STUB_TOKENS)
     # Admission is out of the way: the engine's places alone bound what is in flight.
     wide = dataclasses.replace(
-        size, max_staleness=10_000, batch_groups=max(1, in_flight // size.group_size)
+        size,
+        max_staleness=10_000,
+        batch_groups=max(1, in_flight // size.group_size),
+        max_running=in_flight,
     )
     async with httpx.AsyncClient(base_url=info.url, trust_env=False) as http:
         await http.get("/counts")
@@ -115,28 +98,25 @@ async def _at_stub(
             info,
             wide,
             jobs,
-            commits=None,
             name=f"stub-{score_s:g}",
             score_s=score_s,
             reward_processes=processes,
-            max_running=in_flight,
         ) as pool:
-            tally = await run_pool(pool, num_groups)
+            tally = await pool.run(len(jobs))
         counts = (await http.get("/counts")).json()
     return tally, int(counts["most_in_flight"])
 
 
 @asynccontextmanager
-async def stub_at(latency_s: float) -> AsyncIterator[EngineInfo]:
+async def _stub_at(latency_s: float) -> AsyncIterator[EngineInfo]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "benchmarks.stub_engine",
+        "benchmarks.rollouts.stub_engine",
         str(latency_s),
         str(STUB_TOKENS),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).resolve().parent.parent,
     )
     assert process.stdout is not None and process.stdin is not None
     port = int(await process.stdout.readline())

@@ -7,15 +7,15 @@ every way of scheduling writes the same number of tokens of use.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
-from benchmarks.rollout_task import text_of
+from benchmarks.rollouts.task import text_of
 from buffer.types import SamplingParams
 from rollout_pool.sampling.sample import Completer, Sample
 from trainer_pool.model.scratch import byte_tokenizer
@@ -42,36 +42,41 @@ class WorkSize:
     layers: int = 2
     rounds: int = 1
     """How often every strategy runs; the medians count."""
+    pairs: int = 6
+    """How often the pool and bare load take turns."""
+    stub_latency_s: float = 2.0
+    stub_in_flight: int = 2400
+    reward_s: float = 1.0
+    """As long as generation takes, too."""
+    reward_processes: int = 16
+    reward_rounds: int = 20
 
 
 SHORT = WorkSize(
-    num_groups=24, group_size=2, batch_groups=4, max_running=8, median_tokens=6, longest=200,
-    rounds=1,
+    num_groups=12, group_size=2, batch_groups=4, max_running=8, median_tokens=4, longest=40,
+    pairs=1, stub_latency_s=0.2, stub_in_flight=40, reward_s=0.1, reward_processes=2,
+    reward_rounds=5,
 )  # fmt: skip
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
 class Job:
     """One group: a prompt and how long each of its answers is."""
 
-    index: int
-    text: str
-    prompt: list[int]
-    """The text's tokens, one a byte."""
-    lengths: tuple[int, ...]
+    def __init__(self, index: int, lengths: tuple[int, ...]) -> None:
+        self.index, self.lengths = index, lengths
+        self.prompt = list(_tokenizer().encode(text_of(index)))
+        """One token a byte."""
 
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
 
-def encode(text: str) -> list[int]:
-    return list(_tokenizer().encode(text))
+_tokenizer = cache(byte_tokenizer)
 
 
-@cache
-def _tokenizer() -> PreTrainedTokenizerFast:
-    return byte_tokenizer()
+def equal_jobs(num_groups: int, group_size: int, length: int) -> list[Job]:
+    return [Job(index, (length,) * group_size) for index in range(num_groups)]
 
 
 def draw_jobs(size: WorkSize, seed: int) -> list[Job]:
@@ -82,15 +87,7 @@ def draw_jobs(size: WorkSize, seed: int) -> list[Job]:
         sigma * numbers.standard_normal((size.num_groups, size.group_size))
     )
     lengths = np.clip(drawn.round(), 1, size.longest).astype(int)
-    return [
-        Job(
-            index=index,
-            text=text_of(index),
-            prompt=encode(text_of(index)),
-            lengths=tuple(int(length) for length in lengths[index]),
-        )
-        for index in range(size.num_groups)
-    ]
+    return [Job(index, tuple(map(int, row))) for index, row in enumerate(lengths)]
 
 
 class Lengths:
@@ -147,6 +144,12 @@ class Tally:
     @property
     def wasted(self) -> float:
         return self.wasted_tokens / max(1, self.used_tokens + self.wasted_tokens)
+
+    def deliver(self, num_tokens: Sequence[int]) -> None:
+        """A step took groups of so many tokens each."""
+        self.used_tokens += sum(num_tokens)
+        self.ends += [time.perf_counter()] * len(num_tokens)
+        self.num_steps += 1
 
     def done_after(self, share: float) -> float:
         """Seconds until this share of the groups was there."""

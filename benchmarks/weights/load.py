@@ -1,4 +1,4 @@
-"""Two real SGLang servers under load, and the time of each decoding step.
+"""Real SGLang servers under load, and the time of each decoding step.
 
 An engine decodes all its running requests in one batch, a token each a step. So one request whose
 every token is streamed tells when each step ended, and the others need not be streamed at all.
@@ -13,21 +13,20 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import httpx
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
+from benchmarks import KEY
+from benchmarks.engines import random_qwen3
 from buffer.types import SamplingParams
-from configs.choices import PauseMode
-from configs.rollout_schema import EngineConfig
 from processes import tree
 from rollout_pool.engines.client import SGLangClient
-from rollout_pool.engines.engine import EngineSpec, SGLangEngine
+from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.sampling.sample import Sample
 
 PROMPT_LENGTH = 16
@@ -37,6 +36,7 @@ _STEADY_S = 120.0
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class FleetSize:
+    num_engines: int = 2
     hidden: int = 768
     layers: int = 12
     vocab: int = 16_384
@@ -51,15 +51,15 @@ class FleetSize:
 
 
 SHORT = FleetSize(
-    hidden=128, layers=2, vocab=512, num_requests=3, num_tokens=96, num_publishes=2,
-    num_bare_loads=3, undisturbed_s=0.5,
+    num_engines=1, hidden=128, layers=2, vocab=512, num_requests=3, num_tokens=96,
+    num_publishes=2, num_bare_loads=1, undisturbed_s=0.2,
 )  # fmt: skip
 
 
 def build_model(size: FleetSize, seed: int) -> Qwen3ForCausalLM:
-    """Random float32 weights under which no token is certain. 116M parameters at full size."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
+    """No token is certain. 116M parameters at full size."""
+    return random_qwen3(
+        seed,
         vocab_size=size.vocab,
         hidden_size=size.hidden,
         intermediate_size=4 * size.hidden,
@@ -68,45 +68,16 @@ def build_model(size: FleetSize, seed: int) -> Qwen3ForCausalLM:
         num_key_value_heads=max(1, size.hidden // 192),
         head_dim=64,
         max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
         initializer_range=0.05,
-        dtype="float32",
-    )
-    return Qwen3ForCausalLM(config).float().eval()
-
-
-def make_engine(
-    name: str, model_path: Path, folder: Path, key: str, *, uses_gpu: bool = False
-) -> SGLangEngine:
-    return SGLangEngine(
-        EngineSpec(
-            name=name,
-            config=EngineConfig(
-                max_running_requests=64, start_timeout_s=300, request_timeout_s=120
-            ),
-            pause_mode=PauseMode.retract,
-            model_path=str(model_path),
-            trust_remote_code=False,
-            host="127.0.0.1",
-            log_path=folder / f"{name}.log",
-            leftovers_path=folder / f"{name}.leftovers",
-            num_threads=1,
-            uses_gpu=uses_gpu,
-            seed=hash(name) % 1000,
-            key=key,
-        )
     )
 
 
-def pin(pid: int, core: int) -> None:
-    """The whole family runs on one core from here on, threads that live already too."""
+def pin(pid: int, cores: Collection[int]) -> None:
+    """The whole family runs on these cores from here on, threads that live already too."""
     for process in tree.family(pid):
         for thread in process.threads():
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(thread.id, {core})
+                os.sched_setaffinity(thread.id, cores)
 
 
 @dataclass(slots=True)
@@ -130,7 +101,6 @@ class Load:
         self.pulse = Pulse()
         self.samples: list[Sample] = []
         self._client: SGLangClient = engine.client
-        self._key = engine.spec.key
         self._size = size
         self._dice = random.Random(engine.spec.name)
         self._numbers = itertools.count()
@@ -185,7 +155,7 @@ class Load:
             num_tokens = self._size.num_tokens
 
     async def _stream(self) -> None:
-        headers = {"Authorization": f"Bearer {self._key}"}
+        headers = {"Authorization": f"Bearer {KEY}"}
         async with httpx.AsyncClient(
             base_url=self._client.url, headers=headers, timeout=120, trust_env=False
         ) as http:

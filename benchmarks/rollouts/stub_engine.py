@@ -1,4 +1,4 @@
-"""An engine of fixed latency: `python -m benchmarks.stub_engine <seconds> <tokens>`.
+"""An engine of fixed latency: `python -m benchmarks.rollouts.stub_engine <seconds> <tokens>`.
 
 It prints its port. It speaks as much of the real server's HTTP as a rollout worker uses, and
 computes nothing: what is measured against it is the worker alone. It lives as long as its standard

@@ -1,7 +1,7 @@
-"""Part FLEET: two real SGLang engines under load on a CPU, while versions come and are committed.
+"""Part FLEET: real SGLang engines under load on a CPU, while versions come and are committed.
 
-The measured engine has a core of its own; the other engine, the trainer, the receiver, Redis and
-whoever asks for samples share the rest. Its decoding rate is that of its steps (see `Pulse`).
+The measured engine, the first, has a core of its own; the other engine, the trainer, the receiver,
+Redis and the clients share the rest. Its decoding rate is that of its steps (see `Pulse`).
 
 - decode_while_moving: steps a second between the call of `publish` and the moment when the version
   is visible (snapshot, encoding, wire, checksums; no engine commits yet), against the seconds of
@@ -20,26 +20,24 @@ import os
 import random
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 
+from benchmarks import KEY
+from benchmarks.engines import make_engine
 from benchmarks.report import Report
-from benchmarks.weights_engines import (
-    SHORT,
-    FleetSize,
-    Load,
-    build_model,
-    make_engine,
-    pin,
-    worst_difference,
-)
-from benchmarks.weights_model import SharedWeights, views_of
-from benchmarks.weights_trainer import Moved, Trainer, TrainerSpec
+from benchmarks.team import Member
+from benchmarks.weights.load import SHORT, FleetSize, Load, build_model, pin, worst_difference
+from benchmarks.weights.model import SharedWeights, views_of
+from benchmarks.weights.ours import receiver_in
+from benchmarks.weights.trainer import Moved, TrainerRank
 from buffer.connect import connect_buffer
 from buffer.redis.server import EmbeddedServer
 from buffer.run_state import RunState
@@ -51,27 +49,25 @@ from rollout_pool.engines.follower import VersionPin, WeightFollower
 from rollout_pool.engines.strategies import make_strategy
 from weight_sync.layout import Layout
 from weight_sync.receiver.client import ReceiverClient
-from weight_sync.receiver.process import ReceiverProcess
-from weight_sync.types import ReceiverSpec, TensorSpec
+from weight_sync.types import TensorSpec
 
 _TMPFS = Path("/dev/shm")
-_KEY = "k3y-of-the-benchmark"
 _RUN = "fleet"
 _CALL_S = 30.0
 _NUM_VARIANTS = 3
 _MAX_RESCORED = 12
-ENGINES = ("engine-0", "engine-1")
-MEASURED = ENGINES[0]
+MEASURED = "engine-0"
 
 
-def measure_fleet(report: Report, *, is_short: bool) -> None:
+def measure(report: Report, *, is_short: bool) -> None:
     size = SHORT if is_short else FleetSize()
     with (
         tempfile.TemporaryDirectory(prefix="leash-bench-") as folder,
         tempfile.TemporaryDirectory(prefix="leash-bench-", dir=_TMPFS) as shared,
     ):
         models = Models(size, Path(folder) / "model", Path(shared))
-        report.say(f"2 engines with {models.num_parameters / 1e6:.1f}M parameters of float32")
+        millions = models.num_parameters / 1e6
+        report.say(f"{size.num_engines} engines with {millions:.1f}M parameters of float32")
         asyncio.run(_measure(report, size, models, Path(folder), Path(shared)))
 
 
@@ -118,8 +114,8 @@ class Publishes:
     whole: list[tuple[float, float]] = field(default_factory=list)
     """From the call of `publish` until both engines decode again, which they do after computing
     anew what their running requests hold."""
-    pauses: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in ENGINES})
-    loads: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in ENGINES})
+    pauses: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    loads: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Of each pause the part in which the engine loads."""
 
     @property
@@ -130,13 +126,16 @@ class Publishes:
 async def _measure(
     report: Report, size: FleetSize, models: Models, folder: Path, shared: Path
 ) -> None:
-    async with Fleet.open(models, folder, shared) as fleet:
+    async with Fleet.open(size.num_engines, models, folder, shared) as fleet:
         async with fleet.following(CommitStrategy.staged_disk):
             await fleet.publish()
             await fleet.all_serve()
             report.say("bare loads")
-            bare = {name: await fleet.bare_loads(name, size.num_bare_loads) for name in ENGINES}
-            loads = {name: Load(fleet.engines[name], size) for name in ENGINES}
+            bare = {
+                name: await fleet.bare_loads(engine, size.num_bare_loads)
+                for name, engine in fleet.engines.items()
+            }
+            loads = {name: Load(engine, size) for name, engine in fleet.engines.items()}
             report.say("load")
             await asyncio.gather(*(load.start() for load in loads.values()))
             report.say(f"{size.num_publishes} publishes, staged")
@@ -189,20 +188,21 @@ def _tell_decoding(
         whole_direct / pulse.per_second(direct.quiet),
         "the same with SGLang's own broadcast",
     )
-    other = loads[ENGINES[1]].pulse
-    report.row(
-        "the other engine, which shares its core with the transfer",
-        f"{other.per_second(staged.moving) / other.per_second(staged.quiet):.2f} while moving",
-    )
+    for name in list(loads)[1:]:
+        other = loads[name].pulse
+        report.row(
+            f"{name}, which shares its core with the transfer",
+            f"{other.per_second(staged.moving) / other.per_second(staged.quiet):.2f} while moving",
+        )
 
 
 def _tell_pauses(
     report: Report, bare: dict[str, list[float]], staged: Publishes, direct: Publishes
 ) -> None:
     def worst(publishes: Publishes) -> float:
-        return max(median(publishes.pauses[n]) / median(bare[n]) for n in ENGINES)
+        return max(median(publishes.pauses[n]) / median(bare[n]) for n in bare)
 
-    for name in ENGINES:
+    for name in bare:
         report.row(
             f"{name}: bare load; pause staged, of it the load; pause direct, median ms",
             f"{1e3 * median(bare[name]):.0f}; {1e3 * median(staged.pauses[name]):.0f}, "
@@ -219,24 +219,33 @@ def _tell_pauses(
 
 
 class Fleet:
-    """Everything that a version passes on its way to the two engines."""
+    """Everything that a version passes on its way to the engines."""
 
-    def __init__(self, url: str, state: RunState, client: ReceiverClient, trainer: Trainer) -> None:
-        self.engines: dict[str, SGLangEngine] = {}
-        self._url, self._state, self._client, self._trainer = url, state, client, trainer
+    def __init__(
+        self,
+        engines: dict[str, SGLangEngine],
+        state: RunState,
+        client: ReceiverClient,
+        trainer: Member,
+    ) -> None:
+        self.engines = engines
+        self._state, self._client, self._trainer = state, client, trainer
         self._followers: list[asyncio.Task[None]] = []
         self._version = -1
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, models: Models, folder: Path, shared: Path) -> AsyncIterator[Fleet]:
-        cores = sorted(os.sched_getaffinity(0))
-        if len(cores) < 2:
-            raise RuntimeError("the measured engine needs a core of its own: this machine has one")
-        # What is started from here on inherits this: all but the measured engine.
-        os.sched_setaffinity(0, set(cores[1:]))
+    async def open(
+        cls, num_engines: int, models: Models, folder: Path, shared: Path
+    ) -> AsyncIterator[Fleet]:
         async with AsyncExitStack() as stack:
-            settings = BufferConfig()
+            engines = {}
+            for number in range(num_engines):
+                engine = make_engine(f"engine-{number}", models.path, folder)
+                engines[engine.spec.name] = engine
+                stack.push_async_callback(engine.stop)
+            await _start_pinned(list(engines.values()))
+            settings, config = BufferConfig(), WeightSyncConfig()
             redis = EmbeddedServer.start(folder, settings, "127.0.0.1", folder / "redis.log")
             stack.callback(redis.stop, timeout_s=10)
             buffer = await connect_buffer(redis.url, _RUN, settings)
@@ -244,46 +253,20 @@ class Fleet:
             await buffer.close()
             state = await RunState.connect(redis.url, _RUN, settings)
             stack.push_async_callback(state.close)
-            config = WeightSyncConfig()
-            receiver = ReceiverProcess(
-                ReceiverSpec(
-                    name="receiver",
-                    host="127.0.0.1",
-                    folder=str(shared / "staged"),
-                    num_slots=config.num_staged,
-                    num_buffers=config.num_buffers,
-                    timeout_s=config.timeout_s,
-                    min_bandwidth=config.min_bandwidth,
-                    key=_KEY,
-                ),
-                folder / "receiver.log",
-            )
+            receiver = receiver_in(shared, "receiver", config)
             info = await receiver.start()
             stack.push_async_callback(receiver.stop)
             await state.register_receiver(info.name, info.url)
-            client = ReceiverClient(info.name, info.url, _KEY)
+            client = ReceiverClient(info.name, info.url, KEY)
             stack.push_async_callback(client.close)
-            spec = TrainerSpec(
-                url=redis.url,
-                run=_RUN,
-                key=_KEY,
-                config=config,
-                layout=models.layout,
-                variants=tuple(each.path for each in models.variants),
-            )
-            trainer = await asyncio.to_thread(Trainer, spec)
+            files = [each.path for each in models.variants]
+            trainer = Member(partial(TrainerRank, redis.url, _RUN, config, models.layout, files))
             stack.callback(trainer.close)
-            fleet = cls(redis.url, state, client, trainer)
-            for name in ENGINES:
-                fleet.engines[name] = make_engine(name, models.path, folder, _KEY)
-                stack.push_async_callback(fleet.engines[name].stop)
-            started = await asyncio.gather(*(each.start() for each in fleet.engines.values()))
-            for server, core in zip(started, cores, strict=False):
-                pin(server.pid, core)
+            await asyncio.to_thread(trainer.result)
             try:
-                yield fleet
+                yield cls(engines, state, client, trainer)
             except BaseException as error:
-                for engine in fleet.engines.values():
+                for engine in engines.values():
                     error.add_note(f"{engine.spec.name}: {engine.log_tail()}")
                 raise
 
@@ -300,7 +283,7 @@ class Fleet:
                 follower = WeightFollower(
                     engine=name,
                     receiver="receiver",
-                    key=_KEY,
+                    key=KEY,
                     config=config,
                     state=self._state,
                     committer=committer,
@@ -317,18 +300,21 @@ class Fleet:
     async def publish(self) -> Moved:
         """Returns when the engines that have served before serve a new version."""
         self._version += 1
-        publishing = asyncio.create_task(asyncio.to_thread(self._trainer.publish, self._version))
+        self._trainer.begin(self._version)
+        publishing = asyncio.create_task(asyncio.to_thread(self._trainer.result))
         await asyncio.wait({publishing, *self._followers}, return_when=asyncio.FIRST_COMPLETED)
         for task in self._followers:
             if task.done():
                 task.result()  # raises what ended it
-        return await publishing
+        _, moved = await publishing
+        assert isinstance(moved, Moved)
+        return moved
 
     async def all_serve(self) -> None:
         """The newest version; until an engine's first commit nobody else waits for it."""
         async with asyncio.timeout(_CALL_S):
             served = await self._state.engine_versions()
-            while served != dict.fromkeys(ENGINES, self._version):
+            while served != dict.fromkeys(self.engines, self._version):
                 served = await self._state.wait_engines_changed(served, _CALL_S)
 
     async def publishes(
@@ -357,16 +343,27 @@ class Fleet:
                 measured.loads[name].append(float(record["load_s"]))
         return measured
 
-    async def bare_loads(self, name: str, number: int) -> list[float]:
+    async def bare_loads(self, engine: SGLangEngine, number: int) -> list[float]:
         """Seconds of /update_weights_from_disk with nothing else going on; the first warms up."""
         staged = await self._client.newest(-1, timeout_s=_CALL_S)
         assert staged is not None
         seconds = []
         for _ in range(number + 1):
             began = time.perf_counter()
-            await self.engines[name].client.update_from_disk(staged.path, staged.version, 120)
+            await engine.client.update_from_disk(staged.path, staged.version, 120)
             seconds.append(time.perf_counter() - began)
         return seconds[1:]
+
+
+async def _start_pinned(engines: list[SGLangEngine]) -> None:
+    """Each engine gets a core; all else that runs now or starts later has to leave the first."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise RuntimeError("the measured engine needs a core of its own: this machine has one")
+    started = await asyncio.gather(*(engine.start() for engine in engines))
+    pin(os.getpid(), cores[1:])
+    for server, core in zip(started, cores, strict=False):
+        pin(server.pid, [core])
 
 
 async def _end(task: asyncio.Task[None]) -> None:

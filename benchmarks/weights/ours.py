@@ -11,24 +11,24 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from benchmarks import KEY
 from benchmarks.team import Round, Team
-from benchmarks.weights_model import map_file
-from benchmarks.weights_wires import Stage, join_gloo
+from benchmarks.weights.bounds import Stage, join_gloo
 from configs.schema import WeightSyncConfig
-from weight_sync.engine import CheckpointEngine
+from weight_sync.engine import CheckpointEngine, OpenBoard
+from weight_sync.layout import Layout
 from weight_sync.receiver.process import ReceiverProcess
-from weight_sync.sender.snapshot import Shard
 from weight_sync.types import ReceiverSpec, Record
 
-KEY = "k3y-of-the-benchmark"
 _PUBLISH_S = 120.0
 _PARTS = ("encode_s", "wire_s", "verify_s")
 """Of the record that a publish leaves."""
-_NUM_TIMES = 3 + len(_PARTS)
 
 
 class MemoryBoard:
@@ -89,51 +89,72 @@ class MemoryBoard:
             return self.publishes[version]
 
 
-@dataclass(kw_only=True, slots=True)
-class MakeTrainerRank:
-    stage: Stage
-    name: str
-    rank: int
-    num_ranks: int
-    receivers: dict[str, str]
+def checkpoint_engine(
+    layout: Layout,
+    config: WeightSyncConfig,
+    *,
+    run: str,
+    open_board: OpenBoard,
+    rank: int = 0,
+    uses_gpu: bool = False,
+) -> CheckpointEngine:
+    return CheckpointEngine(
+        layout,
+        config,
+        rank=rank,
+        run=run,
+        host="127.0.0.1",
+        key=KEY,
+        uses_gpu=uses_gpu,
+        open_board=open_board,
+        control_timeout_s=60.0,
+    )
 
-    def __call__(self) -> _TrainerRank:
-        join_gloo(self.stage, self.name, self.rank, self.num_ranks)
-        return _TrainerRank(self)
+
+def receiver_in(
+    folder: Path, name: str, config: WeightSyncConfig, device: str = "cpu"
+) -> ReceiverProcess:
+    spec = ReceiverSpec(
+        name=name,
+        host="127.0.0.1",
+        folder=str(folder / name),
+        num_slots=config.num_staged,
+        num_buffers=config.num_buffers,
+        timeout_s=config.timeout_s,
+        min_bandwidth=config.min_bandwidth,
+        device=device,
+        key=KEY,
+    )
+    return ReceiverProcess(spec, folder / f"{name}.log")
 
 
 class _TrainerRank:
-    def __init__(self, spec: MakeTrainerRank) -> None:
-        weights, rank, num_ranks = spec.stage.weights, spec.rank, spec.num_ranks
+    def __init__(
+        self, stage: Stage, name: str, rank: int, num_ranks: int, receivers: dict[str, str]
+    ) -> None:
+        join_gloo(stage, name, rank, num_ranks)
+        weights = stage.weights
         layout = weights.spread_over(num_ranks)
-        self._board = MemoryBoard(spec.receivers)
-        self._shards = [
-            Shard(name=tensor.name, tensor=owned)
-            for tensor, owned in weights.shards(rank, num_ranks)
-        ]
+        self._board = MemoryBoard(receivers)
+        self._shards = weights.shards(rank, num_ranks)
         start = sum(layout.stream_bytes(r) for r in range(rank))
         self._source = weights.open()[start : start + layout.stream_bytes(rank)]
         self._copy = torch.zeros_like(self._source)
-        self._times = times_of(spec.stage, spec.name)[rank]
         self._is_first = rank == 0
         self._version = -1
-        self._engine = CheckpointEngine(
+        self._engine = checkpoint_engine(
             layout,
-            WeightSyncConfig(bucket_bytes=spec.stage.bucket_bytes),
-            rank=rank,
-            run=spec.name,
-            host="127.0.0.1",
-            key=KEY,
-            uses_gpu=False,
+            WeightSyncConfig(bucket_bytes=stage.bucket_bytes),
+            run=name,
             open_board=self._open_board,
-            control_timeout_s=60.0,
+            rank=rank,
         )
 
     async def _open_board(self) -> MemoryBoard:
         return self._board
 
-    def work(self, num_rounds: int) -> None:
-        """Notes what the last round took: memcpy of these shards, `publish`, the transfer."""
+    def work(self, num_rounds: int) -> tuple[float, float, float, dict[str, float]]:
+        """What the last round took: memcpy of these shards, `publish`, the transfer, its parts."""
         for _ in range(num_rounds):
             self._version += 1
             began = time.perf_counter()
@@ -143,59 +164,55 @@ class _TrainerRank:
             before = time.perf_counter()
             self._engine.publish(self._version, self._shards)
             after = time.perf_counter()
+            parts = {}
             if self._is_first:
                 self._board.wait_for(self._version)
                 record = self._board.record_of(self._version)
-                self._times[3:] = torch.tensor([float(record[part]) for part in _PARTS])
+                parts = {part: float(record[part]) for part in _PARTS}
             dist.barrier()
-            self._times[0] = copied - began
-            self._times[1] = after - before
-            self._times[2] = self._board.published_at - after
+        return copied - began, after - before, self._board.published_at - after, parts
 
 
-def times_of(stage: Stage, name: str) -> torch.Tensor:
-    """[ranks, times] seconds, shared between a team's processes and its owner."""
-    path = stage.folder / f"{name}-times"
-    return map_file(path, 8 * 8 * _NUM_TIMES).view(torch.float64).view(8, _NUM_TIMES)
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Publish(Round):
+    """Its seconds are those of the transfer, behind the snapshot."""
+
+    memcpy_s: float
+    """At the slowest rank, as publish_s."""
+    publish_s: float
+    parts: dict[str, float]
+    """Where the transfer's seconds went."""
+
+    def with_snapshot(self) -> Round:
+        return replace(self, seconds=self.seconds + self.publish_s)
 
 
 class OurTeam:
-    """Plays as `Team` does; a round's seconds are those of the transfer, behind the snapshot."""
+    """Plays as `Team` does."""
 
     def __init__(self, stage: Stage, num_ranks: int) -> None:
         name = f"ours-{num_ranks}-{stage.num_receivers}"
-        self._num_ranks = num_ranks
-        self._times = times_of(stage, name)
         self._runner = asyncio.Runner()
         self._receivers = [
-            ReceiverProcess(_receiver_spec(stage, f"{name}-{number}"), stage.folder / f"{name}.log")
+            receiver_in(stage.folder, f"{name}-{number}", WeightSyncConfig())
             for number in range(stage.num_receivers)
         ]
-        urls = {}
-        for each in self._receivers:
-            info = self._runner.run(each.start())
-            urls[info.name] = info.url
+        urls = self._runner.run(_start_all(self._receivers))
         self._team = Team(
-            [
-                MakeTrainerRank(
-                    stage=stage, name=name, rank=rank, num_ranks=num_ranks, receivers=urls
-                )
-                for rank in range(num_ranks)
-            ],
-            lambda: 0.0,
+            [partial(_TrainerRank, stage, name, rank, num_ranks, urls) for rank in range(num_ranks)]
         )
-        self.stalls: list[tuple[float, float]] = []
-        """Of each round: the seconds of `publish` and of memcpy, at the slowest rank."""
-        self.parts: list[dict[str, float]] = []
-        """Of each round: where the transfer's seconds went."""
 
-    def play(self, num_groups: int) -> Round:
-        played = self._team.play(num_groups)
-        ranks = self._times[: self._num_ranks]
-        self.stalls.append((ranks[:, 1].max().item(), ranks[:, 0].max().item()))
-        seconds, *parts = ranks[0, 2:].tolist()
-        self.parts.append(dict(zip(_PARTS, parts, strict=True)) | {"rest_s": seconds - sum(parts)})
-        return replace(played, seconds=seconds)
+    def play(self, num_groups: int) -> Publish:
+        memcpy_s, publish_s, transfer_s, parts = zip(
+            *self._team.play(num_groups).results, strict=True
+        )
+        return Publish(
+            num_groups=num_groups,
+            seconds=transfer_s[0],
+            memcpy_s=max(memcpy_s),
+            publish_s=max(publish_s),
+            parts=parts[0] | {"rest_s": transfer_s[0] - sum(parts[0].values())},
+        )
 
     def close(self) -> None:
         self._team.close()
@@ -204,15 +221,7 @@ class OurTeam:
         self._runner.close()
 
 
-def _receiver_spec(stage: Stage, name: str) -> ReceiverSpec:
-    config = WeightSyncConfig()
-    return ReceiverSpec(
-        name=name,
-        host="127.0.0.1",
-        folder=str(stage.folder / name),
-        num_slots=config.num_staged,
-        num_buffers=config.num_buffers,
-        timeout_s=config.timeout_s,
-        min_bandwidth=config.min_bandwidth,
-        key=KEY,
-    )
+async def _start_all(receivers: list[ReceiverProcess]) -> dict[str, str]:
+    """Their URLs, by name."""
+    started = await asyncio.gather(*(each.start() for each in receivers))
+    return {info.name: info.url for info in started}

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.rollout_work import Job, Tally, WorkSize, new_sample
+from benchmarks.rollouts.work import Job, Tally, WorkSize, new_sample
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.sampling.sample import Completer, Interrupted, Sample
 
@@ -158,10 +158,7 @@ class _FirstToEnd:
 
 
 def _deliver(tally: Tally, runs: Sequence[_Run]) -> None:
-    now = time.perf_counter()
     for run in runs:
         assert run.num_tokens == run.job.num_tokens, (run.num_tokens, run.job)
-        tally.used_tokens += run.num_tokens
         tally.wasted_tokens += run.num_lost
-        tally.ends.append(now)
-    tally.num_steps += 1
+    tally.deliver([run.num_tokens for run in runs])

@@ -1,0 +1,51 @@
+"""Real SGLang servers, and random models for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks import KEY
+from configs.choices import PauseMode
+from configs.rollout_schema import EngineConfig
+from rollout_pool.engines.engine import EngineSpec, SGLangEngine
+
+
+def random_qwen3(seed: int, **shape: Any) -> Qwen3ForCausalLM:
+    """Random float32 weights; no token ends an answer."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        dtype="float32",
+        **shape,
+    )
+    return Qwen3ForCausalLM(config).float().eval()
+
+
+def make_engine(
+    name: str, model_path: Path, folder: Path, *, max_running: int = 64, uses_gpu: bool = False
+) -> SGLangEngine:
+    return SGLangEngine(
+        EngineSpec(
+            name=name,
+            config=EngineConfig(
+                max_running_requests=max_running, start_timeout_s=300, request_timeout_s=120
+            ),
+            pause_mode=PauseMode.retract,
+            model_path=str(model_path),
+            trust_remote_code=False,
+            host="127.0.0.1",
+            log_path=folder / f"{name}.log",
+            leftovers_path=folder / f"{name}.leftovers",
+            num_threads=1,
+            uses_gpu=uses_gpu,
+            seed=hash(name) % 1000,
+            key=KEY,
+        )
+    )

@@ -1,0 +1,1 @@
+"""The replay buffer against other queues, bare Redis and its own targets."""

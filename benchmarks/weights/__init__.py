@@ -1,0 +1,1 @@
+"""The checkpoint engine against the wire and other ways to send weights."""

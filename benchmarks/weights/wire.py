@@ -1,0 +1,183 @@
+"""Part WIRE: one model from a trainer to 1 and to 2 receivers over loopback, each path in turn.
+
+A path's rate is the model's bytes over the seconds until every receiver has them in place, whatever
+their number; both ends' work shares the same few cores, so compare paths, not machines. Ratios are
+medians over the rounds of what was measured right after each other.
+
+- vs_per_tensor: `publish` until visible, snapshot and checksums included, against gather and
+  broadcast of each tensor, both with two ZeRO-3 ranks; the worse of 1 and 2 receivers.
+- vs_per_tensor_one_rank: the same with one trainer rank, which has nothing to gather.
+- vs_raw_wire: the transfer behind the snapshot, until visible, against bare gloo sends down the
+  same chain; the worst of 1 and 2 receivers.
+- trainer_stall_vs_memcpy: the whole `publish` call against one memcpy of as many bytes in the same
+  process; the worst of all.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.report import Report
+from benchmarks.team import Round, Team, Worker, local_ray
+from benchmarks.weights.bounds import GlooMember, Memcpy, SocketMember, Stage
+from benchmarks.weights.model import QWEN_HALF_B, SMALL, SharedWeights
+from benchmarks.weights.ours import OurTeam, Publish
+from benchmarks.weights.rivals import BucketMember, RayTeam, per_tensor_member
+
+AnyTeam = Team | RayTeam | OurTeam
+Rounds = list[Any]
+"""Of one path, in the order in which they were played."""
+_TMPFS = Path("/dev/shm")
+
+
+def measure(report: Report, *, is_short: bool) -> None:
+    shape, rounds, fleets = (SMALL, 1, (2,)) if is_short else (QWEN_HALF_B, 5, (1, 2))
+    ratios: dict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory(prefix="leash-bench-", dir=_TMPFS) as folder:
+        weights = SharedWeights.write(Path(folder) / "weights", shape, "bfloat16")
+        with local_ray(2 * weights.num_bytes + (256 << 20)):
+            for num_receivers in fleets:
+                stage = Stage(
+                    weights=weights,
+                    folder=Path(folder),
+                    num_receivers=num_receivers,
+                    bucket_bytes=min(32 << 20, weights.num_bytes // 8),
+                )
+                played = {}
+                for teams in (_one_rank(stage), _two_ranks(stage)):
+                    size = f"{weights.num_bytes / 1e6:.0f} MB to {num_receivers} receivers"
+                    report.say(f"{size}: {', '.join(teams)}")
+                    rounds_of = _play_in_turns(teams, rounds)
+                    _show(report, stage, rounds_of)
+                    played |= rounds_of
+                for name, ratio in _ratios(played).items():
+                    ratios[name].append(ratio)
+    _show_ratios(report, ratios)
+
+
+def _one_rank(stage: Stage) -> dict[str, Callable[[], AnyTeam]]:
+    chain = partial(_team_of, stage, 1 + stage.num_receivers)
+    return {
+        "memcpy": lambda: Team([partial(Memcpy, stage)]),
+        "socket": lambda: chain("socket", SocketMember),
+        "gloo": lambda: chain("gloo", GlooMember),
+        "per_tensor": lambda: _per_tensor(stage, 1),
+        "buckets": lambda: chain("buckets", BucketMember),
+        "ray": lambda: RayTeam(stage),
+        "ours": lambda: OurTeam(stage, 1),
+    }
+
+
+def _two_ranks(stage: Stage) -> dict[str, Callable[[], AnyTeam]]:
+    return {
+        "per_tensor_2_ranks": lambda: _per_tensor(stage, 2),
+        "ours_2_ranks": lambda: OurTeam(stage, 2),
+    }
+
+
+def _team_of(stage: Stage, size: int, name: str, member: Callable[..., Worker]) -> Team:
+    meeting = f"{name}-{stage.num_receivers}"
+    return Team([partial(member, stage, meeting, rank) for rank in range(size)])
+
+
+def _per_tensor(stage: Stage, num_trainers: int) -> Team:
+    member = partial(per_tensor_member, num_trainers=num_trainers)
+    size = num_trainers + stage.num_receivers
+    return _team_of(stage, size, f"tensors-{num_trainers}", member)
+
+
+def _play_in_turns(makers: dict[str, Callable[[], AnyTeam]], rounds: int) -> dict[str, Rounds]:
+    """Two rounds to warm up (there are two snapshot buffers), then rounds of all paths in turn."""
+    teams: dict[str, AnyTeam] = {}
+    played: dict[str, Rounds] = {name: [] for name in makers}
+    try:
+        for name, make in makers.items():
+            teams[name] = make()
+            for _ in range(2):
+                teams[name].play(2)
+        for _ in range(rounds):
+            for name, team in teams.items():
+                played[name].append(team.play(2))
+    finally:
+        for team in teams.values():
+            team.close()
+    return played
+
+
+def _with_snapshot(rounds: list[Publish]) -> list[Round]:
+    return [each.with_snapshot() for each in rounds]
+
+
+def _times_faster(ours: Rounds, theirs: Rounds) -> float:
+    return median(b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True))
+
+
+def _show(report: Report, stage: Stage, played: dict[str, Rounds]) -> None:
+    """Prints a table, and adds every rate to the result."""
+    num_bytes, receivers = stage.weights.num_bytes, stage.num_receivers
+    bounds = [name for name in ("socket", "gloo", "memcpy") if name in played]
+    table = Table("path", "GB/s median", "best", *(f"of {name}" for name in bounds))
+    publishes = {name: each for name, each in played.items() if isinstance(each[0], Publish)}
+    whole = {f"{name}_with_snapshot": _with_snapshot(each) for name, each in publishes.items()}
+    for name, each in (played | whole).items():
+        rates = [num_bytes / one.seconds / 1e9 for one in each]
+        report.note(f"{name}_gb_per_s_{receivers}", median(rates))
+        shares = (f"{_times_faster(each, played[bound]):.2f}" for bound in bounds)
+        table.add_row(name, f"{median(rates):.2f}", f"{max(rates):.2f}", *shares)
+    report.show(table)
+    for name, each in publishes.items():
+        medians = (
+            f"{part} {1e3 * median(one.parts[part] for one in each):.0f} ms"
+            for part in each[0].parts
+        )
+        report.say(f"{name}: {', '.join(medians)}")
+
+
+def _ratios(played: dict[str, Rounds]) -> dict[str, float]:
+    """What our targets are about."""
+    ours, ours_2 = played["ours"], played["ours_2_ranks"]
+    return {
+        "vs_per_tensor": _times_faster(_with_snapshot(ours_2), played["per_tensor_2_ranks"]),
+        "vs_per_tensor_one_rank": _times_faster(_with_snapshot(ours), played["per_tensor"]),
+        "vs_raw_wire": _times_faster(ours, played["gloo"]),
+        "stall": max(
+            median(each.publish_s / each.memcpy_s for each in rounds) for rounds in (ours, ours_2)
+        ),
+    }
+
+
+def _show_ratios(report: Report, ratios: dict[str, list[float]]) -> None:
+    report.target(
+        "vs_per_tensor",
+        min(ratios["vs_per_tensor"]),
+        ">=",
+        1.5,
+        "times gather + broadcast of each tensor; snapshot and checksums included",
+    )
+    report.figure(
+        "vs_per_tensor_one_rank",
+        min(ratios["vs_per_tensor_one_rank"]),
+        "the same with one trainer rank: broadcasts alone",
+    )
+    report.target(
+        "vs_raw_wire",
+        min(ratios["vs_raw_wire"]),
+        ">=",
+        0.9,
+        "of bare gloo sends, until verified and visible",
+    )
+    report.target(
+        "trainer_stall_vs_memcpy",
+        max(ratios["stall"]),
+        "<=",
+        1.3,
+        "times one memcpy of the rank's shards",
+    )
