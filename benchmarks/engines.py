@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import KEY
 from configs.choices import PauseMode
 from configs.rollout_schema import EngineConfig
 from rollout_pool.engines.engine import EngineSpec, SGLangEngine
 
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
+
 
 def random_qwen3(seed: int, **shape: Any) -> Qwen3ForCausalLM:
     """Random float32 weights; no token ends an answer."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # takes seconds, and not all need it
+
     torch.manual_seed(seed)
     config = Qwen3Config(
         tie_word_embeddings=True,

@@ -64,7 +64,8 @@ class Member:
         reply = self._channel.recv()
         if isinstance(reply, str):
             raise RuntimeError(reply)
-        return reply
+        cpu_s, result = reply
+        return cpu_s, result
 
     def close(self) -> None:
         self._process.kill()
@@ -134,7 +135,7 @@ def barrier(num_parties: int) -> Any:
 @contextmanager
 def local_ray(store_bytes: int) -> Iterator[None]:
     ray.init(
-        num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=store_bytes
+        num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=store_bytes
     )
     try:
         yield

@@ -23,6 +23,7 @@ class AnyTeam(Protocol):
 
 
 def measure_rates(report: Report, stage: Stage, sizes: Sizes) -> None:
+    teams: dict[str, AnyTeam]
     with local_ray(2 << 30):
         if sizes.groups_1k:
             report.say("rates of groups of 8 x 1k tokens")

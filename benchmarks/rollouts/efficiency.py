@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import sys
 from collections.abc import AsyncIterator
@@ -21,8 +20,9 @@ import httpx
 
 from benchmarks.report import Report
 from benchmarks.rollouts.bare import run_bare
-from benchmarks.rollouts.scene import Commits, pool_at
+from benchmarks.rollouts.scene import ENGINE, Commits, pool_at
 from benchmarks.rollouts.work import Tally, WorkSize, equal_jobs
+from processes.child import Child
 from rollout_pool.engines.engine import EngineInfo, SGLangEngine
 
 STUB_TOKENS = 32
@@ -50,7 +50,7 @@ async def measure_efficiency(
 
 async def measure_stub(size: WorkSize, folder: Path, report: Report) -> None:
     num_samples = 6 * size.stub_in_flight
-    async with _stub_at(size.stub_latency_s) as info:
+    async with _stub_at(size.stub_latency_s, folder) as info:
         tally, most = await _at_stub(size, folder, info, num_samples, size.stub_in_flight)
     rate = num_samples / tally.seconds
     report.target("stub_requests_per_s", rate, ">=", 500, "one worker, an engine of fixed latency")
@@ -60,7 +60,7 @@ async def measure_stub(size: WorkSize, folder: Path, report: Report) -> None:
 async def measure_rewards(size: WorkSize, folder: Path, report: Report) -> None:
     latency_s, processes = size.reward_s, size.reward_processes
     seconds = dict[float, float]()
-    async with _stub_at(latency_s) as info:
+    async with _stub_at(latency_s, folder) as info:
         for score_s in (0.0, latency_s):
             num_samples = size.reward_rounds * processes
             tally, _ = await _at_stub(
@@ -108,20 +108,11 @@ async def _at_stub(
 
 
 @asynccontextmanager
-async def _stub_at(latency_s: float) -> AsyncIterator[EngineInfo]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "benchmarks.rollouts.stub_engine",
-        str(latency_s),
-        str(STUB_TOKENS),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None and process.stdin is not None
-    port = int(await process.stdout.readline())
+async def _stub_at(latency_s: float, folder: Path) -> AsyncIterator[EngineInfo]:
+    stub = [sys.executable, "-m", "benchmarks.rollouts.stub_engine"]
+    child = Child([*stub, str(latency_s), str(STUB_TOKENS)], folder / "stub.log", speaks=True)
     try:
-        yield EngineInfo(name="engine-0", url=f"http://127.0.0.1:{port}", pid=process.pid)
+        url = f"http://127.0.0.1:{int(await child.first_line())}"
+        yield EngineInfo(name=ENGINE, url=url, pid=child.pid)
     finally:
-        process.stdin.close()
-        await process.wait()
+        child.stop(timeout_s=5.0)

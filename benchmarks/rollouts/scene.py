@@ -196,7 +196,6 @@ async def pool_at(
     )
     async with AsyncExitStack() as closing:
         work = Path(closing.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-        (work / "logs").mkdir()
         server = EmbeddedServer.start(work / "redis", settings, "127.0.0.1", work / "redis.log")
         closing.callback(server.stop, 10.0)
         buffer = await connect_buffer(server.url, name, settings)

@@ -1,17 +1,14 @@
 """An engine of fixed latency: `python -m benchmarks.rollouts.stub_engine <seconds> <tokens>`.
 
 It prints its port. It speaks as much of the real server's HTTP as a rollout worker uses, and
-computes nothing: what is measured against it is the worker alone. It lives as long as its standard
-input.
+computes nothing: what is measured against it is the worker alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
-import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -85,7 +82,6 @@ def main(argv: list[str]) -> None:
         Route("/ready", engine.okay),
         Route("/abort_request", engine.okay, methods=["POST"]),
     ]
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     asyncio.run(_serve(Starlette(routes=routes)))
 
 
@@ -99,12 +95,6 @@ async def _serve(app: Starlette) -> None:
         await asyncio.sleep(0.01)
     print(server.servers[0].sockets[0].getsockname()[1], flush=True)
     await serving
-
-
-def _end_with_parent() -> None:
-    while sys.stdin.read(1):
-        continue
-    os._exit(0)
 
 
 if __name__ == "__main__":

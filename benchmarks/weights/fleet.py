@@ -31,10 +31,10 @@ from statistics import median
 import torch
 
 from benchmarks import KEY
-from benchmarks.engines import make_engine
+from benchmarks.engines import make_engine, random_qwen3
 from benchmarks.report import Report
 from benchmarks.team import Member
-from benchmarks.weights.load import SHORT, FleetSize, Load, build_model, pin, worst_difference
+from benchmarks.weights.load import SHORT, FleetSize, Load, pin, worst_difference
 from benchmarks.weights.model import SharedWeights, views_of
 from benchmarks.weights.ours import receiver_in
 from benchmarks.weights.trainer import Moved, TrainerRank
@@ -72,13 +72,24 @@ def measure(report: Report, *, is_short: bool) -> None:
 
 
 class Models:
-    """Some sets of random weights of one model, in shared memory."""
+    """Some sets of random weights of one model, in shared memory. 116M parameters at full size."""
 
     def __init__(self, size: FleetSize, path: Path, shared: Path) -> None:
         self.path = path
         self.variants: list[SharedWeights] = []
         for seed in range(_NUM_VARIANTS):
-            self.model = build_model(size, seed)
+            self.model = random_qwen3(
+                seed,
+                vocab_size=size.vocab,
+                hidden_size=size.hidden,
+                intermediate_size=4 * size.hidden,
+                num_hidden_layers=size.layers,
+                num_attention_heads=size.hidden // 64,
+                num_key_value_heads=max(1, size.hidden // 192),
+                head_dim=64,
+                max_position_embeddings=2048,
+                initializer_range=0.05,  # no token is certain
+            )
             if seed == 0:
                 self.model.save_pretrained(path)
             tensors = dict(self.model.named_parameters())

@@ -19,10 +19,8 @@ from dataclasses import dataclass, field
 import httpx
 import numpy as np
 import torch
-from transformers import Qwen3ForCausalLM
 
 from benchmarks import KEY
-from benchmarks.engines import random_qwen3
 from buffer.types import SamplingParams
 from processes import tree
 from rollout_pool.engines.client import SGLangClient
@@ -54,22 +52,6 @@ SHORT = FleetSize(
     num_engines=1, hidden=128, layers=2, vocab=512, num_requests=3, num_tokens=96,
     num_publishes=2, num_bare_loads=1, undisturbed_s=0.2,
 )  # fmt: skip
-
-
-def build_model(size: FleetSize, seed: int) -> Qwen3ForCausalLM:
-    """No token is certain. 116M parameters at full size."""
-    return random_qwen3(
-        seed,
-        vocab_size=size.vocab,
-        hidden_size=size.hidden,
-        intermediate_size=4 * size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.hidden // 64,
-        num_key_value_heads=max(1, size.hidden // 192),
-        head_dim=64,
-        max_position_embeddings=2048,
-        initializer_range=0.05,
-    )
 
 
 def pin(pid: int, cores: Collection[int]) -> None:
@@ -181,7 +163,7 @@ class Load:
 
 
 def worst_difference(
-    model: Qwen3ForCausalLM,
+    model: torch.nn.Module,
     tensors_of: Callable[[int], dict[str, torch.Tensor]],
     samples: list[Sample],
 ) -> float:

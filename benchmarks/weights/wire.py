@@ -51,7 +51,7 @@ def measure(report: Report, *, is_short: bool) -> None:
                     num_receivers=num_receivers,
                     bucket_bytes=min(32 << 20, weights.num_bytes // 8),
                 )
-                played = {}
+                played: dict[str, Rounds] = {}
                 for teams in (_one_rank(stage), _two_ranks(stage)):
                     size = f"{weights.num_bytes / 1e6:.0f} MB to {num_receivers} receivers"
                     report.say(f"{size}: {', '.join(teams)}")
@@ -117,7 +117,7 @@ def _with_snapshot(rounds: list[Publish]) -> list[Round]:
 
 
 def _times_faster(ours: Rounds, theirs: Rounds) -> float:
-    return median(b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True))
+    return median([b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True)])
 
 
 def _show(report: Report, stage: Stage, played: dict[str, Rounds]) -> None:
