@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from typing import Any, Protocol
 
 import ray
@@ -45,13 +46,18 @@ class Worker(Protocol):
     def work(self, number: int) -> Any: ...
 
 
+def _start_fork_server() -> None:
+    """Members are forked from a process that has imported what this one has."""
+    ours = [name for name in sys.modules if name.startswith("benchmarks.")]
+    _CONTEXT.set_forkserver_preload(ours)
+    forkserver.ensure_running()
+
+
 class Member:
     """A process that makes a Worker and lets it work."""
 
     def __init__(self, make: Callable[[], Worker]) -> None:
-        # Members are forked from a process that has imported what this one has.
-        ours = [name for name in sys.modules if name.startswith("benchmarks.")]
-        _CONTEXT.set_forkserver_preload(ours)
+        _start_fork_server()
         self._channel, theirs = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(target=_serve, args=(make, theirs), daemon=True)
         self._process.start()
@@ -134,6 +140,7 @@ def barrier(num_parties: int) -> Any:
 
 @contextmanager
 def local_ray(store_bytes: int) -> Iterator[None]:
+    _start_fork_server()  # it imports while Ray starts
     ray.init(
         num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=store_bytes
     )

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
 
 from benchmarks.replay_buffer.groups import GroupMaker
 from benchmarks.team import IN_FLIGHT, Round, in_flight
@@ -69,8 +68,10 @@ class _Client:
         return time.process_time() - before
 
 
-def _padded_tensors(group: TrajectoryGroup) -> dict[str, torch.Tensor]:
+def _padded_tensors(group: TrajectoryGroup) -> dict[str, Any]:
     """The group as verl's agent loop hands it on: [n, T] tensors of 8 bytes a number."""
+    import torch  # takes seconds, and only clients of Ray's queue need it
+
     tokens = torch.stack([torch.from_numpy(t.tokens.astype(np.int64)) for t in group.trajectories])
     mask = torch.stack([torch.from_numpy(t.loss_mask.astype(np.int64)) for t in group.trajectories])
     logprobs = torch.stack([torch.from_numpy(t.rollout_logprobs) for t in group.trajectories])

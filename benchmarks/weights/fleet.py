@@ -21,7 +21,7 @@ import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +61,7 @@ MEASURED = "engine-0"
 
 def measure(report: Report, *, is_short: bool) -> None:
     size = SHORT if is_short else FleetSize()
+    torch.set_num_threads(1)  # this process, too, has to share a core
     with (
         tempfile.TemporaryDirectory(prefix="leash-bench-") as folder,
         tempfile.TemporaryDirectory(prefix="leash-bench-", dir=_TMPFS) as shared,
@@ -250,12 +251,6 @@ class Fleet:
         cls, num_engines: int, models: Models, folder: Path, shared: Path
     ) -> AsyncIterator[Fleet]:
         async with AsyncExitStack() as stack:
-            engines = {}
-            for number in range(num_engines):
-                engine = make_engine(f"engine-{number}", models.path, folder)
-                engines[engine.spec.name] = engine
-                stack.push_async_callback(engine.stop)
-            await _start_pinned(list(engines.values()))
             settings, config = BufferConfig(), WeightSyncConfig()
             redis = EmbeddedServer.start(folder, settings, "127.0.0.1", folder / "redis.log")
             stack.callback(redis.stop, timeout_s=10)
@@ -264,16 +259,22 @@ class Fleet:
             await buffer.close()
             state = await RunState.connect(redis.url, _RUN, settings)
             stack.push_async_callback(state.close)
+            engines = {}
+            for number in range(num_engines):
+                engine = make_engine(f"engine-{number}", models.path, folder)
+                engines[engine.spec.name] = engine
+                stack.push_async_callback(engine.stop)
             receiver = receiver_in(shared, "receiver", config)
-            info = await receiver.start()
             stack.push_async_callback(receiver.stop)
-            await state.register_receiver(info.name, info.url)
-            client = ReceiverClient(info.name, info.url, KEY)
-            stack.push_async_callback(client.close)
             files = [each.path for each in models.variants]
             trainer = Member(partial(TrainerRank, redis.url, _RUN, config, models.layout, files))
             stack.callback(trainer.close)
+            await asyncio.gather(receiver.start(), *(each.start() for each in engines.values()))
             await asyncio.to_thread(trainer.result)
+            _give_cores([each.info.pid for each in engines.values()])
+            await state.register_receiver(receiver.info.name, receiver.info.url)
+            client = ReceiverClient(receiver.info.name, receiver.info.url, KEY)
+            stack.push_async_callback(client.close)
             try:
                 yield cls(engines, state, client, trainer)
             except BaseException as error:
@@ -366,15 +367,14 @@ class Fleet:
         return seconds[1:]
 
 
-async def _start_pinned(engines: list[SGLangEngine]) -> None:
+def _give_cores(engines: Sequence[int]) -> None:
     """Each engine gets a core; all else that runs now or starts later has to leave the first."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise RuntimeError("the measured engine needs a core of its own: this machine has one")
-    started = await asyncio.gather(*(engine.start() for engine in engines))
     pin(os.getpid(), cores[1:])
-    for server, core in zip(started, cores, strict=False):
-        pin(server.pid, [core])
+    for pid, core in zip(engines, cores, strict=False):
+        pin(pid, [core])
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -140,9 +140,6 @@ class _Holder:
         prepare()
         self._data = data().numpy()
 
-    def ready(self) -> None:
-        return None
-
     def put(self) -> list[Any]:
         return [ray.put(self._data)]
 
@@ -160,7 +157,6 @@ class RayTeam:
         holder = ray.remote(_Holder).options(num_cpus=0)
         self._putter = holder.remote(stage.weights.open)
         self._takers = [holder.remote(partial(stage.places, n)) for n in range(stage.num_receivers)]
-        ray.get([each.ready.remote() for each in [self._putter, *self._takers]], timeout=_ROUND_S)
 
     def play(self, num_groups: int) -> Round:
         began = time.perf_counter()

@@ -101,8 +101,9 @@ def _play_in_turns(makers: dict[str, Callable[[], AnyTeam]], rounds: int) -> dic
     try:
         for name, make in makers.items():
             teams[name] = make()
+        for team in teams.values():
             for _ in range(2):
-                teams[name].play(2)
+                team.play(2)
         for _ in range(rounds):
             for name, team in teams.items():
                 played[name].append(team.play(2))
@@ -117,7 +118,8 @@ def _with_snapshot(rounds: list[Publish]) -> list[Round]:
 
 
 def _times_faster(ours: Rounds, theirs: Rounds) -> float:
-    return median([b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True)])
+    ratios: list[float] = [b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True)]
+    return median(ratios)
 
 
 def _show(report: Report, stage: Stage, played: dict[str, Rounds]) -> None:
