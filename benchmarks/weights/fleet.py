@@ -291,7 +291,7 @@ class Fleet:
                 made = make_strategy(engine.client, config, tp_size=1, host="127.0.0.1")
                 await made.check()
                 committer = Committer(engine.client, made, config.pause_mode)
-                stack.push_async_callback(committer.close)
+                stack.push_async_callback(made.close)
                 follower = WeightFollower(
                     engine=name,
                     receiver="receiver",
@@ -302,7 +302,7 @@ class Fleet:
                     answers=engine.client.answers,
                     pin=VersionPin(),
                 )
-                stack.push_async_callback(follower.close)
+                stack.push_async_callback(follower.forget_receiver)
                 task = asyncio.create_task(follower.run())
                 stack.push_async_callback(_end, task)
                 self._followers.append(task)

@@ -46,7 +46,6 @@ ROLLOUT_SCRIPTS = [
     "run_state/enter_commit",
     "run_state/leave_commit",
     "run_state/record_commits",
-    "run_state/record_commit",
     "run_state/forget_engine",
 ]
 TRAINER_SCRIPTS = [

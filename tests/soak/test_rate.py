@@ -19,7 +19,7 @@ from crash.mortal_server import MortalServer
 from crash.scenario import Scenario
 from crash.size import minutes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.machine]
 
 DURATION_S = 60 * minutes(short=0.2)
 NUM_SAMPLES = 90
