@@ -73,10 +73,9 @@ buffer-dump: install ## write the buffer's groups to a file: make buffer-dump FI
 buffer-load: install ## read them from a file: make buffer-load FILE=path [RUN=name]
 	@$(LEASH) buffer-load $(BUFFER_FLAG) $(if $(FILE),'$(FILE)')
 
-# Tests that share something stay in one worker (tests/conftest.py), so that it starts once.
-PARALLEL := --dist loadgroup
-# One worker more than the two cores of the machine: a third of the time is waiting.
-UNIT := tests/unit -n 3 $(PARALLEL)
+# Files stay whole in a worker (tests/conftest.py). One worker more than the two cores of the machine: a third
+# of the time is waiting.
+UNIT := tests/unit -n 3
 
 test: test-unit test-machine test-servers ## all tests, also those with real servers
 
@@ -87,7 +86,7 @@ test-machine: install
 	@$(PYTHON_BIN) -m pytest $$(grep -rl --include='test_*.py' 'mark\.machine' tests) -m machine
 
 test-servers: install
-	@$(PYTHON_BIN) -m pytest tests --ignore=tests/unit -m "not machine" -n 2 $(PARALLEL) --no-loadscope-reorder --durations=40
+	@$(PYTHON_BIN) -m pytest tests --ignore=tests/unit -m "not machine" -n 2 --no-loadscope-reorder --durations=40
 
 test-fast: install ## the fast unit tests
 	@$(PYTHON_BIN) -m pytest $(UNIT) -m "not slow and not machine"

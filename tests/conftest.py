@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -15,23 +16,34 @@ from configs.schema import BufferConfig
 BufferFactory = Callable[..., Awaitable[Buffer]]
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+SHARED = {
+    "test_launch.py": "launches",
+    "test_ray_of_a_run.py": "launches",
+    "test_rollout_faults.py": "launches",
+    "test_two_hosts.py": "launches",
+    "test_openai_client.py": "servers",
+    "test_sglang_engine.py": "servers",
+    "test_sglang_resume.py": "servers",
+}
+"""Files whose tests run in one worker: launches one at a time, two SGLang servers for a session."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give all tests that share something to one worker: a file, the launches, the SGLang servers.
-
-    The launches come first, since they are the longest group.
-    """
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            shares_servers = "servers" in getattr(item, "fixturenames", ())
-            group = "servers" if shares_servers else str(item.path)
-            item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: not _is_launch(item))
+    """The launches come first, since they take the longest."""
+    items.sort(key=lambda item: SHARED.get(item.path.name) != "launches")
 
 
-def _is_launch(item: pytest.Item) -> bool:
-    marker = item.get_closest_marker("xdist_group")
-    return marker is not None and marker.args == ("launches",)
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deals out whole files, or groups of files that share something, to the workers (-n)."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return SHARED.get(Path(file).name, file)
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ from tests.support.launches import (
     wait_for_line,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launches")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)

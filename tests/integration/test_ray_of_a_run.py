@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launches")]
+pytestmark = pytest.mark.slow
 
 SCENE = Path(__file__).parent / "ray_scene.py"
 

@@ -18,7 +18,6 @@ from tests.support.launches import finish, launch_command, wait_for_line
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("launches"),
     pytest.mark.timeout(1500),
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]

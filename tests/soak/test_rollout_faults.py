@@ -35,11 +35,7 @@ from tests.support.launches import (
     listens_beyond_loopback,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(0),  # every wait of a play has a bound
-    pytest.mark.xdist_group("launches"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]  # every wait of a play has a bound
 
 NUM_KILLS = size("ROLLOUT_KILLS", 1)
 SEED = size("SEED", random.randrange(1 << 30))
