@@ -86,7 +86,7 @@ test-machine: install
 	@$(PYTHON_BIN) -m pytest $$(grep -rl --include='test_*.py' 'mark\.machine' tests) -m machine
 
 test-servers: install
-	@$(PYTHON_BIN) -m pytest tests --ignore=tests/unit -m "not machine" -n 2 --no-loadscope-reorder --durations=40
+	@$(PYTHON_BIN) -m pytest tests --ignore=tests/unit -m "not machine" --durations=40
 
 test-fast: install ## the fast unit tests
 	@$(PYTHON_BIN) -m pytest $(UNIT) -m "not slow and not machine"

@@ -132,7 +132,7 @@ def _end_with_child(socket_folder: str) -> None:
     children: dict[BaseProcess, str] = {}
     while True:
         for child in multiprocessing.active_children():
-            children[child] = _title(child)  # SGLang changes it in the running process
+            children[child] = _title(child, children.get(child))
         sentinels = [child.sentinel for child in children]
         over = multiprocessing.connection.wait(sentinels, NEW_CHILDREN_S)
         for child in [child for child in children if child.sentinel in over]:
@@ -142,11 +142,18 @@ def _end_with_child(socket_folder: str) -> None:
                 _end(socket_folder, f"{title} died (exit code {child.exitcode})")
 
 
-def _title(child: BaseProcess) -> str:
+def _title(child: BaseProcess, known: str | None) -> str:
+    """How the process calls itself now: SGLang changes it in the running process."""
     try:
-        return f"{psutil.Process(child.pid).name()} (process {child.pid})"
+        process = psutil.Process(child.pid)
+        name = process.name()
+        # The kernel keeps 15 characters of a name; the rest is lost with the process.
+        is_dead = process.status() == psutil.STATUS_ZOMBIE or not process.cmdline()
+        if not (is_dead and known):
+            return f"{name} (process {child.pid})"
     except psutil.NoSuchProcess:
-        return f"process {child.pid}"
+        pass
+    return known or f"process {child.pid}"
 
 
 def _end(socket_folder: str, failure: str | None = None) -> None:
