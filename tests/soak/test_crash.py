@@ -90,6 +90,5 @@ def test_killed_processes_lose_no_group_and_train_none_twice(
     print(f"LEASH_SOAK_SEED={SEED}; killed {dict(killer.victims)}; {outcome.summary}")
     assert not outcome.faults, "\n".join(outcome.faults[:50])
     assert killer.victims.total() == NUM_KILLS
-    assert play.trainer.num_leases_lost <= NUM_SERVER_KILLS, "leases are lost with a server alone"
     assert outcome.num_acknowledged >= NUM_GROUPS
     assert outcome.num_trained > 0.5 * NUM_GROUPS, "most of the groups should have been trained"

@@ -20,8 +20,6 @@ import psutil
 RUN = f"run-{uuid4().hex[:8]}"
 """Its own name: other runs on this machine stage weights in folders of theirs."""
 
-OTHERS_S = 60.0
-
 SMALL = (
     "trainer.num_steps=4",
     "trainer.groups_per_step=4",
@@ -153,19 +151,13 @@ class Machine:
         assert processes_of(runs) == []
         assert [name for name in os.listdir("/dev/shm") if name.startswith(f"leash-{RUN}")] == []
         assert list(runs.glob("**/*.sock")) == []
-        # Other tests run beside this one: what is theirs does not last.
-        deadline = time.monotonic() + OTHERS_S
-        while left := self._left():
-            assert time.monotonic() < deadline, left
-            time.sleep(0.5)
-
-    def _left(self) -> set[str]:
+        assert orphans_listening() <= self.listeners
+        assert abandoned_folders() <= self.folders
         new = [e for e in os.scandir("/dev/shm") if e.name not in self.shared_memory]
         # None of this run is alive any more: what is mapped belongs to others on this machine.
         mapped = mapped_inodes()
-        files = {e.name for e in new if e.is_file() and e.inode() not in mapped}
-        orphans = orphans_listening() - self.listeners
-        return files | orphans | (abandoned_folders() - self.folders)
+        files = [e for e in new if e.is_file() and e.inode() not in mapped]
+        assert [file.name for file in files if os.path.exists(file)] == []
 
 
 def orphans_listening() -> set[str]:

@@ -10,7 +10,7 @@ from uuid import uuid4
 from crash import processes
 from crash.meeting import Meeting
 from crash.producer import run_producer
-from crash.rank import LEASE_LOST, run_rank
+from crash.rank import run_rank
 from crash.scenario import Scenario
 
 
@@ -19,12 +19,11 @@ class Failure(AssertionError):
 
 
 class TrainerJob:
-    """All ranks of one trainer. If one dies or loses its lease, all restart with a new lineage."""
+    """All ranks of one trainer. If one dies, all restart with a new lineage."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self.num_lives = 0
-        self.num_leases_lost = 0
         self.meeting: Meeting
         self.ranks: list[BaseProcess] = []
         self._start()
@@ -41,10 +40,6 @@ class TrainerJob:
         return all(rank.exitcode == 0 for rank in self.ranks)
 
     def supervise(self) -> None:
-        if any(rank.exitcode == LEASE_LOST for rank in self.ranks):
-            self.num_leases_lost += 1
-            self._end()
-            self._start()
         for number, rank in enumerate(self.ranks):
             if rank.exitcode:
                 log = self._log(number).read_text()[-4000:]
@@ -67,7 +62,7 @@ class TrainerJob:
         for rank in self.ranks:
             processes.kill(rank)
         for rank in self.ranks:
-            assert processes.join(rank, 10) in (0, -signal.SIGKILL, 1, LEASE_LOST)
+            assert processes.join(rank, 10) in (0, -signal.SIGKILL, 1)
         self.meeting.close()
 
     def _log(self, rank: int) -> Path:

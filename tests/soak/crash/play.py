@@ -105,8 +105,7 @@ class Play:
             summary=(
                 f"{time.monotonic() - self._began:.0f} s: {len(acknowledged)} pushes acknowledged "
                 f"({dict(Counter(acknowledged.values()))}), {len(trained)} groups trained in the "
-                f"surviving lineage, {self.trainer.num_lives} lives of the trainer "
-                f"({self.trainer.num_leases_lost} because of lost leases), "
+                f"surviving lineage, {self.trainer.num_lives} lives of the trainer, "
                 f"{self._watch.num_looks} looks at the law; states "
                 f"{dict(Counter(found.states.values()))}; {found.num_expiring} payloads expire; "
                 f"{stats}"

@@ -59,8 +59,6 @@ def _run(log: Path, function: Callable[..., None], arguments: tuple[Any, ...]) -
     os.dup2(output, 2)
     try:
         function(*arguments)
-    except SystemExit as ended:
-        os._exit(ended.code if isinstance(ended.code, int) else 1)
     except BaseException:
         os.write(output, traceback.format_exc().encode())
         os._exit(1)

@@ -378,15 +378,6 @@ async def test_actors_score_and_survive_the_kill_of_one(actors, spread):
     pool = await spread(*(RayScorer(handle) for handle in handles))
     scores = await asyncio.gather(*(pool.score(line("x" * i)) for i in range(1, 30)))
     assert [score.value for score in scores] == [float(i) for i in range(1, 30)]
-    started = time.perf_counter()
-
-    async def episodes() -> None:
-        for _ in range(20):
-            await pool.score(line("xyz"))
-
-    await asyncio.gather(*(episodes() for _ in range(32)))
-    rate = 32 * 20 / (time.perf_counter() - started)
-    assert rate > 200, f"{rate:.0f} scores/s; 500 and more on a machine that is not shared"
     asking = [asyncio.create_task(pool.score(line("slow"))) for _ in range(2)]
     await asyncio.sleep(0.2)
     psutil.Process(await handles[0].pid.remote()).kill()
@@ -395,6 +386,21 @@ async def test_actors_score_and_survive_the_kill_of_one(actors, spread):
     async with asyncio.timeout(60):
         await RayScorer(handles[0]).wait_ready(60)  # Ray has started it anew
     assert (await pool.score(line("abc"))).value == 3.0
+
+
+@pytest.mark.machine
+async def test_two_actors_score_200_answers_a_second(actors, spread):
+    pool = await spread(*(RayScorer(handle) for handle in actors(2)))
+    await asyncio.gather(*(pool.score(line("x")) for _ in range(32)))  # both have started
+    started = time.perf_counter()
+
+    async def episodes() -> None:
+        for _ in range(20):
+            await pool.score(line("xyz"))
+
+    await asyncio.gather(*(episodes() for _ in range(32)))
+    rate = 32 * 20 / (time.perf_counter() - started)
+    assert rate > 200, f"{rate:.0f} scores/s"
 
 
 async def test_actor_whose_task_refuses_its_config_is_bad_input(actors):
