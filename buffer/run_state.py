@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 from uuid import uuid4
@@ -40,7 +39,7 @@ class RunState:
     """A client of one run's shared state, created in and used from one event loop.
 
     state = await RunState.connect(url, run, settings)
-    await state.record_commit("engine-0", version, record)         # an engine
+    await state.record_commits({"engine-0": version})              # an engine
     await state.wait_engines_at(version, timeout_s=60)             # the trainer
     await state.count("tokens_generated", 512)
 
@@ -100,23 +99,12 @@ class RunState:
 
     async def record_commits(self, served_versions: Mapping[str, int]) -> None:
         """Records which version each engine serves. Admission depends on the slowest one."""
-        if served_versions:
-            await self._record_commits("", served_versions)
-
-    async def record_commit(self, engine: str, version: int, record: Record) -> None:
-        """Records which version an engine serves, and how it took it (for `commits`)."""
-        await self._record_commits(json.dumps({**record, "at": time.time()}), {engine: version})
-
-    async def _record_commits(self, record: str, served_versions: Mapping[str, int]) -> None:
+        if not served_versions:
+            return
         pairs = [part for pair in served_versions.items() for part in pair]
         # The home shard last: what `engine_versions` returns then holds in all shards.
-        for scripts in self._others:
-            await scripts.run("run_state/record_commits", "", *pairs)
-        await self._scripts.run("run_state/record_commits", record, *pairs)
-
-    async def commits(self) -> dict[str, dict[str, float | int | str]]:
-        """The last record of each engine's `record_commit`, with its Unix time ("at")."""
-        return _readable(await self._hash("commits"), _read_record)
+        for scripts in (*self._others, self._scripts):
+            await scripts.run("run_state/record_commits", *pairs)
 
     async def forget_engine(self, engine: str) -> None:
         """Records that an engine is gone, so that neither admission nor commits wait for it.

@@ -40,7 +40,7 @@ from benchmarks.weights.ours import receiver_in
 from benchmarks.weights.trainer import Moved, TrainerRank
 from buffer.connect import connect_buffer
 from buffer.redis.server import EmbeddedServer
-from buffer.run_state import RunState
+from buffer.run_state import STREAM_START, RunState
 from configs.choices import CommitStrategy
 from configs.schema import BufferConfig, WeightSyncConfig
 from rollout_pool.engines.commit import Committer
@@ -244,6 +244,7 @@ class Fleet:
         self._state, self._client, self._trainer = state, client, trainer
         self._followers: list[asyncio.Task[None]] = []
         self._version = -1
+        self._read_to = STREAM_START
 
     @classmethod
     @asynccontextmanager
@@ -349,11 +350,23 @@ class Fleet:
             await all_steady()
             measured.moved.append(moved)
             measured.whole.append((moved.began, time.perf_counter()))
-            for name, record in (await self._state.commits()).items():
-                assert record["version"] == moved.version, record
+            for record in await self._commits_of(moved.version):
+                name = str(record["engine"])
                 measured.pauses[name].append(float(record["pause_s"]))
                 measured.loads[name].append(float(record["load_s"]))
         return measured
+
+    async def _commits_of(self, version: int) -> list[dict[str, float | int | str]]:
+        """How each engine took it."""
+        found: list[dict[str, float | int | str]] = []
+        while len(found) < len(self.engines):
+            entries = await self._state.read_metrics(self._read_to, _CALL_S)
+            assert entries, f"version {version}: only {found}"
+            self._read_to = entries[-1].id
+            found += [
+                e.record for e in entries if e.kind == "commit" and e.record["version"] == version
+            ]
+        return found
 
     async def bare_loads(self, engine: SGLangEngine, number: int) -> list[float]:
         """Seconds of /update_weights_from_disk with nothing else going on; the first warms up."""

@@ -161,7 +161,7 @@ class WeightFollower:
             "pause_s": report.pause_s,
             "load_s": report.load_s,
         }
-        await self.state.record_commit(self.engine, report.version, record)
+        await self.state.record_commits({self.engine: report.version})
         await self.state.append_metrics(record, "commit")
         self.pin.note_served(staged.version)
         return True

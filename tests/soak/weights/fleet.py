@@ -106,7 +106,7 @@ class Receiver:
                 await asyncio.sleep(0.05)
                 continue
             newest = staged.version
-            await self._state.record_commit(self.name, newest, {})
+            await self._state.record_commits({self.name: newest})
             await self._sightings.saw(self.name, newest)
 
     def signal(self, number: int) -> None:

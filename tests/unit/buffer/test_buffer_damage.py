@@ -181,11 +181,11 @@ async def _life(buffer: Buffer, state: RunState, make_group: GroupMaker) -> list
     await call(buffer.get_max_staleness())
     await call(buffer.reconcile("lineage", step=0, version=0, resume_version=2))
     await call(buffer.ack(1, "lineage"))
-    await call(state.record_commit("engine", 1, {"pause_s": 0.1}))
+    await call(state.record_commits({"engine": 1}))
     await call(state.wait_engines_at(1, 0.02))
     await call(state.enter_commit("engine", 1, 1, 0.02))
     await call(state.add_wait("a", "b", 1))
-    for read in (state.waits, state.counters, state.commits, state.phase):
+    for read in (state.waits, state.counters, state.phase):
         await call(read())
     for read in (state.receivers, state.staged_versions, state.task_positions):
         await call(read())
@@ -215,7 +215,7 @@ NAMES = (
         "reconcile",
         "engine_versions",
     ),
-    *("commits", "waits", "counters", "tasks", "prompts", "failures", "staged"),
+    *("waits", "counters", "tasks", "prompts", "failures", "staged"),
     *("weights", "receivers", "quarantined_prompts"),
 )
 SETS = (

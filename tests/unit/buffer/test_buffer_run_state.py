@@ -53,21 +53,18 @@ async def test_published_version_only_grows(state: RunState) -> None:
         assert await state.published_weights() == newest
 
 
-async def test_commit_is_kept_with_its_record_on_every_shard(
+async def test_served_version_is_kept_on_every_shard(
     redis: Any, run_name: str, buffer_factory: Any
 ) -> None:
     await buffer_factory(shards=2)
     state = RunState(redis, run_name, shards=2)
-    await state.record_commit("e0", 3, {"pause_s": 0.25, "strategy": "staged_disk"})
-    record = (await state.commits())["e0"]
-    assert (record["pause_s"], record["strategy"]) == (0.25, "staged_disk")
-    assert abs(float(record["at"]) - time.time()) < 5
+    await state.record_commits({"e0": 3})
     for shard in range(2):
         keys = Keys(run_name, shard)
         assert await redis.hgetall(keys("engine_versions")) == {b"e0": b"3"}
     for _ in range(2):
         await state.forget_engine("e0")
-    assert await state.engine_versions() == {} == await state.commits()
+    assert await state.engine_versions() == {}
     assert not await redis.exists(Keys(run_name, 1)("engine_versions"))
 
 
@@ -78,7 +75,7 @@ async def test_wait_engines_at_waits_for_all_live_engines(state: RunState) -> No
     with pytest.raises(TimeoutError, match=r"within 0 s: e0 \(version 1\), e2 \(version 0\)$"):
         await state.wait_engines_at(2, 0)
     waiting = asyncio.create_task(state.wait_engines_at(2, 10))
-    await state.record_commit("e0", 3, {})
+    await state.record_commits({"e0": 3})
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await state.forget_engine("e2")  # a lost engine delays no other
@@ -92,7 +89,7 @@ async def test_change_of_the_engines_wakes_who_waits_for_it(state: RunState) -> 
     assert await state.wait_engines_changed({}, 0.02) == {}
     waiting = asyncio.create_task(state.wait_engines_changed({}, 10))
     await asyncio.sleep(0.05)
-    await state.record_commit("e0", 0, {})
+    await state.record_commits({"e0": 0})
     async with asyncio.timeout(1):
         assert await waiting == {"e0": 0}
     waiting = asyncio.create_task(state.wait_engines_changed({"e0": 0}, 10))
@@ -168,7 +165,7 @@ async def test_without_any_engine_nothing_is_admitted(
     await buffer.admit("of-two", 0)
     with pytest.raises(TimeoutError):
         await buffer.admit("too-many", 0)
-    await state.record_commit("e1", 1, {})
+    await state.record_commits({"e1": 1})
     waiting = asyncio.create_task(buffer.admit("when-the-slow-one-is-gone", 10))
     await asyncio.sleep(0.05)
     assert not waiting.done()
@@ -182,7 +179,7 @@ async def test_without_any_engine_nothing_is_admitted(
     waiting = asyncio.create_task(buffer.admit("when-one-is-back", 10))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    await state.record_commit("e1", 1, {})
+    await state.record_commits({"e1": 1})
     async with asyncio.timeout(1):
         await waiting
     assert not (await buffer.stats()).engines_gone

@@ -159,7 +159,7 @@ async def make_worker(completer, scorer, state, redis_url, run_name, buffer_fact
         max_staleness=1, wait_timeout_s=30.0, log=None, external=None, stop_again_s=10.0, **settings
     ):
         buffer = SlowBuffer(await buffer_factory(GROUPS_PER_STEP, max_staleness=max_staleness))
-        await state.record_commit("engine-0", completer.version, {})
+        await state.record_commits({"engine-0": completer.version})
         settings = {"max_prompt_tokens": 16, **settings}
         config = RolloutConfig(group_size=2, max_response_tokens=8, **settings)
         spec = rollout_spec(
@@ -275,7 +275,7 @@ async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_agai
     await buffer.publish_version(1)
     await asyncio.sleep(0.3)
     assert len(completer.asked) == 2 * GROUPS_PER_STEP  # the engine is still at version 0
-    await state.record_commit("engine-0", 1, {})
+    await state.record_commits({"engine-0": 1})
     await until(ready(buffer, GROUPS_PER_STEP))
     stats = await buffer.stats()
     assert stats.abandoned_by_reason == {"too_old": 2} and stats.requeued == 2
@@ -500,7 +500,7 @@ async def test_interrupted_groups_keep_their_tokens_and_end_with_those_of_the_ne
     await buffer.publish_version(1)
     await asyncio.sleep(0.2)
     assert (await buffer.stats()).ready == 0  # they wait for the engine
-    await state.record_commit("engine-0", 1, {})
+    await state.record_commits({"engine-0": 1})
     await until(ready(buffer, 2 * GROUPS_PER_STEP))
     worker.stop()
     await running
