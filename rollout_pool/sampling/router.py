@@ -136,7 +136,8 @@ class Router:
         self._starving: asyncio.TimerHandle | None = None
         self._sessions = StickySessions()
         self._mean_length: float | None = None
-        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm: asyncio.Handle | None = None
+        self._alarm_at: float | None = None
         self._situation = "their versions are not known yet"
 
     # Reports ----------------------------------------------------------------------------------
@@ -338,13 +339,17 @@ class Router:
         """Serves samples that wait for an engine's recovery, even if nothing else happens."""
         times = [engine.breaker.retry_at for engine in self.engines.values()]
         at = min((time for time in times if time > now), default=None) if self.num_waiting else None
+        # Kept beside the handle: uvloop's, for a time that is now, does not know it.
+        if at == self._alarm_at:
+            return
         if self._alarm is not None:
-            if self._alarm.when() == at:
-                return
             self._alarm.cancel()
-            self._alarm = None
-        if at is not None:
-            self._alarm = asyncio.get_running_loop().call_at(at, self.serve)
+        self._alarm_at = at
+        self._alarm = None if at is None else asyncio.get_running_loop().call_at(at, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm_at = None  # a timer may fire a little too early, and is then set again
+        self.serve()
 
 
 def _may_serve(engine: EngineState, needs: Needs) -> bool:

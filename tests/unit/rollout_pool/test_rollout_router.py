@@ -8,8 +8,10 @@ import time
 from contextlib import contextmanager
 
 import pytest
+import uvloop
 
 from buffer.types import SamplingParams
+from rollout_pool.sampling import engine_state
 from rollout_pool.sampling.engine_client import EngineLoad
 from rollout_pool.sampling.engine_state import BreakerState, StickySessions
 from rollout_pool.sampling.router import Router
@@ -350,6 +352,28 @@ async def test_sample_whose_only_engine_failed_is_served_when_it_may_have_recove
     assert (await place(one)).engine.name == "engine-0"  # others may: it was one failure
     async with asyncio.timeout(2):
         await waiting
+
+
+@pytest.mark.parametrize("delay_s", [0.0002, 0.0, 0.05])  # the first is now for uvloop's clock
+def test_sample_waits_for_a_recovery_under_the_loop_of_rays_actors(delay_s, monkeypatch):
+    monkeypatch.setattr(engine_state, "FIRST_DELAY_S", delay_s)
+
+    async def wait():
+        one = router(1)
+        first = await place(one)
+        at = first.fail()
+        waiting = [asking(one, sample(), {"engine-0": at}) for _ in range(2)]
+        await turn()
+        first.release()
+        async with asyncio.timeout(2):
+            await asyncio.gather(*waiting)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        errors = []
+        runner.get_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        for _ in range(20):
+            runner.run(wait())
+    assert errors == []
 
 
 async def test_sample_whose_only_engine_failed_it_is_served_at_once_when_others_get_tokens():
