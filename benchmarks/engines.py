@@ -33,15 +33,25 @@ def random_qwen3(seed: int, **shape: Any) -> Qwen3ForCausalLM:
 
 
 def make_engine(
-    name: str, model_path: Path, folder: Path, *, max_running: int = 64, uses_gpu: bool = False
+    name: str,
+    model_path: Path,
+    folder: Path,
+    *,
+    max_running: int = 64,
+    uses_gpu: bool = False,
+    pause_mode: PauseMode = PauseMode.resubmit,
 ) -> SGLangEngine:
+    """With a prefix cache where the mode allows it."""
     return SGLangEngine(
         EngineSpec(
             name=name,
             config=EngineConfig(
-                max_running_requests=max_running, start_timeout_s=300, request_timeout_s=120
+                max_running_requests=max_running,
+                start_timeout_s=300,
+                request_timeout_s=120,
+                radix_cache=pause_mode is not PauseMode.retract,
             ),
-            pause_mode=PauseMode.retract,
+            pause_mode=pause_mode,
             model_path=str(model_path),
             trust_remote_code=False,
             host="127.0.0.1",

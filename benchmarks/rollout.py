@@ -1,6 +1,6 @@
 """Rollouts with a heavy tail, scheduled four ways at a real engine, and what the pool itself costs.
 
-    python benchmarks/rollout.py [--short] [--only strategies|efficiency|stub|rewards]
+    python benchmarks/rollout.py [--short] [--only strategies|efficiency|prefix|stub|rewards]
 
 The last line is RESULT and a JSON object. Each ratio's two sides ran in this one process, in turn.
 """
@@ -19,12 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Report
 from benchmarks.rollouts.efficiency import measure_efficiency, measure_rewards, measure_stub
+from benchmarks.rollouts.prefix import measure_prefixes
 from benchmarks.rollouts.scene import build_model, engine_at
 from benchmarks.rollouts.strategies import measure_strategies
 from benchmarks.rollouts.work import SHORT, WorkSize
 
 AT_AN_ENGINE = {"strategies": measure_strategies, "efficiency": measure_efficiency}
-AT_A_STUB = {"stub": measure_stub, "rewards": measure_rewards}
+ALONE = {"prefix": measure_prefixes, "stub": measure_stub, "rewards": measure_rewards}
 
 
 async def measure(size: WorkSize, only: list[str], report: Report) -> None:
@@ -36,13 +37,13 @@ async def measure(size: WorkSize, only: list[str], report: Report) -> None:
             async with engine_at(folder, size) as engine:
                 for part in chosen:
                     await AT_AN_ENGINE[part](size, folder, engine, report)
-        for part in AT_A_STUB:
+        for part in ALONE:
             if part in only:
-                await AT_A_STUB[part](size, folder, report)
+                await ALONE[part](size, folder, report)
 
 
 def main() -> None:
-    parts = [*AT_AN_ENGINE, *AT_A_STUB]
+    parts = [*AT_AN_ENGINE, *ALONE]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="small sizes, to see that it works")
     parser.add_argument("--only", action="append", choices=parts, help="this part alone")

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Report
 
-PARTS = ("wire", "fleet")
+PARTS = ("wire", "fleet", "pause")
 
 
 def main() -> None:

@@ -56,9 +56,11 @@ class AppendFsync(Enum):
 class PauseMode(Enum):
     """What the engine does with running requests while weights change.
 
-    `retract` recomputes their KV cache with the new weights; `in_place` keeps the old KV cache.
+    `resubmit` ends them with their tokens so far, and they are sent again under the new weights;
+    `retract` keeps them and recomputes their KV cache; `in_place` keeps the old KV cache too.
     """
 
+    resubmit = "resubmit"
     retract = "retract"
     in_place = "in_place"
 

@@ -116,8 +116,9 @@ class EngineConfig(Section):
     mem_fraction: float | None = field(default=None, metadata=within(above=0, below=1))
     """Share of a GPU's memory for weights and KV cache. None is 0.85, or less on a GPU that the
     engine shares with a trainer rank."""
-    radix_cache: bool = False
-    """Reuse KV of shared prefixes, by policy version. Needs weight_sync.pause_mode=in_place."""
+    radix_cache: bool = True
+    """Reuse KV of shared prefixes, never that of older weights. weight_sync.pause_mode=retract
+    needs it off."""
     start_timeout_s: float = field(default=600.0, metadata=SECONDS)
     request_timeout_s: float = field(default=600.0, metadata=SECONDS)
     """Longest that one request may take."""

@@ -227,7 +227,7 @@ class WeightSyncConfig(Section):
     stage_dir: str | None = field(default=None, metadata=STAGE_DIR)
     """Folder of the staged versions, on every node; None is /dev/shm."""
     commit: CommitStrategy = CommitStrategy.staged_disk
-    pause_mode: PauseMode = PauseMode.retract
+    pause_mode: PauseMode = PauseMode.resubmit
     max_concurrent_commits: int = field(default=1, metadata=at_least(1))
     """Engines that may pause for a commit at the same time."""
     commit_timeout_s: float = field(default=120.0, metadata=SECONDS)
@@ -347,8 +347,8 @@ class Config(Section):
         yield Rule(
             not (engine.radix_cache and sync.pause_mode is PauseMode.retract),
             "rollout.engine.radix_cache",
-            "a retracted request would find its old prefix in the cache; "
-            "set weight_sync.pause_mode=in_place or rollout.engine.radix_cache=false",
+            "with weight_sync.pause_mode=retract a request would find its old prefix in the cache; "
+            "set weight_sync.pause_mode=resubmit or rollout.engine.radix_cache=false",
         )
         yield Rule(
             sync.commit_timeout_s < engine.request_timeout_s,

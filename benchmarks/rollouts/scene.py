@@ -63,7 +63,9 @@ def build_model(size: WorkSize, folder: Path) -> None:
 
 @asynccontextmanager
 async def engine_at(folder: Path, size: WorkSize) -> AsyncIterator[SGLangEngine]:
-    engine = make_engine(ENGINE, folder, folder, max_running=size.max_running)
+    engine = make_engine(
+        ENGINE, folder, folder, max_running=size.max_running, pause_mode=PauseMode.retract
+    )
     await engine.start()
     try:
         yield engine

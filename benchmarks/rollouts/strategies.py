@@ -75,9 +75,7 @@ async def _peak(size: WorkSize, engine: SGLangEngine, number: int) -> float:
 async def _run_rival(
     rival: Rival, size: WorkSize, jobs: Sequence[Job], engine: SGLangEngine, commits: Commits
 ) -> Tally:
-    client = SGLangClient(
-        ENGINE, engine.client.url, key=KEY, request_timeout_s=120.0, keys_prefix_by_version=False
-    )
+    client = SGLangClient(ENGINE, engine.client.url, key=KEY, request_timeout_s=120.0)
     router = Router([client], 120.0, max_running_requests=size.max_running)
     router.follow({ENGINE: 0}, trainer=0, max_staleness=0)
     polling = asyncio.create_task(LoadPoller(router, [client]).run())

@@ -50,12 +50,16 @@ class WorkSize:
     """As long as generation takes, too."""
     reward_processes: int = 16
     reward_rounds: int = 20
+    prefix_tokens: int = 2000
+    prefix_turns: int = 8
+    prefix_hidden: int = 256
+    """Of a model large enough that a prompt is more than the overhead of a request."""
 
 
 SHORT = WorkSize(
     num_groups=12, group_size=2, batch_groups=4, max_running=8, median_tokens=4, longest=40,
     pairs=1, stub_latency_s=0.2, stub_in_flight=40, reward_s=0.1, reward_processes=2,
-    reward_rounds=5,
+    reward_rounds=5, prefix_tokens=200, prefix_turns=2, prefix_hidden=128,
 )  # fmt: skip
 
 

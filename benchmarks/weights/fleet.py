@@ -329,6 +329,8 @@ class Fleet:
             served = await self._state.engine_versions()
             while served != dict.fromkeys(self.engines, self._version):
                 served = await self._state.wait_engines_changed(served, _CALL_S)
+        for engine in self.engines.values():  # as the workers' routers do
+            engine.client.note_version(self._version)
 
     async def publishes(
         self, loads: dict[str, Load], number: int, undisturbed_s: float

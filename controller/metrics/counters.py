@@ -62,6 +62,16 @@ COUNTED_BY = {
     "completed_s": ("rollout_completed_seconds", "Time spent on completed groups.", "length"),
     "given_up_s": ("rollout_given_up_seconds", "Time spent on groups given up.", "length"),
     "episodes_ended": ("rollout_episodes", "Episodes, by how they ended.", "end"),
+    "prompt_tokens": (
+        "rollout_prompt_tokens",
+        "Tokens that requests began with; a resumed one begins with its answer so far.",
+        "engine",
+    ),
+    "prefilled_tokens": (
+        "rollout_prefilled_tokens",
+        "Of these, the tokens for which the engine had no KV cache.",
+        "engine",
+    ),
 }
 """Counters named `<key>:<label>`: metric, help, and name of the label."""
 
@@ -75,11 +85,24 @@ def wasted_share(counters: Counters, tokens_dropped: int) -> float | None:
     return min(1.0, wasted / generated) if generated else None
 
 
+def cached_share(counters: Counters) -> float | None:
+    """Share of prompt tokens that the engines found in their prefix caches; None before the
+    first."""
+    prompts, prefilled = (
+        sum(value for name, value in counters.items() if name.startswith(f"{kind}:"))
+        for kind in ("prompt_tokens", "prefilled_tokens")
+    )
+    return 1 - prefilled / prompts if prompts else None
+
+
 def summary_rows(counters: Counters, tokens_dropped: int) -> Iterator[tuple[str, str]]:
     """Rows about generation for a run's summary."""
     share = wasted_share(counters, tokens_dropped)
     if share is not None:
         yield "tokens that could not be used", f"{share:.1%}"
+    cached = cached_share(counters)
+    if cached is not None:
+        yield "prompt tokens found in the prefix cache", f"{cached:.1%}"
     for length in LENGTHS:
         completed = counters.get(f"completed:{length}", 0.0)
         given_up = counters.get(f"given_up:{length}", 0.0)

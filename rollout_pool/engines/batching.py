@@ -7,6 +7,11 @@
 One call of n samples is much cheaper than n calls. Still, each sample ends when it is complete, can
 be stopped alone, and fails alone unless the whole call fails.
 
+Of a group's samples one goes ahead, and the others find their prompt in the engine's prefix cache.
+
+A commit may end all requests of its engine (weight_sync.pause_mode=resubmit). The rest of each
+sample is sent there again as soon as the new version is heard of.
+
 The server streams disjoint parts. Every part but a sample's last has `weight_version`, the version
 served at that moment; the last has `weight_versions`, exact spans over all tokens of the request.
 (Source: SGLang 0.5.20.)
@@ -44,6 +49,12 @@ LONGEST_GAP_S = 0.05
 FEW_CALLS = 16
 """Above this the gap grows in proportion to the open calls: for each call the HTTP client scans all
 of its connections."""
+LONG_PREFIX = 128
+"""Tokens of a prompt that is computed for one sample of a group before the others are sent. In one
+batch the engine would compute it for each of them. A shorter one costs less than the wait."""
+HELD_S = 5.0
+"""Longest wait of a sample that a commit ended until the new version is heard of. Sent after that,
+it waits at the engine."""
 STOP_AGAIN_S = 1.0
 """A stop that overtakes its request is lost, so it is repeated until the sample has ended."""
 STOP_TIMEOUT_S = 30.0
@@ -78,7 +89,12 @@ class _Request:
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.over = asyncio.Event()
         """Set when the engine has ended it, or is unreachable."""
+        self.is_sent = False
         self.is_stopping = False
+        self.followers: list[_Request] = []
+        """Of its group; they are sent when its prompt is cached."""
+        self.taken_back_at: int | None = None
+        """The version at which the engine ended it for a commit: the rest is to be sent again."""
         self._start = len(sample.output_ids)
         self._spans_before = list(sample.version_spans)
         self._label: int | None = None
@@ -144,24 +160,35 @@ class GenerateCalls(ABC):
         self,
         name: str,
         *,
+        has_prefix_cache: bool,
         keys_prefix_by_version: bool,
         stream_interval: int = STREAM_INTERVAL,
         vocab_size: int | None = None,
     ) -> None:
         """`vocab_size`: of the engine's model, None if unknown."""
         self._name = name
+        self._has_cache = has_prefix_cache
         self._keys_prefix = keys_prefix_by_version
         self._stream_interval = stream_interval
         self._vocab_size = vocab_size
         self._latest_version = 0
         self._requests: dict[str, _Request] = {}
+        self._held: dict[_Request, int] = {}
+        """Those that wait for a version later than this."""
         self._unsent: list[_Request] = []
+        self._leaders: dict[str, _Request | None] = {}
+        """By group: the request whose first token is waited for, None when it has come. Of the
+        latest version only."""
         self._flush: asyncio.TimerHandle | None = None
         self._next_flush = 0.0
         self._num_open = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_preemptions = 0
         """See LoadSource.num_preemptions."""
+        self.num_prompt_tokens = 0
+        """Of ended requests, what earlier requests of their samples brought included."""
+        self.num_prefilled = 0
+        """Of these, the tokens for which the engine had no KV cache."""
 
     @property
     def name(self) -> str:
@@ -177,7 +204,11 @@ class GenerateCalls(ABC):
 
     def note_version(self, version: int) -> None:
         """The engine serves `version` now: cached prefixes of older versions are not reused."""
-        self._latest_version = max(self._latest_version, version)
+        if version > self._latest_version:
+            self._latest_version = version
+            self._leaders = {group: one for group, one in self._leaders.items() if one is not None}
+        for request in [held for held, taken_at in self._held.items() if version > taken_at]:
+            self._let_go(request)
 
     async def generate(
         self, sample: Sample, request_id: str, on_arrival: Callable[[], None] | None = None
@@ -190,6 +221,13 @@ class GenerateCalls(ABC):
         self._send_soon(request)
         try:
             await request.outcome
+            while (taken_at := request.taken_back_at) is not None:
+                request = _Request(sample, f"from{len(sample.output_ids)}.{request_id}", on_arrival)
+                self._requests[request_id] = request
+                self._hold(request, taken_at)
+                await request.outcome
+                if request.taken_back_at == taken_at:
+                    raise EngineError(f"{self._name} aborted a sample twice at version {taken_at}")
         except asyncio.CancelledError:
             await self._give_up(request)
             raise
@@ -202,8 +240,8 @@ class GenerateCalls(ABC):
         if request is None or request.is_stopping:
             return
         request.is_stopping = True
-        if request in self._unsent:
-            request.end()  # it was never sent
+        if not request.is_sent:
+            request.end()
         else:
             self._keep(self._stop(request))
 
@@ -233,14 +271,54 @@ class GenerateCalls(ABC):
             loop = asyncio.get_running_loop()
             self._flush = loop.call_at(max(loop.time(), self._next_flush), self._send)
 
+    def _hold(self, request: _Request, taken_at: int) -> None:
+        """Sends it under a later version than that, or after a while, for the commit may fail.
+
+        Sent at once it would be in the commit's way, or wait inside of the engine under a key that
+        says too little.
+        """
+        self._held[request] = taken_at
+        if self._latest_version > taken_at:
+            self._let_go(request)
+        else:
+            asyncio.get_running_loop().call_later(HELD_S, self._let_go, request)
+
+    def _let_go(self, request: _Request) -> None:
+        if self._held.pop(request, None) is not None and not request.outcome.done():
+            self._send_soon(request)
+
     def _send(self) -> None:
         self._flush = None
         gap_s = min(LONGEST_GAP_S, CALL_GAP_S * max(1.0, self._num_open / FEW_CALLS))
         self._next_flush = asyncio.get_running_loop().time() + gap_s
-        waiting = [request for request in self._unsent if not request.outcome.done()]
+        waiting = [r for r in self._unsent if not r.outcome.done() and not self._must_follow(r)]
         self._unsent = []
         for start in range(0, len(waiting), MAX_SAMPLES):
             self._keep(self._carry(waiting[start : start + MAX_SAMPLES]))
+
+    def _must_follow(self, request: _Request) -> bool:
+        """Whether another of its group computes their prompt, and sends for it then."""
+        group = request.sample.group
+        if not group or not self._has_cache or len(request.sample.prompt) < LONG_PREFIX:
+            return False
+        if group not in self._leaders:
+            self._leaders[group] = request
+            return False
+        leader = self._leaders[group]
+        if leader is not None:
+            leader.followers.append(request)
+        return leader is not None
+
+    def _release_followers(self, leader: _Request, *, is_cached: bool) -> None:
+        group = leader.sample.group
+        if self._leaders.get(group) is leader:
+            if is_cached:
+                self._leaders[group] = None
+            else:
+                del self._leaders[group]
+        for request in leader.followers:
+            self._send_soon(request)
+        leader.followers = []
 
     def _keep(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)
@@ -252,6 +330,7 @@ class GenerateCalls(ABC):
         """One call, until its last sample has ended."""
         pending = {request.wire_id: request for request in requests}
         for request in requests:
+            request.is_sent = True
             request.served_before = self._latest_version
         error: Exception | None = None
         self._num_open += 1
@@ -284,6 +363,7 @@ class GenerateCalls(ABC):
         """Resends each sample in its own call, since one bad sample fails all in its call."""
         for request in pending.values():
             if request.outcome.done():
+                self._release_followers(request, is_cached=False)
                 request.over.set()
             else:
                 request.wire_id = f"alone.{request.wire_id}"
@@ -295,6 +375,7 @@ class GenerateCalls(ABC):
         if request.num_tokens and not request.outcome.done():
             # Tokens since the last part are unknown: count their average number.
             request.sample.num_wasted += min(self._stream_interval // 2, request.sample.num_left)
+        self._release_followers(request, is_cached=False)
         request.end(error)
         request.over.set()
 
@@ -304,6 +385,7 @@ class GenerateCalls(ABC):
         meta = part["meta_info"]
         request = pending[meta["id"]]
         reason = meta["finish_reason"]
+        self._release_followers(request, is_cached=bool(part["output_ids"]))
         if request.outcome.done():  # it was given up, and the engine has not stopped yet
             request.sample.num_wasted += len(part["output_ids"])
         else:
@@ -315,7 +397,7 @@ class GenerateCalls(ABC):
                 self._report_arrival(request, is_over=reason is not None)
         if reason is not None:
             del pending[meta["id"]]
-            self._count_preemptions(meta)
+            self._count(meta)
             request.end()
             request.over.set()
 
@@ -359,18 +441,23 @@ class GenerateCalls(ABC):
             request.settle(spans)
             self.note_version(spans[-1].version)
         if reason is not None:
-            self._finish(request, reason)
+            self._finish(request, reason, meta)
 
-    def _finish(self, request: _Request, reason: Mapping[str, Any]) -> None:
+    def _finish(
+        self, request: _Request, reason: Mapping[str, Any], meta: Mapping[str, Any]
+    ) -> None:
         if reason["type"] in ("stop", "length"):
             if not request.num_tokens:
                 raise SampleRefused(f"{self._name} returned a sample without a token")
             request.sample.finish_reason = reason["type"]
         elif not request.is_stopping:
-            raise EngineError(f"{self._name} aborted a sample: {reason.get('message') or reason}")
+            request.taken_back_at = read_version(self._name, meta["weight_version"])
 
-    def _count_preemptions(self, meta: Mapping[str, Any]) -> None:
-        """Does not count retractions by a commit's pause, at most one per new version."""
+    def _count(self, meta: Mapping[str, Any]) -> None:
+        num_prompt = meta.get("prompt_tokens", 0)
+        self.num_prompt_tokens += num_prompt
+        self.num_prefilled += num_prompt - (meta.get("cached_tokens") or 0)
+        # Retractions by a commit's pause, at most one per new version, are no preemptions.
         commits = max(0, len(meta.get("weight_versions") or []) - 1)
         self.num_preemptions += max(0, meta.get("num_retractions", 0) - commits)
 
@@ -391,7 +478,7 @@ class GenerateCalls(ABC):
 
     async def _give_up(self, request: _Request) -> None:
         """Stops a cancelled request at the engine; returns when the first stop was sent."""
-        if request in self._unsent or request.over.is_set():
+        if not request.is_sent or request.over.is_set():
             return
         is_asked = asyncio.Event()
         task = self._keep(self._stop(request, is_asked))

@@ -24,6 +24,11 @@ CONTROL_TIMEOUT_S = 60.0
 """For calls that a healthy engine answers at once."""
 ABORT_TIMEOUT_S = 5.0
 LOAD_TIMEOUT_S = 5.0
+STEPS_TO_END = 2
+"""Steps of the scheduler until an aborted request has ended: the one under way, and the one that
+sees the abort."""
+MAX_FLUSHES = 20
+_ALL = {"abort_all": True}
 _FROM_DISK = "/update_weights_from_disk"
 _FROM_IPC = "/update_weights_from_ipc"
 _BEGIN_UPDATE = "/begin_weight_update"
@@ -42,19 +47,25 @@ class SGLangClient(GenerateCalls):
         *,
         key: str,
         request_timeout_s: float,
-        keys_prefix_by_version: bool,
+        has_prefix_cache: bool = False,
+        keys_prefix_by_version: bool = False,
+        has_overlap_schedule: bool = True,
         stream_interval: int = STREAM_INTERVAL,
         vocab_size: int | None = None,
     ) -> None:
-        """`keys_prefix_by_version`: the server has a prefix cache; only prefixes of the same
-        version may be reused. `stream_interval`: tokens of a sample between two parts.
-        `vocab_size`: tokens that the model has embeddings for; others are refused unsent."""
+        """`keys_prefix_by_version`: a commit leaves the server's prefix cache as it is; only
+        prefixes of the same version may be reused. `stream_interval`: tokens of a sample between
+        two parts. `has_overlap_schedule`: the server returns a token one step later.
+        `vocab_size`: tokens that the model has embeddings for; others are refused
+        unsent."""
         super().__init__(
             name,
+            has_prefix_cache=has_prefix_cache,
             keys_prefix_by_version=keys_prefix_by_version,
             stream_interval=stream_interval,
             vocab_size=vocab_size,
         )
+        self._has_overlap = has_overlap_schedule
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"},
@@ -138,8 +149,40 @@ class SGLangClient(GenerateCalls):
         return _BEGIN_UPDATE in await self._routes()
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops decoding: running requests pause, new ones are queued."""
-        await self._post("/pause_generation", {"mode": mode.value}, CONTROL_TIMEOUT_S)
+        """Stops decoding: running requests pause, or end if they are to be sent again; new ones
+        wait outside."""
+        if mode is PauseMode.resubmit:
+            await self._end_all()
+        else:
+            await self._post("/pause_generation", {"mode": mode.value}, CONTROL_TIMEOUT_S)
+
+    async def _end_all(self) -> None:
+        """Ends all requests, and pauses without any and without a cached prefix."""
+        await self._post("/abort_request", _ALL, CONTROL_TIMEOUT_S)
+        # Those that run end with their next token, and return all so far. If they were paused
+        # before, they would lose what they have not streamed yet. The scheduler answers once per
+        # step, so this waits for the steps and not for requests that keep coming.
+        for _ in range(STEPS_TO_END + self._has_overlap):
+            if await self._flush_cache():
+                break
+        await self._post("/pause_generation", {"mode": "retract"}, CONTROL_TIMEOUT_S)
+        for _ in range(MAX_FLUSHES):
+            if await self._flush_cache():
+                return
+            # Some came in before the pause.
+            await self._post("/abort_request", _ALL, CONTROL_TIMEOUT_S)
+        raise EngineError(f"{self._name} still holds requests after {MAX_FLUSHES} aborts of all")
+
+    async def _flush_cache(self) -> bool:
+        """Empties the prefix cache. False if the engine has requests, and keeps it."""
+        path = "/flush_cache"
+        try:
+            response = await self._http.post(path, timeout=CONTROL_TIMEOUT_S)
+        except httpx.HTTPError as error:
+            raise self._failure(path, error) from error
+        if response.status_code not in (httpx.codes.OK, httpx.codes.BAD_REQUEST):
+            raise self._refusal(path, response)
+        return response.status_code == httpx.codes.OK
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {}, CONTROL_TIMEOUT_S)

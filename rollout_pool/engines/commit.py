@@ -36,6 +36,9 @@ class CommitReport:
     strategy: str
     pause_s: float
     """From the call that stops decoding to the return of the one that resumes it."""
+    stop_s: float
+    """Part of `pause_s`: until the running requests have paused, or have ended with a last token.
+    """
     load_s: float
     """Part of `pause_s`."""
     paused_at: float
@@ -103,6 +106,7 @@ class Committer:
             version=version,
             strategy=self._strategy.name,
             pause_s=pause_s,
+            stop_s=load_at - pause_began,
             load_s=load_s,
             paused_at=paused_at,
         )

@@ -174,7 +174,9 @@ class SGLangEngine:
             _url(spec.host, port),
             key=spec.key,
             request_timeout_s=spec.config.request_timeout_s,
-            keys_prefix_by_version=spec.config.radix_cache,
+            has_prefix_cache=spec.config.radix_cache,
+            keys_prefix_by_version=spec.pause_mode is PauseMode.in_place,
+            has_overlap_schedule=spec.uses_gpu,
         )
 
     async def _wait_ready(self, port: int, deadline: float) -> EngineInfo:
@@ -315,7 +317,6 @@ def server_arguments(spec: EngineSpec, served_name: str, port: int) -> list[str]
     if spec.trust_remote_code:
         arguments += ["--trust-remote-code"]
     if not config.radix_cache:
-        # A commit does not flush: prefixes computed with old weights would be reused.
         arguments += ["--disable-radix-cache"]
     max_total_tokens = config.max_total_tokens
     if spec.uses_gpu:

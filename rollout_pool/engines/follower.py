@@ -159,6 +159,7 @@ class WeightFollower:
             "paused_at": report.paused_at,
             "resumed_at": report.paused_at + report.pause_s,
             "pause_s": report.pause_s,
+            "stop_s": report.stop_s,
             "load_s": report.load_s,
         }
         await self.state.record_commits({self.engine: report.version})

@@ -102,6 +102,8 @@ class EpisodeRequest:
     session: str
     """Unique in the run; the ids of its samples begin with it."""
     sampling: SamplingParams
+    group: str = ""
+    """See Sample.group."""
     order: int = 0
     """The order of its group; see Sample.order."""
     priority: Priority = Priority.rollout
@@ -126,6 +128,7 @@ class EpisodeRequest:
             sampling=self.sampling,
             max_new_tokens=max_new_tokens,
             session=self.session,
+            group=self.group,
             priority=self.priority,
             order=self.order,
             min_version=self.min_version,

@@ -317,7 +317,9 @@ class Router:
 
     def _choose(self, waiter: Waiter, free: list[EngineState]) -> EngineState:
         least = min(free, key=lambda engine: engine.tokens)
-        home = self.engines.get(self._sessions.home(waiter.sample.session) or "")
+        sample = waiter.sample
+        name = self._sessions.home(sample.session) or self._sessions.home(sample.group)
+        home = self.engines.get(name or "")
         if home in free:
             assert home is not None
             most = OVERLOAD_FACTOR * least.tokens + OVERLOAD_SAMPLES * waiter.tokens
@@ -330,8 +332,9 @@ class Router:
         self._line.leave(waiter)
         if waiter.granted.done():
             return  # its task was just cancelled
-        if sample.session:
-            self._sessions.settle(sample.session, engine.name)
+        for prefix in (sample.session, sample.group):
+            if prefix:
+                self._sessions.settle(prefix, engine.name)
         slot = Slot(engine, sample.priority, waiter.tokens, now, self.serve)
         waiter.granted.set_result(slot)
 

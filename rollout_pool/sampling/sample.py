@@ -41,6 +41,8 @@ class Sample:
     """Limit of the whole completion, over all engines."""
     session: str = ""
     """Samples of one session go to the engine with their common prefix, unless it is overloaded."""
+    group: str = ""
+    """Samples of one group have the same prompt: a session's first sample goes where they are."""
     priority: Priority = Priority.rollout
     order: int = 0
     """Within a priority the lowest is served first: groups count up, so the stalest is first."""

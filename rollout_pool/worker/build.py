@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from buffer.connect import Buffer, connect_buffer
 from buffer.run_state import RunState
+from configs.choices import PauseMode
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.agents import AgentRunner, find_agent
 from rollout_pool.endpoint.app import Endpoint
@@ -33,7 +35,7 @@ from rollout_pool.worker.evaluate import Evaluator
 from rollout_pool.worker.loop import PromptReader, RolloutWorker
 from rollout_pool.worker.record import RolloutLog
 
-REPORT_WAITS_S = 2.0
+REPORT_S = 2.0
 
 
 class WorkerParts:
@@ -133,7 +135,7 @@ class WorkerParts:
         watch = EngineWatch(router, self._state, self._buffer, LoadPoller(router, clients))
         watching = [
             asyncio.create_task(watch.run()),
-            asyncio.create_task(self._report_waits(scorer)),
+            asyncio.create_task(self._report(scorer, clients)),
         ]
         self._closing.push_async_callback(end_tasks, watching)
         positions = await self._state.task_positions()
@@ -171,7 +173,8 @@ class WorkerParts:
             engine.url,
             key=self._spec.engine_key,
             request_timeout_s=config.request_timeout_s,
-            keys_prefix_by_version=config.radix_cache,
+            has_prefix_cache=config.radix_cache,
+            keys_prefix_by_version=self._spec.weight_sync.pause_mode is PauseMode.in_place,
             vocab_size=num_tokens,
         )
         self._closing.push_async_callback(client.close)
@@ -208,15 +211,23 @@ class WorkerParts:
         runner = EpisodeRunner(sampler, chat, self._spec.task, self._spec.config)
         return EnvEpisodes(runner, environment_factory(self._spec.task, self._task))
 
-    async def _report_waits(self, scorer: EpisodeScorer) -> None:
-        """Reports the waits for a scoring process, which `make status` shows."""
-        reported = 0.0
+    async def _report(self, scorer: EpisodeScorer, clients: Sequence[SGLangClient]) -> None:
+        """Reports the waits for a scoring process, which `make status` shows, and what the prefix
+        caches saved."""
+        waited = 0.0
+        counted = Counter[str]()
         while True:
-            await asyncio.sleep(REPORT_WAITS_S)
-            waited = scorer.waited_s
-            if waited > reported:
-                await self._state.add_wait("rollout", "rewards", waited - reported)
-                reported = waited
+            await asyncio.sleep(REPORT_S)
+            if (newly := scorer.waited_s - waited) > 0:
+                await self._state.add_wait("rollout", "rewards", newly)
+                waited += newly
+            seen = Counter[str]()
+            for client in clients:
+                seen[f"prompt_tokens:{client.name}"] = client.num_prompt_tokens
+                seen[f"prefilled_tokens:{client.name}"] = client.num_prefilled
+            for name, number in (seen - counted).items():
+                await self._state.count(name, number)
+            counted = seen
 
     async def close(self) -> None:
         """End `worker.run`, the scorers and all connections."""

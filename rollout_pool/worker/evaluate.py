@@ -184,6 +184,7 @@ class Evaluator:
         request = EpisodeRequest(
             session=session,
             sampling=self._sampling,
+            group=f"held-out {prompt.index}",
             priority=Priority.evaluation,
             min_version=version,
             engine=engine,

@@ -245,6 +245,7 @@ async def _member(
     request = EpisodeRequest(
         session=f"{run.group_id}.{place}",
         sampling=sampling,
+        group=run.group_id,
         order=run.order,
         on_sample=run.note_sample,
         on_end=run.note_end,

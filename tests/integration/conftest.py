@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # for sglang_model
 
 from sglang_model import Server, build_model
 
+from configs.choices import PauseMode
+
 
 @pytest.fixture(scope="session")
 def sglang_folder(tmp_path_factory):
@@ -26,8 +28,9 @@ def models(sglang_folder):
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def servers(sglang_folder, models):
-    """Their served versions, if any, are left over from earlier tests."""
-    both = [Server(sglang_folder, f"engine-{number}") for number in range(2)]
+    """The first has a prefix cache. What they serve, if anything, earlier tests left."""
+    modes = (PauseMode.resubmit, PauseMode.retract)
+    both = [Server(sglang_folder, f"engine-{i}", mode) for i, mode in enumerate(modes)]
     await asyncio.gather(*(server.start() for server in both))
     yield both
     for server in both:

@@ -48,7 +48,12 @@ def build_model(folder: Path, seed: int) -> Qwen3ForCausalLM:
 
 
 def engine_spec(
-    model_path: Path, log_path: Path, *, max_restarts: int = 3, name: str = "engine-0"
+    model_path: Path,
+    log_path: Path,
+    *,
+    max_restarts: int = 3,
+    name: str = "engine-0",
+    pause_mode: PauseMode = PauseMode.resubmit,
 ) -> EngineSpec:
     return EngineSpec(
         name=name,
@@ -57,8 +62,9 @@ def engine_spec(
             start_timeout_s=180,
             request_timeout_s=120,
             max_restarts=max_restarts,
+            radix_cache=pause_mode is not PauseMode.retract,
         ),
-        pause_mode=PauseMode.retract,
+        pause_mode=pause_mode,
         model_path=str(model_path),
         trust_remote_code=False,
         host="127.0.0.1",
@@ -86,10 +92,11 @@ def stage(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 class Server:
     """A real server of model a, and versions that it commits by either strategy."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, pause_mode: PauseMode) -> None:
         self.name = name
         self.folder = folder
-        spec = engine_spec(folder / "a", folder / f"{name}.log", name=name)
+        log_path = folder / f"{name}.log"
+        spec = engine_spec(folder / "a", log_path, name=name, pause_mode=pause_mode)
         self.engine = SGLangEngine(spec)
         self.newest = -1
         self._strategies = {}
@@ -113,7 +120,6 @@ class Server:
             self.engine.info.url,
             key=self.engine.spec.key,
             request_timeout_s=60,
-            keys_prefix_by_version=False,
             stream_interval=stream_interval,
         )
 
@@ -122,23 +128,28 @@ class Server:
         self.newest += 1
         return self.newest, stage(self.folder / f"{self.name}-staged-{self.newest}", tensors)
 
-    def committer(self, choice, pause_mode=PauseMode.retract):
-        return Committer(self.engine.client, self._strategies[choice], pause_mode)
+    def committer(self, choice, pause_mode=None):
+        mode = pause_mode or self.engine.spec.pause_mode
+        return Committer(self.engine.client, self._strategies[choice], mode)
 
     async def publish(self, model, choice=CommitStrategy.staged_disk, **settings):
-        return await self.committer(choice, **settings).commit(*self.stage(served_tensors(model)))
+        committer = self.committer(choice, **settings)
+        report = await committer.commit(*self.stage(served_tensors(model)))
+        self.engine.client.note_version(report.version)  # as a worker's router does
+        return report
 
     async def close(self) -> None:
         for strategy in self._strategies.values():
             await strategy.close()
 
 
-def make_sample(index, *, max_new_tokens, temperature=1.0, name=""):
+def make_sample(index, *, max_new_tokens, temperature=1.0, name="", prompt=PROMPT, group=""):
     return Sample(
         sample_id=f"{name}{time.monotonic_ns()}.{index}",
-        prompt=[*PROMPT, index],
+        prompt=[*prompt, index],
         sampling=SamplingParams(temperature=temperature),
         max_new_tokens=max_new_tokens,
+        group=group,
     )
 
 

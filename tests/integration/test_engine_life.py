@@ -192,7 +192,6 @@ async def test_engine_whose_parts_stall_or_die_restarts_and_is_given_up_while_ve
         engine.info.url,
         key=engine.spec.key,
         request_timeout_s=60,
-        keys_prefix_by_version=False,
     )
 
     async def serves(version):

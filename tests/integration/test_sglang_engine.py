@@ -17,6 +17,7 @@ from sglang_model import (
     EOS,
     engine_spec,
     logprobs_of,
+    make_sample,
     sample,
     served_tensors,
     worst_difference,
@@ -92,22 +93,55 @@ def spans_of(sample):
     return [(span.version, slice(span.start, span.end)) for span in sample.version_spans]
 
 
-@pytest.mark.parametrize("choice", [CommitStrategy.staged_disk, CommitStrategy.direct])
-async def test_samples_in_flight_continue_through_a_commit_with_exact_spans(
-    engine, server, model_a, model_b, choice
-):
-    await server.publish(model_a)
-    old = server.newest
-    ends, report = await crossing(engine, server, model_b, choice, PauseMode.retract)
-    assert report.version == old + 1 and report.pause_s < 10
+def worst_of_each(ends, models):
+    """Largest difference of a token's log-probability from that of its version's model."""
+    differences = []
     for end in ends:
         got = torch.tensor(end.logprobs)
-        by_version = {
-            old: logprobs_of(model_a, end, 1.0),
-            old + 1: logprobs_of(model_b, end, 1.0),
-        }
-        for version, part in spans_of(end):
-            assert (got - by_version[version])[part].abs().max() < 1e-4, (version, part)
+        by_version = {version: logprobs_of(model, end, 1.0) for version, model in models.items()}
+        differences += [(got - by_version[v])[part].abs().max() for v, part in spans_of(end)]
+    return float(max(differences))
+
+
+@pytest.mark.parametrize("number", range(2))  # of the server: with a prefix cache, and without
+@pytest.mark.parametrize("choice", [CommitStrategy.staged_disk, CommitStrategy.direct])
+async def test_samples_in_flight_continue_through_a_commit_with_exact_spans(
+    servers, model_a, model_b, choice, number
+):
+    server = servers[number]
+    await server.publish(model_a)
+    old, mode = server.newest, server.engine.spec.pause_mode
+    ends, report = await crossing(server.engine, server, model_b, choice, mode)
+    assert report.version == old + 1 and report.pause_s < 10
+    assert worst_of_each(ends, {old: model_a, old + 1: model_b}) < 1e-4
+    assert max(end.num_attempts for end in ends) <= 1 and not any(e.num_wasted for e in ends)
+
+
+async def test_prefix_of_old_weights_would_be_noticed(engine, server, model_a, model_b):
+    """The mode that is refused together with a prefix cache."""
+    await server.publish(model_a)
+    old = server.newest
+    ends, _ = await crossing(engine, server, model_b, CommitStrategy.staged_disk, PauseMode.retract)
+    assert worst_of_each(ends, {old: model_a, old + 1: model_b}) > 1e-2
+
+
+async def test_siblings_and_turns_compute_each_prefix_once(engine, server, model_a):
+    await server.publish(model_a)  # which empties the cache
+    prompt = [7 + i % 240 for i in range(500)]
+    before = engine.client.num_prefilled
+    siblings = [
+        make_sample(i, prompt=prompt, max_new_tokens=8, name="sibling-", group="g")
+        for i in range(16)
+    ]
+    await asyncio.gather(*(engine.client.generate(s, f"{s.sample_id}.1!") for s in siblings))
+    assert len(prompt) <= engine.client.num_prefilled - before <= 1.1 * len(prompt)
+    before, unique, turn = engine.client.num_prefilled, 0, [9 + i % 200 for i in range(100)]
+    for number in range(6):
+        one = make_sample(number, prompt=list(turn), max_new_tokens=8, name="turn-")
+        await engine.client.generate(one, f"{one.sample_id}.1!")
+        unique = len(turn)
+        turn += [*one.output_ids, *(11 + (number + i) % 200 for i in range(40))]
+    assert unique <= engine.client.num_prefilled - before <= 1.1 * unique
 
 
 @pytest.mark.parametrize("choice", [CommitStrategy.staged_disk, CommitStrategy.direct])

@@ -61,7 +61,6 @@ class StandInEngine(SGLangEngine):
             f"http://{self.spec.host}:{port}",
             key=self.spec.key,
             request_timeout_s=self.spec.config.request_timeout_s,
-            keys_prefix_by_version=False,
         )
 
 

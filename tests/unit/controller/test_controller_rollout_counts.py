@@ -17,12 +17,16 @@ COUNTERS = {
     "groups_postponed": 3.0,
     "groups_stopped": 5.0,
     "episodes_ended:max_turns": 7.0,
+    "prompt_tokens:engine-0": 300.0,
+    "prompt_tokens:engine-1": 100.0,
+    "prefilled_tokens:engine-0": 50.0,
 }
 
 
 def test_summary_lists_only_nonzero_counters_and_lengths_shortest_first() -> None:
     assert list(summary_rows(COUNTERS, 0)) == [
         ("tokens that could not be used", "2.5%"),
+        ("prompt tokens found in the prefix cache", "87.5%"),
         ("groups whose longest sample had <=256 tokens", "1 completed, 500 ms each; 0 given up"),
         ("groups whose longest sample had <=1k tokens", "4 completed, 2.5 s each; 0 given up"),
         ("groups whose longest sample had >64k tokens", "0 completed; 2 given up"),
@@ -53,4 +57,5 @@ def test_every_counter_is_a_metric() -> None:
     assert samples["rollout_workers_restarted_total", ("night",)] == 0
     assert samples["rollout_groups_completed_total", ("night", "<=1k")] == 4
     assert samples["rollout_groups_given_up_total", ("night", ">64k")] == 2
+    assert samples["rollout_prompt_tokens_total", ("night", "engine-1")] == 100
     assert samples["rollout_episodes_total", ("night", "max_turns")] == 7

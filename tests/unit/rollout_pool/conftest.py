@@ -144,6 +144,8 @@ class FakeSGLang(_Fake):
         self.aborted: list[str] = []
         self.num_lost_aborts = 0
         """Aborts still to come that are ignored, as those that overtake their request are."""
+        self.num_failed_flushes = 0
+        """Flushes still to come that find requests."""
         self._aborting: dict[str, asyncio.Event] = {}
 
     def bodies(self, path: str) -> list[dict[str, Any]]:
@@ -183,7 +185,7 @@ class FakeSGLang(_Fake):
         self, rid: str, most: int, queue: asyncio.Queue[dict[str, Any] | None]
     ) -> None:
         reply = self.reply(rid)
-        aborting = self._aborting.setdefault(rid, asyncio.Event())
+        aborting = self._aborting[rid] = asyncio.Event()
         version, ids = self.version, reply.output_ids
         parts = reply.parts
         if parts is None:
@@ -219,7 +221,10 @@ class FakeSGLang(_Fake):
         await asyncio.sleep(self.slow.get(request.url.path, 0.0))
         if self.status != 200 or request.url.path in self.refused:
             return JSONResponse({"success": False, "message": "out of order"}, 400)
-        if request.url.path == "/abort_request":
+        if body.get("abort_all"):
+            for aborting in self._aborting.values():
+                aborting.set()
+        elif request.url.path == "/abort_request":
             self.aborted.append(body["rid"])
             if self.num_lost_aborts > 0:
                 self.num_lost_aborts -= 1
@@ -231,6 +236,13 @@ class FakeSGLang(_Fake):
         if "weight_version" in body:
             self.version = body["weight_version"]
         return JSONResponse({"success": True})
+
+    async def _flush(self, request: Request) -> Response:
+        self.calls.append(("/flush_cache", dict(request.query_params)))
+        if self.num_failed_flushes > 0:
+            self.num_failed_flushes -= 1
+            return Response(status_code=400)
+        return Response()
 
     async def _model_info(self, request: Request) -> Response:
         self.num_infos += 1
@@ -268,6 +280,7 @@ class FakeSGLang(_Fake):
         routes += [
             Route("/generate", self._generate, methods=["POST"]),
             Route("/model_info", self._model_info),
+            Route("/flush_cache", self._flush, methods=["POST"]),
             Route("/v1/loads", self._loads),
             Route("/openapi.json", self._openapi),
             Route("/ready", self._ready),
@@ -275,7 +288,7 @@ class FakeSGLang(_Fake):
         self._serve(routes)
 
     def client(self, name: str, **settings: Any) -> SGLangClient:
-        settings = {"request_timeout_s": 2.0, "keys_prefix_by_version": False, **settings}
+        settings = {"request_timeout_s": 2.0, **settings}
         return SGLangClient(name, self.url, key="a-key", **settings)
 
 

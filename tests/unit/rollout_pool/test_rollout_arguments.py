@@ -26,7 +26,7 @@ def test_cpu_server_gets_the_kernels_that_exist_there():
         "--model-path /models/policy --served-model-name leash-engine-0 --host 10.0.0.7 "
         "--port 31000 --tp-size 1 --dtype float32 --max-running-requests 128 --random-seed 17 "
         "--skip-tokenizer-init --incremental-streaming-output --log-level-http warning "
-        "--disable-radix-cache --device cpu "
+        "--device cpu "
         "--attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph "
         "--disable-overlap-schedule --skip-server-warmup --sleep-on-idle --max-total-tokens 65536"
     )
@@ -38,7 +38,6 @@ def test_gpu_server_keeps_sglangs_own_choice_of_kernels():
         "--model-path /models/policy --served-model-name leash-engine-0 --host 10.0.0.7 "
         "--port 31000 --tp-size 4 --dtype bfloat16 --max-running-requests 256 --random-seed 17 "
         "--skip-tokenizer-init --incremental-streaming-output --log-level-http warning "
-        "--disable-radix-cache "
         "--mem-fraction-static 0.7"
     )
 
@@ -52,11 +51,11 @@ def test_config_is_passed_on_and_extra_arguments_come_last():
     config = EngineConfig(
         dtype=Dtype.bfloat16,
         max_total_tokens=4096,
-        radix_cache=True,
+        radix_cache=False,
         extra_args=["--max-running-requests", "7"],
     )
     given = arguments(config, trust=True)
     assert given[given.index("--dtype") + 1] == "bfloat16"
     assert given[given.index("--max-total-tokens") + 1] == "4096"
-    assert "--disable-radix-cache" not in given and "--trust-remote-code" in given
+    assert "--disable-radix-cache" in given and "--trust-remote-code" in given
     assert given[-2:] == ["--max-running-requests", "7"]

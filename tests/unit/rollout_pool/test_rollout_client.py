@@ -8,8 +8,10 @@ import pytest
 
 from buffer.types import SamplingParams, VersionSpan
 from configs.choices import PauseMode
+from rollout_pool.engines import batching
 from rollout_pool.engines.batching import new_tokens
 from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, EngineLoad, SampleRefused
+from rollout_pool.sampling.sample import Sample
 from tests.support.rollout import make_sample, spans, until
 from weight_sync.types import GroupSpec, TensorSpec
 
@@ -192,7 +194,7 @@ async def test_logprobs_that_cannot_be_trained_on_are_refused_for_their_sample_a
 @pytest.mark.parametrize(
     ("reply", "error", "message", "num_kept"),
     [
-        ({"finish_type": "abort"}, EngineError, "aborted a sample", 3),
+        ({"finish_type": "abort"}, EngineError, "aborted a sample twice at version 0", 6),
         ({"finish_type": "abort", "abort_status": 500}, SampleRefused, "aborted a sample", 1),
         ({"finish_type": None}, EngineError, "engine-0 ended an answer before 1 of its samples", 1),
         ({"logprobs": [-0.5]}, BadLogprobs, "of other tokens", 1),
@@ -298,6 +300,137 @@ async def test_sample_that_is_stopped_before_it_is_sent_is_never_sent(fake, clie
     assert await task is sample and sample.output_ids == []
     await asyncio.sleep(0.05)
     assert fake.calls == []
+
+
+# Samples of one group ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def sharing(fake):
+    client = fake.client("engine-0", has_prefix_cache=True)
+    yield client
+    await client.close()
+
+
+def siblings(count, first=0, length=batching.LONG_PREFIX):
+    numbers = range(first, first + count)
+    return [make_sample(number, prompt=[5] * length, group="g") for number in numbers]
+
+
+def calls_of(fake):
+    """The numbers of the samples in each call."""
+    return [[int(rid.split(".")[1]) for rid in body["rid"]] for body in fake.bodies("/generate")]
+
+
+async def test_one_sample_of_a_group_goes_ahead_until_its_prompt_is_cached(
+    fake, sharing, make_reply
+):
+    fake.reply = lambda rid: make_reply(never_ends=rid == "g.0.1!")
+    leader, *others = siblings(4)
+    leading = asyncio.create_task(ask(sharing, leader))
+    ended = await ask_all(sharing, others)  # while the leader is still decoding
+    assert [sample.finish_reason for sample in ended] == ["stop"] * 3
+    await ask_all(sharing, siblings(2, first=4))
+    assert calls_of(fake) == [[0], [1, 2, 3], [4, 5]]
+    sharing.stop("g.0.1!")
+    await leading
+    sharing.note_version(1)  # with other weights the prompt is computed anew
+    await ask_all(sharing, siblings(3, first=6))
+    assert calls_of(fake)[3:] == [[6], [7, 8]]
+
+
+async def test_next_sample_of_a_group_goes_ahead_if_the_first_gets_no_token(
+    fake, sharing, make_reply
+):
+    fake.reply = lambda rid: make_reply(
+        says_first_token=rid != "g.0.1!", never_ends=rid == "g.0.1!"
+    )
+    asking = asyncio.create_task(ask_all(sharing, siblings(4)))
+    await until(lambda: calls_of(fake) == [[0]])
+    sharing.stop("g.3.1!")  # it waits
+    sharing.stop("g.0.1!")
+    ended = await asking
+    assert [sample.finish_reason for sample in ended] == [None, "stop", "stop", None]
+    assert calls_of(fake) == [[0], [1], [2]]
+
+
+async def test_samples_of_a_group_fail_with_the_engine_not_with_their_first(fake, sharing):
+    fake.status = 500
+    errors = await ask_all(sharing, siblings(3))
+    assert all(isinstance(error, EngineError) for error in errors)
+    assert calls_of(fake) == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("has_cache", "length"), [(False, 10 * batching.LONG_PREFIX), (True, batching.LONG_PREFIX - 1)]
+)
+async def test_samples_of_a_group_share_a_call_where_nothing_is_gained_by_waiting(
+    fake, has_cache, length
+):
+    client = fake.client("engine-0", has_prefix_cache=has_cache)
+    await ask_all(client, siblings(4, length=length))
+    assert calls_of(fake) == [[0, 1, 2, 3]]
+    await client.close()
+
+
+# Samples that a commit ends ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def taken_back(fake, client, make_reply):
+    """A sample of three tokens that a commit has ended, and the task that asks for it."""
+    fake.reply = lambda rid: make_reply(
+        output_ids=[11, 12], parts=[2], at_abort=[13], never_ends=rid == "g.0.1!"
+    )
+
+    async def take() -> tuple[Sample, asyncio.Task[object]]:
+        sample = make_sample()
+        asking = asyncio.create_task(ask(client, sample))
+        await until(lambda: sample.output_ids == [11, 12])
+        await client.pause(PauseMode.resubmit)
+        await until(lambda: sample.output_ids == [11, 12, 13])
+        return sample, asking
+
+    return take
+
+
+async def test_sample_that_a_commit_ended_goes_on_under_the_next_version(
+    fake, client, make_reply, taken_back
+):
+    sample, asking = await taken_back()
+    fake.reply = lambda rid: make_reply(output_ids=[14, 2])
+    client.note_version(0)  # known for long
+    assert len(fake.bodies("/generate")) == 1
+    fake.version = "1"
+    client.note_version(1)
+    assert await asking is sample and sample.finish_reason == "stop"
+    assert sample.output_ids == [11, 12, 13, 14, 2]
+    assert spans(sample) == [(0, 0, 3), (1, 3, 5)]
+    first, again = fake.bodies("/generate")
+    assert again["input_ids"] == [[*first["input_ids"][0], 11, 12, 13]]
+    most = [body["sampling_params"][0]["max_new_tokens"] for body in (first, again)]
+    assert most[1] == most[0] - 3
+    assert (sample.num_failures, sample.num_wasted) == (0, 0)
+
+
+async def test_sample_whose_commit_is_not_heard_of_is_sent_again_after_a_while(
+    fake, client, make_reply, taken_back, monkeypatch
+):
+    monkeypatch.setattr(batching, "HELD_S", 0.05)
+    sample, asking = await taken_back()
+    fake.reply = lambda rid: make_reply(output_ids=[14, 2])
+    assert await asking is sample and sample.output_ids == [11, 12, 13, 14, 2]
+
+
+async def test_sample_between_two_versions_is_stopped_without_a_request(fake, client, taken_back):
+    sample, asking = await taken_back()
+    client.stop("g.0.1!")
+    assert await asking is sample and sample.finish_reason is None
+    _, asking = await taken_back()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    client.note_version(1)
+    assert fake.aborted == [] and len(fake.bodies("/generate")) == 2
 
 
 async def test_callback_that_raises_fails_only_its_own_sample(fake, client, make_reply):

@@ -39,6 +39,46 @@ async def test_commit_pauses_only_for_the_load_and_reports_the_served_version(fa
     assert 0.1 <= report.load_s <= report.pause_s < 5
 
 
+async def test_commit_that_sends_requests_again_loads_into_an_engine_without_any(fake, client):
+    committer = Committer(client, StagedDisk(client, timeout_s=5), PauseMode.resubmit)
+    fake.num_failed_flushes = 2
+    await committer.commit(5, FOLDER)
+    assert paths(fake) == [
+        "/abort_request",
+        *["/flush_cache"] * 3,
+        "/pause_generation",
+        "/flush_cache",
+        "/update_weights_from_disk",
+        "/continue_generation",
+    ]
+    fake.calls.clear()
+    fake.num_failed_flushes = 5  # requests keep coming until the pause
+    await committer.commit(6, FOLDER)
+    assert paths(fake) == [
+        "/abort_request",
+        *["/flush_cache"] * 3,
+        "/pause_generation",
+        *["/flush_cache", "/abort_request"] * 2,
+        "/flush_cache",
+        "/update_weights_from_disk",
+        "/continue_generation",
+    ]
+    assert fake.bodies("/abort_request") == [{"abort_all": True}] * 3
+    assert fake.bodies("/pause_generation") == [{"mode": "retract"}]
+
+
+async def test_engine_that_keeps_its_requests_stays_at_its_old_version(fake, client):
+    committer = Committer(client, StagedDisk(client, timeout_s=5), PauseMode.resubmit)
+    fake.num_failed_flushes = 100
+    with pytest.raises(
+        EngineError, match="engine-0 still holds requests after 20 aborts"
+    ) as caught:
+        await committer.commit(5, FOLDER)
+    assert not isinstance(caught.value, TornEngine)
+    assert paths(fake)[-1] == "/continue_generation"
+    assert "/update_weights_from_disk" not in paths(fake)
+
+
 async def test_engine_with_torn_weights_never_resumes(fake, committer):
     fake.refused = {"/update_weights_from_disk"}
     with pytest.raises(TornEngine, match=r"engine-0 must be restarted.* 5 failed.*refused"):

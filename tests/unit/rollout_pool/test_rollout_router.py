@@ -120,6 +120,16 @@ async def test_turns_of_a_session_go_to_the_engine_with_its_prefix():
     assert await name_of(three) != first
 
 
+async def test_siblings_of_a_group_go_to_one_engine_unless_it_is_overloaded():
+    three = router(3)
+    first = await place(three, 20, session="g.0", group="g")
+    chosen = [
+        (await place(three, 20, session=f"g.{i}", group="g")).engine.name for i in range(1, 12)
+    ]
+    assert chosen[:7] == [first.engine.name] * 7
+    assert len(set(chosen)) > 1
+
+
 async def test_session_leaves_an_engine_that_is_overloaded():
     two = router(2)
     first = await name_of(two, session="a", size=20)

@@ -1,0 +1,131 @@
+"""Part PAUSE: how long one SGLang engine on a CPU stands still for a commit, by pause mode.
+
+Random float32 weights, a core for the engine, all requests in flight. The modes take turns. Each
+pause is told against /update_weights_from_disk alone on the idle engine: no pause can be shorter.
+
+- pause_<mode>_<model>: the median pause as a multiple of the median bare load. It includes the
+  wait for a token's border, up to a step; on one core a step takes nearly as long as a load.
+- standstill_<mode>_<model>: the same without the time in which the requests decode a last token.
+- pause_direct_<model>: the pause with SGLang's own broadcast as the commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.engines import make_engine, random_qwen3
+from benchmarks.report import Report
+from benchmarks.weights.load import FleetSize, Load, pin
+from configs.choices import CommitStrategy, PauseMode
+from configs.schema import WeightSyncConfig
+from rollout_pool.engines.commit import Committer
+from rollout_pool.engines.engine import SGLangEngine
+from rollout_pool.engines.strategies import make_strategy
+
+SIZES = {
+    "100M": FleetSize(num_publishes=9, num_bare_loads=8),
+    "500M": FleetSize(hidden=1280, layers=20, num_tokens=64, num_publishes=5, num_bare_loads=6),
+}
+SHORT = {
+    "tiny": FleetSize(
+        hidden=128, layers=2, vocab=512, num_requests=3, num_publishes=1, num_bare_loads=2
+    )
+}
+TARGET = 1.3
+_LOAD_S = 600.0
+
+
+def measure(report: Report, *, is_short: bool) -> None:
+    torch.set_num_threads(1)
+    for name, size in (SHORT if is_short else SIZES).items():
+        with tempfile.TemporaryDirectory(prefix="leash-bench-", dir="/dev/shm") as folder:
+            asyncio.run(_measure(report, name, size, Path(folder)))
+
+
+async def _measure(report: Report, name: str, size: FleetSize, folder: Path) -> None:
+    random_qwen3(
+        0,
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        intermediate_size=4 * size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.hidden // 64,
+        num_key_value_heads=size.hidden // 128,
+        head_dim=64,
+        max_position_embeddings=2048,
+    ).save_pretrained(folder)
+    num_bytes = (folder / "model.safetensors").stat().st_size
+    report.say(f"{name}: {num_bytes / 4e6:.0f}M parameters")
+    pauses: dict[str, list[float]] = defaultdict(list)
+    stops: dict[str, list[float]] = defaultdict(list)
+    async with _engine(folder) as engine:
+        bare = await _bare_loads(engine, folder, size.num_bare_loads)
+        version = 1
+        load = Load(engine, size)
+        await load.start()
+        async with AsyncExitStack() as closing:
+            committers = {}
+            for way in (*PauseMode, CommitStrategy.direct):
+                is_direct = way is CommitStrategy.direct
+                config = WeightSyncConfig(
+                    commit=CommitStrategy.direct if is_direct else CommitStrategy.staged_disk
+                )
+                made = make_strategy(engine.client, config, tp_size=1, host="127.0.0.1")
+                await made.check()
+                closing.push_async_callback(made.close)
+                mode = way if isinstance(way, PauseMode) else PauseMode.resubmit
+                committers[way.value] = Committer(engine.client, made, mode)
+            for number in range(size.num_publishes + 1):  # the first warms up
+                for way, committer in committers.items():
+                    done = await committer.commit(version, folder)
+                    engine.client.note_version(version)  # as the workers' routers do
+                    version += 1
+                    if number:
+                        pauses[way].append(done.pause_s)
+                        stops[way].append(done.stop_s)
+                    await load.steady()
+        await load.stop()
+        bare += await _bare_loads(engine, folder, size.num_bare_loads)
+    report.row(f"{name}: median bare load", f"{1e3 * median(bare):.0f} ms")
+    for way, seconds in pauses.items():
+        report.figure(f"pause_{way}_{name}", median(seconds) / median(bare), _how(seconds))
+        if way != CommitStrategy.direct.value:
+            still = [pause - stop for pause, stop in zip(seconds, stops[way], strict=True)]
+            ratio = median(still) / median(bare)
+            report.target(f"standstill_{way}_{name}", ratio, "<=", TARGET, _how(still))
+
+
+def _how(seconds: list[float]) -> str:
+    return f"{1e3 * median(seconds):.0f} ms, in bare loads"
+
+
+@asynccontextmanager
+async def _engine(folder: Path) -> AsyncIterator[SGLangEngine]:
+    engine = make_engine("engine-0", folder, folder)
+    await engine.start()
+    try:
+        cores = sorted(os.sched_getaffinity(0))
+        pin(engine.info.pid, cores[:1])
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def _bare_loads(engine: SGLangEngine, folder: Path, number: int) -> list[float]:
+    """Seconds of /update_weights_from_disk with nothing else going on; the first warms up."""
+    seconds = []
+    for _ in range(number + 1):
+        began = time.perf_counter()
+        await engine.client.update_from_disk(str(folder), 0, _LOAD_S)
+        seconds.append(time.perf_counter() - began)
+    return seconds[1:]
