@@ -44,6 +44,7 @@ class Selector(Enum):
     stalest = "stalest"
     freshest = "freshest"
     fifo = "fifo"
+    shortest = "shortest"  # fewest trainable tokens; first those that the next step could not take
 
 
 class AppendFsync(Enum):

@@ -4,7 +4,7 @@
 {leash:RUN}:running          ZSET    groups being generated, by the oldest version of their tokens
 {leash:RUN}:credits          ZSET    the same, by the deadline of their credit (ms)
 {leash:RUN}:ready            ZSET    groups to be trained, by gate version * 2^32 + sequence number
-{leash:RUN}:arrivals         ZSET    the same in order of arrival; only with selector=fifo
+{leash:RUN}:order            ZSET    the same in the selector's order; only with fifo and shortest
 {leash:RUN}:leased           ZSET    groups being trained, by the deadline of their lease (ms)
 {leash:RUN}:consumed         ZSET    groups whose step is done, by step
 {leash:RUN}:quarantined      ZSET    quarantined groups, by the time they were put there (ms)

@@ -86,7 +86,7 @@ async def _names(shard: ReplayBuffer) -> tuple[list[str], list[str]]:
         "credits",
         "prompts",
         "ready",
-        "arrivals",
+        "order",
         "leased",
         "consumed",
         "quarantined",

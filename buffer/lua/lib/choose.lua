@@ -25,8 +25,8 @@ local function blocking_group(version)
 end
 
 -- At most `limit` ready groups in the selector's order, as id, key, id, key... (smallest key first).
--- With on_stale=wait, groups that would be too old at the next version come first. Ids that no push
--- could have stored are dropped; the second result tells whether there were any.
+-- With selector=shortest or on_stale=wait, groups that would be too old at the next version come
+-- first. Ids that no push could have stored are dropped; the second result tells whether there were any.
 local function choose(version, limit)
   limit = math.min(finite(limit, 0), MAX_BATCH)
   local chosen, seen, was_damaged = {}, {}, false
@@ -43,16 +43,16 @@ local function choose(version, limit)
       end
     end
   end
-  if on_stale == 'wait' and selector ~= 'stalest' then
+  if selector == 'shortest' or (on_stale == 'wait' and selector ~= 'stalest') then
     local brink = '(' .. whole((oldest_fresh(version) + 1) * SEQ_RANGE)
     add(redis.call('ZRANGE', READY, '-inf', brink, 'BYSCORE', 'LIMIT', '0', limit, 'WITHSCORES'),
       -2 ^ 53, 1)
   end
   local last = limit - 1
-  if selector == 'fifo' then add(redis.call('ZRANGE', ARRIVALS, '0', last, 'WITHSCORES'), 0, 1) end
+  if has_order then add(redis.call('ZRANGE', ORDER, '0', last, 'WITHSCORES'), 0, 1) end
   if selector == 'freshest' then
     add(redis.call('ZRANGE', READY, '0', last, 'REV', 'WITHSCORES'), 0, -1)
-  elseif #chosen < 2 * limit then -- with fifo: those missing in `arrivals`
+  elseif #chosen < 2 * limit then -- also those missing in `order`
     add(redis.call('ZRANGE', READY, '0', last, 'WITHSCORES'), 0, 1)
   end
   return chosen, was_damaged

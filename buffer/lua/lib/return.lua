@@ -6,13 +6,13 @@
 
 -- Moves a group that is in no set to ready; `event` says why. False if its hash is damaged.
 local function to_ready(id, event, ...)
-  local group = fields_of(id, 'min_version', 'max_version', 'seq')
-  local gate, seq = gate_of(group[1], group[2]), finite(group[3])
-  if not (gate and seq) then
+  local group = fields_of(id, 'min_version', 'max_version', 'seq', 'trainable')
+  local gate, seq, trainable = gate_of(group[1], group[2]), finite(group[3]), finite(group[4])
+  if not (gate and seq and trainable) then
     set_aside(id)
     return false
   end
-  enter_ready({whole(gate * SEQ_RANGE + seq), id}, {group[3], id})
+  enter_ready({whole(gate * SEQ_RANGE + seq), id}, {order_of(seq, trainable), id})
   redis.call('HSET', group_key(id), 'state', 'ready', 'owner', '')
   audit({id}, event, ...)
   wake_batch()

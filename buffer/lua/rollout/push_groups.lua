@@ -22,12 +22,12 @@ local max_groups, max_bytes = finite(rules[4], math.huge), finite(rules[5], math
 local pushed_at, replies, arrived, num_stored = whole(now_ms()), {}, {}, 0
 
 -- Writes that all groups of the call need are collected and done once.
-local places, seqs, audit_ids = {}, {}, {}
+local places, orders, audit_ids = {}, {}, {}
 local function enter()
   if #places == 0 then return end
-  enter_ready(places, seqs)
+  enter_ready(places, orders)
   for version, ids in pairs(audit_ids) do audit(ids, 'pushed', 'v', version) end
-  places, seqs, audit_ids = {}, {}, {}
+  places, orders, audit_ids = {}, {}, {}
 end
 
 -- Ready and leased groups. Consumed ones do not count, or a trainer could wait for itself.
@@ -147,8 +147,8 @@ local function commit(id, min_text, max_text, before, tokens, trainable, bytes, 
   arrive()
   count('bytes', num_bytes)
   count('tokens', tokens)
-  places[#places + 1], seqs[#seqs + 1] = whole(gate * SEQ_RANGE + seq), seq
-  places[#places + 1], seqs[#seqs + 1] = id, id
+  places[#places + 1], orders[#orders + 1] = whole(gate * SEQ_RANGE + seq), order_of(seq, trainable)
+  places[#places + 1], orders[#orders + 1] = id, id
   local version = whole(min_version)
   audit_ids[version] = audit_ids[version] or {}
   table.insert(audit_ids[version], id)

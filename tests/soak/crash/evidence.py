@@ -11,7 +11,7 @@ import redis
 
 _LIVE = {"ready", "leased", "consumed", "quarantined"}
 _SINGLE = {
-    *("settings", "stats", "running", "credits", "ready", "arrivals", "leased", "consumed"),
+    *("settings", "stats", "running", "credits", "ready", "order", "leased", "consumed"),
     *("quarantined", "retries", "batches", "events", "lineages", "reconcile", "engine_versions"),
     *("waits", "counters", "metrics", "phase", "tasks"),
     *(f"wake:{name}" for name in ("room", "batch", "version", "forming")),

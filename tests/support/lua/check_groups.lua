@@ -13,7 +13,7 @@ local function check(id)
     wrong[#wrong + 1] = text
   end
   local group = redis.pcall('HMGET', group_key(id), 'state', 'owner', 'seq', 'min_version',
-    'max_version', 'bytes', 'tokens', 'chunks')
+    'max_version', 'bytes', 'tokens', 'chunks', 'trainable')
   if group.err then return say('its hash is none: ' .. group.err) end
   local state, is_living = group[1], false
   for name in pairs(bytes) do
@@ -38,8 +38,8 @@ local function check(id)
   end
   if is_running and state == 'abandoned' then say('it is running but was given up') end
 
-  local arrival = redis.call('ZSCORE', ARRIVALS, id)
-  if arrival and not (selector == 'fifo' and state == 'ready') then say('it is in arrivals but not ready') end
+  local place = redis.call('ZSCORE', ORDER, id)
+  if place and not (has_order and state == 'ready') then say('it is in order but not ready') end
   for i, name in ipairs(payload_keys(id, group[8])) do
     local expiry = redis.call('PTTL', name) -- -2: no such key, -1: stays
     if is_living and expiry == -2 then say('its payload is missing: ' .. name) end
@@ -61,7 +61,9 @@ local function check(id)
     local score = whole((gate_of(group[4], group[5]) or 0) * SEQ_RANGE + group[3])
     local held = redis.call('ZSCORE', READY, id)
     if held and whole(tonumber(held)) ~= score then say('its score in ready is not that of its versions') end
-    if selector == 'fifo' and arrival ~= group[3] then say('its place in arrivals is wrong') end
+    if has_order and not (place and whole(place) == order_of(group[3], group[9])) then
+      say('its place in order is wrong')
+    end
   end
   if is_tombstone and (redis.call('PTTL', group_key(id)) < 0 or redis.call('HLEN', group_key(id)) > 1) then
     say('its tombstone is more than a state that expires')

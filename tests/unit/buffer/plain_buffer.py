@@ -376,13 +376,16 @@ class PlainBuffer:
         )
 
     def choose(self, version: int) -> list[str]:
-        brink = version - self.max_staleness
+        brink, selector = version - self.max_staleness, self.settings.selector
+        is_urgent = selector is Selector.shortest or self.settings.on_stale is OnStale.wait
 
         def key(name: str) -> tuple[object, ...]:
             gate, order = self.score(name)
-            if self.settings.on_stale is OnStale.wait and gate <= brink:
+            if is_urgent and gate <= brink:
                 return 0, gate, order, name
-            match self.settings.selector:
+            match selector:
+                case Selector.shortest:
+                    return 1, self.groups[name].tokens_from(None).total(), order, name
                 case Selector.fifo:
                     return 1, order, name
                 case Selector.freshest:

@@ -222,7 +222,7 @@ SETS = (
     *("ready", "leased", "consumed", "quarantined", "running", "credits", "batches"),
     "commit_gate",
 )
-OTHERS = ("retries", "events", "metrics", "phase", "forming", "wake:batch", "lineages", "arrivals")
+OTHERS = ("retries", "events", "metrics", "phase", "forming", "wake:batch", "lineages", "order")
 
 
 async def _hostile_run(factory: BufferFactory, redis: Redis, run: str) -> tuple[Any, Any]:

@@ -281,6 +281,33 @@ async def test_on_stale_wait_takes_groups_about_to_go_stale_first(
     assert (await _lease(buffer, 1, 1, 2)).group_ids == ("brink", second)
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_shortest_groups_are_taken_first_but_none_goes_stale_for_that(
+    checked_buffer: Any, make_group: Any, shards: int
+) -> None:
+    buffer = await checked_buffer(max_staleness=1, selector=Selector.shortest, shards=shards)
+    await buffer.publish_version(1)
+    for name, version, length in (
+        *(("long", 1, 9), ("brink", 0, 99), ("short", 1, 5)),
+        *(("longest", 1, 100), ("shortest", 1, 4), ("middling", 1, 6)),
+    ):
+        await buffer.push(make_group(name, version, num_tokens=length))
+    assert (await _lease(buffer, 1, 1, 2)).group_ids == ("brink", "shortest")
+    rest = await _lease(buffer, 2, 1, 3)
+    assert rest.group_ids == ("short", "middling", "long")
+    await buffer.nack(rest, "test")  # each to its place
+    assert (await _lease(buffer, 3, 1, 4)).group_ids == (*rest.group_ids, "longest")
+
+
+async def test_equally_short_groups_are_taken_in_the_order_of_arrival(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(selector=Selector.shortest)
+    for name in ("c", "a", "b"):
+        await buffer.push(make_group(name))
+    assert (await _lease(buffer, 1, 0, 3)).group_ids == ("c", "a", "b")
+
+
 # Takeovers ------------------------------------------------------------------------------------
 
 

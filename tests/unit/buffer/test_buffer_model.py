@@ -187,8 +187,19 @@ class BufferMachine(RuleBasedStateMachine):
             self.push_one(name, max(0, newest - spread), newest, attempt)
 
     def push_one(self, name: str, oldest: int, newest: int, attempt: int) -> None:
-        group = self.make_group(name, oldest, newest=newest, index=self.num_groups, attempt=attempt)
-        numbers = [(oldest, 10)] if oldest == newest else [(oldest, 6), (newest, 4)]
+        prompt_length = 3 + self.num_groups % 3  # of 8 tokens: three lengths of responses
+        group = self.make_group(
+            name,
+            oldest,
+            newest=newest,
+            prompt_length=prompt_length,
+            index=self.num_groups,
+            attempt=attempt,
+        )
+        trainable = 2 * (8 - prompt_length)
+        numbers = [(oldest, trainable)]
+        if oldest != newest:
+            numbers = [(oldest, trainable - 4), (newest, 4)]
         num_bytes = len(encode_group(group))
         with may_refuse():
             self.agree(
