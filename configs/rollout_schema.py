@@ -141,6 +141,8 @@ class RolloutConfig(Section):
     """All tokens after the prompt, including the environment's if there are several turns."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.refuse
     tail: TailPolicy = TailPolicy.continue_across_versions
+    keep_partial: bool = True
+    """Samples that `tail` stopped keep their tokens; if not, they begin again at their prompt."""
     oversampling: float = field(default=1.0, metadata=within(1))
     """Factor on the number of groups that admission allows; above 1 compensates for stragglers."""
     max_postponements: int = field(default=2, metadata=at_least(0))

@@ -372,6 +372,12 @@ class Config(Section):
             "with buffer.max_staleness=0 no group outlives a version, so none can be resumed at a "
             "later one; raise buffer.max_staleness, or set rollout.tail=continue_across_versions",
         )
+        yield Rule(
+            rollout.keep_partial or rollout.tail is not TailPolicy.continue_across_versions,
+            "rollout.keep_partial",
+            "rollout.tail=continue_across_versions stops no sample, so none would begin again; set "
+            "rollout.tail=interrupt_and_resume or postpone, or rollout.keep_partial=true",
+        )
         throws_away = buffer.on_stale in (OnStale.requeue, OnStale.drop)
         yield Rule(
             not (is_synchronous and throws_away and rollout.oversampling > 1),

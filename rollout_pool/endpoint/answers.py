@@ -116,8 +116,5 @@ class Answer:
     def drop(self) -> None:
         """No client receives its tokens: they count as wasted, their versions are ignored."""
         assert not self.is_delivered
-        sample = self.sample
-        sample.num_wasted += len(sample.output_ids)
-        for column in (sample.output_ids, sample.logprobs, sample.version_spans):
-            column.clear()
-        sample.finish_reason = DROPPED
+        self.sample.drop_tokens()
+        self.sample.finish_reason = DROPPED

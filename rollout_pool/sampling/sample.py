@@ -78,6 +78,12 @@ class Sample:
     def num_left(self) -> int:
         return self.max_new_tokens - len(self.output_ids)
 
+    def drop_tokens(self) -> None:
+        """Loses its tokens, which count as wasted; the next request begins at its prompt."""
+        self.num_wasted += len(self.output_ids)
+        for column in (self.output_ids, self.logprobs, self.version_spans):
+            column.clear()
+
 
 class SampleFailed(RuntimeError):
     """A sample failed in all its attempts; it keeps its tokens."""

@@ -137,6 +137,7 @@ class RolloutWorker:
             is_batch_ready=self._is_batch_ready,
             next_order=lambda: self._next_order,
             max_postponements=spec.config.max_postponements,
+            keep_partial=spec.config.keep_partial,
         )
 
     async def run(self) -> WorkerReport:

@@ -8,6 +8,8 @@ postpone                   a full batch is ready ──► groups far slower tha
                            the batch is taken, or only they are left, or they waited as long as the
                            median group takes ──► they continue behind groups started meanwhile
 
+With keep_partial=False a stopped sample begins again at its prompt instead of keeping its tokens.
+
 A group is postponed at most `max_postponements` times; after the last time it is served first until
 it ends. Every wait here is bounded, so no group starves. External groups are not postponed and do
 not count for the median: how long they take does not depend on the model.
@@ -99,6 +101,8 @@ class Tail:
     next_order: Callable[[], int]
     """The order of the group that starts next."""
     max_postponements: int
+    keep_partial: bool
+    """Whether stopped samples keep their tokens."""
 
     def begin(self, run: GroupRun) -> None:
         """Called before the group's first sample."""
@@ -109,6 +113,15 @@ class Tail:
     async def run(self) -> None:
         """Interrupts, postpones and releases groups. Never returns."""
         await asyncio.Event().wait()
+
+    async def _wait(self, sample: Sample, room: WaitingRoom, at_most_s: float) -> None:
+        """A stopped sample waits until it may continue."""
+        # Dropped before the wait, so that its old tokens do not make the group too old meanwhile.
+        # A client of the endpoint may have read the tokens of its answer (`on_tokens`): those stay.
+        if not self.keep_partial and sample.on_tokens is None:
+            sample.drop_tokens()
+        await room.pass_through(sample, at_most_s)
+        self.counters.add("samples_resumed")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -143,8 +156,7 @@ class InterruptAndResume(Tail):
                 self._room.open()
 
     async def _may_go_on(self, sample: Sample) -> None:
-        await self._room.pass_through(sample, 2 * RESUME_AFTER_S)
-        self.counters.add("samples_resumed")
+        await self._wait(sample, self._room, 2 * RESUME_AFTER_S)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -264,8 +276,7 @@ class Postpone(Tail):
                 lap.room.open()
 
     async def _may_go_on(self, room: WaitingRoom, sample: Sample) -> None:
-        await room.pass_through(sample, (self._pace.median_s or 0.0) + RESUME_AFTER_S)
-        self.counters.add("samples_resumed")
+        await self._wait(sample, room, (self._pace.median_s or 0.0) + RESUME_AFTER_S)
 
 
 TAILS: Mapping[TailPolicy, type[Tail]] = {

@@ -28,7 +28,7 @@ from rollout_pool.worker.stragglers import (
     Tail,
     WaitingRoom,
 )
-from tests.support.rollout import make_sample, until
+from tests.support.rollout import make_sample, spans, until, write
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,9 @@ class Versions:
 class Scene:
     """One tail with what it may see of a worker."""
 
-    def __init__(self, policy: TailPolicy, max_postponements: int = 2) -> None:
+    def __init__(
+        self, policy: TailPolicy, max_postponements: int = 2, keep_partial: bool = True
+    ) -> None:
         self.versions, self.store = Versions(), CountStore()
         self.counters = Counters(self.store)
         self.interrupted: list[Sample] = []
@@ -96,6 +98,7 @@ class Scene:
             is_batch_ready=self._is_batch_ready,
             next_order=lambda: self.order,
             max_postponements=max_postponements,
+            keep_partial=keep_partial,
         )
 
     async def _is_batch_ready(self) -> bool:
@@ -182,6 +185,29 @@ async def test_sample_interrupted_late_does_not_wait_for_the_next_version() -> N
         await until(lambda: len(scene.interrupted) == 2)
         await asyncio.sleep(0.05)
         await asyncio.wait_for(asyncio.gather(*_stopped(run)), 1)
+
+
+async def test_stopped_samples_lose_their_tokens_before_they_wait_except_what_a_client_reads() -> (
+    None
+):
+    scene = Scene(TailPolicy.interrupt_and_resume, keep_partial=False)
+    run = scene.start(1)
+    read, unread = run.samples
+    read.on_tokens = lambda sample: None
+    for sample in (read, unread):
+        write(sample, [7, 8, 9], version=0)
+    async with scene.running():
+        await asyncio.sleep(0)
+        scene.versions.tell(trainer=1)
+        await until(lambda: len(scene.interrupted) == 2)
+        waiting = _stopped(run)
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in waiting)
+        assert (unread.output_ids, unread.logprobs, spans(unread)) == ([], [], [])
+        assert (unread.num_wasted, unread.num_left) == (3, unread.max_new_tokens)
+        assert (read.output_ids, read.num_wasted) == ([7, 8, 9], 0)
+        scene.versions.tell(engines=1)
+        await asyncio.wait_for(asyncio.gather(*waiting), 5)
 
 
 async def test_waiting_room_releases_after_its_limit() -> None:

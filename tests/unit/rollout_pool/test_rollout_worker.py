@@ -489,11 +489,17 @@ async def test_restarted_worker_runs_its_prompts_again_and_continues_its_stream(
 # Tail ---------------------------------------------------------------------------------------------
 
 
-async def test_interrupted_groups_keep_their_tokens_and_end_with_those_of_the_next_version(
-    make_worker, completer, state
+@pytest.mark.parametrize(
+    ("keep_partial", "tokens_by_version", "num_wasted"),
+    [(True, {0: 2, 1: 4}, None), (False, {1: 6}, 8)],
+)
+async def test_interrupted_groups_end_with_tokens_of_the_next_version_and_keep_earlier_ones_or_not(
+    make_worker, completer, state, keep_partial, tokens_by_version, num_wasted
 ):
     completer.held = lambda sample: True
-    worker, buffer, running = await make_worker.run(tail=TailPolicy.interrupt_and_resume)
+    worker, buffer, running = await make_worker.run(
+        tail=TailPolicy.interrupt_and_resume, keep_partial=keep_partial
+    )
     await until(lambda: len(completer.asked) == 4 * GROUPS_PER_STEP)
     completer.held = lambda sample: False
     completer.version = 1
@@ -506,17 +512,21 @@ async def test_interrupted_groups_keep_their_tokens_and_end_with_those_of_the_ne
     await running
     counters = await state.counters()
     assert counters["samples_interrupted"] == counters["samples_resumed"] == 8
-    assert "tokens_wasted" not in counters
+    assert counters.get("tokens_wasted") == num_wasted
+    assert counters["tokens_generated"] == 8 * 3 + (num_wasted or 0)
     lease = await buffer.lease(step=0, version=1, num_groups=4, share=0, num_shares=1, timeout_s=5)
     for group in lease.groups:
-        assert group.tokens_by_version == {0: 2, 1: 4}
+        assert group.tokens_by_version == tokens_by_version
 
 
-async def test_postponed_group_is_finished_with_its_earlier_tokens(make_worker, completer, state):
+@pytest.mark.parametrize(("keep_partial", "num_wasted"), [(True, None), (False, 2)])
+async def test_postponed_group_is_finished_with_its_earlier_tokens_or_from_its_prompt(
+    make_worker, completer, state, keep_partial, num_wasted
+):
     completer.held = lambda sample: sample.prompt == [ord("0")]
     completer.pause_s = 0.2
     worker, buffer = await make_worker(
-        max_staleness=3, tail=TailPolicy.postpone, max_postponements=1
+        max_staleness=3, tail=TailPolicy.postpone, max_postponements=1, keep_partial=keep_partial
     )
     running = await make_worker.start(worker)
 
@@ -536,7 +546,7 @@ async def test_postponed_group_is_finished_with_its_earlier_tokens(make_worker, 
     counters = await state.counters()
     assert counters["groups_postponed"] == 1
     assert counters["samples_resumed"] == counters["samples_interrupted"] == 2
-    assert "tokens_wasted" not in counters
+    assert counters.get("tokens_wasted") == num_wasted
 
 
 # Dynamic sampling ---------------------------------------------------------------------------------
