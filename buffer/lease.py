@@ -7,6 +7,7 @@ import contextlib
 import heapq
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 from buffer.errors import NotOwnerError, taken_over
@@ -29,12 +30,19 @@ class LeaseRequest(NamedTuple):
     num_groups: int
     num_shares: int
     lineage: str
+    enough: int
+    """So many groups suffice now; `num_groups` until a full batch is no longer waited for."""
 
     def check(self, share: int) -> None:
         if not 0 <= share < self.num_shares <= self.num_groups:
             raise ValueError(
                 f"share={share}, num_shares={self.num_shares}, num_groups={self.num_groups}: "
                 "0 <= share < num_shares <= num_groups must hold"
+            )
+        if not self.num_shares <= self.enough <= self.num_groups:
+            raise ValueError(
+                f"min_groups={self.enough}, num_shares={self.num_shares}, "
+                f"num_groups={self.num_groups}: num_shares <= min_groups <= num_groups must hold"
             )
 
     def is_consumed(self) -> ValueError:
@@ -62,17 +70,15 @@ class BatchNotReady(NamedTuple):
     """The running group that the step waits for (on_stale=wait)."""
     blocking_version: int = 0
 
-    async def wait(self, wake: WakeStreams, request: LeaseRequest, deadline: Deadline) -> None:
-        """Waits until a retry may succeed. Raises TimeoutError that says what is missing."""
-        if not deadline.left_s:
-            raise TimeoutError(self._shortage(request, deadline.timeout_s))
+    async def wait(self, wake: WakeStreams, at_most_s: float) -> None:
+        """Waits until a retry may succeed."""
         # No event is sent when a lease expires: wake up for it.
-        until_s = self.until_ms / 1000 if self.until_ms >= 0 else deadline.left_s
-        await wake.wait(self.seen, min(deadline.left_s, until_s))
+        until_s = self.until_ms / 1000 if self.until_ms >= 0 else at_most_s
+        await wake.wait(self.seen, min(at_most_s, until_s))
 
-    def _shortage(self, request: LeaseRequest, timeout_s: float) -> str:
+    def shortage(self, request: LeaseRequest, timeout_s: float) -> str:
         text = (
-            f"step {request.step} waited {timeout_s:g} s for {request.num_groups} fresh groups "
+            f"step {request.step} waited {timeout_s:g} s for {request.enough} fresh groups "
             f"from the rollout pool: {self.ready} are ready"
         )
         if self.blocking:
@@ -140,6 +146,30 @@ class Formed(NamedTuple):
             mask_below_version=self.mask_below_version,
             deadline=self.deadline_ms / 1000,
         )
+
+
+async def form_in_time(
+    form: Callable[[LeaseRequest], Awaitable[Formed | BatchNotReady]],
+    request: LeaseRequest,
+    wake: WakeStreams,
+    *,
+    timeout_s: float,
+    batch_timeout_s: float,
+) -> Formed:
+    """The step's batch: a full one for `batch_timeout_s`, then one of `request.enough` groups.
+
+    Raises TimeoutError that says what is missing.
+    """
+    deadline, full = Deadline(timeout_s), Deadline(batch_timeout_s)
+    while True:
+        waits_for_full = full.left_s > 0
+        wanted = request._replace(enough=request.num_groups) if waits_for_full else request
+        batch = await form(wanted)
+        if isinstance(batch, Formed):
+            return batch
+        if not deadline.left_s:
+            raise TimeoutError(batch.shortage(wanted, timeout_s))
+        await batch.wait(wake, min(deadline.left_s, full.left_s if waits_for_full else inf))
 
 
 def new_token() -> str:

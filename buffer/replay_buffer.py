@@ -20,6 +20,8 @@ import asyncio
 import secrets
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any, NamedTuple, cast
 
@@ -29,6 +31,7 @@ from buffer.lease import (
     Formed,
     LeaseRequest,
     Payload,
+    form_in_time,
     new_token,
     renew_until_lost,
 )
@@ -301,10 +304,13 @@ class ReplayBuffer:
         share: int,
         num_shares: int,
         timeout_s: float,
+        min_groups: int | None = None,
+        batch_timeout_s: float = inf,
     ) -> Lease:
         """This rank's share of the step's global batch; waits until the batch can be formed.
 
-        The first rank that finds `num_groups` fresh groups forms the batch; every rank that leases
+        The first rank that finds `num_groups` fresh groups forms the batch; after `batch_timeout_s`
+        `min_groups` suffice, if it is not None. Every rank that leases
         the same step gets its share of that batch, also on a repeated call. A group is fresh if it
         lags behind `version` by at most max_staleness; stale groups are dropped, or with
         on_stale=mask_tokens have their over-age tokens masked out of the loss. A group that cannot
@@ -314,20 +320,25 @@ class ReplayBuffer:
         leased with other arguments, and NotOwnerError if another lineage took over since this
         object reconciled.
         """
-        request = LeaseRequest(step, version, num_groups, num_shares, self._lineage)
+        enough = num_groups if min_groups is None else min_groups
+        request = LeaseRequest(step, version, num_groups, num_shares, self._lineage, enough)
         request.check(share)
-        deadline, lease_token = Deadline(timeout_s), new_token()
-        while not isinstance(batch := await self._form(request, lease_token), Formed):
-            await batch.wait(self._wake, request, deadline)
+        batch = await form_in_time(
+            partial(self._form, lease_token=new_token()),
+            request,
+            self._wake,
+            timeout_s=timeout_s,
+            batch_timeout_s=batch_timeout_s,
+        )
         groups = await self.open_groups(batch, batch.share_of(share, num_shares))
         return batch.lease(request, groups)
 
     async def _form(self, request: LeaseRequest, lease_token: str) -> Formed | BatchNotReady:
         """The step's batch; forms it with this token if there is none yet."""
-        step, version, num_groups, num_shares, lineage = request
+        step, version, num_groups, num_shares, lineage, enough = request
         arguments = (step, version, num_groups, num_shares, self._lease_ms, lease_token, lineage)
         while True:
-            reply = await self._scripts.run("trainer/form_batch", *arguments, BOUND)
+            reply = await self._scripts.run("trainer/form_batch", *arguments, BOUND, enough)
             match reply[0].decode():
                 case "leased":
                     return Formed.parse(reply[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import inf
 from typing import Protocol
 
 from buffer.results import (
@@ -75,6 +76,8 @@ class TrainerBuffer(Protocol):
         share: int,
         num_shares: int,
         timeout_s: float,
+        min_groups: int | None = None,
+        batch_timeout_s: float = inf,
     ) -> Lease: ...
 
     async def validate(self, lease: Lease, version: int) -> frozenset[str]: ...

@@ -27,10 +27,18 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain
+from math import inf
 from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
-from buffer.lease import BatchNotReady, Formed, LeaseRequest, new_token, renew_until_lost
+from buffer.lease import (
+    BatchNotReady,
+    Formed,
+    LeaseRequest,
+    form_in_time,
+    new_token,
+    renew_until_lost,
+)
 from buffer.redis.client import BufferRedis
 from buffer.redis.keys import check_group_id
 from buffer.redis.replies import optional_int, parse_renumbered, readable, texts
@@ -363,12 +371,15 @@ class ShardedReplayBuffer:
         share: int,
         num_shares: int,
         timeout_s: float,
+        min_groups: int | None = None,
+        batch_timeout_s: float = inf,
     ) -> Lease:
-        request = LeaseRequest(step, version, num_groups, num_shares, self._lineage)
+        enough = num_groups if min_groups is None else min_groups
+        request = LeaseRequest(step, version, num_groups, num_shares, self._lineage, enough)
         request.check(share)
-        deadline = Deadline(timeout_s)
-        while not isinstance(batch := await self._form(request), Formed):
-            await batch.wait(self._wake, request, deadline)
+        batch = await form_in_time(
+            self._form, request, self._wake, timeout_s=timeout_s, batch_timeout_s=batch_timeout_s
+        )
         wanted = batch.share_of(share, num_shares)
         opened = await self._holding(wanted, lambda shard, ids: shard.open_groups(batch, ids))
         groups = {group.group_id: group for group in chain.from_iterable(opened)}
@@ -424,8 +435,8 @@ class ShardedReplayBuffer:
         replies: list[Taken] = []
         num_fruitless = 0
         short_ms = min(FORMING_MS, self._lease_ms)
-        while len(taken) < request.num_groups:
-            chosen = await self._choose(request, request.num_groups - len(taken))
+        while len(taken) < request.enough:
+            chosen = await self._choose(request, num_taken=len(taken))
             if num_fruitless == _MAX_FRUITLESS and not isinstance(chosen, BatchNotReady):
                 # `ready` lists ids that are not groups of that shard: retry a little later.
                 chosen = BatchNotReady({}, len(chosen), FORMING_MS // 10)
@@ -460,10 +471,12 @@ class ShardedReplayBuffer:
     async def _give_back(self, token: str, group_ids: Iterable[str]) -> None:
         await self._holding(group_ids, lambda shard, ids: shard.give_back(token, ids))
 
-    async def _choose(self, request: LeaseRequest, number: int) -> list[str] | BatchNotReady:
-        """Ids of the `number` groups that the selector puts first, over all shards."""
+    async def _choose(self, request: LeaseRequest, num_taken: int) -> list[str] | BatchNotReady:
+        """Ids of the groups that the selector puts first over all shards, to fill the batch or, if
+        there are fewer, to reach what suffices."""
+        number, enough = request.num_groups - num_taken, request.enough - num_taken
         peeks = await self._peek(request, number, [0] * len(self.shards))
-        while (missing := number - sum(len(peek.candidates) for peek in peeks)) > 0:
+        while (missing := enough - sum(len(peek.candidates) for peek in peeks)) > 0:
             # If `missing` groups arrive, at least one shard gets `share` of them and signals. If
             # the numbers changed meanwhile, the thresholds must be set again.
             share, before = -(-missing // len(self.shards)), [peek.ready for peek in peeks]
@@ -475,7 +488,7 @@ class ShardedReplayBuffer:
             default=(0, ""),
         )
         candidates: list[Candidate] = list(heapq.merge(*(peek.candidates for peek in peeks)))
-        if len(candidates) >= number and not blocking:
+        if len(candidates) >= enough and not blocking:
             return [candidate.group_id for candidate in candidates[:number]]
         return BatchNotReady(
             {

@@ -106,6 +106,11 @@ class TrainerConfig(Section):
     num_steps: int = field(default=100, metadata=at_least(1))
     groups_per_step: int = field(default=16, metadata=at_least(1))
     """Prompt groups in one global batch, balanced over the ranks by tokens."""
+    min_groups_per_step: int | None = field(default=None, metadata=at_least(1))
+    """So many groups suffice for a step that has waited for `batch_timeout_s`; None: it always
+    waits for a full batch."""
+    batch_timeout_s: float = field(default=60.0, metadata=SECONDS)
+    """How long a step waits for a full batch if `min_groups_per_step` is set."""
     num_minibatches: int = field(default=1, metadata=at_least(1))
     """Optimizer steps per batch. If more than one, proximal log-probabilities are computed first.
     """
@@ -135,6 +140,13 @@ class TrainerConfig(Section):
     def rules(self) -> Iterator[Rule]:
         fix = f"every rank needs a group: at least trainer.num_ranks={self.ranks}"
         yield Rule(self.groups_per_step >= self.ranks, "groups_per_step", fix)
+        least = self.min_groups_per_step
+        fix = (
+            f"every rank needs a group: trainer.num_ranks={self.ranks} to "
+            f"trainer.groups_per_step={self.groups_per_step}"
+        )
+        is_possible = least is None or self.ranks <= least <= self.groups_per_step
+        yield Rule(is_possible, "min_groups_per_step", fix)
         most = self.groups_per_step // self.ranks
         fix = f"at most trainer.groups_per_step // trainer.num_ranks = {most}"
         yield Rule(self.num_minibatches <= most, "num_minibatches", fix)
@@ -310,6 +322,13 @@ class Config(Section):
         yield from self._model_rules()
         yield from self._weight_rules()
         yield from self._tail_rules()
+        yield Rule(
+            self.trainer.min_groups_per_step is None
+            or self.trainer.batch_timeout_s < self.buffer.wait_timeout_s,
+            "trainer.batch_timeout_s",
+            "a step must take a short batch before it gives up: set less than "
+            f"buffer.wait_timeout_s={self.buffer.wait_timeout_s:g}",
+        )
         yield from self._task_rules()
         if self.cluster.gpus_per_rank == 0:
             yield from self.rules_without_gpus("cluster.gpus_per_rank=0")

@@ -197,15 +197,18 @@ class TrainerRank:
         Leases again if no group may be trained, or if the ranks got different batches because a
         lease expired between their calls.
         """
+        config = self._spec.config
         while True:
             lease = self._loop.run(
                 self._buffer.lease(
                     step=self._step + 1,
                     version=self._version,
-                    num_groups=self._spec.config.groups_per_step,
+                    num_groups=config.groups_per_step,
                     share=self._ranks.rank,
                     num_shares=self._ranks.num_ranks,
                     timeout_s=self._spec.buffer.wait_timeout_s,
+                    min_groups=config.min_groups_per_step,
+                    batch_timeout_s=config.batch_timeout_s,
                 )
             )
             if not self._ranks.all_equal(_fingerprint(lease.lease_token)):

@@ -335,7 +335,7 @@ class PlainBuffer:
 
     # The trainer side's verbs ----------------------------------------------------------------
 
-    def lease(self, step: int, arguments: tuple[int, int, int], lineage: str) -> Batch:
+    def lease(self, step: int, arguments: tuple[int, int, int], lineage: str, enough: int) -> Batch:
         if lineage and lineage != self.lineages[-1]:
             raise NotOwnerError("another trainer")
         if self.settings.shards == 1:
@@ -350,14 +350,14 @@ class PlainBuffer:
         self.batches.pop(step, None)
         if step <= self.acked_step:
             raise ValueError(DONE)
-        return self.form(step, arguments)
+        return self.form(step, arguments, enough)
 
-    def form(self, step: int, arguments: tuple[int, int, int]) -> Batch:
+    def form(self, step: int, arguments: tuple[int, int, int], enough: int) -> Batch:
         version, num_groups, _ = arguments
         self.expire()
         self.drop_stale_ready(version)
         chosen = self.choose(version)[:num_groups]
-        if len(chosen) < num_groups or self.is_held_back(version):
+        if len(chosen) < enough or self.is_held_back(version):
             raise TimeoutError(f"step {step}")
         self.num_owners += 1
         for name in chosen:

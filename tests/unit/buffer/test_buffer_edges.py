@@ -114,7 +114,7 @@ async def test_payload_in_chunks_lives_and_dies_as_one(buffer_factory: Any) -> N
 async def _lease_of_garbage(buffer: ReplayBuffer) -> Lease:
     """Holds group g, whose payload nothing could decode."""
     arguments = (1, 0, 1, 1, 60_000, "token", "")
-    assert (await buffer._scripts.run("trainer/form_batch", *arguments, BOUND))[0] == b"leased"
+    assert (await buffer._scripts.run("trainer/form_batch", *arguments, BOUND, 1))[0] == b"leased"
     return Lease(
         step=1,
         version=0,

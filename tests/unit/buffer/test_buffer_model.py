@@ -277,19 +277,23 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(
         back=st.sampled_from([0, 0, 1, 2]),
         num_groups=st.integers(1, 3),
+        num_missing=st.integers(0, 2),
         num_shares=st.integers(1, 2),
         spreads=st.lists(AGES, max_size=4),
     )
-    def lease(self, back: int, num_groups: int, num_shares: int, spreads: list[int]) -> None:
+    def lease(
+        self, back: int, num_groups: int, num_missing: int, num_shares: int, spreads: list[int]
+    ) -> None:
         for spread in spreads:
             newest = self.model.version
             self.push_one(self.new_id(), max(0, newest - spread), newest, 0)
         newest = max([*self.model.batches, self.model.acked_step, -1])
-        arguments = (self.model.version, num_groups, min(num_shares, num_groups))
+        enough = max(1, num_groups - num_missing)
+        arguments = (self.model.version, num_groups, min(num_shares, enough))
         with may_refuse():
-            self.lease_step(max(0, newest + 1 - back), arguments)
+            self.lease_step(max(0, newest + 1 - back), arguments, enough)
 
-    def lease_step(self, step: int, arguments: tuple[int, int, int]) -> None:
+    def lease_step(self, step: int, arguments: tuple[int, int, int], enough: int) -> None:
         version, num_groups, num_shares = arguments
         leases: list[Lease] = []
 
@@ -303,13 +307,15 @@ class BufferMachine(RuleBasedStateMachine):
                         share=share,
                         num_shares=num_shares,
                         timeout_s=0,
+                        min_groups=enough,
+                        batch_timeout_s=0,
                     )
                 )
             return leases[0].group_ids
 
         def expect() -> tuple[str, ...]:
             nonlocal batch
-            batch = self.model.lease(step, arguments, self.lineage)
+            batch = self.model.lease(step, arguments, self.lineage, enough)
             return batch.ids
 
         batch: Batch | None = None
@@ -326,7 +332,7 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(spreads=st.lists(AGES, min_size=1, max_size=4))
     def train_a_step(self, spreads: list[int]) -> None:
         before = len(self.leases)
-        self.lease(0, len(spreads), 1, spreads)
+        self.lease(0, len(spreads), 0, 1, spreads)
         for lease, batch in self.leases[before:]:
             self.consume_of(lease, batch, set(lease.group_ids))
 

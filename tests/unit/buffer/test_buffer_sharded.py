@@ -80,7 +80,7 @@ async def shards(buffer_factory: Any) -> tuple[Shard, ...]:
     return buffer.shards
 
 
-REQUEST = LeaseRequest(step=1, version=0, num_groups=3, num_shares=1, lineage="")
+REQUEST = LeaseRequest(step=1, version=0, num_groups=3, num_shares=1, lineage="", enough=3)
 BATCH = Formed("t1", 0, ("a", "b", "far"), (16, 16, 5), frozenset(), None, {})
 
 
@@ -161,7 +161,7 @@ async def test_rank_that_dies_while_forming_a_batch_leaves_groups_that_return(
     for i in range(6):
         await buffer.push(make_group(f"g{i}@{i % 3}"))
     shards = buffer.shards
-    request = LeaseRequest(0, 0, 6, 1, "")
+    request = LeaseRequest(0, 0, 6, 1, "", 6)
     assert await shards[0].lock_step(request, "dead", 200) is None
     if has_taken:
         for k in (1, 2):

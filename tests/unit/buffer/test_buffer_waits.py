@@ -51,6 +51,57 @@ async def test_event_wakes_all_ranks(buffer_factory: Any, make_group: Any) -> No
     assert sorted(g.group_id for lease in leases for g in lease.groups) == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_ranks_get_the_same_short_batch_when_the_first_has_waited_long_enough(
+    buffer_factory: Any, make_group: Any, shards: int
+) -> None:
+    clients = [await buffer_factory(shards=shards) for _ in range(2)]
+    for name in "abc":
+        await clients[0].push(make_group(name))
+    waiting = [
+        asyncio.create_task(
+            client.lease(
+                step=0,
+                version=0,
+                num_groups=9,
+                min_groups=2,
+                share=share,
+                num_shares=2,
+                batch_timeout_s=batch_timeout_s,
+                timeout_s=60,
+            )
+        )
+        for share, (client, batch_timeout_s) in enumerate(zip(clients, (1.0, 50.0), strict=True))
+    ]
+    await _blocked(waiting[0])  # still for a full batch
+    leases = await asyncio.wait_for(asyncio.gather(*waiting), 20)
+    assert leases[0].lease_token == leases[1].lease_token
+    trained = [[group.group_id for group in lease.groups] for lease in leases]
+    assert sorted(len(share) for share in trained) == [1, 2]
+    assert sorted(trained[0] + trained[1]) == ["a", "b", "c"]
+    assert await clients[0].consume(leases[0], leases[0].group_ids) == 3
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_short_batch_waits_for_its_smallest_number_and_holds_at_most_a_full_one(
+    buffer_factory: Any, make_group: Any, shards: int
+) -> None:
+    buffer = await buffer_factory(shards=shards)
+    request = {**STEP, "num_groups": 4, "min_groups": 2, "batch_timeout_s": 0.001}
+    await buffer.push(make_group("a"))
+    with pytest.raises(TimeoutError, match=r"step 0 waited 0.05 s for 2 fresh groups .*: 1 are"):
+        await buffer.lease(step=0, timeout_s=0.05, **request)
+    waiting = asyncio.create_task(buffer.lease(step=0, timeout_s=60, **request))
+    await _blocked(waiting)
+    await buffer.push(make_group("b"))
+    assert set((await asyncio.wait_for(waiting, 20)).group_ids) == {"a", "b"}
+    for name in "cdefg":
+        await buffer.push(make_group(name))
+    assert len((await buffer.lease(step=1, timeout_s=60, **request)).group_ids) == 4
+    with pytest.raises(ValueError, match=r"min_groups=5, num_shares=1, num_groups=4"):
+        await buffer.lease(step=2, timeout_s=0, **{**request, "min_groups": 5})
+
+
 @pytest.mark.parametrize("event", ["consume", "abandon", "stale", "publish", "commit", "tune"])
 async def test_admission_is_woken_by_everything_that_makes_room(
     buffer_factory: Any, redis: Any, run_name: str, make_group: Any, event: str

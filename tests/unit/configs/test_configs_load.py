@@ -179,6 +179,12 @@ def test_wrong_type_is_refused_with_the_expected_one(override: str, message: str
             "rollout.tail='interrupt_and_resume': with buffer.max_staleness=0",
         ),
         (["rollout.keep_partial=false"], "rollout.keep_partial=False"),
+        (["trainer.min_groups_per_step=1"], "trainer.min_groups_per_step=1"),
+        (["trainer.min_groups_per_step=17"], "trainer.min_groups_per_step=17"),
+        (
+            ["trainer.min_groups_per_step=4", "trainer.batch_timeout_s=600"],
+            "trainer.batch_timeout_s=600",
+        ),
         (["rollout.oversampling=1.5", "buffer=synchronous"], "rollout.oversampling=1.5"),
         (
             ["rollout.oversampling=2", "buffer=synchronous", "buffer.on_stale=drop"],
@@ -222,6 +228,7 @@ def test_broken_rule_names_the_field_and_its_value(overrides: list[str], field: 
     [
         ["rollout.tail=postpone"],
         ["rollout.tail=interrupt_and_resume", "rollout.keep_partial=false"],
+        ["trainer.min_groups_per_step=2", "trainer.batch_timeout_s=5"],
         ["rollout.oversampling=1.5"],
         ["rollout.oversampling=1.5", "buffer=synchronous", "buffer.on_stale=wait"],
         ["task.rewards={t: {kind: teacher, url: 'http://t', model: m}, a: {kind: task}}"],
