@@ -154,6 +154,14 @@ def test_launch_over_two_hosts_set_up_by_the_page_ends_with_the_log_of_a_dead_en
         "run.prometheus_port=0",
         "trainer.num_steps=1000",
         "rollout.engine.max_restarts=0",
+        # A batch that is never full: each step takes what is ready.
+        "trainer.groups_per_step=512",
+        "trainer.min_groups_per_step=2",
+        "trainer.batch_timeout_s=0.1",
+        "buffer.selector=shortest",
+        "rollout.tail=interrupt_and_resume",
+        "rollout.keep_partial=false",
+        "rollout.max_groups_in_flight=32",
     )
     launch = first.start(" ".join(launch_command(runs, RUN, *settings)))
     wait_for_line(launch, "step 2/", LIMIT_S)
@@ -163,12 +171,16 @@ def test_launch_over_two_hosts_set_up_by_the_page_ends_with_the_log_of_a_dead_en
     leave_something(second, runs / RUN, "engine-7")
     wait_for_line(launch, "step 4/", LIMIT_S)
     assert read_metrics(runs / RUN / "metrics.jsonl", "commit")[-1].number("version") >= 2
+    steps = read_metrics(runs / RUN / "metrics.jsonl", "step")
+    assert all(1 <= step.number("num_groups") < 512 for step in steps)
     for host in hosts:  # one of them has the engine; each sees its own processes alone
         host.check("pkill -KILL -f '[r]ollout_pool.engines.sglang_server' || true")
     output = finish(launch, LIMIT_S)
     assert launch.returncode == 1, output[-6000:]
     assert "engine-0" in output.split("last lines of")[-1]
-    assert json.loads((runs / RUN / "result.json").read_text())["state"] == "failed"
+    result = json.loads((runs / RUN / "result.json").read_text())
+    assert result["state"] == "failed"
+    assert result["rollout"]["samples_interrupted"] > 0
     for host in hosts:
         assert any("ray::TrainerActor" in who for _, _, who in found[host]), host.name
         assert host.python(REMAINS).strip() == "", host.name
