@@ -57,6 +57,9 @@ class StepStats:
     clip_fraction: float
     num_bounded_tokens: int
     """Tokens whose log ratio was clamped to `losses.MAX_LOG_RATIO`."""
+    not_finite_fraction: float
+    """Share of the tokens whose log-probability the trainer computed as NaN or infinite; an update
+    with any is skipped."""
     entropy: float
     """Of the policy being trained, in nats."""
     logprob_diff_mean: float
@@ -86,6 +89,7 @@ _SUMS = (
     "ratio_dev",
     "diff",
     "diff_tokens",
+    "not_finite",
 )
 _MAXIMA = ("ratio_dev_max", "diff_max")
 _GROUP_COLUMNS = (
@@ -101,6 +105,11 @@ _GROUP_COLUMNS = (
 )
 
 
+def not_finite(logprobs_BP: Tensor, mask_BP: Tensor) -> Tensor:
+    """Bool: trained tokens whose log-probability is NaN or infinite."""
+    return ~logprobs_BP.isfinite() & (mask_BP != 0)
+
+
 class StepAccumulator:
     """Accumulates one rank's part of a step; only `total` is a collective."""
 
@@ -111,7 +120,12 @@ class StepAccumulator:
 
     @torch.no_grad()
     def add(
-        self, batch: MicroBatch, result: PolicyLoss, proximal_BP: Tensor, entropy_BP: Tensor
+        self,
+        batch: MicroBatch,
+        result: PolicyLoss,
+        trainer_BP: Tensor,
+        proximal_BP: Tensor,
+        entropy_BP: Tensor,
     ) -> None:
         """Add the tokens of a micro-batch; `proximal_BP`: from the policy at the step's start."""
         is_real_BP = batch.mask_BP != 0
@@ -130,6 +144,7 @@ class StepAccumulator:
             deviation_BP,
             gap_BP,
             is_real_BP & batch.is_current_B1,
+            not_finite(trainer_BP, batch.mask_BP),
         )
         self._sums += torch.stack([value.sum().double() for value in per_sum])
         maxima = torch.stack([deviation_BP.max().double(), gap_BP.max().double()])
@@ -188,6 +203,7 @@ class StepAccumulator:
             tis_clipped_fraction=_share(sums["truncated"], num_tokens),
             clip_fraction=_share(sums["clipped"], num_tokens),
             num_bounded_tokens=int(sums["bounded"]),
+            not_finite_fraction=_share(sums["not_finite"], num_tokens),
             entropy=_share(sums["entropy"], num_tokens),
             logprob_diff_mean=_share(sums["diff"], num_compared),
             logprob_diff_max=maxima["diff_max"] if num_compared else math.nan,

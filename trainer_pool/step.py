@@ -10,6 +10,7 @@ So the number of ranks and of micro-batches changes nothing but rounding.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -24,7 +25,7 @@ from trainer_pool.algorithms.advantages import grpo_advantages
 from trainer_pool.algorithms.losses import policy_loss
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
-from trainer_pool.metrics import StepAccumulator, StepStats
+from trainer_pool.metrics import StepAccumulator, StepStats, not_finite
 from trainer_pool.model.logprobs import selected_logprobs
 from trainer_pool.model.zero3 import Zero3Engine
 
@@ -115,8 +116,14 @@ def _accumulate(
         tis_cap=config.tis_cap,
         num_tokens=num_tokens,
     )
-    engine.backward(result.loss)
-    totals.add(batch, result, proximal_BP, entropy_BP)
+    engine.backward(nan_if_not_finite(result.loss, trainer_BP + proximal_BP, batch.mask_BP))
+    totals.add(batch, result, trainer_BP, proximal_BP, entropy_BP)
+
+
+def nan_if_not_finite(loss: Tensor, logprobs_BP: Tensor, mask_BP: Tensor) -> Tensor:
+    """`loss`, with a NaN gradient if a trained token has a log-probability that is not finite: then
+    no rank applies the update. With clamped ratios -inf would have a finite one."""
+    return loss * torch.where(not_finite(logprobs_BP, mask_BP).any(), math.nan, 1.0)
 
 
 def _proximal_logprobs(

@@ -15,6 +15,7 @@ from trainer_pool.algorithms.losses import PolicyLoss
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import Row, pack
 from trainer_pool.metrics import StepAccumulator, StepStats
+from trainer_pool.step import nan_if_not_finite
 
 
 @pytest.fixture
@@ -83,13 +84,27 @@ def test_differences_are_nan_without_a_token_of_the_trained_version(ranks: Colle
     result = PolicyLoss(
         loss=torch.tensor(0.5), is_clipped_BT=flags, is_truncated_BT=~flags, is_bounded_BT=flags
     )
-    tally.add(batch, result, torch.tensor([[-1.0, -2.0]]), torch.tensor([[1.0, 2.0]]))
+    policy = torch.tensor([[-1.0, -2.0]])
+    tally.add(batch, result, torch.tensor([[-math.inf, -2.0]]), policy, torch.tensor([[1.0, 2.0]]))
     stats = stats_of(ranks, tally, norms=[0.5])
     assert math.isnan(stats.logprob_diff_mean) and math.isnan(stats.logprob_diff_max)
     assert stats.logprob_diff_tokens == 0
     assert (stats.num_tokens, stats.num_bounded_tokens) == (2, 1)
+    assert stats.not_finite_fraction == 0.5
     assert (stats.entropy, stats.clip_fraction, stats.tis_clipped_fraction) == (1.5, 0.5, 0.5)
     assert stats.ratio_mean == pytest.approx((1 + math.exp(-1)) / 2)
+
+
+@pytest.mark.parametrize("bad", [-math.inf, math.nan])
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_gradient_is_nan_only_if_a_trained_token_is_not_finite(
+    bad: float, is_trained: bool
+) -> None:
+    weight = torch.tensor([2.0, 3.0], requires_grad=True)
+    logprobs, mask = torch.tensor([[-1.0, bad]]), torch.tensor([[1, int(is_trained)]])
+    nan_if_not_finite(weight.square().sum(), logprobs, mask).backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    assert weight.grad.isnan().all() if is_trained else weight.grad.tolist() == [4.0, 6.0]
 
 
 def test_skipped_updates_are_counted_by_reason(ranks: Collectives) -> None:
