@@ -166,6 +166,15 @@ class RolloutConfig(Section):
     reward_timeout_s: float = field(default=30.0, metadata=SECONDS)
     log_rate: float = field(default=0.01, metadata=SHARE)
     """Share of the groups whose trajectories are written to the run's folder, for `make show`."""
+    trace_endpoint: str | None = field(
+        default=None,
+        metadata=matching(
+            r"https?://[^\s/@]+(/[^\s@]*)?",
+            "an address as http://host:4318/v1/traces, without a password",
+        ),
+    )
+    """Where workers send OpenTelemetry spans of episodes and requests, by OTLP over HTTP (None: no
+    spans). Needs the extra leash-rl[tracing]."""
     eval_every: int = field(default=25, metadata=at_least(0))
     """Policy versions between two evaluations on held-out prompts (0: only first and last)."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

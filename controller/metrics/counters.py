@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 from controller.units import format_count, format_duration
@@ -52,6 +54,8 @@ COUNTED = {
     "prompts_skipped": Counted("Prompts that were too long.", is_in_summary=False),
     "rewards_failed": Counted("Episodes with an unscored reward part.", "without full reward"),
     "logprobs_refused": Counted("Answers rejected for their log-probabilities."),
+    "turns": Counted("Turns of completed episodes.", is_in_summary=False),
+    "branches": Counted("Branches of completed episodes.", is_in_summary=False),
     "workers_restarted": Counted(
         "Rollout workers that died and were restarted.", "workers restarted"
     ),
@@ -72,8 +76,60 @@ COUNTED_BY = {
         "Of these, the tokens for which the engine had no KV cache.",
         "engine",
     ),
+    "requests": ("rollout_requests", "Requests that got a slot at an engine.", "engine"),
+    "queue_s": ("rollout_router_queue_seconds", "Time that requests waited for a slot.", "engine"),
+    "engine_queue_s": (
+        "rollout_engine_queue_seconds",
+        "Time that requests waited at the engine; 0 if it does not report it.",
+        "engine",
+    ),
+    "first_token_s": (
+        "rollout_first_token_seconds",
+        "Time from a slot to the first token: the engine's queue and prefill.",
+        "engine",
+    ),
+    "preemptions": (
+        "rollout_preemptions",
+        "Requests that lost their KV cache for lack of memory.",
+        "engine",
+    ),
 }
 """Counters named `<key>:<label>`: metric, help, and name of the label."""
+TIMES = {
+    "queue": ("rollout_request_queue_seconds", "wait of a request for a slot at an engine"),
+    "first_token": ("rollout_request_first_token_seconds", "time to first token from there"),
+}
+"""Histograms: the counters `<key>_within:<bound>` and `<key>_s:<engine>`; metric, description."""
+
+
+class Times(NamedTuple):
+    within: dict[float, int]
+    """Number of requests that took at most so many seconds, by the bound; the last is infinite."""
+    sum_s: float
+
+    @property
+    def number(self) -> int:
+        return max(self.within.values(), default=0)
+
+    def __str__(self) -> str:
+        most = next(bound for bound, count in self.within.items() if count >= 0.99 * self.number)
+        mean = format_duration(self.sum_s / self.number)
+        within = "over 100 s" if math.isinf(most) else f"within {format_duration(most)}"
+        return f"{mean} on average, 99% {within}"
+
+
+def times(counters: Counters, kind: str) -> Times:
+    """Of the requests so far; `kind` is a key of TIMES."""
+    buckets = {float(bound): count for bound, count in _below(counters, f"{kind}_within:")}
+    bounds = sorted({*buckets, math.inf})
+    cumulative = accumulate(int(buckets.get(bound, 0)) for bound in bounds)
+    sum_s = sum(seconds for _, seconds in _below(counters, f"{kind}_s:"))
+    return Times(dict(zip(bounds, cumulative, strict=True)), sum_s)
+
+
+def _below(counters: Counters, prefix: str) -> Iterator[tuple[str, float]]:
+    """Values of the counters that begin with `prefix`, by the rest of their names."""
+    return ((n.removeprefix(prefix), v) for n, v in counters.items() if n.startswith(prefix))
 
 
 def wasted_share(counters: Counters, tokens_dropped: int) -> float | None:
@@ -89,7 +145,7 @@ def cached_share(counters: Counters) -> float | None:
     """Share of prompt tokens that the engines found in their prefix caches; None before the
     first."""
     prompts, prefilled = (
-        sum(value for name, value in counters.items() if name.startswith(f"{kind}:"))
+        sum(value for _, value in _below(counters, f"{kind}:"))
         for kind in ("prompt_tokens", "prefilled_tokens")
     )
     return 1 - prefilled / prompts if prompts else None
@@ -103,6 +159,14 @@ def summary_rows(counters: Counters, tokens_dropped: int) -> Iterator[tuple[str,
     cached = cached_share(counters)
     if cached is not None:
         yield "prompt tokens found in the prefix cache", f"{cached:.1%}"
+    for kind, (_, what) in TIMES.items():
+        if (found := times(counters, kind)).number:
+            yield what, str(found)
+    if num_preempted := sum(number for _, number in _below(counters, "preemptions:")):
+        yield "requests that lost their KV cache for lack of memory", format_count(num_preempted)
+    if num_episodes := sum(number for _, number in _below(counters, "episodes_ended:")):
+        for name in ("turns", "branches"):
+            yield f"{name} per episode", f"{counters.get(name, 0.0) / num_episodes:.2f}"
     for length in LENGTHS:
         completed = counters.get(f"completed:{length}", 0.0)
         given_up = counters.get(f"given_up:{length}", 0.0)

@@ -21,7 +21,7 @@ from prometheus_client.core import (
 
 from buffer.results import BufferStats
 from buffer.run_state import MetricsEntry
-from controller.metrics.counters import COUNTED, COUNTED_BY, Counters
+from controller.metrics.counters import COUNTED, COUNTED_BY, TIMES, Counters, times
 from controller.metrics.records import Record, finite_only
 from controller.metrics.weights import SKIPPED
 
@@ -48,6 +48,19 @@ def family(
     for values in by_label.values():
         for key, number in values.items():
             metric.add_metric((run, str(key)), number)
+    return metric
+
+
+def histogram(
+    run: str, name: str, what: str, cumulative: Mapping[float, float], total: float
+) -> Metric:
+    """`cumulative`: number of observations up to each bound; the last bound is infinite."""
+    metric = HistogramMetricFamily(name, what, labels=("run",))
+    buckets = [
+        ("+Inf" if bound == math.inf else str(float(bound)), float(number))
+        for bound, number in cumulative.items()
+    ]
+    metric.add_metric((run,), buckets, total)
     return metric
 
 
@@ -128,13 +141,7 @@ def _buffer_histograms(run: str, s: BufferStats) -> Iterator[Metric]:
             s.trained_age_sum_s,
         ),
     ):
-        metric = HistogramMetricFamily(name, what, labels=("run",))
-        buckets = [
-            ("+Inf" if bound == math.inf else str(float(bound)), float(number))
-            for bound, number in cumulative.items()
-        ]
-        metric.add_metric((run,), buckets, total_of_all)
-        yield metric
+        yield histogram(run, name, what, cumulative, total_of_all)
 
 
 def counter_families(run: str, counters: Counters) -> Iterator[Metric]:
@@ -146,9 +153,12 @@ def counter_families(run: str, counters: Counters) -> Iterator[Metric]:
         start = f"{prefix}:"
         values = {n.removeprefix(start): v for n, v in counters.items() if n.startswith(start)}
         yield counter(metric, what, None, **{label: values})
+    for kind, (name, what) in TIMES.items():
+        found = times(counters, kind)
+        yield histogram(run, name, f"{what[0].upper()}{what[1:]}.", found.within, found.sum_s)
 
 
-TIMES = (
+WEIGHT_TIMES = (
     ("publish", "snapshot_s", "weights_snapshot_seconds", "Trainer's pause for a publish."),
     ("publish", "encode_s", "weights_encode_seconds", "Finding the changes for a delta."),
     ("publish", "wire_s", "weights_wire_seconds", "First byte sent to last bucket received."),
@@ -181,7 +191,7 @@ class WeightTotals:
         self._density = gauge("weights_delta_density", "Share of elements in the last delta.")
         self._epoch = gauge("weights_epoch", "Membership epoch of the last publish.")
         self._times: dict[str, dict[str, Histogram]] = {"publish": {}, "commit": {}}
-        for kind, name, metric, what in TIMES:
+        for kind, name, metric, what in WEIGHT_TIMES:
             labels = ("run", "engine") if kind == "commit" else ("run",)
             self._times[kind][name] = Histogram(
                 metric, what, labels, buckets=SECONDS_BOUNDS, registry=registry

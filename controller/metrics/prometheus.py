@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from buffer.loop_thread import LoopThread
 from buffer.run_state import STREAM_START
 from controller.buffer_access import BufferAddress, open_buffer, open_state
+from controller.metrics.engines import EngineGauges
 from controller.metrics.families import (
     WeightTotals,
     buffer_families,
@@ -42,6 +43,7 @@ class MetricsServer(Collector):
         self._timeout_s = timeout_s
         self._redis = LoopThread("prometheus")
         self._totals = WeightTotals(address.run)
+        self._engines = EngineGauges(address.run)
         self._last_id = STREAM_START
         self._num_errors = 0
         self._lock = threading.Lock()
@@ -86,6 +88,7 @@ class MetricsServer(Collector):
             return [
                 *buffer_families(run, await self._buffer.stats()),
                 *counter_families(run, await state.counters()),
+                *self._engines.families(),
                 *weight_families(
                     run,
                     published=await state.published_weights(),
@@ -107,6 +110,7 @@ class MetricsServer(Collector):
             self._last_id = entries[-1].id
             for entry in entries:
                 self._totals.add(entry)
+                self._engines.add(entry)
 
     def close(self) -> None:
         """Stop the server, also during a scrape."""

@@ -6,7 +6,8 @@ A number that was not measured, or is not finite, is null.
 
 Kinds: `phase` (of the run), `step` (one trained batch, from trainer rank 0), `eval` (held-out
 prompts), `eval_failed` (with `version` and `why`), `buffer` (depth, versions and waits, sampled by
-the controller), `publish`, `commit` and `weights_event` (see weights.py). Each is flat.
+the controller), `engine` (an engine's load as a worker saw it: see engines.py), `publish`, `commit`
+and `weights_event` (see weights.py). Each is flat.
 """
 
 from __future__ import annotations

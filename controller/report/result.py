@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from configs.schema import Config
+from controller.metrics.engines import not_finite_shares
 from controller.metrics.records import EVAL_FAILED, Record, of_kind, series
 from controller.metrics.weights import WeightsResult, weights_result
 from controller.report.state import counters_of, dropped_of
@@ -85,6 +86,9 @@ class RunResult:
     logprob_diff_mean: float | None
     """|trainer - rollout log-probability| of tokens sampled by the version being trained."""
     logprob_diff_max: float | None
+    logprobs_not_finite: Mapping[int, float]
+    """Share of the engines' log-probabilities that were not finite, by version; only versions with
+    any."""
 
     def as_json(self, indent: int | None = None) -> str:
         """One flat object; values that were not measured are null."""
@@ -168,6 +172,7 @@ def summarize(
         ratio_max_abs_dev=max(series(steps, "ratio_max_abs_dev"), default=None),
         logprob_diff_mean=_mean(series(steps, "logprob_diff_mean")),
         logprob_diff_max=max(series(steps, "logprob_diff_max"), default=None),
+        logprobs_not_finite=not_finite_shares(records),
     )
 
 

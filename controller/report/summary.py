@@ -213,6 +213,13 @@ def _agreement_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     )
     yield "largest difference", _tiny(result.logprob_diff_max)
     yield "largest deviation of an importance ratio from 1", _tiny(result.ratio_max_abs_dev)
+    if shares := result.logprobs_not_finite:
+        worst = max(shares, key=lambda version: shares[version])
+        yield (
+            f"log-probabilities of the engines that were not finite (refused), {len(shares):,} "
+            "versions",
+            f"at most {_percent(shares[worst])}, of version {worst}",
+        )
 
 
 def _table(rows: Iterator[tuple[str, str]]) -> str:

@@ -23,6 +23,7 @@ import asyncio
 import math
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import asdict
@@ -189,6 +190,12 @@ class GenerateCalls(ABC):
         """Of ended requests, what earlier requests of their samples brought included."""
         self.num_prefilled = 0
         """Of these, the tokens for which the engine had no KV cache."""
+        self.queue_s = 0.0
+        """Time of ended requests in the engine's queue; 0 if the engine does not report it."""
+        self.num_logprobs: Counter[int] = Counter()
+        """Log-probabilities since the reader's last look, by the version served meanwhile."""
+        self.num_not_finite: Counter[int] = Counter()
+        """Of these, the ones that were missing, NaN or infinite: they were refused."""
 
     @property
     def name(self) -> str:
@@ -424,6 +431,8 @@ class GenerateCalls(ABC):
         meta = part["meta_info"]
         spans: list[VersionSpan] = []
         try:
+            version = read_version(self._name, meta["weight_version"])
+            self.num_logprobs[version] += len(part["output_ids"])
             output_ids, logprobs = new_tokens(self._name, part, request.num_tokens)
             if len(output_ids) > sample.num_left:
                 raise SampleRefused(
@@ -433,9 +442,12 @@ class GenerateCalls(ABC):
             if reason is not None and length:
                 spans = read_spans(self._name, meta.get("weight_versions") or [], length)
             if output_ids:
-                request.add(output_ids, logprobs, read_version(self._name, meta["weight_version"]))
-        except (BadLogprobs, SampleRefused):
+                request.add(output_ids, logprobs, version)
+        except (BadLogprobs, SampleRefused) as error:
             sample.num_wasted += len(part["output_ids"])
+            if isinstance(error, BadLogprobs):
+                pairs = meta.get("output_token_logprobs") or []
+                self.num_not_finite[version] += sum(not _is_finite(pair[0]) for pair in pairs)
             raise
         if spans:
             request.settle(spans)
@@ -457,6 +469,7 @@ class GenerateCalls(ABC):
         num_prompt = meta.get("prompt_tokens", 0)
         self.num_prompt_tokens += num_prompt
         self.num_prefilled += num_prompt - (meta.get("cached_tokens") or 0)
+        self.queue_s += meta.get("queue_time", 0.0)  # with --enable-metrics
         # Retractions by a commit's pause, at most one per new version, are no preemptions.
         commits = max(0, len(meta.get("weight_versions") or []) - 1)
         self.num_preemptions += max(0, meta.get("num_retractions", 0) - commits)
@@ -546,9 +559,14 @@ def _floats(logprobs: list[Any]) -> list[float]:
     except (TypeError, ValueError, OverflowError):
         pass
     for place, value in enumerate(logprobs):
-        if not isinstance(value, float | int) or not math.isfinite(value) or value > ROUNDING:
+        if not _is_finite(value) or value > ROUNDING:
             raise BadLogprobs(f"log-probability of token {place} is {value!r}")
     return [float(value) for value in logprobs]
+
+
+def _is_finite(value: object) -> bool:
+    """SGLang's JSON has null for NaN and infinity."""
+    return isinstance(value, float | int) and math.isfinite(value)
 
 
 def _is_abort(meta: Mapping[str, Any]) -> bool:

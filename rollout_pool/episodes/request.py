@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from opentelemetry.context import Context
+
 from buffer.types import SamplingParams
 from rollout_pool.sampling.sample import Completer, Interrupted, Priority, Sample
 
@@ -109,6 +111,8 @@ class EpisodeRequest:
     priority: Priority = Priority.rollout
     min_version: int = 0
     engine: str | None = None
+    span_context: Context | None = None
+    """See Sample.span_context: an external program's samples begin in other tasks."""
     on_sample: Callable[[Sample], None] = _note_nothing
     """Called for each sample before it is requested."""
     on_end: Callable[[Sample], None] = _note_nothing
@@ -133,6 +137,7 @@ class EpisodeRequest:
             order=self.order,
             min_version=self.min_version,
             engine=self.engine,
+            span_context=self.span_context,
             on_wait=clock.note_wait,
         )
         self.on_sample(sample)

@@ -137,6 +137,8 @@ class EngineState:
         self.breaker = Breaker()
         self.serves: int | None = None
         self.may_roll_out = False
+        self.load: EngineLoad | None = None
+        """The last report; None before it, and while the engine does not answer."""
         self.last_progress = float("-inf")
         """When a sample last got a slot or tokens here."""
         self._limit = AdaptiveLimit(math.ceil(max_running_requests / num_workers))
@@ -213,6 +215,7 @@ class EngineState:
     def note_load(self, load: EngineLoad | None, num_preempted: int) -> None:
         """`load` is None if the engine is alive but cannot report it."""
         self._is_silent = False
+        self.load = load
         if load is None or not load.capacity:
             return
         self._others_tokens = self._estimate_others(load) if self._has_others else 0.0
@@ -229,6 +232,7 @@ class EngineState:
 
     def note_silence(self) -> None:
         self._is_silent = True
+        self.load = None
 
     def _estimate_others(self, load: EngineLoad) -> float:
         """Tokens of other workers' requests, assumed to be like ours or the engine's average."""

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
+from opentelemetry.context import Context
+
 from buffer.types import SamplingParams, VersionSpan
 
 
@@ -50,6 +52,8 @@ class Sample:
     """Oldest policy version that may sample a token."""
     engine: str | None = None
     """The only engine that may serve it (an evaluation at a held engine)."""
+    span_context: Context | None = None
+    """The context of its spans; None is the current one."""
     on_tokens: Callable[[Sample], None] | None = None
     """Called when tokens have arrived, and at the end."""
     on_wait: Callable[[bool], None] | None = None

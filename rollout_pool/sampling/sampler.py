@@ -8,12 +8,22 @@ complete(sample): slot ──► engine ──► ended
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+
+from opentelemetry import trace
+from opentelemetry.trace import Span, StatusCode
 
 from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, SampleRefused
 from rollout_pool.sampling.engine_state import Slot
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
+from rollout_pool.sampling.tracing import describe_request, tracer
+
+TIMES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, float("inf"))
+"""Upper bounds in seconds of the buckets in which the times of requests are counted."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,6 +34,8 @@ class _Run:
     last_error: Exception | None = None
     is_interrupted: bool = False
     in_flight: tuple[Slot, str] | None = None
+    first_token_at: float | None = None
+    """Of the request in flight."""
 
 
 class Sampler:
@@ -36,16 +48,21 @@ class Sampler:
         self._router = router
         self._max_retries = max_retries
         self._runs: dict[Sample, _Run] = {}
+        self.counted: Counter[str] = Counter()
+        """Totals over all requests so far, as counters of the run: their number, the time that they
+        waited for a slot, and the time from there to their first token."""
 
     async def complete(self, sample: Sample) -> None:
         """See Completer."""
         assert sample not in self._runs, f"{sample.sample_id} is in progress already"
         run = self._runs[sample] = _Run()
-        try:
-            while not self._has_ended(sample):
-                await self._attempt(sample, run)
-        finally:
-            del self._runs[sample]
+        with _span("sample", sample) as span:
+            try:
+                while not self._has_ended(sample):
+                    await self._attempt(sample, run)
+            finally:
+                del self._runs[sample]
+                span.set_attribute("finish_reason", sample.finish_reason or "none")
 
     def interrupt(self, sample: Sample) -> None:
         """See Completer."""
@@ -69,12 +86,19 @@ class Sampler:
 
     async def _attempt(self, sample: Sample, run: _Run) -> None:
         """One request. Raises if it must not be retried."""
-        slot = await self._wait_for_slot(sample, run)
-        try:
-            if not run.is_interrupted:
-                await self._ask(sample, run, slot)
-        finally:
-            slot.release()
+        began, num_before = time.monotonic(), len(sample.output_ids)
+        with _span("request") as span:
+            slot = await self._wait_for_slot(sample, run)
+            name, run.first_token_at = slot.engine.name, None
+            self.counted[f"requests:{name}"] += 1
+            self._count_time("queue", name, slot.begun - began)
+            try:
+                if not run.is_interrupted:
+                    await self._ask(sample, run, slot)
+            finally:
+                slot.release()
+                times = (began, slot.begun, run.first_token_at)
+                describe_request(span, sample, name, num_before, times)
         if sample.finish_reason is not None:
             self._router.note_end(sample)
         elif run.is_interrupted:
@@ -101,6 +125,9 @@ class Sampler:
         request_id = f"{sample.sample_id}.{sample.num_attempts}!"
 
         def on_arrival() -> None:
+            if run.first_token_at is None:
+                run.first_token_at = time.monotonic()
+                self._count_time("first_token", slot.engine.name, run.first_token_at - slot.begun)
             slot.progress()
             self._report(sample)
 
@@ -118,8 +145,14 @@ class Sampler:
         finally:
             run.in_flight = None
 
+    def _count_time(self, what: str, engine: str, seconds: float) -> None:
+        bound = next(bound for bound in TIMES if seconds <= bound)
+        self.counted[f"{what}_within:{bound:g}"] += 1
+        self.counted[f"{what}_s:{engine}"] += max(0.0, seconds)  # type: ignore[assignment]
+
     def _note_failure(self, sample: Sample, run: _Run, slot: Slot, error: Exception) -> None:
         run.failed.setdefault(slot.engine.name, slot.begun)
+        trace.get_current_span().set_status(StatusCode.ERROR, str(error))
         run.last_error = error
         run.num_failures += 1
         sample.num_failures += 1
@@ -127,3 +160,14 @@ class Sampler:
     def _report(self, sample: Sample) -> None:
         if sample.on_tokens is not None:
             sample.on_tokens(sample)
+
+
+def _span(name: str, sample: Sample | None = None) -> AbstractContextManager[Span]:
+    """An interruption is no error; failures are noted one by one."""
+    return tracer.start_as_current_span(
+        name,
+        context=sample.span_context if sample else None,
+        attributes={"sample": sample.sample_id} if sample else None,
+        record_exception=False,
+        set_status_on_exception=False,
+    )

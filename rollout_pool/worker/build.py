@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+
+from opentelemetry import trace
 
 from buffer.connect import Buffer, connect_buffer
 from buffer.run_state import RunState
@@ -25,6 +26,7 @@ from rollout_pool.rewards.scorer import EpisodeScorer, needs_processes
 from rollout_pool.rewards.types import ScoringPool
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
+from rollout_pool.sampling.tracing import open_tracing
 from rollout_pool.sampling.watch import EngineWatch, LoadPoller
 from rollout_pool.tasks.environments import EnvEpisodes, environment_factory
 from rollout_pool.tasks.registry import build_task
@@ -34,8 +36,7 @@ from rollout_pool.types import RolloutSpec
 from rollout_pool.worker.evaluate import Evaluator
 from rollout_pool.worker.loop import PromptReader, RolloutWorker
 from rollout_pool.worker.record import RolloutLog
-
-REPORT_S = 2.0
+from rollout_pool.worker.report import WorkerReporter
 
 
 class WorkerParts:
@@ -114,6 +115,10 @@ class WorkerParts:
             self._tokenizer,
             trust_remote_code=spec.trust_remote_code,
         )
+        if config.trace_endpoint is not None:
+            tracing = open_tracing(config.trace_endpoint, spec.run, f"worker-{self._index}")
+            self._closing.push_async_callback(asyncio.to_thread, tracing.shutdown)
+            trace.set_tracer_provider(tracing)
         clients = [self._client(engine, num_tokens) for engine in engines]
         router = Router(
             clients,
@@ -133,10 +138,16 @@ class WorkerParts:
         self._closing.push_async_callback(scorer.close)
         reader = PromptReader(chat, spec.task, config)
         watch = EngineWatch(router, self._state, self._buffer, LoadPoller(router, clients))
-        watching = [
-            asyncio.create_task(watch.run()),
-            asyncio.create_task(self._report(scorer, clients)),
-        ]
+        reporter = WorkerReporter(
+            index=self._index,
+            num_workers=config.num_workers,
+            state=self._state,
+            waited_for_rewards_s=lambda: scorer.waited_s,
+            clients=clients,
+            router=router,
+            sampler=sampler,
+        )
+        watching = [asyncio.create_task(watch.run()), asyncio.create_task(reporter.run())]
         self._closing.push_async_callback(end_tasks, watching)
         positions = await self._state.task_positions()
         position = positions.get(self._index, 0)
@@ -210,24 +221,6 @@ class WorkerParts:
             return self._agents
         runner = EpisodeRunner(sampler, chat, self._spec.task, self._spec.config)
         return EnvEpisodes(runner, environment_factory(self._spec.task, self._task))
-
-    async def _report(self, scorer: EpisodeScorer, clients: Sequence[SGLangClient]) -> None:
-        """Reports the waits for a scoring process, which `make status` shows, and what the prefix
-        caches saved."""
-        waited = 0.0
-        counted = Counter[str]()
-        while True:
-            await asyncio.sleep(REPORT_S)
-            if (newly := scorer.waited_s - waited) > 0:
-                await self._state.add_wait("rollout", "rewards", newly)
-                waited += newly
-            seen = Counter[str]()
-            for client in clients:
-                seen[f"prompt_tokens:{client.name}"] = client.num_prompt_tokens
-                seen[f"prefilled_tokens:{client.name}"] = client.num_prefilled
-            for name, number in (seen - counted).items():
-                await self._state.count(name, number)
-            counted = seen
 
     async def close(self) -> None:
         """End `worker.run`, the scorers and all connections."""

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 import numpy as np
+from opentelemetry.trace import set_span_in_context
 
 from buffer.roles import WorkerBuffer
 from buffer.types import Rerun, SamplingParams, Trajectory, TrajectoryGroup
@@ -28,6 +29,7 @@ from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
 from rollout_pool.rewards.types import Score, Scorer
 from rollout_pool.sampling.sample import SampleFailed
+from rollout_pool.sampling.tracing import tracer
 from rollout_pool.worker.group_run import Counters, GroupRun, Verdict, length_bucket
 
 log = logging.getLogger(__name__)
@@ -143,6 +145,8 @@ class GroupFinisher:
         ends = {one.episode: one.finish_reason for one in run.group.trajectories}
         for end in ends.values():
             count(f"episodes_ended:{end}")
+        count("turns", run.num_turns)
+        count("branches", run.num_branches)
 
     async def _settle(self, run: GroupRun) -> bool:
         assert run.work is not None
@@ -242,16 +246,22 @@ async def generate_group(
 async def _member(
     run: GroupRun, place: int, scorer: Scorer, sampling: SamplingParams
 ) -> list[Trajectory]:
-    request = EpisodeRequest(
-        session=f"{run.group_id}.{place}",
-        sampling=sampling,
-        group=run.group_id,
-        order=run.order,
-        on_sample=run.note_sample,
-        on_end=run.note_end,
-        may_go_on=run.may_go_on,
-    )
-    episode = await run.source.run(run.prompt, request)
+    with tracer.start_as_current_span("episode") as span:
+        span.set_attributes({"group": run.group_id, "episode": place, "prompt": run.ref.index})
+        request = EpisodeRequest(
+            session=f"{run.group_id}.{place}",
+            sampling=sampling,
+            group=run.group_id,
+            order=run.order,
+            span_context=set_span_in_context(span),
+            on_sample=run.note_sample,
+            on_end=run.note_end,
+            may_go_on=run.may_go_on,
+        )
+        episode = await run.source.run(run.prompt, request)
+        span.set_attributes({"turns": episode.num_turns, "end": episode.end})
+    run.num_turns += episode.num_turns
+    run.num_branches += len(episode.branches)
     score = await scorer.score(run.prompt, episode)
     run.num_unscored += bool(score.failures)
     if score.is_unscored:

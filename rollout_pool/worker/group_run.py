@@ -86,6 +86,9 @@ class GroupRun:
     """Its oldest token is too stale for any later step."""
     num_unscored: int = 0
     """Number of episodes with an unscored reward part."""
+    num_turns: int = 0
+    """Of its ended episodes, as `num_branches`."""
+    num_branches: int = 0
     _ended: Spent = field(default_factory=Spent, init=False)
     _is_given_up: bool = field(default=False, init=False)
 

@@ -13,15 +13,19 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from controller.metrics.records import read_metrics
 from rollout_pool.worker.record import read_recorded
+from tests.support.collector import Post, collecting
 from tests.support.launches import (
     RUN,
     Machine,
@@ -46,8 +50,13 @@ def launches_end(tmp_path: Path) -> Iterator[None]:
 def test_launch_trains_holds_the_invariants_and_leaves_nothing(tmp_path: Path) -> None:
     machine = Machine.look()
     settings = ("buffer.max_staleness=0", "rollout.log_rate=1")
-    process = start(tmp_path, RUN, *settings, experiment="alphabet-sort")
-    output = finish(process)
+    with collecting() as (url, posts):
+        if (
+            has_exporter := find_spec("opentelemetry.exporter.otlp") is not None
+        ):  # leash-rl[tracing]
+            settings = (*settings, f"rollout.trace_endpoint={url}")
+        process = start(tmp_path, RUN, *settings, experiment="alphabet-sort")
+        output = finish(process)
     assert process.returncode == 0, output[-6000:]
     result = result_of(output)
     dropped = sum(result["groups_dropped"].values())
@@ -62,6 +71,9 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(tmp_path: Path) -
     assert result["ratio_max_abs_dev"] <= 1e-3  # importance ratios are 1 within numeric error
     run = tmp_path / RUN
     assert_turns(run, at_least=3)
+    assert_engine_reported(run, result)
+    if has_exporter:
+        assert_spans(posts)
     for name in (
         "config.yaml",
         "metrics.jsonl",
@@ -87,6 +99,50 @@ def assert_turns(run: Path, at_least: int) -> None:
     assert len({t.episode for t in trajectories}) == len(trajectories) == 4
     begins = [np.diff(t.loss_mask.astype(int), prepend=0) == 1 for t in trajectories]
     assert max(int(begin.sum()) for begin in begins) >= at_least
+
+
+def assert_spans(posts: Sequence[Post]) -> None:
+    """Each request of an episode is below its sample, and that below the episode."""
+    requests = [ExportTraceServiceRequest.FromString(post.body) for post in posts]
+    scopes = [s for r in requests for of in r.resource_spans for s in of.scope_spans]
+    spans = {span.span_id: span for scope in scopes for span in scope.spans}
+    paths = Counter(path_of(span, spans) for span in spans.values())
+    assert paths["episode",] >= 4 * 4 * 4
+    assert paths["episode", "sample"] >= 3 * 4 * 4 * 4
+    assert paths["episode", "sample", "request"] >= 3 * 4 * 4 * 4
+    for part in ("queue", "prefill", "decode"):
+        assert paths["episode", "sample", "request", part] >= 3 * 4 * 4 * 4
+
+
+def path_of(span: Any, spans: Mapping[bytes, Any]) -> tuple[str, ...]:
+    above = spans.get(span.parent_span_id)
+    return (*(() if above is None else path_of(above, spans)), span.name)
+
+
+def assert_engine_reported(run: Path, result: dict[str, Any]) -> None:
+    """Its load and its requests are in the run's metrics, and agree with each other."""
+    records = read_metrics(run / "metrics.jsonl", "engine")
+    assert {(r.values["engine"], r.number("worker")) for r in records} == {("engine-0", 0)}
+    for record in records:
+        assert 0 <= record.number("kv_usage") <= 1 and 1 <= record.number("limit") <= 128
+        assert min(map(record.number, ("running", "queued", "in_flight", "preemptions"))) >= 0
+    assert (
+        0 < max(r.number("prefix_hit_rate") for r in records if "prefix_hit_rate" in r.values) < 1
+    )
+    versions = {version for r in records for version in r.histogram("logprobs")}
+    assert 0 in versions and versions <= set(range(5))
+    assert result["logprobs_not_finite"] == {}
+    counted = result["rollout"]
+    num_episodes = sum(n for name, n in counted.items() if name.startswith("episodes_ended:"))
+    assert counted["turns"] > counted["branches"] == num_episodes >= 4 * 4 * 4
+    num_requests = counted["requests:engine-0"]
+    assert num_requests > 4 * 4 * 4  # reported every two seconds: the last ones are not in
+    for what in ("queue", "first_token"):
+        within = [n for name, n in counted.items() if name.startswith(f"{what}_within:")]
+        assert 0.9 * num_requests <= sum(within) <= num_requests
+        assert counted[f"{what}_s:engine-0"] >= 0
+    summary = (run / "summary.md").read_text()
+    assert "| time to first token from there |" in summary and "| turns per episode |" in summary
 
 
 def assert_weights_travelled(run: Path, result: dict[str, Any], num_versions: int) -> None:

@@ -29,6 +29,7 @@ from processes.tree import shared_memory_files
 from rollout_pool.engines.commit import TornEngine
 from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.sampling.engine_client import EngineError, SampleRefused
+from tests.support.rollout import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
@@ -142,6 +143,25 @@ async def test_siblings_and_turns_compute_each_prefix_once(engine, server, model
         unique = len(turn)
         turn += [*one.output_ids, *(11 + (number + i) % 200 for i in range(40))]
     assert unique <= engine.client.num_prefilled - before <= 1.1 * unique
+
+
+async def test_cached_prefixes_that_can_make_way_are_no_load(engine, server, model_a):
+    await server.publish(model_a)  # which empties the cache
+    prompt = [13 + i % 230 for i in range(600)]
+    samples = [make_sample(i, prompt=prompt, max_new_tokens=300, name="load-") for i in range(8)]
+    work = [asyncio.create_task(engine.client.generate(s, f"{s.sample_id}.1!")) for s in samples]
+
+    async def has_load(is_so):
+        load = await engine.client.load()
+        return is_so(load.num_tokens) and is_so(load.kv_usage * load.capacity)
+
+    await until(lambda: has_load(lambda num_tokens: num_tokens >= 600))
+    await asyncio.gather(*work)
+    await until(lambda: has_load(lambda num_tokens: num_tokens < 100))
+    before = engine.client.num_prefilled
+    again = make_sample(9, prompt=prompt, max_new_tokens=1, name="load-")
+    await engine.client.generate(again, f"{again.sample_id}.1!")
+    assert engine.client.num_prefilled - before < 10, "the prefix was not in the cache any more"
 
 
 @pytest.mark.parametrize("choice", [CommitStrategy.staged_disk, CommitStrategy.direct])

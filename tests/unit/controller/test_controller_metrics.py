@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from controller.metrics.engines import not_finite_shares
 from controller.metrics.records import MetricsLog, Record, read_metrics
 
 
@@ -21,6 +22,20 @@ def test_records_come_back_in_their_order(tmp_path: Path) -> None:
         log.append("step", {"step": 1, "reward_mean": 0.6}, t=3.0)
     assert [record.t for record in read_metrics(path)] == [1.0, 2.0, 3.0]
     assert [record.number("reward_mean") for record in read_metrics(path, "step")] == [0.5, 0.6]
+
+
+def test_share_of_logprobs_that_are_not_finite_is_by_version() -> None:
+    seen = [({"7": 100, "8": 20}, {"7": 1}), ({"8": 30}, {}), ({"8": 50, "9": 4}, {"8": 5, "7": 1})]
+    records = [
+        Record(
+            t=float(at),
+            kind="engine",
+            values={"logprobs": json.dumps(all_of), "logprobs_not_finite": json.dumps(bad)},
+        )
+        for at, (all_of, bad) in enumerate(seen)
+    ]
+    assert not_finite_shares(records) == {7: 0.02, 8: 0.05}
+    assert not_finite_shares(records[1:2]) == {}
 
 
 def test_missing_number_reads_as_nan(tmp_path: Path) -> None:

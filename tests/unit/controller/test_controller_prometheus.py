@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.request
 from contextlib import closing
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from buffer.redis.connection import connect
 from buffer.redis.server import EmbeddedServer
 from buffer.results import BufferStats
-from buffer.run_state import RunState
+from buffer.run_state import MetricsEntry, RunState
 from configs.choices import OnStale
 from configs.schema import BufferConfig
 from controller.buffer_access import BufferAddress
+from controller.metrics.engines import KEPT_MS, EngineGauges
 from controller.metrics.prometheus import SCRAPE_TIMEOUT_S, MetricsServer
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -170,6 +172,49 @@ def test_scrape_has_the_weights_and_counts_no_record_twice(
         assert samples["weights_convergence_seconds_sum", run] == pytest.approx(1.8)
         asyncio.run(live_with_weights(redis_url, run_name))
         assert scrape(server.url)["weights_publishes_total", labels(run_name, mode="full")] == 2
+
+
+async def engines_report(url: str, run: str) -> None:
+    state = RunState(await connect(url), run)
+    try:
+        for engine, worker, limit, usage in (("0", 0, 8, 0.2), ("0", 1, 6, 0.5), ("1", 0, 4, nan)):
+            values = {"engine": f"engine-{engine}", "worker": worker, "limit": limit}
+            values |= {"in_flight": limit - 1, "running": 9, "queued": 1, "kv_usage": usage}
+            await state.append_metrics(values, "engine")
+    finally:
+        await state.close()
+
+
+def test_scrape_has_the_last_load_of_each_engine_and_sums_over_workers(
+    address: BufferAddress, redis_url: str, run_name: str
+) -> None:
+    asyncio.run(fill(redis_url, run_name))
+    asyncio.run(engines_report(redis_url, run_name))
+    with closing(MetricsServer(address, "127.0.0.1", 0)) as server:
+        samples = scrape(server.url)
+        asyncio.run(engines_report(redis_url, run_name))
+        again = scrape(server.url)
+    zero, one = labels(run_name, engine="engine-0"), labels(run_name, engine="engine-1")
+    assert samples["rollout_engine_limit", zero] == again["rollout_engine_limit", zero] == 14
+    assert samples["rollout_engine_in_flight", zero] == 12
+    assert samples["rollout_engine_running", zero] == 9
+    assert samples["rollout_engine_kv_usage", zero] == 0.5
+    assert samples["rollout_engine_limit", one] == 4
+    assert ("rollout_engine_kv_usage", one) not in samples
+
+
+def test_engine_that_is_gone_leaves_the_gauges() -> None:
+    gauges = EngineGauges("night")
+    for at_ms, engine in ((1_000, "engine-0"), (1_000 + KEPT_MS, "engine-1")):
+        gauges.add(MetricsEntry(f"{at_ms}-0", "engine", {"engine": engine, "limit": 3}))
+    gauges.add(MetricsEntry("99999999-0", "commit", {"engine": "engine-0"}))
+    assert names_of(gauges) == {"engine-0", "engine-1"}
+    gauges.add(MetricsEntry(f"{1_001 + KEPT_MS}-0", "engine", {"engine": "engine-1", "limit": 4}))
+    assert names_of(gauges) == {"engine-1"}
+
+
+def names_of(gauges: EngineGauges) -> set[str]:
+    return {s.labels["engine"] for family in gauges.families() for s in family.samples}
 
 
 @pytest.mark.slow

@@ -20,6 +20,14 @@ COUNTERS = {
     "prompt_tokens:engine-0": 300.0,
     "prompt_tokens:engine-1": 100.0,
     "prefilled_tokens:engine-0": 50.0,
+    "queue_within:0.1": 198.0,
+    "queue_within:3": 1.0,
+    "queue_within:inf": 1.0,
+    "queue_s:engine-0": 30.0,
+    "queue_s:engine-1": 10.0,
+    "preemptions:engine-1": 2.0,
+    "turns": 21.0,
+    "branches": 7.0,
 }
 
 
@@ -27,6 +35,10 @@ def test_summary_lists_only_nonzero_counters_and_lengths_shortest_first() -> Non
     assert list(summary_rows(COUNTERS, 0)) == [
         ("tokens that could not be used", "2.5%"),
         ("prompt tokens found in the prefix cache", "87.5%"),
+        ("wait of a request for a slot at an engine", "200 ms on average, 99% within 100 ms"),
+        ("requests that lost their KV cache for lack of memory", "2"),
+        ("turns per episode", "3.00"),
+        ("branches per episode", "1.00"),
         ("groups whose longest sample had <=256 tokens", "1 completed, 500 ms each; 0 given up"),
         ("groups whose longest sample had <=1k tokens", "4 completed, 2.5 s each; 0 given up"),
         ("groups whose longest sample had >64k tokens", "0 completed; 2 given up"),
@@ -59,3 +71,10 @@ def test_every_counter_is_a_metric() -> None:
     assert samples["rollout_groups_given_up_total", ("night", ">64k")] == 2
     assert samples["rollout_prompt_tokens_total", ("night", "engine-1")] == 100
     assert samples["rollout_episodes_total", ("night", "max_turns")] == 7
+    assert samples["rollout_preemptions_total", ("night", "engine-1")] == 2
+    assert samples["rollout_turns_total", ("night",)] == 21
+    name = "rollout_request_queue_seconds"
+    assert samples[f"{name}_sum", ("night",)] == 40 and samples[f"{name}_count", ("night",)] == 200
+    for bound, number in (("0.1", 198), ("3.0", 199), ("+Inf", 200)):
+        assert samples[f"{name}_bucket", ("night", bound)] == number
+    assert samples["rollout_request_first_token_seconds_count", ("night",)] == 0

@@ -52,6 +52,9 @@ class Reply:
     abort_status: int | None = None
     """Of an abort without a request: the engine's own error."""
     num_retractions: int = 0
+    queue_s: float | None = None
+    cached_tokens: int | None = None
+    """Of three; None: no count of tokens at all."""
 
 
 class _Server:
@@ -361,6 +364,12 @@ def _part(
             "output_token_logprobs": pairs[start:],
             "weight_version": label,
             "num_retractions": reply.num_retractions,
+            **({} if reply.queue_s is None else {"queue_time": reply.queue_s}),
+            **(
+                {}
+                if reply.cached_tokens is None
+                else {"prompt_tokens": 3, "cached_tokens": reply.cached_tokens}
+            ),
             **({} if versions is None else {"weight_versions": _spans(versions)}),
         },
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 
@@ -189,6 +190,9 @@ async def test_logprobs_that_cannot_be_trained_on_are_refused_for_their_sample_a
     assert isinstance(refused, BadLogprobs) and good is samples[1]
     assert (samples[0].output_ids, samples[0].logprobs) == ([11], [-0.5])  # those were good
     assert samples[0].num_wasted == 2
+    num_finite = sum(one is not None and math.isfinite(one) for one in logprobs)
+    assert client.num_logprobs == {0: 6}
+    assert +client.num_not_finite == ({0: 3 - num_finite} if num_finite < 3 else {})
 
 
 @pytest.mark.parametrize(
@@ -464,7 +468,10 @@ async def test_preemptions_are_counted_and_pauses_for_commits_are_not(fake, clie
         num_retractions=3, versions=[("0", 0, 1), ("1", 1, 2), ("2", 2, 3)]
     )
     await ask(client, make_sample())
-    assert client.num_preemptions == 1
+    assert client.num_preemptions == 1 and client.queue_s == 0.0
+    fake.reply = lambda rid: make_reply(queue_s=0.25)  # of a server with --enable-metrics
+    await ask(client, make_sample(1))
+    assert client.queue_s == 0.25
 
 
 async def test_load_is_reported_or_none(fake, client):

@@ -63,6 +63,11 @@ async def test_sample_whose_engine_dies_continues_elsewhere(
     assert body["input_ids"] == [[5, 6, 7, 10, 11, 12]]
     assert body["sampling_params"][0]["max_new_tokens"] == 5
     assert (sample.num_attempts, sample.num_failures, sample.num_refused) == (2, 1, 0)
+    counted = sampler.counted
+    assert counted["requests:engine-0"] == counted["requests:engine-1"] == 1
+    for what in ("queue", "first_token"):
+        assert sum(n for name, n in counted.items() if name.startswith(f"{what}_within:")) == 2
+    assert counted["first_token_s:engine-0"] > 0 and counted["first_token_s:engine-1"] > 0
     assert sample.num_wasted == 5  # at most as many as were left to it
     assert [engine.num_in_flight for engine in router.engines.values()] == [0, 0]
 
@@ -149,6 +154,23 @@ async def test_interrupted_sample_has_its_tokens_with_exact_versions_and_continu
     assert sample.output_ids == [1, 8, 9, 1, 2, 3]
     assert spans(sample) == [(0, 0, 2), (1, 2, 3), (0, 3, 5), (1, 5, 6)]
     assert rids(fake) == ["g.0.1!", "g.0.2!"]
+
+
+async def test_time_in_the_line_and_time_to_the_first_token_are_told_apart(
+    client, fake, make_reply
+):
+    fake.reply = lambda rid: make_reply(says_first_token=False, delay_s=0.15)
+    router = Router([client], wait_timeout_s=20.0, max_running_requests=1)
+    sampler = Sampler(router, max_retries=1)
+    completing = asyncio.create_task(sampler.complete(make_sample()))
+    await until(lambda: router.num_waiting == 1)
+    await asyncio.sleep(0.35)
+    router.follow({"engine-0": 0}, 0, 0)  # before that it serves nothing
+    await completing
+    assert sampler.counted["queue_s:engine-0"] >= 0.35
+    assert sampler.counted["first_token_s:engine-0"] >= 0.15
+    assert not any(sampler.counted[f"queue_within:{bound}"] for bound in ("0.01", "0.1", "0.3"))
+    assert not any(sampler.counted[f"first_token_within:{bound}"] for bound in ("0.01", "0.1"))
 
 
 async def test_sample_that_waits_for_room_is_interrupted_at_once(client, fake, make_reply):

@@ -253,6 +253,7 @@ async def test_worker_fills_the_buffer_up_to_its_credits_only(make_worker, state
     counters = await state.counters()
     assert counters["tokens_generated"] == 6 * 2 * 3
     assert counters["completed:<=256"] == 6 and counters["episodes_ended:stop"] == 12
+    assert counters["turns"] == counters["branches"] == 12
     assert "tokens_wasted" not in counters
     assert (await state.waits())[("rollout", "trainer")] > 0.2
     assert (await state.task_positions())[0] == 6

@@ -1,0 +1,98 @@
+"""Reports the load of a worker's engines and its waits: to the run's counters and its metrics.
+
+counters    totals: what was waited for, what the prefix caches saved, times of requests
+`engine`    a record per engine: its load now, and what happened since the record before
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from buffer.run_state import RunState
+from rollout_pool.engines.client import SGLangClient
+from rollout_pool.sampling.router import Router
+from rollout_pool.sampling.sampler import Sampler
+
+REPORT_S = 2.0
+RECORDS_PER_S = 10.0
+"""Of all workers: with many engines and workers the records come less often, since the run keeps
+only its last 10,000 in Redis."""
+
+
+@dataclass(kw_only=True, eq=False)
+class WorkerReporter:
+    index: int
+    num_workers: int
+    state: RunState
+    waited_for_rewards_s: Callable[[], float]
+    """Total time that episodes waited for a scoring process."""
+    clients: Sequence[SGLangClient]
+    router: Router
+    sampler: Sampler
+    every_s: float = REPORT_S
+    _waited_s: float = field(default=0.0, init=False)
+    _counted: Counter[str] = field(default_factory=Counter, init=False)
+    _recorded: dict[str, Counter[str]] = field(default_factory=dict, init=False)
+    """Totals of each engine at its last record."""
+
+    async def run(self) -> None:
+        """Never returns. Raises what the connection to Redis raises."""
+        num_records = len(self.clients) * self.num_workers
+        records_every_s = max(self.every_s, num_records / RECORDS_PER_S)
+        next_records = time.monotonic()
+        while True:
+            await asyncio.sleep(self.every_s)
+            await self._count()
+            if time.monotonic() >= next_records:
+                next_records = time.monotonic() + records_every_s
+                for client in self.clients:
+                    await self.state.append_metrics(self._record(client), "engine")
+
+    async def _count(self) -> None:
+        if (newly := self.waited_for_rewards_s() - self._waited_s) > 0:
+            await self.state.add_wait("rollout", "rewards", newly)
+            self._waited_s += newly
+        seen = Counter(self.sampler.counted)
+        for client in self.clients:
+            for name, total in _totals(client).items():
+                seen[f"{name}:{client.name}"] = total
+        for name, number in (seen - self._counted).items():
+            await self.state.count(name, number)
+        self._counted = seen
+
+    def _record(self, client: SGLangClient) -> dict[str, float | int | str]:
+        engine, totals = self.router.engines[client.name], _totals(client)
+        new = totals - self._recorded.get(client.name, Counter())
+        self._recorded[client.name] = totals
+        load, prompts = engine.load, new["prompt_tokens"]
+        logprobs, client.num_logprobs = client.num_logprobs, Counter()
+        not_finite, client.num_not_finite = client.num_not_finite, Counter()
+        return {
+            "engine": client.name,
+            "worker": self.index,
+            "running": load.num_running if load else math.nan,
+            "queued": load.num_queued if load else math.nan,
+            "kv_usage": load.kv_usage if load else math.nan,
+            "limit": engine.limit,
+            "in_flight": engine.num_in_flight,
+            "prefix_hit_rate": 1 - new["prefilled_tokens"] / prompts if prompts else math.nan,
+            "preemptions": new["preemptions"],
+            "logprobs": json.dumps(logprobs),
+            "logprobs_not_finite": json.dumps(not_finite),
+        }
+
+
+def _totals(client: SGLangClient) -> Counter[str]:
+    totals = Counter(
+        prompt_tokens=client.num_prompt_tokens,
+        prefilled_tokens=client.num_prefilled,
+        preemptions=client.num_preemptions,
+    )
+    totals["engine_queue_s"] = client.queue_s  # type: ignore[assignment]  # seconds are floats
+    return totals
