@@ -169,7 +169,7 @@ class RolloutConfig(Section):
     trace_endpoint: str | None = field(
         default=None,
         metadata=matching(
-            r"https?://[^\s/@]+(/[^\s@]*)?",
+            r"https?://[^\s/@?]+(/[^\s@?]*)?",
             "an address as http://host:4318/v1/traces, without a password",
         ),
     )

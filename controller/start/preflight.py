@@ -26,6 +26,7 @@ from rollout_pool.engines.engine import shared_memory_bytes
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
+from rollout_pool.sampling.tracing import make_exporter
 from rollout_pool.sandbox.run import SandboxError, cost_of_missing, protections
 from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.environments import PYTHON, environment_factory, load_tools
@@ -113,6 +114,8 @@ def _check_here(config: Config) -> Plan:
                 f"task.rewards.{name}.api_key_env={reward.api_key_env!r}: there is no such "
                 "environment variable; set it before the run is launched"
             )
+    if config.rollout.trace_endpoint is not None:
+        make_exporter(config.rollout.trace_endpoint).shutdown()
     _check_model(config)
     return plan
 

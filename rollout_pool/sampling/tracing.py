@@ -14,7 +14,7 @@ import time
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span
 
 from rollout_pool.sampling.sample import Sample
@@ -26,20 +26,25 @@ EXPORT_TIMEOUT_S = 5.0
 def open_tracing(endpoint: str, run: str, process: str) -> TracerProvider:
     """Sends spans to `endpoint` (OTLP over HTTP) from a thread; `shutdown` sends the rest.
 
-    Headers, as with a password, come from OTEL_EXPORTER_OTLP_HEADERS. Raises ValueError without the
-    package of the exporter.
+    Headers, as with a password, come from OTEL_EXPORTER_OTLP_HEADERS.
     """
+    about = {"service.name": "leash", "service.instance.id": process, "leash.run": run}
+    provider = TracerProvider(resource=Resource.create(about))
+    exporter = make_exporter(endpoint)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
+
+
+def make_exporter(endpoint: str) -> SpanExporter:
+    """Raises ValueError if its package is not installed."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise ValueError(
             f"rollout.trace_endpoint={endpoint!r}: {error}; install leash-rl[tracing] or unset it"
         ) from None
-    about = {"service.name": "leash", "service.instance.id": process, "leash.run": run}
-    provider = TracerProvider(resource=Resource.create(about))
-    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    return provider
+    exporter: SpanExporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
+    return exporter
 
 
 def describe_request(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,23 @@ def save_model(folder: Path, *, chat_template: str | None, weights: bool = True)
 def test_dry_run_refuses_what_start_up_would_refuse(settings: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_plan(load_config(settings))
+
+
+def test_spans_without_their_exporter_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    url = "http://127.0.0.1:4318/v1/traces"
+    with pytest.raises(
+        ValueError, match=rf"rollout\.trace_endpoint='{url}': .*leash-rl\[tracing\]"
+    ):
+        check_plan(load_config([f"rollout.trace_endpoint={url}"]))
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:pw@h/v1/traces", "http://h/v1?key=1", "h:4318", "ftp://h"]
+)
+def test_address_for_spans_has_no_secret(url: str) -> None:
+    with pytest.raises(ValueError, match=r"rollout\.trace_endpoint.*without a password"):
+        load_config([f"rollout.trace_endpoint='{url}'"])
 
 
 def test_tokenizer_without_a_required_chat_template_is_refused(

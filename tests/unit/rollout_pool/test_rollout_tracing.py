@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -114,9 +112,3 @@ def test_spans_arrive_at_a_collector_with_the_headers_of_the_environment(
     assert [span.name for span in spans.scope_spans[0].spans] == ["episode"]
     out, err = capfd.readouterr()
     assert "s3cret" not in out + err + caplog.text
-
-
-def test_missing_exporter_is_named_by_its_setting(monkeypatch):
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ValueError, match=r"rollout\.trace_endpoint='http://x.*leash-rl\[tracing\]"):
-        open_tracing("http://x:4318/v1/traces", "night", "worker-0")
