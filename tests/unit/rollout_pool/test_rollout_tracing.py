@@ -112,3 +112,12 @@ def test_spans_arrive_at_a_collector_with_the_headers_of_the_environment(
     assert [span.name for span in spans.scope_spans[0].spans] == ["episode"]
     out, err = capfd.readouterr()
     assert "s3cret" not in out + err + caplog.text
+
+
+def test_collector_that_is_gone_costs_spans_only():
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="leash-rl[tracing]")
+    with collecting() as (url, posted):
+        provider = open_tracing(url, "night", "worker-0")
+    provider.get_tracer("leash").start_span("episode").end()
+    provider.shutdown()  # returns, and raises nothing
+    assert posted == []
