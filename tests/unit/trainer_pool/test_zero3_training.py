@@ -330,6 +330,17 @@ def test_step_without_gradient_changes_nothing_and_is_counted(
         assert outcome.results["changed_without_gradient"] == []
 
 
+def test_update_whose_logprobs_are_not_finite_is_skipped_on_all_ranks(
+    one_rank: Outcome, two_ranks: Outcome
+) -> None:
+    for outcome in (one_rank, two_ranks):
+        step = outcome.results["step_with_nan"]
+        assert (step["num_updates"], step["num_skipped_updates"]) == (2, 1)
+        assert 0 < step["not_finite_fraction"] < 1
+        assert outcome.results["is_finite_after_nan"]
+        assert outcome.results["steps"][0]["not_finite_fraction"] == 0
+
+
 def test_published_weights_equal_the_export_in_the_serving_dtype(two_ranks: Outcome) -> None:
     version, found = two_ranks.staged
     assert version == two_ranks.results["published"][-1] == NUM_STEPS

@@ -128,6 +128,7 @@ class Scenario:
             self.train_and_publish()
         self.write()
         self.step_without_gradient()
+        self.step_with_nan()
         self.warm_start()
 
     def resume(self) -> None:
@@ -231,6 +232,27 @@ class Scenario:
             *(name for name, now in self.weights().items() if not torch.equal(weights[name], now)),
             *("a moment" for a, b in zip(moments, self.moments(), strict=True) if (a != b).any()),
         ]
+
+    def step_with_nan(self) -> None:
+        """At this temperature the log-probabilities of the first group, of the first update and of
+        rank 0, are NaN."""
+        batch = read_batch(self.folder, 0, self.ranks.rank, self.ranks.num_ranks)
+        first, groups = batch.group_ids[0], list(batch.groups)
+        for place, group in enumerate(groups):
+            if group.group_id == first:
+                groups[place] = replace(group, sampling=replace(group.sampling, temperature=1e-44))
+        stats = train_step(
+            self.engine,
+            self.ranks,
+            replace(batch, groups=tuple(groups)),
+            self.config,
+            learning_rate=1e-2,
+            before_update=lambda: None,
+        )
+        self.results["step_with_nan"] = stats.record()
+        self.results["is_finite_after_nan"] = all(
+            bool(weight.isfinite().all()) for weight in self.weights().values()
+        )
 
     def warm_start(self) -> None:
         report = warm_start(self.engine, self.ranks, examples(), self.config)
