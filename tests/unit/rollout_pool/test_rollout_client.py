@@ -471,6 +471,8 @@ async def test_preemptions_are_counted_and_pauses_for_commits_are_not(fake, clie
     assert client.num_preemptions == 1 and client.queue_s == 0.0
     fake.reply = lambda rid: make_reply(queue_s=0.25)  # of a server with --enable-metrics
     await ask(client, make_sample(1))
+    fake.reply = lambda rid: make_reply(queue_s=-1e6)  # as for one that was aborted in the queue
+    await ask(client, make_sample(2))
     assert client.queue_s == 0.25
 
 
