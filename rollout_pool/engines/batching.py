@@ -470,7 +470,7 @@ class GenerateCalls(ABC):
         self.num_prompt_tokens += num_prompt
         self.num_prefilled += num_prompt - (meta.get("cached_tokens") or 0)
         # Only with --enable-metrics; negative for a request that was aborted in the queue.
-        self.queue_s += max(0.0, meta.get("queue_time", 0.0))
+        self.queue_s += max(0.0, meta.get("queue_time") or 0.0)
         # Retractions by a commit's pause, at most one per new version, are no preemptions.
         commits = max(0, len(meta.get("weight_versions") or []) - 1)
         self.num_preemptions += max(0, meta.get("num_retractions", 0) - commits)
