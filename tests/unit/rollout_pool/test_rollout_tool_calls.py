@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from configs.choices import ToolParser
@@ -158,10 +158,11 @@ PIECES = st.sampled_from((*TAGS, *PARTS))
     st.sampled_from(ToolParser),
     st.one_of(st.text(), st.lists(st.one_of(PIECES, st.text(max_size=3))).map("".join)),
 )
+@example(ToolParser.llama3_json, '{"name": "f", "parameters": {"a": 1}}')
 def test_parser_never_raises_and_its_calls_can_be_encoded(parser, text):
     parsed = parse_tool_calls(parser, text)
-    for call in parsed.calls:
-        assert call.name and json.dumps(dict(call.arguments), ensure_ascii=False).encode()
+    for name, arguments in parsed.calls:
+        assert name and json.dumps(arguments, ensure_ascii=False).encode()
     if not parsed.calls and parsed.bad_call is None:
         assert parsed.content == text
 
