@@ -35,6 +35,15 @@ class MetricsEntry(NamedTuple):
     record: dict[str, float | int | str]
 
 
+class Routes(NamedTuple):
+    """Which engines may get requests."""
+
+    versions: Mapping[str, int]
+    """What each live engine serves."""
+    draining: frozenset[str]
+    """Those of them that get no new requests."""
+
+
 class RunState:
     """A client of one run's shared state, created in and used from one event loop.
 
@@ -114,6 +123,11 @@ class RunState:
         for scripts in (*self._others, self._scripts):
             await scripts.run("run_state/forget_engine", engine)
 
+    async def drain_engine(self, engine: str) -> None:
+        """Keeps new requests from an engine until `record_commits` or `forget_engine` names it. It
+        still counts as serving its version; nothing happens if it serves none."""
+        await self._scripts.run("run_state/drain_engine", engine)
+
     async def engine_versions(self) -> dict[str, int]:
         """The version that each live engine serves, without engines that are starting or lost."""
         return await self._numbers("engine_versions")
@@ -143,6 +157,17 @@ class RunState:
     ) -> dict[str, int]:
         """Waits until engine_versions differs from `seen`, or for `timeout_s`; returns it."""
         return await self._engine_versions_when(lambda served: served != seen, timeout_s)
+
+    async def wait_routes_changed(self, seen: Routes, timeout_s: float) -> Routes:
+        """The same for engine_versions and the engines that drain."""
+        stream = self._keys.wake("engines")
+        return await self._wake.wait_until(
+            stream, self._routes, lambda routes: routes != seen, timeout_s
+        )
+
+    async def _routes(self) -> Routes:
+        draining = frozenset(await self._hash("draining"))
+        return Routes(await self.engine_versions(), draining)
 
     async def _engine_versions_when(
         self, holds: Callable[[dict[str, int]], bool], timeout_s: float

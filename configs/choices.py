@@ -58,10 +58,13 @@ class PauseMode(Enum):
     """What the engine does with running requests while weights change.
 
     `resubmit` ends them with their tokens so far, and they are sent again under the new weights;
-    `retract` keeps them and recomputes their KV cache; `in_place` keeps the old KV cache too.
+    `drain` first lets them end while new ones go elsewhere, for at most
+    weight_sync.drain_timeout_s, and ends the rest as `resubmit` does; `retract` keeps them and
+    recomputes their KV cache; `in_place` keeps the old KV cache too.
     """
 
     resubmit = "resubmit"
+    drain = "drain"
     retract = "retract"
     in_place = "in_place"
 

@@ -244,6 +244,8 @@ class WeightSyncConfig(Section):
     """Engines that may pause for a commit at the same time."""
     commit_timeout_s: float = field(default=120.0, metadata=SECONDS)
     """Longest that one engine's commit may take."""
+    drain_timeout_s: float = field(default=60.0, metadata=SECONDS)
+    """pause_mode=drain: longest wait before a commit for the engine's requests to end."""
     full_every: int = field(default=1, metadata=at_least(1))
     """Publishes from one full version to the next; those between send only what changed."""
     max_delta_density: float = field(default=0.25, metadata=within(0, 0.5))
@@ -374,6 +376,13 @@ class Config(Section):
             "weight_sync.commit_timeout_s",
             "a request that waits for a commit must not time out first: set less than "
             f"rollout.engine.request_timeout_s={engine.request_timeout_s:g}",
+        )
+        longest_s = self.buffer.wait_timeout_s - sync.commit_timeout_s
+        yield Rule(
+            sync.pause_mode is not PauseMode.drain or sync.drain_timeout_s < longest_s,
+            "weight_sync.drain_timeout_s",
+            "a sample may wait for the only engine while it drains and commits: set less than "
+            f"buffer.wait_timeout_s - weight_sync.commit_timeout_s = {longest_s:g}",
         )
 
     def _tail_rules(self) -> Iterator[Rule]:

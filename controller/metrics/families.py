@@ -167,6 +167,7 @@ WEIGHT_TIMES = (
     ("commit", "pause_s", "weights_commit_pause_seconds", "An engine's pause for one commit."),
     ("commit", "load_s", "weights_commit_load_seconds", "Part of it that loaded the weights."),
     ("commit", "gate_wait_s", "weights_commit_gate_seconds", "Waiting for other engines before."),
+    ("commit", "drain_s", "weights_commit_drain_seconds", "Waiting for its requests to end."),
 )
 """Histograms: kind of the record, its value, metric and help. Those of commits are by engine."""
 

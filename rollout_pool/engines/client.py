@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
@@ -148,10 +149,22 @@ class SGLangClient(GenerateCalls):
         """Whether a broadcast must be wrapped in `begin_update` and `end_update`."""
         return _BEGIN_UPDATE in await self._routes()
 
+    async def drain(self, limit_s: float) -> bool:
+        """Waits until all requests have ended, and pauses the engine then: none is inside, and no
+        cached prefix. False if some still run after `limit_s`. For an engine that is sent no new
+        ones; any that were on their way end first, too."""
+        deadline = time.monotonic() + limit_s
+        while (left_s := deadline - time.monotonic()) > 0 and await self._flush_cache(left_s):
+            await self._post("/pause_generation", {"mode": "retract"}, CONTROL_TIMEOUT_S)
+            if await self._flush_cache(0.0):
+                return True
+            await self.resume()  # some came in before the pause
+        return False
+
     async def pause(self, mode: PauseMode) -> None:
         """Stops decoding: running requests pause, or end if they are to be sent again; new ones
         wait outside."""
-        if mode is PauseMode.resubmit:
+        if mode in (PauseMode.resubmit, PauseMode.drain):
             await self._end_all()
         else:
             await self._post("/pause_generation", {"mode": mode.value}, CONTROL_TIMEOUT_S)

@@ -3,10 +3,11 @@
     prepare ── pause ── load ── which version are you at? ── continue ──► CommitReport
                  └───────── pause_s: no token is decoded ────────┘
 
-Requests in flight pause and then continue. If a step before the load fails, the engine continues at
-its old version. From the load's first byte the engine counts as torn until it reports the new
-version: SGLang's "rollback" of a failed load reads the same new files again. A torn engine stays
-paused, so that no token is ever decoded with torn weights, and must be restarted.
+With weight_sync.pause_mode=drain the engine's requests end before all that; in other modes those
+in flight pause and then continue. If a step before the load fails, the engine continues at its old
+version. From the load's first byte the engine counts as torn until it reports the new version:
+SGLang's "rollback" of a failed load reads the same new files again. A torn engine stays paused, so
+that no token is ever decoded with torn weights, and must be restarted.
 """
 
 from __future__ import annotations
@@ -73,6 +74,27 @@ class Committer:
         self._strategy = strategy
         self._pause_mode = pause_mode
         self._torn: str | None = None
+        self._is_drained = False
+
+    async def drain(self, limit_s: float) -> None:
+        """Let all requests of an engine that gets no new ones end, for at most `limit_s`.
+
+        Without any left it stays paused. Call `commit` or `undo_drain` then, also after an error.
+        Raises EngineError.
+        """
+        self._is_drained = True  # an error may leave it paused
+        self._is_drained = await self._client.drain(limit_s)
+
+    async def undo_drain(self) -> None:
+        """Serve on at the old version; does nothing after a commit. Raises TornEngine."""
+        if not self._is_drained:
+            return
+        self._is_drained = False
+        try:
+            await self._client.resume()
+        except EngineError as error:
+            self._torn = f"it does not resume after it has drained: {error}"
+            raise self._tear() from error
 
     async def commit(self, version: int, folder: Path) -> CommitReport:
         """Make the engine serve the weights in `folder` as `version`.
@@ -86,7 +108,9 @@ class Committer:
         await self._strategy.prepare(folder)
         self._torn = f"the commit of version {version} was cancelled"
         paused_at, pause_began = time.time(), time.perf_counter()
-        await self._pause()
+        if not self._is_drained:
+            await self._pause()
+        self._is_drained = False
         try:
             load_at = time.perf_counter()
             await self._strategy.load(version, folder)

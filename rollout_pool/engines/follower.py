@@ -14,11 +14,14 @@ import asyncio
 import logging
 import time
 from asyncio import Future
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 from buffer.run_state import RunState
+from configs.choices import PauseMode
 from configs.schema import WeightSyncConfig
 from processes.silence import Answers
 from rollout_pool.cancelling import end_tasks
@@ -121,33 +124,35 @@ class WeightFollower:
         if not await self._is_alive():
             return False
         limit_s = self.config.commit_timeout_s
+        inside_s = limit_s + SLACK_S + (self.config.drain_timeout_s if self._drains else 0.0)
         is_inside = await self.state.enter_commit(
-            self.engine, self.config.max_concurrent_commits, limit_s + SLACK_S, limit_s
+            self.engine, self.config.max_concurrent_commits, inside_s, limit_s
         )
         if not is_inside:
             return False  # the gate took too long; a newer version may be offered by now
         gate_wait_s = time.monotonic() - offered_at
         try:
-            if not await self._is_alive():  # the wait at the gate may have been long
-                return False
-            staged = await self._newest(timeout_s=0)
-            if staged is None or not await self._hold(staged):
-                return False
-            if staged.version != offered.version:  # a newer one arrived during the wait
-                seen_at, offered_at = time.time(), time.monotonic()
-            if not self.pin.take(staged.version):
-                await self._let_go(staged)
+            # The wait at the gate may have been long.
+            if not await self._is_alive() or not self.pin.take(offered.version):
                 return False
             try:
-                report = await self._commit(staged)
-            except EngineError:
-                self.pin.note_served(self._served)  # for a torn one EngineLife calls note_lost
-                raise
+                async with self._drained() as drain_s:
+                    staged = await self._newest(timeout_s=0)
+                    if staged is None or not await self._hold(staged):
+                        return False
+                    if staged.version != offered.version:  # a newer one arrived during the waits
+                        seen_at, offered_at = time.time(), time.monotonic()
+                        self.pin.take(staged.version)
+                    try:
+                        report = await self._commit(staged)
+                    finally:
+                        await self._let_go(staged)
+                    self._served, self._num_failures = staged.version, 0
+                    await self.state.record_commits({self.engine: report.version})
             finally:
-                await self._let_go(staged)
+                self.pin.note_served(self._served)  # for a torn one EngineLife calls note_lost
         finally:
             await self.state.leave_commit(self.engine)
-        self._served, self._num_failures = staged.version, 0
         record: dict[str, float | int | str] = {
             "engine": report.engine,
             "version": report.version,
@@ -155,6 +160,7 @@ class WeightFollower:
             "from_version": before,
             "seen_at": seen_at,
             "gate_wait_s": gate_wait_s,
+            "drain_s": drain_s,
             "staged_to_commit_s": time.monotonic() - offered_at,
             "paused_at": report.paused_at,
             "resumed_at": report.paused_at + report.pause_s,
@@ -162,10 +168,39 @@ class WeightFollower:
             "stop_s": report.stop_s,
             "load_s": report.load_s,
         }
-        await self.state.record_commits({self.engine: report.version})
         await self.state.append_metrics(record, "commit")
-        self.pin.note_served(staged.version)
         return True
+
+    @property
+    def _drains(self) -> bool:
+        return self.config.pause_mode is PauseMode.drain and self._served >= 0
+
+    @asynccontextmanager
+    async def _drained(self) -> AsyncGenerator[float]:
+        """With pause_mode=drain the engine's requests end before it continues, at most for
+        `drain_timeout_s`, and new ones wait or go elsewhere. Yields the seconds that this took.
+
+        Before the staged copy is held: the receiver needs its memory for the next versions.
+        """
+        if not self._drains:
+            yield 0.0
+            return
+        before, began = self._served, time.monotonic()
+        await self.state.drain_engine(self.engine)
+        try:
+            await self.committer.drain(self.config.drain_timeout_s)
+            yield time.monotonic() - began
+        except TornEngine:
+            raise  # it stays without requests until it is forgotten
+        except EngineError:
+            await self._undo_drain()
+            raise
+        if self._served == before:
+            await self._undo_drain()
+
+    async def _undo_drain(self) -> None:
+        await self.committer.undo_drain()
+        await self.state.record_commits({self.engine: self._served})
 
     async def _is_alive(self) -> bool:
         """A stalled engine must not block the gate."""

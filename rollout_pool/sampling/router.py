@@ -15,7 +15,7 @@ import asyncio
 import heapq
 import time
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
@@ -142,8 +142,15 @@ class Router:
 
     # Reports ----------------------------------------------------------------------------------
 
-    def follow(self, versions: Mapping[str, int], trainer: int, max_staleness: int) -> None:
-        """Sets the version that each serving engine serves now, and the trainer's."""
+    def follow(
+        self,
+        versions: Mapping[str, int],
+        trainer: int,
+        max_staleness: int,
+        draining: Collection[str] = (),
+    ) -> None:
+        """Sets the version that each serving engine serves now, and the trainer's. Engines that are
+        draining before a commit get no new samples, but keep their limit and their sessions."""
         now = time.monotonic()
         self._note_progress()
         for engine in self.engines.values():
@@ -151,9 +158,11 @@ class Router:
             if serves is None and engine.serves is not None:
                 self._sessions.lose(engine.name)
             is_allowed = serves is not None and is_fresh(trainer, serves, max_staleness)
-            engine.follow(serves, may_roll_out=is_allowed, now=now)
+            is_open = is_allowed and engine.name not in draining
+            engine.follow(serves, may_roll_out=is_open, now=now)
         self._situation = (
-            f"they serve {dict(versions) or 'nothing'}, the trainer is at version {trainer} "
+            f"they serve {dict(versions) or 'nothing'}, {', '.join(sorted(draining)) or 'none'} "
+            f"before a commit, the trainer is at version {trainer} "
             f"and max_staleness is {max_staleness}"
         )
         self.serve()

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from buffer.roles import WorkerBuffer
-from buffer.run_state import RunState
+from buffer.run_state import Routes, RunState
 from rollout_pool.sampling.engine_client import EngineError, LoadSource
 from rollout_pool.sampling.router import Router
 
@@ -58,7 +58,7 @@ class EngineWatch:
     state: RunState
     buffer: WorkerBuffer
     loads: LoadPoller
-    _engines: dict[str, int] = field(default_factory=dict, init=False)
+    _routes: Routes = field(default=Routes({}, frozenset()), init=False)
     _trainer: int = field(default=0, init=False)
     _max_staleness: int = field(default=0, init=False)
 
@@ -69,7 +69,7 @@ class EngineWatch:
 
     async def _follow_engines(self) -> None:
         while True:
-            self._engines = await self.state.wait_engines_changed(self._engines, LOOK_AGAIN_S)
+            self._routes = await self.state.wait_routes_changed(self._routes, LOOK_AGAIN_S)
             self._inform_router()
 
     async def _follow_trainer(self) -> None:
@@ -84,4 +84,5 @@ class EngineWatch:
         self._max_staleness = await self.buffer.get_max_staleness()
 
     def _inform_router(self) -> None:
-        self.router.follow(self._engines, self._trainer, self._max_staleness)
+        versions, draining = self._routes
+        self.router.follow(versions, self._trainer, self._max_staleness, draining)

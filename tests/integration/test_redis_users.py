@@ -45,6 +45,7 @@ ROLLOUT_SCRIPTS = [
     "run_state/forget_receiver",
     "run_state/enter_commit",
     "run_state/leave_commit",
+    "run_state/drain_engine",
     "run_state/record_commits",
     "run_state/forget_engine",
 ]
@@ -256,6 +257,7 @@ async def test_each_role_can_do_its_work(
     await states["trainer"].publish_weights(1)
     assert await states["rollout"].published_weights() == 1
     assert await states["rollout"].enter_commit("engine-0", 1, 60, 5)
+    await states["rollout"].drain_engine("engine-0")
     await states["rollout"].record_commits({"engine-0": 1})
     await states["rollout"].record_commits({"engine-1": 1})
     await states["rollout"].append_metrics({"pause_s": 0.1}, "commit")

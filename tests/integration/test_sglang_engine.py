@@ -118,6 +118,44 @@ async def test_samples_in_flight_continue_through_a_commit_with_exact_spans(
     assert max(end.num_attempts for end in ends) <= 1 and not any(e.num_wasted for e in ends)
 
 
+async def test_drained_engine_ends_every_sample_under_one_version(engine, server, model_a, model_b):
+    await server.publish(model_a)
+    old, begun = server.newest, asyncio.Event()
+    sampling = asyncio.create_task(sample(engine.client, 8, max_new_tokens=200, on_begun=begun.set))
+    async with asyncio.timeout(60):
+        await begun.wait()
+    committer = server.committer(CommitStrategy.staged_disk, PauseMode.drain)
+    draining = asyncio.create_task(committer.drain(60))
+    before = await sampling
+    await draining
+    waiting = asyncio.create_task(sample(engine.client, 8, max_new_tokens=32))  # the same prompts
+    report = await committer.commit(*server.stage(served_tensors(model_b)))
+    engine.client.note_version(report.version)
+    ends = [*before, *await waiting]
+    assert [[span.version for span in end.version_spans] for end in ends] == 8 * [[old]] + 8 * [
+        [old + 1]
+    ]
+    assert worst_of_each(ends, {old: model_a, old + 1: model_b}) < 1e-4
+
+
+async def test_rest_of_what_does_not_drain_in_time_is_of_the_next_version(
+    engine, server, model_a, model_b
+):
+    await server.publish(model_a)
+    old, begun = server.newest, asyncio.Event()
+    sampling = asyncio.create_task(sample(engine.client, 8, max_new_tokens=900, on_begun=begun.set))
+    async with asyncio.timeout(60):
+        await begun.wait()
+    committer = server.committer(CommitStrategy.staged_disk, PauseMode.drain)
+    await committer.drain(0.1)
+    report = await committer.commit(*server.stage(served_tensors(model_b)))
+    engine.client.note_version(report.version)
+    ends = await sampling
+    assert [end for end in ends if len(end.version_spans) == 2]
+    assert worst_of_each(ends, {old: model_a, old + 1: model_b}) < 1e-4
+    assert not any(end.num_wasted for end in ends)
+
+
 async def test_prefix_of_old_weights_would_be_noticed(engine, server, model_a, model_b):
     """The mode that is refused together with a prefix cache."""
     await server.publish(model_a)

@@ -11,7 +11,7 @@ import pytest
 
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import Scripts
-from buffer.run_state import STREAM_START, RunState
+from buffer.run_state import STREAM_START, Routes, RunState
 
 
 @pytest.fixture
@@ -97,6 +97,25 @@ async def test_change_of_the_engines_wakes_who_waits_for_it(state: RunState) -> 
     await state.forget_engine("e0")
     async with asyncio.timeout(1):
         assert await waiting == {}
+
+
+async def test_engine_that_drains_still_serves_its_version(state: RunState) -> None:
+    await state.drain_engine("e0")  # which serves nothing yet
+    await state.record_commits({"e0": 1, "e1": 1})
+    seen = await state.wait_routes_changed(Routes({}, frozenset()), 10)
+    assert seen == Routes({"e0": 1, "e1": 1}, frozenset())
+    for end in (state.record_commits({"e0": 1}), state.forget_engine("e0")):
+        waiting = asyncio.create_task(state.wait_routes_changed(seen, 10))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await state.drain_engine("e0")
+        async with asyncio.timeout(1):
+            assert (await waiting).draining == {"e0"}
+        assert await state.engine_versions() == {"e0": 1, "e1": 1}
+        with pytest.raises(TimeoutError, match=r"e0 \(version 1\), e1 \(version 1\)$"):
+            await state.wait_engines_at(2, 0)
+        await end
+        assert (await state.wait_routes_changed(seen, 0)).draining == frozenset()
 
 
 async def test_enter_commit_bounds_the_number_of_paused_engines(state: RunState) -> None:

@@ -141,7 +141,7 @@ def test_unknown_setting_without_a_near_match_is_refused_with_its_section() -> N
         ("run.panel=maybe", "run.panel='maybe': expected true or false"),
         (
             "weight_sync.pause_mode=abort",
-            "weight_sync.pause_mode='abort': expected one of resubmit, retract, in_place",
+            "weight_sync.pause_mode='abort': expected one of resubmit, drain, retract, in_place",
         ),
         ("rollout.engine.extra_args=3", "rollout.engine.extra_args=3: expected a list, each text"),
         (
@@ -165,6 +165,10 @@ def test_wrong_type_is_refused_with_the_expected_one(override: str, message: str
         (["weight_sync=delta", "weight_sync.max_delta_density=0"], "weight_sync.full_every=20"),
         (["weight_sync.stage_dir=stage"], "weight_sync.stage_dir='stage'"),
         (["weight_sync.commit_timeout_s=600"], "weight_sync.commit_timeout_s=600"),
+        (
+            ["weight_sync.pause_mode=drain", "weight_sync.drain_timeout_s=480"],
+            "weight_sync.drain_timeout_s=480",
+        ),
         (["weight_sync=ipc", "cluster.gpus_per_rank=0"], "weight_sync.commit='ipc'"),
         (["weight_sync.backend=nccl", "cluster.gpus_per_rank=0"], "weight_sync.backend='nccl'"),
         (["trainer.backend=nccl", "cluster.gpus_per_rank=0"], "trainer.backend='nccl'"),

@@ -150,6 +150,8 @@ class FakeSGLang(_Fake):
         self.num_failed_flushes = 0
         """Flushes still to come that find requests."""
         self._aborting: dict[str, asyncio.Event] = {}
+        self.num_running = 0
+        """Samples that have not ended."""
 
     def bodies(self, path: str) -> list[dict[str, Any]]:
         return [body for called, body in self.calls if called == path]
@@ -185,6 +187,15 @@ class FakeSGLang(_Fake):
                 sample.cancel()
 
     async def _sample(
+        self, rid: str, most: int, queue: asyncio.Queue[dict[str, Any] | None]
+    ) -> None:
+        self.num_running += 1
+        try:
+            await self._answer(rid, most, queue)
+        finally:
+            self.num_running -= 1
+
+    async def _answer(
         self, rid: str, most: int, queue: asyncio.Queue[dict[str, Any] | None]
     ) -> None:
         reply = self.reply(rid)
@@ -245,7 +256,10 @@ class FakeSGLang(_Fake):
         if self.num_failed_flushes > 0:
             self.num_failed_flushes -= 1
             return Response(status_code=400)
-        return Response()
+        deadline = time.monotonic() + float(request.query_params["timeout"])
+        while self.num_running and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        return Response(status_code=400 if self.num_running else 200)
 
     async def _model_info(self, request: Request) -> Response:
         self.num_infos += 1

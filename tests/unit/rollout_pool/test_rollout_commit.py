@@ -12,6 +12,7 @@ from configs.schema import WeightSyncConfig
 from rollout_pool.engines.commit import Committer, TornEngine
 from rollout_pool.engines.strategies import StagedDisk, make_strategy
 from rollout_pool.sampling.engine_client import EngineError
+from tests.support.rollout import make_sample
 
 FOLDER = Path("/dev/shm/of-this-version")
 
@@ -65,6 +66,70 @@ async def test_commit_that_sends_requests_again_loads_into_an_engine_without_any
     ]
     assert fake.bodies("/abort_request") == [{"abort_all": True}] * 3
     assert fake.bodies("/pause_generation") == [{"mode": "retract"}]
+
+
+PAUSE = ("/pause_generation", {"mode": "retract"})
+
+
+async def test_drained_engine_is_loaded_without_an_abort(fake, client):
+    committer = Committer(client, StagedDisk(client, timeout_s=5), PauseMode.drain)
+    await committer.drain(9.0)
+    await committer.commit(5, FOLDER)
+    [wait, flush] = [float(body["timeout"]) for body in fake.bodies("/flush_cache")]
+    assert 0 < wait <= 9 and flush == 0
+    assert paths(fake) == [
+        "/flush_cache",
+        PAUSE[0],
+        "/flush_cache",
+        "/update_weights_from_disk",
+        "/continue_generation",
+    ]
+    await committer.undo_drain()
+    assert paths(fake)[-1] == "/continue_generation" and len(fake.calls) == 5
+
+
+async def test_request_that_arrives_while_an_engine_is_drained_ends_first(fake, client, make_reply):
+    committer = Committer(client, StagedDisk(client, timeout_s=5), PauseMode.drain)
+    fake.reply = lambda rid: make_reply(delay_s=0.5)
+    fake.slow["/pause_generation"] = 0.2
+    late = make_sample()
+    draining = asyncio.create_task(committer.drain(9.0))
+    while PAUSE not in fake.calls:
+        await asyncio.sleep(0.01)
+    await asyncio.gather(draining, client.generate(late, "late!"))
+    assert late.finish_reason == "stop"
+    assert [body["timeout"] == "0" for body in fake.bodies("/flush_cache")] == [0, 1, 0, 1]
+    await committer.undo_drain()
+    assert paths(fake)[-1] == "/continue_generation" and "/abort_request" not in paths(fake)
+
+
+async def test_rest_of_what_does_not_drain_in_time_is_taken_back(fake, client, make_reply):
+    committer = Committer(client, StagedDisk(client, timeout_s=5), PauseMode.drain)
+    fake.reply = lambda rid: make_reply(never_ends=rid == "slow!", at_abort=[12])
+    slow = make_sample()
+    asking = asyncio.create_task(client.generate(slow, "slow!"))
+    while not slow.output_ids:
+        await asyncio.sleep(0.01)
+    await committer.drain(0.2)
+    assert "/pause_generation" not in paths(fake)
+    await committer.commit(1, FOLDER)
+    client.note_version(1)
+    await asking
+    assert [span.version for span in slow.version_spans] == [0, 1] and slow.num_wasted == 0
+
+
+async def test_drain_that_fails_is_undone(fake, client):
+    committer = Committer(client, StagedDisk(client, timeout_s=5), PauseMode.drain)
+    fake.refused = {"/pause_generation"}
+    with pytest.raises(EngineError, match="refused /pause_generation"):
+        await committer.drain(5.0)
+    await committer.undo_drain()
+    assert paths(fake)[-1] == "/continue_generation"
+    fake.refused = {"/pause_generation", "/continue_generation"}
+    with pytest.raises(EngineError):
+        await committer.drain(5.0)
+    with pytest.raises(TornEngine, match="does not resume after it has drained"):
+        await committer.undo_drain()
 
 
 async def test_engine_that_keeps_its_requests_stays_at_its_old_version(fake, client):

@@ -6,12 +6,14 @@ import asyncio
 
 import pytest
 
+from buffer.run_state import Routes
+from configs.choices import PauseMode
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines import follower
 from rollout_pool.engines.commit import Committer, TornEngine
 from rollout_pool.engines.follower import MAX_FAILURES, VersionPin, WeightFollower
 from rollout_pool.engines.strategies import StagedDisk
-from tests.support.rollout import records, serves
+from tests.support.rollout import make_sample, records, serves, spans, until
 
 
 @pytest.fixture
@@ -71,6 +73,51 @@ async def test_follower_commits_records_and_releases_each_offered_version(
     assert 0 < record["load_s"] <= record["pause_s"] <= record["staged_to_commit_s"]
     assert 0 <= record["gate_wait_s"] <= record["staged_to_commit_s"]
     assert await state.enter_commit("engine-9", 1, ttl_s=5, timeout_s=0)  # the gate is free
+
+
+async def test_engine_drains_before_it_holds_the_newest_version(
+    fake, client, follow, state, receiver, make_reply
+):
+    fake.reply = lambda rid: make_reply(delay_s=1.0)
+    follow(pause_mode=PauseMode.drain)
+    receiver.offer(0)
+    await serves(state, {"engine-0": 0})
+    sample = make_sample()
+    asking = asyncio.create_task(client.generate(sample, "running!"))
+    await until(lambda: bool(sample.output_ids))
+    receiver.offer(1)
+    routes = await state.wait_routes_changed(Routes({"engine-0": 0}, frozenset()), 10)
+    assert routes == Routes({"engine-0": 0}, frozenset({"engine-0"}))
+    assert not await state.enter_commit("engine-1", 1, ttl_s=5, timeout_s=0)
+    receiver.offer(2)
+    await serves(state, {"engine-0": 2})
+    assert loads(fake) == [0, 2] and (1, "engine-0") not in {(v, n) for _, v, n in receiver.log}
+    assert (await state.wait_routes_changed(routes, 10)).draining == frozenset()
+    await asking
+    assert spans(sample) == [(0, 0, 3)]
+    await until(lambda: is_recorded(state, 2))
+    first, second = await records(state, "commit")
+    assert first["drain_s"] == 0 < second["drain_s"]
+
+
+async def is_recorded(state, version):
+    return version in [record["version"] for record in await records(state, "commit")]
+
+
+async def test_engine_whose_version_is_gone_after_the_drain_serves_on(
+    fake, follow, state, receiver
+):
+    follow(pause_mode=PauseMode.drain)
+    receiver.offer(0)
+    await serves(state, {"engine-0": 0})
+    receiver.is_gone = {1}
+    resumed = len(fake.bodies("/continue_generation"))
+    receiver.offer(1)
+    await until(lambda: len(fake.bodies("/continue_generation")) >= resumed + 2)
+    receiver.offer(2)
+    await serves(state, {"engine-0": 2})
+    assert loads(fake) == [0, 2]
+    assert (await state.wait_routes_changed(Routes({}, frozenset()), 10)).draining == frozenset()
 
 
 async def test_engine_that_waited_at_the_gate_skips_to_the_newest_version(

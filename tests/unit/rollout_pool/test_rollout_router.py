@@ -171,6 +171,20 @@ async def test_engine_that_serves_nothing_or_lags_too_far_gets_no_sample():
     assert await name_of(three, {"engine-2": 0.0}) == "engine-1"
 
 
+async def test_engine_that_drains_gets_no_new_samples_and_keeps_its_sessions():
+    two = router(2)
+    home = await name_of(two, session="a")
+    other = await name_of(two, {home: 0.0})
+    two.follow({home: 0, other: 0}, 0, 0, {home})
+    assert {await name_of(two, session="b") for _ in range(3)} == {other}
+    two.follow({home: 0, other: 0}, 0, 0, {home, other})
+    waiting = asking(two, sample(session="a"))
+    await turn()
+    assert not waiting.done()
+    two.follow({home: 0, other: 0}, 0, 0)
+    assert (await waiting).engine.name == home
+
+
 @pytest.mark.parametrize(
     ("trainer", "needed"), [(4, 5), (5, 0)], ids=["its own minimum", "max_staleness"]
 )
