@@ -119,13 +119,75 @@ class EngineConfig(Section):
     radix_cache: bool = True
     """Reuse KV of shared prefixes, never that of older weights. weight_sync.pause_mode=retract
     needs it off."""
+    deterministic: bool = False
+    """SGLang's deterministic inference: log-probabilities do not depend on which requests share the
+    batch. Needs a GPU, and costs throughput."""
     start_timeout_s: float = field(default=600.0, metadata=SECONDS)
     request_timeout_s: float = field(default=600.0, metadata=SECONDS)
     """Longest that one request may take."""
     max_restarts: int = field(default=3, metadata=at_least(0))
     """How often a server that died, or failed halfway through a commit, is restarted in one run."""
     extra_args: list[str] = field(default_factory=list)
-    """Further arguments for the server's command line."""
+    """Further arguments for the server's command line. `tp_size` is the number of GPUs, whatever
+    they are used for: --enable-dp-attention with --dp-size, and --ep-size, divide them."""
+
+    def rules(self) -> Iterator[Rule]:
+        given = _flags(self.extra_args)
+        for flags, fix in _NOT_EXTRA:
+            refused = [flag for flag in flags if flag in given]
+            yield Rule(not refused, "extra_args", f"without {' '.join(refused)}: {fix}")
+        yield Rule(
+            self.dp_size == 1 or "--enable-dp-attention" in given,
+            "extra_args",
+            "--dp-size alone would start more copies of the model than there are GPUs reserved: "
+            "set rollout.num_engines, or add --enable-dp-attention",
+        )
+        for what, size in (("--dp-size", self.dp_size), ("--ep-size", _size(given, _EP_SIZE))):
+            fix = f"{what} {size} must divide rollout.engine.tp_size={self.tp_size}"
+            yield Rule(size > 0 and self.tp_size % size == 0, "extra_args", fix)
+
+    @property
+    def dp_size(self) -> int:
+        """Parts of the GPUs that each compute the attention of their own requests."""
+        return _size(_flags(self.extra_args), _DP_SIZE)
+
+
+_DP_SIZE = ("--dp-size", "--data-parallel-size", "--dp")
+_EP_SIZE = ("--ep-size", "--expert-parallel-size", "--ep")
+_NOT_EXTRA = (
+    (
+        ("--tp-size", "--tensor-parallel-size", "--tp"),
+        "set rollout.engine.tp_size, by which GPUs are reserved",
+    ),
+    (
+        ("--nnodes", "--node-rank"),
+        "the GPUs of an engine are on one machine, where its weights are staged; "
+        "start more engines (rollout.num_engines)",
+    ),
+    (
+        ("--pp-size", "--pipeline-parallel-size", "--pp"),
+        "no GPUs are reserved for pipeline stages; set rollout.engine.tp_size",
+    ),
+    (
+        ("--enable-deterministic-inference", "--rl-on-policy-target"),
+        "set rollout.engine.deterministic=true, which also gives each sample its own seed",
+    ),
+)
+
+
+def _flags(arguments: list[str]) -> dict[str, str]:
+    """Values by flag: what follows its `=`, else the next argument."""
+    given = {}
+    for word, after in zip(arguments, [*arguments[1:], ""], strict=False):
+        flag, sign, value = word.partition("=")
+        given[flag] = value if sign else after
+    return given
+
+
+def _size(given: dict[str, str], names: tuple[str, ...]) -> int:
+    """1 if none is given, 0 for what is no number."""
+    values = [given[name] for name in names if name in given]
+    return 1 if not values else int(values[-1]) if values[-1].isdecimal() else 0
 
 
 @dataclass(kw_only=True, slots=True)

@@ -377,6 +377,13 @@ class Config(Section):
             "a request that waits for a commit must not time out first: set less than "
             f"rollout.engine.request_timeout_s={engine.request_timeout_s:g}",
         )
+        ends_all = sync.pause_mode in (PauseMode.resubmit, PauseMode.drain)
+        yield Rule(
+            not (ends_all and engine.dp_size > 1),
+            "weight_sync.pause_mode",
+            "with --dp-size SGLang only reports whether its first part has ended all requests; set "
+            "in_place, or retract with rollout.engine.radix_cache=false",
+        )
         longest_s = self.buffer.wait_timeout_s - sync.commit_timeout_s
         yield Rule(
             sync.pause_mode is not PauseMode.drain or sync.drain_timeout_s < longest_s,
@@ -453,6 +460,12 @@ class Config(Section):
             self.weight_sync.commit is not CommitStrategy.ipc,
             "weight_sync.commit",
             f"it shares GPU memory, and {why}: choose staged_disk",
+        )
+        yield Rule(
+            not self.rollout.engine.deterministic,
+            "rollout.engine.deterministic",
+            "SGLang has batch-invariant attention (fa3, fa4, flashinfer, triton) on GPUs only, and "
+            f"{why}: set false",
         )
         fix = f"it needs GPUs, and {why}: choose auto or gloo"
         yield Rule(self.weight_sync.backend is not Backend.nccl, "weight_sync.backend", fix)

@@ -26,7 +26,6 @@
 {leash:RUN}:wake:NAME        STREAM  wakes waiters: room, batch, forming, version, engines, gate
 {leash:RUN}:engine_versions  HASH    version that each live engine serves
 {leash:RUN}:draining         HASH    live engines that get no new requests before a commit
-{leash:RUN}:commits          HASH    how each engine took that version: a JSON record
 {leash:RUN}:commit_gate      ZSET    engines paused for a commit, by the end of their pause (ms)
 {leash:RUN}:receivers        HASH    URL of each receiver of weights
 {leash:RUN}:staged           HASH    version that each receiver staged last

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import zlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
@@ -53,12 +54,14 @@ class SGLangClient(GenerateCalls):
         has_overlap_schedule: bool = True,
         stream_interval: int = STREAM_INTERVAL,
         vocab_size: int | None = None,
+        needs_seeds: bool = False,
     ) -> None:
         """`keys_prefix_by_version`: a commit leaves the server's prefix cache as it is; only
         prefixes of the same version may be reused. `stream_interval`: tokens of a sample between
         two parts. `has_overlap_schedule`: the server returns a token one step later.
-        `vocab_size`: tokens that the model has embeddings for; others are refused
-        unsent."""
+        `vocab_size`: tokens that the model has embeddings for; others are refused unsent.
+        `needs_seeds`: the server samples by a seed of each request, as deterministic inference
+        does."""
         super().__init__(
             name,
             has_prefix_cache=has_prefix_cache,
@@ -67,6 +70,7 @@ class SGLangClient(GenerateCalls):
             vocab_size=vocab_size,
         )
         self._has_overlap = has_overlap_schedule
+        self._needs_seeds = needs_seeds
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"},
@@ -107,6 +111,11 @@ class SGLangClient(GenerateCalls):
     async def _stream(self, body: Mapping[str, object]) -> AsyncGenerator[dict[str, Any]]:
         """The JSON objects of a server-sent event stream."""
         path = "/generate"
+        if self._needs_seeds:
+            # Without one all get the same, and the samples of a group would be equal.
+            settings = cast("list[dict[str, object]]", body["sampling_params"])
+            for rid, of_one in zip(cast("list[str]", body["rid"]), settings, strict=True):
+                of_one["sampling_seed"] = zlib.crc32(rid.encode())
         try:
             async with self._http.stream("POST", path, json=body) as response:
                 if response.status_code != httpx.codes.OK:
@@ -156,7 +165,7 @@ class SGLangClient(GenerateCalls):
         deadline = time.monotonic() + limit_s
         while (left_s := deadline - time.monotonic()) > 0 and await self._flush_cache(left_s):
             await self._post("/pause_generation", {"mode": "retract"}, CONTROL_TIMEOUT_S)
-            if await self._flush_cache(0.0):
+            if await self._flush_cache():
                 return True
             await self.resume()  # some came in before the pause
         return False
@@ -186,11 +195,12 @@ class SGLangClient(GenerateCalls):
             await self._post("/abort_request", _ALL, CONTROL_TIMEOUT_S)
         raise EngineError(f"{self._name} still holds requests after {MAX_FLUSHES} aborts of all")
 
-    async def _flush_cache(self) -> bool:
-        """Empties the prefix cache. False if the engine has requests, and keeps it."""
-        path = "/flush_cache"
+    async def _flush_cache(self, wait_s: float = 0.0) -> bool:
+        """Empties the prefix cache, once the engine has no request. False if it still has some
+        after `wait_s`, and keeps its cache."""
+        path = f"/flush_cache?timeout={wait_s:g}"
         try:
-            response = await self._http.post(path, timeout=CONTROL_TIMEOUT_S)
+            response = await self._http.post(path, timeout=wait_s + CONTROL_TIMEOUT_S)
         except httpx.HTTPError as error:
             raise self._failure(path, error) from error
         if response.status_code not in (httpx.codes.OK, httpx.codes.BAD_REQUEST):

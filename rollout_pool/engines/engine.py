@@ -177,6 +177,7 @@ class SGLangEngine:
             has_prefix_cache=spec.config.radix_cache,
             keys_prefix_by_version=spec.pause_mode is PauseMode.in_place,
             has_overlap_schedule=spec.uses_gpu,
+            needs_seeds=spec.config.deterministic,
         )
 
     async def _wait_ready(self, port: int, deadline: float) -> EngineInfo:
@@ -318,6 +319,8 @@ def server_arguments(spec: EngineSpec, served_name: str, port: int) -> list[str]
         arguments += ["--trust-remote-code"]
     if not config.radix_cache:
         arguments += ["--disable-radix-cache"]
+    if config.deterministic:
+        arguments += ["--enable-deterministic-inference"]
     max_total_tokens = config.max_total_tokens
     if spec.uses_gpu:
         if config.mem_fraction is not None:

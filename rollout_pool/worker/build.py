@@ -186,6 +186,7 @@ class WorkerParts:
             request_timeout_s=config.request_timeout_s,
             has_prefix_cache=config.radix_cache,
             keys_prefix_by_version=self._spec.weight_sync.pause_mode is PauseMode.in_place,
+            needs_seeds=config.deterministic,
             vocab_size=num_tokens,
         )
         self._closing.push_async_callback(client.close)

@@ -68,6 +68,18 @@ async def test_logprobs_are_those_of_the_published_weights(
         assert {span.version for end in ends for span in end.version_spans} == {version}
 
 
+async def test_request_has_nearly_the_same_logprobs_alone_and_in_a_batch(engine, server, model_a):
+    """On a CPU no kernel is batch-invariant: the sums of one token are split by the batch."""
+    runs = []
+    for count in (1, 1, 8):
+        await server.publish(model_a)  # which empties the prefix cache
+        runs.append((await sample(engine.client, count, max_new_tokens=64, temperature=0.0))[0])
+    alone = torch.tensor(runs[0].logprobs)
+    for other in runs[1:]:
+        assert other.output_ids == runs[0].output_ids
+        assert (torch.tensor(other.logprobs) - alone).abs().max() < 1e-4
+
+
 async def test_token_that_ends_a_sample_is_returned_with_it(engine, server, model_a):
     ends = await sample(engine.client, 32, max_new_tokens=128)
     stopped = [end for end in ends if end.finish_reason == "stop"]

@@ -171,6 +171,34 @@ def test_wrong_type_is_refused_with_the_expected_one(override: str, message: str
         ),
         (["weight_sync=ipc", "cluster.gpus_per_rank=0"], "weight_sync.commit='ipc'"),
         (["weight_sync.backend=nccl", "cluster.gpus_per_rank=0"], "weight_sync.backend='nccl'"),
+        (
+            ["rollout.engine.deterministic=true", "cluster.gpus_per_rank=0"],
+            "rollout.engine.deterministic=True",
+        ),
+        (["rollout.engine.extra_args=[--tp-size, '2']"], "set rollout.engine.tp_size"),
+        (["rollout.engine.extra_args=['--tp=2']"], "without --tp: set rollout.engine.tp_size"),
+        (["rollout.engine.extra_args=[--nnodes, '2']"], "on one machine"),
+        (["rollout.engine.extra_args=[--pp-size, '2']"], "pipeline stages"),
+        (
+            ["rollout.engine.extra_args=[--enable-deterministic-inference]"],
+            "rollout.engine.deterministic=true",
+        ),
+        (["rollout.engine.extra_args=[--dp-size, '2']"], "rollout.num_engines"),
+        (
+            ["rollout.engine.extra_args=[--enable-dp-attention, --dp-size, '2']"],
+            "--dp-size 2 must divide rollout.engine.tp_size=1",
+        ),
+        (
+            ["rollout.engine.tp_size=2", "rollout.engine.extra_args=[--ep-size=3]"],
+            "--ep-size 3 must divide rollout.engine.tp_size=2",
+        ),
+        (
+            [
+                "rollout.engine.tp_size=4",
+                "rollout.engine.extra_args=[--enable-dp-attention, --dp-size=2]",
+            ],
+            "weight_sync.pause_mode='resubmit'",
+        ),
         (["trainer.backend=nccl", "cluster.gpus_per_rank=0"], "trainer.backend='nccl'"),
         (["rollout.max_response_tokens=4096"], "rollout.max_prompt_tokens"),
         (["buffer.url=http://host"], "buffer.url='http://host'"),
@@ -245,6 +273,18 @@ def test_broken_rule_names_the_field_and_its_value(overrides: list[str], field: 
 )
 def test_valid_combinations_are_accepted(overrides: list[str]) -> None:
     load_config(overrides)
+
+
+def test_gpus_of_an_engine_may_be_divided_by_sglangs_flags() -> None:
+    divided = ["--enable-dp-attention", "--dp-size=2", "--ep-size", "4"]
+    config = load_config(
+        [
+            "rollout.engine.tp_size=4",
+            f"rollout.engine.extra_args=[{', '.join(divided)}]".replace(" 4]", " '4']"),
+            "weight_sync.pause_mode=in_place",
+        ]
+    )
+    assert config.rollout.engine.extra_args == divided and config.rollout.engine.dp_size == 2
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,12 @@ def test_tokens_sampled_before_an_in_place_commit_never_get_its_version():
     assert "--disable-overlap-schedule" not in arguments(uses_gpu=True)
 
 
+def test_deterministic_inference_is_asked_for_by_its_setting():
+    flag = "--enable-deterministic-inference"
+    assert flag in arguments(EngineConfig(deterministic=True), uses_gpu=True)
+    assert flag not in arguments(uses_gpu=True)
+
+
 def test_config_is_passed_on_and_extra_arguments_come_last():
     config = EngineConfig(
         dtype=Dtype.bfloat16,

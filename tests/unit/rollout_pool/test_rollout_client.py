@@ -59,6 +59,18 @@ async def test_samples_of_one_moment_share_a_call_and_each_gets_its_own_tokens(
     assert [params["max_new_tokens"] for params in body["sampling_params"]] == [8, 9, 10]
 
 
+async def test_each_request_has_its_own_seed_where_the_server_needs_one(fake, client):
+    await ask(client, make_sample())
+    seeded = fake.client("engine-0", needs_seeds=True)
+    for _ in range(2):
+        await ask_all(seeded, [make_sample(i) for i in range(8)])
+    await seeded.close()
+    plain, *both = fake.bodies("/generate")
+    assert "sampling_seed" not in plain["sampling_params"][0]
+    first, again = ([of_one["sampling_seed"] for of_one in b["sampling_params"]] for b in both)
+    assert first == again and len(set(first)) == 8
+
+
 async def test_many_samples_are_spread_over_calls(fake, client):
     samples = [make_sample(i) for i in range(70)]
     assert await ask_all(client, samples) == samples
