@@ -249,16 +249,18 @@ class Run:
         self._is_gpu_shared = plan.devices.is_shared
         (self._dir.path / "config.yaml").write_text(to_yaml(config))
         cluster.check_cpus(num_cpus_needed(config))
+        cluster.check_engine(plan.devices.engine_gpus)
         rank: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.devices.rank_gpus}
         engine: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.devices.engine_gpus}
         worker: dict[str, float] = {"CPU": CPUS_PER_PROCESS}
         with self._step("placement") as say:
             say(plan.devices.why)
-            ranks, engines, workers = (
+            # Engines first: the ranks, of one GPU each, might leave too few on every machine.
+            engines, ranks, workers = (
                 cluster.reserve(bundles, self._start_timeout_s, self._stop)
                 for bundles in (
-                    [rank] * config.trainer.ranks,
                     [engine] * config.rollout.num_engines,
+                    [rank] * config.trainer.ranks,
                     [worker] * config.rollout.num_workers,
                 )
             )

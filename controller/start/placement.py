@@ -50,6 +50,8 @@ class RayCluster:
     """Address on which the servers of this machine listen."""
     num_cpus: float
     num_gpus: float
+    most_gpus: float
+    """Of one machine."""
     private: Path | None
     """Folder of a Ray that was started here; None for an existing cluster."""
     groups: list[PlacementGroup] = field(default_factory=list)
@@ -62,6 +64,15 @@ class RayCluster:
                 f"{self.num_cpus:g}; add nodes, raise cluster.num_cpus, or lower "
                 "trainer.num_ranks, rollout.num_engines, rollout.num_workers or "
                 "rollout.reward_actors"
+            )
+
+    def check_engine(self, num_gpus: float) -> None:
+        """Raises PlacementError if no machine has so many GPUs: waiting would not help."""
+        if num_gpus > self.most_gpus:
+            raise PlacementError(
+                f"rollout.engine.tp_size={num_gpus:g}: an engine needs its GPUs on one machine, "
+                f"and none in the Ray cluster has more than {self.most_gpus:g}; lower it, and "
+                "raise rollout.num_engines to use all"
             )
 
     def reserve(
@@ -113,6 +124,7 @@ def start_ray(
         host=config.cluster.host or here,
         num_cpus=resources.get("CPU", 0),
         num_gpus=resources.get("GPU", 0),
+        most_gpus=max(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]),
         private=private,
     )
 

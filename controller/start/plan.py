@@ -106,7 +106,8 @@ def make_plan(
     devices = choose_devices(config, model, num_gpus, gpu_bytes)
     config = _filled_in(config, devices)
     uses_gpu = devices.rank_gpus > 0
-    num_torch_processes = devices.num_ranks + config.rollout.num_engines
+    ranks_of_engines = config.rollout.num_engines * config.rollout.engine.tp_size
+    num_torch_processes = devices.num_ranks + ranks_of_engines
     threads = config.cluster.threads_per_process or max(1, num_cpus // num_torch_processes)
     trainer = PlannedProcess(
         what="trainer rank",
@@ -249,7 +250,7 @@ def _engine_memory(config: Config, model: ModelSize, uses_gpu: bool) -> str:
     engine = config.rollout.engine
     if uses_gpu and engine.max_total_tokens is None:
         assert engine.mem_fraction is not None, "the plan has filled it in"
-        return f"{engine.mem_fraction:.0%} of the GPU"
+        return f"{engine.mem_fraction:.0%} of {'the' if engine.tp_size == 1 else 'each'} GPU"
     if model.num_params is None:
         return "unknown"
     item_bytes = _item_bytes(config, uses_gpu)
@@ -267,9 +268,11 @@ def _item_bytes(config: Config, uses_gpu: bool) -> int:
 
 
 def _engine_note(config: Config, uses_gpu: bool) -> str:
+    tp_size = config.rollout.engine.tp_size
+    where = f"{tp_size} ranks on one machine; " if tp_size > 1 else ""
     if uses_gpu and config.rollout.engine.max_total_tokens is None:
-        return "weights and KV cache"
-    return f"KV cache of {_kv_tokens(config):,} tokens"
+        return f"{where}weights and KV cache"
+    return f"{where}KV cache of {_kv_tokens(config):,} tokens"
 
 
 def _kv_tokens(config: Config) -> int:

@@ -160,9 +160,9 @@ class Router:
             is_allowed = serves is not None and is_fresh(trainer, serves, max_staleness)
             is_open = is_allowed and engine.name not in draining
             engine.follow(serves, may_roll_out=is_open, now=now)
+        drain = f"{', '.join(sorted(draining))} drain before a commit, " if draining else ""
         self._situation = (
-            f"they serve {dict(versions) or 'nothing'}, {', '.join(sorted(draining)) or 'none'} "
-            f"before a commit, the trainer is at version {trainer} "
+            f"they serve {dict(versions) or 'nothing'}, {drain}the trainer is at version {trainer} "
             f"and max_staleness is {max_staleness}"
         )
         self.serve()

@@ -3,7 +3,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from controller.start.placement import copy_files
+import pytest
+
+from controller.start.placement import PlacementError, RayCluster, copy_files
+
+
+def test_engine_that_no_machine_has_the_gpus_for_is_refused() -> None:
+    cluster = RayCluster(host="127.0.0.1", num_cpus=64, num_gpus=16, most_gpus=8, private=None)
+    cluster.check_engine(8)
+    with pytest.raises(PlacementError, match=r"tp_size=16: .*on one machine.* more than 8; lower"):
+        cluster.check_engine(16)
 
 
 def test_copy_of_logs_takes_plain_files_only(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def text_of(plan: Plan) -> str:
         (["rollout.num_engines=2"], 16, 16 // (2 + 2)),
         ([], 2, 1),
         (["cluster.threads_per_process=3"], 2, 3),
+        (["rollout.engine.tp_size=2"], 16, 16 // (2 + 2)),
     ],
 )
 def test_cores_are_divided_without_gpus(settings: list[str], num_cpus: int, threads: int) -> None:
@@ -60,6 +61,13 @@ def test_gpus_are_one_per_rank_and_tp_size_per_engine(
     assert plan.config.weight_sync.backend is not Backend.gloo
     few = "2 GPUs: too few for 2 ranks and the engines"
     assert (few in devices.why) == (num_gpus == 2)
+
+
+def test_rendered_plan_shows_the_gpus_of_an_engine() -> None:
+    plan = make_plan(load_config(["rollout.engine.tp_size=2"]), num_gpus=4, num_cpus=8)
+    [line] = [line for line in text_of(plan).splitlines() if "SGLang engine" in line]
+    assert line.split()[2:4] == ["1", "2"]
+    assert "85% of each GPU" in line and "2 ranks on one machine" in line
 
 
 def test_too_many_gpus_are_refused_with_the_numbers() -> None:
