@@ -98,6 +98,16 @@ async def test_held_engine_is_withdrawn_until_it_is_released(life, state, receiv
     await serves(state, {"engine-0": 4, "engine-9": 3})
 
 
+async def test_engine_is_held_while_the_other_drains(life, state):
+    await state.drain_engine("engine-9")
+    assert await life.hold(3, wait_s=5.0, limit_s=60.0)
+    await state.drain_engine("engine-9")
+    await asyncio.sleep(0.3)
+    assert await state.engine_versions() == {"engine-9": 3}
+    await life.release()
+    await serves(state, {"engine-0": 3, "engine-9": 3})
+
+
 async def test_only_engine_is_not_held(life, state, receiver):
     await state.forget_engine("engine-9")
     assert not await life.hold(3, wait_s=5.0, limit_s=60.0)
