@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import socket
 import sys
@@ -33,6 +34,8 @@ SHARED_MEMORY_BYTES = 2**20
 later."""
 SHARED_MEMORY_BYTES_OF_RANKS = 32 * 2**20
 """Per rank where there are several, since they communicate through it."""
+THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
+"""Cores of each rank; without it SGLang starts at most one rank for each NUMA node."""
 RESTART_STOP_S = 5.0
 """Longest wait for a server to exit before it is killed."""
 PROBE_INTERVAL_S = 0.25
@@ -262,6 +265,10 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
         environment["OMP_NUM_THREADS"] = str(spec.num_threads)
         # Ray does not hide GPUs from an actor without any, and SGLang would take the first.
         environment["CUDA_VISIBLE_DEVICES"] = ""
+        if (tp_size := spec.config.tp_size) > 1 and THREADS_BIND not in os.environ:
+            cores = sorted(os.sched_getaffinity(0))
+            shares = [cores[rank::tp_size] or cores for rank in range(tp_size)]
+            environment[THREADS_BIND] = "|".join(",".join(map(str, share)) for share in shares)
     if not any(word.startswith("--dist-init-addr") for word in spec.config.extra_args):
         # All ranks and their sender run on this machine. By default gloo listens where the host
         # name points, and it accepts every connection.

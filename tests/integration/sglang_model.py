@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -92,12 +93,13 @@ def stage(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 class Server:
     """A real server of model a, and versions that it commits by either strategy."""
 
-    def __init__(self, folder: Path, name: str, pause_mode: PauseMode) -> None:
+    def __init__(self, folder: Path, name: str, pause_mode: PauseMode, tp_size: int = 1) -> None:
         self.name = name
         self.folder = folder
         log_path = folder / f"{name}.log"
         spec = engine_spec(folder / "a", log_path, name=name, pause_mode=pause_mode)
-        self.engine = SGLangEngine(spec)
+        config = replace(spec.config, tp_size=tp_size)
+        self.engine = SGLangEngine(replace(spec, config=config))
         self.newest = -1
         self._strategies = {}
 
@@ -109,7 +111,8 @@ class Server:
         """For the server that runs now."""
         for choice in (CommitStrategy.staged_disk, CommitStrategy.direct):
             config = WeightSyncConfig(commit=choice, bucket_bytes=100_000)
-            strategy = make_strategy(self.engine.client, config, tp_size=1, host="127.0.0.1")
+            tp_size = self.engine.spec.config.tp_size
+            strategy = make_strategy(self.engine.client, config, tp_size=tp_size, host="127.0.0.1")
             await strategy.check()
             self._strategies[choice] = strategy
 
