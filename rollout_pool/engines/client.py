@@ -163,6 +163,7 @@ class SGLangClient(GenerateCalls):
         cached prefix. False if some still run after `limit_s`. For an engine that is sent no new
         ones; any that were on their way end first, too."""
         deadline = time.monotonic() + limit_s
+        # With --sleep-on-idle (on CPUs) SGLang answers up to a second after the last request's end.
         while (left_s := deadline - time.monotonic()) > 0 and await self._flush_cache(left_s):
             await self._post("/pause_generation", {"mode": "retract"}, CONTROL_TIMEOUT_S)
             if await self._flush_cache():
