@@ -1,8 +1,10 @@
 """The real path end to end, for a few steps: Redis, Ray, SGLang and ZeRO-3 as a user starts them.
 
-Three launches show what a run is: one that trains to its end (here), one over two hosts that ends
-by a dead engine (test_two_hosts.py), and one in which a process of each kind is killed, which
-`stop` ends (tests/soak/test_rollout_faults.py). Two more are ended early, in their start.
+Four launches show what a run is: one that trains to its end and one with two engines and long
+answers (here), one over two hosts that ends by a dead engine (test_two_hosts.py), and one in which
+a process of each kind is killed, which `stop` ends (tests/soak/test_rollout_faults.py). Two more
+are ended early, in their start. Among them they run every way to treat stragglers, stale groups and
+requests during a commit.
 
 `make soak` sends more signals than CI does, each at another line of the log (LEASH_SOAK_SIGNALS).
 """
@@ -89,6 +91,48 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(tmp_path: Path) -
     assert "core_worker.cc" not in output, "Ray complained"
     assert [str(p) for p in (run, *run.rglob("*")) if p.stat().st_mode & 0o077] == []
     machine.assert_nothing_left(tmp_path)
+
+
+TWO_ENGINES = (
+    "trainer.num_steps=24",
+    "trainer.learning_rate=1e-10",  # so small that most bits stay: then versions travel as deltas
+    "trainer.warm_start.num_steps=10",  # some of its answers do not end by themselves
+    "rollout.num_engines=2",
+    "rollout.max_response_tokens=120",
+    "rollout.max_filtered_ratio=1",
+    "rollout.tail=postpone",
+    "rollout.oversampling=2",
+    "rollout.filter_zero_variance=true",
+    "rollout.eval_every=8",
+    "weight_sync=delta",
+    "weight_sync.pause_mode=drain",
+    "weight_sync.drain_timeout_s=0.5",
+    "buffer.on_stale=drop",
+)
+
+
+def test_two_engines_drain_in_turn_postpone_stragglers_and_hold_a_version_for_evaluations(
+    tmp_path: Path,
+) -> None:
+    process = start(tmp_path, RUN, *TWO_ENGINES)
+    output = finish(process)
+    assert process.returncode == 0, output[-6000:]
+    result = result_of(output)
+    assert result["steps"] == 24 and result["max_staleness_trained"] <= 2
+    assert result["logprob_diff_max"] <= 1e-4
+    counted = result["rollout"]
+    assert counted["groups_filtered"] > 0
+    assert set(result["groups_dropped"]) <= {"stale"}
+    run = tmp_path / RUN
+    publishes = read_metrics(run / "metrics.jsonl", "publish")
+    assert {r.values["mode"] for r in publishes} >= {"full", "delta"}
+    commits = read_metrics(run / "metrics.jsonl", "commit")
+    assert {r.values["engine"] for r in commits} == {"engine-0", "engine-1"}
+    assert max(r.number("drain_s") for r in commits) > 0
+    evals = read_metrics(run / "metrics.jsonl", "eval")
+    for record in evals:  # all answers are of the version that one engine was held at
+        assert record.number("version_min") == record.number("version_max"), record.values
+    assert {record.number("version_min") for record in evals} >= {0, 8, 16, 24}
 
 
 def assert_turns(run: Path, at_least: int) -> None:
