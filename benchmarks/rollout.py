@@ -1,6 +1,6 @@
 """Rollouts with a heavy tail, scheduled four ways at a real engine, and what the pool itself costs.
 
-    python benchmarks/rollout.py [--short] [--only strategies|efficiency|prefix|stub|rewards]
+    python benchmarks/rollout.py [--short] [--only strategies|efficiency|gpu|prefix|stub|rewards]
 
 The last line is RESULT and a JSON object. Each ratio's two sides ran in this one process, in turn.
 """
@@ -19,13 +19,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Report
 from benchmarks.rollouts.efficiency import measure_efficiency, measure_rewards, measure_stub
+from benchmarks.rollouts.gpu import measure_gpu
 from benchmarks.rollouts.prefix import measure_prefixes
 from benchmarks.rollouts.scene import build_model, engine_at
 from benchmarks.rollouts.strategies import measure_strategies
 from benchmarks.rollouts.work import SHORT, WorkSize
 
 AT_AN_ENGINE = {"strategies": measure_strategies, "efficiency": measure_efficiency}
-ALONE = {"prefix": measure_prefixes, "stub": measure_stub, "rewards": measure_rewards}
+ALONE = {
+    "gpu": measure_gpu,
+    "prefix": measure_prefixes,
+    "stub": measure_stub,
+    "rewards": measure_rewards,
+}
 
 
 async def measure(size: WorkSize, only: list[str], report: Report) -> None:

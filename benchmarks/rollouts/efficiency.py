@@ -35,7 +35,7 @@ async def measure_efficiency(
     jobs = equal_jobs(num_groups, size.group_size, 4 * size.median_tokens)
     ratios: list[float] = []
     url = engine.client.url
-    await Commits(engine, folder).begin()
+    await Commits(engine.client, folder).begin()
     await run_bare(jobs, url, size.max_running, prefix="warm")
     for number in range(size.pairs):
         bare = await run_bare(jobs, url, size.max_running, prefix=f"bare-{number}")

@@ -24,9 +24,10 @@ from benchmarks.rollouts.work import Job, Lengths, LimitedCompleter, Tally, Work
 from buffer.connect import Buffer, connect_buffer
 from buffer.redis.server import EmbeddedServer
 from buffer.run_state import RunState
-from configs.choices import OnStale, PauseMode, TaskKind
+from configs.choices import OnStale, PauseMode, TailPolicy, TaskKind
 from configs.rollout_schema import EngineConfig, RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
+from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import EngineInfo, SGLangEngine
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.sampling.sampler import Sampler
@@ -76,8 +77,8 @@ async def engine_at(folder: Path, size: WorkSize) -> AsyncIterator[SGLangEngine]
 class Commits:
     """New versions of the same weights, taken by the engine as a staged version is taken."""
 
-    def __init__(self, engine: SGLangEngine, folder: Path) -> None:
-        self._client = engine.client
+    def __init__(self, client: SGLangClient, folder: Path) -> None:
+        self._client = client
         self._staged = str(folder / "staged")
         self._version = 0
 
@@ -183,12 +184,16 @@ async def pool_at(
     commits: Commits | None = None,
     score_s: float = 0.0,
     reward_processes: int = 1,
+    tail: TailPolicy = TailPolicy.continue_across_versions,
 ) -> AsyncIterator[Pool]:
     """A worker at one engine, with Redis, router, sampler, scorer and push as in a real run."""
     # A straggler is waited for before it becomes too old, and nothing is run twice.
-    settings = BufferConfig(max_staleness=size.max_staleness, on_stale=OnStale.wait, audit_length=0)
+    # A postponed one would be waited for in vain, so then it runs again.
+    on_stale = OnStale.requeue if tail is TailPolicy.postpone else OnStale.wait
+    settings = BufferConfig(max_staleness=size.max_staleness, on_stale=on_stale, audit_length=0)
     rollout = RolloutConfig(
         group_size=size.group_size,
+        tail=tail,
         max_prompt_tokens=64,
         max_response_tokens=size.longest,
         max_groups_in_flight=100_000,

@@ -43,7 +43,7 @@ async def measure_strategies(
     jobs = draw_jobs(size, seed=1)
     tallies: dict[str, list[Tally]] = defaultdict(list)
     peaks: list[float] = []
-    commits = Commits(engine, folder)
+    commits = Commits(engine.client, folder)
     await commits.begin()
     leashes = {"ours": size.max_staleness, SHORT_LEASH: size.short_leash}
     for number in range(size.rounds):
@@ -51,7 +51,7 @@ async def measure_strategies(
         for name in (*RIVALS, *leashes):
             await commits.begin()
             if name in RIVALS:
-                tally = await _run_rival(RIVALS[name], size, jobs, engine, commits)
+                tally = await run_rival(RIVALS[name], size, jobs, engine.client.url, commits)
             else:
                 sized = dataclasses.replace(size, max_staleness=leashes[name])
                 run = f"ours-{leashes[name]}-{number}"
@@ -72,10 +72,10 @@ async def _peak(size: WorkSize, engine: SGLangEngine, number: int) -> float:
     return tally.tokens_per_s
 
 
-async def _run_rival(
-    rival: Rival, size: WorkSize, jobs: Sequence[Job], engine: SGLangEngine, commits: Commits
+async def run_rival(
+    rival: Rival, size: WorkSize, jobs: Sequence[Job], url: str, commits: Commits
 ) -> Tally:
-    client = SGLangClient(ENGINE, engine.client.url, key=KEY, request_timeout_s=120.0)
+    client = SGLangClient(ENGINE, url, key=KEY, request_timeout_s=120.0)
     router = Router([client], 120.0, max_running_requests=size.max_running)
     router.follow({ENGINE: 0}, trainer=0, max_staleness=0)
     polling = asyncio.create_task(LoadPoller(router, [client]).run())

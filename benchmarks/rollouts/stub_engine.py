@@ -82,10 +82,11 @@ def main(argv: list[str]) -> None:
         Route("/ready", engine.okay),
         Route("/abort_request", engine.okay, methods=["POST"]),
     ]
-    asyncio.run(_serve(Starlette(routes=routes)))
+    asyncio.run(serve(Starlette(routes=routes)))
 
 
-async def _serve(app: Starlette) -> None:
+async def serve(app: Starlette) -> None:
+    """Prints the port; never returns."""
     config = uvicorn.Config(
         app, host="127.0.0.1", port=0, log_level="critical", lifespan="off", ws="none"
     )

@@ -50,6 +50,14 @@ class WorkSize:
     """As long as generation takes, too."""
     reward_processes: int = 16
     reward_rounds: int = 20
+    gpu_groups: int = 320
+    gpu_tails: tuple[float, ...] = (5.0, 20.0, 50.0)
+    """Weights of the tail: 99th percentile of the lengths over their median."""
+    gpu_median_tokens: int = 64
+    gpu_longest: int = 2048
+    gpu_rounds: int = 3
+    gpu_speed: float = 4.0
+    """Seconds of the emulated GPU per second."""
     prefix_tokens: int = 2000
     prefix_turns: int = 8
     prefix_hidden: int = 256
@@ -59,7 +67,8 @@ class WorkSize:
 SHORT = WorkSize(
     num_groups=12, group_size=2, batch_groups=4, max_running=8, median_tokens=4, longest=40,
     pairs=1, stub_latency_s=0.2, stub_in_flight=40, reward_s=0.1, reward_processes=2,
-    reward_rounds=5, prefix_tokens=200, prefix_turns=2, prefix_hidden=128,
+    reward_rounds=5, gpu_groups=12, gpu_tails=(5.0,), gpu_median_tokens=8, gpu_longest=64,
+    gpu_rounds=1, prefix_tokens=200, prefix_turns=2, prefix_hidden=128,
 )  # fmt: skip
 
 
@@ -130,6 +139,8 @@ class Tally:
     ends: list[float] = field(default_factory=list)
     """When each group was delivered."""
     num_steps: int = 0
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of each group, in the order of their delivery."""
     used_tokens: int = 0
     wasted_tokens: int = 0
 
@@ -149,9 +160,16 @@ class Tally:
     def wasted(self) -> float:
         return self.wasted_tokens / max(1, self.used_tokens + self.wasted_tokens)
 
+    @property
+    def early_length(self) -> float:
+        """Mean length of the groups that the first half of the steps trained, over that of all."""
+        half = self.lengths[: max(1, len(self.lengths) // 2)]
+        return (sum(half) / len(half)) / (sum(self.lengths) / len(self.lengths))
+
     def deliver(self, num_tokens: Sequence[int]) -> None:
         """A step took groups of so many tokens each."""
         self.used_tokens += sum(num_tokens)
+        self.lengths += num_tokens
         self.ends += [time.perf_counter()] * len(num_tokens)
         self.num_steps += 1
 

@@ -1,0 +1,337 @@
+"""An engine with the service times of an H100.
+
+    python -m benchmarks.rollouts.gpu_engine <speed> <places>
+
+It prints its port and speaks SGLang's HTTP as far as worker, router and commits use it. It computes
+nothing; it sleeps as long as an 8B model would take, `speed` times faster. Neither a prefix cache
+nor preemption is emulated: the work of the benchmark needs neither.
+
+    arrive ──► waiting ──► prefill ──► running, one token a step ──► ended, aborted
+                  ▲                       │ pause_generation(retract): the KV is lost
+                  └───────────────────────┘
+
+Time moves from event to event (an end, an arrival, an abort), not from step to step, so that the
+emulator leaves the processor to what is measured. A token says where it belongs: see `token_at` and
+`logprob_at`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from benchmarks.rollouts.stub_engine import serve
+
+MOST_STEPS = 16
+"""Steps between two looks at who has a part to send."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Roofline:
+    """Seconds of a step: Llama 3 8B in bf16 on one H100 SXM. Sources: docs/rollouts.md."""
+
+    parameters: float = 8.03e9
+    kv_bytes: int = 2 * 32 * 8 * 128 * 2
+    """Per token: keys and values of 32 layers with 8 heads of 128, two bytes each."""
+    bytes_per_s: float = 0.8 * 3.35e12
+    """What kernels reach of the memory's bandwidth."""
+    flops_per_s: float = 0.6 * 989e12
+    overhead_s: float = 0.8e-3
+    """Launch, sampling and scheduling of a step."""
+    load_s: float = 0.5
+    """16 GB from host memory at 32 GB/s."""
+    capacity: int = 390_000
+    """Tokens of KV cache in 85% of 80 GB, without the weights."""
+
+    def step_s(self, num_running: float, num_tokens: float) -> float:
+        """One token for each of `num_running` requests, which have `num_tokens` in all."""
+        weights = 2 * self.parameters / self.bytes_per_s
+        compute = self._compute_s(num_running)
+        return (
+            max(weights, compute)
+            + num_tokens * self.kv_bytes / self.bytes_per_s
+            + (self.overhead_s)
+        )
+
+    def prefill_s(self, num_tokens: int) -> float:
+        return self._compute_s(num_tokens) + self.overhead_s if num_tokens else 0.0
+
+    def _compute_s(self, num_tokens: float) -> float:
+        return 2 * self.parameters * num_tokens / self.flops_per_s
+
+
+def token_at(position: int) -> int:
+    """The token at this position of prompt and completion together."""
+    return 32 + position % 90
+
+
+def logprob_at(position: int, version: int) -> float:
+    """Exact in float32. It tells the version that sampled the token."""
+    return -(version + 1) - (position % 4096) / 8192
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One request."""
+
+    rid: str
+    num_prompt: int
+    most: int
+    interval: int
+    send: Callable[[dict[str, Any] | None], None]
+    """Of its call; None when this request has ended."""
+    num_done: int = 0
+    num_sent: int = 0
+    num_retractions: int = 0
+    spans: list[list[int]] = field(default_factory=list)
+    """[version, start, end]."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt + self.num_done
+
+    def advance(self, steps: int, version: int) -> None:
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1][2] += steps
+        else:
+            self.spans.append([version, self.num_done, self.num_done + steps])
+        self.num_done += steps
+
+    def report(self, version: int, reason: dict[str, Any] | None) -> None:
+        """Sends what is new."""
+        new = range(self.num_sent, self.num_done)
+        self.num_sent = self.num_done
+        spans = [(v, max(a, new.start), b) for v, a, b in self.spans if b > new.start]
+        first = self.num_prompt
+        pairs = [
+            (logprob_at(first + p, v), token_at(first + p), None)
+            for v, start, end in spans
+            for p in range(start, end)
+        ]
+        meta: dict[str, Any] = {
+            "id": self.rid,
+            "finish_reason": reason,
+            "prompt_tokens": self.num_prompt,
+            "cached_tokens": 0,
+            "completion_tokens": self.num_done,
+            "output_token_logprobs": pairs,
+            "weight_version": str(version),
+            "num_retractions": self.num_retractions,
+        }
+        if reason is not None:
+            meta["weight_versions"] = [
+                {"version": str(v), "start": start, "end": end} for v, start, end in self.spans
+            ]
+        self.send({"output_ids": [token for _, token, _ in pairs], "meta_info": meta})
+        if reason is not None:
+            self.send(None)
+
+
+class GpuEngine:
+    """Continuous batching under a roofline. Used in one event loop."""
+
+    def __init__(self, speed: float, places: int, roofline: Roofline | None = None) -> None:
+        self._speed = speed
+        self._places = places
+        self._roofline = roofline or Roofline()
+        self._waiting: list[Running] = []
+        self._running: list[Running] = []
+        self._is_paused = self._is_loading = False
+        self._changed = asyncio.Event()
+        self._clock = 0.0
+        """Time of the loop up to which all steps are done; ahead of it during a prefill."""
+        self._step_s = 1.0
+        self._version = 0
+        self.num_prompt_tokens = self.num_samples = self.num_bytes = 0
+
+    # Time -----------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Never returns."""
+        while True:
+            self._changed.clear()
+            if self._is_idle:
+                await self._changed.wait()
+                continue
+            self._admit()
+            steps = min(MOST_STEPS, *(r.most - r.num_done for r in self._running))
+            number, tokens = len(self._running), sum(r.num_tokens for r in self._running)
+            middle = tokens + number * steps / 2
+            self._step_s = self._roofline.step_s(number, middle) / self._speed
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._clock + steps * self._step_s):
+                    await self._changed.wait()
+            self._catch_up()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._is_paused or self._is_loading or not (self._running or self._waiting)
+
+    def _admit(self) -> None:
+        """The first to come that there is room for. Their prefill holds the others up."""
+        tokens = sum(request.num_tokens for request in self._running)
+        new = 0
+        while self._waiting and len(self._running) < self._places:
+            size = self._waiting[0].num_tokens
+            if self._running and tokens + new + size > self._roofline.capacity:
+                break
+            new += size
+            self._running.append(self._waiting.pop(0))
+        self._clock += self._roofline.prefill_s(new) / self._speed
+
+    def _catch_up(self) -> None:
+        """Does the steps whose time is over. Called before anything changes."""
+        now = asyncio.get_running_loop().time()
+        if self._is_paused or self._is_loading or not self._running:
+            self._clock = max(self._clock, now)
+            return
+        left = min(request.most - request.num_done for request in self._running)
+        steps = min(left, int((now - self._clock) / self._step_s + 1e-6))
+        if steps <= 0:
+            return
+        self._clock += steps * self._step_s
+        for request in list(self._running):
+            request.advance(steps, self._version)
+            if request.num_done == request.most:
+                self._running.remove(request)
+                request.report(self._version, {"type": "length", "length": request.most})
+            elif not request.num_sent or request.num_done - request.num_sent >= request.interval:
+                request.report(self._version, None)
+
+    # Requests -------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Response:
+        text = await request.body()
+        body = json.loads(text)
+        self.num_bytes += len(text)
+        parts: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._catch_up()
+        for rid, ids, params in zip(
+            body["rid"], body["input_ids"], body["sampling_params"], strict=True
+        ):
+            self.num_samples += 1
+            self.num_prompt_tokens += len(ids)
+            most, interval = params["max_new_tokens"], params["stream_interval"]
+            self._waiting.append(Running(rid, len(ids), most, interval, parts.put_nowait))
+        self._changed.set()
+        return StreamingResponse(_events(parts, len(body["rid"])), media_type="text/event-stream")
+
+    async def abort(self, request: Request) -> Response:
+        body = await request.json()
+        self._catch_up()
+        start = "" if body.get("abort_all") else body["rid"]
+        for requests in (self._waiting, self._running):
+            for ended in [r for r in requests if r.rid.startswith(start)]:
+                requests.remove(ended)
+                ended.report(self._version, {"type": "abort", "message": "aborted"})
+        self._changed.set()
+        return JSONResponse({})
+
+    # Commits --------------------------------------------------------------------------------------
+
+    async def pause(self, request: Request) -> Response:
+        mode = (await request.json())["mode"]
+        self._catch_up()
+        self._is_paused = True
+        if mode == "retract":
+            for running in self._running:
+                running.num_retractions += 1
+            self._waiting, self._running = [*self._running, *self._waiting], []
+        return JSONResponse({})
+
+    async def resume(self, request: Request) -> Response:
+        self._catch_up()
+        self._is_paused = False
+        self._changed.set()
+        return JSONResponse({})
+
+    async def update(self, request: Request) -> Response:
+        body = await request.json()
+        self._catch_up()
+        self._is_loading = True
+        await asyncio.sleep(self._roofline.load_s / self._speed)
+        self._catch_up()
+        self._version, self._is_loading = int(body["weight_version"]), False
+        self._changed.set()
+        return JSONResponse({"success": True})
+
+    async def flush(self, request: Request) -> Response:
+        is_empty = not (self._running or self._waiting)
+        return JSONResponse({}, status_code=200 if is_empty else 400)
+
+    # Reports --------------------------------------------------------------------------------------
+
+    async def loads(self, request: Request) -> Response:
+        tokens = sum(running.num_tokens for running in self._running)
+        load = {
+            "num_running_reqs": len(self._running),
+            "num_waiting_reqs": len(self._waiting),
+            "num_total_tokens": tokens,
+            "max_total_num_tokens": self._roofline.capacity,
+            "token_usage": tokens / self._roofline.capacity,
+        }
+        return JSONResponse({"loads": [load]})
+
+    async def counts(self, request: Request) -> Response:
+        return JSONResponse(
+            {
+                "num_samples": self.num_samples,
+                "num_prompt_tokens": self.num_prompt_tokens,
+                "num_bytes": self.num_bytes,
+            }
+        )
+
+    async def info(self, request: Request) -> Response:
+        return JSONResponse({"weight_version": str(self._version), "served_model_name": "gpu"})
+
+
+async def _events(
+    parts: asyncio.Queue[dict[str, Any] | None], num_requests: int
+) -> AsyncIterator[bytes]:
+    while num_requests:
+        if (part := await parts.get()) is None:
+            num_requests -= 1
+        else:
+            yield b"data: " + json.dumps(part).encode() + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+async def _run(engine: GpuEngine) -> None:
+    posts = {
+        "/generate": engine.generate,
+        "/abort_request": engine.abort,
+        "/pause_generation": engine.pause,
+        "/continue_generation": engine.resume,
+        "/update_weights_from_disk": engine.update,
+        "/flush_cache": engine.flush,
+    }
+    gets = {
+        "/v1/loads": engine.loads,
+        "/counts": engine.counts,
+        "/model_info": engine.info,
+        "/ready": engine.info,
+    }
+    routes = [Route(path, answer, methods=["POST"]) for path, answer in posts.items()]
+    routes += [Route(path, answer) for path, answer in gets.items()]
+    running = asyncio.create_task(engine.run())
+    serving = asyncio.create_task(serve(Starlette(routes=routes)))
+    await asyncio.wait([running, serving], return_when=asyncio.FIRST_COMPLETED)
+    running.result()  # it never ends well
+
+
+def main(argv: Sequence[str]) -> None:
+    asyncio.run(_run(GpuEngine(float(argv[0]), int(argv[1]))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
