@@ -50,13 +50,13 @@ class WorkSize:
     """As long as generation takes, too."""
     reward_processes: int = 16
     reward_rounds: int = 20
-    gpu_groups: int = 320
+    gpu_groups: int = 192
     gpu_tails: tuple[float, ...] = (5.0, 20.0, 50.0)
     """Weights of the tail: 99th percentile of the lengths over their median."""
     gpu_median_tokens: int = 64
     gpu_longest: int = 2048
     gpu_rounds: int = 3
-    gpu_speed: float = 4.0
+    gpu_speed: float = 6.0
     """Seconds of the emulated GPU per second."""
     prefix_tokens: int = 2000
     prefix_turns: int = 8
