@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.rollouts.gpu_engine import Roofline
+
 pytestmark = pytest.mark.slow
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -25,7 +27,9 @@ FIGURES = {
     "engine_utilisation pool_efficiency prefill_ratio_group prefill_ratio_group_without "
     "prefix_speedup_group prefill_ratio_turns prefill_ratio_turns_without prefix_speedup_turns "
     "recovery_s recovery_s_without "
-    "stub_requests_per_s stub_in_flight reward_overlap",
+    "stub_requests_per_s stub_in_flight reward_overlap gpu_vs_sync gpu_vs_stream gpu_vs_partial "
+    "gpu_wasted_tokens gpu_early_length_ours_5 gpu_early_length_postpone_5 "
+    "gpu_early_length_interrupt_and_resume_5",
 }
 
 
@@ -54,3 +58,13 @@ def test_benchmark_ends_with_all_its_figures(script: str, tmp_path: Path) -> Non
 def test_gpu_benchmark_says_that_there_is_no_gpu(script: str, tmp_path: Path) -> None:
     ended = run(f"gpu/{script}", cwd=tmp_path, timeout_s=120)
     assert ended.returncode == 2 and "needs a CUDA device" in ended.stderr
+
+
+def test_emulated_gpu_is_as_fast_as_published_figures() -> None:
+    gpu, alone = Roofline(), Roofline().step_s(1, 500)
+    weights_s = 2 * gpu.parameters / 3.35e12
+    assert 0.65 <= weights_s / alone <= 0.8  # 77% of the bandwidth at one request (A100, bf16)
+    assert 256 / gpu.step_s(256, 256 * 500) == pytest.approx(16_215, rel=0.15)  # ShareGPT, SGLang
+    # LLaMA 7B in FP8 with 32 heads for keys and values: 64 requests of 128 and 2048 tokens
+    llama_7b = Roofline(parameters=6.74e9 / 2, kv_bytes=2 * 32 * 32 * 128)
+    assert 64 / llama_7b.step_s(64, 64 * (128 + 1024)) == pytest.approx(5367, rel=0.15)
