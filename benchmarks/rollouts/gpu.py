@@ -6,8 +6,8 @@ batches and ours goes on meanwhile, so that any time at all would speak for ours
 as long as on the GPU, for all.
 
 `early length` shows the bias in what is trained: the mean length of the groups that the first half
-of the steps trained, over the mean of all. A schedule without bias has 1, whatever it drops or puts
-off. Below 1 short answers are trained first, and a run that learns meanwhile learns from them.
+of the steps trained, over the mean of all. A schedule without bias has 1 until its work ends. Below
+1 short answers are trained first, and a run that learns meanwhile learns from them.
 """
 
 from __future__ import annotations

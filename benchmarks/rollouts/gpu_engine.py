@@ -56,12 +56,8 @@ class Roofline:
     def step_s(self, num_running: float, num_tokens: float) -> float:
         """One token for each of `num_running` requests, which have `num_tokens` in all."""
         weights = 2 * self.parameters / self.bytes_per_s
-        compute = self._compute_s(num_running)
-        return (
-            max(weights, compute)
-            + num_tokens * self.kv_bytes / self.bytes_per_s
-            + (self.overhead_s)
-        )
+        cache = num_tokens * self.kv_bytes / self.bytes_per_s
+        return max(weights, self._compute_s(num_running)) + cache + self.overhead_s
 
     def prefill_s(self, num_tokens: int) -> float:
         return self._compute_s(num_tokens) + self.overhead_s if num_tokens else 0.0
