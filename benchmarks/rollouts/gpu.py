@@ -79,9 +79,7 @@ async def _measure_tail(size: WorkSize, folder: Path, report: Report) -> dict[st
 
 async def _run(name: str, size: WorkSize, jobs: list[Job], folder: Path, number: int) -> Tally:
     async with gpu_at(folder, size) as info:
-        client = SGLangClient(
-            ENGINE, info.url, key=KEY, request_timeout_s=120.0, keys_prefix_by_version=False
-        )
+        client = SGLangClient(ENGINE, info.url, key=KEY, request_timeout_s=120.0)
         try:
             commits = Commits(client, folder)
             if name in RIVALS:
