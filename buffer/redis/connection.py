@@ -8,7 +8,10 @@ should stop blocks for ever. Our connections send without it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ from buffer.redis.client import (
     NotAllowedError,
 )
 from buffer.redis.cluster import ClusterRedis
+from buffer.redis.payloads import enlarge
 
 __all__ = [
     "BufferConnectionError",
@@ -69,6 +73,23 @@ class _CancellableSend:
 
 class _TcpConnection(_CancellableSend, Connection):
     """redis://"""
+
+
+class _LocalConnection(_TcpConnection):
+    """redis:// of a server on this machine, by its Unix socket; by TCP while that is gone."""
+
+    def __init__(self, *, local_path: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.local_path = local_path
+
+    async def _connect(self) -> None:
+        try:
+            async with asyncio.timeout(self.socket_connect_timeout):
+                streams = await asyncio.open_unix_connection(self.local_path)
+            self._reader, self._writer = streams
+            enlarge(streams[1].transport)
+        except OSError:
+            await super()._connect()  # type: ignore[no-untyped-call]
 
 
 class _TlsConnection(_CancellableSend, SSLConnection):
@@ -108,9 +129,50 @@ async def connect(
     """
     where = address(url)
     options = _options(url, where, tls_ca_file)
-    if not await _check(options, where):
-        return BufferRedis.of(options, where, try_for_s)
-    return await _connect_cluster(options, where, try_for_s)
+    info = await _check(options, where)
+    if info.get("cluster_enabled", 0):
+        return await _connect_cluster(options, where, try_for_s)
+    return BufferRedis.of(await _nearest(options, where, info), where, try_for_s)
+
+
+async def _nearest(options: dict[str, Any], where: str, info: dict[str, Any]) -> dict[str, Any]:
+    """The options with the server's Unix socket, if both are on this machine and of this user.
+
+    A large value costs about a third less CPU time there than over TCP.
+    """
+    # Behind a proxy or a forwarded port the server names another port than ours.
+    host, port = options.get("host", "localhost"), options.get("port", 6379)
+    if options["connection_class"] is not _TcpConnection or info.get("tcp_port") != port:
+        return options
+    for name, entry in info.items():  # from Redis 7.2 on
+        if name.startswith("listener") and isinstance(entry, dict) and entry.get("name") == "unix":
+            path = str(entry.get("bind"))
+            if not _is_our_socket(path) or not _is_here(host, port):
+                continue
+            local = {**options, "connection_class": _LocalConnection, "local_path": path}
+            with contextlib.suppress(BufferConnectionError):
+                found = await _check({**local, "host": "", "port": 0}, where)  # not over TCP
+                if found.get("run_id") == info.get("run_id"):
+                    return local
+    return options
+
+
+def _is_our_socket(path: str) -> bool:
+    """Only then may it be sent the password: another user may have made the file."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return False
+    return stat.S_ISSOCK(status.st_mode) and status.st_uid == os.getuid()
+
+
+def _is_here(host: str, port: int) -> bool:
+    """Whether the server has the address that this machine has towards it."""
+    try:
+        with socket.create_connection((host, port), _CONNECT_TIMEOUT_S) as probe:
+            return bool(probe.getsockname()[0] == probe.getpeername()[0])
+    except OSError:
+        return False
 
 
 async def _connect_cluster(options: dict[str, Any], where: str, try_for_s: float) -> ClusterRedis:
@@ -183,8 +245,8 @@ def _options(url: str, where: str, tls_ca_file: str | None) -> dict[str, Any]:
     return options
 
 
-async def _check(options: dict[str, Any], where: str) -> bool:
-    """Whether the server is a cluster node. Raises BufferConnectionError if it is unsuitable."""
+async def _check(options: dict[str, Any], where: str) -> dict[str, Any]:
+    """What the server says of itself. Raises BufferConnectionError if it is unsuitable."""
     patient = Retry(
         ExponentialWithJitterBackoff(base=0.05, cap=1.0), 30, (exceptions.BusyLoadingError,)
     )
@@ -193,7 +255,7 @@ async def _check(options: dict[str, Any], where: str) -> bool:
     )
     try:
         await probe.execute_command("PING")  # type: ignore[no-untyped-call]
-        info = await probe.info("server", "memory", "cluster")
+        info: dict[str, Any] = await probe.info("server", "memory", "cluster")
     except (exceptions.AuthenticationError, exceptions.ResponseError) as error:
         raise BufferConnectionError(_refusal(where, error)) from None
     except (exceptions.RedisError, OSError) as error:
@@ -211,7 +273,7 @@ async def _check(options: dict[str, Any], where: str) -> bool:
             f"Redis at {where} has maxmemory-policy={policy or 'unknown'}, which deletes groups "
             "silently when memory is full: CONFIG SET maxmemory-policy noeviction"
         )
-    return bool(info.get("cluster_enabled", 0))
+    return info
 
 
 def _unreachable(where: str, error: Exception) -> str:

@@ -104,8 +104,10 @@ Value = memoryview | None | Exception
 """Reply to a GET: read-only bytes, None for a missing key, or an error reply."""
 
 _BYTES_AHEAD = 4 << 20
-SCRATCH_BYTES = 1 << 16
+SCRATCH_BYTES = 1 << 18
+"""Holds several small values, so that each costs less than one read."""
 _LONGEST_LINE_BYTES = 1 << 12
+_SEND_BYTES = 1 << 22
 _PIECE_BYTES = 1 << 18
 _END = b"\r\n"
 _NO_REPLY = object()
@@ -215,9 +217,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(like.socket_connect_timeout):
-                if hasattr(like, "path"):
-                    await loop.create_unix_connection(lambda: made, like.path)
-                else:
+                if not await made._open_unix(like):
                     context = like.ssl_context.get() if hasattr(like, "ssl_context") else None
                     await loop.create_connection(lambda: made, like.host, like.port, ssl=context)
                     made._keep_alive(like.socket_keepalive_options)
@@ -226,6 +226,21 @@ class PayloadConnection(asyncio.BufferedProtocol):
             made.abort()
             raise
         return made
+
+    async def _open_unix(self, like: Any) -> bool:
+        """Whether it is connected to a Unix socket, which a server beside its port may lack."""
+        path = getattr(like, "path", None) or getattr(like, "local_path", None)
+        if path is None:
+            return False
+        loop = asyncio.get_running_loop()
+        try:
+            transport, _ = await loop.create_unix_connection(lambda: self, path)
+        except OSError:
+            if hasattr(like, "host"):
+                return False
+            raise
+        enlarge(transport)
+        return True
 
     def _keep_alive(self, options: dict[int, int]) -> None:
         assert self._transport is not None
@@ -364,15 +379,17 @@ class PayloadConnection(asyncio.BufferedProtocol):
     # Values ----------------------------------------------------------------------------------
 
     def _read_scratch(self, allocate: Allocate) -> None:
-        text = self._scratch[: self._end].tobytes()
         start = 0
-        while not self._value and (end := text.find(_END, start)) >= 0:
-            line, start = text[start:end], end + len(_END)
-            start = self._read_line(line, start, allocate)
+        while not self._value and start < self._end:
+            text = bytes(self._scratch[start : min(start + _LONGEST_LINE_BYTES, self._end)])
+            line, end, _ = text.partition(_END)
+            if not end:
+                if len(text) == _LONGEST_LINE_BYTES:
+                    raise exceptions.InvalidResponse(f"no end of the line {text[:40]!r}")
+                break
+            start = self._read_line(line, start + len(line) + len(_END), allocate)
+        self._scratch[: self._end - start] = self._scratch[start : self._end]
         self._end -= start
-        if self._end > _LONGEST_LINE_BYTES:
-            raise exceptions.InvalidResponse(f"no end of the line {text[start : start + 40]!r}")
-        self._scratch[: self._end] = text[start:]
 
     def _read_line(self, line: bytes, start: int, allocate: Allocate) -> int:
         """Parses the head of a reply; returns where in `scratch` the next one begins."""
@@ -396,6 +413,12 @@ class PayloadConnection(asyncio.BufferedProtocol):
         if value[-len(_END) :] != _END:
             raise exceptions.InvalidResponse("a value does not match its declared length")
         self._replies.append(value[: -len(_END)].toreadonly())
+
+
+def enlarge(transport: asyncio.BaseTransport) -> None:
+    """Gives a Unix socket room to send; the kernel lets only that of TCP grow by itself."""
+    sock = transport.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
 
 
 def _get(key: str) -> bytes:

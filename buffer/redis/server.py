@@ -81,7 +81,8 @@ class _PortTakenError(ServerStartError):
 class EmbeddedServer:
     """A server process, created by `start`. It ends with `stop` or with this process.
 
-    After a crash, `restart` starts it again with its data at the same URL.
+    After a crash, `restart` starts it again with its data at the same URL. It also listens on a
+    Unix socket in its folder, which `connect` uses by itself on the same machine.
     """
 
     def __init__(
@@ -154,7 +155,8 @@ class EmbeddedServer:
         lock = _lock_folder(self._folder)
         try:
             _refuse_taken_port(self._host, self._port)
-            _write_private(self._folder / "server.conf", self._config)
+            config = _socket_lines(self._folder / "server.sock") + self._config
+            _write_private(self._folder / "server.conf", config)
             self._child = Child(
                 self._command, self._log_path, environment=_ENVIRONMENT, pass_fds=(lock,)
             )
@@ -291,6 +293,18 @@ def _lock_folder(folder: Path) -> int:
             f"a server is running in {folder}: stop that run, or choose another run.name"
         ) from None
     return lock
+
+
+def _socket_lines(path: Path) -> str:
+    """Config lines for a Unix socket that only this user may open; none where there can be none."""
+    path.unlink(missing_ok=True)  # a killed server's
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(str(path))  # a path may be too long, and a file system without sockets
+        path.unlink()
+    except OSError:
+        return ""
+    return f"unixsocket {_quoted(path)}\nunixsocketperm 700\n"
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import resource
 import shutil
 import signal
 import socket
 import ssl
+import stat
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,11 +20,14 @@ from urllib.parse import urlsplit
 
 import pytest
 import uvloop
+from hiredis import pack_command
 from redis import Redis, exceptions
 
+from buffer.redis.client import BufferRedis
 from buffer.redis.cluster import key_of
 from buffer.redis.connection import BufferConnectionError, DiskFullError, MemoryFullError, connect
 from buffer.redis.payloads import fresh
+from buffer.redis.replies import readable
 from buffer.redis.server import EmbeddedServer
 from configs.schema import BufferConfig
 
@@ -71,6 +76,99 @@ async def test_connect_reaches_a_unix_socket(start: Start, tmp_path: Path) -> No
     await client.set("key", "value")
     assert await client.receive(["key"], fresh) == [b"value"]
     await client.aclose()
+
+
+async def _address_at_server(client: BufferRedis) -> set[str]:
+    """Where the server is reached by commands and by payloads."""
+    reply = await client.execute_command("CLIENT", "INFO")
+    command = pack_command(("CLIENT", "INFO"))
+    (payload,) = await client.exchange([command], 1, "key")
+    return {re.findall(r" laddr=\[?([^ \]]*)", readable(line))[0] for line in (reply, payload)}
+
+
+async def test_server_on_this_machine_is_reached_by_its_socket(start: Start) -> None:
+    server = start()
+    place, path = (
+        urlsplit(server.url),
+        Path(_client(server.url).config_get("unixsocket")["unixsocket"]),
+    )
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    client = await connect(server.url)
+    try:
+        assert await _address_at_server(client) == {f"{path}:0"}
+        await client.set("large", os.urandom(5_000_000))
+        (value,) = await client.receive(["large"], fresh)
+        assert isinstance(value, memoryview) and len(value) == 5_000_000
+        os.kill(server.pid, signal.SIGKILL)  # the path stays behind
+        assert server.wait(10) is not None
+        server.restart()
+        assert await _address_at_server(client) == {f"{path}:0"}
+        path.unlink()
+        await client.connection_pool.disconnect()
+        await client.payload_connections.aclose()
+        assert await _address_at_server(client) == {f"{place.hostname}:{place.port}"}
+    finally:
+        await client.aclose()
+
+
+async def _reached_at(url: str) -> set[str]:
+    client = await connect(url)
+    try:
+        return await _address_at_server(client)
+    finally:
+        await client.aclose()
+
+
+async def test_socket_of_another_server_is_not_used(start: Start, tmp_path: Path) -> None:
+    server = start()
+    place = urlsplit(server.url)
+    other = EmbeddedServer.start(
+        tmp_path / "other", BufferConfig(), HOST, tmp_path / "log2", password=place.password
+    )
+    try:
+        (tmp_path / "other" / "server.sock").rename(tmp_path / "redis" / "server.sock")
+        assert await _reached_at(server.url) == {f"{HOST}:{place.port}"}
+    finally:
+        other.stop(timeout_s=5)
+
+
+async def test_forwarded_port_and_another_address_are_not_left_for_a_socket(
+    tmp_path: Path,
+) -> None:
+    host = "127.0.0.2"  # this machine calls itself 127.0.0.1 there, as it would to a real host
+    server = EmbeddedServer.start(tmp_path / "redis", BufferConfig(), host, tmp_path / "log")
+    place = urlsplit(server.url)
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(host, place.port)
+        await asyncio.gather(_copy(reader, back), _copy(there, writer))
+
+    try:
+        assert await _reached_at(server.url) == {f"{host}:{place.port}"}
+        async with await asyncio.start_server(forward, HOST, 0) as proxy:
+            port = proxy.sockets[0].getsockname()[1]
+            url = f"redis://:{place.password}@{HOST}:{port}/0"
+            assert await _reached_at(url) == {f"{host}:{place.port}"}
+    finally:
+        server.stop(timeout_s=5)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+    writer.close()
+
+
+async def test_server_whose_path_is_too_long_for_a_socket_is_reached_by_its_port(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / ("x" * 110)
+    server = EmbeddedServer.start(folder, BufferConfig(), HOST, tmp_path / "log")
+    try:
+        assert await _reached_at(server.url) == {f"{HOST}:{urlsplit(server.url).port}"}
+    finally:
+        server.stop(timeout_s=5)
 
 
 async def test_unreachable_server_is_named_with_the_fix() -> None:
