@@ -17,7 +17,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +50,10 @@ def launches_end(tmp_path: Path) -> Iterator[None]:
 
 def test_launch_trains_holds_the_invariants_and_leaves_nothing(tmp_path: Path) -> None:
     machine = Machine.look()
-    settings = ("buffer.max_staleness=0", "rollout.log_rate=1")
+    settings = ("buffer.max_staleness=0", "buffer.on_stale=wait", "rollout.log_rate=1")
     with collecting() as (url, posts):
-        if (
-            has_exporter := find_spec("opentelemetry.exporter.otlp") is not None
-        ):  # leash-rl[tracing]
-            settings = (*settings, f"rollout.trace_endpoint={url}")
-        process = start(tmp_path, RUN, *settings, experiment="alphabet-sort")
+        tracing = f"rollout.trace_endpoint={url}"
+        process = start(tmp_path, RUN, *settings, tracing, experiment="alphabet-sort")
         output = finish(process)
     assert process.returncode == 0, output[-6000:]
     result = result_of(output)
@@ -74,8 +70,7 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(tmp_path: Path) -
     run = tmp_path / RUN
     assert_turns(run, at_least=3)
     assert_engine_reported(run, result)
-    if has_exporter:
-        assert_spans(posts)
+    assert_spans(posts)
     for name in (
         "config.yaml",
         "metrics.jsonl",

@@ -159,6 +159,8 @@ def test_launch_over_two_hosts_set_up_by_the_page_ends_with_the_log_of_a_dead_en
         "trainer.min_groups_per_step=2",
         "trainer.batch_timeout_s=0.1",
         "buffer.selector=shortest",
+        "buffer.on_stale=mask_tokens",
+        "weight_sync=in_place",
         "rollout.tail=interrupt_and_resume",
         "rollout.keep_partial=false",
         "rollout.max_groups_in_flight=32",

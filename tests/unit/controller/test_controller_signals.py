@@ -19,8 +19,10 @@ import pytest
 from controller.signals import Stopped, StopRequest
 
 GUARDED = """
-import subprocess, sys, time
+import signal, subprocess, sys, time
 from controller.signals import run_guarded
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 
 def run(stop, announce_folder):
     announce_folder("folder")

@@ -97,7 +97,6 @@ async def test_request_without_a_token_has_no_decode_part(fake, client, ended):
 def test_spans_arrive_at_a_collector_with_the_headers_of_the_environment(
     monkeypatch, capfd, caplog
 ):
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="leash-rl[tracing]")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20s3cret")
     with collecting() as (url, posted):
         provider = open_tracing(url, "night", "worker-2")
@@ -115,7 +114,6 @@ def test_spans_arrive_at_a_collector_with_the_headers_of_the_environment(
 
 
 def test_collector_that_is_gone_costs_spans_only():
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="leash-rl[tracing]")
     with collecting() as (url, posted):
         provider = open_tracing(url, "night", "worker-0")
     provider.get_tracer("leash").start_span("episode").end()
