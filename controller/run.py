@@ -255,15 +255,18 @@ class Run:
         worker: dict[str, float] = {"CPU": CPUS_PER_PROCESS}
         with self._step("placement") as say:
             say(plan.devices.why)
-            # Engines first: the ranks, of one GPU each, might leave too few on every machine.
-            engines, ranks, workers = (
-                cluster.reserve(bundles, self._start_timeout_s, self._stop)
-                for bundles in (
-                    [engine] * config.rollout.num_engines,
-                    [rank] * config.trainer.ranks,
-                    [worker] * config.rollout.num_workers,
-                )
-            )
+            bundles = {
+                "ranks": [rank] * config.trainer.ranks,
+                "engines": [engine] * config.rollout.num_engines,
+                "workers": [worker] * config.rollout.num_workers,
+            }
+            # Most GPUs first: processes of one GPU might leave too few on every machine.
+            by_size = sorted(bundles, key=lambda name: -bundles[name][0].get("GPU", 0.0))
+            reserved = {
+                name: cluster.reserve(bundles[name], self._start_timeout_s, self._stop)
+                for name in by_size
+            }
+            ranks, engines, workers = (reserved[name] for name in bundles)
             pools = Pools(
                 trainer=TrainerPool.create(self._trainer_spec(plan), ranks),
                 rollout=RolloutPool.create(self._rollout_spec(plan), engines, workers),

@@ -127,7 +127,8 @@ def test_two_engines_drain_in_turn_postpone_stragglers_and_hold_a_version_for_ev
     evals = read_metrics(run / "metrics.jsonl", "eval")
     for record in evals:  # all answers are of the version that one engine was held at
         assert record.number("version_min") == record.number("version_max"), record.values
-    assert {record.number("version_min") for record in evals} >= {0, 8, 16, 24}
+    evaluated = [record.number("version_min") for record in evals]
+    assert len(evaluated) >= 4 and evaluated[0] == 0 and evaluated[-1] == 24
 
 
 def assert_turns(run: Path, at_least: int) -> None:

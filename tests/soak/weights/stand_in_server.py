@@ -38,6 +38,8 @@ class StandIn:
                 Route("/ready", self._ready),
                 Route("/openapi.json", self._description),
                 Route("/model_info", self._model_info),
+                Route("/abort_request", self._nothing_to_end, methods=["POST"]),
+                Route("/flush_cache", self._nothing_to_end, methods=["POST"]),
                 Route("/pause_generation", self._pause, methods=["POST"]),
                 Route("/continue_generation", self._go_on, methods=["POST"]),
                 Route("/update_weights_from_disk", self._load, methods=["POST"]),
@@ -57,6 +59,9 @@ class StandIn:
     async def _model_info(self, request: Request) -> Response:
         info = {"served_model_name": self._spec["served_name"], "weight_version": self._version}
         return self._refusal(request) or JSONResponse(info)
+
+    async def _nothing_to_end(self, request: Request) -> Response:
+        return self._refusal(request) or JSONResponse({})
 
     async def _pause(self, request: Request) -> Response:
         self._is_paused = True
