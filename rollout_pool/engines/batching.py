@@ -538,10 +538,11 @@ def new_tokens(
     output_ids: list[int] = answer["output_ids"]
     pairs = meta.get("output_token_logprobs") or []
     number = meta["completion_tokens"] - num_gathered
-    if len(output_ids) > number >= 0 and _is_abort(meta):
-        # A request aborted while it is queued repeats its last token and all log-probabilities at
-        # its end; if parts were merged, the new ones come first.
-        output_ids, pairs = output_ids[:number], pairs[:number]
+    if _is_abort(meta) and len(pairs) > min(number, len(output_ids)) >= 0:
+        # A request aborted while it is queued, as one that a pause retracted, repeats its last
+        # token and all its log-probabilities at its end; some tokens may not have been sent before.
+        pairs = pairs[len(pairs) - number :]
+        output_ids = [pair[1] for pair in pairs]
     if len(output_ids) != number:
         raise SampleRefused(
             f"{engine}: {num_gathered} tokens and {len(output_ids)} more do not make the "

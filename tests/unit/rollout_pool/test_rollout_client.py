@@ -154,16 +154,20 @@ async def test_first_tokens_that_come_late_count_as_the_version_known_before(
     assert spans(sample) == [(6, 0, 3)]
 
 
-async def test_parts_joined_with_an_abort_from_the_queue_are_read_once():
-    meta = {"finish_reason": {"type": "abort"}, "completion_tokens": 5}
-    pairs = [[-0.1 * token, token, None] for token in range(1, 6)]
-    joined = {
-        "output_ids": [4, 5, 5],
-        "meta_info": {**meta, "output_token_logprobs": pairs[3:] + pairs},
+@pytest.mark.parametrize(
+    ("num_gathered", "joined"), [(5, []), (4, []), (2, []), (0, []), (3, [4, 5]), (2, [3])]
+)
+async def test_abort_from_the_queue_repeats_nothing_and_loses_nothing(num_gathered, joined):
+    pairs = {token: [-0.1 * token, token, None] for token in range(1, 6)}
+    meta = {
+        "finish_reason": {"type": "abort"},
+        "completion_tokens": 5,
+        "output_token_logprobs": [*(pairs[token] for token in joined), *pairs.values()],
     }
-    assert new_tokens("engine-0", joined, 3) == ([4, 5], [-0.4, -0.5])
-    alone = {"output_ids": [5], "meta_info": {**meta, "output_token_logprobs": pairs}}
-    assert new_tokens("engine-0", alone, 5) == ([], [])
+    answer = {"output_ids": [*joined, 5], "meta_info": meta}
+    new = range(num_gathered + 1, 6)
+    expected = (list(new), [pairs[token][0] for token in new])
+    assert new_tokens("engine-0", answer, num_gathered) == expected
 
 
 async def test_tokens_lost_in_transit_are_detected():
