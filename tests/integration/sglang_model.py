@@ -116,7 +116,7 @@ class Server:
             await strategy.check()
             self._strategies[choice] = strategy
 
-    def client(self, stream_interval: int) -> SGLangClient:
+    def client(self, stream_interval: int, **settings) -> SGLangClient:
         """A worker's client; the caller closes it."""
         return SGLangClient(
             self.name,
@@ -124,6 +124,7 @@ class Server:
             key=self.engine.spec.key,
             request_timeout_s=60,
             stream_interval=stream_interval,
+            **settings,
         )
 
     def stage(self, tensors: dict[str, torch.Tensor]) -> tuple[int, Path]:

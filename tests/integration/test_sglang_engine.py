@@ -89,17 +89,29 @@ async def test_token_that_ends_a_sample_is_returned_with_it(engine, server, mode
     assert all(len(end.output_ids) == 128 and EOS not in end.output_ids[:-1] for end in full)
 
 
-async def crossing(engine, server, model, choice, pause_mode):
-    """All samples that were in flight when `model` was committed, and the commit's report."""
+MIN_RESCORED = 1_000
+"""Tokens of the new version that are compared after a commit."""
+
+
+async def crossing(client, server, model, choice, pause_mode):
+    """Samples in flight when `model` was committed, then the same prompts; the commit's report."""
     begun = asyncio.Event()
-    sampling = asyncio.create_task(sample(engine.client, 8, max_new_tokens=400, on_begun=begun.set))
+    sampling = asyncio.create_task(sample(client, 8, max_new_tokens=400, on_begun=begun.set))
     async with asyncio.timeout(60):
         await begun.wait()
     await asyncio.sleep(0.1)
     report = await server.publish(model, choice, pause_mode=pause_mode)
+    client.note_version(report.version)
     ends = await sampling
     assert [end for end in ends if len(end.version_spans) == 2]
+    ends += await sample(client, 24, max_new_tokens=64)
+    assert num_of_version(ends, report.version) >= MIN_RESCORED
     return ends, report
+
+
+def num_of_version(ends, version):
+    spans = [span for end in ends for span in end.version_spans]
+    return sum(span.end - span.start for span in spans if span.version == version)
 
 
 def spans_of(sample):
@@ -124,7 +136,7 @@ async def test_samples_in_flight_continue_through_a_commit_with_exact_spans(
     server = servers[number]
     await server.publish(model_a)
     old, mode = server.newest, server.engine.spec.pause_mode
-    ends, report = await crossing(server.engine, server, model_b, choice, mode)
+    ends, report = await crossing(server.engine.client, server, model_b, choice, mode)
     assert report.version == old + 1 and report.pause_s < 10
     assert worst_of_each(ends, {old: model_a, old + 1: model_b}) < 1e-4
     assert max(end.num_attempts for end in ends) <= 1 and not any(e.num_wasted for e in ends)
@@ -140,13 +152,13 @@ async def test_drained_engine_ends_every_sample_under_one_version(engine, server
     draining = asyncio.create_task(committer.drain(60))
     before = await sampling
     await draining
-    waiting = asyncio.create_task(sample(engine.client, 8, max_new_tokens=32))  # the same prompts
+    waiting = asyncio.create_task(sample(engine.client, 24, max_new_tokens=64))  # the same prompts
     report = await committer.commit(*server.stage(served_tensors(model_b)))
     engine.client.note_version(report.version)
     ends = [*before, *await waiting]
-    assert [[span.version for span in end.version_spans] for end in ends] == 8 * [[old]] + 8 * [
-        [old + 1]
-    ]
+    versions = [[span.version for span in end.version_spans] for end in ends]
+    assert versions == 8 * [[old]] + 24 * [[old + 1]]
+    assert num_of_version(ends, old + 1) >= MIN_RESCORED
     assert worst_of_each(ends, {old: model_a, old + 1: model_b}) < 1e-4
 
 
@@ -172,7 +184,9 @@ async def test_prefix_of_old_weights_would_be_noticed(engine, server, model_a, m
     """The mode that is refused together with a prefix cache."""
     await server.publish(model_a)
     old = server.newest
-    ends, _ = await crossing(engine, server, model_b, CommitStrategy.staged_disk, PauseMode.retract)
+    ends, _ = await crossing(
+        engine.client, server, model_b, CommitStrategy.staged_disk, PauseMode.retract
+    )
     assert worst_of_each(ends, {old: model_a, old + 1: model_b}) > 1e-2
 
 
@@ -215,14 +229,17 @@ async def test_cached_prefixes_that_can_make_way_are_no_load(engine, server, mod
 
 
 @pytest.mark.parametrize("choice", [CommitStrategy.staged_disk, CommitStrategy.direct])
-async def test_samples_paused_in_place_continue_with_exact_spans(
-    engine, server, model_a, model_b, choice
-):
+async def test_samples_paused_in_place_continue_with_exact_spans(server, model_a, model_b, choice):
     """Their later tokens are of the new weights over the old weights' KV cache."""
     await server.publish(model_a)
     old = server.newest
-    ends, _ = await crossing(engine, server, model_b, choice, PauseMode.in_place)
-    for end in ends:
+    client = server.client(1, keys_prefix_by_version=True)
+    client.note_version(old)
+    ends, _ = await crossing(client, server, model_b, choice, PauseMode.in_place)
+    await client.close()
+    in_flight, begun_after = ends[:8], ends[8:]
+    assert worst_difference(model_b, begun_after, 1.0) < 1e-4
+    for end in in_flight:
         got, under_a = torch.tensor(end.logprobs), logprobs_of(model_a, end, 1.0)
         for version, part in spans_of(end):
             difference = (got - under_a)[part].abs()

@@ -18,9 +18,13 @@ from crash.mortal_server import MortalServer  # noqa: E402
 
 
 @pytest.fixture
-def mortal_server(tmp_path: Path) -> Iterator[MortalServer]:
-    """A server for this test alone, to be killed."""
-    server = MortalServer(tmp_path / "server")
+def mortal_server(tmpfs_path: Path) -> Iterator[MortalServer]:
+    """A server for this test alone, to be killed.
+
+    Its log lies in memory: while a disk is slow to fsync, a server with `appendfsync everysec`
+    answers before it has written, so that SIGKILL would lose what it answered.
+    """
+    server = MortalServer(Path(tempfile.mkdtemp(dir=tmpfs_path)))
     yield server
     server.stop()
 
