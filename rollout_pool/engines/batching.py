@@ -24,7 +24,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import asdict
 from typing import Any
@@ -165,13 +165,15 @@ class GenerateCalls(ABC):
         keys_prefix_by_version: bool,
         stream_interval: int = STREAM_INTERVAL,
         vocab_size: int | None = None,
+        end_tokens: Collection[int] = (),
     ) -> None:
-        """`vocab_size`: of the engine's model, None if unknown."""
+        """`vocab_size`: of the engine's model, None if unknown. `end_tokens`: see SGLangClient."""
         self._name = name
         self._has_cache = has_prefix_cache
         self._keys_prefix = keys_prefix_by_version
         self._stream_interval = stream_interval
         self._vocab_size = vocab_size
+        self._end_tokens = end_tokens
         self._latest_version = 0
         self._requests: dict[str, _Request] = {}
         self._held: dict[_Request, int] = {}
@@ -458,10 +460,16 @@ class GenerateCalls(ABC):
     def _finish(
         self, request: _Request, reason: Mapping[str, Any], meta: Mapping[str, Any]
     ) -> None:
+        sample = request.sample
         if reason["type"] in ("stop", "length"):
             if not request.num_tokens:
                 raise SampleRefused(f"{self._name} returned a sample without a token")
-            request.sample.finish_reason = reason["type"]
+            sample.finish_reason = reason["type"]
+        # SGLang does not look whether the last token of an aborted request ends it.
+        elif sample.output_ids and sample.output_ids[-1] in self._end_tokens:
+            sample.finish_reason = "stop"
+        elif sample.num_left <= 0:
+            sample.finish_reason = "length"
         elif not request.is_stopping:
             request.taken_back_at = read_version(self._name, meta["weight_version"])
 

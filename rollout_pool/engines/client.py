@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 import zlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -54,12 +54,14 @@ class SGLangClient(GenerateCalls):
         has_overlap_schedule: bool = True,
         stream_interval: int = STREAM_INTERVAL,
         vocab_size: int | None = None,
+        end_tokens: Collection[int] = (),
         needs_seeds: bool = False,
     ) -> None:
         """`keys_prefix_by_version`: a commit leaves the server's prefix cache as it is; only
         prefixes of the same version may be reused. `stream_interval`: tokens of a sample between
         two parts. `has_overlap_schedule`: the server returns a token one step later.
         `vocab_size`: tokens that the model has embeddings for; others are refused unsent.
+        `end_tokens`: each ends a sample; needed where samples are interrupted or taken back.
         `needs_seeds`: the server samples by a seed of each request, as deterministic inference
         does."""
         super().__init__(
@@ -68,6 +70,7 @@ class SGLangClient(GenerateCalls):
             keys_prefix_by_version=keys_prefix_by_version,
             stream_interval=stream_interval,
             vocab_size=vocab_size,
+            end_tokens=end_tokens,
         )
         self._has_overlap = has_overlap_schedule
         self._needs_seeds = needs_seeds

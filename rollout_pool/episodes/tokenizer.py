@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 
@@ -61,6 +62,33 @@ def vocab_size(model_path: str, tokenizer: Tokenizer, *, trust_remote_code: bool
     except (OSError, ValueError, KeyError):
         size = None
     return size if isinstance(size, int) and size > 0 else len(tokenizer)
+
+
+_FURTHER_ENDS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+"""Texts of tokens that end a sample in SGLang although no config says so."""
+
+
+def end_tokens(model_path: str, tokenizer: Tokenizer, *, trust_remote_code: bool) -> frozenset[int]:
+    """Tokens that end a sample in SGLang.
+
+    Those of the model's config, its generation config and its tokenizer, and SGLang's own list.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    found = {tokenizer.eos_token_id}
+    found |= {
+        i for i, one in tokenizer.added_tokens_decoder.items() if one.content in _FURTHER_ENDS
+    }
+    for load in (
+        partial(AutoConfig.from_pretrained, trust_remote_code=trust_remote_code),
+        GenerationConfig.from_pretrained,
+    ):
+        try:
+            named = getattr(load(model_path), "eos_token_id", None)
+        except (OSError, ValueError, KeyError):
+            continue
+        found |= set(named) if isinstance(named, list | tuple | set) else {named}
+    return frozenset(token for token in found if token is not None)
 
 
 ZERO_WIDTH_SPACE = "\u200b"

@@ -20,7 +20,7 @@ from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import EngineInfo
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.runner import EpisodeRunner
-from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer, vocab_size
+from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, load_tokenizer, vocab_size
 from rollout_pool.rewards.pool import RewardPool
 from rollout_pool.rewards.scorer import EpisodeScorer, needs_processes
 from rollout_pool.rewards.types import ScoringPool
@@ -109,17 +109,14 @@ class WorkerParts:
         cannot be loaded, and OSError naming rollout.openai.port if that is taken.
         """
         spec, config = self._spec, self._spec.config
-        num_tokens = await asyncio.to_thread(
-            vocab_size,
-            spec.model_path,
-            self._tokenizer,
-            trust_remote_code=spec.trust_remote_code,
-        )
+        model, trust = (spec.model_path, self._tokenizer), spec.trust_remote_code
+        num_tokens = await asyncio.to_thread(vocab_size, *model, trust_remote_code=trust)
+        ends = await asyncio.to_thread(end_tokens, *model, trust_remote_code=trust)
         if config.trace_endpoint is not None:
             tracing = open_tracing(config.trace_endpoint, spec.run, f"worker-{self._index}")
             self._closing.push_async_callback(asyncio.to_thread, tracing.shutdown)
             trace.set_tracer_provider(tracing)
-        clients = [self._client(engine, num_tokens) for engine in engines]
+        clients = [self._client(engine, num_tokens, ends) for engine in engines]
         router = Router(
             clients,
             spec.buffer.wait_timeout_s,
@@ -177,7 +174,7 @@ class WorkerParts:
         )
         self._closing.callback(self.worker.stop)
 
-    def _client(self, engine: EngineInfo, num_tokens: int) -> SGLangClient:
+    def _client(self, engine: EngineInfo, num_tokens: int, ends: frozenset[int]) -> SGLangClient:
         config = self._spec.config.engine
         client = SGLangClient(
             engine.name,
@@ -188,6 +185,7 @@ class WorkerParts:
             keys_prefix_by_version=self._spec.weight_sync.pause_mode is PauseMode.in_place,
             needs_seeds=config.deterministic,
             vocab_size=num_tokens,
+            end_tokens=ends,
         )
         self._closing.push_async_callback(client.close)
         return client

@@ -109,6 +109,7 @@ class Server:
 
     async def open(self) -> None:
         """For the server that runs now."""
+        self.engine.client._end_tokens = {EOS}  # as a worker's
         for choice in (CommitStrategy.staged_disk, CommitStrategy.direct):
             config = WeightSyncConfig(commit=choice, bucket_bytes=100_000)
             tp_size = self.engine.spec.config.tp_size
@@ -174,6 +175,7 @@ async def sample(client, count, *, max_new_tokens, temperature=1.0, on_begun=Non
         if end is not None:
             raise end
     assert all(sample.finish_reason for sample in samples)
+    assert not any(EOS in sample.output_ids[:-1] for sample in samples)
     return samples
 
 

@@ -433,6 +433,30 @@ async def test_sample_that_a_commit_ended_goes_on_under_the_next_version(
     assert (sample.num_failures, sample.num_wasted) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("last", "limit", "finish"), [(2, 99, "stop"), (13, 3, "length"), (2, 3, "stop")]
+)
+@pytest.mark.parametrize("ends", ["commit", "stop"])
+async def test_sample_is_not_continued_behind_a_last_token_that_came_with_the_abort(
+    fake, make_reply, last, limit, finish, ends
+):
+    client = fake.client("engine-0", end_tokens={2})
+    fake.reply = lambda rid: make_reply(
+        output_ids=[11, 12], parts=[2], at_abort=[last], never_ends=True
+    )
+    sample = make_sample(max_new_tokens=limit)
+    asking = asyncio.create_task(ask(client, sample))
+    await until(lambda: sample.output_ids == [11, 12])
+    if ends == "commit":
+        await client.pause(PauseMode.resubmit)
+    else:
+        client.stop("g.0.1!")
+    assert await asking is sample and sample.finish_reason == finish
+    assert sample.output_ids == [11, 12, last] and spans(sample) == [(0, 0, 3)]
+    assert len(fake.bodies("/generate")) == 1
+    await client.close()
+
+
 async def test_sample_whose_commit_is_not_heard_of_is_sent_again_after_a_while(
     fake, client, make_reply, taken_back, monkeypatch
 ):

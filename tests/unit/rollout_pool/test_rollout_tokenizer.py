@@ -1,4 +1,4 @@
-"""The size of a model's vocabulary."""
+"""The size of a model's vocabulary, and the tokens that end a sample."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rollout_pool.episodes.tokenizer import vocab_size
+from rollout_pool.episodes.tokenizer import end_tokens, vocab_size
 from trainer_pool.model.scratch import byte_tokenizer
 
 QWEN = {"model_type": "qwen3", "vocab_size": 1000}
@@ -27,3 +27,23 @@ def test_vocabulary_is_as_large_as_the_embeddings_if_the_model_says_so(tmp_path,
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     assert vocab_size(str(tmp_path), byte_tokenizer(), trust_remote_code=False) == size
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "further"),
+    [
+        ({**QWEN, "eos_token_id": 7}, {"eos_token_id": [8, 9]}, {7, 8, 9}),
+        ({**QWEN, "eos_token_id": [7, 8]}, None, {7, 8}),
+        (QWEN, {"eos_token_id": 9}, {9}),
+        (None, None, set()),
+    ],
+)
+def test_tokens_that_end_a_sample_are_of_all_configs(tmp_path, config, generation, further):
+    for name, fields in (("config", config), ("generation_config", generation)):
+        if fields is not None:
+            (tmp_path / f"{name}.json").write_text(json.dumps(fields))
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eom_id|>"]})
+    listed = tokenizer.convert_tokens_to_ids("<|eom_id|>")
+    found = end_tokens(str(tmp_path), tokenizer, trust_remote_code=False)
+    assert found == {tokenizer.eos_token_id, listed, *further}
