@@ -73,7 +73,7 @@ async def measure(report: Report, name: str, folder: Path, strategies: list[str]
         await load.start()
         version = 4
         for strategy in strategies:
-            pauses = await commits(engine, staged, CommitStrategy(strategy), version)
+            pauses = await commits(engine, load, staged, CommitStrategy(strategy), version)
             version += _NUM_COMMITS
             if isinstance(pauses, str):
                 report.row(f"{name}, {strategy}", pauses)
@@ -85,7 +85,7 @@ async def measure(report: Report, name: str, folder: Path, strategies: list[str]
 
 
 async def commits(
-    engine: SGLangEngine, staged: list[Path], choice: CommitStrategy, version: int
+    engine: SGLangEngine, load: Load, staged: list[Path], choice: CommitStrategy, version: int
 ) -> list[float] | str:
     """Seconds of each pause; or why this strategy cannot be used here."""
     config = WeightSyncConfig(commit=choice, commit_timeout_s=600.0)
@@ -99,7 +99,7 @@ async def commits(
     try:
         for number in range(version, version + _NUM_COMMITS):
             done = await committer.commit(number, staged[number % 2])
-            engine.client.note_version(done.version)  # as the workers' routers do
+            load.note_version(done.version)
             pauses.append(done.pause_s)
         return pauses[1:]
     finally:

@@ -129,6 +129,8 @@ class Publishes:
     pauses: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     loads: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Of each pause the part in which the engine loads."""
+    stops: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Of each pause the part in which requests decode their last token."""
 
     @property
     def moving(self) -> list[tuple[float, float]]:
@@ -216,9 +218,10 @@ def _tell_pauses(
 
     for name in bare:
         report.row(
-            f"{name}: bare load; pause staged, of it the load; pause direct, median ms",
+            f"{name}: bare load; pause staged, of it stop, load; pause direct, median ms",
             f"{1e3 * median(bare[name]):.0f}; {1e3 * median(staged.pauses[name]):.0f}, "
-            f"{1e3 * median(staged.loads[name]):.0f}; {1e3 * median(direct.pauses[name]):.0f}",
+            f"{1e3 * median(staged.stops[name]):.0f}, {1e3 * median(staged.loads[name]):.0f}; "
+            f"{1e3 * median(direct.pauses[name]):.0f}",
         )
     report.target(
         "pause_vs_bare_load",
@@ -329,8 +332,6 @@ class Fleet:
             served = await self._state.engine_versions()
             while served != dict.fromkeys(self.engines, self._version):
                 served = await self._state.wait_engines_changed(served, _CALL_S)
-        for engine in self.engines.values():  # as the workers' routers do
-            engine.client.note_version(self._version)
 
     async def publishes(
         self, loads: dict[str, Load], number: int, undisturbed_s: float
@@ -338,6 +339,9 @@ class Fleet:
         """Publishes with quiet times between them; the first one warms up."""
 
         async def all_steady() -> None:
+            await self.all_serve()
+            for load in loads.values():
+                load.note_version(self._version)
             await asyncio.gather(*(load.steady() for load in loads.values()))
 
         measured = Publishes()
@@ -348,7 +352,6 @@ class Fleet:
             await asyncio.sleep(undisturbed_s)
             measured.quiet.append((quiet_from, time.perf_counter()))
             moved = await self.publish()
-            await self.all_serve()
             await all_steady()
             measured.moved.append(moved)
             measured.whole.append((moved.began, time.perf_counter()))
@@ -356,6 +359,7 @@ class Fleet:
                 name = str(record["engine"])
                 measured.pauses[name].append(float(record["pause_s"]))
                 measured.loads[name].append(float(record["load_s"]))
+                measured.stops[name].append(float(record["stop_s"]))
         return measured
 
     async def _commits_of(self, version: int) -> list[dict[str, float | int | str]]:

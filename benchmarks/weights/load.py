@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import random
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-import httpx
 import numpy as np
 import torch
 
@@ -83,6 +81,9 @@ class Load:
         self.pulse = Pulse()
         self.samples: list[Sample] = []
         self._client: SGLangClient = engine.client
+        self._streaming = SGLangClient(
+            engine.spec.name, self._client.url, key=KEY, request_timeout_s=120, stream_interval=1
+        )
         self._size = size
         self._dice = random.Random(engine.spec.name)
         self._numbers = itertools.count()
@@ -108,6 +109,11 @@ class Load:
                 await asyncio.sleep(0.01)
         self.check()
 
+    def note_version(self, version: int) -> None:
+        """The engine serves it: as a worker's router tells its clients."""
+        for client in (self._client, self._streaming):
+            client.note_version(version)
+
     def check(self) -> None:
         for task in self._tasks:
             if task.done():
@@ -118,48 +124,36 @@ class Load:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._streaming.close()
 
-    def _prompt(self) -> list[int]:
-        return [self._dice.randrange(self._size.vocab) for _ in range(PROMPT_LENGTH)]
+    def _new_sample(self, num_tokens: int) -> Sample:
+        return Sample(
+            sample_id=f"{self._client.name}-{next(self._numbers)}",
+            prompt=[self._dice.randrange(self._size.vocab) for _ in range(PROMPT_LENGTH)],
+            sampling=SamplingParams(temperature=1.0),
+            max_new_tokens=num_tokens,
+        )
 
     async def _sample(self, index: int) -> None:
         # Not all at once: their ends, and the prefills of the next ones, spread over the time.
         num_tokens = self._size.num_tokens * (index + 1) // self._size.num_requests
         while True:
-            sample = Sample(
-                sample_id=f"{self._client.name}-{next(self._numbers)}",
-                prompt=self._prompt(),
-                sampling=SamplingParams(temperature=1.0),
-                max_new_tokens=num_tokens,
-            )
+            sample = self._new_sample(num_tokens)
             await self._client.generate(sample, f"{sample.sample_id}!")
             self.samples.append(sample)
             num_tokens = self._size.num_tokens
 
     async def _stream(self) -> None:
-        headers = {"Authorization": f"Bearer {KEY}"}
-        async with httpx.AsyncClient(
-            base_url=self._client.url, headers=headers, timeout=120, trust_env=False
-        ) as http:
-            while True:
-                body = {
-                    "input_ids": self._prompt(),
-                    "sampling_params": {
-                        "temperature": 1.0,
-                        "max_new_tokens": self._size.num_tokens,
-                    },
-                    "stream": True,
-                }
-                async with http.stream("POST", "/generate", json=body) as response:
-                    response.raise_for_status()
-                    seen = 0
-                    async for line in response.aiter_lines():
-                        if not line.startswith("data: {"):
-                            continue
-                        length = json.loads(line[6:])["meta_info"]["completion_tokens"]
-                        now = time.perf_counter()
-                        self.pulse.steps.extend([now] * (length - seen))
-                        seen = length
+        while True:
+            sample, seen = self._new_sample(self._size.num_tokens), 0
+
+            def on_arrival(sample: Sample = sample) -> None:
+                nonlocal seen
+                now, length = time.perf_counter(), len(sample.output_ids)
+                self.pulse.steps.extend([now] * (length - seen))
+                seen = length
+
+            await self._streaming.generate(sample, f"{sample.sample_id}!", on_arrival)
 
 
 def worst_difference(

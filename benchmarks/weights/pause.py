@@ -88,7 +88,7 @@ async def _measure(report: Report, name: str, size: FleetSize, folder: Path) -> 
             for number in range(size.num_publishes + 1):  # the first warms up
                 for way, committer in committers.items():
                     done = await committer.commit(version, folder)
-                    engine.client.note_version(version)  # as the workers' routers do
+                    load.note_version(version)
                     version += 1
                     if number:
                         pauses[way].append(done.pause_s)
