@@ -282,6 +282,10 @@ class SGLangClient(GenerateCalls):
             raise EngineError(f"a server other than {self._name} answers at {self._http.base_url}")
         return True
 
+    async def freeze_garbage(self) -> None:
+        """Keeps what the server holds now out of Python's garbage collections."""
+        await self._post("/freeze_gc", {}, CONTROL_TIMEOUT_S)
+
     async def answers(self, timeout_s: float) -> bool:
         """Whether the HTTP process answers; the scheduler may be loading weights or paused."""
         with suppress(EngineError, TimeoutError):

@@ -47,6 +47,7 @@ SGLANG_PATHS = (
     "/update_weights_from",
     "/abort_request",
     "/flush_cache",
+    "/freeze_gc",
     "/model_info",
     "/health",
 )

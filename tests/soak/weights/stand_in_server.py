@@ -40,6 +40,7 @@ class StandIn:
                 Route("/model_info", self._model_info),
                 Route("/abort_request", self._nothing_to_end, methods=["POST"]),
                 Route("/flush_cache", self._nothing_to_end, methods=["POST"]),
+                Route("/freeze_gc", self._nothing_to_end, methods=["POST"]),
                 Route("/pause_generation", self._pause, methods=["POST"]),
                 Route("/continue_generation", self._go_on, methods=["POST"]),
                 Route("/update_weights_from_disk", self._load, methods=["POST"]),
