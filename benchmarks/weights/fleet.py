@@ -8,6 +8,7 @@ Redis and the clients share the rest. Its decoding rate is that of its steps (se
   the same run in which nothing moves.
 - pause_vs_bare_load: median pause of a commit with all requests in flight (stop, load, version,
   go on) against the median of /update_weights_from_disk alone, on an idle engine; the worse engine.
+- standstill_vs_bare_load: the same without the time in which the requests decode a last token.
 - max_rescoring_difference: of samples that cross a commit, each token's log-probability against
   Hugging Face's under the version that its span names.
 - direct_*: the same with SGLang's own broadcast as the commit, which decodes nothing meanwhile.
@@ -229,6 +230,17 @@ def _tell_pauses(
         "<=",
         1.5,
         "times /update_weights_from_disk alone and idle; worse engine",
+    )
+    still = {
+        name: [pause - stop for pause, stop in zip(pauses, staged.stops[name], strict=True)]
+        for name, pauses in staged.pauses.items()
+    }
+    report.target(
+        "standstill_vs_bare_load",
+        max(median(still[name]) / median(bare[name]) for name in bare),
+        "<=",
+        1.3,
+        "the same without the steps in which the requests decode their last tokens",
     )
     report.figure("direct_pause_vs_bare_load", worst(direct), "the same, SGLang's own broadcast")
 

@@ -21,8 +21,9 @@ FIGURES = {
     "idle_commands_per_s memory_ratio",
     "weight_sync.py": "vs_per_tensor vs_per_tensor_one_rank vs_raw_wire trainer_stall_vs_memcpy "
     "decode_while_moving decode_in_publish direct_decode_in_publish pause_vs_bare_load "
-    "direct_pause_vs_bare_load max_rescoring_difference pause_resubmit_tiny "
-    "standstill_resubmit_tiny pause_retract_tiny pause_in_place_tiny pause_direct_tiny",
+    "standstill_vs_bare_load direct_pause_vs_bare_load max_rescoring_difference "
+    "pause_resubmit_tiny standstill_resubmit_tiny pause_retract_tiny pause_in_place_tiny "
+    "pause_direct_tiny",
     "rollout.py": "vs_sync vs_stream vs_partial short_leash_vs_sync wasted_tokens "
     "engine_utilisation pool_efficiency prefill_ratio_group prefill_ratio_group_without "
     "prefix_speedup_group prefill_ratio_turns prefill_ratio_turns_without prefix_speedup_turns "
