@@ -3,7 +3,9 @@
 Three published schedules, ours, and ours with the other two tail policies. Every group is
 delivered. A trainer's step takes no time here: the published schedules wait for it between two
 batches and ours goes on meanwhile, so that any time at all would speak for ours. A commit takes
-as long as on the GPU, for all.
+as long as on the GPU, for all. The engine, and the looks at its load that set the limit of requests
+in flight, are as many times faster than the clock; the CPU time of a worker is not, which counts
+against ours.
 
 `early length` shows the bias in what is trained: the mean length of the groups that the first half
 of the steps trained, over the mean of all. A schedule without bias has 1 until its work ends. Below
@@ -31,6 +33,7 @@ from configs.choices import TailPolicy
 from processes.child import Child
 from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import EngineInfo
+from rollout_pool.sampling.watch import ASK_EVERY_S
 
 OURS = {
     "ours": TailPolicy.continue_across_versions,
@@ -82,11 +85,21 @@ async def _run(name: str, size: WorkSize, jobs: list[Job], folder: Path, number:
         client = SGLangClient(ENGINE, info.url, key=KEY, request_timeout_s=120.0)
         try:
             commits = Commits(client, folder)
+            load_every_s = ASK_EVERY_S / size.gpu_speed
             if name in RIVALS:
-                return await run_rival(RIVALS[name], size, jobs, info.url, commits)
+                return await run_rival(
+                    RIVALS[name], size, jobs, info.url, commits, load_every_s=load_every_s
+                )
             run = f"gpu-{name}-{size.p99_over_p50:g}-{number}"
             async with pool_at(
-                folder, info, size, jobs, name=run, commits=commits, tail=OURS[name]
+                folder,
+                info,
+                size,
+                jobs,
+                name=run,
+                commits=commits,
+                tail=OURS[name],
+                load_every_s=load_every_s,
             ) as pool:
                 return await pool.run(len(jobs))
         finally:

@@ -31,6 +31,7 @@ from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import EngineInfo, SGLangEngine
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.sampling.sampler import Sampler
+from rollout_pool.sampling.watch import ASK_EVERY_S
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.types import RolloutSpec
 from rollout_pool.worker.build import WorkerParts
@@ -185,6 +186,7 @@ async def pool_at(
     score_s: float = 0.0,
     reward_processes: int = 1,
     tail: TailPolicy = TailPolicy.continue_across_versions,
+    load_every_s: float = ASK_EVERY_S,
 ) -> AsyncIterator[Pool]:
     """A worker at one engine, with Redis, router, sampler, scorer and push as in a real run."""
     # A straggler is waited for before it becomes too old, and nothing is run twice.
@@ -230,6 +232,7 @@ async def pool_at(
         )
         parts = _LimitedParts(spec, 0)
         parts.lengths = Lengths(jobs)
+        parts.load_every_s = load_every_s
         closing.push_async_callback(parts.close)
         await parts.prepare()
         await parts.connect([info])

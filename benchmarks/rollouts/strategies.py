@@ -28,7 +28,7 @@ from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Completer
 from rollout_pool.sampling.sampler import Sampler
-from rollout_pool.sampling.watch import LoadPoller
+from rollout_pool.sampling.watch import ASK_EVERY_S, LoadPoller
 
 Rival = Callable[
     [Sequence[Job], Completer, WorkSize, Callable[[], Awaitable[None]]], Awaitable[Tally]
@@ -73,12 +73,18 @@ async def _peak(size: WorkSize, engine: SGLangEngine, number: int) -> float:
 
 
 async def run_rival(
-    rival: Rival, size: WorkSize, jobs: Sequence[Job], url: str, commits: Commits
+    rival: Rival,
+    size: WorkSize,
+    jobs: Sequence[Job],
+    url: str,
+    commits: Commits,
+    *,
+    load_every_s: float = ASK_EVERY_S,
 ) -> Tally:
     client = SGLangClient(ENGINE, url, key=KEY, request_timeout_s=120.0)
     router = Router([client], 120.0, max_running_requests=size.max_running)
     router.follow({ENGINE: 0}, trainer=0, max_staleness=0)
-    polling = asyncio.create_task(LoadPoller(router, [client]).run())
+    polling = asyncio.create_task(LoadPoller(router, [client], load_every_s).run())
     try:
         return await rival(jobs, Sampler(router, max_retries=2), size, commits.next)
     finally:

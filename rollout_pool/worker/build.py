@@ -27,7 +27,7 @@ from rollout_pool.rewards.types import ScoringPool
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.tracing import open_tracing
-from rollout_pool.sampling.watch import EngineWatch, LoadPoller
+from rollout_pool.sampling.watch import ASK_EVERY_S, EngineWatch, LoadPoller
 from rollout_pool.tasks.environments import EnvEpisodes, environment_factory
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.source import EpisodeSource
@@ -44,6 +44,7 @@ class WorkerParts:
 
     worker: RolloutWorker
     """Built by `connect`."""
+    load_every_s = ASK_EVERY_S
 
     def __init__(
         self,
@@ -134,7 +135,8 @@ class WorkerParts:
         scorer = EpisodeScorer(spec.task, task=self._task, pool=self._scoring)
         self._closing.push_async_callback(scorer.close)
         reader = PromptReader(chat, spec.task, config)
-        watch = EngineWatch(router, self._state, self._buffer, LoadPoller(router, clients))
+        loads = LoadPoller(router, clients, self.load_every_s)
+        watch = EngineWatch(router, self._state, self._buffer, loads)
         reporter = WorkerReporter(
             index=self._index,
             num_workers=config.num_workers,
