@@ -1,4 +1,4 @@
-"""Rollouts with a heavy tail, scheduled four ways at a real engine, and what the pool itself costs.
+"""Rollouts with a heavy tail at a real engine and an emulated GPU, prefixes, and the pool's cost.
 
     python benchmarks/rollout.py [--short] [--only strategies|efficiency|gpu|prefix|stub|rewards]
 

@@ -1,10 +1,11 @@
 """Switches one engine to a version that is staged on its node.
 
     prepare ── pause ── load ── which version are you at? ── continue ──► CommitReport
-                 └───────── pause_s: no token is decoded ────────┘
+                 └─ pause_s: only last tokens are decoded ───────┘
 
-With weight_sync.pause_mode=drain the engine's requests end before all that; in other modes those
-in flight pause and then continue. If a step before the load fails, the engine continues at its old
+With weight_sync.pause_mode=drain the engine's requests end before all that. With resubmit those in
+flight end with their tokens so far and are sent again; with retract and in_place they pause and
+then continue. If a step before the load fails, the engine continues at its old
 version. From the load's first byte the engine counts as torn until it reports the new version:
 SGLang's "rollback" of a failed load reads the same new files again. A torn engine stays paused, so
 that no token is ever decoded with torn weights, and must be restarted.

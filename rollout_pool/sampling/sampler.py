@@ -22,7 +22,7 @@ from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
 from rollout_pool.sampling.tracing import describe_request, tracer
 
-TIMES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, float("inf"))
+TIME_BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, float("inf"))
 """Upper bounds in seconds of the buckets in which the times of requests are counted."""
 
 
@@ -146,7 +146,7 @@ class Sampler:
             run.in_flight = None
 
     def _count_time(self, what: str, engine: str, seconds: float) -> None:
-        bound = next(bound for bound in TIMES if seconds <= bound)
+        bound = next(bound for bound in TIME_BOUNDS_S if seconds <= bound)
         self.counted[f"{what}_within:{bound:g}"] += 1
         self.counted[f"{what}_s:{engine}"] += max(0.0, seconds)  # type: ignore[assignment]
 
