@@ -57,7 +57,7 @@ async def measure_prefixes(size: WorkSize, folder: Path, report: Report) -> None
         engines = {}
         for mode in (PauseMode.resubmit, PauseMode.retract):
             engine = make_engine(
-                f"prefix-{mode.value}", folder, folder, max_running=16, pause_mode=mode
+                f"prefix-{mode.value}", folder, folder, max_running=32, pause_mode=mode
             )
             stack.push_async_callback(engine.stop)
             engines[mode] = engine
