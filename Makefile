@@ -19,7 +19,7 @@ RUN_FLAG := $(if $(RUN),--run $(RUN)) $(if $(DIR),--dir $(DIR))
 BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock check-lock launch dry-run status stop report tune timeline depth trace show quarantine buffer-dump buffer-load \
+.PHONY: help install lock check-lock launch resume dry-run status stop report tune timeline depth trace show quarantine buffer-dump buffer-load \
 	test test-unit test-machine test-servers test-fast soak bench bench-weights bench-rollout lint format typecheck docs clean
 
 help: ## this list
@@ -36,6 +36,9 @@ check-lock: install ## check the lock files against pyproject.toml
 
 launch: install ## train: make launch [EXPERIMENT=...] [ARGS="buffer.max_staleness=4 ..."] [RAY_ADDRESS=auto]
 	@$(LEASH) launch $(EXPERIMENT_FLAG) $(OVERRIDES)
+
+resume: install ## go on with a run that has ended, from its last checkpoint (RUN=name; ARGS changes settings)
+	@$(LEASH) resume $(RUN_FLAG) $(OVERRIDES)
 
 dry-run: install ## print the resolved config and the plan, start nothing
 	@$(LEASH) dry-run $(EXPERIMENT_FLAG) $(OVERRIDES)

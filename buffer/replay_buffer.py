@@ -111,9 +111,14 @@ class ReplayBuffer:
         self._lineage = ""
 
     async def open(
-        self, settings: BufferConfig, groups_per_step: int, oversampling: float = 1.0
+        self,
+        settings: BufferConfig,
+        groups_per_step: int,
+        oversampling: float = 1.0,
+        replaced: Collection[str] = (),
     ) -> None:
-        """Creates the run's settings in Redis. Existing settings are kept.
+        """Creates the run's settings in Redis. Existing settings are kept, but those named in
+        `replaced`.
 
         `oversampling` (rollout.oversampling) multiplies the number of groups that may be admitted.
 
@@ -121,18 +126,25 @@ class ReplayBuffer:
         the run's.
         """
         check_settings(settings, groups_per_step, 1, await self.setting("num_shards"))
-        await self.create(settings, groups_per_step, oversampling)
+        await self.create(settings, groups_per_step, oversampling, replaced)
 
     async def create(
-        self, settings: BufferConfig, groups_per_step: int, oversampling: float
+        self,
+        settings: BufferConfig,
+        groups_per_step: int,
+        oversampling: float,
+        replaced: Collection[str],
     ) -> None:
         """`open` of one shard, without the checks."""
         await self._scripts.load()  # only the controller's user may
         initial = initial_settings(settings, groups_per_step, self.keys.shard, oversampling)
         async with self._redis.pipeline(transaction=True) as pipe:
             for name, value in initial.items():
-                pipe.hsetnx(self.keys("settings"), name, value)
+                write = pipe.hset if name in replaced else pipe.hsetnx
+                write(self.keys("settings"), name, value)
             await pipe.execute()
+        if "max_staleness" in replaced:
+            await self.set_max_staleness(settings.max_staleness)  # notes the largest, and wakes
         await self._scripts.run("run_state/note_server")
 
     # Rollout side ----------------------------------------------------------------------------

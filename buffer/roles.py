@@ -101,7 +101,11 @@ class OperatorBuffer(Protocol):
     """The controller and the command line: open, sweep, tune, inspect, and empty the quarantine."""
 
     async def open(
-        self, settings: BufferConfig, groups_per_step: int, oversampling: float = 1.0
+        self,
+        settings: BufferConfig,
+        groups_per_step: int,
+        oversampling: float = 1.0,
+        replaced: Collection[str] = (),
     ) -> None: ...
 
     async def sweep(self) -> int: ...

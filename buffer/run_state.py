@@ -123,6 +123,13 @@ class RunState:
         for scripts in (*self._others, self._scripts):
             await scripts.run("run_state/forget_engine", engine)
 
+    async def forget_fleet(self) -> None:
+        """Forgets all engines and receivers: those of a run that has ended."""
+        for engine in await self.engine_versions():
+            await self.forget_engine(engine)
+        for receiver in await self.receivers():
+            await self.forget_receiver(receiver)
+
     async def drain_engine(self, engine: str) -> None:
         """Keeps new requests from an engine until `record_commits` or `forget_engine` names it. It
         still counts as serving its version; nothing happens if it serves none."""

@@ -297,12 +297,16 @@ class ShardedReplayBuffer:
         )
 
     async def open(
-        self, settings: BufferConfig, groups_per_step: int, oversampling: float = 1.0
+        self,
+        settings: BufferConfig,
+        groups_per_step: int,
+        oversampling: float = 1.0,
+        replaced: Collection[str] = (),
     ) -> None:
         there = await self._home.setting("num_shards")
         check_settings(settings, groups_per_step, len(self.shards), there)
         for shard in self._home_last:  # once the home shard has settings, all shards are open
-            await shard.create(settings, groups_per_step, oversampling)
+            await shard.create(settings, groups_per_step, oversampling, replaced)
 
     # Rollout side ----------------------------------------------------------------------------
 

@@ -213,6 +213,31 @@ def read_config(path: Path) -> Config:
     return _to_schema(OmegaConf.create(_literal(tree)))
 
 
+def change_config(config: Config, overrides: Sequence[str]) -> Config:
+    """`config` with single settings replaced, as on the command line. Raises ConfigError."""
+    tree = OmegaConf.create(
+        _literal(yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(config))))
+    )
+    for name, text in map(_split, overrides):
+        if name in GROUPS:
+            raise ConfigError(
+                f"{name}={text}: a file of configs/{name}/ sets several settings; name those that "
+                "are to change one by one"
+            )
+        OmegaConf.update(tree, name, _value(name, text), force_add=True)
+    changed = _to_schema(tree)
+    _anchor_paths(changed)
+    return changed
+
+
+def differences(before: Config, after: Config) -> dict[str, tuple[object, object]]:
+    """The settings that differ, by dotted name, with both values."""
+    old, new = (_flat(_plain(asdict(config)), "") for config in (before, after))
+    names = [*old, *(name for name in new if name not in old)]
+    pairs = {name: (old.get(name), new.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
 def options(group: str) -> dict[str, str]:
     """The files of a group, e.g. the experiments, with the first sentence of each."""
     return {

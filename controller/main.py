@@ -1,5 +1,5 @@
-"""The command line: `leash launch | dry-run | status | stop | report | tune | timeline`, and for a
-run's buffer `leash depth | trace | show | quarantine | buffer-dump | buffer-load`.
+"""The command line: `leash launch | resume | dry-run | status | stop | report | tune | timeline`,
+and for a run's buffer `leash depth | trace | show | quarantine | buffer-dump | buffer-load`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by a signal.
 
@@ -32,6 +32,7 @@ from controller.signals import (
 
 if TYPE_CHECKING:
     from configs.schema import Config
+    from controller.run_dir import RunDir
 
 EXIT_BAD_INPUT = 2
 
@@ -62,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--url", help="Redis of the buffer, if the run's folder does not name it")
         return sub
 
+    resume = on_run("resume", "continue a run that has ended, from its last checkpoint", "")
+    resume.add_argument("overrides", nargs="*", help="settings to change, as trainer.num_steps=200")
     on_run("status", "what a run is doing, and its bottleneck", "commands.status:print_status")
     on_run("stop", "end a run and whatever is left of it", "commands.stop:stop_run")
     on_run("report", "rewrite summary, plots and result of a run", "report.summary:print_report")
@@ -127,7 +130,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _dispatch(arguments: argparse.Namespace) -> int:
-    if arguments.verb == "launch":
+    if arguments.verb in ("launch", "resume"):
         return run_guarded(
             lambda stop, tell: _reporting(lambda: _launch(arguments, stop, tell)), _finish_launch
         )
@@ -145,17 +148,37 @@ def _launch(
         from buffer.redis.address import password_of_environment
         from configs.load import load_config
         from controller.ray_environment import prepare_environment
+        from controller.run_dir import RunDir
+        from controller.start.resume import find_resumption
 
-        config = load_config(arguments.overrides, arguments.experiment)
+        if arguments.verb == "launch":
+            config = load_config(arguments.overrides, arguments.experiment)
+        else:
+            run_dir = RunDir.find(arguments.dir, arguments.run)
+            _end_dead(run_dir)
+            resumption = find_resumption(run_dir, arguments.overrides)
+            config = resumption.config
         password_of_environment()  # removes it: no child process may inherit it
         prepare_environment(config.cluster)
         import torch
 
         if not torch.cuda.is_available():
             os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed warns that it found nothing else
-        from controller.run import launch
-    launch(config, stop, announce_folder)
+        from controller.run import launch, resume
+    if arguments.verb == "launch":
+        launch(config, stop, announce_folder)
+    else:
+        resume(run_dir, resumption, stop, announce_folder)
     return 0
+
+
+def _end_dead(run_dir: RunDir) -> None:
+    """End what is left of a run whose controller was killed together with its guard."""
+    from controller.commands.stop import clear_up
+
+    record = run_dir.read_record()
+    if record.state == "running" and not record.is_alive:
+        clear_up(run_dir, "failed", "its controller was killed")
 
 
 def _finish_launch(folder: str | None, was_asked: bool, exit_code: int) -> int:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from buffer.roles import OperatorBuffer
 from buffer.run_state import STREAM_START, RunState
-from controller.metrics.records import EVAL_FAILED, RESERVED_NAMES, MetricsLog, Record, Scalar
+from controller.metrics.records import (
+    EVAL_FAILED,
+    RESERVED_NAMES,
+    RESUMED,
+    MetricsLog,
+    Record,
+    Scalar,
+)
 from controller.report.state import RunView, buffer_values
 
 PANEL_S = 0.5
@@ -16,7 +23,7 @@ SAMPLE_S = 2.0
 SWEEP_S = 5.0
 
 
-_CONTROLLERS_KINDS = frozenset({"phase", "eval", EVAL_FAILED, "buffer"})
+_CONTROLLERS_KINDS = frozenset({"phase", "eval", EVAL_FAILED, "buffer", RESUMED})
 _NUMBERS_OF_A_STEP = ("step", "version")
 _MAX_STEP = 2**53
 
@@ -32,18 +39,22 @@ class Recorder:
         show: Callable[[RunView], None],
         view: RunView,
         on_step: Callable[[Record], None],
+        history: Sequence[Record] = (),
     ) -> None:
+        """`history`: what a run that goes on has recorded."""
         self._buffer = buffer
         self._state = state
         self._log = log
         self._show = show
         self._view = view
         self._on_step = on_step
-        self._last_id = STREAM_START
+        for record in history:
+            view.apply(record)
+        self._last_id = next((r.id for r in reversed(history) if r.id), STREAM_START)
 
-    def record(self, kind: str, values: Mapping[str, Scalar]) -> Record:
+    def record(self, kind: str, values: Mapping[str, Scalar], *, id: str = "") -> Record:
         """Write one record and show it."""
-        record = self._log.append(kind, values)
+        record = self._log.append(kind, values, id=id)
         self._view.apply(record)
         self._show(self._view)
         return record
@@ -53,15 +64,23 @@ class Recorder:
         while True:
             await self.drain_metrics(block_s=5.0)
 
-    async def drain_metrics(self, block_s: float) -> None:
-        """Record what has arrived, waiting up to `block_s` for the first record."""
-        for entry in await self._state.read_metrics(self._last_id, block_s):
+    async def resume(self, step: int) -> None:
+        """Record that the run goes on after `step`. Call it before the trainer takes another."""
+        while await self.drain_metrics(block_s=0):
+            pass  # what a controller that was killed has not recorded
+        self.record(RESUMED, {"step": step})
+
+    async def drain_metrics(self, block_s: float) -> int:
+        """Record what has arrived, waiting up to `block_s` for the first; returns how many."""
+        entries = await self._state.read_metrics(self._last_id, block_s)
+        for entry in entries:
             self._last_id = entry.id
             if not _is_of_a_process(entry.kind, entry.record):
                 continue
-            record = self.record(entry.kind, entry.record)
+            record = self.record(entry.kind, entry.record, id=entry.id)
             if entry.kind == "step":
                 self._on_step(record)
+        return len(entries)
 
     async def sample_buffer(self) -> None:
         """Update the panel twice a second; write a line of metrics every two seconds."""

@@ -24,12 +24,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from buffer.redis.address import with_password
+from buffer.redis.address import MASK, PASSWORD_VARIABLE, with_password
 from buffer.redis.server import EmbeddedServer
 from configs.environment import LOG_DIR_VARIABLE, RUN_VARIABLE
 from configs.load import to_yaml
 from configs.schema import Config
-from controller.buffer_access import BufferAddress, opened
+from controller.buffer_access import BufferAddress, open_state, opened
 from controller.metrics.prometheus import MetricsServer
 from controller.ray_environment import LOOPBACK
 from controller.report.panel import Panel
@@ -40,6 +40,7 @@ from controller.signals import Stopped, StopRequest
 from controller.start.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, start_ray
 from controller.start.plan import Plan, make_plan
 from controller.start.preflight import check_inputs, gpu_memory
+from controller.start.resume import Resumption
 from controller.start.warm_start import supervised_examples
 from controller.training import Pools, Training
 from controller.watch import supervise
@@ -63,12 +64,33 @@ def launch(config: Config, stop: StopRequest, announce_folder: Callable[[str], N
     with panel.step("task and model"), stop.interrupting():
         check_inputs(config)
     run_dir = RunDir.create(config.run.dir, config.run.name, config.experiment, config.run.group)
+    _see_through(Run(config, run_dir, panel, stop), announce_folder)
+
+
+def resume(
+    run_dir: RunDir,
+    resumption: Resumption,
+    stop: StopRequest,
+    announce_folder: Callable[[str], None],
+) -> None:
+    """Continue a run that has ended, from its last checkpoint. Otherwise like `launch`."""
+    config = resumption.config
+    panel = Panel(config.run.panel)
+    with panel.step("task and model"), stop.interrupting():
+        check_inputs(config)
+    run_dir.reopen()
+    _see_through(Run(config, run_dir, panel, stop, resumption), announce_folder)
+
+
+def _see_through(run: Run, announce_folder: Callable[[str], None]) -> None:
+    """Execute `run`, record how it ended, and report it."""
+    run_dir, panel, stop = run.dir, run.panel, run.stop
     os.umask(run_dir.umask)
     announce_folder(run_dir.run_id)
     state, error = "failed", None
     try:
-        (run_dir.path / "config.yaml").write_text(to_yaml(config))
-        Run(config, run_dir, panel, stop).execute()
+        (run_dir.path / "config.yaml").write_text(to_yaml(run.config))
+        run.execute()
         state = "finished"
     except Stopped:
         state = "stopped"
@@ -95,20 +117,31 @@ def _report(run_dir: RunDir, panel: Panel) -> None:
         return
     if result.state == "finished":
         print(result_line(result))
-    else:
-        panel.say(f"{run_dir.path / 'summary.md'} says how far the run got")
+        return
+    panel.say(f"{run_dir.path / 'summary.md'} says how far the run got")
+    if (command := run_dir.resume_command) is not None:
+        panel.say(f"{command} continues it")
 
 
 class Run:
     """One run in execution; `execute` is called once."""
 
-    def __init__(self, config: Config, run_dir: RunDir, panel: Panel, stop: StopRequest) -> None:
-        self._config = config
-        self._dir = run_dir
-        self._started = time.time()
+    def __init__(
+        self,
+        config: Config,
+        run_dir: RunDir,
+        panel: Panel,
+        stop: StopRequest,
+        resumption: Resumption | None = None,
+    ) -> None:
+        """`resumption`: where a run goes on that has ended."""
+        self.config = config
+        self.dir = run_dir
+        self.panel = panel
+        self.stop = stop
+        self._resumption = resumption
+        self._started = run_dir.read_record().started
         self._start_timeout_s = config.cluster.start_timeout_s
-        self._panel = panel
-        self._stop = stop
         self._server: EmbeddedServer | None = None
         self._redis_url = ""
         is_local = config.cluster.ray_address is None
@@ -121,36 +154,37 @@ class Run:
 
     def execute(self) -> None:
         """Run from the first server to the last evaluation; ends all that it started."""
-        os.environ[RUN_VARIABLE] = self._dir.run_id
-        with contextlib.ExitStack() as cleanup, self._panel:
+        os.environ[RUN_VARIABLE] = self.dir.run_id
+        with contextlib.ExitStack() as cleanup, self.panel:
             cleanup.callback(self._leave_nothing)
             pools = self._start_up(cleanup)
             training = Training(
-                config=self._config,
-                run_dir=self._dir,
+                config=self.config,
+                run_dir=self.dir,
                 pools=pools,
                 address=self._address,
                 redis_pid=self._server.pid if self._server else None,
-                panel=self._panel,
+                panel=self.panel,
                 started=self._started,
-                stop=self._stop,
+                resumed_step=None if self._resumption is None else self._resumption.step,
+                stop=self.stop,
             )
             asyncio.run(training.run())
 
     @property
     def _address(self) -> BufferAddress:
-        settings = self._config.buffer
-        return BufferAddress(url=self._redis_url, run=self._dir.name, settings=settings)
+        settings = self.config.buffer
+        return BufferAddress(url=self._redis_url, run=self.dir.name, settings=settings)
 
     # Start-up, each step named and timed ---------------------------------------------------------
 
     @contextlib.contextmanager
     def _step(self, name: str) -> Iterator[Callable[[str], None]]:
         """A named step of the start; a stop request takes effect before or after it."""
-        self._stop.check()
-        with self._panel.step(name) as say:
+        self.stop.check()
+        with self.panel.step(name) as say:
             yield say
-        self._stop.check()
+        self.stop.check()
 
     def _start_up(self, cleanup: contextlib.ExitStack) -> Pools:
         cluster = self._start_servers(cleanup)
@@ -171,35 +205,57 @@ class Run:
         return cluster or self._start_ray(cleanup)
 
     def _start_redis(self, cleanup: contextlib.ExitStack) -> None:
-        buffer = self._config.buffer
+        buffer = self.config.buffer
         with self._step("Redis") as say:
+            if self._resumption is not None and f":{MASK}@" in (buffer.url or ""):
+                raise ValueError(
+                    "buffer.url: the run's folder does not keep its password; set "
+                    f"{PASSWORD_VARIABLE} in the environment or buffer.password_file"
+                )
             if buffer.url is None:
-                log = self._dir.log_of("redis")
-                server = EmbeddedServer.start(self._dir.path / "redis", buffer, self._host, log)
-                cleanup.callback(server.stop, self._config.cluster.stop_timeout_s)
+                log = self.dir.log_of("redis")
+                server = EmbeddedServer.start(self.dir.path / "redis", buffer, self._host, log)
+                cleanup.callback(server.stop, self.config.cluster.stop_timeout_s)
                 self._server, self._redis_url = server, server.url
                 say("started here")
             else:
                 self._redis_url = with_password(buffer.url, buffer.password_file)
                 say("the server of buffer.url")
             asyncio.run(self._open_buffer())
-            self._dir.write_redis_url(self._redis_url)
+            self.dir.write_redis_url(self._redis_url)
 
     async def _open_buffer(self) -> None:
-        config = self._config
+        config, resumption = self.config, self._resumption
+        overridden = resumption.overridden if resumption else ()
         async with opened(self._address) as buffer:
             await buffer.open(
-                config.buffer, config.trainer.groups_per_step, config.rollout.oversampling
+                config.buffer,
+                config.trainer.groups_per_step,
+                config.rollout.oversampling,
+                replaced={name.rpartition(".")[2] for name in overridden},
             )
             stats = await buffer.stats()
-            if stats.pushed or stats.trainer_version:
+        is_known = bool(stats.pushed or stats.trainer_version)
+        if is_known and resumption is None:
+            raise ValueError(
+                f"run.name={self.dir.name!r}: the Redis of buffer.url already holds a run of "
+                "this name; choose another run.name"
+            )
+        if resumption is not None:
+            if not is_known:
                 raise ValueError(
-                    f"run.name={self._dir.name!r}: the Redis of buffer.url already holds a run of "
-                    "this name; choose another run.name"
+                    f"RUN={self.dir.name!r}: its Redis does not hold it any more; its groups and "
+                    "the positions in its prompts are lost. Start a new run from "
+                    f"model.path={self.dir.path / 'final_model'}"
                 )
+            state = await open_state(self._address)
+            try:
+                await state.forget_fleet()
+            finally:
+                await state.close()
 
     def _start_prometheus(self, cleanup: contextlib.ExitStack) -> None:
-        port, host = self._config.run.prometheus_port, self._host
+        port, host = self.config.run.prometheus_port, self._host
         if port is None:
             return
         with self._step("Prometheus") as say:
@@ -208,46 +264,46 @@ class Run:
             say(server.url)
 
     def _start_ray(self, cleanup: contextlib.ExitStack) -> RayCluster:
-        environment = {RUN_VARIABLE: self._dir.run_id, LOG_DIR_VARIABLE: str(self._dir.logs)}
+        environment = {RUN_VARIABLE: self.dir.run_id, LOG_DIR_VARIABLE: str(self.dir.logs)}
         with self._step("Ray") as say:
-            is_local = self._config.cluster.ray_address is None
-            private = self._dir.make_temporary() if is_local else None
+            is_local = self.config.cluster.ray_address is None
+            private = self.dir.make_temporary() if is_local else None
             try:
                 cluster = start_ray(
-                    self._config,
+                    self.config,
                     environment,
                     supervise.SETUP_HOOK,
                     private,
-                    self._dir.log_of("ray"),
+                    self.dir.log_of("ray"),
                 )
             except SystemExit:  # from Ray's handler, for a SIGTERM that bypassed the guard
-                self._stop.set()
+                self.stop.set()
                 raise Stopped from None
             finally:
-                self._stop.listen()  # Ray has installed its own handler for SIGTERM
-            cleanup.callback(cluster.stop, self._dir.logs)
+                self.stop.listen()  # Ray has installed its own handler for SIGTERM
+            cleanup.callback(cluster.stop, self.dir.logs)
             say(f"{cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs")
         return cluster
 
     def _prepare_model(self) -> None:
-        model = self._config.model
-        if model.scratch is not None:
+        model = self.config.model
+        if model.scratch is not None and self._resumption is None:
             with self._step("model from scratch"):
-                build_scratch_model(model.scratch, self._dir.model, self._config.run.seed)
+                build_scratch_model(model.scratch, self.dir.model, self.config.run.seed)
 
     @property
     def _model_path(self) -> str:
-        return self._config.model.path or str(self._dir.model)
+        return self.config.model.path or str(self.dir.model)
 
     def _place(self, cluster: RayCluster, cleanup: contextlib.ExitStack) -> Pools:
-        config = self._config
+        config = self.config
         num_gpus = int(cluster.num_gpus)
         if config.cluster.num_gpus is not None:
             num_gpus = min(num_gpus, config.cluster.num_gpus)
         plan = make_plan(config, num_gpus, os.cpu_count() or 1, gpu_memory(config))
-        self._config = config = plan.config
+        self.config = config = plan.config
         self._is_gpu_shared = plan.devices.is_shared
-        (self._dir.path / "config.yaml").write_text(to_yaml(config))
+        (self.dir.path / "config.yaml").write_text(to_yaml(config))
         cluster.check_cpus(num_cpus_needed(config))
         cluster.check_engine(plan.devices.engine_gpus)
         rank: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.devices.rank_gpus}
@@ -263,7 +319,7 @@ class Run:
             # Most GPUs first: processes of one GPU might leave too few on every machine.
             by_size = sorted(bundles, key=lambda name: -bundles[name][0].get("GPU", 0.0))
             reserved = {
-                name: cluster.reserve(bundles[name], self._start_timeout_s, self._stop)
+                name: cluster.reserve(bundles[name], self._start_timeout_s, self.stop)
                 for name in by_size
             }
             ranks, engines, workers = (reserved[name] for name in bundles)
@@ -275,7 +331,7 @@ class Run:
         return pools
 
     def _trainer_spec(self, plan: Plan) -> TrainerSpec:
-        config = self._config
+        config = self.config
         return TrainerSpec(
             config=config.trainer,
             weight_sync=config.weight_sync,
@@ -283,8 +339,8 @@ class Run:
             model_path=self._model_path,
             trust_remote_code=config.model.trust_remote_code,
             redis_url=self._redis_url,
-            run=self._dir.name,
-            run_dir=str(self._dir.path),
+            run=self.dir.name,
+            run_dir=str(self.dir.path),
             seed=config.run.seed,
             host=self._host,
             num_threads=plan.threads_per_process,
@@ -292,10 +348,11 @@ class Run:
             gpu_share=plan.devices.gpu_share,
             serving_dtype=plan.serving_dtype,
             weights_key=self._weights_key,
+            resume_from=str(self._resumption.checkpoint) if self._resumption else None,
         )
 
     def _rollout_spec(self, plan: Plan) -> RolloutSpec:
-        config = self._config
+        config = self.config
         return RolloutSpec(
             config=config.rollout,
             task=config.task,
@@ -304,8 +361,8 @@ class Run:
             model_path=self._model_path,
             trust_remote_code=config.model.trust_remote_code,
             redis_url=self._redis_url,
-            run=self._dir.name,
-            run_dir=str(self._dir.path),
+            run=self.dir.name,
+            run_dir=str(self.dir.path),
             host=self._host,
             num_threads=plan.threads_per_process,
             uses_gpu=plan.devices.engine_gpus > 0,
@@ -333,8 +390,8 @@ class Run:
             self._wait(rollout | pools.trainer.start(rendezvous), "starting", on_ready)
 
     def _give_first_weights(self, pools: Pools) -> None:
-        config = self._config
-        if config.trainer.warm_start.num_steps:
+        config = self.config
+        if config.trainer.warm_start.num_steps and self._resumption is None:
             with self._step("warm start") as say:
                 examples = supervised_examples(config, self._model_path)
                 reports = self._wait(pools.trainer.warm_start(examples), "warming up")
@@ -342,8 +399,9 @@ class Run:
                 say(f"supervised loss {report.loss_first:.2f} to {report.loss_last:.2f}")
         with self._step("checkpoint engine"):
             self._wait(pools.trainer.connect(), "connecting")
-        with self._step("version 0 to the engines"):
-            self._wait(pools.trainer.publish_initial(), "publishing version 0")
+        which = "version 0" if self._resumption is None else f"step {self._resumption.step}"
+        with self._step(f"{which} to the engines"):
+            self._wait(pools.trainer.publish_initial(), f"publishing {which}")
 
     def _wait(
         self,
@@ -352,27 +410,27 @@ class Run:
         on_ready: Callable[[str], None] = lambda name: None,
     ) -> dict[str, T]:
         return supervise.wait_for_all(
-            refs, self._dir.log_of, self._start_timeout_s, doing, on_ready, self._stop
+            refs, self.dir.log_of, self._start_timeout_s, doing, on_ready, self.stop
         )
 
     # The end -------------------------------------------------------------------------------------
 
     def _stop_pools(self, pools: Pools) -> None:
-        self._shared_memory = shared_memory_files(run_processes(self._dir.run_id))
-        pools.rollout.close(self._config.cluster.stop_timeout_s)
-        pools.trainer.close(self._config.cluster.stop_timeout_s)
-        clear_other_hosts(self._dir.path, self._config.cluster.stop_timeout_s)
+        self._shared_memory = shared_memory_files(run_processes(self.dir.run_id))
+        pools.rollout.close(self.config.cluster.stop_timeout_s)
+        pools.trainer.close(self.config.cluster.stop_timeout_s)
+        clear_other_hosts(self.dir.path, self.config.cluster.stop_timeout_s)
 
     def _leave_nothing(self) -> None:
         """Kill what is left of the run after pools, Ray and Redis, and remove their leftovers."""
         killed = end_processes(
-            self._dir.run_id,
-            self._config.cluster.stop_timeout_s,
+            self.dir.run_id,
+            self.config.cluster.stop_timeout_s,
             self._shared_memory,
-            self._dir.temporary,
+            self.dir.temporary,
         )
-        self._dir.remove_temporary()
+        self.dir.remove_temporary()
         if killed:
-            self._panel.say(f"had to kill: {', '.join(killed)}")
-        for line in self._dir.left_elsewhere():
-            self._panel.say(line)
+            self.panel.say(f"had to kill: {', '.join(killed)}")
+        for line in self.dir.left_elsewhere():
+            self.panel.say(line)

@@ -143,18 +143,21 @@ class RunDir:
                 "can be written with run.dir=..."
             ) from error
         run_dir = cls(path=path)
-        process = psutil.Process()
-        run_dir.write_record(
-            RunRecord(
-                name=name,
-                pid=process.pid,
-                process_started=process.create_time(),
-                started=time.time(),
-                state="running",
-                host=socket.gethostname(),
-            )
-        )
+        run_dir.write_record(_record_of_this_process(name, started=time.time()))
         return run_dir
+
+    def reopen(self) -> None:
+        """Make this process the controller of a run that has ended. Raises RunDirError if it has
+        not."""
+        with self.ending():  # two of them might try
+            record = self.read_record()
+            if record.state == "running":
+                raise RunDirError(
+                    f"RUN={self.name!r}: its controller is process {record.pid} on "
+                    f"{record.host or 'this machine'}; `make stop RUN={self.name}` ends it, or "
+                    "what it left"
+                )
+            self.write_record(_record_of_this_process(self.name, started=record.started))
 
     @classmethod
     def find(cls, root: str, name: str | None) -> RunDir:
@@ -211,6 +214,15 @@ class RunDir:
         """The server is gone, and its password with it."""
         (self.path / "redis.url").unlink(missing_ok=True)
 
+    @property
+    def resume_command(self) -> str | None:
+        """The command that continues it when it has ended; None before its first checkpoint."""
+        if not (self.path / "checkpoints" / "latest").exists():
+            return None
+        root = self.path.parent
+        folder = "" if root == Path("runs").absolute() else f" DIR={root}"
+        return f"make resume RUN={self.name}{folder}"
+
     def make_temporary(self) -> Path:
         """A private folder for files that must not outlive the run.
 
@@ -261,6 +273,18 @@ class RunDir:
             os.fchmod(file.fileno(), mode)
             file.write(text)
         part.replace(self.path / name)
+
+
+def _record_of_this_process(name: str, started: float) -> RunRecord:
+    process = psutil.Process()
+    return RunRecord(
+        name=name,
+        pid=process.pid,
+        process_started=process.create_time(),
+        started=started,
+        state="running",
+        host=socket.gethostname(),
+    )
 
 
 def umask_like(folder: Path) -> int:

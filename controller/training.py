@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, open_buffer, open_state
-from controller.metrics.records import EVAL_FAILED, MetricsLog, Record
+from controller.metrics.records import EVAL_FAILED, MetricsLog, Record, read_metrics
 from controller.recorder import Recorder
 from controller.report.panel import Panel
 from controller.report.state import RunView
@@ -56,7 +56,9 @@ class Training:
         panel: Panel,
         started: float,
         stop: StopRequest,
+        resumed_step: int | None = None,
     ) -> None:
+        """`resumed_step`: completed steps of a run that goes on."""
         self._config = config
         self._dir = run_dir
         self._pools = pools
@@ -65,12 +67,13 @@ class Training:
         self._panel = panel
         self._started = started
         self._stop = stop
+        self._resumed_step = resumed_step
         self._training: dict[str, Pending[TrainReport]] = {}
         """Result of each rank's training, once it has started."""
         self._deaths: list[asyncio.Task[RunFailed]] = []
         self._redis_watch: asyncio.Task[RunFailed] | None = None
         self._evaluation: asyncio.Task[None] | None = None
-        self._may_evaluate = True
+        self._may_evaluate = False
 
     async def run(self) -> None:
         """Train to the last step. Raises Stopped, and RunFailed naming the first dead process."""
@@ -101,33 +104,40 @@ class Training:
         cleanup.push_async_callback(self._buffer.close)
         self._state = await open_state(self._address)
         cleanup.push_async_callback(self._state.close)
-        log = cleanup.enter_context(MetricsLog(self._dir.metrics))
         view = RunView.of_run(self._dir.name, self._config, self._started)
+        history = read_metrics(self._dir.metrics)
+        log = cleanup.enter_context(MetricsLog(self._dir.metrics))
         self._recorder = Recorder(
-            self._buffer, self._state, log, self._panel.show, view, self._evaluate_if_due
+            self._buffer, self._state, log, self._panel.show, view, self._evaluate_if_due, history
         )
+        if self._resumed_step is not None:
+            await self._recorder.resume(self._resumed_step)
 
     async def _phases(self, tasks: asyncio.TaskGroup) -> None:
         pools = self._pools
         self._tasks = tasks
-        await self._enter_phase("evaluating the start")
-        # A failure here, before training, ends the run: it has cost only minutes.
-        wait = self._await_result
-        start = await evaluate(pools.rollout, 0, may_hold=False, await_result=wait)
-        self._recorder.record("eval", start)
+        if self._resumed_step is None:
+            await self._enter_phase("evaluating the start")
+            # A failure here, before training, ends the run: it has cost only minutes.
+            wait = self._await_result
+            start = await evaluate(pools.rollout, 0, may_hold=False, await_result=wait)
+            self._recorder.record("eval", start)
         await self._enter_phase("training")
+        self._may_evaluate = True
         generating = [
             tasks.create_task(self._await_result(n, r)) for n, r in pools.rollout.run().items()
         ]
         self._training = pools.trainer.train()
-        await asyncio.gather(*(self._await_result(n, r) for n, r in self._training.items()))
+        reports = await asyncio.gather(
+            *(self._await_result(n, r) for n, r in self._training.items())
+        )
         await self._enter_phase("evaluating the result")
         await asyncio.gather(*(self._await_result(n, r) for n, r in pools.rollout.stop().items()))
         await asyncio.gather(*generating)
         await self._recorder.drain_metrics(block_s=0)
         if self._evaluation is not None:
             await self._evaluation
-        await self._evaluate(self._config.trainer.num_steps)
+        await self._evaluate(reports[0].version)
         await self._state.set_phase("finished")
 
     async def _enter_phase(self, phase: str) -> None:
@@ -138,10 +148,11 @@ class Training:
 
     def _evaluate_if_due(self, step: Record) -> None:
         """One evaluation at a time: while a slow one runs, the next due version is skipped."""
-        every, version = self._config.rollout.eval_every, int(step.number("version")) + 1
-        is_last = version >= self._config.trainer.num_steps
+        every, number = self._config.rollout.eval_every, step.count("step")
+        version = step.count("version") + 1
+        is_last = number >= self._config.trainer.num_steps
         is_idle = self._evaluation is None or self._evaluation.done()
-        is_due = every and version % every == 0 and not is_last
+        is_due = every and number % every == 0 and not is_last
         if is_due and is_idle and self._may_evaluate:
             self._evaluation = self._tasks.create_task(
                 self._evaluate(version, may_hold=should_hold(self._config))

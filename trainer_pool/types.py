@@ -33,6 +33,8 @@ class TrainerSpec:
     """Dtype of the weights in the engines, as torch spells it: "float32" or "bfloat16"."""
     weights_key: str = field(repr=False)
     """The key that this run's receivers require."""
+    resume_from: str | None = None
+    """Folder of the checkpoint to go on from; None starts at step 0."""
     gpu_share: float = 1.0
     """Share of a GPU for each rank: less than 1 if an engine uses the same GPU."""
 

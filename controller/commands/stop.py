@@ -66,6 +66,8 @@ def _clear_up(run_dir: RunDir, state: str, error: str | None) -> None:
             write_report(run_dir)
         except Exception as problem:  # the run has ended nevertheless
             print(f"no summary of {run_dir.name}: {problem}")
+        if run_dir.resume_command is not None:
+            print(f"{run_dir.resume_command} continues it")
 
 
 def _stop_on_this_host(run_dir: RunDir, record: RunRecord) -> None:

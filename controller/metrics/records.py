@@ -7,11 +7,13 @@ A number that was not measured, or is not finite, is null.
 Kinds: `phase` (of the run), `step` (one trained batch, from trainer rank 0), `eval` (held-out
 prompts), `eval_failed` (with `version` and `why`), `buffer` (depth, versions and waits, sampled by
 the controller), `engine` (an engine's load as a worker saw it: see engines.py), `publish`, `commit`
-and `weights_event` (see weights.py). Each is flat.
+and `weights_event` (see weights.py), `resumed` (the run goes on after `step`). Each is flat. `id`
+is the position of a record that came through Redis.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -21,7 +23,8 @@ from pathlib import Path
 
 Scalar = float | int | str
 EVAL_FAILED = "eval_failed"
-RESERVED_NAMES = frozenset({"t", "kind"})
+RESUMED = "resumed"
+RESERVED_NAMES = frozenset({"t", "kind", "id"})
 """Names that no value may have."""
 
 
@@ -33,6 +36,8 @@ class Record:
     """Unix time, seconds."""
     kind: str
     values: Mapping[str, Scalar]
+    id: str = ""
+    """Its position in the run's metrics stream; "" for the controller's own."""
 
     def number(self, name: str) -> float:
         """The value of `name`; NaN if it was not recorded or is not finite."""
@@ -58,13 +63,16 @@ class MetricsLog:
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
 
-    def append(self, kind: str, values: Mapping[str, Scalar], t: float | None = None) -> Record:
+    def append(
+        self, kind: str, values: Mapping[str, Scalar], t: float | None = None, *, id: str = ""
+    ) -> Record:
         """Write one record (`t` None: now) and return it as `read_metrics` will."""
         assert not RESERVED_NAMES & values.keys(), (kind, sorted(values))
         known = finite_only(values)
-        record = Record(t=time.time() if t is None else t, kind=kind, values=known)
+        record = Record(t=time.time() if t is None else t, kind=kind, values=known, id=id)
         nulls = {name: None for name in values if name not in known}
-        line = {"t": round(record.t, 3), "kind": kind, **known, **nulls}
+        position = {"id": id} if id else {}
+        line = {"t": round(record.t, 3), "kind": kind, **position, **known, **nulls}
         self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
         return record
 
@@ -99,7 +107,8 @@ def series(records: Iterable[Record], name: str) -> list[float]:
 def read_metrics(path: Path, kind: str | None = None) -> list[Record]:
     """Every record (of `kind`), oldest first; none if there is no file yet.
 
-    An incomplete last line is ignored: it is still being written, or its writer was killed. Raises
+    Steps after the checkpoint from which the run was resumed are left out: they were undone. An
+    incomplete last line is ignored: it is still being written, or its writer was killed. Raises
     ValueError with the number of any other invalid line.
     """
     try:
@@ -107,13 +116,26 @@ def read_metrics(path: Path, kind: str | None = None) -> list[Record]:
     except FileNotFoundError:
         return []
     lines = text.split("\n")[:-1]
-    records = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    records = list[Record]()
+    for number, line in enumerate(lines, start=1):
+        record = _parse(line, f"{path}:{number}")
+        if record.kind == RESUMED:
+            last = record.count("step")
+            records = [r for r in records if r.kind != "step" or r.count("step") <= last]
+        records.append(record)
     return records if kind is None else of_kind(records, kind)
+
+
+def seconds_away(records: Sequence[Record]) -> float:
+    """Time between the ends of a run and the moments at which it went on."""
+    pairs = itertools.pairwise(records)
+    return sum(after.t - before.t for before, after in pairs if after.kind == RESUMED)
 
 
 def _parse(line: str, where: str) -> Record:
     try:
         fields = {k: v for k, v in dict(json.loads(line)).items() if v is not None}
-        return Record(t=float(fields.pop("t")), kind=str(fields.pop("kind")), values=fields)
+        t, kind, place = fields.pop("t"), fields.pop("kind"), fields.pop("id", "")
+        return Record(t=float(t), kind=str(kind), values=fields, id=str(place))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{where}: not a metrics record ({error!r})") from error

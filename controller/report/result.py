@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from configs.schema import Config
 from controller.metrics.engines import not_finite_shares
-from controller.metrics.records import EVAL_FAILED, Record, of_kind, series
+from controller.metrics.records import EVAL_FAILED, Record, of_kind, seconds_away, series
 from controller.metrics.weights import WeightsResult, weights_result
 from controller.report.state import counters_of, dropped_of
 from controller.watch.learning import has_no_gradient, learning_alarms
@@ -17,7 +17,8 @@ from controller.watch.learning import has_no_gradient, learning_alarms
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RunResult:
-    """Times in seconds; None if never measured."""
+    """Times in seconds, without those between an end of the run and the moment at which it went on;
+    None if never measured."""
 
     run: str
     state: str
@@ -113,12 +114,17 @@ def summarize(
 ) -> RunResult:
     """The result of a run from its metrics (pure)."""
     steps, evals, failed = (of_kind(records, kind) for kind in ("step", "eval", EVAL_FAILED))
-    is_last_missing = bool(failed) and failed[-1].number("version") >= config.trainer.num_steps
+    last_version = steps[-1].count("version") if steps else 0
+    is_last_missing = (
+        state == "finished" and bool(failed) and failed[-1].count("version") > last_version
+    )
     has_after = bool(evals) and not is_last_missing and (state == "finished" or len(evals) > 1)
     after = evals[-1] if has_after else None
     rewards = series(steps, "reward_mean")
     ends = max(1, min(10, len(rewards) // 10))
-    wait_s, train_s = sum(series(steps, "lease_wait_s")), training_seconds(steps)
+    wait_s = sum(series(steps, "lease_wait_s"))
+    away_s = seconds_away(records)
+    train_s = max(0.0, training_seconds(steps) - away_s)
     nothing = Record(t=0.0, kind="buffer", values={"max_staleness": config.buffer.max_staleness})
     last = (of_kind(records, "buffer") or [nothing])[-1]
     counters, dropped = counters_of(last), dropped_of(last)
@@ -132,7 +138,7 @@ def summarize(
         error=error,
         experiment=config.experiment,
         seed=config.run.seed,
-        wall_s=wall_s,
+        wall_s=max(0.0, wall_s - away_s),
         steps=len(steps),
         steps_without_gradient=sum(map(has_no_gradient, steps)),
         alarms=[alarm.sentence for alarm in learning_alarms(steps)],

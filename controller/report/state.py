@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from buffer.results import BufferStats
 from configs.schema import Config
-from controller.metrics.records import EVAL_FAILED, Record, Scalar
+from controller.metrics.records import EVAL_FAILED, RESUMED, Record, Scalar
 from controller.metrics.weights import WeightsPace, WeightsView
 from controller.watch.bottleneck import Waits, WaitShares, Window, wait_shares
 from controller.watch.learning import Alarm, learning_alarms
@@ -31,6 +31,7 @@ class RunView:
     now: float = 0.0
     step: int = 0
     """Completed steps."""
+    resumed_at: float = 0.0
     steps: list[Record] = field(default_factory=list)
     evals: list[Record] = field(default_factory=list)
     eval_failure: Record | None = None
@@ -62,6 +63,9 @@ class RunView:
             self.step = record.count("step")
             self.steps.append(record)
             self.alarms = learning_alarms(self.steps)
+        elif record.kind == RESUMED:
+            self.step, self.resumed_at = record.count("step"), record.t
+            self.steps = [step for step in self.steps if step.count("step") <= self.step]
         elif record.kind == "eval":
             self.evals.append(record)
             self.eval_failure = None
@@ -98,8 +102,8 @@ class RunView:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Mean over the last twenty steps; None before the second."""
-        recent = self.steps[-20:]
+        """Mean over the last twenty steps; None before the second since the start."""
+        recent = [step for step in self.steps[-20:] if step.t >= self.resumed_at]
         return (recent[-1].t - recent[0].t) / (len(recent) - 1) if len(recent) > 1 else None
 
     @property

@@ -1,0 +1,69 @@
+"""What a run continues from: its last checkpoint, and its settings with legal changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.load import ConfigError, change_config, differences, read_config
+from configs.schema import Config
+from controller.run_dir import RunDir, RunDirError
+from trainer_pool.state.checkpoint import CheckpointStore
+
+FIXED = {
+    "run.name": "it names the run's folder and its keys in Redis",
+    "run.dir": "the run stays where it is",
+    "run.seed": "it orders the prompts, of which some are trained already",
+    "model": "the checkpoint holds the weights of this model",
+    "task": "the run's prompts, and groups that wait in its buffer, are of this task",
+    "rollout.num_workers": "each worker has a share of the prompts of its own",
+    "buffer.url": "the run's groups are in that server",
+    "buffer.shards": "each group is in one of the shards that the run began with",
+    "trainer.warm_start": "it comes before the first step",
+}
+"""Settings and sections that a run keeps, with the reason."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Resumption:
+    """Where a run goes on."""
+
+    config: Config
+    checkpoint: Path
+    step: int
+    """Completed steps in the checkpoint."""
+    overridden: frozenset[str]
+    """Settings given on the command line."""
+
+
+def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
+    """Raises RunDirError if the run cannot go on, and ConfigError for an illegal change."""
+    before = read_config(run_dir.path / "config.yaml")
+    config = change_config(before, overrides)
+    for name, (old, _) in differences(before, config).items():
+        fixed = [part for part in FIXED if name == part or name.startswith(f"{part}.")]
+        if fixed:
+            raise ConfigError(
+                f"{name}: a run keeps its {fixed[0]}, here {old}: {FIXED[fixed[0]]}; "
+                "launch a new run to change it"
+            )
+    found = CheckpointStore(run_dir.path / "checkpoints").latest()
+    if found is None:
+        raise RunDirError(
+            f"RUN={run_dir.name!r}: it ended before its first checkpoint "
+            f"(trainer.checkpoint_every={config.trainer.checkpoint_every}); launch it again"
+        )
+    folder, state = found
+    is_over = run_dir.read_record().state == "finished"
+    if is_over and state.step >= config.trainer.num_steps:
+        raise RunDirError(
+            f"RUN={run_dir.name!r}: it has finished its {state.step} steps; "
+            f'ARGS="trainer.num_steps={2 * state.step}" trains on'
+        )
+    return Resumption(
+        config=config,
+        checkpoint=folder,
+        step=state.step,
+        overridden=frozenset(override.partition("=")[0] for override in overrides),
+    )

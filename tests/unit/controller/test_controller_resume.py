@@ -1,0 +1,183 @@
+"""What `make resume` accepts, and what a run that goes on makes of its history."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import psutil
+import pytest
+from controller_samples import buffer_record, eval_record, record_all, step_record
+from rich.console import Console
+
+from buffer.connect import connect_buffer
+from buffer.run_state import RunState
+from configs.load import ConfigError, load_config, to_yaml
+from configs.schema import BufferConfig, Config
+from controller.metrics.records import RESUMED, MetricsLog, Record, read_metrics
+from controller.recorder import Recorder
+from controller.report.panel import Panel
+from controller.report.result import summarize
+from controller.report.state import RunView
+from controller.run_dir import RunDir, RunDirError
+from controller.start.resume import FIXED, find_resumption
+from trainer_pool.state.checkpoint import CheckpointStore, TrainState
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load_config([f"run.dir={tmp_path}", "trainer.num_steps=8"])
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, config: Config) -> RunDir:
+    """A run that ended after its sixth step."""
+    run_dir = RunDir.create(str(tmp_path), "a", "quickstart")
+    (run_dir.path / "config.yaml").write_text(to_yaml(config))
+    store = CheckpointStore(run_dir.path / "checkpoints")
+    store.begin(6)
+    store.commit(TrainState(step=6, version=9, lineage="one", consumed_group_ids=()))
+    run_dir.end("stopped")
+    return run_dir
+
+
+def test_resumption_is_the_last_checkpoint_with_the_settings_of_the_run(
+    run_dir: RunDir, config: Config
+) -> None:
+    found = find_resumption(run_dir, [])
+    assert (found.checkpoint, found.step) == (run_dir.path / "checkpoints" / "step-000006", 6)
+    assert found.config == config and not found.overridden
+    found = find_resumption(run_dir, ["buffer.max_staleness=5", "trainer.num_ranks=4"])
+    assert found.config.buffer.max_staleness == 5 and found.config.trainer.ranks == 4
+    assert found.overridden == {"buffer.max_staleness", "trainer.num_ranks"}
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("run.seed=7", FIXED["run.seed"]),
+        ("model.scratch.hidden_size=256", FIXED["model"]),
+        ("task.name=gcd", FIXED["task"]),
+        ("rollout.num_workers=9", FIXED["rollout.num_workers"]),
+        ("buffer.shards=2", FIXED["buffer.shards"]),
+        ("weight_sync=delta", "name those that are to change one by one"),
+        ("buffer.max_stalenes=1", "did you mean buffer.max_staleness"),
+        ("trainer.num_ranks=none", "expected an integer"),
+    ],
+)
+def test_illegal_change_is_refused_with_the_reason(
+    run_dir: RunDir, override: str, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        find_resumption(run_dir, [override])
+
+
+def test_run_without_a_checkpoint_or_with_all_steps_done_is_refused(run_dir: RunDir) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.num_steps"):
+        find_resumption(run_dir, ["trainer.num_steps=0"])
+    run_dir.end("finished")
+    assert find_resumption(run_dir, []).step == 6  # it was made to train more
+    with pytest.raises(RunDirError, match=r'finished its 6 steps; ARGS="trainer.num_steps=12"'):
+        find_resumption(run_dir, ["trainer.num_steps=6"])
+    (run_dir.path / "checkpoints" / "latest").unlink()
+    with pytest.raises(RunDirError, match="before its first checkpoint"):
+        find_resumption(run_dir, [])
+    assert run_dir.resume_command is None
+
+
+def test_run_is_reopened_by_one_process_when_it_has_ended(run_dir: RunDir) -> None:
+    started = run_dir.read_record().started
+    assert run_dir.resume_command == f"make resume RUN=a DIR={run_dir.path.parent}"
+    run_dir.write_record(replace(run_dir.read_record(), pid=1))
+    run_dir.reopen()
+    record = run_dir.read_record()
+    assert (record.pid, record.started, record.state) == (psutil.Process().pid, started, "running")
+    assert record.ended is None and record.is_running
+    with pytest.raises(RunDirError, match=r"its controller is process .* `make stop RUN=a`"):
+        run_dir.reopen()
+
+
+def resumed_record(step: int, t: float) -> Record:
+    return Record(t=t, kind=RESUMED, values={"step": step})
+
+
+def test_steps_after_the_checkpoint_and_the_time_in_between_do_not_count(
+    run_dir: RunDir, config: Config
+) -> None:
+    before = [step_record(step, 1000.0 + step, reward=0.0) for step in range(8)]
+    after = [step_record(step, 2000.0 + step, reward=1.0) for step in range(6, 8)]
+    records = [eval_record(0, 999.0, 0.1), *before, resumed_record(6, 2000.0), *after]
+    record_all(run_dir, [*records, buffer_record(2008.0)])
+    read = read_metrics(run_dir.metrics)
+    steps = [record for record in read if record.kind == "step"]
+    assert [step.count("step") for step in steps] == list(range(1, 9))
+    assert [step.number("reward_mean") for step in steps] == [0.0] * 6 + [1.0] * 2
+    result = summarize(run="a", config=config, records=read, wall_s=1009.0)
+    assert result.steps == 8
+    away_s = 2000.0 - 1005.0  # the last record of the first life that counts
+    assert result.wall_s == pytest.approx(1009.0 - away_s)
+    assert result.train_s < 20
+    view = RunView(run="a", num_steps=8, started=999.0)
+    for record in records:
+        view.apply(record)
+    assert view.step == 8 and len(view.steps) == 8
+    assert view.seconds_per_step == pytest.approx(1.0)
+
+
+async def test_history_of_a_run_that_goes_on_is_read_from_where_it_was_recorded(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    path, steps = tmp_path / "metrics.jsonl", list[Record]()
+    state = await RunState.connect(redis_url, run_name, BufferConfig())
+    buffer = await connect_buffer(redis_url, run_name, BufferConfig())
+    await buffer.open(BufferConfig(), groups_per_step=4)
+
+    def recorder(log: MetricsLog, history: list[Record]) -> tuple[Recorder, RunView]:
+        view = RunView(run=run_name, num_steps=8, started=0.0)
+        panel = Panel(enabled=False, console=Console(file=StringIO()))
+        return Recorder(buffer, state, log, panel.show, view, steps.append, history), view
+
+    with MetricsLog(path) as log:
+        first, _ = recorder(log, [])
+        await state.append_metrics(step_record(0, 1.0).values, "step")
+        await first.drain_metrics(block_s=1.0)
+        first.record("phase", {"phase": "training"})
+    await state.append_metrics(step_record(1, 2.0).values, "step")  # nobody records it
+    with MetricsLog(path) as log:
+        second, view = recorder(log, read_metrics(path))
+        assert view.step == 1 and view.phase == "training"
+        await second.resume(1)
+        assert view.step == 1
+        await state.append_metrics(step_record(1, 3.0).values, "step")
+        await second.drain_metrics(block_s=1.0)
+    await buffer.close()
+    await state.close()
+    assert view.step == 2 and len(steps) == 3
+    kinds = [(record.kind, record.count("step")) for record in read_metrics(path)]
+    assert kinds == [("step", 1), ("phase", 0), (RESUMED, 1), ("step", 2)]
+    ids = [record.id for record in read_metrics(path, "step")]
+    assert ids == sorted(ids) and all(ids)
+
+
+async def test_engines_and_receivers_of_a_run_that_has_ended_are_forgotten(
+    redis_url: str, run_name: str
+) -> None:
+    state = await RunState.connect(redis_url, run_name, BufferConfig())
+    buffer = await connect_buffer(redis_url, run_name, BufferConfig())
+    await buffer.open(BufferConfig(max_staleness=3), groups_per_step=4)
+    await state.record_commits({"engine-0": 5, "engine-1": 5})
+    await state.drain_engine("engine-1")
+    await state.register_receiver("receiver-0", "http://127.0.0.1:1")
+    await state.record_staged("receiver-0", 5)
+    await state.forget_fleet()
+    assert await state.engine_versions() == {} == await state.receivers()
+    assert await state.staged_versions() == {}
+    assert (await buffer.stats()).engines_gone
+    changed = BufferConfig(max_staleness=7, capacity_groups=90)
+    await buffer.open(changed, 4, replaced={"max_staleness"})
+    stats = await buffer.stats()
+    assert (stats.max_staleness, stats.max_staleness_largest) == (7, 7)
+    assert await buffer.setting("groups_per_step") == 4
+    await buffer.close()
+    await state.close()
