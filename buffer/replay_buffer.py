@@ -40,7 +40,7 @@ from buffer.redis.client import BufferRedis, DamagedRunError
 from buffer.redis.durability import Durability
 from buffer.redis.keys import Keys, check_group_id
 from buffer.redis.payloads import Blocks
-from buffer.redis.replies import number, readable, setting_number, texts
+from buffer.redis.replies import is_number, number, readable, setting_number, texts
 from buffer.redis.scripts import Argument, Scripts
 from buffer.redis.wakeups import Deadline, WakeStreams
 from buffer.results import (
@@ -53,6 +53,7 @@ from buffer.results import (
     QuarantinedGroup,
     QuarantinedPrompt,
     Reconciled,
+    TaskProgress,
     parse_events,
     parse_stats,
     quarantined_prompt,
@@ -528,6 +529,27 @@ class ReplayBuffer:
                 return Reconciled(
                     acked=acked, requeued=requeued, dropped=dropped, quarantined=quarantined
                 )
+
+    async def task_progress(self, step: int) -> TaskProgress:
+        """What of the prompts has been begun, and what of these no step up to `step` has trained.
+
+        Reads the server once, for a time that grows with the number of groups in the buffer.
+        """
+        positions, prompts = await self._scripts.run("inspect/list_prompts", step)
+        pairs = zip(positions[::2], positions[1::2], strict=True)
+        return TaskProgress(
+            positions={int(worker): number(at) for worker, at in pairs if is_number(worker)},
+            untrained=tuple(read_prompt(readable(text)) for text in prompts),
+        )
+
+    async def restore_progress(self, progress: TaskProgress) -> None:
+        """Continues with a task's prompts in a server that has lost the run: those of `progress`
+        that are untrained run first. Does nothing in a buffer that has begun any."""
+        positions = [number for pair in progress.positions.items() for number in pair]
+        prompts = [write_prompt(prompt) for prompt in progress.untrained]
+        await self._scripts.run(
+            "run_state/restore_prompts", len(progress.positions), *positions, *prompts
+        )
 
     # Either side -----------------------------------------------------------------------------
 

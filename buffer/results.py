@@ -357,6 +357,16 @@ class Reconciled:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class TaskProgress:
+    """What of a task's prompts has been begun: enough to go on with an empty server."""
+
+    positions: Mapping[int, int]
+    """Each worker's position in its stream."""
+    untrained: tuple[PromptRef, ...]
+    """Those before these positions that no step up to the checkpoint's has trained."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class QuarantinedGroup:
     """A group that could not be trained and is kept for inspection by an operator."""
 

@@ -15,6 +15,7 @@ from buffer.results import (
     PushResult,
     QuarantinedGroup,
     Reconciled,
+    TaskProgress,
 )
 from buffer.types import PromptRef, Rerun, TrajectoryGroup
 from configs.schema import BufferConfig
@@ -92,6 +93,8 @@ class TrainerBuffer(Protocol):
 
     async def ack(self, upto_step: int, lineage: str | None = None) -> int: ...
 
+    async def task_progress(self, step: int) -> TaskProgress: ...
+
     async def nack(self, lease: Lease, reason: str) -> int: ...
 
     async def close(self) -> None: ...
@@ -107,6 +110,8 @@ class OperatorBuffer(Protocol):
         oversampling: float = 1.0,
         replaced: Collection[str] = (),
     ) -> None: ...
+
+    async def restore_progress(self, progress: TaskProgress) -> None: ...
 
     async def sweep(self) -> int: ...
 

@@ -54,6 +54,7 @@ from buffer.results import (
     QuarantinedGroup,
     QuarantinedPrompt,
     Reconciled,
+    TaskProgress,
 )
 from buffer.types import PromptRef, Rerun, TrajectoryGroup
 from configs.schema import BufferConfig
@@ -538,6 +539,22 @@ class ShardedReplayBuffer:
     async def publish_version(self, version: int) -> None:
         for shard in self._home_last:
             await shard.publish_version(version)
+
+    async def task_progress(self, step: int) -> TaskProgress:
+        parts = await self._each(lambda shard: shard.task_progress(step))
+        positions = dict[int, int]()
+        for part in parts:
+            for worker, position in part.positions.items():
+                positions[worker] = max(position, positions.get(worker, 0))
+        return TaskProgress(
+            positions=positions,
+            untrained=tuple(prompt for part in parts for prompt in part.untrained),
+        )
+
+    async def restore_progress(self, progress: TaskProgress) -> None:
+        for k, shard in enumerate(self.shards):
+            untrained = progress.untrained[k :: len(self.shards)]
+            await shard.restore_progress(replace(progress, untrained=untrained))
 
     async def reconcile(
         self,

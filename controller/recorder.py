@@ -50,6 +50,8 @@ class Recorder:
         self._on_step = on_step
         for record in history:
             view.apply(record)
+        self._last_at = history[-1].t if history else time.time()
+        """When the run ended that goes on."""
         self._last_id = next((r.id for r in reversed(history) if r.id), STREAM_START)
 
     def record(self, kind: str, values: Mapping[str, Scalar], *, id: str = "") -> Record:
@@ -68,7 +70,7 @@ class Recorder:
         """Record that the run goes on after `step`. Call it before the trainer takes another."""
         while await self.drain_metrics(block_s=0):
             pass  # what a controller that was killed has not recorded
-        self.record(RESUMED, {"step": step})
+        self.record(RESUMED, {"step": step, "away_s": time.time() - self._last_at})
 
     async def drain_metrics(self, block_s: float) -> int:
         """Record what has arrived, waiting up to `block_s` for the first; returns how many."""

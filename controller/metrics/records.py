@@ -7,13 +7,12 @@ A number that was not measured, or is not finite, is null.
 Kinds: `phase` (of the run), `step` (one trained batch, from trainer rank 0), `eval` (held-out
 prompts), `eval_failed` (with `version` and `why`), `buffer` (depth, versions and waits, sampled by
 the controller), `engine` (an engine's load as a worker saw it: see engines.py), `publish`, `commit`
-and `weights_event` (see weights.py), `resumed` (the run goes on after `step`). Each is flat. `id`
-is the position of a record that came through Redis.
+and `weights_event` (see weights.py), `resumed` (the run goes on after `step`, `away_s` after its
+end). Each is flat. `id` is the position of a record that came through Redis.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import time
@@ -126,10 +125,9 @@ def read_metrics(path: Path, kind: str | None = None) -> list[Record]:
     return records if kind is None else of_kind(records, kind)
 
 
-def seconds_away(records: Sequence[Record]) -> float:
+def seconds_away(records: Iterable[Record]) -> float:
     """Time between the ends of a run and the moments at which it went on."""
-    pairs = itertools.pairwise(records)
-    return sum(after.t - before.t for before, after in pairs if after.kind == RESUMED)
+    return sum(series((r for r in records if r.kind == RESUMED), "away_s"))
 
 
 def _parse(line: str, where: str) -> Record:

@@ -12,6 +12,7 @@ from buffer.results import PushResult, read_prompt, write_prompt
 from buffer.run_state import RunState
 from buffer.types import PromptRef
 from configs.choices import OnStale
+from configs.schema import BufferConfig
 
 PROMPT = PromptRef(task="long words", index=7)
 
@@ -107,3 +108,44 @@ def test_limit_rounds_like_exact_arithmetic() -> None:
         )
 
     assert [limit(1.0), limit(1.15), limit(1.155), limit(1.15, lag=2)] == [100, 115, 115, 0]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_prompts_that_no_checkpoint_contains_run_again_in_an_empty_server(
+    buffer_factory: Any, make_group: Any, redis: Any, run_name: str, shards: int
+) -> None:
+    buffer = await buffer_factory(shards=shards, groups_per_step=3, max_staleness=8)
+    ids = []
+    for n in range(12):
+        ids.append((await buffer.admit(f"{n % 2}-{n}-a", 1)).group_id)
+        assert await buffer.begin(ids[n], PromptRef(task="sums", index=n), n % 2, n // 2 + 1)
+    for n in range(9):
+        attempt = int(n == 8)
+        group = make_group(ids[n], version=0, index=n, attempt=attempt)
+        assert await buffer.push(group) is PushResult.stored
+    await buffer.reconcile("one", step=0, version=0, resume_version=0)
+    trained = list[str]()
+    for step in (1, 2):
+        lease = await buffer.lease(
+            step=step, version=step - 1, num_groups=3, share=0, num_shares=1, timeout_s=5
+        )
+        await buffer.publish_version(step)
+        await buffer.consume(lease, lease.group_ids)
+        trained += lease.group_ids if step == 1 else ()
+    await buffer.lease(step=3, version=2, num_groups=3, share=0, num_shares=1, timeout_s=5)
+    await buffer.fail(ids[11], PromptRef(task="sums", index=11), 5)  # it waits to run again
+    in_checkpoint = {ids.index(group_id) for group_id in trained}
+    progress = await buffer.task_progress(1)
+    assert progress.positions == {0: 6, 1: 6}
+    untrained = sorted(progress.untrained, key=lambda prompt: prompt.index)
+    assert [prompt.index for prompt in untrained] == sorted({*range(12)} - in_checkpoint)
+    attempts = {prompt.index: prompt.attempt for prompt in untrained}
+    assert attempts.get(8, 1) == 1 and sum(attempts.values()) <= 1
+    keys = [key async for key in redis.scan_iter(f"*leash:{run_name}*")]
+    await redis.delete(*keys)
+    await buffer.open(BufferConfig(shards=shards), 3)
+    await buffer.restore_progress(progress)
+    await buffer.restore_progress(progress)  # after a lost reply
+    again = await buffer.task_progress(1)
+    assert again.positions == progress.positions
+    assert sorted(p.index for p in again.untrained) == [prompt.index for prompt in untrained]
