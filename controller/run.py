@@ -26,6 +26,7 @@ from pathlib import Path
 
 from buffer.redis.address import MASK, PASSWORD_VARIABLE, with_password
 from buffer.redis.server import EmbeddedServer
+from buffer.results import TaskProgress
 from configs.environment import LOG_DIR_VARIABLE, RUN_VARIABLE
 from configs.load import to_yaml
 from configs.schema import Config
@@ -43,6 +44,7 @@ from controller.start.preflight import check_inputs, gpu_memory
 from controller.start.resume import Resumption
 from controller.start.warm_start import supervised_examples
 from controller.training import Pools, Training
+from controller.units import format_number_of
 from controller.watch import supervise
 from processes.pending import Pending, T
 from processes.runs import end_processes, run_processes
@@ -166,7 +168,7 @@ class Run:
                 redis_pid=self._server.pid if self._server else None,
                 panel=self.panel,
                 started=self._started,
-                resumed_step=None if self._resumption is None else self._resumption.step,
+                resumed_step=self._resumption.state.step if self._resumption else None,
                 stop=self.stop,
             )
             asyncio.run(training.run())
@@ -221,10 +223,14 @@ class Run:
             else:
                 self._redis_url = with_password(buffer.url, buffer.password_file)
                 say("the server of buffer.url")
-            asyncio.run(self._open_buffer())
+            is_known = asyncio.run(self._open_buffer())
+            if self._resumption is not None and not is_known:
+                num_lost = len(self._resumption.state.untrained_prompts)
+                say(f"it has lost the run; {format_number_of(num_lost, 'prompt')} run again")
             self.dir.write_redis_url(self._redis_url)
 
-    async def _open_buffer(self) -> None:
+    async def _open_buffer(self) -> bool:
+        """Returns whether it holds groups of this run, which then goes on with them."""
         config, resumption = self.config, self._resumption
         overridden = resumption.overridden if resumption else ()
         async with opened(self._address) as buffer:
@@ -235,24 +241,27 @@ class Run:
                 replaced={name.rpartition(".")[2] for name in overridden},
             )
             stats = await buffer.stats()
-        is_known = bool(stats.pushed or stats.trainer_version)
-        if is_known and resumption is None:
+            is_known = bool(stats.pushed or stats.trainer_version)
+            if resumption is not None and not is_known:
+                state = resumption.state
+                await buffer.restore_progress(
+                    TaskProgress(positions=state.task_positions, untrained=state.untrained_prompts)
+                )
+        if resumption is not None:
+            await self._forget_fleet()
+        elif is_known:
             raise ValueError(
                 f"run.name={self.dir.name!r}: the Redis of buffer.url already holds a run of "
                 "this name; choose another run.name"
             )
-        if resumption is not None:
-            if not is_known:
-                raise ValueError(
-                    f"RUN={self.dir.name!r}: its Redis does not hold it any more; its groups and "
-                    "the positions in its prompts are lost. Start a new run from "
-                    f"model.path={self.dir.path / 'final_model'}"
-                )
-            state = await open_state(self._address)
-            try:
-                await state.forget_fleet()
-            finally:
-                await state.close()
+        return is_known
+
+    async def _forget_fleet(self) -> None:
+        state = await open_state(self._address)
+        try:
+            await state.forget_fleet()
+        finally:
+            await state.close()
 
     def _start_prometheus(self, cleanup: contextlib.ExitStack) -> None:
         port, host = self.config.run.prometheus_port, self._host
@@ -349,6 +358,7 @@ class Run:
             serving_dtype=plan.serving_dtype,
             weights_key=self._weights_key,
             resume_from=str(self._resumption.checkpoint) if self._resumption else None,
+            newest_version=self._resumption.newest_version if self._resumption else 0,
         )
 
     def _rollout_spec(self, plan: Plan) -> RolloutSpec:
@@ -399,7 +409,7 @@ class Run:
                 say(f"supervised loss {report.loss_first:.2f} to {report.loss_last:.2f}")
         with self._step("checkpoint engine"):
             self._wait(pools.trainer.connect(), "connecting")
-        which = "version 0" if self._resumption is None else f"step {self._resumption.step}"
+        which = "version 0" if self._resumption is None else f"step {self._resumption.state.step}"
         with self._step(f"{which} to the engines"):
             self._wait(pools.trainer.publish_initial(), f"publishing {which}")
 

@@ -30,7 +30,7 @@ from trainer_pool.collectives import Collectives
 from trainer_pool.metrics import StepStats
 from trainer_pool.model.checkpoint_names import check_engines_agree
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
-from trainer_pool.state.checkpoint import CheckpointStore, TrainState
+from trainer_pool.state.checkpoint import CheckpointStore, TrainState, read_state
 from trainer_pool.step import StepBatch, train_step
 from trainer_pool.types import SupervisedExample, TrainerSpec, TrainReport, WarmStartReport
 from trainer_pool.warm_start import warm_start
@@ -79,6 +79,18 @@ class TrainerRank:
         self._version = 0
         self._saved_step = 0
         self._unsaved_group_ids: list[str] = []
+        self._restored: TrainState | None = None
+        if spec.resume_from is not None:
+            self._restore(Path(spec.resume_from))
+
+    def _restore(self, folder: Path) -> None:
+        """Go on from the checkpoint in `folder`, as `publish_initial` tells all others."""
+        self._engine.load(folder)
+        self._restored = state = read_state(folder)
+        self._step = self._saved_step = state.step
+        newest = max(self._loop.run(self._run_state.trainer_version()), self._spec.newest_version)
+        # A number that has named other weights since is never used again.
+        self._version = state.version if state.version >= newest else newest + 1
 
     @property
     def _is_lead(self) -> bool:
@@ -108,18 +120,21 @@ class TrainerRank:
         )
 
     def publish_initial(self) -> PublishReport:
-        """Publish version 0, the initial weights of RL, and wait until the engines serve it.
+        """Publish the first weights, and wait until the engines serve them: version 0, or those of
+        a checkpoint, as a new version if later ones were published.
 
         Raises WeightSyncError naming the engines that did not commit it in `trainer.timeout_s`.
         """
         if self._is_lead:
             # From here on the buffer rejects an earlier trainer of this run.
+            restored = self._restored
             self._loop.run(
                 self._buffer.reconcile(
                     self._lineage,
                     step=self._step,
-                    version=self._version,
+                    version=self._version if restored is None else restored.version,
                     resume_version=self._version,
+                    consumed_group_ids=() if restored is None else restored.consumed_group_ids,
                 )
             )
             self._loop.run(self._buffer.publish_version(self._version))
@@ -282,12 +297,15 @@ class TrainerRank:
         self._engine.save(self._checkpoints.writing_folder(self._step))
         self._ranks.barrier()
         if self._is_lead:
+            progress = self._loop.run(self._buffer.task_progress(self._step))
             self._checkpoints.commit(
                 TrainState(
                     step=self._step,
                     version=self._version,
                     lineage=self._lineage,
                     consumed_group_ids=tuple(self._unsaved_group_ids),
+                    task_positions=dict(progress.positions),
+                    untrained_prompts=progress.untrained,
                 )
             )
             self._loop.run(self._buffer.ack(self._step, self._lineage))

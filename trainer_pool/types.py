@@ -35,6 +35,8 @@ class TrainerSpec:
     """The key that this run's receivers require."""
     resume_from: str | None = None
     """Folder of the checkpoint to go on from; None starts at step 0."""
+    newest_version: int = 0
+    """The newest version that the run is known to have published, in case Redis has lost it."""
     gpu_share: float = 1.0
     """Share of a GPU for each rank: less than 1 if an engine uses the same GPU."""
 

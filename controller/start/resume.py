@@ -8,8 +8,9 @@ from pathlib import Path
 
 from configs.load import ConfigError, change_config, differences, read_config
 from configs.schema import Config
+from controller.metrics.records import read_metrics
 from controller.run_dir import RunDir, RunDirError
-from trainer_pool.state.checkpoint import CheckpointStore
+from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 
 FIXED = {
     "run.name": "it names the run's folder and its keys in Redis",
@@ -31,8 +32,9 @@ class Resumption:
 
     config: Config
     checkpoint: Path
-    step: int
-    """Completed steps in the checkpoint."""
+    state: TrainState
+    newest_version: int
+    """The newest that the run's history names."""
     overridden: frozenset[str]
     """Settings given on the command line."""
 
@@ -55,6 +57,7 @@ def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
             f"(trainer.checkpoint_every={config.trainer.checkpoint_every}); launch it again"
         )
     folder, state = found
+    history = read_metrics(run_dir.metrics)
     is_over = run_dir.read_record().state == "finished"
     if is_over and state.step >= config.trainer.num_steps:
         raise RunDirError(
@@ -64,6 +67,7 @@ def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
     return Resumption(
         config=config,
         checkpoint=folder,
-        step=state.step,
+        state=state,
+        newest_version=max((r.count("version") + (r.kind == "step") for r in history), default=0),
         overridden=frozenset(override.partition("=")[0] for override in overrides),
     )

@@ -20,6 +20,8 @@ import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from buffer.types import PromptRef
+
 _STATE_FILE = "state.json"
 _LATEST_FILE = "latest"
 _NUM_KEPT = 2
@@ -38,6 +40,11 @@ class TrainState:
     """Identifies the chain of checkpoints; a resume starts a new one."""
     consumed_group_ids: tuple[str, ...]
     """Groups trained on since the last checkpoint."""
+    task_positions: dict[int, int]
+    """Each rollout worker's position in its prompts."""
+    untrained_prompts: tuple[PromptRef, ...]
+    """Prompts before these positions that are not trained: all that a resume with an empty Redis
+    has to run again."""
 
 
 class CheckpointStore:
@@ -90,8 +97,8 @@ class CheckpointStore:
             _refuse_of_others(path)
         refuse_foreign(folder)
         try:
-            return folder, _read_state(folder / _STATE_FILE)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return folder, read_state(folder)
+        except ValueError as error:
             raise ValueError(
                 f"{pointer} names {folder}, which is not a readable checkpoint ({error}); "
                 f"write the name of a complete one into {pointer}"
@@ -110,14 +117,20 @@ class CheckpointStore:
             shutil.rmtree(old)
 
 
-def _read_state(path: Path) -> TrainState:
-    fields = json.loads(path.read_text())
-    return TrainState(
-        step=int(fields["step"]),
-        version=int(fields["version"]),
-        lineage=str(fields["lineage"]),
-        consumed_group_ids=tuple(fields["consumed_group_ids"]),
-    )
+def read_state(folder: Path) -> TrainState:
+    """The state in the checkpoint `folder`. Raises ValueError if that has none."""
+    try:
+        fields = json.loads((folder / _STATE_FILE).read_text())
+        return TrainState(
+            step=int(fields["step"]),
+            version=int(fields["version"]),
+            lineage=str(fields["lineage"]),
+            consumed_group_ids=tuple(fields["consumed_group_ids"]),
+            task_positions={int(k): int(at) for k, at in fields["task_positions"].items()},
+            untrained_prompts=tuple(PromptRef(**one) for one in fields["untrained_prompts"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def refuse_foreign(folder: Path) -> None:

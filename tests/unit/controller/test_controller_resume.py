@@ -13,6 +13,7 @@ from rich.console import Console
 
 from buffer.connect import connect_buffer
 from buffer.run_state import RunState
+from buffer.types import PromptRef
 from configs.load import ConfigError, load_config, to_yaml
 from configs.schema import BufferConfig, Config
 from controller.metrics.records import RESUMED, MetricsLog, Record, read_metrics
@@ -22,7 +23,7 @@ from controller.report.result import summarize
 from controller.report.state import RunView
 from controller.run_dir import RunDir, RunDirError
 from controller.start.resume import FIXED, find_resumption
-from trainer_pool.state.checkpoint import CheckpointStore, TrainState
+from trainer_pool.state.checkpoint import CheckpointStore, TrainState, read_state
 
 
 @pytest.fixture
@@ -37,7 +38,17 @@ def run_dir(tmp_path: Path, config: Config) -> RunDir:
     (run_dir.path / "config.yaml").write_text(to_yaml(config))
     store = CheckpointStore(run_dir.path / "checkpoints")
     store.begin(6)
-    store.commit(TrainState(step=6, version=9, lineage="one", consumed_group_ids=()))
+    store.commit(
+        TrainState(
+            step=6,
+            version=9,
+            lineage="one",
+            consumed_group_ids=(),
+            task_positions={0: 30},
+            untrained_prompts=(PromptRef(task="reverse", index=28),),
+        )
+    )
+    record_all(run_dir, [step_record(step, 1000.0 + step, 0.0) for step in range(7)])
     run_dir.end("stopped")
     return run_dir
 
@@ -46,7 +57,9 @@ def test_resumption_is_the_last_checkpoint_with_the_settings_of_the_run(
     run_dir: RunDir, config: Config
 ) -> None:
     found = find_resumption(run_dir, [])
-    assert (found.checkpoint, found.step) == (run_dir.path / "checkpoints" / "step-000006", 6)
+    assert found.checkpoint == run_dir.path / "checkpoints" / "step-000006"
+    assert found.state == read_state(found.checkpoint) and found.state.step == 6
+    assert found.newest_version == 7  # of a step after the checkpoint
     assert found.config == config and not found.overridden
     found = find_resumption(run_dir, ["buffer.max_staleness=5", "trainer.num_ranks=4"])
     assert found.config.buffer.max_staleness == 5 and found.config.trainer.ranks == 4
@@ -77,7 +90,7 @@ def test_run_without_a_checkpoint_or_with_all_steps_done_is_refused(run_dir: Run
     with pytest.raises(ConfigError, match=r"trainer\.num_steps"):
         find_resumption(run_dir, ["trainer.num_steps=0"])
     run_dir.end("finished")
-    assert find_resumption(run_dir, []).step == 6  # it was made to train more
+    assert find_resumption(run_dir, []).state.step == 6  # it was made to train more
     with pytest.raises(RunDirError, match=r'finished its 6 steps; ARGS="trainer.num_steps=12"'):
         find_resumption(run_dir, ["trainer.num_steps=6"])
     (run_dir.path / "checkpoints" / "latest").unlink()
@@ -107,6 +120,7 @@ def test_steps_after_the_checkpoint_and_the_time_in_between_do_not_count(
 ) -> None:
     before = [step_record(step, 1000.0 + step, reward=0.0) for step in range(8)]
     after = [step_record(step, 2000.0 + step, reward=1.0) for step in range(6, 8)]
+    run_dir.metrics.unlink()
     records = [eval_record(0, 999.0, 0.1), *before, resumed_record(6, 2000.0), *after]
     record_all(run_dir, [*records, buffer_record(2008.0)])
     read = read_metrics(run_dir.metrics)

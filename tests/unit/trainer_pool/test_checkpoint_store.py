@@ -7,11 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from buffer.types import PromptRef
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 
 
 def state(step: int) -> TrainState:
-    return TrainState(step=step, version=step + 1, lineage="chain", consumed_group_ids=("a", "b"))
+    return TrainState(
+        step=step,
+        version=step + 1,
+        lineage="chain",
+        consumed_group_ids=("a", "b"),
+        task_positions={0: 12, 3: 9},
+        untrained_prompts=(PromptRef(task="sums", index=7, attempt=1, reruns=2),),
+    )
 
 
 def write_checkpoint(store: CheckpointStore, step: int) -> Path:
