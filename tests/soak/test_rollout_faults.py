@@ -26,13 +26,17 @@ from rollouts.picture import Event, Picture
 from rollouts.play import play
 from rollouts.victims import Kind
 
+from controller.metrics.records import Record, read_metrics
 from tests.support.launches import (
     RUN,
     Machine,
     assert_saved,
     command_on,
+    finish,
     launch_command,
     listens_beyond_loopback,
+    result_of,
+    resume,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]  # every wait of a play has a bound
@@ -92,6 +96,27 @@ def test_killed_members_under_load_lose_no_prompt_and_shrink_no_group(tmp_path: 
     assert picture.counters["workers_restarted"] == NUM_KILLS
     assert max(step.number("logprob_diff_max") for step in the_play.metrics("step")) <= 1e-4
     machine.assert_nothing_left(tmp_path)
+    assert f"make resume RUN={RUN} DIR={tmp_path} continues it" in the_play.kill_log()
+    goes_on_to_its_end(tmp_path, the_play.metrics("step"))
+    machine.assert_nothing_left(tmp_path)
+
+
+def goes_on_to_its_end(runs: Path, before: list[Record]) -> None:
+    """The run that was stopped, resumed with more steps: nothing is trained twice or renumbered."""
+    last = before[-1].count("step")
+    process = resume(runs, f"trainer.num_steps={last + QUIET_STEPS}", "rollout.reward_actors=0")
+    output = finish(process)
+    assert process.returncode == 0, output[-6000:]
+    result = result_of(output)
+    assert (result["steps"], result["state"]) == (last + QUIET_STEPS, "finished")
+    assert result["is_conserved"] and result["max_staleness_trained"] <= 2
+    assert result["groups_trained"] == 4 * result["steps"]
+    after = read_metrics(runs / RUN / "metrics.jsonl", "step")[len(before) :]
+    assert [step.count("step") for step in after] == list(range(last + 1, last + 1 + QUIET_STEPS))
+    versions = [step.count("version") for step in (*before, *after)]
+    assert versions == sorted(set(versions))
+    # The engines have the trainer's weights, from the first step on.
+    assert max(step.number("logprob_diff_max") for step in after) <= 1e-4
 
 
 BEGUN = ("begun", "0-0", {"p": "task:0"})

@@ -56,6 +56,20 @@ def start(
     return process
 
 
+def resume(runs: Path, *overrides: str) -> subprocess.Popen[str]:
+    """Continues the run below `runs`."""
+    command = [sys.executable, "-m", "controller.main", "resume", "--dir", str(runs), *overrides]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    _started.append(process)
+    return process
+
+
 def end_all(runs: Path) -> None:
     """Ends what a failed test left: no run goes on loading the machine of the next."""
     for process in _started:

@@ -105,7 +105,8 @@ def make_group(random: np.random.Generator, group_id: str, version: int) -> Traj
 class MadeUpRollouts:
     """Admits and pushes groups in a thread, as a rollout worker would, until it is closed."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, name: str = "group") -> None:
+        self._name = name
         self._buffer = BlockingReplayBuffer(url, RUN, BufferConfig(lease_timeout_s=60))
         self._thread = threading.Thread(target=self._push_groups)
         self._thread.start()
@@ -114,8 +115,9 @@ class MadeUpRollouts:
         random = np.random.default_rng(3)
         try:
             for i in range(10**6):
-                version = self._buffer.admit(f"group-{i}", TIMEOUT_S).version
-                self._buffer.push(make_group(random, f"group-{i}", version))
+                group_id = f"{self._name}-{i}"
+                version = self._buffer.admit(group_id, TIMEOUT_S).version
+                self._buffer.push(make_group(random, group_id, version))
         except BufferClosedError:
             pass
 

@@ -466,3 +466,53 @@ def test_warm_start_of_both_ranks_lowers_the_loss(loop: LoopOutcome) -> None:
     first, second = (rank["warm_start"] for rank in loop.ranks)
     assert first["loss_last"] < first["loss_first"] == second["loss_first"]
     assert first["num_steps"] == 2
+
+
+@pytest.fixture(scope="module")
+def loop_again(
+    ranks: Ranks, loop: LoopOutcome, receiver: Receiver, redis_url: str
+) -> Iterator[LoopOutcome]:
+    """The same run, resumed from its last checkpoint but one: its last step was undone."""
+    settings = loop_spec(loop.run_dir.parent, redis_url).buffer
+    buffer = BlockingReplayBuffer(redis_url, RUN, settings)
+    run_state = BlockingRunState(redis_url, RUN, settings)
+    engine = FollowingEngine(redis_url, receiver.client)
+    rollouts = MadeUpRollouts(redis_url, "again")
+    try:
+        ranks.run("loop_again", 2)
+    finally:
+        rollouts.close()
+        engine.close()
+    entries = run_state.read_metrics(STREAM_START, TIMEOUT_S)
+    yield LoopOutcome(
+        run_dir=loop.run_dir,
+        ranks=[json.loads((loop.run_dir / f"again-{rank}.json").read_text()) for rank in range(2)],
+        records=[dict(e.record) for e in entries if e.kind == "step"][len(loop.records) :],
+        waits=run_state.waits(),
+        stats=buffer.stats(),
+        engine_weights=engine.weights,
+    )
+    buffer.close()
+    run_state.close()
+
+
+def test_resumed_ranks_count_steps_on_and_give_old_weights_a_new_version(
+    loop: LoopOutcome, loop_again: LoopOutcome
+) -> None:
+    undone = loop.num_steps  # its version is gone: the same number may not name other weights
+    assert [rank["initial"]["version"] for rank in loop_again.ranks] == [undone + 1] * 2
+    first, *_, last = loop_again.records
+    assert first["step"] == loop.num_steps - (loop.num_steps % 2 or 2) + 1
+    assert first["version"] == undone + 1
+    assert last["step"] == loop_again.num_steps
+    versions = [record["version"] for record in loop_again.records]
+    assert versions == list(range(undone + 1, undone + 1 + len(versions)))
+    stats = loop_again.stats
+    assert stats.is_conserved and stats.consumed == 0
+    assert stats.trainer_version == versions[-1] + 1 == loop_again.ranks[0]["report"]["version"]
+    assert stats.engine_versions == {"engine-0": stats.trainer_version}
+    assert stats.max_staleness_trained is not None
+    assert stats.max_staleness_trained <= MAX_STALENESS
+    model = AutoModelForCausalLM.from_pretrained(loop.run_dir / "final_model")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.detach(), loop_again.engine_weights[name]), name

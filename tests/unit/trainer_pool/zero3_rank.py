@@ -39,7 +39,7 @@ from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave
 from trainer_pool.rank import TrainerRank
 from trainer_pool.state.checkpoint import CheckpointStore
 from trainer_pool.step import StepBatch, train_step
-from trainer_pool.types import SupervisedExample, TrainerSpec
+from trainer_pool.types import SupervisedExample, TrainerSpec, WarmStartReport
 from trainer_pool.warm_start import warm_start
 from weight_sync.engine import CheckpointEngine
 from weight_sync.types import Record
@@ -275,11 +275,21 @@ class Scenario:
             )
 
 
-def run_loop(folder: Path, listener: socket.socket | None, address: RankAddress) -> None:
-    """Warm start, version 0, LOOP_STEPS or more; ends because rank 0 is stopped."""
+def run_loop(
+    folder: Path, listener: socket.socket | None, address: RankAddress, *, is_resumed: bool
+) -> None:
+    """Warm start, version 0, LOOP_STEPS or more; ends because rank 0 is stopped.
+
+    Resumed, it goes on from the last checkpoint but one.
+    """
     spec = loop_spec(folder, (folder / "redis.txt").read_text())
+    if is_resumed:
+        *_, before_last, _ = sorted((Path(spec.run_dir) / "checkpoints").glob("step-*"))
+        spec = replace(spec, resume_from=str(before_last))
     trainer = TrainerRank(spec, address, listener)
-    warm = trainer.warm_start(examples()[:1])
+    warm = WarmStartReport(loss_first=0.0, loss_last=0.0, num_steps=0, seconds=0.0)
+    if not is_resumed:
+        warm = trainer.warm_start(examples()[:1])
     trainer.connect()
     initial = trainer.publish_initial()
     if address.rank == 0:
@@ -290,8 +300,9 @@ def run_loop(folder: Path, listener: socket.socket | None, address: RankAddress)
     trainer.close()
     results = {"warm_start": asdict(warm), "initial": asdict(initial), "report": asdict(report)}
     output = Path(spec.run_dir)
-    (output / f"rank-{address.rank}.json").write_text(json.dumps(results))
-    if address.rank == 0:
+    name = "again" if is_resumed else "rank"
+    (output / f"{name}-{address.rank}.json").write_text(json.dumps(results))
+    if address.rank == 0 and not is_resumed:
         latest = CheckpointStore(output / "checkpoints").latest()
         assert latest is not None
         code = (folder / "documented.py").read_text()
@@ -303,6 +314,9 @@ def run_loop(folder: Path, listener: socket.socket | None, address: RankAddress)
 def stop_after(trainer: TrainerRank, spec: TrainerSpec) -> None:
     run_state = BlockingRunState(spec.redis_url, spec.run, spec.buffer)
     num_steps, last = 0, STREAM_START
+    if spec.resume_from is not None:
+        while entries := run_state.read_metrics(last, 0):
+            last = entries[-1].id
     while num_steps < LOOP_STEPS:
         entries = run_state.read_metrics(last, TIMEOUT_S)
         num_steps += sum(entry.kind == "step" for entry in entries)
@@ -318,8 +332,9 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
     address = RankAddress(rank=rank, num_ranks=num_ranks, host=host, port=port, uses_gpu=False)
     if rank != 0:
         listener.close()
-    if name == "loop":
-        run_loop(folder, listener if rank == 0 else None, address)
+    if name in ("loop", "loop_again"):
+        own = listener if rank == 0 else None
+        run_loop(folder, own, address, is_resumed=name == "loop_again")
         return
     ranks = join_ranks(address, Backend.gloo, 60.0, listener if rank == 0 else None)
     engine = Zero3Engine(str(folder / "model"), config_for(num_ranks), address)
