@@ -74,7 +74,9 @@ class RunRecord:
         if not self.is_here:
             return self.state == "running"
         try:
-            return psutil.Process(self.pid).create_time() == self.process_started
+            process = psutil.Process(self.pid)
+            is_it = process.create_time() == self.process_started
+            return is_it and process.status() != psutil.STATUS_ZOMBIE  # nobody has waited for it
         except psutil.NoSuchProcess:
             return False
 

@@ -59,6 +59,9 @@ def test_run_whose_process_is_gone_is_not_alive_even_if_its_pid_is_reused(
         started = psutil.Process(child.pid).create_time()
         living = replace(record, pid=child.pid, process_started=started)
         assert living.is_alive
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not living.is_alive  # although nobody has waited for it
     assert not living.is_alive
 
 
