@@ -133,6 +133,10 @@ class TrainerConfig(Section):
     backend: Backend = Backend.auto
     checkpoint_every: int = field(default=50, metadata=at_least(1))
     """Steps between checkpoints; the last step always writes one."""
+    keep_checkpoints: int = field(default=2, metadata=at_least(1))
+    """The newest ones that are kept."""
+    keep_checkpoint_every: int | None = field(default=None, metadata=at_least(1))
+    """Checkpoints of every so many steps are kept for ever; None keeps only the newest."""
     timeout_s: float = field(default=600.0, metadata=SECONDS)
     """Longest that one collective among the trainer ranks may take."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)

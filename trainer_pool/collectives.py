@@ -6,11 +6,12 @@ No pickle: everything is a flat tensor, on the device of the process group's bac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -20,6 +21,8 @@ class Collectives:
     rank: int
     num_ranks: int
     device: torch.device
+    store: TCPStore | None = field(default=None, repr=False)
+    """Of the ranks' rendezvous; a thread takes a clone."""
 
     def broadcast_flags(self, flags: Sequence[bool]) -> list[bool]:
         """Rank 0's flags; on other ranks only the length of `flags` matters."""

@@ -2,7 +2,7 @@
 
     rollout pool ─► [ready] ─ lease ─► validate ─► train_step ─┬► publish_version, consume
                        ▲                                       ├► copy of the shards ─► engines
-                       └── stale: dropped or run again         └► checkpoint ─► ack
+                       └── stale: dropped or run again         └► copy ─► checkpoint ─► ack
 
 Every rank runs this loop. Rank 0 decides for all of them which groups may still be trained, and
 records metrics. Weights are sent in the background; the loop waits only for the copy.
@@ -23,7 +23,7 @@ import torch
 
 from buffer.connect import connect_buffer
 from buffer.loop_thread import LoopThread
-from buffer.results import Lease
+from buffer.results import Lease, TaskProgress
 from buffer.roles import TrainerBuffer
 from buffer.run_state import RunState
 from trainer_pool.collectives import Collectives
@@ -31,6 +31,8 @@ from trainer_pool.metrics import StepStats
 from trainer_pool.model.checkpoint_names import check_engines_agree
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState, read_state
+from trainer_pool.state.shards import ShardReader, restore_rng
+from trainer_pool.state.writer import CheckpointWriter, SaveReport
 from trainer_pool.step import StepBatch, train_step
 from trainer_pool.types import SupervisedExample, TrainerSpec, TrainReport, WarmStartReport
 from trainer_pool.warm_start import warm_start
@@ -68,7 +70,18 @@ class TrainerRank:
         )
         self._run_state = self._loop.run(RunState.connect(spec.redis_url, spec.run, spec.buffer))
         self._weights: CheckpointEngine | None = None
-        self._checkpoints = CheckpointStore(Path(spec.run_dir) / "checkpoints")
+        self._writer = CheckpointWriter(
+            CheckpointStore(
+                Path(spec.run_dir) / "checkpoints",
+                num_kept=config.keep_checkpoints,
+                keep_every=config.keep_checkpoint_every,
+            ),
+            self._engine.state_layout(),
+            self._ranks,
+            uses_gpu=spec.uses_gpu,
+            timeout_s=config.timeout_s,
+            on_end=self._end_checkpoint,
+        )
         self._export_dir = Path(spec.run_dir) / "final_model"
         self._stop_requested = threading.Event()
         self._is_training = False
@@ -78,15 +91,20 @@ class TrainerRank:
         self._step = 0
         self._version = 0
         self._saved_step = 0
-        self._unsaved_group_ids: list[str] = []
+        self._unsaved: list[tuple[int, tuple[str, ...]]] = []
+        """Steps that no durable checkpoint contains, with their groups."""
+        self._unsaved_lock = threading.Lock()
         self._restored: TrainState | None = None
         if spec.resume_from is not None:
             self._restore(Path(spec.resume_from))
 
     def _restore(self, folder: Path) -> None:
         """Go on from the checkpoint in `folder`, as `publish_initial` tells all others."""
-        self._engine.load(folder)
         self._restored = state = read_state(folder)
+        with ShardReader(folder) as reader:
+            self._engine.restore_state(reader, state.num_updates)
+            if reader.layout.num_ranks == self._ranks.num_ranks:
+                restore_rng(folder, self._ranks.rank)
         self._step = self._saved_step = state.step
         newest = max(self._loop.run(self._run_state.trainer_version()), self._spec.newest_version)
         # A number that has named other weights since is never used again.
@@ -169,6 +187,7 @@ class TrainerRank:
             self._run_step()
         if self._saved_step < self._step:
             self._checkpoint()
+        self._writer.finish()
         self._engine.export(self._export_dir)
         # The last evaluation must use the final weights.
         self._sending.drain(self._version, self._spec.config.timeout_s)
@@ -255,11 +274,15 @@ class TrainerRank:
             batch,
             config,
             learning_rate=learning_rate(self._step, config.learning_rate, config.lr_warmup_steps),
-            before_update=self._sending.guard,
+            before_update=self._guard_copies,
         )
         # A group that no rank had must not be counted as trained.
         assert stats.num_groups == len(kept_ids), (stats.num_groups, kept_ids)
         return stats
+
+    def _guard_copies(self) -> None:
+        self._sending.guard()
+        self._writer.guard()
 
     def _compare_engines(self, stats: StepStats) -> None:
         """Once, on the first tokens that engines sampled with the version being trained."""
@@ -283,34 +306,47 @@ class TrainerRank:
                 f"{len(kept_ids) - num_consumed} of its groups went back to the buffer, where they "
                 "would be trained again; start again from the last checkpoint"
             )
-        self._unsaved_group_ids += kept_ids
+        with self._unsaved_lock:
+            self._unsaved.append((self._step, kept_ids))
 
     def _publish_weights(self) -> PublishReport:
         """Copy this rank's shards; they are sent while training continues."""
         return self._sending.publish(self._version, self._engine.shards())
 
     def _checkpoint(self) -> None:
-        """Save all shards; once they are durable, acknowledge the groups that they contain."""
-        if self._is_lead:
-            self._checkpoints.begin(self._step)
-        self._ranks.barrier()
-        self._engine.save(self._checkpoints.writing_folder(self._step))
-        self._ranks.barrier()
+        """Copy all shards; they are written while training continues."""
+        progress = TaskProgress(positions={}, untrained=())
         if self._is_lead:
             progress = self._loop.run(self._buffer.task_progress(self._step))
-            self._checkpoints.commit(
-                TrainState(
-                    step=self._step,
-                    version=self._version,
-                    lineage=self._lineage,
-                    consumed_group_ids=tuple(self._unsaved_group_ids),
-                    task_positions=dict(progress.positions),
-                    untrained_prompts=progress.untrained,
-                )
-            )
-            self._loop.run(self._buffer.ack(self._step, self._lineage))
-            self._unsaved_group_ids.clear()
+        with self._unsaved_lock:
+            group_ids = tuple(group_id for _, ids in self._unsaved for group_id in ids)
+        state = TrainState(
+            step=self._step,
+            version=self._version,
+            num_updates=self._engine.num_updates,
+            lineage=self._lineage,
+            consumed_group_ids=group_ids,
+            task_positions=dict(progress.positions),
+            untrained_prompts=progress.untrained,
+        )
+        self._writer.save(state, self._engine.state_shards())
         self._saved_step = self._step
+
+    def _end_checkpoint(self, report: SaveReport) -> None:
+        """Acknowledge the groups that a durable checkpoint contains; on rank 0, in its thread."""
+        step = report.state.step
+        if report.error is None:
+            self._loop.run(self._buffer.ack(step, self._lineage))
+            with self._unsaved_lock:
+                self._unsaved = [entry for entry in self._unsaved if entry[0] > step]
+        record: dict[str, float | int | str] = {
+            "step": step,
+            "bytes": report.num_bytes,
+            "write_s": report.write_s,
+        }
+        if report.error is not None:
+            record["error"] = report.error
+        self._loop.run(self._run_state.append_metrics(record, kind="checkpoint"))
 
     def _record(self, stats: StepStats, report: PublishReport, times: _StepTimes) -> None:
         waits = {"rollout": times.lease_wait_s, "weight_sync": report.wait_s + report.snapshot_s}

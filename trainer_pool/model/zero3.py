@@ -30,13 +30,12 @@ from configs.choices import Backend, Dtype
 from configs.schema import TrainerConfig
 from trainer_pool.collectives import Collectives
 from trainer_pool.model.checkpoint_names import check_names
-from trainer_pool.state.checkpoint import refuse_foreign
+from trainer_pool.state.shards import ShardReader
 from weight_sync.layout import Layout
 from weight_sync.sender.snapshot import Shard
 from weight_sync.types import TensorSpec
 
 ADAM_EPSILON = 1e-8
-_CHECKPOINT_TAG = "zero3"
 _GATHER_ELEMENTS = 50_000_000
 """Elements gathered on every rank at once during an export."""
 
@@ -86,7 +85,7 @@ def join_ranks(
     # deepspeed uses the existing group.
     deepspeed.init_distributed(dist_backend=name, auto_mpi_discovery=False, verbose=False)
     device = address.device if name == "nccl" else torch.device("cpu")
-    return Collectives(rank=address.rank, num_ranks=address.num_ranks, device=device)
+    return Collectives(rank=address.rank, num_ranks=address.num_ranks, device=device, store=store)
 
 
 def leave_ranks() -> None:
@@ -138,8 +137,19 @@ class Zero3Engine:
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=adam, config=settings, dist_init_required=False
         )
+        self._create_moments()
         adam.register_step_pre_hook(self._leave_out_empty_update)
         self._engine.train()
+
+    def _create_moments(self) -> None:
+        """What torch's AdamW creates in its first step, so that it can be restored before."""
+        optimizer = self._engine.optimizer
+        for flat in optimizer.fp32_partitioned_groups_flat:
+            optimizer.optimizer.state[flat] = {
+                "step": torch.zeros((), dtype=torch.float32, device=flat.device),
+                "exp_avg": torch.zeros_like(flat),
+                "exp_avg_sq": torch.zeros_like(flat),
+            }
 
     def logits(self, tokens_BT: Tensor, num_last: int) -> Tensor:
         """[B, num_last, V] next-token logits of the last `num_last` positions.
@@ -236,24 +246,84 @@ class Zero3Engine:
             num_elements += parameter.ds_numel
         yield bucket
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's shards of weights and optimizer below `folder`."""
-        self._engine.save_checkpoint(str(folder), tag=_CHECKPOINT_TAG)
+    # The training state, for checkpoints ---------------------------------------------------------
 
-    def load(self, folder: Path) -> None:
-        """Restore weights and optimizer from `save`, with the same number of ranks.
+    def state_layout(self) -> Layout:
+        """All that `restore_state` needs, as whole tensors: of each trained parameter the float32
+        weights, by its name, and the optimizer's state, as NAME:KEY. Not a collective."""
+        specs = []
+        for name, parameter in self._engine.module.named_parameters():
+            shape = tuple(parameter.ds_shape)
+            for key in ("", *self._optimizer_keys(parameter)):
+                dtype = torch.float32 if parameter.requires_grad else parameter.ds_tensor.dtype
+                text = str(dtype).removeprefix("torch.")
+                specs.append(TensorSpec(name=_state_name(name, key), dtype=text, shape=shape))
+        return Layout.of(specs, self.num_ranks)
 
-        Raises ValueError if `folder` was written by a different number of ranks, is not a
-        checkpoint, or could have been written by another user: DeepSpeed unpickles it.
+    def state_shards(self) -> Iterator[Shard]:
+        """This rank's pieces of `state_layout`, as views of the live state. Not a collective."""
+        for name, parameter in self._engine.module.named_parameters():
+            start, stop = self._own_range(parameter)
+            for key in ("", *self._optimizer_keys(parameter)):
+                tensor = self._local_state(parameter, key)[: stop - start]
+                yield Shard(name=_state_name(name, key), tensor=tensor)
+
+    @property
+    def num_updates(self) -> int:
+        """Of the optimizer, since its state was new: Adam corrects its bias by it."""
+        states = self._engine.optimizer.optimizer.state.values()
+        return max((int(state["step"]) for state in states if "step" in state), default=0)
+
+    def restore_state(self, reader: ShardReader, num_updates: int) -> None:
+        """Continue from a state that any number of ranks wrote. Not a collective.
+
+        Raises ValueError if it is that of another model.
         """
-        refuse_foreign(folder)
-        num_shards = len(list((folder / _CHECKPOINT_TAG).glob("*optim_states.pt")))
-        if num_shards != self.num_ranks:
+        expected = {spec.name: spec.shape for spec in self.state_layout().tensors}
+        found = {spec.name: spec.shape for spec in reader.layout.tensors}
+        if expected != found:
+            wrong = sorted(n for n in {*expected, *found} if expected.get(n) != found.get(n))
             raise ValueError(
-                f"trainer.num_ranks={self.num_ranks}: the checkpoint {folder} holds the shards of "
-                f"{num_shards} ranks; use that many"
+                f"the checkpoint is of another model: it and model.path={self._model_path!r} "
+                f"differ in {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}"
             )
-        self._engine.load_checkpoint(str(folder), tag=_CHECKPOINT_TAG)
+        for name, parameter in self._engine.module.named_parameters():
+            start, stop = self._own_range(parameter)
+            for key in ("", *self._optimizer_keys(parameter)):
+                piece = reader.read(_state_name(name, key), start, stop)
+                self._local_state(parameter, key)[: stop - start].copy_(piece)
+                if not key:
+                    parameter.ds_tensor.data.flatten()[: stop - start].copy_(piece)
+        for state in self._engine.optimizer.optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(num_updates)
+
+    def _own_range(self, parameter: Any) -> tuple[int, int]:
+        """This rank's elements of the flattened parameter; the last ranks' are partly padding."""
+        share = parameter.ds_tensor.numel()
+        start = min(dist.get_rank() * share, parameter.ds_numel)
+        return start, min(start + share, parameter.ds_numel)
+
+    def _optimizer_keys(self, parameter: Any) -> list[str]:
+        """Names of the optimizer's state that is as large as the parameter."""
+        if not parameter.requires_grad:
+            return []
+        optimizer = self._engine.optimizer
+        group, *_ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        flat = optimizer.fp32_partitioned_groups_flat[group]
+        state = optimizer.optimizer.state[flat]
+        return sorted(key for key, value in state.items() if value.numel() == flat.numel())
+
+    def _local_state(self, parameter: Any, key: str) -> Tensor:
+        """[share] the float32 weights of this rank's piece, or the optimizer's state of this key;
+        the piece itself of a parameter that is not trained."""
+        if not parameter.requires_grad:
+            flat: Tensor = parameter.ds_tensor.flatten()
+        elif key:
+            flat = deepspeed.utils.safe_get_local_optimizer_state(parameter, key)
+        else:
+            flat = deepspeed.utils.safe_get_local_fp32_param(parameter)
+        return flat.detach()
 
     def export(self, folder: Path) -> None:
         """Write the whole model and its tokenizer for `from_pretrained`; rank 0 does the work."""
@@ -287,6 +357,10 @@ def _load(model_path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> An
             f"model.path={model_path!r}: neither a folder with a Hugging Face model nor the name "
             f"of one that can be reached; correct model.path ({error})"
         ) from error
+
+
+def _state_name(parameter: str, key: str) -> str:
+    return f"{parameter}:{key}" if key else parameter
 
 
 def _quieten() -> None:

@@ -4,7 +4,7 @@
       .writing-step-000100/     being written; the next checkpoint removes one that a crash left
       step-000050/
         state.json              step and version of the run
-        zero3/ ...              every rank's shards
+        rank-00.safetensors ... every rank's shards, and layout.json, which describes them
       latest                    names the newest complete one
 
 Written, synced to disk, renamed, and only then named by `latest`: after `commit` returns, the
@@ -24,7 +24,6 @@ from buffer.types import PromptRef
 
 _STATE_FILE = "state.json"
 _LATEST_FILE = "latest"
-_NUM_KEPT = 2
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -36,6 +35,8 @@ class TrainState:
     """Completed steps."""
     version: int
     """Version of the weights in the checkpoint."""
+    num_updates: int
+    """Of the optimizer."""
     lineage: str
     """Identifies the chain of checkpoints; a resume starts a new one."""
     consumed_group_ids: tuple[str, ...]
@@ -48,10 +49,14 @@ class TrainState:
 
 
 class CheckpointStore:
-    """A run's checkpoints. Rank 0 calls `begin` and `commit`; in between all ranks write."""
+    """A run's checkpoints. Rank 0 calls `begin` and `commit` or `discard`; in between all ranks
+    write."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, num_kept: int = 2, keep_every: int | None = None) -> None:
+        """Keeps the newest `num_kept`, and those of every `keep_every` steps for ever."""
         self.folder = folder
+        self._num_kept = num_kept
+        self._keep_every = keep_every
 
     def writing_folder(self, step: int) -> Path:
         """The folder of the shards of `step` until the checkpoint is committed."""
@@ -66,7 +71,7 @@ class CheckpointStore:
         self.writing_folder(step).mkdir()
 
     def commit(self, state: TrainState) -> Path:
-        """Make the written checkpoint durable and the latest; keeps only the newest two."""
+        """Make the written checkpoint durable and the latest; removes old ones."""
         written = self.writing_folder(state.step)
         (written / _STATE_FILE).write_text(json.dumps(asdict(state), indent=1))
         _close_to_others(written)
@@ -81,11 +86,15 @@ class CheckpointStore:
         self._prune()
         return final
 
+    def discard(self, step: int) -> None:
+        """Remove what was written of a checkpoint that failed; never raises."""
+        shutil.rmtree(self.writing_folder(step), ignore_errors=True)
+
     def latest(self) -> tuple[Path, TrainState] | None:
         """The newest complete checkpoint with its state; None if there is none.
 
         Raises ValueError if `latest` names a folder that is not a checkpoint, or that another user
-        could have written to: DeepSpeed unpickles it, which runs any code in it.
+        could have written to.
         """
         pointer = self.folder / _LATEST_FILE
         if not pointer.exists():
@@ -113,8 +122,10 @@ class CheckpointStore:
         _sync(self.folder)
 
     def _prune(self) -> None:
-        for old in sorted(self.folder.glob("step-*"))[:-_NUM_KEPT]:
-            shutil.rmtree(old)
+        for old in sorted(self.folder.glob("step-*"))[: -self._num_kept]:
+            step = int(old.name.removeprefix("step-"))
+            if self._keep_every is None or step % self._keep_every:
+                shutil.rmtree(old, ignore_errors=True)  # the next one tries again
 
 
 def read_state(folder: Path) -> TrainState:
@@ -124,6 +135,7 @@ def read_state(folder: Path) -> TrainState:
         return TrainState(
             step=int(fields["step"]),
             version=int(fields["version"]),
+            num_updates=int(fields["num_updates"]),
             lineage=str(fields["lineage"]),
             consumed_group_ids=tuple(fields["consumed_group_ids"]),
             task_positions={int(k): int(at) for k, at in fields["task_positions"].items()},
@@ -153,7 +165,7 @@ def _refuse_of_others(path: Path) -> None:
     else:
         return
     raise ValueError(
-        f"{path} {why}: loading a checkpoint runs whatever code is in it. If you trust it, {fix}"
+        f"{path} {why}: it may not be what this run has written. If you trust it, {fix}"
     )
 
 

@@ -42,6 +42,7 @@ def run_dir(tmp_path: Path, config: Config) -> RunDir:
         TrainState(
             step=6,
             version=9,
+            num_updates=3,
             lineage="one",
             consumed_group_ids=(),
             task_positions={0: 30},

@@ -15,6 +15,7 @@ def state(step: int) -> TrainState:
     return TrainState(
         step=step,
         version=step + 1,
+        num_updates=3,
         lineage="chain",
         consumed_group_ids=("a", "b"),
         task_positions={0: 12, 3: 9},
@@ -102,7 +103,7 @@ def test_checkpoint_that_others_may_write_is_not_loaded(tmp_path: Path, name: st
     write_checkpoint(store, 1)
     path = store.folder / name
     path.chmod(path.stat().st_mode | 0o020)
-    with pytest.raises(ValueError, match="can be written by others: loading a checkpoint runs"):
+    with pytest.raises(ValueError, match="can be written by others: it may not be what"):
         store.latest()
 
 

@@ -37,7 +37,9 @@ from tests.support.blocking import BlockingRunState
 from trainer_pool.collectives import Collectives
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
 from trainer_pool.rank import TrainerRank
-from trainer_pool.state.checkpoint import CheckpointStore
+from trainer_pool.state.checkpoint import CheckpointStore, TrainState
+from trainer_pool.state.shards import ShardReader
+from trainer_pool.state.writer import CheckpointWriter, SaveReport
 from trainer_pool.step import StepBatch, train_step
 from trainer_pool.types import SupervisedExample, TrainerSpec, WarmStartReport
 from trainer_pool.warm_start import warm_start
@@ -52,7 +54,7 @@ def config_for(num_ranks: int) -> TrainerConfig:
     return TrainerConfig(
         num_ranks=num_ranks,
         groups_per_step=4,
-        num_minibatches=2,
+        num_minibatches=2 if num_ranks < 4 else 1,
         micro_batch_tokens=48,  # few rows a pass, so that the ranks differ in the number of passes
         learning_rate=1e-2,
         max_grad_norm=0.5,
@@ -119,7 +121,16 @@ class Scenario:
         self.ranks = ranks
         self.config = config_for(ranks.num_ranks)
         self.results: dict[str, object] = {"steps": []}
-        self.checkpoint = folder / f"checkpoint-{ranks.num_ranks}"
+        self.store = CheckpointStore(folder / f"checkpoints-{ranks.num_ranks}")
+        self.saved: list[SaveReport] = []
+        self.writer = CheckpointWriter(
+            self.store,
+            engine.state_layout(),
+            ranks,
+            uses_gpu=False,
+            timeout_s=60.0,
+            on_end=self.saved.append,
+        )
 
     def whole_run(self) -> None:
         if self.ranks.num_ranks == 1:
@@ -132,13 +143,36 @@ class Scenario:
         self.warm_start()
 
     def resume(self) -> None:
-        self.engine.load(self.checkpoint)
+        self.restore(2)
         self.train(SAVE_AFTER, NUM_STEPS)
         self.write()
-        try:
-            self.engine.load(self.folder / "checkpoint-1")
-        except ValueError as error:
-            self.results["refusal"] = str(error)
+
+    def reshard(self) -> None:
+        """From 2 ranks to 4, and to 1; what each has of the state is written again."""
+        self.restore({4: 2, 1: 4}[self.ranks.num_ranks])
+        self.save(SAVE_AFTER)
+        self.writer.finish()
+        for name, tensor in self.engine.named_tensors():  # what the next pass would see
+            self.results[name] = float(tensor.double().sum())
+
+    def restore(self, num_ranks: int) -> None:
+        """The state that so many ranks have saved."""
+        found = CheckpointStore(self.folder / f"checkpoints-{num_ranks}").latest()
+        assert found is not None
+        with ShardReader(found[0]) as reader:
+            self.engine.restore_state(reader, found[1].num_updates)
+
+    def save(self, step: int) -> None:
+        state = TrainState(
+            step=step,
+            version=step,
+            num_updates=self.engine.num_updates,
+            lineage="one",
+            consumed_group_ids=(),
+            task_positions={},
+            untrained_prompts=(),
+        )
+        self.writer.save(state, self.engine.state_shards())
 
     def train_and_publish(self) -> None:
         """Every step's weights as bfloat16, in full and as deltas; waits for the last one only."""
@@ -205,8 +239,9 @@ class Scenario:
                 )
             steps.append(stats.record())
             if step + 1 == SAVE_AFTER:
-                self.engine.save(self.checkpoint)
+                self.save(step + 1)  # the next steps do not wait for the disk
             after_step(step + 1)
+        self.writer.finish()
         self.results["steps"] = steps
         self.results["calls"] = calls
 
@@ -302,13 +337,6 @@ def run_loop(
     output = Path(spec.run_dir)
     name = "again" if is_resumed else "rank"
     (output / f"{name}-{address.rank}.json").write_text(json.dumps(results))
-    if address.rank == 0 and not is_resumed:
-        latest = CheckpointStore(output / "checkpoints").latest()
-        assert latest is not None
-        code = (folder / "documented.py").read_text()
-        names: dict[str, Any] = {}
-        exec(code.replace("runs/NAME/checkpoints/step-000050", str(latest[0])), names)
-        torch.save(names["weights"], output / "read.pt")
 
 
 def stop_after(trainer: TrainerRank, spec: TrainerSpec) -> None:
@@ -340,8 +368,13 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
     engine = Zero3Engine(str(folder / "model"), config_for(num_ranks), address)
     output = folder / f"{name}-{num_ranks}"
     scenario = Scenario(folder, output, engine, ranks)
-    {"whole_run": scenario.whole_run, "resume": scenario.resume}[name]()
+    {
+        "whole_run": scenario.whole_run,
+        "resume": scenario.resume,
+        "reshard": scenario.reshard,
+    }[name]()
     if rank == 0:
+        output.mkdir(exist_ok=True)
         (output / "results.json").write_text(json.dumps(scenario.results))
     ranks.barrier()
     engine.close()

@@ -1,0 +1,149 @@
+"""The training state on disk: one safetensors file a rank, read by any number of ranks.
+
+    rank-00.safetensors    [embed 0 | q 0 | ... | embed:exp_avg 0 | ...]    rank 0's pieces, flat
+    rank-01.safetensors    [embed 1 | q 1 | ... | embed:exp_avg 1 | ...]
+    layout.json            the whole tensors, and over how many ranks they are cut
+
+Of each trained parameter there are the float32 weights under its Hugging Face name, and the
+optimizer's state. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from weight_sync.layout import Layout
+from weight_sync.types import TensorSpec
+
+LAYOUT_FILE = "layout.json"
+_SYNC_BYTES = 256 * 2**20
+"""Written between two syncs, so that the last one does not find everything still in memory."""
+
+
+def shard_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:02d}.safetensors"
+
+
+def write_layout(folder: Path, layout: Layout) -> None:
+    (folder / LAYOUT_FILE).write_text(json.dumps(layout.to_json()))
+
+
+def write_shards(folder: Path, layout: Layout, rank: int, stream: Tensor) -> None:
+    """Write a rank's `stream` [bytes], its pieces in the order of the layout, to the disk itself.
+
+    Raises OSError.
+    """
+    pieces = layout.pieces[rank]
+    specs = [
+        TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=(piece.num_elements(tensor),))
+        for piece in pieces
+        for tensor in [layout.tensors[piece.tensor]]
+    ]
+    data = stream.numpy().data
+    with shard_file(folder, rank).open("wb", buffering=0) as file:
+        if specs:
+            _write(file.fileno(), memoryview(Layout.of(specs, 1).file_header))
+        for start in range(0, len(data), _SYNC_BYTES):
+            _write(file.fileno(), data[start : start + _SYNC_BYTES])
+            os.fsync(file.fileno())
+        os.fsync(file.fileno())
+
+
+def write_rng(folder: Path, rank: int) -> None:
+    """Write the state of torch's random numbers in this process."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    text = json.dumps({device: state.numpy().tobytes().hex() for device, state in states.items()})
+    _rng_file(folder, rank).write_text(text)
+
+
+def restore_rng(folder: Path, rank: int) -> None:
+    """Go on with the random numbers of `rank`. Raises ValueError."""
+    try:
+        states = json.loads(_rng_file(folder, rank).read_text())
+        tensors = {
+            device: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+            for device, text in states.items()
+        }
+        torch.set_rng_state(tensors["cpu"])
+        if "cuda" in tensors and torch.cuda.is_available():
+            torch.cuda.set_rng_state(tensors["cuda"])
+    except (OSError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{_rng_file(folder, rank)} cannot be read: {error}") from error
+
+
+def _rng_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:02d}.rng.json"
+
+
+def _write(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+class ShardReader:
+    """Reads the state that some number of ranks wrote.
+
+    Example, any part of a tensor whichever ranks wrote it, and a whole one:
+
+        with ShardReader(Path("runs/NAME/checkpoints/step-000050")) as reader:
+            piece = reader.read("model.embed_tokens.weight", 1000, 2000)
+            weights = reader.tensor("model.embed_tokens.weight")
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ValueError if `folder` is not a whole checkpoint of this form."""
+        self._folder = folder
+        self._open = ExitStack()
+        try:
+            self.layout = Layout.from_json(json.loads((folder / LAYOUT_FILE).read_text()))
+            self._files = [
+                self._open.enter_context(safe_open(shard_file(folder, rank), "pt"))
+                for rank in range(self.layout.num_ranks)
+            ]
+        except (OSError, ValueError, SafetensorError) as error:
+            self._open.close()
+            raise ValueError(f"{folder} is not a whole checkpoint: {error}") from error
+        self._specs = {tensor.name: tensor for tensor in self.layout.tensors}
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """[stop - start] elements of the flattened tensor. Raises ValueError if it is not there."""
+        spec = self._specs.get(name)
+        if spec is None or stop > spec.num_elements:
+            raise ValueError(
+                f"{self._folder} does not hold elements {start} to {stop} of {name}: it is of "
+                "another model"
+            )
+        share = -(-spec.num_elements // self.layout.num_ranks)
+        parts = []
+        while start < stop:
+            rank = start // share
+            end = min(stop, (rank + 1) * share)
+            piece = self._files[rank].get_slice(name)
+            parts.append(piece[start - rank * share : end - rank * share])
+            start = end
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    def tensor(self, name: str) -> Tensor:
+        spec = self._specs[name]
+        return self.read(name, 0, spec.num_elements).reshape(spec.shape)
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._open.close()

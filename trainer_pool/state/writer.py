@@ -1,0 +1,168 @@
+"""Writes checkpoints beside training.
+
+    training     wait for the one before ── copy of the shards ──► next step
+    thread                                        └── write, sync ──► told to rank 0
+    of rank 0    all are written ── state, rename, sync ──► durable: its groups are acknowledged
+
+Training waits only for the copy. An error of the disk costs the checkpoint, not the run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+from trainer_pool.collectives import Collectives
+from trainer_pool.state.checkpoint import CheckpointStore, TrainState
+from trainer_pool.state.shards import write_layout, write_rng, write_shards
+from weight_sync.layout import Layout
+from weight_sync.sender.snapshot import Shard, Snapshots
+
+_WRITTEN = "written"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SaveReport:
+    """How the writing of one checkpoint ended, on rank 0."""
+
+    state: TrainState
+    num_bytes: int
+    write_s: float
+    """From the end of the copy until it was durable."""
+    error: str | None
+    """Why there is no checkpoint of this step."""
+
+
+class CheckpointWriter:
+    """One rank's part in the run's checkpoints. All ranks make the same calls, but `guard`.
+
+    Example:
+
+        writer = CheckpointWriter(store, engine.state_layout(), ranks, ..., on_end=acknowledge)
+        writer.save(state, engine.state_shards())   # returns when they are copied
+        ...                                         # the next steps; call `guard` before updates
+        writer.finish()                             # durable, or reported to `on_end`
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        layout: Layout,
+        ranks: Collectives,
+        *,
+        uses_gpu: bool,
+        timeout_s: float,
+        on_end: Callable[[SaveReport], None],
+    ) -> None:
+        """Takes host memory for this rank's state, pinned with `uses_gpu`. `timeout_s`: for rank 0
+        to wait for the others' files. `on_end` is called on rank 0, in a thread."""
+        assert ranks.store is not None
+        self._store = store
+        self._layout = layout
+        self._ranks = ranks
+        # A waiting client blocks all its callers. (torch's stubs do not know `clone`.)
+        self._notices: TCPStore = ranks.store.clone()  # type: ignore[attr-defined]
+        self._timeout_s = timeout_s
+        self._on_end = on_end
+        self._snapshots = Snapshots(layout, ranks.rank, 1, should_pin=uses_gpu)
+        self._num_saves = 0
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, state: TrainState, shards: Iterable[Shard]) -> None:
+        """Copy `shards` and begin to write them; waits for the checkpoint before."""
+        self.finish()
+        self._num_saves += 1
+        error = self._begin(state)
+        if not self._ranks.broadcast_flags([error is None])[0]:
+            if error is not None:
+                self._on_end(SaveReport(state=state, num_bytes=0, write_s=0.0, error=error))
+            return
+        self._snapshots.capture(0, self._num_saves, shards)
+        self._thread = threading.Thread(
+            target=self._run, args=(self._num_saves, state), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def guard(self) -> None:
+        """Call before the weights change: on a GPU they may still be being copied."""
+        self._snapshots.guard()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is durable, or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _begin(self, state: TrainState) -> str | None:
+        try:
+            if self._ranks.rank == 0:
+                self._store.begin(state.step)
+        except OSError as error:
+            return str(error)
+        return None
+
+    def _run(self, number: int, state: TrainState) -> None:
+        try:
+            began = time.perf_counter()
+            self._write(number, state)
+            if self._ranks.rank == 0:
+                error = self._conclude(number, state)
+                self._on_end(
+                    SaveReport(
+                        state=state,
+                        num_bytes=self._layout.num_bytes,
+                        write_s=time.perf_counter() - began,
+                        error=error,
+                    )
+                )
+        except BaseException as error:  # raised in the training thread
+            self._error = error
+
+    def _write(self, number: int, state: TrainState) -> None:
+        notice, rank = _WRITTEN, self._ranks.rank
+        try:
+            stream = self._snapshots.stream(0, number, self._timeout_s)
+            folder = self._store.writing_folder(state.step)
+            write_shards(folder, self._layout, rank, stream)
+            write_rng(folder, rank)
+        except OSError as error:
+            notice = f"trainer-{rank}: {error}"
+        self._notices.set(_key(number, rank), notice)
+
+    def _conclude(self, number: int, state: TrainState) -> str | None:
+        """Commits the checkpoint if all ranks have written; returns why not."""
+        keys = [_key(number, rank) for rank in range(self._ranks.num_ranks)]
+        try:
+            for rank, key in enumerate(keys):
+                try:
+                    self._notices.wait([key], timedelta(seconds=self._timeout_s))
+                except RuntimeError as error:
+                    raise TimeoutError(
+                        f"trainer-{rank} did not write its part within trainer.timeout_s="
+                        f"{self._timeout_s:g}"
+                    ) from error
+            notices = [self._notices.get(key).decode() for key in keys]
+            if failed := [notice for notice in notices if notice != _WRITTEN]:
+                raise OSError("; ".join(failed))
+            write_layout(self._store.writing_folder(state.step), self._layout)
+            self._store.commit(state)
+        except OSError as error:  # a TimeoutError is one
+            self._store.discard(state.step)
+            return str(error)
+        finally:
+            for key in keys:
+                self._notices.delete_key(key)
+        return None
+
+
+def _key(number: int, rank: int) -> str:
+    return f"checkpoint/{number}/{rank}"
