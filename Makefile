@@ -10,6 +10,8 @@ DIR ?=
 URL ?=
 WATCH ?=
 VERSION ?=
+STEP ?=
+TO ?=
 
 PYTHON_BIN := .venv/bin/python
 LEASH := $(PYTHON_BIN) -m controller.main
@@ -19,7 +21,7 @@ RUN_FLAG := $(if $(RUN),--run $(RUN)) $(if $(DIR),--dir $(DIR))
 BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock check-lock launch resume dry-run status stop report tune timeline depth trace show quarantine buffer-dump buffer-load \
+.PHONY: help install lock check-lock launch resume dry-run status stop report export tune timeline depth trace show quarantine buffer-dump buffer-load \
 	test test-unit test-machine test-servers test-fast soak bench bench-weights bench-rollout lint format typecheck docs clean
 
 help: ## this list
@@ -51,6 +53,9 @@ stop: install ## stop a run from another shell (RUN=name; default: the newest)
 
 report: install ## rewrite summary, plots and result of a run from its files (RUN=name; default: the newest)
 	@$(LEASH) report $(RUN_FLAG)
+
+export: install ## write the model of a checkpoint for transformers: make export [STEP=...] [TO=folder] [RUN=name]
+	@$(LEASH) export $(RUN_FLAG) $(if $(STEP),--step $(STEP)) $(if $(TO),--to '$(TO)')
 
 tune: install ## change a running job: make tune MAX_STALENESS=2 [RUN=name]
 	@$(LEASH) tune $(RUN_FLAG) --max-staleness $(MAX_STALENESS)

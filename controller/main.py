@@ -1,5 +1,6 @@
-"""The command line: `leash launch | resume | dry-run | status | stop | report | tune | timeline`,
-and for a run's buffer `leash depth | trace | show | quarantine | buffer-dump | buffer-load`.
+"""The command line: `leash launch | resume | dry-run | status | stop | report | export |
+tune | timeline`, and for a run's buffer `leash depth | trace | show | quarantine | buffer-dump |
+buffer-load`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by a signal.
 
@@ -68,6 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     on_run("status", "what a run is doing, and its bottleneck", "commands.status:print_status")
     on_run("stop", "end a run and whatever is left of it", "commands.stop:stop_run")
     on_run("report", "rewrite summary, plots and result of a run", "report.summary:print_report")
+    export = on_run(
+        "export", "write the model of a checkpoint for transformers", "commands.export:export_model"
+    )
+    export.add_argument("--step", type=int, help="default: the newest checkpoint's")
+    export.add_argument("--to", type=Path, help="folder (default: in the run's)")
     tune = on_run("tune", "change a setting of a running job", "commands.tune:set_max_staleness")
     tune.add_argument("--max-staleness", type=int, required=True)
     timeline = on_run(
@@ -218,7 +224,12 @@ def _on_existing_run(arguments: argparse.Namespace) -> int:
     from controller.run_dir import RunDir
 
     run_dir = RunDir.find(arguments.dir, arguments.run)
-    if arguments.verb in ("stop", "report", "timeline"):  # they write into the run's folder
+    if arguments.verb in (
+        "stop",
+        "report",
+        "timeline",
+        "export",
+    ):  # they write into the run's folder
         os.umask(run_dir.umask)
     module, _, function = arguments.function.partition(":")
     common = ("verb", "run", "dir", "function")

@@ -24,6 +24,7 @@ SWEEP_S = 5.0
 
 
 _CONTROLLERS_KINDS = frozenset({"phase", "eval", EVAL_FAILED, "buffer", RESUMED})
+REPORTED = ("step", "checkpoint")
 _NUMBERS_OF_A_STEP = ("step", "version")
 _MAX_STEP = 2**53
 
@@ -38,16 +39,17 @@ class Recorder:
         log: MetricsLog,
         show: Callable[[RunView], None],
         view: RunView,
-        on_step: Callable[[Record], None],
+        on_record: Callable[[Record], None],
         history: Sequence[Record] = (),
     ) -> None:
-        """`history`: what a run that goes on has recorded."""
+        """`on_record` gets the records of the kinds in REPORTED. `history`: what a run that goes on
+        has recorded."""
         self._buffer = buffer
         self._state = state
         self._log = log
         self._show = show
         self._view = view
-        self._on_step = on_step
+        self._on_record = on_record
         for record in history:
             view.apply(record)
         self._last_at = history[-1].t if history else time.time()
@@ -80,8 +82,8 @@ class Recorder:
             if not _is_of_a_process(entry.kind, entry.record):
                 continue
             record = self.record(entry.kind, entry.record, id=entry.id)
-            if entry.kind == "step":
-                self._on_step(record)
+            if entry.kind in REPORTED:
+                self._on_record(record)
         return len(entries)
 
     async def sample_buffer(self) -> None:

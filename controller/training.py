@@ -22,7 +22,7 @@ from controller.report.state import RunView
 from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
 from controller.watch.evaluation import evaluate, should_hold, try_evaluate
-from controller.watch.remarks import eval_failed_words
+from controller.watch.remarks import checkpoint_failed_words, eval_failed_words
 from controller.watch.supervise import RunFailed, cause_of, death, error_of, failure
 from processes.child import exit_of
 from processes.pending import Pending, T
@@ -108,7 +108,7 @@ class Training:
         history = read_metrics(self._dir.metrics)
         log = cleanup.enter_context(MetricsLog(self._dir.metrics))
         self._recorder = Recorder(
-            self._buffer, self._state, log, self._panel.show, view, self._evaluate_if_due, history
+            self._buffer, self._state, log, self._panel.show, view, self._react, history
         )
         if self._resumed_step is not None:
             await self._recorder.resume(self._resumed_step)
@@ -143,6 +143,12 @@ class Training:
     async def _enter_phase(self, phase: str) -> None:
         await self._state.set_phase(phase)
         self._recorder.record("phase", {"phase": phase})
+
+    def _react(self, record: Record) -> None:
+        if record.kind == "step":
+            self._evaluate_if_due(record)
+        elif "error" in record.values:
+            self._panel.say(checkpoint_failed_words(record))
 
     # Evaluation ----------------------------------------------------------------------------------
 

@@ -21,7 +21,12 @@ from controller.metrics.weights import median
 from controller.report.state import RunView
 from controller.units import format_count, format_duration
 from controller.watch.bottleneck import MUCH, bottleneck_sentence
-from controller.watch.remarks import buffer_remarks, engine_remarks, eval_failed_words
+from controller.watch.remarks import (
+    buffer_remarks,
+    checkpoint_failed_words,
+    engine_remarks,
+    eval_failed_words,
+)
 
 SPARKS = "▁▂▃▄▅▆▇█"
 WIDE_BAR, NARROW_BAR = 14, 8
@@ -142,6 +147,9 @@ def render(view: RunView, width: int, hint: str = "Ctrl-C stops everything") -> 
         remarks += engine_remarks(view.stats, view.weights.lost_engines)
         parts += [Text(printable(remark), style="yellow") for remark in remarks]
     parts += [Text(alarm.sentence, style="bold red") for alarm in view.alarms]
+    if view.checkpoint_failure is not None:
+        words = checkpoint_failed_words(view.checkpoint_failure)
+        parts.append(Text(printable(words), style="yellow"))
     if view.eval_failure is not None:
         parts.append(Text(printable(eval_failed_words(view.eval_failure)), style="yellow"))
     parts.append(_bottleneck(view))

@@ -36,6 +36,8 @@ class RunView:
     evals: list[Record] = field(default_factory=list)
     eval_failure: Record | None = None
     """Record of the last evaluation, if it failed."""
+    checkpoint_failure: Record | None = None
+    """Record of the last checkpoint, if it failed."""
     alarms: list[Alarm] = field(default_factory=list)
     """Alarms after the last step."""
     stats: BufferStats | None = None
@@ -71,6 +73,8 @@ class RunView:
             self.eval_failure = None
         elif record.kind == EVAL_FAILED:
             self.eval_failure = record
+        elif record.kind == "checkpoint":
+            self.checkpoint_failure = record if "error" in record.values else None
         elif record.kind == "buffer":
             self._sample(record.t, waits_of(record), counters_of(record))
         else:

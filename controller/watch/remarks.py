@@ -43,6 +43,15 @@ def eval_failed_words(record: Record) -> str:
     return f"The evaluation of version {version:.0f} failed; training continues: {why}"
 
 
+def checkpoint_failed_words(record: Record) -> str:
+    """The sentence for a `checkpoint` record with an error."""
+    step, why = record.count("step"), record.values.get("error")
+    return (
+        f"There is no checkpoint of step {step}, but training continues: {why}. Free space, or "
+        "move run.dir; the next one tries again."
+    )
+
+
 def _blocked(stats: BufferStats) -> str:
     # A push is counted when its wait ends: a full buffer is reported before the first one.
     full, times = _full(stats), stats.push_blocked

@@ -18,7 +18,7 @@ from configs.load import ConfigError, load_config, to_yaml
 from configs.schema import BufferConfig, Config
 from controller.metrics.records import RESUMED, MetricsLog, Record, read_metrics
 from controller.recorder import Recorder
-from controller.report.panel import Panel
+from controller.report.panel import Panel, render
 from controller.report.result import summarize
 from controller.report.state import RunView
 from controller.run_dir import RunDir, RunDirError
@@ -197,3 +197,14 @@ async def test_engines_and_receivers_of_a_run_that_has_ended_are_forgotten(
     assert await buffer.setting("groups_per_step") == 4
     await buffer.close()
     await state.close()
+
+
+def test_checkpoint_that_fails_is_told_until_one_succeeds() -> None:
+    view = RunView(run="a", num_steps=8, started=0.0)
+    values = {"step": 4, "bytes": 0, "write_s": 0.1}
+    failed = {**values, "error": "trainer-1: [Errno 28] No space left on device"}
+    view.apply(Record(t=1.0, kind="checkpoint", values=failed))
+    text = "\n".join(str(segment.text) for segment in Console(width=200).render(render(view, 200)))
+    assert "There is no checkpoint of step 4, but training continues: trainer-1" in text
+    view.apply(Record(t=2.0, kind="checkpoint", values=values))
+    assert view.checkpoint_failure is None

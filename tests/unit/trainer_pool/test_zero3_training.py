@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +44,7 @@ from configs.schema import ScratchModelConfig
 from tests.support.blocking import BlockingReplayBuffer, BlockingRunState
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.state.checkpoint import CheckpointStore
+from trainer_pool.state.export import export_checkpoint
 from trainer_pool.state.shards import ShardReader
 from weight_sync.layout import Layout
 from weight_sync.receiver.client import ReceiverClient
@@ -85,11 +88,14 @@ class Ranks:
                 start_new_session=True,
             )
 
-    def run(self, scenario: str, num_ranks: int) -> Path:
-        """The folder of its results."""
+    def exit_codes(self, scenario: str, num_ranks: int) -> list[str]:
         assert self._process.stdin is not None and self._process.stdout is not None
         print(scenario, num_ranks, file=self._process.stdin, flush=True)
-        codes = self._process.stdout.readline().split()
+        return self._process.stdout.readline().split()
+
+    def run(self, scenario: str, num_ranks: int) -> Path:
+        """The folder of its results."""
+        codes = self.exit_codes(scenario, num_ranks)
         output = self.folder / f"{scenario}-{num_ranks}"
         logs = [*self.folder.glob(f"{output.name}-*.log"), self.folder / "ranks.log"]
         assert codes == ["0"] * num_ranks, "\n".join(log.read_text()[-3000:] for log in logs)
@@ -320,6 +326,41 @@ def test_checkpoint_of_two_ranks_is_read_by_four_and_theirs_by_one(
         assert sums[0][name] == sums[1][name] == float(tensors[name].double().sum()), name
 
 
+def test_full_disk_of_one_rank_costs_its_checkpoint_and_not_the_run(
+    ranks: Ranks, two_ranks: Outcome
+) -> None:
+    results = json.loads((ranks.run("full_disk", 2) / "results.json").read_text())
+    first, failed, last = results["errors"]
+    assert first is None and last is None
+    assert failed.startswith("trainer-1: [Errno 27] File too large"), failed
+    assert results["latest_then"] == 1
+    assert results["left"] == ["latest", "step-000001"]
+    assert results["steps"] == two_ranks.results["steps"][1:2]
+
+
+NUM_KILLS = int(os.environ.get("LEASH_SOAK_CHECKPOINT_KILLS", "3"))
+LAST_MOMENT = 24
+"""Of a rank with a checkpoint after each of 4 steps of two updates; rank 0 has twice as many."""
+
+
+@pytest.mark.parametrize("seed", range(NUM_KILLS))
+def test_ranks_killed_at_any_moment_of_a_step_or_checkpoint_go_on_bitwise_equal(
+    ranks: Ranks, folder: Path, two_ranks: Outcome, seed: int
+) -> None:
+    dice = random.Random(seed)
+    rank = dice.randrange(2)
+    kill = {"rank": rank, "moment": dice.randint(1, LAST_MOMENT * (2 - rank))}
+    shutil.rmtree(folder / "checkpoints-chain", ignore_errors=True)
+    (folder / "kill.json").write_text(json.dumps(kill))
+    assert ranks.exit_codes("chain", 2)[rank] == "-9", kill  # it was killed indeed
+    (folder / "kill.json").write_text(json.dumps({"rank": -1}))
+    outcome = ranks.outcome("chain", 2)
+    print(kill, "went on after step", outcome.results["first"])
+    assert outcome.results["steps"] == two_ranks.results["steps"][outcome.results["first"] :]
+    for name, weights in two_ranks.weights.items():
+        np.testing.assert_array_equal(weights, outcome.weights[name], err_msg=name)
+
+
 def test_export_has_hugging_face_names_and_the_trained_weights(two_ranks: Outcome) -> None:
     model = AutoModelForCausalLM.from_pretrained(two_ranks.export)
     names = {name for name, _ in model.named_parameters()}
@@ -463,6 +504,15 @@ def test_last_checkpoint_contains_the_last_step_and_the_weights_that_engines_ser
         assert reader.layout.num_ranks == 2
         for name, weights in loop.engine_weights.items():
             assert torch.equal(reader.tensor(name).to(weights.dtype), weights), name
+    exported = loop.run_dir / "exported"
+    model_path = loop.run_dir.parent / "model"
+    export_checkpoint(folder, str(model_path), exported)
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    assert {name for name, _ in model.named_parameters()} == set(loop.engine_weights)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.detach(), loop.engine_weights[name]), name
+    assert torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)  # tied, as it was
+    assert (exported / "tokenizer.json").exists()
 
 
 def test_each_step_is_recorded_with_its_times(loop: LoopOutcome) -> None:

@@ -11,13 +11,17 @@ Redis server named in `redis.txt`.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import resource
+import signal
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -155,6 +159,69 @@ class Scenario:
         for name, tensor in self.engine.named_tensors():  # what the next pass would see
             self.results[name] = float(tensor.double().sum())
 
+    def chain(self) -> None:
+        """Train on from the last checkpoint, if there is one, with one after each step.
+
+        `kill.json` may name a rank that is killed at a moment: right before its n-th update, write,
+        sync or renaming of a file.
+        """
+        self.store.folder = self.folder / "checkpoints-chain"
+        found, first = self.store.latest(), 0
+        if found is not None:
+            with ShardReader(found[0]) as reader:
+                self.engine.restore_state(reader, found[1].num_updates)
+            first = found[1].step
+        with self.killed_at_a_moment():
+            self.train(first, NUM_STEPS, save_after=range(1, NUM_STEPS + 1))
+        self.results["first"] = first
+        self.write()
+
+    @contextlib.contextmanager
+    def killed_at_a_moment(self) -> Iterator[None]:
+        kill = json.loads((self.folder / "kill.json").read_text())
+        if kill["rank"] != self.ranks.rank:
+            yield
+            return
+        moments = itertools.count(1)
+
+        def before(call: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                if next(moments) == kill["moment"]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*args, **kwargs)
+
+            return wrapped
+
+        with contextlib.ExitStack() as patches:
+            for owner, name in (
+                (self.engine, "step"),
+                *((os, name) for name in ("write", "fsync", "rename", "replace")),
+            ):
+                patches.enter_context(patch.object(owner, name, before(getattr(owner, name))))
+            yield
+
+    def full_disk(self) -> None:
+        """Rank 1 can write nothing: its checkpoint fails, training goes on, the next succeeds."""
+        self.store.folder = self.folder / "checkpoints-full"
+        self.save(1)
+        self.writer.finish()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        if self.ranks.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        self.train(0, 1, save_after=())
+        self.save(2)
+        self.train(1, 2, save_after=())
+        self.writer.finish()
+        latest = self.store.latest()
+        assert latest is not None
+        self.results["latest_then"] = latest[1].step
+        self.results["left"] = sorted(path.name for path in self.store.folder.iterdir())
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        self.save(3)
+        self.writer.finish()
+        self.results["errors"] = [report.error for report in self.saved]
+
     def restore(self, num_ranks: int) -> None:
         """The state that so many ranks have saved."""
         found = CheckpointStore(self.folder / f"checkpoints-{num_ranks}").latest()
@@ -212,6 +279,7 @@ class Scenario:
         last: int,
         before_update: Callable[[], None] = lambda: None,
         after_step: Callable[[int], object] = lambda version: None,
+        save_after: Collection[int] = (SAVE_AFTER,),
     ) -> None:
         steps = []
         calls: list[str] = []
@@ -238,7 +306,7 @@ class Scenario:
                     before_update=noted("before_update", before_update),
                 )
             steps.append(stats.record())
-            if step + 1 == SAVE_AFTER:
+            if step + 1 in save_after:
                 self.save(step + 1)  # the next steps do not wait for the disk
             after_step(step + 1)
         self.writer.finish()
@@ -372,6 +440,8 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
         "whole_run": scenario.whole_run,
         "resume": scenario.resume,
         "reshard": scenario.reshard,
+        "chain": scenario.chain,
+        "full_disk": scenario.full_disk,
     }[name]()
     if rank == 0:
         output.mkdir(exist_ok=True)
