@@ -22,7 +22,7 @@ BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock check-lock launch resume dry-run status stop report export tune timeline depth trace show quarantine buffer-dump buffer-load \
-	test test-unit test-machine test-servers test-fast soak bench bench-weights bench-rollout lint format typecheck docs clean
+	test test-unit test-machine test-servers test-fast soak bench bench-weights bench-rollout bench-checkpoint lint format typecheck docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -118,6 +118,9 @@ bench-weights: install ## the checkpoint engine against the wire and other ways 
 
 bench-rollout: install ## four ways to schedule rollouts on a real engine, and the pool's overhead; last line RESULT {json}
 	@$(PYTHON_BIN) benchmarks/rollout.py $(ARGS)
+
+bench-checkpoint: install ## what a checkpoint costs training, against a bare copy and DeepSpeed's own; last line RESULT {json}
+	@$(PYTHON_BIN) benchmarks/checkpoint.py $(ARGS)
 
 lint: install ## ruff, and formatting
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check .

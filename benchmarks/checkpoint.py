@@ -1,0 +1,191 @@
+"""What a checkpoint costs training: the copy of the state, and what DeepSpeed's own would.
+
+python benchmarks/checkpoint.py            # two ranks, 113M parameters; a minute
+python benchmarks/checkpoint.py --short    # a tiny model; the figures mean little
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from socket import create_server
+from statistics import median
+
+# This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
+sys.path.pop(0)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+import torch
+
+from benchmarks.report import Report
+from benchmarks.team import Member
+from configs.choices import Backend
+from configs.schema import ScratchModelConfig, TrainerConfig
+from trainer_pool.model.scratch import build_scratch_model
+from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks
+from trainer_pool.state.checkpoint import CheckpointStore, TrainState
+from trainer_pool.state.writer import CheckpointWriter
+
+NUM_RANKS = 2
+SMALL = ScratchModelConfig(
+    hidden_size=768,
+    intermediate_size=3072,
+    num_layers=12,
+    num_heads=12,
+    num_kv_heads=12,
+    head_dim=64,
+)
+TINY = ScratchModelConfig()
+TIMEOUT_S = 120.0
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Costs:
+    """Seconds of one rank in one round."""
+
+    copy_s: float
+    """Its pieces of the state into warm memory, and nothing else."""
+    stall_s: float
+    """Until training goes on."""
+    durable_s: float
+    step_s: float
+    step_beside_s: float
+    """A step that begins when the copy is done."""
+    deepspeed_s: float
+    """DeepSpeed's save_checkpoint, for which training stands still."""
+    num_bytes: int
+
+
+class Rank:
+    """A rank of the trainer; its first work is the warm-up."""
+
+    def __init__(self, folder: Path, rank: int, port: int) -> None:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_RANK": "0"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        torch.set_num_threads(1)
+        address = RankAddress(
+            rank=rank, num_ranks=NUM_RANKS, host="127.0.0.1", port=port, uses_gpu=False
+        )
+        listener = create_server(("127.0.0.1", port)) if rank == 0 else None
+        self._ranks = join_ranks(address, Backend.gloo, TIMEOUT_S, listener)
+        self._engine = Zero3Engine(
+            str(folder / "model"), TrainerConfig(num_ranks=NUM_RANKS), address
+        )
+        self._folder = folder
+        self._writer = CheckpointWriter(
+            CheckpointStore(folder / "checkpoints"),
+            self._engine.state_layout(),
+            self._ranks,
+            uses_gpu=False,
+            timeout_s=TIMEOUT_S,
+            on_end=lambda report: None,
+        )
+        self._warm = [torch.zeros_like(shard.tensor) for shard in self._engine.state_shards()]
+
+    def work(self, number: int) -> Costs:
+        step_s = self._timed(self._step)
+        copy_s = self._timed(self._copy)
+        began = time.perf_counter()
+        stall_s = self._timed(partial(self._save, number))
+        step_beside_s = self._timed(self._step)
+        self._writer.finish()
+        self._ranks.barrier()
+        durable_s = time.perf_counter() - began
+        deepspeed_s = self._timed(self._save_by_deepspeed)
+        return Costs(
+            copy_s=copy_s,
+            stall_s=stall_s,
+            durable_s=durable_s,
+            step_s=step_s,
+            step_beside_s=step_beside_s,
+            deepspeed_s=deepspeed_s,
+            num_bytes=self._engine.state_layout().num_bytes,
+        )
+
+    def _timed(self, what: partial[None] | object) -> float:
+        self._ranks.barrier()
+        began = time.perf_counter()
+        what()  # type: ignore[operator]
+        return time.perf_counter() - began
+
+    def _copy(self) -> None:
+        for warm, shard in zip(self._warm, self._engine.state_shards(), strict=True):
+            warm.copy_(shard.tensor)
+
+    def _save(self, step: int) -> None:
+        state = TrainState(
+            step=step,
+            version=step,
+            num_updates=self._engine.num_updates,
+            lineage="",
+            consumed_group_ids=(),
+            task_positions={},
+            untrained_prompts=(),
+        )
+        self._writer.save(state, self._engine.state_shards())
+
+    def _step(self) -> None:
+        tokens = torch.randint(0, 256, (1, 128))
+        logits = self._engine.logits(tokens, 128)
+        self._writer.guard()
+        self._engine.backward(logits.float().logsumexp(-1).mean())
+        self._engine.step(1e-5)
+
+    def _save_by_deepspeed(self) -> None:
+        self._engine._engine.save_checkpoint(str(self._folder / "deepspeed"), tag="one")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--short", action="store_true", help="a tiny model, few rounds")
+    is_short = parser.parse_args().short
+    report = Report("checkpoint")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        build_scratch_model(TINY if is_short else SMALL, folder / "model", 0)
+        with create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        ranks = [Member(partial(Rank, folder, rank, port)) for rank in range(NUM_RANKS)]
+        try:
+            for rank in ranks:
+                rank.result()
+            rounds = [measure(ranks, number) for number in range(1, 3 if is_short else 8)][1:]
+        finally:
+            for rank in ranks:
+                rank.close()
+    report_costs(report, [costs for both in rounds for costs in both])
+    report.close()
+
+
+def measure(ranks: list[Member], number: int) -> list[Costs]:
+    for rank in ranks:
+        rank.begin(number)
+    return [rank.result()[1] for rank in ranks]
+
+
+def report_costs(report: Report, costs: list[Costs]) -> None:
+    def middle(name: str) -> float:
+        return median(getattr(each, name) for each in costs)
+
+    report.row("state of all ranks", f"{costs[0].num_bytes / 1e6:.0f} MB")
+    for name in ("copy_s", "stall_s", "durable_s", "deepspeed_s", "step_s", "step_beside_s"):
+        report.figure(name, middle(name), "median of all rounds and ranks")
+    copies = middle("copy_s")
+    report.target(
+        "stall_vs_copy", middle("stall_s") / copies, "<=", 1.3, "stands still, against the copy"
+    )
+    report.figure("deepspeed_vs_copy", middle("deepspeed_s") / copies, "save_checkpoint")
+    report.figure(
+        "step_beside_vs_step", middle("step_beside_s") / middle("step_s"), "while it is written"
+    )
+
+
+if __name__ == "__main__":
+    main()
