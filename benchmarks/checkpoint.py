@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -109,10 +110,10 @@ class Rank:
             num_bytes=self._engine.state_layout().num_bytes,
         )
 
-    def _timed(self, what: partial[None] | object) -> float:
+    def _timed(self, what: Callable[[], None]) -> float:
         self._ranks.barrier()
         began = time.perf_counter()
-        what()  # type: ignore[operator]
+        what()
         return time.perf_counter() - began
 
     def _copy(self) -> None:
@@ -172,7 +173,7 @@ def measure(ranks: list[Member], number: int) -> list[Costs]:
 
 def report_costs(report: Report, costs: list[Costs]) -> None:
     def middle(name: str) -> float:
-        return median(getattr(each, name) for each in costs)
+        return float(median(getattr(each, name) for each in costs))
 
     report.row("state of all ranks", f"{costs[0].num_bytes / 1e6:.0f} MB")
     for name in ("copy_s", "stall_s", "durable_s", "deepspeed_s", "step_s", "step_beside_s"):

@@ -137,6 +137,8 @@ class TrainerConfig(Section):
     """The newest ones that are kept."""
     keep_checkpoint_every: int | None = field(default=None, metadata=at_least(1))
     """Checkpoints of every so many steps are kept for ever; None keeps only the newest."""
+    max_restarts: int = field(default=3, metadata=at_least(0))
+    """How often the ranks start again from the last checkpoint after one of them has died."""
     timeout_s: float = field(default=600.0, metadata=SECONDS)
     """Longest that one collective among the trainer ranks may take."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)

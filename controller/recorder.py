@@ -52,7 +52,7 @@ class Recorder:
         self._on_record = on_record
         for record in history:
             view.apply(record)
-        self._last_at = history[-1].t if history else time.time()
+        self._ended_at = history[-1].t if history else None
         """When the run ended that goes on."""
         self._last_id = next((r.id for r in reversed(history) if r.id), STREAM_START)
 
@@ -72,12 +72,16 @@ class Recorder:
         """Record that the run goes on after `step`. Call it before the trainer takes another."""
         while await self.drain_metrics(block_s=0):
             pass  # what a controller that was killed has not recorded
-        self.record(RESUMED, {"step": step, "away_s": time.time() - self._last_at})
+        away_s = 0.0 if self._ended_at is None else time.time() - self._ended_at
+        self._ended_at = None
+        self.record(RESUMED, {"step": step, "away_s": away_s})
 
     async def drain_metrics(self, block_s: float) -> int:
         """Record what has arrived, waiting up to `block_s` for the first; returns how many."""
         entries = await self._state.read_metrics(self._last_id, block_s)
         for entry in entries:
+            if _place(entry.id) <= _place(self._last_id):
+                continue  # another call, which waited for it too, has recorded it
             self._last_id = entry.id
             if not _is_of_a_process(entry.kind, entry.record):
                 continue
@@ -111,6 +115,12 @@ class Recorder:
         self._view.observe(now, stats, waits, counters)
         self._show(self._view)
         return buffer_values(stats, waits, counters)
+
+
+def _place(entry_id: str) -> tuple[int, int]:
+    """The order of a stream's entries."""
+    milliseconds, _, number = entry_id.partition("-")
+    return int(milliseconds), int(number)
 
 
 def _is_of_a_process(kind: str, values: Mapping[str, Scalar]) -> bool:

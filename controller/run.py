@@ -22,6 +22,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from buffer.redis.address import MASK, PASSWORD_VARIABLE, with_password
@@ -332,8 +333,12 @@ class Run:
                 for name in by_size
             }
             ranks, engines, workers = (reserved[name] for name in bundles)
+            spec = self._trainer_spec(plan)
             pools = Pools(
-                trainer=TrainerPool.create(self._trainer_spec(plan), ranks),
+                trainer=TrainerPool.create(spec, ranks),
+                new_trainer=lambda folder: TrainerPool.create(
+                    replace(spec, resume_from=str(folder)), ranks
+                ),
                 rollout=RolloutPool.create(self._rollout_spec(plan), engines, workers),
             )
             cleanup.callback(self._stop_pools, pools)  # here: the end of the step may raise Stopped

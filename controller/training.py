@@ -7,8 +7,10 @@ final numbers of the buffer are recorded for summary and plots.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -28,6 +30,7 @@ from processes.child import exit_of
 from processes.pending import Pending, T
 from rollout_pool.pool import RolloutPool
 from trainer_pool.pool import TrainerPool
+from trainer_pool.state.checkpoint import CheckpointStore
 from trainer_pool.types import TrainReport
 
 FINAL_SAMPLE_S = 5.0
@@ -36,10 +39,12 @@ DEATH_GRACE_S = 3.0
 """How long a failure waits for the report of a death that may have caused it."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(kw_only=True, slots=True)
 class Pools:
     rollout: RolloutPool
     trainer: TrainerPool
+    new_trainer: Callable[[Path], TrainerPool]
+    """Ranks that go on from a checkpoint, in the place of those of `trainer`, which are gone."""
 
 
 class Training:
@@ -71,6 +76,8 @@ class Training:
         self._training: dict[str, Pending[TrainReport]] = {}
         """Result of each rank's training, once it has started."""
         self._deaths: list[asyncio.Task[RunFailed]] = []
+        """Each ends the run."""
+        self._trainer_deaths: list[asyncio.Task[RunFailed]] = []
         self._redis_watch: asyncio.Task[RunFailed] | None = None
         self._evaluation: asyncio.Task[None] | None = None
         self._may_evaluate = False
@@ -79,8 +86,12 @@ class Training:
         """Train to the last step. Raises Stopped, and RunFailed naming the first dead process."""
         async with AsyncExitStack() as cleanup:
             await self._open(cleanup)
-            self._deaths = self._watch_deaths()
-            cleanup.callback(_cancel, self._deaths)
+            self._deaths = self._watch(self._pools.rollout.deaths())
+            if self._redis_pid is not None:
+                self._redis_watch = asyncio.create_task(self._redis_death(self._redis_pid))
+                self._deaths.append(self._redis_watch)
+            self._trainer_deaths = self._watch(self._pools.trainer.deaths())
+            cleanup.callback(lambda: _cancel([*self._deaths, *self._trainer_deaths]))
             try:
                 async with asyncio.TaskGroup() as tasks:
                     background = [
@@ -127,18 +138,58 @@ class Training:
         generating = [
             tasks.create_task(self._await_result(n, r)) for n, r in pools.rollout.run().items()
         ]
-        self._training = pools.trainer.train()
-        reports = await asyncio.gather(
-            *(self._await_result(n, r) for n, r in self._training.items())
-        )
+        report = await self._train()
         await self._enter_phase("evaluating the result")
         await asyncio.gather(*(self._await_result(n, r) for n, r in pools.rollout.stop().items()))
         await asyncio.gather(*generating)
         await self._recorder.drain_metrics(block_s=0)
         if self._evaluation is not None:
             await self._evaluation
-        await self._evaluate(reports[0].version)
+        await self._evaluate(report.version)
         await self._state.set_phase("finished")
+
+    async def _train(self) -> TrainReport:
+        """Train to the last step. If a rank dies, all start again from the last checkpoint, up to
+        trainer.max_restarts times; generation goes on within its credits."""
+        for restarts_left in range(self._config.trainer.max_restarts, -1, -1):
+            self._training = self._pools.trainer.train()
+            try:
+                results = (self._await_result(n, r) for n, r in self._training.items())
+                return (await asyncio.gather(*results))[0]
+            except RunFailed:
+                # The others fail in a collective, maybe before the death is reported.
+                death = await self._first_of(self._trainer_deaths, DEATH_GRACE_S)
+                if death is None:
+                    raise
+                if not restarts_left:
+                    raise death from None
+            await self._restart_trainer(death)
+        raise AssertionError("unreachable")
+
+    async def _restart_trainer(self, death: RunFailed) -> None:
+        """Raises `death` if there is no checkpoint."""
+        found = CheckpointStore(self._dir.path / "checkpoints").latest()
+        if found is None:
+            raise death
+        folder, state = found
+        self._panel.say(f"{str(death).partition(';')[0]}: the ranks go on from step {state.step}")
+        await self._enter_phase("restarting the trainer")
+        self._training = {}
+        _cancel(self._trainer_deaths)
+        # The others may hang in a collective.
+        await asyncio.to_thread(self._pools.trainer.close, 0.0)
+        pool = self._pools.trainer = self._pools.new_trainer(folder)
+        self._trainer_deaths = self._watch(pool.deaths())
+        async with asyncio.timeout(self._config.cluster.start_timeout_s):
+            (rendezvous,) = await self._results(pool.open_rendezvous())
+            await self._results(pool.start(rendezvous))
+            await self._results(pool.connect())
+            await self._results(pool.publish_initial())
+        await self._recorder.resume(state.step)
+        await self._enter_phase("training")
+
+    async def _results(self, pending: Mapping[str, Pending[T]]) -> list[T]:
+        return await asyncio.gather(*(self._await_result(n, r) for n, r in pending.items()))
 
     async def _enter_phase(self, phase: str) -> None:
         await self._state.set_phase(phase)
@@ -207,13 +258,8 @@ class Training:
 
     # Deaths and their causes ---------------------------------------------------------------------
 
-    def _watch_deaths(self) -> list[asyncio.Task[RunFailed]]:
-        ends = {**self._pools.rollout.deaths(), **self._pools.trainer.deaths()}
-        watches = [asyncio.create_task(self._death_of(name, ref)) for name, ref in ends.items()]
-        if self._redis_pid is not None:
-            self._redis_watch = asyncio.create_task(self._redis_death(self._redis_pid))
-            watches.append(self._redis_watch)
-        return watches
+    def _watch(self, ends: Mapping[str, Pending[str]]) -> list[asyncio.Task[RunFailed]]:
+        return [asyncio.create_task(self._death_of(name, ref)) for name, ref in ends.items()]
 
     async def _death_of(self, name: str, ref: Pending[str]) -> RunFailed:
         try:
@@ -230,6 +276,12 @@ class Training:
         done, _ = await asyncio.wait(self._deaths, return_when=asyncio.FIRST_COMPLETED)
         raise next(iter(done)).result()
 
+    async def _first_of(
+        self, deaths: list[asyncio.Task[RunFailed]], timeout_s: float
+    ) -> RunFailed | None:
+        done, _ = await asyncio.wait(deaths, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return next(iter(done)).result() if done else None
+
     async def _await_result(self, name: str, ref: Pending[T]) -> T:
         """The result of another process; an error names the process."""
         try:
@@ -242,10 +294,8 @@ class Training:
         first = _first(group)
         if isinstance(first, Stopped | ValueError):
             return first
-        done, _ = await asyncio.wait(
-            self._deaths, timeout=DEATH_GRACE_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        return next(iter(done)).result() if done else first
+        deaths = [*self._deaths, *self._trainer_deaths]
+        return await self._first_of(deaths, DEATH_GRACE_S) or first
 
 
 async def _value(ref: Pending[T]) -> T:

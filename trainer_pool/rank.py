@@ -90,7 +90,7 @@ class TrainerRank:
         self._lineage = uuid4().hex
         self._step = 0
         self._version = 0
-        self._saved_step = 0
+        self._saved_step = -1
         self._unsaved: list[tuple[int, tuple[str, ...]]] = []
         """Steps that no durable checkpoint contains, with their groups."""
         self._unsaved_lock = threading.Lock()
@@ -183,6 +183,8 @@ class TrainerRank:
 
     def _train(self) -> TrainReport:
         start = time.perf_counter()
+        if self._saved_step < self._step:
+            self._checkpoint()  # so that a run can go on from its first step, too
         while self._step < self._spec.config.num_steps and not self._should_stop():
             self._run_step()
         if self._saved_step < self._step:

@@ -24,7 +24,7 @@ from rollouts import slow_reward
 from rollouts.ledger import Ledger
 from rollouts.picture import Event, Picture
 from rollouts.play import play
-from rollouts.victims import Kind
+from rollouts.victims import OF_THE_ROLLOUT_POOL, trainer_ranks
 
 from controller.metrics.records import Record, read_metrics
 from tests.support.launches import (
@@ -37,6 +37,7 @@ from tests.support.launches import (
     listens_beyond_loopback,
     result_of,
     resume,
+    wait_for_line,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]  # every wait of a play has a bound
@@ -84,7 +85,9 @@ def test_killed_members_under_load_lose_no_prompt_and_shrink_no_group(tmp_path: 
     assert the_play.process.returncode == 130, the_play.kill_log()
     assert json.loads((run / "run.json").read_text())["state"] == "stopped"
     assert_saved(run)
-    assert Counter(kill.victim.kind for kill in the_play.kills) == dict.fromkeys(Kind, NUM_KILLS)
+    assert Counter(kill.victim.kind for kill in the_play.kills) == dict.fromkeys(
+        OF_THE_ROLLOUT_POOL, NUM_KILLS
+    )
     assert all(kill.is_over for kill in the_play.kills)
     ledger = the_play.ledger
     assert consumed and ledger.whole >= consumed
@@ -102,19 +105,30 @@ def test_killed_members_under_load_lose_no_prompt_and_shrink_no_group(tmp_path: 
 
 
 def goes_on_to_its_end(runs: Path, before: list[Record]) -> None:
-    """The run that was stopped, resumed with more steps: nothing is trained twice or renumbered."""
-    last = before[-1].count("step")
-    process = resume(runs, f"trainer.num_steps={last + QUIET_STEPS}", "rollout.reward_actors=0")
-    output = finish(process)
+    """The run that was stopped, resumed with more steps; then a trainer rank is killed. Nothing is
+    trained twice, renumbered or given up."""
+    run, last = runs / RUN, before[-1].count("step")
+    num_steps = last + 2 * QUIET_STEPS
+    process = resume(runs, f"trainer.num_steps={num_steps}", "trainer.checkpoint_every=2")
+    seen = wait_for_line(process, f"step {last + QUIET_STEPS}/")
+    (victim,) = (one for one in trainer_ranks(run) if one.name == "trainer-1")
+    victim.kill()
+    output = seen + finish(process)
     assert process.returncode == 0, output[-6000:]
     result = result_of(output)
-    assert (result["steps"], result["state"]) == (last + QUIET_STEPS, "finished")
+    assert (result["steps"], result["state"]) == (num_steps, "finished")
     assert result["is_conserved"] and result["max_staleness_trained"] <= 2
-    assert result["groups_trained"] == 4 * result["steps"]
-    after = read_metrics(runs / RUN / "metrics.jsonl", "step")[len(before) :]
-    assert [step.count("step") for step in after] == list(range(last + 1, last + 1 + QUIET_STEPS))
+    after = read_metrics(run / "metrics.jsonl", "step")[len(before) :]
+    assert [step.count("step") for step in after] == list(range(last + 1, num_steps + 1))
     versions = [step.count("version") for step in (*before, *after)]
     assert versions == sorted(set(versions))
+    first, again = read_metrics(run / "metrics.jsonl", "resumed")
+    assert first.count("step") == last
+    assert last + QUIET_STEPS - 2 <= again.count("step") <= num_steps, "two steps are lost at most"
+    assert "trainer-1 died: the ranks go on from step" in output
+    # Groups of a step that was undone were trained again, or dropped with its version.
+    assert set(result["groups_dropped"]) <= {"stale", "lineage"}
+    assert result["groups_trained"] == 4 * num_steps
     # The engines have the trainer's weights, from the first step on.
     assert max(step.number("logprob_diff_max") for step in after) <= 1e-4
 

@@ -23,7 +23,7 @@ from controller.run_dir import RunDir
 from rollout_pool.tasks.registry import build_task
 from rollouts.ledger import Ledger
 from rollouts.picture import Camera, Picture
-from rollouts.victims import Kind, Member, members
+from rollouts.victims import OF_THE_ROLLOUT_POOL, Kind, Member, members
 from tests.support.blocking import BlockingReplayBuffer
 from tests.support.launches import command_on
 
@@ -134,7 +134,7 @@ class Play:
 
     def kill_at_random(self, num_each: int) -> None:
         """Kills each kind so many times, in random order at random moments."""
-        waiting = [kind for kind in Kind for _ in range(num_each)]
+        waiting = [kind for kind in OF_THE_ROLLOUT_POOL for _ in range(num_each)]
         self.dice.shuffle(waiting)
         while waiting:
             pause_until = time.monotonic() + self.dice.uniform(*GAP_S)

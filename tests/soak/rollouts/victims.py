@@ -23,7 +23,10 @@ class Kind(StrEnum):
     scoring = "scoring process"
     scorer = "scorer actor"
     receiver = "receiver of weights"
+    trainer = "trainer rank"
 
+
+OF_THE_ROLLOUT_POOL = tuple(kind for kind in Kind if kind is not Kind.trainer)
 
 _WORDS = {
     Kind.engine: "rollout_pool.engines.sglang_server",
@@ -31,6 +34,7 @@ _WORDS = {
     Kind.scoring: "rollout_pool.rewards.process",
     Kind.scorer: "ray::ScorerActor",
     Kind.receiver: "weight_sync.receiver.app",
+    Kind.trainer: "ray::TrainerActor",
 }
 """Part of the command line of such a process, and of no other of the run."""
 
@@ -73,3 +77,7 @@ def _members(run: Path) -> Iterator[Member]:
             continue
         if environment.get(RUN_VARIABLE) == str(run) and PROCESS_VARIABLE in environment:
             yield Member(kind=kind, name=environment[PROCESS_VARIABLE], pid=process.pid)
+
+
+def trainer_ranks(run: Path) -> list[Member]:
+    return members(run)[Kind.trainer]
