@@ -26,7 +26,7 @@ from rollouts.picture import Event, Picture
 from rollouts.play import play
 from rollouts.victims import OF_THE_ROLLOUT_POOL, trainer_ranks
 
-from controller.metrics.records import Record, read_metrics
+from controller.metrics.records import Record, read_metrics, series
 from tests.support.launches import (
     RUN,
     Machine,
@@ -130,7 +130,7 @@ def goes_on_to_its_end(runs: Path, before: list[Record]) -> None:
     assert set(result["groups_dropped"]) <= {"stale", "lineage"}
     assert result["groups_trained"] == 4 * num_steps
     # The engines have the trainer's weights, from the first step on.
-    assert max(step.number("logprob_diff_max") for step in after) <= 1e-4
+    assert max(series(after, "logprob_diff_max")) <= 1e-4
 
 
 BEGUN = ("begun", "0-0", {"p": "task:0"})
