@@ -3,8 +3,8 @@
 Four launches show what a run is: one that trains to its end and one with two engines and long
 answers (here), one over two hosts that ends by a dead engine (test_two_hosts.py), and one in which
 a process of each kind is killed, which `stop` ends (tests/soak/test_rollout_faults.py). Two more
-are ended early, in their start. Among them they run every way to treat stragglers, stale groups and
-requests during a commit.
+are ended early, in their start. Among them they run every rollout.tail, buffer.on_stale and
+weight_sync.pause_mode.
 
 `make soak` sends more signals than CI does, each at another line of the log (LEASH_SOAK_SIGNALS).
 """
