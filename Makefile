@@ -49,8 +49,8 @@ stop: install ## stop a run from another shell (RUN=name; default: the newest)
 report: install ## rewrite summary, plots and result of a run from its files (RUN=name; default: the newest)
 	@$(LEASH) report $(RUN_FLAG)
 
-tune: install ## change a running job: make tune MAX_STALENESS=2 [RUN=name]
-	@$(LEASH) tune $(RUN_FLAG) --max-staleness $(MAX_STALENESS)
+tune: install ## change a running job: make tune MAX_STALENESS=2 [ARGS="rollout.tail=postpone ..."] [RUN=name]
+	@$(LEASH) tune $(RUN_FLAG) $(if $(MAX_STALENESS),buffer.max_staleness=$(MAX_STALENESS)) $(ARGS)
 
 timeline: install ## draw how a version reached the engines: make timeline [VERSION=...] [RUN=name]
 	@$(LEASH) timeline $(RUN_FLAG) $(if $(VERSION),--version $(VERSION))

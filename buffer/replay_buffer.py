@@ -550,7 +550,7 @@ class ReplayBuffer:
         """
         if value < 0:
             raise ValueError(f"buffer.max_staleness={value}: must be at least 0")
-        await self._scripts.run("run_state/set_max_staleness", value)
+        await self._scripts.run("run_state/change_settings", "max_staleness", value)
 
     async def get_max_staleness(self) -> int:
         value = await self.setting("max_staleness")

@@ -18,9 +18,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-_KEY, _OWN = "bound", object()
+_KEY, _LIVE, _OWN = "bound", "live", object()
 LARGEST_COUNT = 10**9
 """No setting needs more, and larger numbers overflow in libraries."""
 LARGEST_SIZE = 2**50
@@ -81,6 +81,9 @@ class Section:
                 yield Rule(bound.admits(value), field.name, f"must be {bound.words}")
 
 
+S = TypeVar("S", bound=Section)
+
+
 def _shown(value: object) -> object:
     """An Enum member as its name; an address without user, password and query."""
     if isinstance(value, Enum):
@@ -97,6 +100,44 @@ def _shown(value: object) -> object:
 def bound_of(field: dataclasses.Field[Any]) -> Bound | None:
     bound: Bound | None = field.metadata.get(_KEY)
     return bound
+
+
+def live(bound: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """Metadata of a field with this bound that may change while the run is going on."""
+    return {**(bound or {}), _LIVE: True}
+
+
+def is_live(field: dataclasses.Field[Any]) -> bool:
+    return _LIVE in field.metadata
+
+
+def live_names(section: type[Section]) -> tuple[str, ...]:
+    """Its fields that may change while the run is going on."""
+    fields = dataclasses.fields(section)  # type: ignore[arg-type]  # every subclass is one
+    return tuple(field.name for field in fields if is_live(field))
+
+
+def live_text(value: object) -> str:
+    """A live setting as text, for `with_live`."""
+    return value.name if isinstance(value, Enum) else str(value)
+
+
+def with_live(section: S, texts: Mapping[str, str]) -> S:
+    """The section with these live settings. Raises ValueError naming one that cannot be read."""
+    values: dict[str, object] = {}
+    for name, text in texts.items():
+        before = getattr(section, name)
+        try:
+            if isinstance(before, Enum):
+                values[name] = type(before)[text]
+            elif isinstance(before, bool):
+                values[name] = {"True": True, "False": False}[text]
+            else:
+                values[name] = type(before)(text)
+        except (KeyError, ValueError):
+            what = f"{section.SECTION}.{name}={text!r}"
+            raise ValueError(f"{what}: the run's Redis holds a value that cannot be read") from None
+    return dataclasses.replace(section, **values)  # type: ignore[type-var]
 
 
 def within(

@@ -202,15 +202,18 @@ def _without_password(url: str) -> str:
     return re.sub(r"([?&]password=)[^&]*", r"\1***", url)
 
 
-def read_config(path: Path) -> Config:
-    """Read settings that `to_yaml` wrote. Raises ConfigError."""
+def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read settings that `to_yaml` wrote, and apply `overrides`. Raises ConfigError."""
     try:
         tree = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {_first_line(error)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} contains no settings")
-    return _to_schema(OmegaConf.create(_literal(tree)))
+    settings = OmegaConf.create(_literal(tree))
+    for name, text in map(_split, overrides):
+        OmegaConf.update(settings, name, _value(name, text), force_add=True)
+    return _to_schema(settings)
 
 
 def options(group: str) -> dict[str, str]:

@@ -24,6 +24,7 @@ from configs.checks import (
     Rule,
     Section,
     at_least,
+    live,
     matching,
     within,
 )
@@ -170,8 +171,8 @@ class BufferConfig(Section):
     """CA certificates for a rediss:// server; None takes the system's."""
     shards: int = field(default=1, metadata=at_least(1))
     """Complete buffers that the groups are spread over, on one server or on a Redis Cluster."""
-    max_staleness: int = field(default=2, metadata=at_least(0))
-    """The most policy versions by which a trained token may lag. Can be changed during the run."""
+    max_staleness: int = field(default=2, metadata=live(at_least(0)))
+    """The most policy versions by which a trained token may lag."""
     on_stale: OnStale = OnStale.requeue
     max_retries: int = field(default=2, metadata=at_least(0))
     """How often a prompt whose group went stale is run again."""

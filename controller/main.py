@@ -65,8 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     on_run("status", "what a run is doing, and its bottleneck", "commands.status:print_status")
     on_run("stop", "end a run and whatever is left of it", "commands.stop:stop_run")
     on_run("report", "rewrite summary, plots and result of a run", "report.summary:print_report")
-    tune = on_run("tune", "change a setting of a running job", "commands.tune:set_max_staleness")
-    tune.add_argument("--max-staleness", type=int, required=True)
+    tune = on_run("tune", "change settings of a running job", "commands.tune:tune")
+    tune.add_argument("overrides", nargs="*", help="settings, as buffer.max_staleness=1")
     timeline = on_run(
         "timeline", "draw how a version reached the engines", "report.timeline:draw_timeline"
     )
