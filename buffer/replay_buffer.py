@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -543,14 +543,14 @@ class ReplayBuffer:
             position = next_position.decode()
         return found
 
-    async def set_max_staleness(self, value: int) -> None:
-        """Changes the bound of a running job. A lower bound applies from the next sweep or lease.
+    async def change_settings(self, values: Mapping[str, str | int]) -> None:
+        """Changes live settings of a running job, by their name without the section.
 
-        Raises ValueError for a negative value.
+        Every value must be one that a launch would take. A lower max_staleness applies from the
+        next sweep or lease.
         """
-        if value < 0:
-            raise ValueError(f"buffer.max_staleness={value}: must be at least 0")
-        await self._scripts.run("run_state/change_settings", "max_staleness", value)
+        pairs = [part for pair in values.items() for part in pair]
+        await self._scripts.run("run_state/change_settings", *pairs)
 
     async def get_max_staleness(self) -> int:
         value = await self.setting("max_staleness")

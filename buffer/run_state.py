@@ -218,15 +218,6 @@ class RunState:
 
     # Settings that change during the run -----------------------------------------------------
 
-    async def change_settings(self, values: Mapping[str, str]) -> None:
-        """Changes settings of the running job, by their name without the section."""
-        if not values:
-            return
-        pairs = [part for pair in values.items() for part in pair]
-        # The home shard last: what `live_settings` returns then holds in all shards.
-        for scripts in (*self._others, self._scripts):
-            await scripts.run("run_state/change_settings", *pairs)
-
     async def live_settings(self, names: Collection[str]) -> dict[str, str]:
         """Those of `names` that the run's Redis holds: others are as they were at the start."""
         values = await self._redis.hmget(self._keys("settings"), list(names))

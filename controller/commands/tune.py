@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
-from buffer.run_state import RunState
 from configs.checks import live_text
 from configs.load import read_config
 from configs.settings import all_settings, setting_named
-from controller.buffer_access import BufferAddress, open_state
+from controller.buffer_access import BufferAddress, open_state, opened
 from controller.run_dir import RunDir, RunDirError
 
 BY_ITS_ORDER = "the groups that the buffer holds are stored by it"
@@ -43,22 +42,23 @@ def tune(run_dir: RunDir, overrides: Sequence[str]) -> None:
 async def _tune(
     address: BufferAddress, run_dir: RunDir, overrides: Sequence[str], names: Mapping[str, None]
 ) -> None:
-    state = await open_state(address)
-    try:
-        now = await _live_overrides(state)
-        path = run_dir.path / "config.yaml"
-        before, after = read_config(path, now), read_config(path, [*now, *overrides])
-        texts = {name: live_text(attrgetter(name)(after)) for name in names}
-        await state.change_settings({n.rpartition(".")[2]: text for n, text in texts.items()})
-    finally:
-        await state.close()
+    now = await _live_overrides(address)
+    path = run_dir.path / "config.yaml"
+    before, after = read_config(path, now), read_config(path, [*now, *overrides])
+    texts = {name: live_text(attrgetter(name)(after)) for name in names}
+    async with opened(address) as buffer:
+        await buffer.change_settings({n.rpartition(".")[2]: text for n, text in texts.items()})
     for name, text in texts.items():
         print(f"{run_dir.name}: {name} {live_text(attrgetter(name)(before))} -> {text}")
 
 
-async def _live_overrides(state: RunState) -> list[str]:
+async def _live_overrides(address: BufferAddress) -> list[str]:
     """What holds now, where it may differ from the settings of the launch."""
-    held = await state.live_settings(LIVE)
+    state = await open_state(address)
+    try:
+        held = await state.live_settings(LIVE)
+    finally:
+        await state.close()
     return [f"{LIVE[name]}={text}" for name, text in held.items()]
 
 

@@ -283,7 +283,7 @@ async def test_each_role_can_do_its_work(
 
     kept = await _push(rollout, "kept", 1)
     assert await rollout.flush(timeout_s=10)
-    await states["controller"].change_settings({"max_staleness": "3", "tail": "postpone"})
+    await controller.change_settings({"max_staleness": "3", "tail": "postpone"})
     names, before = ("max_staleness", "tail"), dict[str, str]()
     changed = await states["rollout"].wait_settings_changed(names, before, 5)
     assert changed == {"max_staleness": "3", "tail": "postpone"}
@@ -405,7 +405,7 @@ async def test_watcher_changes_nothing(open_as: Opener, urls: dict[str, str], sh
         watcher.admit("group", 1),
         watcher.push(_group("group", 0), 1),
         watcher.publish_version(1),
-        watcher.set_max_staleness(9),
+        watcher.change_settings({"max_staleness": 9}),
     ):
         with pytest.raises(NotAllowedError):
             await verb

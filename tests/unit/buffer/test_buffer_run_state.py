@@ -267,8 +267,7 @@ async def test_changed_settings_wake_who_waits_for_them_and_reach_every_shard(
     assert await state.wait_settings_changed(names, seen, timeout_s=0.05) == seen
     waiting = asyncio.create_task(state.wait_settings_changed(names, seen, timeout_s=30))
     await asyncio.sleep(0.05)
-    await state.change_settings({})
-    await state.change_settings({"oversampling": "2.0", "tail": "postpone"})
+    await buffer.change_settings({"oversampling": "2.0", "tail": "postpone"})
     now = {**seen, "oversampling": "2.0", "tail": "postpone"}
     assert await asyncio.wait_for(waiting, 2) == now
     assert [(await shard.stats()).oversampling for shard in buffer.shards] == [2.0, 2.0]

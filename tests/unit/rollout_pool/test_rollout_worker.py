@@ -557,7 +557,7 @@ async def test_live_policy_takes_over_the_groups_in_flight_and_the_next_releases
     worker, buffer, running = await make_worker.run(max_staleness=60)
     await until(ready(buffer, 61 * GROUPS_PER_STEP - 1))
     completer.held = lambda sample: False
-    await state.change_settings({"tail": "interrupt_and_resume"})
+    await buffer.change_settings({"tail": "interrupt_and_resume"})
     version = 0
     while not (await state.counters()).get("samples_interrupted"):
         version += 1  # until one comes after the change
@@ -565,7 +565,7 @@ async def test_live_policy_takes_over_the_groups_in_flight_and_the_next_releases
         await asyncio.sleep(0.1)
     await asyncio.sleep(1.2)  # as long as counts may take
     assert "samples_resumed" not in await state.counters()  # they wait for the engine
-    await state.change_settings({"tail": "continue_across_versions"})
+    await buffer.change_settings({"tail": "continue_across_versions"})
     await until(ready(buffer, 61 * GROUPS_PER_STEP))
     worker.stop()
     await running
@@ -602,7 +602,7 @@ async def test_filter_that_is_set_during_the_run_leaves_groups_out_from_then_on(
     worker, buffer, running = await make_worker.run()
     await until(ready(buffer, 2 * GROUPS_PER_STEP))
     assert "groups_filtered" not in await state.counters()
-    await state.change_settings({"filter_zero_variance": "True", "max_filtered_ratio": "2.0"})
+    await buffer.change_settings({"filter_zero_variance": "True", "max_filtered_ratio": "2.0"})
     await until(lambda: worker._finisher._filter is not None)
     await consume(buffer, 0)
     await until(ready(buffer, 2 * GROUPS_PER_STEP))
@@ -612,9 +612,9 @@ async def test_filter_that_is_set_during_the_run_leaves_groups_out_from_then_on(
     assert counters["groups_filtered"] == 2 * 2 and counters["zero_variance_kept"] == 2
 
 
-async def test_setting_that_cannot_be_read_ends_the_worker_and_is_named(make_worker, state):
-    _, _, running = await make_worker.run()
-    await state.change_settings({"tail": "hurry"})
+async def test_setting_that_cannot_be_read_ends_the_worker_and_is_named(make_worker):
+    _, buffer, running = await make_worker.run()
+    await buffer.change_settings({"tail": "hurry"})
     with pytest.raises(ValueError, match=r"rollout\.tail='hurry'"):
         await asyncio.wait_for(running, 10)
 
