@@ -18,9 +18,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
 
 _KEY, _LIVE, _OWN = "bound", "live", object()
+_NULL = "null"
 LARGEST_COUNT = 10**9
 """No setting needs more, and larger numbers overflow in libraries."""
 LARGEST_SIZE = 2**50
@@ -119,25 +120,31 @@ def live_names(section: type[Section]) -> tuple[str, ...]:
 
 def live_text(value: object) -> str:
     """A live setting as text, for `with_live`."""
+    if value is None:
+        return _NULL
     return value.name if isinstance(value, Enum) else str(value)
 
 
 def with_live(section: S, texts: Mapping[str, str]) -> S:
     """The section with these live settings. Raises ValueError naming one that cannot be read."""
     values: dict[str, object] = {}
+    hints = get_type_hints(type(section))
     for name, text in texts.items():
-        before = getattr(section, name)
         try:
-            if isinstance(before, Enum):
-                values[name] = type(before)[text]
-            elif isinstance(before, bool):
-                values[name] = {"True": True, "False": False}[text]
-            else:
-                values[name] = type(before)(text)
+            values[name] = _read_live(hints[name], text)
         except (KeyError, ValueError):
             what = f"{section.SECTION}.{name}={text!r}"
             raise ValueError(f"{what}: the run's Redis holds a value that cannot be read") from None
     return dataclasses.replace(section, **values)  # type: ignore[type-var]
+
+
+def _read_live(annotation: Any, text: str) -> object:
+    kind, *others = get_args(annotation) or (annotation,)
+    if others and text == _NULL:
+        return None
+    if kind is bool:
+        return {"True": True, "False": False}[text]
+    return kind[text] if issubclass(kind, Enum) else kind(text)
 
 
 def within(

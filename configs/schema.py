@@ -107,10 +107,10 @@ class TrainerConfig(Section):
     num_steps: int = field(default=100, metadata=at_least(1))
     groups_per_step: int = field(default=16, metadata=at_least(1))
     """Prompt groups in one global batch, balanced over the ranks by tokens."""
-    min_groups_per_step: int | None = field(default=None, metadata=at_least(1))
+    min_groups_per_step: int | None = field(default=None, metadata=live(at_least(1)))
     """So many groups suffice for a step that has waited for `batch_timeout_s`; None: it always
     waits for a full batch."""
-    batch_timeout_s: float = field(default=60.0, metadata=SECONDS)
+    batch_timeout_s: float = field(default=60.0, metadata=live(SECONDS))
     """How long a step waits for a full batch if `min_groups_per_step` is set."""
     num_minibatches: int = field(default=1, metadata=at_least(1))
     """Optimizer steps per batch. If more than one, proximal log-probabilities are computed first.

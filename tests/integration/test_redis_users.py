@@ -88,7 +88,7 @@ SENT = {
         "xread",
         "xrevrange",
     ],
-    "trainer": ["get", "hget", "hgetall", "hset", "set", "xread", "xrevrange"],
+    "trainer": ["get", "hget", "hgetall", "hmget", "hset", "set", "xread", "xrevrange"],
     "controller": [
         "exec",
         "get",

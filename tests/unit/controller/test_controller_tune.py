@@ -38,6 +38,9 @@ def test_settings_change_together_and_later_ones_are_checked_against_them(
     assert "rollout.keep_partial True -> False" in told and "max_staleness 2 -> 3" in told
     error = leash("tune", "rollout.tail=continue_across_versions", exit_code=EXIT_BAD_INPUT)
     assert "rollout.keep_partial=False: rollout.tail=continue_across_versions stops no" in error
+    told = leash("tune", "trainer.min_groups_per_step=4", "trainer.batch_timeout_s=1")
+    assert "trainer.min_groups_per_step null -> 4" in told and "_s 60.0 -> 1.0" in told
+    assert "_step 4 -> null" in leash("tune", "trainer.min_groups_per_step=null")
     told = leash("tune", "rollout.tail=interrupt_and_resume")
     assert "rollout.tail postpone -> interrupt_and_resume" in told
 
@@ -46,7 +49,7 @@ def test_settings_change_together_and_later_ones_are_checked_against_them(
     ("override", "reason"),
     [
         ("buffer.selector=shortest", "the groups that the buffer holds are stored by it"),
-        ("trainer.min_groups_per_step=2", "read it once, when they start"),
+        ("trainer.groups_per_step=2", "read it once, when they start"),
         ("rollout.tale=postpone", "there is no such setting"),
         ("weight_sync=in_place", "there is no such setting"),
         ("rollout.oversampling=0.5", "must be at least 1"),
