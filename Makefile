@@ -57,8 +57,8 @@ report: install ## rewrite summary, plots and result of a run from its files (RU
 export: install ## write the model of a checkpoint for transformers: make export [STEP=...] [TO=folder] [RUN=name]
 	@$(LEASH) export $(RUN_FLAG) $(if $(STEP),--step $(STEP)) $(if $(TO),--to '$(TO)')
 
-tune: install ## change a running job: make tune MAX_STALENESS=2 [RUN=name]
-	@$(LEASH) tune $(RUN_FLAG) --max-staleness $(MAX_STALENESS)
+tune: install ## change a running job: make tune MAX_STALENESS=2 [ARGS="rollout.tail=postpone ..."] [RUN=name]
+	@$(LEASH) tune $(RUN_FLAG) $(if $(MAX_STALENESS),buffer.max_staleness=$(MAX_STALENESS)) $(ARGS)
 
 timeline: install ## draw how a version reached the engines: make timeline [VERSION=...] [RUN=name]
 	@$(LEASH) timeline $(RUN_FLAG) $(if $(VERSION),--version $(VERSION))

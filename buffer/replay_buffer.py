@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -141,11 +141,12 @@ class ReplayBuffer:
         initial = initial_settings(settings, groups_per_step, self.keys.shard, oversampling)
         async with self._redis.pipeline(transaction=True) as pipe:
             for name, value in initial.items():
-                write = pipe.hset if name in replaced else pipe.hsetnx
-                write(self.keys("settings"), name, value)
+                pipe.hsetnx(self.keys("settings"), name, value)
+            if tuned := sorted({*replaced} - initial.keys()):  # by `change_settings`, before
+                pipe.hdel(self.keys("settings"), *tuned)
             await pipe.execute()
-        if "max_staleness" in replaced:
-            await self.set_max_staleness(settings.max_staleness)  # notes the largest, and wakes
+        if changed := {name: initial[name] for name in replaced if name in initial}:
+            await self.change_settings(changed)
         await self._scripts.run("run_state/note_server")
 
     # Rollout side ----------------------------------------------------------------------------
@@ -577,14 +578,14 @@ class ReplayBuffer:
             position = next_position.decode()
         return found
 
-    async def set_max_staleness(self, value: int) -> None:
-        """Changes the bound of a running job. A lower bound applies from the next sweep or lease.
+    async def change_settings(self, values: Mapping[str, str | int]) -> None:
+        """Changes live settings of a running job, by their name without the section.
 
-        Raises ValueError for a negative value.
+        Every value must be one that a launch would take. A lower max_staleness applies from the
+        next sweep or lease.
         """
-        if value < 0:
-            raise ValueError(f"buffer.max_staleness={value}: must be at least 0")
-        await self._scripts.run("run_state/set_max_staleness", value)
+        pairs = [part for pair in values.items() for part in pair]
+        await self._scripts.run("run_state/change_settings", *pairs)
 
     async def get_max_staleness(self) -> int:
         value = await self.setting("max_staleness")

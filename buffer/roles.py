@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from math import inf
 from typing import Protocol
 
@@ -125,7 +125,7 @@ class OperatorBuffer(Protocol):
 
     async def discard(self, group_id: str) -> bool: ...
 
-    async def set_max_staleness(self, value: int) -> None: ...
+    async def change_settings(self, values: Mapping[str, str | int]) -> None: ...
 
     async def get_max_staleness(self) -> int: ...
 

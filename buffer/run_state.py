@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 from uuid import uuid4
 
@@ -221,6 +221,26 @@ class RunState:
             return current
         raise TimeoutError(
             f"the trainer published no version above {version} within {timeout_s:g} s"
+        )
+
+    # Settings that change during the run -----------------------------------------------------
+
+    async def live_settings(self, names: Collection[str]) -> dict[str, str]:
+        """Those of `names` that the run's Redis holds: others are as they were at the start."""
+        values = await self._redis.hmget(self._keys("settings"), list(names))
+        return {
+            name: readable(cast("bytes", value))
+            for name, value in zip(names, values, strict=True)
+            if value is not None
+        }
+
+    async def wait_settings_changed(
+        self, names: Collection[str], seen: Mapping[str, str], timeout_s: float
+    ) -> dict[str, str]:
+        """Waits until `live_settings` differs from `seen`, or for `timeout_s`; returns it."""
+        stream = self._keys.wake("settings")
+        return await self._wake.wait_until(
+            stream, lambda: self.live_settings(names), lambda now: now != seen, timeout_s
         )
 
     # Waits between the parts of a run, and other counters -------------------------------------

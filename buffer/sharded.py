@@ -595,9 +595,9 @@ class ShardedReplayBuffer:
     async def events(self, group_id: str) -> list[GroupEvent]:
         return await self._of(group_id).events(group_id)
 
-    async def set_max_staleness(self, value: int) -> None:
-        for shard in self._home_last:
-            await shard.set_max_staleness(value)
+    async def change_settings(self, values: Mapping[str, str | int]) -> None:
+        for shard in self._home_last:  # what RunState.live_settings returns then holds in all
+            await shard.change_settings(values)
 
     async def get_max_staleness(self) -> int:
         return await self._home.get_max_staleness()

@@ -18,9 +18,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
 
-_KEY, _OWN = "bound", object()
+_KEY, _LIVE, _OWN = "bound", "live", object()
+_NULL = "null"
 LARGEST_COUNT = 10**9
 """No setting needs more, and larger numbers overflow in libraries."""
 LARGEST_SIZE = 2**50
@@ -81,6 +82,9 @@ class Section:
                 yield Rule(bound.admits(value), field.name, f"must be {bound.words}")
 
 
+S = TypeVar("S", bound=Section)
+
+
 def _shown(value: object) -> object:
     """An Enum member as its name; an address without user, password and query."""
     if isinstance(value, Enum):
@@ -97,6 +101,50 @@ def _shown(value: object) -> object:
 def bound_of(field: dataclasses.Field[Any]) -> Bound | None:
     bound: Bound | None = field.metadata.get(_KEY)
     return bound
+
+
+def live(bound: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """Metadata of a field with this bound that may change while the run is going on."""
+    return {**(bound or {}), _LIVE: True}
+
+
+def is_live(field: dataclasses.Field[Any]) -> bool:
+    return _LIVE in field.metadata
+
+
+def live_names(section: type[Section]) -> tuple[str, ...]:
+    """Its fields that may change while the run is going on."""
+    fields = dataclasses.fields(section)  # type: ignore[arg-type]  # every subclass is one
+    return tuple(field.name for field in fields if is_live(field))
+
+
+def live_text(value: object) -> str:
+    """A live setting as text, for `with_live`."""
+    if value is None:
+        return _NULL
+    return value.name if isinstance(value, Enum) else str(value)
+
+
+def with_live(section: S, texts: Mapping[str, str]) -> S:
+    """The section with these live settings. Raises ValueError naming one that cannot be read."""
+    values: dict[str, object] = {}
+    hints = get_type_hints(type(section))
+    for name, text in texts.items():
+        try:
+            values[name] = _read_live(hints[name], text)
+        except (KeyError, ValueError):
+            what = f"{section.SECTION}.{name}={text!r}"
+            raise ValueError(f"{what}: the run's Redis holds a value that cannot be read") from None
+    return dataclasses.replace(section, **values)  # type: ignore[type-var]
+
+
+def _read_live(annotation: Any, text: str) -> object:
+    kind, *others = get_args(annotation) or (annotation,)
+    if others and text == _NULL:
+        return None
+    if kind is bool:
+        return {"True": True, "False": False}[text]
+    return kind[text] if issubclass(kind, Enum) else kind(text)
 
 
 def within(

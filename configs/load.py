@@ -202,32 +202,18 @@ def _without_password(url: str) -> str:
     return re.sub(r"([?&]password=)[^&]*", r"\1***", url)
 
 
-def read_config(path: Path) -> Config:
-    """Read settings that `to_yaml` wrote. Raises ConfigError."""
+def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read settings that `to_yaml` wrote, and apply `overrides`. Raises ConfigError."""
     try:
         tree = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {_first_line(error)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} contains no settings")
-    return _to_schema(OmegaConf.create(_literal(tree)))
-
-
-def change_config(config: Config, overrides: Sequence[str]) -> Config:
-    """`config` with single settings replaced, as on the command line. Raises ConfigError."""
-    tree = OmegaConf.create(
-        _literal(yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(config))))
-    )
+    settings = OmegaConf.create(_literal(tree))
     for name, text in map(_split, overrides):
-        if name in GROUPS:
-            raise ConfigError(
-                f"{name}={text}: a file of configs/{name}/ sets several settings; name those that "
-                "are to change one by one"
-            )
-        OmegaConf.update(tree, name, _value(name, text), force_add=True)
-    changed = _to_schema(tree)
-    _anchor_paths(changed)
-    return changed
+        OmegaConf.update(settings, name, _value(name, text), force_add=True)
+    return _to_schema(settings)
 
 
 def differences(before: Config, after: Config) -> dict[str, tuple[object, object]]:

@@ -38,7 +38,8 @@ override the defaults below. If you choose another `task.kind`, or another `task
 the files' settings of their own task are dropped. Unknown names and wrong types are rejected with
 the nearest valid name. The type column includes the bounds; times are in seconds, and a count is at
 most 10^9. Values are written as YAML, and text literally; quote what the shell would interpret:
-`ARGS="task.prompt_pattern='([0-9]+)'"`. Relative paths are relative to the current folder. To add
+`ARGS="task.prompt_pattern='([0-9]+)'"`. `make tune ARGS="rollout.oversampling=1.5"` changes
+settings marked **live** in a running job. Relative paths are relative to the current folder. To add
 an experiment, add a file to `configs/experiment/`.
 """
 
@@ -74,9 +75,10 @@ def _section_tables() -> Iterator[str]:
 
 
 def _row(setting: Setting) -> str:
+    meaning = f"{_cell(setting.doc)} **Live.**" if setting.is_live else _cell(setting.doc)
     return (
         f"| `{setting.name}` | {_cell(setting.expected)} | `{_value(setting.default)}` "
-        f"| {_cell(setting.doc)} |"
+        f"| {meaning.strip()} |"
     )
 
 

@@ -22,6 +22,7 @@ from configs.checks import (
     Rule,
     Section,
     at_least,
+    live,
     matching,
     within,
 )
@@ -202,16 +203,16 @@ class RolloutConfig(Section):
     max_response_tokens: int = field(default=1024, metadata=at_least(1))
     """All tokens after the prompt, including the environment's if there are several turns."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.refuse
-    tail: TailPolicy = TailPolicy.continue_across_versions
-    keep_partial: bool = True
+    tail: TailPolicy = field(default=TailPolicy.continue_across_versions, metadata=live())
+    keep_partial: bool = field(default=True, metadata=live())
     """Samples that `tail` stopped keep their tokens; if not, they begin again at their prompt."""
-    oversampling: float = field(default=1.0, metadata=within(1))
+    oversampling: float = field(default=1.0, metadata=live(within(1)))
     """Factor on the number of groups that admission allows; above 1 compensates for stragglers."""
-    max_postponements: int = field(default=2, metadata=at_least(0))
+    max_postponements: int = field(default=2, metadata=live(at_least(0)))
     """How often a group may be stopped in favour of others; then it runs to completion."""
-    filter_zero_variance: bool = False
+    filter_zero_variance: bool = field(default=False, metadata=live())
     """Discard groups whose rewards are all equal (they have no gradient) and run others."""
-    max_filtered_ratio: float = field(default=4.0, metadata=NOT_NEGATIVE)
+    max_filtered_ratio: float = field(default=4.0, metadata=live(NOT_NEGATIVE))
     """The most groups discarded this way per kept one; beyond it they are kept, and counted."""
     max_groups_in_flight: int = field(default=256, metadata=at_least(1))
     """Per worker; admission is nearly always the tighter bound."""

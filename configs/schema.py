@@ -24,6 +24,7 @@ from configs.checks import (
     Rule,
     Section,
     at_least,
+    live,
     matching,
     within,
 )
@@ -106,10 +107,10 @@ class TrainerConfig(Section):
     num_steps: int = field(default=100, metadata=at_least(1))
     groups_per_step: int = field(default=16, metadata=at_least(1))
     """Prompt groups in one global batch, balanced over the ranks by tokens."""
-    min_groups_per_step: int | None = field(default=None, metadata=at_least(1))
+    min_groups_per_step: int | None = field(default=None, metadata=live(at_least(1)))
     """So many groups suffice for a step that has waited for `batch_timeout_s`; None: it always
     waits for a full batch."""
-    batch_timeout_s: float = field(default=60.0, metadata=SECONDS)
+    batch_timeout_s: float = field(default=60.0, metadata=live(SECONDS))
     """How long a step waits for a full batch if `min_groups_per_step` is set."""
     num_minibatches: int = field(default=1, metadata=at_least(1))
     """Optimizer steps per batch. If more than one, proximal log-probabilities are computed first.
@@ -176,8 +177,8 @@ class BufferConfig(Section):
     """CA certificates for a rediss:// server; None takes the system's."""
     shards: int = field(default=1, metadata=at_least(1))
     """Complete buffers that the groups are spread over, on one server or on a Redis Cluster."""
-    max_staleness: int = field(default=2, metadata=at_least(0))
-    """The most policy versions by which a trained token may lag. Can be changed during the run."""
+    max_staleness: int = field(default=2, metadata=live(at_least(0)))
+    """The most policy versions by which a trained token may lag."""
     on_stale: OnStale = OnStale.requeue
     max_retries: int = field(default=2, metadata=at_least(0))
     """How often a prompt whose group went stale is run again."""

@@ -17,7 +17,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from configs import choices, rollout_schema, schema
-from configs.checks import Bound, bound_of
+from configs.checks import Bound, bound_of, is_live
 
 TYPE_WORDS: dict[object, str] = {
     bool: "true or false",
@@ -43,6 +43,8 @@ class Setting:
     doc: str
     bound: Bound | None
     """Restricts its values beyond their type."""
+    is_live: bool
+    """Whether it may change while the run is going on."""
 
     @property
     def expected(self) -> str:
@@ -111,6 +113,7 @@ def _walk(section: type, prefix: str) -> Iterator[Setting]:
             default=_default(field.default, field.default_factory),
             doc=docs.get(field.name, ""),
             bound=bound_of(field),
+            is_live=is_live(field),
         )
 
 

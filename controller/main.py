@@ -74,8 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--step", type=int, help="default: the newest checkpoint's")
     export.add_argument("--to", type=Path, help="folder (default: in the run's)")
-    tune = on_run("tune", "change a setting of a running job", "commands.tune:set_max_staleness")
-    tune.add_argument("--max-staleness", type=int, required=True)
+    tune = on_run("tune", "change settings of a running job", "commands.tune:tune")
+    tune.add_argument("overrides", nargs="*", help="settings, as buffer.max_staleness=1")
     timeline = on_run(
         "timeline", "draw how a version reached the engines", "report.timeline:draw_timeline"
     )

@@ -26,6 +26,8 @@ from buffer.loop_thread import LoopThread
 from buffer.results import Lease, TaskProgress
 from buffer.roles import TrainerBuffer
 from buffer.run_state import RunState
+from configs.checks import live_names, with_live
+from configs.schema import TrainerConfig
 from trainer_pool.collectives import Collectives
 from trainer_pool.metrics import StepStats
 from trainer_pool.model.checkpoint_names import check_engines_agree
@@ -233,7 +235,8 @@ class TrainerRank:
         Leases again if no group may be trained, or if the ranks got different batches because a
         lease expired between their calls.
         """
-        config = self._spec.config
+        names = live_names(TrainerConfig)
+        config = with_live(self._spec.config, self._loop.run(self._run_state.live_settings(names)))
         while True:
             lease = self._loop.run(
                 self._buffer.lease(

@@ -229,6 +229,11 @@ class GpuEngine:
         for requests in (self._waiting, self._running):
             for ended in [r for r in requests if r.rid.startswith(start)]:
                 requests.remove(ended)
+                # As SGLang: one that runs has its next token too, one that waits says less.
+                if requests is self._running:
+                    ended.advance(1, self._version)
+                else:
+                    ended.num_retractions = 0
                 ended.report(self._version, {"type": "abort", "message": "aborted"})
         self._changed.set()
         return JSONResponse({})

@@ -81,7 +81,7 @@ async def run_rival(
     *,
     load_every_s: float = ASK_EVERY_S,
 ) -> Tally:
-    client = SGLangClient(ENGINE, url, key=KEY, request_timeout_s=120.0)
+    client = SGLangClient(ENGINE, url, key=KEY, request_timeout_s=120.0, is_only_client=True)
     router = Router([client], 120.0, max_running_requests=size.max_running)
     router.follow({ENGINE: 0}, trainer=0, max_staleness=0)
     polling = asyncio.create_task(LoadPoller(router, [client], load_every_s).run())

@@ -23,7 +23,7 @@
 {leash:RUN}:reconcile        HASH    progress of the last reconcile
 {leash:RUN}:stats            HASH    counters
 {leash:RUN}:events           STREAM  what happened to which group; bounded
-{leash:RUN}:wake:NAME        STREAM  wakes waiters: room, batch, forming, version, engines, gate
+{leash:RUN}:wake:NAME        STREAM  wakes waiters: room, batch, version, settings, engines, ...
 {leash:RUN}:engine_versions  HASH    version that each live engine serves
 {leash:RUN}:draining         HASH    live engines that get no new requests before a commit
 {leash:RUN}:commit_gate      ZSET    engines paused for a commit, by the end of their pause (ms)

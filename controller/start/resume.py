@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.load import ConfigError, change_config, differences, read_config
+from configs.load import ConfigError, differences, read_config
 from configs.schema import Config
 from controller.metrics.records import read_metrics
 from controller.run_dir import RunDir, RunDirError
@@ -20,6 +20,8 @@ FIXED = {
     "task": "the run's prompts, and groups that wait in its buffer, are of this task",
     "rollout.num_workers": "each worker has a share of the prompts of its own",
     "buffer.url": "the run's groups are in that server",
+    "buffer.on_stale": "the groups that the buffer holds are stored by it",
+    "buffer.selector": "the groups that the buffer holds are stored by it",
     "buffer.shards": "each group is in one of the shards that the run began with",
     "trainer.warm_start": "it comes before the first step",
 }
@@ -42,7 +44,7 @@ class Resumption:
 def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
     """Raises RunDirError if the run cannot go on, and ConfigError for an illegal change."""
     before = read_config(run_dir.path / "config.yaml")
-    config = change_config(before, overrides)
+    config = read_config(run_dir.path / "config.yaml", overrides)
     for name, (old, _) in differences(before, config).items():
         fixed = [part for part in FIXED if name == part or name.startswith(f"{part}.")]
         if fixed:

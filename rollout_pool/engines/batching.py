@@ -5,7 +5,8 @@
     generate(sample) ─┘                             └─► ...
 
 One call of n samples is much cheaper than n calls. Still, each sample ends when it is complete, can
-be stopped alone, and fails alone unless the whole call fails.
+be stopped alone, and fails alone unless the whole call fails. SGLang stops one request per call, or
+all: those stopped in one turn of the loop share a call if nothing else runs at the engine.
 
 Of a group's samples one goes ahead, and the others find their prompt in the engine's prefix cache.
 
@@ -87,10 +88,14 @@ class _Request:
         self.on_arrival = on_arrival
         self.served_before = 0
         """A lower bound of the versions of its tokens, known when it is sent."""
+        self.commits_before = 0
+        """Commits of its engine that were known of when it was sent."""
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.over = asyncio.Event()
         """Set when the engine has ended it, or is unreachable."""
         self.is_sent = False
+        self.is_told = asyncio.Event()
+        """Set when a first call to stop it is done."""
         self.is_stopping = False
         self.followers: list[_Request] = []
         """Of its group; they are sent when its prompt is cached."""
@@ -166,16 +171,23 @@ class GenerateCalls(ABC):
         stream_interval: int = STREAM_INTERVAL,
         vocab_size: int | None = None,
         end_tokens: Collection[int] = (),
+        is_only_client: bool = False,
     ) -> None:
-        """`vocab_size`: of the engine's model, None if unknown. `end_tokens`: see SGLangClient."""
+        """`vocab_size`: of the engine's model, None if unknown. `end_tokens`, `is_only_client`: see
+        SGLangClient."""
         self._name = name
+        self._is_only_client = is_only_client
         self._has_cache = has_prefix_cache
         self._keys_prefix = keys_prefix_by_version
         self._stream_interval = stream_interval
         self._vocab_size = vocab_size
         self._end_tokens = end_tokens
         self._latest_version = 0
+        self._num_commits = 0
         self._requests: dict[str, _Request] = {}
+        self._to_stop: list[_Request] = []
+        self._num_sweeps = 0
+        """Calls on their way that stop all requests."""
         self._held: dict[_Request, int] = {}
         """Those that wait for a version later than this."""
         self._unsent: list[_Request] = []
@@ -208,13 +220,14 @@ class GenerateCalls(ABC):
         """The parts of a call's response. Raises EngineError."""
 
     @abstractmethod
-    async def _abort(self, request_id: str) -> None:
-        """Takes a few seconds at most and never raises."""
+    async def _abort(self, request_ids: Collection[str] | None) -> None:
+        """None: all requests of the engine. Takes a few seconds at most and never raises."""
 
     def note_version(self, version: int) -> None:
         """The engine serves `version` now: cached prefixes of older versions are not reused."""
         if version > self._latest_version:
             self._latest_version = version
+            self._num_commits += 1
             self._leaders = {group: one for group, one in self._leaders.items() if one is not None}
         for request in [held for held, taken_at in self._held.items() if version > taken_at]:
             self._let_go(request)
@@ -252,7 +265,7 @@ class GenerateCalls(ABC):
         if not request.is_sent:
             request.end()
         else:
-            self._keep(self._stop(request))
+            self._stop_soon(request)
 
     async def close(self) -> None:
         if self._flush is not None:
@@ -298,10 +311,14 @@ class GenerateCalls(ABC):
 
     def _send(self) -> None:
         self._flush = None
+        if self._num_sweeps:
+            return
         gap_s = min(LONGEST_GAP_S, CALL_GAP_S * max(1.0, self._num_open / FEW_CALLS))
         self._next_flush = asyncio.get_running_loop().time() + gap_s
         waiting = [r for r in self._unsent if not r.outcome.done() and not self._must_follow(r)]
         self._unsent = []
+        for request in waiting:
+            request.is_sent = True
         for start in range(0, len(waiting), MAX_SAMPLES):
             self._keep(self._carry(waiting[start : start + MAX_SAMPLES]))
 
@@ -339,8 +356,8 @@ class GenerateCalls(ABC):
         """One call, until its last sample has ended."""
         pending = {request.wire_id: request for request in requests}
         for request in requests:
-            request.is_sent = True
             request.served_before = self._latest_version
+            request.commits_before = self._num_commits
         error: Exception | None = None
         self._num_open += 1
         try:
@@ -406,7 +423,7 @@ class GenerateCalls(ABC):
                 self._report_arrival(request, is_over=reason is not None)
         if reason is not None:
             del pending[meta["id"]]
-            self._count(meta)
+            self._count(request, meta)
             request.end()
             request.over.set()
 
@@ -421,7 +438,7 @@ class GenerateCalls(ABC):
     def _fail(self, request: _Request, error: Exception, *, is_over: bool) -> None:
         request.end(error)
         if not is_over:
-            self._keep(self._stop(request))
+            self._stop_soon(request)
 
     def _add(
         self, request: _Request, part: Mapping[str, Any], reason: Mapping[str, Any] | None
@@ -473,40 +490,73 @@ class GenerateCalls(ABC):
         elif not request.is_stopping:
             request.taken_back_at = read_version(self._name, meta["weight_version"])
 
-    def _count(self, meta: Mapping[str, Any]) -> None:
+    def _count(self, request: _Request, meta: Mapping[str, Any]) -> None:
         num_prompt = meta.get("prompt_tokens", 0)
         self.num_prompt_tokens += num_prompt
         self.num_prefilled += num_prompt - (meta.get("cached_tokens") or 0)
         # Only with --enable-metrics; negative for a request that was aborted in the queue.
         self.queue_s += max(0.0, meta.get("queue_time") or 0.0)
-        # Retractions by a commit's pause, at most one per new version, are no preemptions.
-        commits = max(0, len(meta.get("weight_versions") or []) - 1)
+        # Retractions by a commit's pause, at most one per new version, are no preemptions. Spans do
+        # not show a commit before the first token, as in the middle of a long prompt.
+        commits = max(
+            len(meta.get("weight_versions") or []) - 1, self._num_commits - request.commits_before
+        )
         self.num_preemptions += max(0, meta.get("num_retractions", 0) - commits)
 
     # Stop -----------------------------------------------------------------------------------------
 
-    async def _stop(self, request: _Request, is_asked: asyncio.Event | None = None) -> None:
+    def _stop_soon(self, request: _Request) -> None:
+        self._to_stop.append(request)
+        if len(self._to_stop) == 1:
+            self._keep(self._stop())
+
+    async def _stop(self) -> None:
+        """Stops the requests of one turn of the loop; returns when they have ended."""
+        requests, self._to_stop = self._to_stop, []
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
-                while not request.over.is_set():
-                    await self._abort(request.wire_id)
-                    if is_asked is not None:
-                        is_asked.set()
+                while left := [request for request in requests if not request.over.is_set()]:
+                    await self._abort_together(left)
+                    for request in left:
+                        request.is_told.set()
                     with suppress(TimeoutError):
                         async with asyncio.timeout(STOP_AGAIN_S):
-                            await request.over.wait()
+                            for request in left:
+                                await request.over.wait()
         except TimeoutError:
-            request.end(EngineError(f"{self._name} did not stop a sample in {STOP_TIMEOUT_S:g} s"))
+            for request in left:
+                request.end(EngineError(f"{self._name} did not stop in {STOP_TIMEOUT_S:g} s"))
+
+    async def _abort_together(self, requests: list[_Request]) -> None:
+        if len(requests) == 1 or not self._is_only_client or self._has_others:
+            await self._abort([request.wire_id for request in requests])
+            return
+        # What is sent meanwhile would be ended, too.
+        self._num_sweeps += 1
+        try:
+            await self._abort(None)
+        finally:
+            self._num_sweeps -= 1
+        if self._unsent and self._flush is None:
+            self._send()
+
+    @property
+    def _has_others(self) -> bool:
+        """Whether a request runs that is not to be stopped."""
+        return any(
+            request.is_sent
+            and not (request.is_stopping or request.outcome.done() or request.over.is_set())
+            for request in self._requests.values()
+        )
 
     async def _give_up(self, request: _Request) -> None:
         """Stops a cancelled request at the engine; returns when the first stop was sent."""
-        if not request.is_sent or request.over.is_set():
-            return
-        is_asked = asyncio.Event()
-        task = self._keep(self._stop(request, is_asked))
-        asked = asyncio.create_task(is_asked.wait())
-        await asyncio.wait({asked, task}, return_when=asyncio.FIRST_COMPLETED)
-        asked.cancel()
+        if request.is_sent and not request.over.is_set():
+            self._stop_soon(request)
+            told = [asyncio.create_task(e.wait()) for e in (request.is_told, request.over)]
+            await asyncio.wait(told, return_when=asyncio.FIRST_COMPLETED)
+            for task in told:
+                task.cancel()
 
 
 # Format of requests and responses -----------------------------------------------------------------

@@ -25,6 +25,8 @@ CONNECT_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 60.0
 """For calls that a healthy engine answers at once."""
 ABORT_TIMEOUT_S = 5.0
+ABORTS_AT_ONCE = 4
+"""A connection each: a hundred new ones take longer than a hundred calls."""
 LOAD_TIMEOUT_S = 5.0
 STEPS_TO_END = 2
 """Steps of the scheduler until an aborted request has ended: the one under way, and the one that
@@ -56,6 +58,7 @@ class SGLangClient(GenerateCalls):
         vocab_size: int | None = None,
         end_tokens: Collection[int] = (),
         needs_seeds: bool = False,
+        is_only_client: bool = False,
     ) -> None:
         """`keys_prefix_by_version`: a commit leaves the server's prefix cache as it is; only
         prefixes of the same version may be reused. `stream_interval`: tokens of a sample between
@@ -63,7 +66,7 @@ class SGLangClient(GenerateCalls):
         `vocab_size`: tokens that the model has embeddings for; others are refused unsent.
         `end_tokens`: each ends a sample; needed where samples are interrupted or taken back.
         `needs_seeds`: the server samples by a seed of each request, as deterministic inference
-        does."""
+        does. `is_only_client`: no other sends requests to this server."""
         super().__init__(
             name,
             has_prefix_cache=has_prefix_cache,
@@ -71,6 +74,7 @@ class SGLangClient(GenerateCalls):
             stream_interval=stream_interval,
             vocab_size=vocab_size,
             end_tokens=end_tokens,
+            is_only_client=is_only_client,
         )
         self._has_overlap = has_overlap_schedule
         self._needs_seeds = needs_seeds
@@ -143,11 +147,18 @@ class SGLangClient(GenerateCalls):
             return CallRefused(str(error))
         return error
 
-    async def _abort(self, request_id: str) -> None:
+    async def _abort(self, request_ids: Collection[str] | None) -> None:
         """Best effort: a dead engine needs no abort."""
-        with suppress(httpx.HTTPError, TimeoutError):
+        bodies = iter([_ALL] if request_ids is None else [{"rid": rid} for rid in request_ids])
+
+        async def send() -> None:
+            with suppress(httpx.HTTPError):
+                for body in bodies:
+                    await self._http.post("/abort_request", json=body)
+
+        with suppress(TimeoutError):
             async with asyncio.timeout(ABORT_TIMEOUT_S):
-                await self._http.post("/abort_request", json={"rid": request_id})
+                await asyncio.gather(*(send() for _ in range(ABORTS_AT_ONCE)))
 
     # Weights -------------------------------------------------------------------------------------
 

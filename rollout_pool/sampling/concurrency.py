@@ -42,6 +42,9 @@ IN_USE = 0.9
 class LoadSample:
     num_in_flight: int
     """Samples of this process."""
+    peak_in_flight: int
+    """The most in the time of the last two reports. Samples that are interrupted are not in flight
+    any more when their preemptions are heard of."""
     num_running: int
     num_queued: int
     kv_usage: float
@@ -92,7 +95,7 @@ class AdaptiveLimit:
     def _fall(self, seen: LoadSample, factor: float) -> None:
         if self._is_settling:
             return
-        base = min(self._value, max(1, seen.num_in_flight))
+        base = min(self._value, max(1, seen.peak_in_flight))
         self._value = max(1, int(base * factor))
         self._fell_from = base
         self._is_settling = seen.num_in_flight > self._value

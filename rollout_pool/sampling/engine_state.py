@@ -144,6 +144,8 @@ class EngineState:
         self._limit = AdaptiveLimit(math.ceil(max_running_requests / num_workers))
         self._has_others = num_workers > 1
         self._num_in_flight = dict.fromkeys(Priority, 0)
+        self._peak = self._peak_before = 0
+        """The most in flight since the last load report, and in the time before it."""
         self._tokens = 0
         self._others_tokens = 0.0
         self._is_silent = False
@@ -193,6 +195,7 @@ class EngineState:
     def take(self, priority: Priority, tokens: int, now: float) -> bool:
         """Takes a slot. Returns whether the sample is the breaker's trial request."""
         self._num_in_flight[priority] += 1
+        self._peak = max(self._peak, self.num_in_flight)
         self._tokens += tokens
         self.last_progress = now
         return self.breaker.begin()
@@ -216,12 +219,15 @@ class EngineState:
         """`load` is None if the engine is alive but cannot report it."""
         self._is_silent = False
         self.load = load
+        peak = max(self._peak, self._peak_before)
+        self._peak, self._peak_before = self.num_in_flight, self._peak
         if load is None or not load.capacity:
             return
         self._others_tokens = self._estimate_others(load) if self._has_others else 0.0
         self._limit.update(
             LoadSample(
                 num_in_flight=self.num_in_flight,
+                peak_in_flight=peak,
                 num_running=load.num_running,
                 num_queued=load.num_queued,
                 kv_usage=load.kv_usage,

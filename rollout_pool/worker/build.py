@@ -186,6 +186,7 @@ class WorkerParts:
             has_prefix_cache=config.radix_cache,
             keys_prefix_by_version=self._spec.weight_sync.pause_mode is PauseMode.in_place,
             needs_seeds=config.deterministic,
+            is_only_client=self._spec.config.num_workers == 1,
             vocab_size=num_tokens,
             end_tokens=ends,
         )

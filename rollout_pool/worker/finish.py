@@ -91,8 +91,13 @@ class GroupFinisher:
     def __post_init__(self) -> None:
         self._sampling = SamplingParams(**asdict(self.config.sampling))
         self._filter: VarianceFilter | None = None
-        if self.config.filter_zero_variance:
-            self._filter = VarianceFilter(self.config.max_filtered_ratio)
+        self.set_filter(self.config)
+
+    def set_filter(self, config: RolloutConfig) -> None:
+        """Leaves out groups as these settings say, from the next one on."""
+        self._filter = None
+        if config.filter_zero_variance:
+            self._filter = VarianceFilter(config.max_filtered_ratio)
 
     async def generate_and_push(self, run: GroupRun) -> None:
         """Generates the group and pushes it, unless the filter leaves it out.
@@ -256,7 +261,7 @@ async def _member(
             span_context=set_span_in_context(span),
             on_sample=run.note_sample,
             on_end=run.note_end,
-            may_go_on=run.may_go_on,
+            may_go_on=run.wait_to_go_on,
         )
         episode = await run.source.run(run.prompt, request)
         span.set_attributes({"turns": episode.num_turns, "end": episode.end})

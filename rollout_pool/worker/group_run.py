@@ -74,7 +74,7 @@ class GroupRun:
     order: int = 0
     """Position among the groups: the lowest is served first."""
     may_go_on: Callable[[Sample], Awaitable[None]] = go_on
-    """Awaited before an interrupted sample is completed."""
+    """Awaited before an interrupted sample is completed. It may change: see `wait_to_go_on`."""
     started: float = field(default_factory=time.monotonic)
     work: asyncio.Task[None] | None = None
     """Generates and pushes the group; may be cancelled."""
@@ -91,6 +91,9 @@ class GroupRun:
     num_branches: int = 0
     _ended: Spent = field(default_factory=Spent, init=False)
     _is_given_up: bool = field(default=False, init=False)
+
+    async def wait_to_go_on(self, sample: Sample) -> None:
+        await self.may_go_on(sample)
 
     def note_sample(self, sample: Sample) -> None:
         """One of its samples is about to be requested."""

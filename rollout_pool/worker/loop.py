@@ -25,12 +25,14 @@ import logging
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
+from operator import attrgetter
 from typing import Any
 
 from buffer.roles import WorkerBuffer
 from buffer.run_state import RunState
 from buffer.staleness import is_fresh
 from buffer.types import PromptRef
+from configs.checks import live_names, with_live
 from configs.choices import OnLongPrompt, OnStale
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import end_tasks
@@ -44,7 +46,7 @@ from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
 from rollout_pool.worker.evaluate import Evaluator
 from rollout_pool.worker.finish import GroupFinisher, GroupLog
 from rollout_pool.worker.group_run import Counters, ExternalGroups, GroupRun
-from rollout_pool.worker.stragglers import TAILS
+from rollout_pool.worker.stragglers import TAILS, Tail
 
 log = logging.getLogger(__name__)
 
@@ -130,15 +132,8 @@ class RolloutWorker:
             counters=self._counters,
             group_log=group_log,
         )
-        self._tail = TAILS[spec.config.tail](
-            interrupt=interrupter.interrupt,
-            versions=state,
-            counters=self._counters,
-            is_batch_ready=self._is_batch_ready,
-            next_order=lambda: self._next_order,
-            max_postponements=spec.config.max_postponements,
-            keep_partial=spec.config.keep_partial,
-        )
+        self._interrupter = interrupter
+        self._tail = self._new_tail(spec.config)
 
     async def run(self) -> WorkerReport:
         """Generate until `stop`.
@@ -198,7 +193,7 @@ class RolloutWorker:
         """Starts the background tasks; the worker ends when any of them does."""
         work: list[Coroutine[Any, Any, None]] = [
             self._renew_credits(),
-            self._tail.run(),
+            self._run_tail(),
             self._counters.run(),
         ]
         if self._spec.buffer.on_stale in DROPPED_WHEN_STALE:
@@ -304,6 +299,44 @@ class RolloutWorker:
 
     # Background tasks -----------------------------------------------------------------------------
 
+    def _new_tail(self, config: RolloutConfig) -> Tail:
+        return TAILS[config.tail](
+            interrupt=self._interrupter.interrupt,
+            versions=self._state,
+            counters=self._counters,
+            is_batch_ready=self._is_batch_ready,
+            next_order=lambda: self._next_order,
+            max_postponements=config.max_postponements,
+            keep_partial=config.keep_partial,
+        )
+
+    async def _run_tail(self) -> None:
+        """Runs the policy for stragglers, which changes with the live settings, as the filter."""
+        names, seen = live_names(RolloutConfig), dict[str, str]()
+        running = asyncio.create_task(self._tail.run())
+        looking: asyncio.Task[dict[str, str]] | None = None
+        try:
+            while True:
+                looking = asyncio.create_task(
+                    self._state.wait_settings_changed(names, seen, WATCH_TIMEOUT_S)
+                )
+                await asyncio.wait({running, looking}, return_when=asyncio.FIRST_COMPLETED)
+                if running.done():
+                    running.result()  # raises
+                before, seen = with_live(self._spec.config, seen), looking.result()
+                now = with_live(self._spec.config, seen)
+                if _of_filter(now) != _of_filter(before):
+                    self._finisher.set_filter(now)
+                if _of_tail(now) != _of_tail(before):
+                    await end_tasks([running])
+                    self._tail.close()
+                    self._tail = self._new_tail(now)
+                    for run in self._runs:
+                        self._tail.begin(run)
+                    running = asyncio.create_task(self._tail.run())
+        finally:
+            await end_tasks([running] if looking is None else [running, looking])
+
     async def _is_batch_ready(self) -> bool:
         stats = await self._buffer.stats()
         return stats.ready >= stats.groups_per_step
@@ -335,6 +368,10 @@ class RolloutWorker:
         while True:
             await asyncio.sleep(self._spec.buffer.lease_timeout_s / 3)
             await self._buffer.renew_credits([run.group_id for run in self._runs])
+
+
+_of_tail = attrgetter("tail", "keep_partial", "max_postponements")
+_of_filter = attrgetter("filter_zero_variance", "max_filtered_ratio")
 
 
 class PromptReader:

@@ -8,6 +8,9 @@ postpone                   a full batch is ready ──► groups far slower tha
                            the batch is taken, or only they are left, or they waited as long as the
                            median group takes ──► they continue behind groups started meanwhile
 
+The policy may change during the run (`make tune`): samples that wait under the old one go on, and
+the new one takes over the groups in flight.
+
 With keep_partial=False a stopped sample begins again at its prompt instead of keeping its tokens.
 
 A group is postponed at most `max_postponements` times; after the last time it is served first until
@@ -28,6 +31,7 @@ from functools import partial
 from typing import Protocol
 
 from configs.choices import TailPolicy
+from rollout_pool.episodes.request import go_on
 from rollout_pool.sampling.sample import Sample
 from rollout_pool.worker.group_run import Counters, GroupRun
 
@@ -105,7 +109,8 @@ class Tail:
     """Whether stopped samples keep their tokens."""
 
     def begin(self, run: GroupRun) -> None:
-        """Called before the group's first sample."""
+        """Called before the group's first sample, or when this policy takes its place."""
+        run.may_go_on = go_on
 
     def end(self, run: GroupRun, *, is_done: bool) -> None:
         """`is_done`: the group is complete."""
@@ -113,6 +118,9 @@ class Tail:
     async def run(self) -> None:
         """Interrupts, postpones and releases groups. Never returns."""
         await asyncio.Event().wait()
+
+    def close(self) -> None:
+        """Another policy takes its place, and `run` has ended: samples that wait go on."""
 
     async def _wait(self, sample: Sample, room: WaitingRoom, at_most_s: float) -> None:
         """A stopped sample waits until it may continue."""
@@ -154,6 +162,9 @@ class InterruptAndResume(Tail):
                     await self.versions.wait_engines_at(version, RESUME_AFTER_S)
             finally:
                 self._room.open()
+
+    def close(self) -> None:
+        self._room.open()
 
     async def _may_go_on(self, sample: Sample) -> None:
         await self._wait(sample, self._room, 2 * RESUME_AFTER_S)
@@ -212,6 +223,7 @@ class Postpone(Tail):
         self._pace = Pace(self.max_postponements)
 
     def begin(self, run: GroupRun) -> None:
+        super().begin(run)
         if run.source.is_external:
             return
         lap = self._laps[run] = Lap(since=time.monotonic())
@@ -235,6 +247,10 @@ class Postpone(Tail):
                 # another turn since.
                 for run in self._waiting():
                     self._stop(run)
+
+    def close(self) -> None:
+        for lap in self._laps.values():
+            lap.room.open()
 
     def _waiting(self) -> list[GroupRun]:
         return [run for run, lap in self._laps.items() if lap.is_waiting]

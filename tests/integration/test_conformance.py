@@ -246,7 +246,7 @@ async def _scenario(buffer: Buffer, other: Buffer) -> None:
     # The leash gets shorter: what is too old is dropped.
     await _produce(other, "third", 3, 2)
     assert (await other.stats()).by_staleness == {1: 2}
-    await other.set_max_staleness(0)
+    await other.change_settings({"max_staleness": 0})
     assert await buffer.get_max_staleness() == 0
     assert await other.sweep() == 2
 

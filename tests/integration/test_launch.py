@@ -3,8 +3,8 @@
 Four launches show what a run is: one that trains to its end and one with two engines and long
 answers (here), one over two hosts that ends by a dead engine (test_two_hosts.py), and one in which
 a process of each kind is killed, which `stop` ends (tests/soak/test_rollout_faults.py). Two more
-are ended early, in their start. Among them they run every way to treat stragglers, stale groups and
-requests during a commit.
+are ended early, in their start. Among them they run every rollout.tail, buffer.on_stale and
+weight_sync.pause_mode.
 
 `make soak` sends more signals than CI does, each at another line of the log (LEASH_SOAK_SIGNALS).
 """
@@ -95,9 +95,6 @@ TWO_ENGINES = (
     "rollout.num_engines=2",
     "rollout.max_response_tokens=120",
     "rollout.max_filtered_ratio=1",
-    "rollout.tail=postpone",
-    "rollout.oversampling=2",
-    "rollout.filter_zero_variance=true",
     "rollout.eval_every=8",
     "weight_sync=delta",
     "weight_sync.pause_mode=drain",
@@ -106,19 +103,31 @@ TWO_ENGINES = (
 )
 
 
-def test_two_engines_drain_in_turn_postpone_stragglers_and_hold_a_version_for_evaluations(
+def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_evaluations(
     tmp_path: Path,
 ) -> None:
     process = start(tmp_path, RUN, *TWO_ENGINES)
-    output = finish(process)
+    output = wait_for_line(process, "step 2/")
+    # So far no sample is stopped and no group left out.
+    first = "rollout.tail=postpone rollout.oversampling=2 rollout.filter_zero_variance=true"
+    assert "tail continue_across_versions -> postpone" in command_on(
+        tmp_path, "tune", *first.split()
+    )
+    output += wait_for_line(process, "step 14/")
+    command_on(tmp_path, "tune", "rollout.tail=interrupt_and_resume", "rollout.keep_partial=false")
+    output += finish(process)
     assert process.returncode == 0, output[-6000:]
     result = result_of(output)
     assert result["steps"] == 24 and result["max_staleness_trained"] <= 2
     assert result["logprob_diff_max"] <= 1e-4
     counted = result["rollout"]
     assert counted["groups_filtered"] > 0
+    # More than were postponed: the second change counts, too.
+    assert counted["samples_interrupted"] > 4 * counted.get("groups_postponed", 0)
     assert set(result["groups_dropped"]) <= {"stale"}
     run = tmp_path / RUN
+    admitted = [r.number("limit") for r in read_metrics(run / "metrics.jsonl", "buffer")]
+    assert max(admitted) == 2 * (2 + 1) * 4
     publishes = read_metrics(run / "metrics.jsonl", "publish")
     assert {r.values["mode"] for r in publishes} >= {"full", "delta"}
     commits = read_metrics(run / "metrics.jsonl", "commit")

@@ -76,13 +76,25 @@ TRAINER_SCRIPTS = [
 # What the clients send themselves, besides scripts.
 LOADS = {"controller": ["script|load"]}
 SENT = {
-    "rollout": ["get", "hget", "hgetall", "hset", "set", "wait", "waitaof", "xread", "xrevrange"],
-    "trainer": ["get", "hget", "hgetall", "hset", "set", "xread", "xrevrange"],
+    "rollout": [
+        "get",
+        "hget",
+        "hgetall",
+        "hmget",
+        "hset",
+        "set",
+        "wait",
+        "waitaof",
+        "xread",
+        "xrevrange",
+    ],
+    "trainer": ["get", "hget", "hgetall", "hmget", "hset", "set", "xread", "xrevrange"],
     "controller": [
         "exec",
         "get",
         "hget",
         "hgetall",
+        "hmget",
         "hset",
         "hsetnx",
         "mget",
@@ -271,7 +283,10 @@ async def test_each_role_can_do_its_work(
 
     kept = await _push(rollout, "kept", 1)
     assert await rollout.flush(timeout_s=10)
-    await controller.set_max_staleness(3)
+    await controller.change_settings({"max_staleness": "3", "tail": "postpone"})
+    names, before = ("max_staleness", "tail"), dict[str, str]()
+    changed = await states["rollout"].wait_settings_changed(names, before, 5)
+    assert changed == {"max_staleness": "3", "tail": "postpone"}
     assert await controller.sweep() == 0
     admin = ReplayBuffer(await connect(urls["admin"]), RUN, BufferConfig())
     assert await find_violations(admin) == []
@@ -390,7 +405,7 @@ async def test_watcher_changes_nothing(open_as: Opener, urls: dict[str, str], sh
         watcher.admit("group", 1),
         watcher.push(_group("group", 0), 1),
         watcher.publish_version(1),
-        watcher.set_max_staleness(9),
+        watcher.change_settings({"max_staleness": 9}),
     ):
         with pytest.raises(NotAllowedError):
             await verb

@@ -34,7 +34,7 @@ class Pair:
     def __init__(self, servers):
         self.servers = servers
         self.base = 1 + max(server.newest for server in servers)
-        self.clients = [server.client(INTERVAL) for server in servers]
+        self.clients = [server.client(INTERVAL, is_only_client=True) for server in servers]
         self.router = Router(self.clients, 60.0, max_running_requests=32)
         self.sampler = Sampler(self.router, max_retries=2)
         self.polling = asyncio.create_task(LoadPoller(self.router, self.clients).run())

@@ -141,6 +141,11 @@ def leave_something(host: Host, run: Path, name: str) -> None:
     host.check(f"echo /dev/shm/leash-{name} > {listed}")
 
 
+def step_sizes(run: Path) -> list[float]:
+    """The number of groups of each step so far."""
+    return [step.number("num_groups") for step in read_metrics(run / "metrics.jsonl", "step")]
+
+
 def test_launch_over_two_hosts_set_up_by_the_page_ends_with_the_log_of_a_dead_engine(
     tmp_path: Path, hosts: tuple[Host, Host]
 ) -> None:
@@ -173,8 +178,14 @@ def test_launch_over_two_hosts_set_up_by_the_page_ends_with_the_log_of_a_dead_en
     leave_something(second, runs / RUN, "engine-7")
     wait_for_line(launch, "step 4/", LIMIT_S)
     assert read_metrics(runs / RUN / "metrics.jsonl", "commit")[-1].number("version") >= 2
-    steps = read_metrics(runs / RUN / "metrics.jsonl", "step")
-    assert all(1 <= step.number("num_groups") < 512 for step in steps)
+    sizes = step_sizes(runs / RUN)
+    assert all(1 <= size < 512 for size in sizes) and min(sizes) < 24
+    tune = f".venv/bin/python -m controller.main tune --dir {runs}"
+    assert "_step 2 -> 24" in first.check(f"{tune} trainer.min_groups_per_step=24")
+    # One step may have asked for its batch before, and the file lags behind by a moment.
+    last = len(step_sizes(runs / RUN)) + 3
+    wait_for_line(launch, f"step {last + 3}/", LIMIT_S)
+    assert min(step_sizes(runs / RUN)[last:]) >= 24
     for host in hosts:  # one of them has the engine; each sees its own processes alone
         host.check("pkill -KILL -f '[r]ollout_pool.engines.sglang_server' || true")
     output = finish(launch, LIMIT_S)

@@ -61,6 +61,12 @@ SETTINGS = (
     "rollout.engine.max_restarts=1000",
     f"task.rewards={{vowels: {{kind: function, function: '{REWARD}'}}}}",
     "buffer.max_staleness=2",
+    # The short form pauses as no other launch does; the long one as a run does by default.
+    *(
+        ()
+        if NUM_KILLS > 1
+        else ("weight_sync.pause_mode=retract", "rollout.engine.radix_cache=false")
+    ),
 )
 
 

@@ -216,9 +216,9 @@ def assert_saved(run: Path) -> None:
     assert (run / "learning_by_step.png").is_file()
 
 
-def command_on(runs: Path, verb: str) -> str:
+def command_on(runs: Path, *words: str) -> str:
     """What a command on the run below `runs` says."""
-    command = [sys.executable, "-m", "controller.main", verb, "--dir", str(runs)]
+    command = [sys.executable, "-m", "controller.main", *words, "--dir", str(runs)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert told.returncode == 0, told.stdout + told.stderr
     return told.stdout

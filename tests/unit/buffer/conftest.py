@@ -76,7 +76,7 @@ async def redis(redis_url: str) -> AsyncIterator[BufferRedis]:
 CHECKED_VERBS = (
     *("admit", "abandon", "begin", "fail", "reclaim", "push", "take_retry", "renew_credits"),
     *("lease", "validate", "consume", "ack", "nack", "renew", "reconcile", "publish_version"),
-    *("release", "discard", "sweep", "set_max_staleness"),
+    *("release", "discard", "sweep", "change_settings"),
 )
 
 

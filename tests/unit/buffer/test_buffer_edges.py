@@ -250,7 +250,7 @@ async def test_validate_returns_groups_that_need_more_masking_and_keeps_those_wi
         await buffer.push(make_group(name, oldest, newest=newest))
     lease = await _lease(buffer, 1, 4, 4)
     assert lease.mask_below_version == 2
-    await buffer.set_max_staleness(0)
+    await buffer.change_settings({"max_staleness": 0})
     assert await buffer.validate(lease, 4) == {"fine", "gap"}  # gap: only its 1 was masked
     assert (await _group(buffer, "more"))["state"] == "ready"
     assert (await _group(buffer, "gone"))["state"] == "dropped:stale"
@@ -407,7 +407,7 @@ async def test_interrupted_restore_is_finished_by_the_next(
         await buffer._scripts.run("trainer/reconcile_groups", "b", 1)
     # Pushes and sweeps go on meanwhile; nothing is dropped as stale by half of a renumbering.
     await buffer.push(make_group("late", 2))
-    await buffer.set_max_staleness(4)
+    await buffer.change_settings({"max_staleness": 4})
     await buffer.sweep()
     # Its trainer dies; another one restores the same checkpoint.
     done = await buffer.reconcile("c", step=3, version=3, resume_version=6)
@@ -595,7 +595,7 @@ async def test_late_rank_gets_its_own_share_without_dropped_groups(
     await _fill(buffer, make_group, "cd", version=1)
     shares = {"step": 5, "version": 1, "num_groups": 4, "num_shares": 2, "timeout_s": 0}
     early = await buffer.lease(share=0, **shares)
-    await buffer.set_max_staleness(0)
+    await buffer.change_settings({"max_staleness": 0})
     assert await buffer.validate(early, 1) == {"c", "d"}
     late = await buffer.lease(share=1, **shares)
     assert late.group_ids == early.group_ids and late.lease_token == early.lease_token
@@ -623,12 +623,10 @@ async def test_tuning_remembers_the_largest_bound_that_was_ever_in_force(
     buffer = await checked_buffer(max_staleness=2)
     assert (await buffer.stats()).max_staleness_largest == 0, "it was never changed"
     for value, largest in ((1, 2), (4, 4), (3, 4)):
-        await buffer.set_max_staleness(value)
+        await buffer.change_settings({"max_staleness": value})
         stats = await buffer.stats()
         assert (stats.max_staleness, stats.max_staleness_largest) == (value, largest)
         assert await buffer.get_max_staleness() == value
-    with pytest.raises(ValueError, match="max_staleness=-1"):
-        await buffer.set_max_staleness(-1)
 
 
 async def test_sweep_takes_more_groups_than_one_script_may_move(
@@ -658,7 +656,7 @@ async def test_blocked_lease_takes_over_when_another_one_expires(
 async def test_open_keeps_existing_settings(checked_buffer: Any) -> None:
     buffer = await checked_buffer(max_staleness=2, groups_per_step=4)
     await buffer.publish_version(9)
-    await buffer.set_max_staleness(5)
+    await buffer.change_settings({"max_staleness": 5})
     again = await checked_buffer(max_staleness=1, groups_per_step=8)
     stats = await again.stats()
     assert (stats.trainer_version, stats.max_staleness, stats.groups_per_step) == (9, 5, 4)

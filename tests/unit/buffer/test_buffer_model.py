@@ -431,7 +431,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule(value=st.integers(0, 3))
     def tune(self, value: int) -> None:
-        self.run(self.buffer.set_max_staleness(value))
+        self.run(self.buffer.change_settings({"max_staleness": value}))
         self.model.max_staleness = value
 
     @rule(engine=st.sampled_from(["e0", "e1"]), lag=st.integers(0, 4))

@@ -256,6 +256,23 @@ async def test_version_is_waited_for_without_polling(state: RunState, buffer_fac
     assert await state.trainer_version() == 3
 
 
+async def test_changed_settings_wake_who_waits_for_them_and_reach_every_shard(
+    redis: Any, run_name: str, buffer_factory: Any
+) -> None:
+    buffer = await buffer_factory(shards=2, max_staleness=1)
+    state = RunState(redis, run_name, shards=2)
+    names = ("max_staleness", "oversampling", "tail")
+    seen = {"max_staleness": "1", "oversampling": "1.0"}
+    assert await state.live_settings(names) == seen
+    assert await state.wait_settings_changed(names, seen, timeout_s=0.05) == seen
+    waiting = asyncio.create_task(state.wait_settings_changed(names, seen, timeout_s=30))
+    await asyncio.sleep(0.05)
+    await buffer.change_settings({"oversampling": "2.0", "tail": "postpone"})
+    now = {**seen, "oversampling": "2.0", "tail": "postpone"}
+    assert await asyncio.wait_for(waiting, 2) == now
+    assert [(await shard.stats()).oversampling for shard in buffer.shards] == [2.0, 2.0]
+
+
 async def test_phase_is_kept(state: RunState) -> None:
     assert await state.phase() == ""
     await state.set_phase("training")

@@ -135,7 +135,7 @@ async def test_admission_is_woken_by_everything_that_makes_room(
     elif event == "commit":
         await state.record_commits({"engine": 1})
     else:
-        await buffer.set_max_staleness(2)
+        await buffer.change_settings({"max_staleness": 2})
     await asyncio.wait_for(waiting, 2)
 
 
@@ -159,7 +159,7 @@ async def test_on_stale_wait_delays_a_lease_until_no_running_group_would_become_
     elif event == "abandon":
         await buffer.abandon(slow, "test")
     else:
-        await buffer.set_max_staleness(5)
+        await buffer.change_settings({"max_staleness": 5})
     lease = await asyncio.wait_for(waiting, 2)
     assert (lease.group_ids[0] == slow) is (event == "push")  # the last step that can train it
 

@@ -70,7 +70,7 @@ async def live_then_stats(url: str, run: str) -> BufferStats:
         await buffer.ack(0)
         await buffer.publish_version(1)
         await buffer.sweep()
-        await buffer.set_max_staleness(3)
+        await buffer.change_settings({"max_staleness": 3})
         await buffer.admit("running-0", timeout_s=5)
         for number in range(2):
             await buffer.push(small_group(f"fresh-{number}", version=number))

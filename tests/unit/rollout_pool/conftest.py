@@ -235,21 +235,22 @@ class FakeSGLang(_Fake):
         await asyncio.sleep(self.slow.get(request.url.path, 0.0))
         if self.status != 200 or request.url.path in self.refused:
             return JSONResponse({"success": False, "message": "out of order"}, 400)
-        if body.get("abort_all"):
-            for aborting in self._aborting.values():
-                aborting.set()
-        elif request.url.path == "/abort_request":
-            self.aborted.append(body["rid"])
-            if self.num_lost_aborts > 0:
-                self.num_lost_aborts -= 1
-            else:
-                # As SGLang does it, by what the ids begin with.
-                for rid, aborting in list(self._aborting.items()):
-                    if rid.startswith(body["rid"]):
-                        aborting.set()
+        if request.url.path == "/abort_request":
+            self._abort(body)
         if "weight_version" in body:
             self.version = body["weight_version"]
         return JSONResponse({"success": True})
+
+    def _abort(self, body: dict[str, Any]) -> None:
+        if "rid" in body:
+            self.aborted.append(body["rid"])
+        if self.num_lost_aborts > 0:
+            self.num_lost_aborts -= 1
+            return
+        # As SGLang does it, by what the ids begin with.
+        for rid, aborting in list(self._aborting.items()):
+            if body.get("abort_all") or rid.startswith(body["rid"]):
+                aborting.set()
 
     async def _flush(self, request: Request) -> Response:
         self.calls.append(("/flush_cache", dict(request.query_params)))

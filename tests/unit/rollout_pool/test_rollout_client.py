@@ -312,6 +312,63 @@ async def test_stop_that_overtakes_its_request_is_repeated(fake, client, make_re
     assert fake.aborted == ["g.0.1!"] * 2
 
 
+@pytest.fixture
+async def sole(fake):
+    client = fake.client("engine-0", is_only_client=True)
+    yield client
+    await client.close()
+
+
+async def running(fake, make_reply, client, count):
+    fake.reply = lambda rid: make_reply(
+        output_ids=[4, 5], never_ends=not rid.startswith("late"), at_abort=[9], delay_s=0.4
+    )
+    samples = [make_sample(i) for i in range(count)]
+    asking = asyncio.create_task(ask_all(client, samples))
+    await until(lambda: all(sample.output_ids for sample in samples))
+    return samples, asking
+
+
+async def test_stop_of_all_samples_is_one_call_and_a_sample_sent_meanwhile_goes_on(
+    fake, sole, make_reply
+):
+    samples, asking = await running(fake, make_reply, sole, 40)
+    fake.slow["/abort_request"] = 0.2
+    for sample in samples:
+        sole.stop(f"{sample.sample_id}.1!")
+    await until(lambda: fake.bodies("/abort_request"))
+    late = make_sample(sample_id="late")
+    await asyncio.gather(asking, ask(sole, late))
+    assert fake.bodies("/abort_request") == [{"abort_all": True}]
+    assert all(sample.output_ids == [4, 9] and not sample.finish_reason for sample in samples)
+    assert late.output_ids == [4, 5] and late.finish_reason == "stop"
+    assert len(fake.bodies("/generate")) == 40 // batching.MAX_SAMPLES + 2
+
+
+async def test_stop_spares_whatever_else_runs_at_the_engine(fake, client, sole, make_reply):
+    samples, asking = await running(fake, make_reply, sole, 3)
+    for sample in samples[:2]:
+        sole.stop(f"{sample.sample_id}.1!")
+    await until(lambda: len(fake.aborted) == 2)
+    assert not asking.done()
+    sole.stop("g.2.1!")
+    await asking
+    samples, asking = await running(fake, make_reply, client, 3)  # it may not be the only client
+    for sample in samples:
+        client.stop(f"{sample.sample_id}.1!")
+    await asking
+    assert len(fake.aborted) == len(fake.bodies("/abort_request")) == 6
+
+
+async def test_stop_of_all_that_overtakes_a_request_is_repeated_for_it(fake, sole, make_reply):
+    samples, asking = await running(fake, make_reply, sole, 3)
+    fake.num_lost_aborts = 1
+    for sample in samples:
+        sole.stop(f"{sample.sample_id}.1!")
+    await asking
+    assert fake.bodies("/abort_request") == [{"abort_all": True}] * 2
+
+
 async def test_sample_that_is_stopped_before_it_is_sent_is_never_sent(fake, client):
     sample = make_sample()
     task = asyncio.create_task(ask(client, sample))
@@ -509,6 +566,13 @@ async def test_preemptions_are_counted_and_pauses_for_commits_are_not(fake, clie
     )
     await ask(client, make_sample())
     assert client.num_preemptions == 1 and client.queue_s == 0.0
+    # Paused before its first token: its versions do not show it.
+    fake.reply = lambda rid: make_reply(num_retractions=1, parts=[], delay_s=0.3)
+    asking = asyncio.create_task(ask(client, make_sample(3)))
+    await until(lambda: len(fake.bodies("/generate")) == 2)
+    client.note_version(3)
+    await asking
+    assert client.num_preemptions == 1
     fake.reply = lambda rid: make_reply(queue_s=0.25)  # of a server with --enable-metrics
     await ask(client, make_sample(1))
     fake.reply = lambda rid: make_reply(queue_s=-1e6)  # as for one that was aborted in the queue

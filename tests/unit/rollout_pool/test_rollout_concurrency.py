@@ -16,6 +16,7 @@ def seen(**fields):
     return LoadSample(
         **{
             "num_in_flight": 0,
+            "peak_in_flight": fields.get("num_in_flight", 0),
             "num_running": 0,
             "num_queued": 0,
             "kv_usage": 0.0,
@@ -39,6 +40,7 @@ def after(limit, looks, **fields):
 SAMPLES = st.builds(
     LoadSample,
     num_in_flight=st.integers(0, 300),
+    peak_in_flight=st.integers(0, 300),
     num_running=st.integers(0, 300),
     num_queued=st.integers(0, 300),
     kv_usage=st.floats(0, 1),

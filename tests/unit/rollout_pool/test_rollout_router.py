@@ -563,3 +563,17 @@ async def test_raised_limit_admits_the_next_sample_at_once():
     one.note_load("engine-0", roomy, 0)
     await turn()
     assert waiting.done()
+
+
+async def test_limit_falls_from_what_was_in_flight_before_all_samples_were_interrupted():
+    one = router(1, max_running_requests=64)
+    idle = EngineLoad(num_running=0, num_queued=0, num_tokens=0, capacity=9000, kv_usage=0.0)
+    places = [await place(one) for _ in range(40)]
+    one.note_load("engine-0", idle, 0)
+    for taken in places:
+        taken.release()
+    one.note_load("engine-0", idle, 0)
+    one.note_load("engine-0", idle, 3)  # what they had suffered is heard of late
+    assert one.engines["engine-0"].limit == 40 * 8 // 10
+    one.note_load("engine-0", idle, 1)  # this is not of so many
+    assert one.engines["engine-0"].limit == 1

@@ -307,6 +307,36 @@ async def test_new_turn_of_a_postponed_group_is_stopped_too() -> None:
     assert await scene.counted() == {"groups_postponed": 1, "samples_interrupted": 2}
 
 
+async def test_policy_that_takes_over_releases_a_postponed_group_and_holds_it_by_its_own_rule() -> (
+    None
+):
+    scene = Scene(TailPolicy.postpone)
+    await _land_quick_groups(scene)
+    slow = scene.start(10)
+    async with scene.running():
+        keeper = asyncio.create_task(_keep_one_young(scene))
+        scene.is_full = True
+        await until(lambda: slow.samples <= set(scene.interrupted))
+        waiting = _stopped(slow)
+        assert isinstance(scene.tail, Postpone)
+        for _ in range(2 * MIN_RECENT):
+            scene.tail._pace.note(60.0)  # so that it would wait for long
+        await end_tasks([keeper])
+    scene.tail.close()
+    await asyncio.wait_for(asyncio.gather(*waiting), 1)
+    next_one = Scene(TailPolicy.interrupt_and_resume)
+    next_one.tail.begin(slow)
+    async with next_one.running():
+        await asyncio.sleep(0)
+        next_one.versions.tell(trainer=1)
+        await until(lambda: slow.samples <= set(next_one.interrupted))
+        held = asyncio.create_task(slow.wait_to_go_on(next(iter(slow.samples))))
+        await asyncio.sleep(0.05)
+        assert not held.done()
+        next_one.versions.tell(engines=1)
+        await asyncio.wait_for(held, 1)
+
+
 async def test_group_without_running_samples_is_not_postponed() -> None:
     scene = Scene(TailPolicy.postpone)
     await _land_quick_groups(scene)

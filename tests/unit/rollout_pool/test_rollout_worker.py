@@ -550,6 +550,29 @@ async def test_postponed_group_is_finished_with_its_earlier_tokens_or_from_its_p
     assert counters.get("tokens_wasted") == num_wasted
 
 
+async def test_live_policy_takes_over_the_groups_in_flight_and_the_next_releases_what_waits(
+    make_worker, completer, state
+):
+    completer.held = lambda sample: sample.prompt == [ord("0")]
+    worker, buffer, running = await make_worker.run(max_staleness=60)
+    await until(ready(buffer, 61 * GROUPS_PER_STEP - 1))
+    completer.held = lambda sample: False
+    await buffer.change_settings({"tail": "interrupt_and_resume"})
+    version = 0
+    while not (await state.counters()).get("samples_interrupted"):
+        version += 1  # until one comes after the change
+        await buffer.publish_version(version)
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(1.2)  # as long as counts may take
+    assert "samples_resumed" not in await state.counters()  # they wait for the engine
+    await buffer.change_settings({"tail": "continue_across_versions"})
+    await until(ready(buffer, 61 * GROUPS_PER_STEP))
+    worker.stop()
+    await running
+    counters = await state.counters()
+    assert counters["samples_interrupted"] == counters["samples_resumed"] == 2
+
+
 # Dynamic sampling ---------------------------------------------------------------------------------
 
 
@@ -570,6 +593,30 @@ async def test_groups_without_variance_are_kept_beyond_the_budget(make_worker, c
     completer.said = lambda sample: "00"
     await fill(make_worker, filter_zero_variance=True, max_filtered_ratio=0.5)
     assert (await state.counters())["zero_variance_kept"] == 4
+
+
+async def test_filter_that_is_set_during_the_run_leaves_groups_out_from_then_on(
+    make_worker, completer, state
+):
+    completer.said = lambda sample: "00"
+    worker, buffer, running = await make_worker.run()
+    await until(ready(buffer, 2 * GROUPS_PER_STEP))
+    assert "groups_filtered" not in await state.counters()
+    await buffer.change_settings({"filter_zero_variance": "True", "max_filtered_ratio": "2.0"})
+    await until(lambda: worker._finisher._filter is not None)
+    await consume(buffer, 0)
+    await until(ready(buffer, 2 * GROUPS_PER_STEP))
+    worker.stop()
+    await running
+    counters = await state.counters()
+    assert counters["groups_filtered"] == 2 * 2 and counters["zero_variance_kept"] == 2
+
+
+async def test_setting_that_cannot_be_read_ends_the_worker_and_is_named(make_worker):
+    _, buffer, running = await make_worker.run()
+    await buffer.change_settings({"tail": "hurry"})
+    with pytest.raises(ValueError, match=r"rollout\.tail='hurry'"):
+        await asyncio.wait_for(running, 10)
 
 
 async def test_equal_rewards_of_a_broken_scorer_do_not_leave_groups_out(

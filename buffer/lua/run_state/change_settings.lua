@@ -1,0 +1,15 @@
+-- Changes settings of a running job. A lower max_staleness applies from the next sweep or lease.
+-- ARGV: name, value, name, value...   Reply: 1
+for place = 1, #ARGV, 2 do
+  local name, value = ARGV[place], ARGV[place + 1]
+  if name == 'max_staleness' then
+    local before = finite(redis.call('HGET', SETTINGS, name), 0)
+    local largest = finite(redis.call('HGET', STATS, 'max_staleness_largest'), 0)
+    redis.call('HSET', STATS, 'max_staleness_largest', whole(math.max(before, largest, tonumber(value))))
+  end
+  redis.call('HSET', SETTINGS, name, value)
+end
+wake('settings')
+wake('room')
+wake('batch') -- a lease may be waiting for a group that would have become too old
+return 1
