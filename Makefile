@@ -102,9 +102,9 @@ test-fast: install ## the fast unit tests
 # Full size; CI runs the same tests at small size (`make test`). Override sizes: make soak SOAK="MINUTES=1"
 SOAK ?=
 SOAK_SIZES := SIGNALS=12 GROUPS=100000 KILLS=200 SERVER_KILLS=30 KILLS_PER_POINT=50 LOSSY_GROUPS=20000 \
-	SEQUENCES=10000 FUZZ=1000000 MINUTES=30 WEIGHT_FAULTS=20 ROLLOUT_KILLS=20 $(SOAK)
+	SEQUENCES=10000 FUZZ=1000000 MINUTES=30 WEIGHT_FAULTS=20 ROLLOUT_KILLS=20 CHECKPOINT_KILLS=20 $(SOAK)
 SOAK_TESTS := tests/soak tests/unit/buffer/test_buffer_model.py tests/unit/buffer/test_buffer_codec_fuzz.py \
-	tests/integration/test_launch.py
+	tests/unit/trainer_pool/test_zero3_training.py tests/integration/test_launch.py
 
 soak: install ## the long form of tests that CI runs briefly (hours): kills, fuzzing, signals, 30 minutes at full rate
 	@env $(addprefix LEASH_SOAK_,$(SOAK_SIZES)) $(PYTHON_BIN) -m pytest $(SOAK_TESTS) --timeout 0 -s \

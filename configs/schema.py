@@ -171,6 +171,8 @@ class BufferConfig(Section):
     url: str | None = None
     """redis://[user@]host:port/db or unix://; None starts a server for this run. Its password comes
     from `password_file` or from LEASH_REDIS_PASSWORD in the environment."""
+    max_restarts: int = field(default=3, metadata=at_least(0))
+    """How often the server that was started for a run is started again after it has died."""
     password_file: str | None = field(default=None, metadata=NOT_EMPTY)
     """File with the password of `url`, on the machine of the controller."""
     tls_ca_file: str | None = field(default=None, metadata=NOT_EMPTY)

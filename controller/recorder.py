@@ -23,7 +23,7 @@ SAMPLE_S = 2.0
 SWEEP_S = 5.0
 
 
-_CONTROLLERS_KINDS = frozenset({"phase", "eval", EVAL_FAILED, "buffer", RESUMED})
+_CONTROLLERS_KINDS = frozenset({"phase", "eval", EVAL_FAILED, "buffer", "redis_restarted", RESUMED})
 REPORTED = ("step", "checkpoint")
 _NUMBERS_OF_A_STEP = ("step", "version")
 _MAX_STEP = 2**53

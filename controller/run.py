@@ -166,7 +166,7 @@ class Run:
                 run_dir=self.dir,
                 pools=pools,
                 address=self._address,
-                redis_pid=self._server.pid if self._server else None,
+                server=self._server,
                 panel=self.panel,
                 started=self._started,
                 resumed_step=self._resumption.state.step if self._resumption else None,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from buffer.redis.server import EmbeddedServer, ServerStartError
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, open_buffer, open_state
 from controller.metrics.records import EVAL_FAILED, MetricsLog, Record, read_metrics
@@ -57,18 +58,19 @@ class Training:
         run_dir: RunDir,
         pools: Pools,
         address: BufferAddress,
-        redis_pid: int | None,
+        server: EmbeddedServer | None,
         panel: Panel,
         started: float,
         stop: StopRequest,
         resumed_step: int | None = None,
     ) -> None:
-        """`resumed_step`: completed steps of a run that goes on."""
+        """`server`: the Redis that was started for the run. `resumed_step`: completed steps of a
+        run that goes on."""
         self._config = config
         self._dir = run_dir
         self._pools = pools
         self._address = address
-        self._redis_pid = redis_pid
+        self._server = server
         self._panel = panel
         self._started = started
         self._stop = stop
@@ -78,7 +80,7 @@ class Training:
         self._deaths: list[asyncio.Task[RunFailed]] = []
         """Each ends the run."""
         self._trainer_deaths: list[asyncio.Task[RunFailed]] = []
-        self._redis_watch: asyncio.Task[RunFailed] | None = None
+        self._is_redis_lost = False
         self._evaluation: asyncio.Task[None] | None = None
         self._may_evaluate = False
 
@@ -87,9 +89,8 @@ class Training:
         async with AsyncExitStack() as cleanup:
             await self._open(cleanup)
             self._deaths = self._watch(self._pools.rollout.deaths())
-            if self._redis_pid is not None:
-                self._redis_watch = asyncio.create_task(self._redis_death(self._redis_pid))
-                self._deaths.append(self._redis_watch)
+            if self._server is not None:
+                self._deaths.append(asyncio.create_task(self._keep_redis(self._server)))
             self._trainer_deaths = self._watch(self._pools.trainer.deaths())
             cleanup.callback(lambda: _cancel([*self._deaths, *self._trainer_deaths]))
             try:
@@ -231,8 +232,7 @@ class Training:
 
     async def _save_model(self) -> None:
         """Ask the ranks to finish their step, save a checkpoint and export the model."""
-        is_redis_gone = self._redis_watch is not None and self._redis_watch.done()
-        if not self._training or is_redis_gone:
+        if not self._training or self._is_redis_lost:
             return
         limit_s = self._config.cluster.stop_timeout_s
         self._recorder.record("phase", {"phase": "saving the model"})
@@ -268,8 +268,20 @@ class Training:
             return death(name, error, self._dir.log_of(name))
         return failure(name, what, self._dir.log_of(name))
 
-    async def _redis_death(self, pid: int) -> RunFailed:
-        await exit_of(pid)
+    async def _keep_redis(self, server: EmbeddedServer) -> RunFailed:
+        """Start the run's server again when it dies, with its data at the same address: its clients
+        wait meanwhile. Ends when it has died once more than buffer.max_restarts allows."""
+        for number in range(1, self._config.buffer.max_restarts + 1):
+            await _end_of(server)
+            self._panel.say("redis died: it starts again with its data")
+            try:
+                await asyncio.to_thread(server.restart)
+            except ServerStartError as error:
+                self._is_redis_lost = True
+                return RunFailed(f"redis died and does not start again: {error}")
+            self._recorder.record("redis_restarted", {"number": number})
+        await _end_of(server)
+        self._is_redis_lost = True
         return failure("redis", "died", self._dir.log_of("redis"))
 
     async def _raise_first_death(self) -> None:
@@ -296,6 +308,11 @@ class Training:
             return first
         deaths = [*self._deaths, *self._trainer_deaths]
         return await self._first_of(deaths, DEATH_GRACE_S) or first
+
+
+async def _end_of(server: EmbeddedServer) -> None:
+    with suppress(ProcessLookupError):  # it has ended already
+        await exit_of(server.pid)
 
 
 async def _value(ref: Pending[T]) -> T:

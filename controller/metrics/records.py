@@ -7,9 +7,9 @@ A number that was not measured, or is not finite, is null.
 Kinds: `phase` (of the run), `step` (one trained batch, from trainer rank 0), `eval` (held-out
 prompts), `eval_failed` (with `version` and `why`), `buffer` (depth, versions and waits, sampled by
 the controller), `engine` (an engine's load as a worker saw it: see engines.py), `publish`, `commit`
-and `weights_event` (see weights.py), `checkpoint` (with `error` if it failed), `resumed` (the run
-goes on after `step`, `away_s` after its end). Each is flat. `id` is the position of a record that
-came through Redis.
+and `weights_event` (see weights.py), `checkpoint` (with `error` if it failed), `redis_restarted`
+and `resumed` (the run goes on after `step`, `away_s` after its end). Each is flat. `id` is the
+position of a record that came through Redis.
 """
 
 from __future__ import annotations

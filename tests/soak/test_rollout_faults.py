@@ -13,17 +13,22 @@ CI kills one of each; LEASH_SOAK_ROLLOUT_KILLS=20 is the long form. A failure te
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import subprocess
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from crash.size import size
 from rollouts import slow_reward
 from rollouts.ledger import Ledger
 from rollouts.picture import Event, Picture
-from rollouts.play import play
+from rollouts.play import LOOK_EVERY_S, START_S, play
 from rollouts.victims import OF_THE_ROLLOUT_POOL, trainer_ranks
 
 from controller.metrics.records import Record, read_metrics, series
@@ -37,7 +42,6 @@ from tests.support.launches import (
     listens_beyond_loopback,
     result_of,
     resume,
-    wait_for_line,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]  # every wait of a play has a bound
@@ -111,15 +115,17 @@ def test_killed_members_under_load_lose_no_prompt_and_shrink_no_group(tmp_path: 
 
 
 def goes_on_to_its_end(runs: Path, before: list[Record]) -> None:
-    """The run that was stopped, resumed with more steps; then a trainer rank is killed. Nothing is
-    trained twice, renumbered or given up."""
+    """The run that was stopped, resumed with more steps; then Redis and a trainer rank are killed.
+    Nothing is trained twice, renumbered or given up."""
     run, last = runs / RUN, before[-1].count("step")
-    num_steps = last + 2 * QUIET_STEPS
+    num_steps = last + 3 * QUIET_STEPS
     process = resume(runs, f"trainer.num_steps={num_steps}", "trainer.checkpoint_every=2")
-    seen = wait_for_line(process, f"step {last + QUIET_STEPS}/")
+    wait_for_step(run, process, last + QUIET_STEPS)
+    os.kill(redis_pid(run), signal.SIGKILL)
+    wait_for_step(run, process, last + 2 * QUIET_STEPS)
     (victim,) = (one for one in trainer_ranks(run) if one.name == "trainer-1")
     victim.kill()
-    output = seen + finish(process)
+    output = finish(process)
     assert process.returncode == 0, output[-6000:]
     result = result_of(output)
     assert (result["steps"], result["state"]) == (num_steps, "finished")
@@ -130,13 +136,34 @@ def goes_on_to_its_end(runs: Path, before: list[Record]) -> None:
     assert versions == sorted(set(versions))
     first, again = read_metrics(run / "metrics.jsonl", "resumed")
     assert first.count("step") == last
-    assert last + QUIET_STEPS - 2 <= again.count("step") <= num_steps, "two steps are lost at most"
+    assert last + 2 * QUIET_STEPS - 2 <= again.count("step") <= num_steps, (
+        "two steps are lost at most"
+    )
     assert "trainer-1 died: the ranks go on from step" in output
+    assert "redis died: it starts again with its data" in output
+    assert len(read_metrics(run / "metrics.jsonl", "redis_restarted")) == 1
     # Groups of a step that was undone were trained again, or dropped with its version.
     assert set(result["groups_dropped"]) <= {"stale", "lineage"}
     assert result["groups_trained"] == 4 * num_steps
     # The engines have the trainer's weights, from the first step on.
     assert max(series(after, "logprob_diff_max")) <= 1e-4
+
+
+def wait_for_step(run: Path, process: subprocess.Popen[str], step: int) -> None:
+    deadline = time.monotonic() + START_S
+    while not any(r.count("step") >= step for r in read_metrics(run / "metrics.jsonl", "step")):
+        assert process.poll() is None, finish(process)[-6000:]
+        assert time.monotonic() < deadline, f"no step {step} within {START_S:g} s"
+        time.sleep(LOOK_EVERY_S)
+
+
+def redis_pid(run: Path) -> int:
+    """Of the server that was started for the run."""
+    config = str(run / "redis" / "server.conf")
+    (pid,) = (
+        p.pid for p in psutil.process_iter(["cmdline"]) if config in (p.info["cmdline"] or ())
+    )
+    return int(pid)
 
 
 BEGUN = ("begun", "0-0", {"p": "task:0"})
