@@ -181,7 +181,7 @@ class ReplayBuffer:
         """Records atomically an admitted group's prompt and its worker's position in its tasks.
 
         From then on the prompt survives the worker: if the group's credit expires or the worker is
-        reclaimed, the prompt runs again, and a late push of the group is a duplicate. The second
+        reclaimed, the prompt runs again, and a late push of the group is a duplicate. The third
         time this happens to a prompt it is quarantined. False, with nothing recorded, if the group
         is not running.
         """
@@ -229,10 +229,11 @@ class ReplayBuffer:
     ) -> bool:
         """Frees the credit of a running group that will never be pushed, and counts it by reason.
 
-        `rerun` says whether `prompt` runs again; then a late push of the group is a duplicate.
-        False if the group was not running: it was pushed, or its credit had expired.
+        `rerun` says whether `prompt` (None: that of `begin`, if any) runs again; then a late push
+        of the group is a duplicate. False if the group was not running: it was pushed, or its
+        credit had expired.
         """
-        assert (prompt is None) == (rerun is Rerun.never), "name the prompt that is to run again"
+        assert prompt is not None or rerun is not Rerun.as_stale, "name the prompt"
         text = "" if prompt is None else write_prompt(prompt)
         arguments = (group_id, reason, rerun.value, text)
         return bool(await self._scripts.run("rollout/abandon_group", *arguments))

@@ -303,7 +303,7 @@ class QuarantinedPrompt:
     task: str
     index: int
     reason: str
-    """failed (its groups failed too often) or worker_died (twice while it ran)."""
+    """failed (its groups failed too often) or worker_died (thrice while it ran, at last alone)."""
     times: int
     """How often that happened."""
     at: float

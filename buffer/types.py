@@ -140,6 +140,12 @@ class PromptRef:
     """How often a worker died while running it. Not stored with a pushed group: a prompt whose
     group was completed kills no worker."""
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether its worker runs it alone: two that ran it have died. If one more does, the buffer
+        quarantines it."""
+        return self.reruns >= 2
+
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class TrajectoryGroup:

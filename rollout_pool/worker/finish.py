@@ -203,7 +203,8 @@ class GroupFinisher:
                 run.group_id, "too_old", Rerun.as_stale, run.ref
             )
         else:
-            was_running = await self.buffer.abandon(run.group_id, "stopped")
+            # A resumed run takes the prompt again.
+            was_running = await self.buffer.abandon(run.group_id, "stopped", Rerun.always, run.ref)
         if run.group is not None and not was_running:  # its push had completed
             await self._settle_whole(run)
             return True

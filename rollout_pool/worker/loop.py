@@ -5,7 +5,8 @@
       └───────────────── credit returns  ◄──── trainer ◄──────────────┘
     publish ──► groups in flight that became too old are cancelled, their prompts run again
     failure ──► the prompt runs again, until it is put into quarantine (finish.py)
-    restart ──► the new worker reclaims the groups that ran; each prompt runs again, once
+    restart ──► the new worker reclaims the groups that ran; each prompt runs again, and after a
+                second death alone, so that a third one tells which prompt is at fault
 
 Backpressure, from the trainer to the prompt:
 
@@ -31,7 +32,7 @@ from typing import Any
 from buffer.roles import WorkerBuffer
 from buffer.run_state import RunState
 from buffer.staleness import is_fresh
-from buffer.types import PromptRef
+from buffer.types import PromptRef, Rerun
 from configs.checks import live_names, with_live
 from configs.choices import OnLongPrompt, OnStale
 from configs.rollout_schema import RolloutConfig, TaskConfig
@@ -112,6 +113,11 @@ class RolloutWorker:
         self._watching = watching
         self._stop_again_s = stop_again_s
         self._runs: set[GroupRun] = set()
+        self._is_idle = asyncio.Event()
+        """While there is no run."""
+        self._is_idle.set()
+        self._waiting: str | None = None
+        """Id of a group whose prompt is to run alone, until the others have ended."""
         self._admission: asyncio.Task[None] | None = None
         """The admission of the next group, if in progress."""
         self._unfinished: set[asyncio.Task[Any]] = set()
@@ -175,7 +181,9 @@ class RolloutWorker:
 
     def _fill(self) -> None:
         """Starts the next admission, one at a time, if another group may start."""
-        if self._admission is None and len(self._runs) < self._spec.config.max_groups_in_flight:
+        limit = 1 if any(r.ref.is_suspect for r in self._runs) else None
+        limit = limit or self._spec.config.max_groups_in_flight
+        if self._admission is None and len(self._runs) < limit:
             self._admission = asyncio.create_task(self._admit())
             self._observe(self._admission)
 
@@ -242,9 +250,14 @@ class RolloutWorker:
             group_id = admission.group_id
             await self._note_wait(started)
             taken = await self._take_prompt(group_id)
+            if taken is not None and taken[0].is_suspect:
+                self._waiting = group_id
+                await self._is_idle.wait()
         except BaseException:
-            self._see_through(self._buffer.abandon(group_id, "stopped"))
+            self._see_through(self._buffer.abandon(group_id, "stopped", Rerun.always))
             raise
+        finally:
+            self._waiting = None
         if taken is None:
             return
         ref, prompt = taken
@@ -284,6 +297,7 @@ class RolloutWorker:
     def _start(self, run: GroupRun) -> None:
         self._tail.begin(run)
         self._runs.add(run)
+        self._is_idle.clear()
         run.work = asyncio.create_task(self._finisher.generate_and_push(run))
         self._see_through(self._finish(run, run.work))
 
@@ -294,6 +308,8 @@ class RolloutWorker:
             is_done = await self._finisher.finish(run)
         finally:
             self._runs.remove(run)
+            if not self._runs:
+                self._is_idle.set()
             self._tail.end(run, is_done=is_done)
             self._last_end = time.monotonic()
 
@@ -367,7 +383,8 @@ class RolloutWorker:
         """Renews the groups' credits, so that those of a dead worker expire."""
         while True:
             await asyncio.sleep(self._spec.buffer.lease_timeout_s / 3)
-            await self._buffer.renew_credits([run.group_id for run in self._runs])
+            waiting = [] if self._waiting is None else [self._waiting]
+            await self._buffer.renew_credits([*(run.group_id for run in self._runs), *waiting])
 
 
 _of_tail = attrgetter("tail", "keep_partial", "max_postponements")

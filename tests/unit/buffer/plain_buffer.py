@@ -259,7 +259,7 @@ class PlainBuffer:
         if not group.has_begun:
             return
         prompt = replace(group.prompt, reruns=group.prompt.reruns + 1)
-        if prompt.reruns > 1:
+        if prompt.reruns > 2:
             self.poisonous[shard, prompt.task, prompt.index] = "worker_died", prompt.reruns
         else:
             self.retries[shard].append(prompt)

@@ -10,7 +10,7 @@ import pytest
 from buffer.admission import admission_limit
 from buffer.results import PushResult, read_prompt, write_prompt
 from buffer.run_state import RunState
-from buffer.types import PromptRef
+from buffer.types import PromptRef, Rerun
 from configs.choices import OnStale
 from configs.schema import BufferConfig
 
@@ -23,7 +23,7 @@ async def _begun(buffer: Any, name: str, prompt: PromptRef = PROMPT, position: i
     return group_id
 
 
-async def test_prompt_of_a_dead_worker_runs_once_more_and_is_then_quarantined(
+async def test_prompt_of_dead_workers_becomes_a_suspect_and_is_then_quarantined(
     checked_buffer: Any,
 ) -> None:
     buffer = await checked_buffer(on_stale=OnStale.drop)  # it is no stale group
@@ -31,23 +31,35 @@ async def test_prompt_of_a_dead_worker_runs_once_more_and_is_then_quarantined(
     await _begun(buffer, "30-0-a", PromptRef(task="long words", index=1))  # another worker's
     assert await buffer.reclaim(3) == 1
     assert await buffer.reclaim(3) == 0
-    again = (await buffer.admit("3-0-b", 1)).group_id
-    prompt = await buffer.take_retry(again)
-    assert prompt == PromptRef(task="long words", index=7, reruns=1)
-    assert await buffer.take_retry(again) == prompt  # a lost reply costs nothing
-    assert await buffer.reclaim(3) == 1
+    for number in (1, 2):  # any worker may die twice
+        again = (await buffer.admit(f"3-{number}-b", 1)).group_id
+        prompt = await buffer.take_retry(again)
+        assert prompt == PromptRef(task="long words", index=7, reruns=number)
+        assert prompt.is_suspect == (number == 2)
+        assert await buffer.take_retry(again) == prompt  # a lost reply costs nothing
+        assert await buffer.reclaim(3) == 1
     assert await buffer.take_retry() is None
     (poisonous,) = await buffer.quarantined_prompts()
     assert (poisonous.task, poisonous.index) == ("long words", 7)
-    assert (poisonous.reason, poisonous.times) == ("worker_died", 2)
+    assert (poisonous.reason, poisonous.times) == ("worker_died", 3)
     stats = await buffer.stats()
-    assert stats.abandoned_by_reason == {"worker_died": 2}
-    assert (stats.running, stats.rerun, stats.prompts_quarantined) == (1, 1, 1)
+    assert stats.abandoned_by_reason == {"worker_died": 3}
+    assert (stats.running, stats.rerun, stats.prompts_quarantined) == (1, 2, 1)
     events = [event.event for event in await buffer.events(again)]
     assert events == ["admitted", "begun", "abandoned", "prompt_quarantined"]
     assert await buffer.release_prompt("long words", 7)
     assert not await buffer.release_prompt("long words", 7)
     assert await buffer.take_retry() == PROMPT
+
+
+async def test_abandoned_group_may_leave_the_prompt_that_it_has_begun(checked_buffer: Any) -> None:
+    buffer = await checked_buffer(on_stale=OnStale.drop)
+    group_id = await _begun(buffer, "0-0-a")
+    await buffer.admit("0-1-a", 1)  # has no prompt yet
+    assert await buffer.abandon(group_id, "stopped", Rerun.always)
+    assert await buffer.abandon("0-1-a", "stopped", Rerun.always)
+    assert await buffer.take_retry() == PROMPT
+    assert await buffer.take_retry() is None
 
 
 async def test_credit_that_expires_queues_its_prompt_again(checked_buffer: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from buffer.redis.connection import connect
 from buffer.run_state import RunState
-from buffer.types import PromptRef
+from buffer.types import PromptRef, Rerun
 from configs.choices import OnLongPrompt, TailPolicy
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from configs.schema import BufferConfig
@@ -368,7 +368,10 @@ async def test_failed_group_always_gives_its_credit_back(make_worker, completer,
         worker.stop()
     await running
     stats = await buffer.stats()
-    assert (stats.running, stats.rerun, stats.abandoned_by_reason["failed"]) == (0, 1, 1)
+    num_stopped = stats.abandoned_by_reason.get("stopped", 0)
+    assert num_stopped == (ending == "stop")  # its prompt runs again in a resumed run
+    num_rerun = stats.rerun - num_stopped
+    assert (stats.running, num_rerun, stats.abandoned_by_reason["failed"]) == (0, 1, 1)
 
 
 async def test_worker_that_ends_while_it_admits_a_group_gives_the_credit_back(make_worker):
@@ -397,6 +400,7 @@ async def test_group_stopped_before_its_push_is_counted_as_stopped(make_worker, 
     assert not {"completed:<=256", "given_up:<=256", "tokens_wasted"} & counters.keys()
     stats = await buffer.stats()
     assert (stats.running, stats.ready, stats.abandoned_by_reason) == (0, 0, {"stopped": 4})
+    assert stats.retries_waiting == 4  # for the run when it is resumed
 
 
 async def test_group_stopped_after_its_push_is_complete(make_worker, state):
@@ -485,6 +489,37 @@ async def test_restarted_worker_runs_its_prompts_again_and_continues_its_stream(
     stats = await buffer.stats()
     assert stats.abandoned_by_reason == {"worker_died": 3} and stats.rerun == 3
     assert (await state.task_positions())[0] == 4
+
+
+async def test_prompt_with_which_two_workers_died_runs_alone(make_worker, completer):
+    gates = {text: asyncio.Event() for text in ("0", "1", "7")}
+    completer.hold = lambda sample: gates.get("".join(map(chr, sample.prompt)))
+    worker, buffer = await make_worker(max_groups_in_flight=2)
+    worker._spec.buffer.lease_timeout_s = 0.3
+    renewed = []
+    renew = buffer.renew_credits
+    buffer.renew_credits = lambda ids: (renewed.append(list(ids)), renew(ids))[1]
+    running = await make_worker.start(worker)
+    await until(lambda: {*completer.prompts} == {"0", "1"})
+    await buffer.admit("9-9-dead", 1)
+    await buffer.begin("9-9-dead", PromptRef(task="numbers", index=7, reruns=2), 9, 1)
+    await buffer.abandon("9-9-dead", "stopped", Rerun.always)
+    gates["0"].set()
+    await until(ready(buffer, 1))
+    renewed.clear()
+    await until(lambda: any(len(ids) == 2 for ids in renewed))  # the waiting group's, too
+    assert {*completer.prompts} == {"0", "1"}, "it waits for the other group"
+    assert (await buffer.stats()).running == 2
+    gates["1"].set()
+    await until(lambda: "7" in completer.prompts)
+    await until(ready(buffer, 2))
+    assert {*completer.prompts} == {"0", "1", "7"}, "no other starts beside it"
+    gates["7"].set()
+    await until(ready(buffer, 4))
+    worker.stop()
+    await running
+    stats = await buffer.stats()
+    assert stats.prompts_quarantined == 0
 
 
 # Tail ---------------------------------------------------------------------------------------------
