@@ -243,7 +243,8 @@ class GenerateCalls(ABC):
         self._send_soon(request)
         try:
             await request.outcome
-            while (taken_at := request.taken_back_at) is not None:
+            # A stop that came between the abort and now has nothing left to stop: it ends here.
+            while (taken_at := request.taken_back_at) is not None and not request.is_stopping:
                 request = _Request(sample, f"from{len(sample.output_ids)}.{request_id}", on_arrival)
                 self._requests[request_id] = request
                 self._hold(request, taken_at)

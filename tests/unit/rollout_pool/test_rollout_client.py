@@ -534,6 +534,27 @@ async def test_sample_between_two_versions_is_stopped_without_a_request(fake, cl
     assert fake.aborted == [] and len(fake.bodies("/generate")) == 2
 
 
+async def test_stop_at_the_moment_at_which_a_commit_ended_a_sample_is_kept(
+    fake, client, make_reply
+):
+    fake.reply = lambda rid: make_reply(
+        output_ids=[11, 12], parts=[2], at_abort=[13], never_ends=rid == "g.0.1!"
+    )
+    sample = make_sample()
+
+    def stop_at_the_last() -> None:
+        if len(sample.output_ids) == 3:
+            client.stop("g.0.1!")
+
+    asking = asyncio.create_task(ask(client, sample, stop_at_the_last))
+    await until(lambda: sample.output_ids == [11, 12])
+    await client.pause(PauseMode.resubmit)
+    await until(lambda: len(sample.output_ids) >= 3)
+    client.note_version(1)
+    assert await asking is sample and sample.finish_reason is None
+    assert sample.output_ids == [11, 12, 13] and len(fake.bodies("/generate")) == 1
+
+
 async def test_callback_that_raises_fails_only_its_own_sample(fake, client, make_reply):
     fake.reply = lambda rid: make_reply(never_ends=rid == "g.0.1!")
 
