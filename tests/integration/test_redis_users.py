@@ -72,6 +72,7 @@ TRAINER_SCRIPTS = [
     "run_state/add_number",
     "run_state/append_metrics",
     "inspect/read_stats",
+    "inspect/list_prompts",
 ]
 # What the clients send themselves, besides scripts.
 LOADS = {"controller": ["script|load"]}
@@ -298,6 +299,16 @@ async def test_each_role_can_do_its_work(
         await redis.aclose()
 
     assert (await watcher.stats()).ready == 1
+
+    # A checkpoint, and a resumed run with another leash.
+    progress = await trainer.task_progress(2)
+    assert progress.positions == {0: 5} and 0 in {p.index for p in progress.untrained}
+    settings = BufferConfig(shards=shards, capacity_groups=8, max_staleness=4)
+    await controller.open(settings, 4, replaced=names)
+    assert await states["controller"].live_settings(names) == {"max_staleness": "4"}
+    await controller.restore_progress(progress)
+    await states["controller"].forget_fleet()
+    assert await states["rollout"].engine_versions() == {}
     assert (await watcher.stats()).by_staleness == {0: 1}
     assert await watcher.quarantined() == []
     assert [event.event for event in await watcher.events(kept)][:2] == ["admitted", "pushed"]
