@@ -299,6 +299,14 @@ async def test_each_role_can_do_its_work(
         await redis.aclose()
 
     assert (await watcher.stats()).ready == 1
+    assert (await watcher.stats()).by_staleness == {0: 1}
+    assert await watcher.quarantined() == []
+    assert [event.event for event in await watcher.events(kept)][:2] == ["admitted", "pushed"]
+    assert len(await states["watcher"].read_metrics("0-0", 0)) == 2
+    assert await states["watcher"].staged_versions() == {"receiver-0": 1}
+    assert await states["watcher"].engine_versions() == {"engine-0": 1}
+    assert await states["watcher"].phase() == "training"
+    assert await states["watcher"].waits() == {("rollout", "trainer"): 1.0}
 
     # A checkpoint, and a resumed run with another leash.
     progress = await trainer.task_progress(2)
@@ -309,14 +317,6 @@ async def test_each_role_can_do_its_work(
     await controller.restore_progress(progress)
     await states["controller"].forget_fleet()
     assert await states["rollout"].engine_versions() == {}
-    assert (await watcher.stats()).by_staleness == {0: 1}
-    assert await watcher.quarantined() == []
-    assert [event.event for event in await watcher.events(kept)][:2] == ["admitted", "pushed"]
-    assert len(await states["watcher"].read_metrics("0-0", 0)) == 2
-    assert await states["watcher"].staged_versions() == {"receiver-0": 1}
-    assert await states["watcher"].engine_versions() == {"engine-0": 1}
-    assert await states["watcher"].phase() == "training"
-    assert await states["watcher"].waits() == {("rollout", "trainer"): 1.0}
     for state in states.values():
         await state.close()
 

@@ -50,6 +50,7 @@ NUM_KILLS = size("ROLLOUT_KILLS", 1)
 SEED = size("SEED", random.randrange(1 << 30))
 GROUP_SIZE = 4
 QUIET_STEPS = 4
+SERVERS = ("redis-server", "valkey-server")
 REWARD = f"{slow_reward.__file__}:share_of_vowels"
 SETTINGS = (
     "trainer.num_steps=1000000",
@@ -159,10 +160,8 @@ def wait_for_step(run: Path, process: subprocess.Popen[str], step: int) -> None:
 
 def redis_pid(run: Path) -> int:
     """Of the server that was started for the run."""
-    config = str(run / "redis" / "server.conf")
-    (pid,) = (
-        p.pid for p in psutil.process_iter(["cmdline"]) if config in (p.info["cmdline"] or ())
-    )
+    servers = [p for p in psutil.process_iter(["name"]) if p.info["name"] in SERVERS]
+    (pid,) = (p.pid for p in servers if p.cwd() == str((run / "redis").resolve()))
     return int(pid)
 
 
