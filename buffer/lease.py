@@ -167,7 +167,9 @@ async def form_in_time(
         batch = await form(wanted)
         if isinstance(batch, Formed):
             return batch
-        if not deadline.left_s:
+        # A smaller batch is asked for once, also if the answer about a full one took all the time.
+        is_next_smaller = waits_for_full and not full.left_s
+        if not (deadline.left_s or is_next_smaller):
             raise TimeoutError(batch.shortage(wanted, timeout_s))
         await batch.wait(wake, min(deadline.left_s, full.left_s if waits_for_full else inf))
 
