@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from buffer.types import PromptRef
 
 _STATE_FILE = "state.json"
 _LATEST_FILE = "latest"
+_NAME = re.compile(r"step-(\d{6,})")
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -76,14 +78,14 @@ class CheckpointStore:
         (written / _STATE_FILE).write_text(json.dumps(asdict(state), indent=1))
         _close_to_others(written)
         _sync_tree(written)
-        final = self.folder / f"step-{state.step:06d}"
+        final = self._final_folder(state.step)
         if final.exists():
             # Only for a step repeated after a rollback: `latest` is older than this folder.
             shutil.rmtree(final)
         written.rename(final)
         _sync(self.folder)
         self._point_latest_to(final.name)
-        self._prune()
+        self._prune(state.step)
         return final
 
     def discard(self, step: int) -> None:
@@ -121,11 +123,22 @@ class CheckpointStore:
         draft.replace(self.folder / _LATEST_FILE)
         _sync(self.folder)
 
-    def _prune(self) -> None:
-        for old in sorted(self.folder.glob("step-*"))[: -self._num_kept]:
-            step = int(old.name.removeprefix("step-"))
+    def _prune(self, newest: int) -> None:
+        # After a rollback there are later ones, of steps that were undone. They must not count: the
+        # one just written would be removed as older than they are.
+        steps = sorted(step for step in self._steps() if step <= newest)
+        for step in steps[: -self._num_kept]:
             if self._keep_every is None or step % self._keep_every:
-                shutil.rmtree(old, ignore_errors=True)  # the next one tries again
+                # If it fails, the next one tries again.
+                shutil.rmtree(self._final_folder(step), ignore_errors=True)
+
+    def _steps(self) -> list[int]:
+        """Steps of the complete checkpoints; a copy that somebody made beside them is none."""
+        names = [_NAME.fullmatch(path.name) for path in self.folder.iterdir()]
+        return [int(name[1]) for name in names if name]
+
+    def _final_folder(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
 
 
 def read_state(folder: Path) -> TrainState:

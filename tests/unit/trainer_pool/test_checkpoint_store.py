@@ -78,6 +78,27 @@ def test_newest_two_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step-000100", "step-000101", "latest"}
 
 
+def test_checkpoint_after_a_rollback_is_kept_beside_those_of_undone_steps(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, num_kept=1, keep_every=50)
+    for step in (50, 100, 150):
+        write_checkpoint(store, step)
+    (tmp_path / "latest").write_text("step-000050\n")
+    again = CheckpointStore(tmp_path, num_kept=1)
+    assert again.latest() == (tmp_path / "step-000050", state(50))
+    folder = write_checkpoint(again, 63)
+    assert again.latest() == (folder, state(63))
+    write_checkpoint(again, 160)
+    assert names(tmp_path) == {"step-000160", "latest"}
+
+
+def test_copy_of_a_checkpoint_beside_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "step-000001.bak").mkdir()
+    store = CheckpointStore(tmp_path)
+    for step in (999_998, 999_999, 1_000_000):
+        write_checkpoint(store, step)
+    assert names(tmp_path) == {"step-000001.bak", "step-999999", "step-1000000", "latest"}
+
+
 @pytest.mark.parametrize("content", ["nowhere\n", ""])
 def test_pointer_to_no_checkpoint_is_an_error_that_names_it(tmp_path: Path, content: str) -> None:
     (tmp_path / "latest").write_text(content)
