@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -57,28 +59,41 @@ def write_shards(folder: Path, layout: Layout, rank: int, stream: Tensor) -> Non
         os.fsync(file.fileno())
 
 
-def write_rng(folder: Path, rank: int) -> None:
-    """Write the state of torch's random numbers in this process."""
-    states = {"cpu": torch.get_rng_state()}
+def capture_rng() -> str:
+    """The state of this process's random numbers (torch's, numpy's and Python's own) as JSON."""
+    numbers = np.random.get_state(legacy=False)
+    numbers["state"]["key"] = numbers["state"]["key"].tolist()
+    states = {
+        "cpu": torch.get_rng_state().numpy().tobytes().hex(),
+        "numpy": numbers,
+        "python": random.getstate(),
+    }
     if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    text = json.dumps({device: state.numpy().tobytes().hex() for device, state in states.items()})
-    _rng_file(folder, rank).write_text(text)
+        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return json.dumps(states)
+
+
+def write_rng(folder: Path, rank: int, state: str) -> None:
+    """Write what `capture_rng` returned."""
+    _rng_file(folder, rank).write_text(state)
 
 
 def restore_rng(folder: Path, rank: int) -> None:
     """Go on with the random numbers of `rank`. Raises ValueError."""
     try:
         states = json.loads(_rng_file(folder, rank).read_text())
-        tensors = {
-            device: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-            for device, text in states.items()
-        }
-        torch.set_rng_state(tensors["cpu"])
-        if "cuda" in tensors and torch.cuda.is_available():
-            torch.cuda.set_rng_state(tensors["cuda"])
-    except (OSError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        torch.set_rng_state(_bytes(states["cpu"]))
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_bytes(states["cuda"]))
+        np.random.set_state(states["numpy"])
+        version, words, gauss = states["python"]
+        random.setstate((version, tuple(words), gauss))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
         raise ValueError(f"{_rng_file(folder, rank)} cannot be read: {error}") from error
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def _rng_file(folder: Path, rank: int) -> Path:

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from trainer_pool.collectives import Collectives
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
-from trainer_pool.state.shards import write_layout, write_rng, write_shards
+from trainer_pool.state.shards import capture_rng, write_layout, write_rng, write_shards
 from weight_sync.layout import Layout
 from weight_sync.sender.snapshot import Shard, Snapshots
 
@@ -84,8 +84,10 @@ class CheckpointWriter:
                 self._on_end(SaveReport(state=state, num_bytes=0, write_s=0.0, error=error))
             return
         self._snapshots.capture(0, self._num_saves, shards)
+        # Here, not in the thread: by then the next step may have drawn numbers.
+        rng = capture_rng()
         self._thread = threading.Thread(
-            target=self._run, args=(self._num_saves, state), name="checkpoint", daemon=True
+            target=self._run, args=(self._num_saves, state, rng), name="checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -110,10 +112,10 @@ class CheckpointWriter:
             return str(error)
         return None
 
-    def _run(self, number: int, state: TrainState) -> None:
+    def _run(self, number: int, state: TrainState, rng: str) -> None:
         try:
             began = time.perf_counter()
-            self._write(number, state)
+            self._write(number, state, rng)
             if self._ranks.rank == 0:
                 error = self._conclude(number, state)
                 self._on_end(
@@ -127,13 +129,13 @@ class CheckpointWriter:
         except BaseException as error:  # raised in the training thread
             self._error = error
 
-    def _write(self, number: int, state: TrainState) -> None:
+    def _write(self, number: int, state: TrainState, rng: str) -> None:
         notice, rank = _WRITTEN, self._ranks.rank
         try:
             stream = self._snapshots.stream(0, number, self._timeout_s)
             folder = self._store.writing_folder(state.step)
             write_shards(folder, self._layout, rank, stream)
-            write_rng(folder, rank)
+            write_rng(folder, rank, rng)
         except OSError as error:
             notice = f"trainer-{rank}: {error}"
         self._notices.set(_key(number, rank), notice)

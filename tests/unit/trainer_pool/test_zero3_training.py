@@ -326,6 +326,39 @@ def test_checkpoint_of_two_ranks_is_read_by_four_and_theirs_by_one(
         assert sums[0][name] == sums[1][name] == float(tensors[name].double().sum()), name
 
 
+def test_weights_that_are_not_trained_are_in_the_checkpoint_for_any_number_of_ranks(
+    ranks: Ranks, folder: Path
+) -> None:
+    before = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    saved = ranks.outcome("frozen", 2).weights
+    frozen = {name for name in saved if ".mlp." in name}
+    assert len(frozen) == 6
+    for name, weights in saved.items():
+        is_only_shifted = np.array_equal(weights, before[name].numpy() + np.float32(0.25))
+        assert is_only_shifted == (name in frozen), name
+    for num_ranks in (4, 1):
+        again = ranks.outcome("frozen", num_ranks).weights
+        assert again.keys() == saved.keys()
+        for name, weights in saved.items():
+            np.testing.assert_array_equal(weights, again[name], err_msg=name)
+        found = CheckpointStore(folder / f"checkpoints-frozen-{num_ranks}").latest()
+        assert found is not None
+        with ShardReader(found[0]) as reader:
+            names = {spec.name for spec in reader.layout.tensors}
+        assert {name for name in saved if f"{name}:exp_avg" not in names} == frozen
+
+
+def test_resumed_ranks_go_on_with_the_same_random_numbers(ranks: Ranks, two_ranks: Outcome) -> None:
+    whole, resumed = ranks.outcome("dropout", 2), ranks.outcome("dropout", 2)
+    assert (whole.results["first"], resumed.results["first"]) == (0, SAVE_AFTER)
+    assert whole.results["steps"] != two_ranks.results["steps"]  # there is dropout indeed
+    assert resumed.results["steps"] == whole.results["steps"][SAVE_AFTER:]
+    for name, weights in whole.weights.items():
+        np.testing.assert_array_equal(weights, resumed.weights[name], err_msg=name)
+    draws = whole.results["draws"]
+    assert resumed.results["draws"] == draws[len(draws) * SAVE_AFTER // NUM_STEPS :]
+
+
 def test_full_disk_of_one_rank_costs_its_checkpoint_and_not_the_run(
     ranks: Ranks, two_ranks: Outcome
 ) -> None:

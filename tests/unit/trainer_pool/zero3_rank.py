@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import resource
 import signal
 import socket
@@ -39,10 +40,11 @@ from configs.choices import Backend
 from configs.schema import TrainerConfig, WarmStartConfig, WeightSyncConfig
 from tests.support.blocking import BlockingRunState
 from trainer_pool.collectives import Collectives
+from trainer_pool.model import zero3
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
 from trainer_pool.rank import TrainerRank
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
-from trainer_pool.state.shards import ShardReader
+from trainer_pool.state.shards import ShardReader, restore_rng
 from trainer_pool.state.writer import CheckpointWriter, SaveReport
 from trainer_pool.step import StepBatch, train_step
 from trainer_pool.types import SupervisedExample, TrainerSpec, WarmStartReport
@@ -75,11 +77,11 @@ def read_batch(folder: Path, step: int, rank: int, num_ranks: int) -> StepBatch:
 
 
 def examples() -> list[SupervisedExample]:
-    random = np.random.default_rng(5)
+    dice = np.random.default_rng(5)
     lengths = [4, 30, 7, 12, 3, 21, 9]
     return [
         SupervisedExample(
-            tokens=random.integers(0, 256, length).astype(np.int32),
+            tokens=dice.integers(0, 256, length).astype(np.int32),
             loss_mask=np.array([0, 0] + [1] * (length - 2), np.uint8),
         )
         for length in lengths
@@ -159,6 +161,42 @@ class Scenario:
         for name, tensor in self.engine.named_tensors():  # what the next pass would see
             self.results[name] = float(tensor.double().sum())
 
+    def frozen(self) -> None:
+        """Part of the model is not trained, and differs from the model in the folder: two ranks
+        train and save it, four read theirs, and one rank those of the four."""
+        self.store.folder = self.folder / f"checkpoints-frozen-{self.ranks.num_ranks}"
+        if self.ranks.num_ranks == 2:
+            for parameter in self.engine._engine.module.parameters():
+                if not parameter.requires_grad:
+                    parameter.ds_tensor.data.add_(0.25)
+            self.train(0, SAVE_AFTER)
+        else:
+            source = self.folder / f"checkpoints-frozen-{ {4: 2, 1: 4}[self.ranks.num_ranks] }"
+            self.restore_from(source)
+            self.save(SAVE_AFTER)
+            self.writer.finish()
+        self.write()
+
+    def dropout(self) -> None:
+        """Train on from the last checkpoint, if there is one, with a model and steps that draw
+        random numbers."""
+        self.store.folder = self.folder / "checkpoints-dropout"
+        for layer in self.engine._engine.module.model.layers:
+            layer.self_attn.attention_dropout = 0.2
+        found, first = self.store.latest(), 0
+        if found is not None:
+            self.restore_from(self.store.folder)
+            restore_rng(found[0], self.ranks.rank)
+            first = found[1].step
+        draws: list[float] = []
+
+        def draw() -> None:
+            draws.extend((random.random(), random.gauss(), np.random.standard_normal()))
+
+        self.train(first, NUM_STEPS, before_update=draw)
+        self.results |= {"first": first, "draws": draws}
+        self.write()
+
     def chain(self) -> None:
         """Train on from the last checkpoint, if there is one, with one after each step.
 
@@ -224,7 +262,10 @@ class Scenario:
 
     def restore(self, num_ranks: int) -> None:
         """The state that so many ranks have saved."""
-        found = CheckpointStore(self.folder / f"checkpoints-{num_ranks}").latest()
+        self.restore_from(self.folder / f"checkpoints-{num_ranks}")
+
+    def restore_from(self, folder: Path) -> None:
+        found = CheckpointStore(folder).latest()
         assert found is not None
         with ShardReader(found[0]) as reader:
             self.engine.restore_state(reader, found[1].num_updates)
@@ -378,6 +419,21 @@ class Scenario:
             )
 
 
+@contextlib.contextmanager
+def frozen_layers() -> Iterator[None]:
+    """The MLPs of the model that is loaded are not trained."""
+    load = zero3._load
+
+    def load_frozen(*args: Any, **kwargs: Any) -> Any:
+        model = load(*args, **kwargs)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".mlp." not in name)
+        return model
+
+    with patch.object(zero3, "_load", load_frozen):
+        yield
+
+
 def run_loop(
     folder: Path, listener: socket.socket | None, address: RankAddress, *, is_resumed: bool
 ) -> None:
@@ -433,13 +489,16 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
         run_loop(folder, own, address, is_resumed=name == "loop_again")
         return
     ranks = join_ranks(address, Backend.gloo, 60.0, listener if rank == 0 else None)
-    engine = Zero3Engine(str(folder / "model"), config_for(num_ranks), address)
+    with frozen_layers() if name == "frozen" else contextlib.nullcontext():
+        engine = Zero3Engine(str(folder / "model"), config_for(num_ranks), address)
     output = folder / f"{name}-{num_ranks}"
     scenario = Scenario(folder, output, engine, ranks)
     {
         "whole_run": scenario.whole_run,
         "resume": scenario.resume,
         "reshard": scenario.reshard,
+        "frozen": scenario.frozen,
+        "dropout": scenario.dropout,
         "chain": scenario.chain,
         "full_disk": scenario.full_disk,
     }[name]()
