@@ -224,7 +224,7 @@ class TrainerRank:
         clock.lap()
         is_due = self._step % self._spec.config.checkpoint_every == 0
         if is_due or self._step == self._spec.config.num_steps:
-            self._checkpoint()
+            times.checkpoint_wait_s = self._checkpoint()
         times.checkpoint_s = clock.lap()
         if self._is_lead:
             self._record(stats, report, times)
@@ -318,8 +318,9 @@ class TrainerRank:
         """Copy this rank's shards; they are sent while training continues."""
         return self._sending.publish(self._version, self._engine.shards())
 
-    def _checkpoint(self) -> None:
-        """Copy all shards; they are written while training continues."""
+    def _checkpoint(self) -> float:
+        """Copy all shards; they are written while training continues. Returns the seconds that it
+        waited for the checkpoint before."""
         progress = TaskProgress(positions={}, untrained=())
         if self._is_lead:
             progress = self._loop.run(self._buffer.task_progress(self._step))
@@ -334,8 +335,9 @@ class TrainerRank:
             task_positions=dict(progress.positions),
             untrained_prompts=progress.untrained,
         )
-        self._writer.save(state, self._engine.state_shards())
+        wait_s = self._writer.save(state, self._engine.state_shards())
         self._saved_step = self._step
+        return wait_s
 
     def _end_checkpoint(self, report: SaveReport) -> None:
         """Acknowledge the groups that a durable checkpoint contains; on rank 0, in its thread."""
@@ -366,6 +368,7 @@ class TrainerRank:
             "snapshot_s": report.snapshot_s,
             "snapshot_wait_s": report.wait_s,
             "checkpoint_s": times.checkpoint_s,
+            "checkpoint_wait_s": times.checkpoint_wait_s,
         }
         self._loop.run(self._run_state.append_metrics(record, kind="step"))
 
@@ -399,6 +402,8 @@ class _StepTimes:
     lease_wait_s: float = 0.0
     step_s: float = 0.0
     checkpoint_s: float = 0.0
+    checkpoint_wait_s: float = 0.0
+    """Its part in which the checkpoint before was still being written."""
 
 
 class _Clock:

@@ -74,15 +74,18 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, state: TrainState, shards: Iterable[Shard]) -> None:
-        """Copy `shards` and begin to write them; waits for the checkpoint before."""
+    def save(self, state: TrainState, shards: Iterable[Shard]) -> float:
+        """Copy `shards` and begin to write them; returns the seconds that it waited for the
+        checkpoint before."""
+        began = time.perf_counter()
         self.finish()
+        wait_s = time.perf_counter() - began
         self._num_saves += 1
         error = self._begin(state)
         if not self._ranks.broadcast_flags([error is None])[0]:
             if error is not None:
                 self._on_end(SaveReport(state=state, num_bytes=0, write_s=0.0, error=error))
-            return
+            return wait_s
         self._snapshots.capture(0, self._num_saves, shards)
         # Here, not in the thread: by then the next step may have drawn numbers.
         rng = capture_rng()
@@ -90,6 +93,7 @@ class CheckpointWriter:
             target=self._run, args=(self._num_saves, state, rng), name="checkpoint", daemon=True
         )
         self._thread.start()
+        return wait_s
 
     def guard(self) -> None:
         """Call before the weights change: on a GPU they may still be being copied."""

@@ -557,6 +557,7 @@ def test_each_step_is_recorded_with_its_times(loop: LoopOutcome) -> None:
         assert record["staleness_max"] <= MAX_STALENESS
         for name in ("lease_wait_s", "step_s", "snapshot_s", "snapshot_wait_s", "checkpoint_s"):
             assert record[name] >= 0
+        assert 0 <= record["checkpoint_wait_s"] <= record["checkpoint_s"]
     assert {("trainer", "rollout"), ("trainer", "weight_sync")} <= loop.waits.keys()
 
 
