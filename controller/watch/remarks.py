@@ -47,8 +47,8 @@ def checkpoint_failed_words(record: Record) -> str:
     """The sentence for a `checkpoint` record with an error."""
     step, why = record.count("step"), record.values.get("error")
     return (
-        f"There is no checkpoint of step {step}, but training continues: {why}. Free space, or "
-        "move run.dir; the next one tries again."
+        f"There is no checkpoint of step {step}, which does not stop the run: {why}. Free space; "
+        "the next one, if any is due, tries again."
     )
 
 

@@ -206,6 +206,6 @@ def test_checkpoint_that_fails_is_told_until_one_succeeds() -> None:
     failed = {**values, "error": "trainer-1: [Errno 28] No space left on device"}
     view.apply(Record(t=1.0, kind="checkpoint", values=failed))
     text = "\n".join(str(segment.text) for segment in Console(width=200).render(render(view, 200)))
-    assert "There is no checkpoint of step 4, but training continues: trainer-1" in text
+    assert "There is no checkpoint of step 4, which does not stop the run: trainer-1" in text
     view.apply(Record(t=2.0, kind="checkpoint", values=values))
     assert view.checkpoint_failure is None
