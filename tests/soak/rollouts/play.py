@@ -32,6 +32,8 @@ START_S = 300.0
 BACK_S = 240.0
 """Longest time until a killed process is back, and a group that began after the kill is trained."""
 LOOK_EVERY_S = 0.2
+BUSY_GROUPS = 8
+"""So many keep both engines busy: each new one goes to the engine with less to do."""
 COUNT_EVERY_S = 1.0
 """Interval of the buffer's full self-checks."""
 GAP_S = (0.3, 3.0)
@@ -170,8 +172,11 @@ class Play:
         return all(kill.back_s is not None for kill in mine)
 
     def _is_generating(self) -> bool:
-        """Whether a group has just begun; those that only wait for their rewards ask no engine."""
+        """Whether a group has just begun, since those that only wait for their rewards ask no
+        engine; and others are under way, since a group is at one engine and not at the other."""
         assert self.picture is not None
+        if len(self.picture.running) < BUSY_GROUPS:
+            return False
         newest_ms = max(self.ledger.begun_ms[group_id] for group_id in self.picture.running)
         return 1000 * time.time() - newest_ms < JUST_MS
 
