@@ -146,8 +146,9 @@ def goes_on_to_its_end(runs: Path, before: list[Record]) -> None:
     # Groups of a step that was undone were trained again, or dropped with its version.
     assert set(result["groups_dropped"]) <= {"stale", "lineage"}
     assert result["groups_trained"] == 4 * num_steps
-    # The engines have the trainer's weights, from the first step on.
-    assert max(series(after, "logprob_diff_max")) <= 1e-4
+    # The engines have the trainer's weights: seen at tokens of the version that a step trains, if
+    # any were sampled so late.
+    assert max(series(after, "logprob_diff_max"), default=0.0) <= 1e-4
 
 
 def wait_for_step(run: Path, process: subprocess.Popen[str], step: int) -> None:
