@@ -22,9 +22,7 @@ T = TypeVar("T")
 SOCKET_TIMEOUT_S = 20.0
 """Longest time for a reply, in addition to the time that a command blocks at the server."""
 TRY_FOR_S = 60.0
-"""How long a command is retried while the server is down."""
-LOADING_S = 600.0
-"""How long a command is retried while the server loads its data."""
+"""How long a command is retried while the server does not reply."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _AWAY = (
@@ -174,8 +172,10 @@ class BufferRedis(Redis):
                 failed_at = now if failed_at is None else failed_at
                 # A blocking command that is interrupted by several crashes had a server in between.
                 away_s = now - max(failed_at, self._reached_at(command))
-                is_loading = isinstance(error, exceptions.BusyLoadingError)
-                if away_s > (LOADING_S if is_loading else self.try_for_s):
+                if isinstance(error, exceptions.BusyLoadingError):
+                    # It replies only between two parts of its data, so it advances: no limit.
+                    failed_at, away_s = now, 0.0
+                if away_s > self.try_for_s:
                     raise BufferConnectionError(
                         f"Redis at {self.where} has been down for {away_s:.0f} s "
                         f"({error}): start it again on its data, or correct buffer.url"

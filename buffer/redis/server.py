@@ -20,12 +20,12 @@ from types import MappingProxyType
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import BusyLoadingError, RedisError
 from redis.retry import Retry
 
 from buffer.redis.connection import MIN_VERSION
 from configs.schema import BufferConfig
-from processes.child import Child
+from processes.child import Child, kill_group
 from processes.logs import last_lines
 
 _NAMES = ("redis-server", "valkey-server")
@@ -152,6 +152,7 @@ class EmbeddedServer:
 
         Raises ServerStartError if it is still running, or as `start` does.
         """
+        self._end_rewrite()
         lock = _lock_folder(self._folder)
         try:
             _refuse_taken_port(self._host, self._port)
@@ -187,12 +188,26 @@ class EmbeddedServer:
         assert self._child is not None
         return self._child
 
+    def _end_rewrite(self) -> None:
+        """Ends the process that rewrote the log of a killed server, and waits until it is gone: it
+        lives on, with a copy of all the data and with the folder's lock."""
+        if self._child is None or self._child.wait(0) is None:
+            return
+        group = self._child.pid
+        if Path(f"/proc/{group}").exists():
+            return  # another process: a number is free again once its group has no members
+        kill_group(group)
+        deadline = time.monotonic() + self._start_timeout_s
+        while _is_locked(self._folder) and time.monotonic() < deadline:
+            time.sleep(_PING_EVERY_S)  # the end of a process that is no child cannot be waited for
+
     def _wait_until_ready(self) -> None:
         client = redis.Redis(
             host=self._host,
             port=self._port,
             password=self._password,
-            socket_timeout=1.0,
+            # While it loads, it replies after every 1024 commands of its log: maybe gigabytes.
+            socket_timeout=self._start_timeout_s,
             retry=Retry(NoBackoff(), 0),
         )
         deadline = time.monotonic() + self._start_timeout_s
@@ -201,14 +216,16 @@ class EmbeddedServer:
             while (exit_code := self.wait(_PING_EVERY_S)) is None:
                 if time.monotonic() > deadline:
                     raise ServerStartError(
-                        f"{self._command[0]} did not answer on {self._host}:{self._port} within "
+                        f"{self._command[0]} did not answer on {self._host}:{self._port} for "
                         f"buffer.start_timeout_s={self._start_timeout_s:g}; its log ends:\n"
                         f"{last_lines(self._log_path)}"
                     )
                 try:
                     client.ping()
                     return
-                except RedisError:  # not listening yet, or still loading its data
+                except BusyLoadingError:  # a reply between two parts of its data: it advances
+                    deadline = time.monotonic() + self._start_timeout_s
+                except RedisError:  # not listening yet, or busy with a part
                     continue
         finally:
             client.close()
@@ -280,6 +297,14 @@ def _refuse_taken_port(host: str, port: int) -> None:
             f"cannot listen on {host}:{port} ({error.strerror}): stop what uses it, "
             "or choose another port or cluster.host"
         ) from None
+
+
+def _is_locked(folder: Path) -> bool:
+    try:
+        os.close(_lock_folder(folder))
+    except ServerStartError:
+        return True
+    return False
 
 
 def _lock_folder(folder: Path) -> int:

@@ -257,7 +257,8 @@ async def test_server_that_stays_away_is_named_with_the_fix(server: EmbeddedServ
 
 
 async def test_server_that_loads_its_data_is_waited_for(start: Start) -> None:
-    # 500 keys at a millisecond each; the first part of the log is a snapshot.
+    # 500 keys at a millisecond each, five times the client's patience with a server that does not
+    # reply; the first part of the log is a snapshot.
     server = start(key_load_delay="1000", loading_process_events_interval_bytes="1024")
     client = await connect(server.url, try_for_s=0.1)
     await client.mset({f"key-{number}": "value" for number in range(500)})

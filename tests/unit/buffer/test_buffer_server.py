@@ -7,10 +7,12 @@ import signal
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from redis import Redis
 
@@ -129,6 +131,51 @@ def test_killed_server_is_started_again_at_the_same_url_on_its_log_up_to_a_torn_
         assert sorted(client.keys()) == [f"key-{number}" for number in range(9)]
     with pytest.raises(ServerStartError, match="a server is running in"):
         server.restart()
+    assert server.stop(timeout_s=5) == 0
+
+
+def _fill(server: EmbeddedServer, num_keys: int) -> None:
+    with _client(server.url) as client, client.pipeline(transaction=False) as pipe:
+        for number in range(num_keys):
+            pipe.set(f"key-{number}", "value")
+        pipe.execute()
+
+
+def test_server_that_was_killed_while_it_rewrote_its_log_is_started_again(tmp_path: Path) -> None:
+    # The rewrite takes 10 s, and looks for its server after every 1024 keys only.
+    server = EmbeddedServer.start(
+        tmp_path, BufferConfig(), HOST, tmp_path / "log", extra={"rdb-key-save-delay": "10000"}
+    )
+    _fill(server, 1000)
+    with _client(server.url) as client:
+        client.bgrewriteaof()
+    (rewriting,) = psutil.Process(server.pid).children()
+    os.kill(server.pid, signal.SIGKILL)
+    assert server.wait(timeout_s=5) == -signal.SIGKILL
+    server.restart()
+    assert not rewriting.is_running() or rewriting.status() == psutil.STATUS_ZOMBIE
+    with _client(server.url) as client:
+        assert client.dbsize() == 1000
+    assert server.stop(timeout_s=5) == 0
+
+
+def test_server_is_waited_for_as_long_as_it_loads_its_data(tmp_path: Path) -> None:
+    # It replies after every 1024 keys, so about every half second, and loads for 5 seconds.
+    server = EmbeddedServer.start(
+        tmp_path,
+        BufferConfig(start_timeout_s=2.0),
+        HOST,
+        tmp_path / "log",
+        extra={"key-load-delay": "500"},
+    )
+    _fill(server, 10_000)
+    os.kill(server.pid, signal.SIGKILL)
+    server.wait(timeout_s=5)
+    began = time.monotonic()
+    server.restart()
+    assert time.monotonic() - began > 2.5, "longer than buffer.start_timeout_s"
+    with _client(server.url) as client:
+        assert client.dbsize() == 10_000
     assert server.stop(timeout_s=5) == 0
 
 
