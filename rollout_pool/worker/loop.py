@@ -26,6 +26,7 @@ import logging
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -251,8 +252,7 @@ class RolloutWorker:
             await self._note_wait(started)
             taken = await self._take_prompt(group_id)
             if taken is not None and taken[0].is_suspect:
-                self._waiting = group_id
-                await self._is_idle.wait()
+                taken = await self._when_idle(group_id, *taken)
         except BaseException:
             self._see_through(self._buffer.abandon(group_id, "stopped", Rerun.always))
             raise
@@ -284,6 +284,20 @@ class RolloutWorker:
         if not await self._buffer.begin(group_id, ref, self._index, self._stream.position):
             return None
         self._in_hand = None
+        return ref, prompt
+
+    async def _when_idle(
+        self, group_id: str, ref: PromptRef, prompt: Prompt
+    ) -> tuple[PromptRef, Prompt] | None:
+        """Waits until a suspect can run alone; None if its group lost its credit."""
+        # If the worker dies meanwhile, that is the doing of another prompt: the suspect stays one.
+        waiting = replace(ref, reruns=ref.reruns - 1)
+        if not await self._buffer.begin(group_id, waiting, self._index, 0):
+            return None
+        self._waiting = group_id
+        await self._is_idle.wait()
+        if not await self._buffer.begin(group_id, ref, self._index, 0):
+            return None
         return ref, prompt
 
     def _next_of_stream(self) -> tuple[PromptRef, Prompt]:

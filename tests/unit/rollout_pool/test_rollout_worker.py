@@ -522,6 +522,27 @@ async def test_prompt_with_which_two_workers_died_runs_alone(make_worker, comple
     assert stats.prompts_quarantined == 0
 
 
+async def test_death_of_a_worker_at_which_a_suspect_waits_does_not_count_against_it(
+    make_worker, completer
+):
+    gates = {"0": asyncio.Event(), "7": asyncio.Event()}
+    completer.hold = lambda sample: gates.get("".join(map(chr, sample.prompt)))
+    worker, buffer = await make_worker(max_groups_in_flight=2)
+    suspect = PromptRef(task="numbers", index=7, reruns=2)
+    await buffer.admit("9-9-dead", 1)
+    await buffer.begin("9-9-dead", suspect, 9, 1)
+    running = await make_worker.start(worker)
+    await until(lambda: "0" in completer.prompts)
+    await buffer.abandon("9-9-dead", "stopped", Rerun.always)
+    await until(lambda: worker._waiting is not None)
+    await buffer.reclaim(worker._index)  # as the worker that replaces it does
+    assert (await buffer.stats()).prompts_quarantined == 0
+    gates["0"].set()
+    gates["7"].set()
+    worker.stop()
+    await running
+
+
 # Tail ---------------------------------------------------------------------------------------------
 
 
