@@ -12,6 +12,7 @@ WATCH ?=
 VERSION ?=
 STEP ?=
 TO ?=
+ROLLOUT ?=
 
 PYTHON_BIN := .venv/bin/python
 LEASH := $(PYTHON_BIN) -m controller.main
@@ -21,7 +22,7 @@ RUN_FLAG := $(if $(RUN),--run $(RUN)) $(if $(DIR),--dir $(DIR))
 BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock check-lock launch resume dry-run status stop report export tune timeline depth trace show quarantine buffer-dump buffer-load \
+.PHONY: help install lock check-lock launch resume dry-run status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
 	test test-unit test-machine test-servers test-fast soak bench bench-weights bench-rollout bench-checkpoint lint format typecheck docs clean
 
 help: ## this list
@@ -59,6 +60,9 @@ export: install ## write the model of a checkpoint for transformers: make export
 
 tune: install ## change a running job: make tune MAX_STALENESS=2 [ARGS="rollout.tail=postpone ..."] [RUN=name]
 	@$(LEASH) tune $(RUN_FLAG) $(if $(MAX_STALENESS),buffer.max_staleness=$(MAX_STALENESS)) $(ARGS)
+
+scale: install ## change the number of engines of a running job: make scale ROLLOUT=3 [RUN=name]
+	@$(LEASH) tune $(RUN_FLAG) rollout.num_engines=$(ROLLOUT)
 
 timeline: install ## draw how a version reached the engines: make timeline [VERSION=...] [RUN=name]
 	@$(LEASH) timeline $(RUN_FLAG) $(if $(VERSION),--version $(VERSION))

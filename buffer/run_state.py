@@ -36,12 +36,14 @@ class MetricsEntry(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """Which engines may get requests."""
+    """Where the engines are, and which of them may get requests."""
 
     versions: Mapping[str, int]
     """What each live engine serves."""
     draining: frozenset[str]
     """Those of them that get no new requests."""
+    urls: Mapping[str, str]
+    """Of every engine of the run, also of one that serves nothing at the moment."""
 
 
 class RunState:
@@ -106,6 +108,15 @@ class RunState:
 
     # Weights: served by engines --------------------------------------------------------------
 
+    async def register_engine(self, name: str, url: str) -> None:
+        """Records where an engine listens, so that the workers connect to it."""
+        await self._scripts.run("run_state/register_engine", name, url)
+
+    async def remove_engine(self, name: str) -> None:
+        """Records that an engine has left the run for good: the workers disconnect."""
+        await self.forget_engine(name)
+        await self._scripts.run("run_state/register_engine", name, "")
+
     async def record_commits(self, served_versions: Mapping[str, int]) -> None:
         """Records which version each engine serves. Admission depends on the slowest one."""
         if not served_versions:
@@ -125,8 +136,8 @@ class RunState:
 
     async def forget_fleet(self) -> None:
         """Forgets all engines and receivers: those of a run that has ended."""
-        for engine in await self.engine_versions():
-            await self.forget_engine(engine)
+        for engine in {*await self.engine_versions(), *await self._hash("engine_urls")}:
+            await self.remove_engine(engine)
         for receiver in await self.receivers():
             await self.forget_receiver(receiver)
 
@@ -166,7 +177,7 @@ class RunState:
         return await self._engine_versions_when(lambda served: served != seen, timeout_s)
 
     async def wait_routes_changed(self, seen: Routes, timeout_s: float) -> Routes:
-        """The same for engine_versions and the engines that drain."""
+        """The same for all that Routes holds."""
         stream = self._keys.wake("engines")
         return await self._wake.wait_until(
             stream, self._routes, lambda routes: routes != seen, timeout_s
@@ -174,7 +185,7 @@ class RunState:
 
     async def _routes(self) -> Routes:
         draining = frozenset(await self._hash("draining"))
-        return Routes(await self.engine_versions(), draining)
+        return Routes(await self.engine_versions(), draining, await self._hash("engine_urls"))
 
     async def _engine_versions_when(
         self, holds: Callable[[dict[str, int]], bool], timeout_s: float

@@ -195,7 +195,7 @@ def _size(given: dict[str, str], names: tuple[str, ...]) -> int:
 class RolloutConfig(Section):
     SECTION: ClassVar[str] = "rollout"
 
-    num_engines: int = field(default=1, metadata=at_least(1))
+    num_engines: int = field(default=1, metadata=live(at_least(1)))
     num_workers: int = field(default=1, metadata=at_least(1))
     group_size: int = field(default=8, metadata=at_least(2))
     """Trajectories per prompt, which GRPO compares with each other."""

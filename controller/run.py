@@ -292,7 +292,8 @@ class Run:
             finally:
                 self.stop.listen()  # Ray has installed its own handler for SIGTERM
             cleanup.callback(cluster.stop, self.dir.logs)
-            say(f"{cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs")
+            cpus = "this machine" if is_local else f"{cluster.num_cpus:g} CPUs"
+            say(f"{cpus}, {cluster.num_gpus:g} GPUs")
         return cluster
 
     def _prepare_model(self) -> None:
@@ -321,25 +322,26 @@ class Run:
         worker: dict[str, float] = {"CPU": CPUS_PER_PROCESS}
         with self._step("placement") as say:
             say(plan.devices.why)
-            bundles = {
-                "ranks": [rank] * config.trainer.ranks,
-                "engines": [engine] * config.rollout.num_engines,
-                "workers": [worker] * config.rollout.num_workers,
+            # Each engine has a group of its own: it may leave the run alone.
+            groups = {
+                "ranks": [[rank] * config.trainer.ranks],
+                "engines": [[engine]] * config.rollout.num_engines,
+                "workers": [[worker] * config.rollout.num_workers],
             }
             # Most GPUs first: processes of one GPU might leave too few on every machine.
-            by_size = sorted(bundles, key=lambda name: -bundles[name][0].get("GPU", 0.0))
+            by_size = sorted(groups, key=lambda name: -groups[name][0][0].get("GPU", 0.0))
             reserved = {
-                name: cluster.reserve(bundles[name], self._start_timeout_s, self.stop)
+                name: cluster.reserve(groups[name], self._start_timeout_s, self.stop)
                 for name in by_size
             }
-            ranks, engines, workers = (reserved[name] for name in bundles)
+            (ranks,), engines, (workers,) = (reserved[name] for name in groups)
             spec = self._trainer_spec(plan)
             pools = Pools(
                 trainer=TrainerPool.create(spec, ranks),
                 new_trainer=lambda folder: TrainerPool.create(
                     replace(spec, resume_from=str(folder)), ranks
                 ),
-                rollout=RolloutPool.create(self._rollout_spec(plan), engines, workers),
+                rollout=RolloutPool(self._rollout_spec(plan), engines, workers),
             )
             cleanup.callback(self._stop_pools, pools)  # here: the end of the step may raise Stopped
         return pools

@@ -24,11 +24,12 @@ from controller.report.panel import Panel
 from controller.report.state import RunView
 from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
-from controller.watch.evaluation import evaluate, should_hold, try_evaluate
+from controller.watch.evaluation import evaluate, try_evaluate
+from controller.watch.fleet import Fleet
 from controller.watch.remarks import checkpoint_failed_words, eval_failed_words
 from controller.watch.supervise import RunFailed, cause_of, death, error_of, failure
 from processes.child import exit_of
-from processes.pending import Pending, T
+from processes.pending import Pending, T, value
 from rollout_pool.pool import RolloutPool
 from trainer_pool.pool import TrainerPool
 from trainer_pool.state.checkpoint import CheckpointStore
@@ -88,7 +89,8 @@ class Training:
         """Train to the last step. Raises Stopped, and RunFailed naming the first dead process."""
         async with AsyncExitStack() as cleanup:
             await self._open(cleanup)
-            self._deaths = self._watch(self._pools.rollout.deaths())
+            self._deaths = self._watch(self._pools.rollout.worker_deaths())
+            self._deaths.append(asyncio.create_task(self._keep_engines()))
             if self._server is not None:
                 self._deaths.append(asyncio.create_task(self._keep_redis(self._server)))
             self._trainer_deaths = self._watch(self._pools.trainer.deaths())
@@ -213,7 +215,7 @@ class Training:
         is_due = every and number % every == 0 and not is_last
         if is_due and is_idle and self._may_evaluate:
             self._evaluation = self._tasks.create_task(
-                self._evaluate(version, may_hold=should_hold(self._config))
+                self._evaluate(version, may_hold=self._config.rollout.eval.pinned)
             )
 
     async def _evaluate(self, version: int, *, may_hold: bool = False) -> None:
@@ -239,7 +241,7 @@ class Training:
         self._pools.trainer.stop()
         try:
             async with asyncio.timeout(limit_s):
-                await asyncio.gather(*(_value(ref) for ref in self._training.values()))
+                await asyncio.gather(*(value(ref) for ref in self._training.values()))
         except TimeoutError:
             self._panel.say(
                 f"no final_model: the step did not end within cluster.stop_timeout_s={limit_s:g}"
@@ -263,10 +265,20 @@ class Training:
 
     async def _death_of(self, name: str, ref: Pending[str]) -> RunFailed:
         try:
-            what = await _value(ref)
+            what = await value(ref)
         except RayActorError as error:
             return death(name, error, self._dir.log_of(name))
         return failure(name, what, self._dir.log_of(name))
+
+    async def _keep_engines(self) -> RunFailed:
+        fleet = Fleet(
+            self._pools.rollout,
+            self._state,
+            self._config,
+            log_of=self._dir.log_of,
+            say=self._panel.say,
+        )
+        return await fleet.run()
 
     async def _keep_redis(self, server: EmbeddedServer) -> RunFailed:
         """Start the run's server again when it dies, with its data at the same address: its clients
@@ -297,7 +309,7 @@ class Training:
     async def _await_result(self, name: str, ref: Pending[T]) -> T:
         """The result of another process; an error names the process."""
         try:
-            return await _value(ref)
+            return await value(ref)
         except (RayTaskError, RayActorError) as error:
             raise error_of(name, error, self._dir.log_of(name)) from error
 
@@ -313,10 +325,6 @@ class Training:
 async def _end_of(server: EmbeddedServer) -> None:
     with suppress(ProcessLookupError):  # it has ended already
         await exit_of(server.pid)
-
-
-async def _value(ref: Pending[T]) -> T:
-    return await asyncio.wrap_future(ref.future())
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -45,7 +45,7 @@ def remove_leftovers(run_dir: Path) -> None:
     """
     for list_file in sorted((run_dir / _FOLDER / socket.gethostname()).glob("*")):
         try:
-            _remove_listed(list_file)
+            remove_listed(list_file)
         except OSError as error:
             log.warning("cannot remove the files listed in %s: %s", list_file, error)
     for folder in (run_dir / _FOLDER / socket.gethostname(), run_dir / _FOLDER):
@@ -69,7 +69,8 @@ def hosts_with_leftovers(run_dir: Path) -> list[str]:
     return sorted({path.parent.name for path in (run_dir / _FOLDER).glob("*/*")})
 
 
-def _remove_listed(list_file: Path) -> None:
+def remove_listed(list_file: Path) -> None:
+    """Remove the files in one list, and the list. Raises OSError."""
     if list_file.stat().st_uid != os.geteuid():
         raise PermissionError("it belongs to another user")
     if not list_file.name.startswith("."):  # an unfinished list may be truncated

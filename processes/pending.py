@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
@@ -15,3 +16,8 @@ class Pending(Protocol[T]):
     """
 
     def future(self) -> Future[T]: ...
+
+
+async def value(pending: Pending[T]) -> T:
+    """Wait for the result. Raises the errors of the other process."""
+    return await asyncio.wrap_future(pending.future())

@@ -11,17 +11,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import itertools
 import logging
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -29,9 +35,14 @@ from ray.util.scheduling_strategies import (
 
 from buffer.run_state import RunState
 from configs.environment import PROCESS_VARIABLE
-from processes.leftovers import hosts_with_leftovers, list_path, remove_leftovers
+from processes.leftovers import (
+    hosts_with_leftovers,
+    list_path,
+    remove_leftovers,
+    remove_listed,
+)
 from processes.pending import Pending
-from rollout_pool.engines.engine import EngineInfo, EngineSpec, SGLangEngine
+from rollout_pool.engines.engine import EngineSpec, SGLangEngine
 from rollout_pool.engines.lifecycle import EngineLife
 from rollout_pool.engines.receiver_keeper import ReceiverKeeper
 from rollout_pool.rewards.hosts import RayScorer, RemoteScoring, ScorerActor
@@ -45,42 +56,74 @@ STOP_TIMEOUT_S = 60.0
 
 
 class EngineActor:
-    """One engine in a process of its own. Every method is a coroutine; none blocks the others."""
+    """One engine in a process of its own. Every method is a coroutine; none blocks the others.
 
-    def __init__(self, spec: RolloutSpec, index: int, receiver: str) -> None:
+    When its process dies, Ray starts it again, on another node if it must, and repeats the calls
+    that were not answered: `keep` then starts the engine again, which catches up.
+    """
+
+    def __init__(self, spec: RolloutSpec, index: int) -> None:
         _log_to_stderr()
         self._spec = spec
-        self._receiver = receiver
         self._engine = SGLangEngine(engine_spec(spec, index, _listen_host(spec.host)))
         self._life: EngineLife | None = None
         self._state: RunState | None = None
+        self._error: Exception | None = None
+        self._has_begun = asyncio.Event()
 
-    async def start(self) -> EngineInfo:
-        """Raises EngineError if the server does not start, ValueError if it can't commit as set."""
-        spec = self._spec
+    async def keep(self) -> str:
+        """Start the engine and keep it serving; returns why it was given up, but not after `stop`
+        or `leave`."""
+        try:
+            self._life = await self._begin()
+        except Exception as error:
+            self._error = error
+            return f"did not start: {error}"
+        finally:
+            self._has_begun.set()
+        return await self._life.wait_given_up()
+
+    async def _begin(self) -> EngineLife:
+        spec, engine = self._spec, self._engine
         self._state = await RunState.connect(spec.redis_url, spec.run, spec.buffer)
-        self._life = EngineLife(
-            self._engine,
-            config=spec.weight_sync,
-            receiver=self._receiver,
-            key=spec.weights_key,
-            state=self._state,
-        )
-        return await self._life.start()
+        life = EngineLife(engine, config=spec.weight_sync, key=spec.weights_key, state=self._state)
+        if not ray.get_runtime_context().was_current_actor_reconstructed:
+            await life.start()
+            return life
+        with contextlib.suppress(OSError):  # another host has the list then
+            await asyncio.to_thread(remove_listed, engine.spec.leftovers_path)
+        life.start_again("lost its process")
+        return life
+
+    async def wait_ready(self) -> None:
+        """Raises EngineError if the server did not start, ValueError if it can't commit as set."""
+        await self._has_begun.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def node(self) -> str:
+        """Id of the node where it runs."""
+        return str(ray.get_runtime_context().get_node_id())
 
     async def gpu_ids(self) -> list[str]:
         """The GPUs that Ray gave this engine, as CUDA_VISIBLE_DEVICES names them."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
-    async def wait_dead(self) -> str:
-        """Why the engine was given up. Does not return across restarts, nor after `stop`."""
-        return await self._started.wait_given_up()
+    async def wait_lost(self) -> None:
+        """Never returns; Ray raises at the reference when this process has died."""
+        await asyncio.Event().wait()
 
     async def hold(self, version: int, wait_s: float, limit_s: float) -> bool:
-        return await self._started.hold(version, wait_s, limit_s)
+        return self._life is not None and await self._life.hold(version, wait_s, limit_s)
 
     async def release(self) -> None:
-        await self._started.release()
+        if self._life is not None:
+            await self._life.release()
+
+    async def leave(self, drain_s: float) -> None:
+        """End as EngineLife.leave does. The process can be killed then."""
+        if self._life is not None:
+            await self._life.leave(drain_s)
 
     async def stop(self, timeout_s: float) -> None:
         if self._life is not None:
@@ -90,11 +133,6 @@ class EngineActor:
 
     async def pid(self) -> int:
         return os.getpid()
-
-    @property
-    def _started(self) -> EngineLife:
-        assert self._life is not None, "start() comes first"
-        return self._life
 
 
 class ReceiverActor(ReceiverKeeper):
@@ -135,19 +173,14 @@ class WorkerActor:
         self._has_ended = asyncio.Event()
         self._is_closed = asyncio.Event()
 
-    async def start(self, engines: list[Awaitable[EngineInfo]]) -> None:
-        """Prepare while the engines start, then connect to them. The references come in a list, so
-        that Ray does not wait for them first. Raises ValueError for a bad task or model at once."""
+    async def start(self) -> None:
+        """Prepare, while the engines start. Raises ValueError for a bad task or model."""
         if self._getting_ready is None:
-            self._getting_ready = asyncio.create_task(self._get_ready(engines))
+            self._getting_ready = asyncio.create_task(self._parts.prepare())
         await asyncio.shield(self._getting_ready)
 
-    async def _get_ready(self, engines: list[Awaitable[EngineInfo]]) -> None:
-        await self._parts.prepare()
-        await self._parts.connect(await asyncio.gather(*engines))
-
-    async def run(self, engines: list[Awaitable[EngineInfo]]) -> WorkerReport:
-        await self.start(engines)
+    async def run(self) -> WorkerReport:
+        await self.start()
         if self._is_stopping:
             self._parts.worker.stop()
         if ray.get_runtime_context().was_current_actor_reconstructed:
@@ -157,10 +190,8 @@ class WorkerActor:
         finally:
             self._has_ended.set()
 
-    async def evaluate(
-        self, engines: list[Awaitable[EngineInfo]], version: int, engine: str | None
-    ) -> EvalReport:
-        await self.start(engines)
+    async def evaluate(self, version: int, engine: str | None) -> EvalReport:
+        await self.start()
         return await self._parts.worker.evaluate(version, engine)
 
     async def stop(self) -> None:
@@ -197,55 +228,43 @@ class _Member:
     handle: Any
 
 
-@dataclass(eq=False)
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Engine:
+    member: _Member
+    group: PlacementGroup
+    """Its place, which holds no other process."""
+    keeping: Pending[str]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Receiver:
+    member: _Member
+    keeping: Pending[str]
+
+
 class RolloutPool:
-    """Engines and workers. Methods return pending results, by process name, at once."""
+    """Engines and workers. Methods return pending results, by process name, at once.
 
-    _engines: list[_Member]
-    _receivers: dict[int, _Member]
-    """By the index of the first engine on their node."""
-    _workers: list[_Member]
-    _scorers: list[_Member]
-    _keeping: dict[str, Pending[str]] = field(default_factory=dict, init=False)
-    _infos: list[Pending[EngineInfo]] = field(default_factory=list, init=False)
-    """References to each engine's EngineInfo; a restarted worker needs them again."""
+    Engines may join and leave while it runs, and Ray may start a lost one again on another node;
+    `receiver_for` sees to it that each node with an engine has a receiver.
+    """
 
-    @classmethod
-    def create(
-        cls, spec: RolloutSpec, engine_group: PlacementGroup, worker_group: PlacementGroup
-    ) -> RolloutPool:
-        """An engine in each bundle of one group and a worker in each of the other, a receiver
-        beside the first engine of each node, and scorers, if any, spread over all nodes."""
-        num_gpus = spec.config.engine.tp_size * spec.gpu_share if spec.uses_gpu else 0
-        nodes = ray.util.placement_group_table(engine_group)["bundles_to_node_id"]
-        first = first_on_node([nodes[index] for index in range(spec.config.num_engines)])
-        names = {engine: f"receiver-{place}" for place, engine in enumerate(sorted(set(first)))}
-        token = secrets.token_hex(4)
-        engines = [
-            _create(
-                EngineActor,
-                engine_name(index),
-                (spec, index, names[first[index]]),
-                **_inside(engine_group, index),
-                num_gpus=num_gpus,
-            )
-            for index in range(spec.config.num_engines)
-        ]
-        # It shares the GPU of the engine beside it, so it must see that one.
-        sees_gpus = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-        receivers = {
-            engine: _create(
-                ReceiverActor,
-                name,
-                (spec, name, token),
-                sees_gpus,
-                **_inside(engine_group, engine),
-                max_restarts=-1,
-                max_task_retries=-1,
-            )
-            for engine, name in names.items()
-        }
-        workers = [
+    def __init__(
+        self,
+        spec: RolloutSpec,
+        engine_groups: Sequence[PlacementGroup],
+        worker_group: PlacementGroup,
+    ) -> None:
+        """An engine in each of `engine_groups`, a worker in each bundle of the other, and scorers,
+        if any, spread over all nodes. They are created, but do nothing before `start`."""
+        self._spec = spec
+        self._token = secrets.token_hex(4)
+        self._bundle: dict[str, float] = engine_groups[0].bundle_specs[0]
+        self._groups = list(engine_groups)
+        self._engines: dict[str, _Engine] = {}
+        self._receivers: dict[str, _Receiver] = {}
+        """By the node's id."""
+        self._workers = [
             _create(
                 WorkerActor,
                 f"worker-{index}",
@@ -256,7 +275,7 @@ class RolloutPool:
             )
             for index in range(spec.config.num_workers)
         ]
-        scorers = [
+        self._scorers = [
             _create(
                 ScorerActor,
                 f"scorer-{index}",
@@ -273,70 +292,141 @@ class RolloutPool:
             )
             for index in range(spec.config.reward_actors)
         ]
-        return cls(engines, receivers, workers, scorers)
 
     def start(self) -> dict[str, Pending[Any]]:
-        """Engines load while workers prepare; a worker has started once it reaches every engine."""
-        engines = {engine.name: engine.handle.start.remote() for engine in self._engines}
-        self._infos = [*engines.values()]
-        workers = {w.name: w.handle.start.remote(self._infos) for w in self._workers}
+        """Engines load while workers prepare and receivers start."""
+        engines = dict(self._add_engine(group) for group in self._groups)
+        workers = {w.name: w.handle.start.remote() for w in self._workers}
         scorers = {s.name: s.handle.start.remote() for s in self._scorers}
-        return {**engines, **self._start_receivers(), **scorers, **workers}
-
-    def _start_receivers(self) -> dict[str, Pending[None]]:
-        # Keep the references: Ray does not retry a task whose result is not referenced.
-        self._keeping = {
-            receiver.name: receiver.handle.keep.remote(
-                self._engines[engine].handle.gpu_ids.remote()
-            )
-            for engine, receiver in self._receivers.items()
-        }
-        return {r.name: r.handle.wait_ready.remote() for r in self._receivers.values()}
+        receivers: dict[str, Pending[None]] = {}
+        for name, engine in self._engines.items():
+            (node,) = placement_group_table(engine.group)["bundles_to_node_id"].values()
+            receivers |= self.receiver_for(name, node)
+        return {**engines, **receivers, **scorers, **workers}
 
     def run(self) -> dict[str, Pending[WorkerReport]]:
         """Reports come after `stop`."""
-        return {worker.name: worker.handle.run.remote(self._infos) for worker in self._workers}
+        return {worker.name: worker.handle.run.remote() for worker in self._workers}
 
     def evaluate(self, version: int, engine: str | None = None) -> tuple[str, Pending[EvalReport]]:
         """The evaluating worker's name and its report on `version` or later; if an engine is held
         at `version`, pass it as `engine`."""
         worker = self._workers[0]
-        return worker.name, worker.handle.evaluate.remote(self._infos, version, engine)
-
-    @property
-    def engine_names(self) -> list[str]:
-        return [engine.name for engine in self._engines]
-
-    def hold(self, engine: str, version: int, wait_s: float, limit_s: float) -> Pending[bool]:
-        """Whether this engine now serves `version` until `release`: see EngineLife.hold."""
-        held: Pending[bool] = self._engine(engine).hold.remote(version, wait_s, limit_s)
-        return held
-
-    def release(self, engine: str) -> Pending[None]:
-        released: Pending[None] = self._engine(engine).release.remote()
-        return released
-
-    def _engine(self, name: str) -> Any:
-        return next(engine.handle for engine in self._engines if engine.name == name)
+        return worker.name, worker.handle.evaluate.remote(version, engine)
 
     def stop(self) -> dict[str, Pending[None]]:
         """Let the workers end `run`."""
         return {worker.name: worker.handle.stop.remote() for worker in self._workers}
 
-    def deaths(self) -> dict[str, Pending[str]]:
-        """Resolve, or raise RayActorError, when a process is gone for good."""
-        members = [*self._engines, *self._workers]
-        return {**{m.name: m.handle.wait_dead.remote() for m in members}, **self._keeping}
+    def worker_deaths(self) -> dict[str, Pending[str]]:
+        """Resolve, or raise RayActorError, when a worker's process is gone for good."""
+        return {worker.name: worker.handle.wait_dead.remote() for worker in self._workers}
+
+    # Engines --------------------------------------------------------------------------------------
+
+    @property
+    def engine_names(self) -> list[str]:
+        return list(self._engines)
+
+    def add_engine(self) -> tuple[str, Pending[None]]:
+        """One more engine's name, and its start; Ray looks for its place first."""
+        return self._add_engine(placement_group([self._bundle], strategy="PACK"))
+
+    def _add_engine(self, group: PlacementGroup) -> tuple[str, Pending[None]]:
+        spec = self._spec
+        index = next(i for i in itertools.count() if engine_name(i) not in self._engines)
+        member = _create(
+            EngineActor,
+            name := engine_name(index),
+            (spec, index),
+            **_inside(group, 0),
+            num_gpus=spec.config.engine.tp_size * spec.gpu_share if spec.uses_gpu else 0,
+            max_restarts=spec.config.engine.max_restarts,
+            max_task_retries=-1,
+        )
+        # Keep the reference: Ray does not repeat a call whose result is not referenced.
+        keeping = member.handle.keep.remote()
+        self._engines[name] = _Engine(member=member, group=group, keeping=keeping)
+        return name, member.handle.wait_ready.remote()
+
+    def given_up(self, engine: str) -> Pending[str]:
+        """Resolves, or raises RayActorError, when an engine is gone for good."""
+        return self._engines[engine].keeping
+
+    def lost(self, engine: str) -> Pending[None]:
+        """Raises RayActorError when the engine's process dies; Ray may start it again."""
+        lost: Pending[None] = _once(self._handle(engine).wait_lost).remote()
+        return lost
+
+    def node(self, engine: str) -> Pending[str]:
+        """Id of the engine's node, once Ray has placed it."""
+        node: Pending[str] = self._handle(engine).node.remote()
+        return node
+
+    def leave(self, engine: str, drain_s: float) -> Pending[None]:
+        """Ends once the engine serves no request any more; `remove_engine` then."""
+        left: Pending[None] = self._handle(engine).leave.remote(drain_s)
+        return left
+
+    def remove_engine(self, name: str) -> None:
+        """Its process ends at once, and its place is free."""
+        engine = self._engines.pop(name)
+        ray.kill(engine.member.handle)
+        remove_placement_group(engine.group)
+
+    def hold(self, engine: str, version: int, wait_s: float, limit_s: float) -> Pending[bool]:
+        """Whether this engine now serves `version` until `release`: see EngineLife.hold."""
+        held: Pending[bool] = _once(self._handle(engine).hold).remote(version, wait_s, limit_s)
+        return held
+
+    def release(self, engine: str) -> Pending[None]:
+        released: Pending[None] = _once(self._handle(engine).release).remote()
+        return released
+
+    def _handle(self, engine: str) -> Any:
+        return self._engines[engine].member.handle
+
+    # Receivers ------------------------------------------------------------------------------------
+
+    def receiver_for(self, engine: str, node: str) -> dict[str, Pending[None]]:
+        """Starts a receiver, by name, on the engine's node if that has none. It shares the first of
+        the engine's GPUs."""
+        if node in self._receivers:
+            return {}
+        # It shares the GPU of the engine beside it, so it must see that one.
+        sees_gpus = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        member = _create(
+            ReceiverActor,
+            name := f"receiver-{len(self._receivers)}",
+            (self._spec, name, self._token),
+            sees_gpus,
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            max_restarts=-1,
+            max_task_retries=-1,
+        )
+        keeping = member.handle.keep.remote(self._handle(engine).gpu_ids.remote())
+        self._receivers[node] = _Receiver(member=member, keeping=keeping)
+        return {name: member.handle.wait_ready.remote()}
+
+    def receivers_given_up(self) -> dict[str, Pending[str]]:
+        """Resolve when a receiver is given up, and raise RayActorError when its node is gone."""
+        return {receiver.member.name: receiver.keeping for receiver in self._receivers.values()}
+
+    # The end --------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float) -> None:
         """Stop everything; actors that do not stop within `timeout_s` are killed."""
         ends = [worker.handle.close.remote() for worker in self._workers]
-        others = [*self._engines, *self._receivers.values()]
+        engines = [engine.member for engine in self._engines.values()]
+        others = [*engines, *(receiver.member for receiver in self._receivers.values())]
         ends += [member.handle.stop.remote(timeout_s / 2) for member in others]
         ends += [scorer.handle.close.remote() for scorer in self._scorers]
         ray.wait(ends, num_returns=len(ends), timeout=timeout_s)
         for member in [*self._workers, *others, *self._scorers]:
             ray.kill(member.handle)
+        for engine in self._engines.values():
+            remove_placement_group(engine.group)
 
 
 def clear_other_hosts(run_dir: Path, timeout_s: float) -> None:
@@ -389,11 +479,6 @@ def engine_spec(spec: RolloutSpec, index: int, host: str) -> EngineSpec:
     )
 
 
-def first_on_node(nodes: Sequence[str]) -> list[int]:
-    """For each engine the index of the first engine on its node; `nodes` by engine."""
-    return [nodes.index(node) for node in nodes]
-
-
 def _inside(group: PlacementGroup, bundle: int) -> dict[str, Any]:
     """Options of an actor in a bundle, which reserves the cores."""
     strategy = PlacementGroupSchedulingStrategy(
@@ -413,6 +498,11 @@ def _create(
     variables = {PROCESS_VARIABLE: process, **(environment or {})}
     placed = ray.remote(actor).options(runtime_env={"env_vars": variables}, **options)
     return _Member(name=process, handle=placed.remote(*arguments))
+
+
+def _once(method: Any) -> Any:
+    """The method of an actor, for calls that fail when the actor dies, even if it comes back."""
+    return method.options(max_task_retries=0)
 
 
 def _scorer_name(spec: RolloutSpec, index: int) -> str:

@@ -234,8 +234,8 @@ async def pool_at(
         parts.lengths = Lengths(jobs)
         parts.load_every_s = load_every_s
         closing.push_async_callback(parts.close)
+        await state.register_engine(info.name, info.url)
         await parts.prepare()
-        await parts.connect([info])
         _admit_no_more_than(len(jobs), parts.worker, buffer)
         yield Pool(
             worker=parts.worker,

@@ -28,7 +28,7 @@ from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Completer
 from rollout_pool.sampling.sampler import Sampler
-from rollout_pool.sampling.watch import ASK_EVERY_S, LoadPoller
+from rollout_pool.sampling.watch import ASK_EVERY_S, poll_load
 
 Rival = Callable[
     [Sequence[Job], Completer, WorkSize, Callable[[], Awaitable[None]]], Awaitable[Tally]
@@ -84,7 +84,7 @@ async def run_rival(
     client = SGLangClient(ENGINE, url, key=KEY, request_timeout_s=120.0, is_only_client=True)
     router = Router([client], 120.0, max_running_requests=size.max_running)
     router.follow({ENGINE: 0}, trainer=0, max_staleness=0)
-    polling = asyncio.create_task(LoadPoller(router, [client], load_every_s).run())
+    polling = asyncio.create_task(poll_load(router, client, load_every_s))
     try:
         return await rival(jobs, Sampler(router, max_retries=2), size, commits.next)
     finally:

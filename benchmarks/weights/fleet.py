@@ -310,7 +310,7 @@ class Fleet:
                 stack.push_async_callback(made.close)
                 follower = WeightFollower(
                     engine=name,
-                    receiver="receiver",
+                    host="127.0.0.1",
                     key=KEY,
                     config=config,
                     state=self._state,

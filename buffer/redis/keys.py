@@ -25,6 +25,7 @@
 {leash:RUN}:events           STREAM  what happened to which group; bounded
 {leash:RUN}:wake:NAME        STREAM  wakes waiters: room, batch, version, settings, engines, ...
 {leash:RUN}:engine_versions  HASH    version that each live engine serves
+{leash:RUN}:engine_urls      HASH    URL of each engine, also of one that serves nothing yet
 {leash:RUN}:draining         HASH    live engines that get no new requests before a commit
 {leash:RUN}:commit_gate      ZSET    engines paused for a commit, by the end of their pause (ms)
 {leash:RUN}:receivers        HASH    URL of each receiver of weights

@@ -23,6 +23,8 @@ LATE = 2
 _RECENT = 20
 _LOSSES = {"engine_lost", "engine_restarted"}
 """Events after which an engine serves nothing until its next commit."""
+ENGINE_JOINED, ENGINE_LEFT = "engine_joined", "engine_left"
+"""Events of an engine that was added to the run, and of one that is gone for good."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -71,8 +73,12 @@ class WeightsView:
         elif record.kind == "commit":
             self.pause_s.extend(series([record], "pause_s"))
             self.lost_engines.discard(str(record.values.get("engine")))
-        elif record.kind == "weights_event" and record.values.get("event") in _LOSSES:
-            self.lost_engines.add(str(record.values.get("who")))
+        elif record.kind == "weights_event":
+            event, who = record.values.get("event"), str(record.values.get("who"))
+            if event in _LOSSES:
+                self.lost_engines.add(who)
+            elif event == ENGINE_LEFT:
+                self.lost_engines.discard(who)
 
     def pace(
         self,

@@ -7,7 +7,8 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from configs.schema import Config
 from controller.ray_environment import AUTH_MODE, LOOPBACK, TOKEN, TOKEN_PATH
 from controller.signals import StopRequest
-from controller.watch.supervise import wait_for_one
+from controller.watch.supervise import POLL_S
 
 CPUS_PER_PROCESS = 1
+SPARE_CPUS = 32
+"""For engines that join a run on this machine."""
 SESSIONS = "ray"
 """Ray's temporary folder within the private one; short, because socket paths are limited."""
 
@@ -76,18 +79,22 @@ class RayCluster:
             )
 
     def reserve(
-        self, bundles: list[dict[str, float]], timeout_s: float, stop: StopRequest
-    ) -> PlacementGroup:
-        """A packed placement group. Raises Stopped, and PlacementError if there is no room."""
-        group = placement_group(bundles, strategy="PACK")
-        self.groups.append(group)
-        ready, _ = wait_for_one([group.ready()], timeout_s, stop)
-        if not ready:
-            raise PlacementError(
-                f"Ray found no room for {bundles} within {timeout_s:g} s; "
-                f"it has {ray.available_resources()} free. Is another run on this cluster?"
-            )
-        return group
+        self, groups: Sequence[list[dict[str, float]]], timeout_s: float, stop: StopRequest
+    ) -> list[PlacementGroup]:
+        """A packed placement group for each list of bundles. Raises Stopped, and PlacementError if
+        there is no room."""
+        reserved = [placement_group(bundles, strategy="PACK") for bundles in groups]
+        self.groups += reserved
+        deadline = time.monotonic() + timeout_s
+        for group, bundles in zip(reserved, groups, strict=True):
+            while not group.wait(POLL_S):
+                stop.check()
+                if time.monotonic() > deadline:
+                    raise PlacementError(
+                        f"Ray found no room for {bundles} within {timeout_s:g} s; "
+                        f"it has {ray.available_resources()} free. Is another run on this cluster?"
+                    )
+        return reserved
 
     def stop(self, logs_dir: Path) -> None:
         for group in self.groups:
@@ -165,7 +172,9 @@ def _start_local(config: Config, runtime_env: Mapping[str, object], private: Pat
     # Ray makes its folders readable to all users; their parent `private` closes them.
     _use_own_token(private / "token")
     # CPUs are only nominal here: a small machine runs all processes of a small run.
-    num_cpus = config.cluster.num_cpus or max(os.cpu_count() or 1, num_cpus_needed(config))
+    num_cpus = config.cluster.num_cpus
+    if num_cpus is None:
+        num_cpus = max(os.cpu_count() or 1, num_cpus_needed(config)) + SPARE_CPUS
     # As torch counts them: its CPU build uses none, whatever the machine has.
     num_gpus = config.cluster.num_gpus
     if num_gpus is None:

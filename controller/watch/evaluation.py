@@ -11,7 +11,6 @@ import logging
 from collections.abc import Awaitable
 from typing import Protocol
 
-from configs.schema import Config
 from controller.metrics.records import EVAL_FAILED, Scalar
 from processes.pending import Pending, T
 from rollout_pool.types import EvalReport
@@ -78,14 +77,10 @@ async def try_evaluate(
         return EVAL_FAILED, {"version": version, "why": why}
 
 
-def should_hold(config: Config) -> bool:
-    """Whether evaluations during training reserve an engine."""
-    return config.rollout.eval.pinned and config.rollout.num_engines > 1
-
-
 async def _hold(pool: EnginePool, version: int, await_result: AwaitResult) -> str | None:
-    """An engine that now stays at `version`; None if there is none."""
-    for engine in reversed(pool.engine_names):
+    """An engine that now stays at `version`; None if there is none, or only one engine."""
+    names = pool.engine_names
+    for engine in reversed(names if len(names) > 1 else []):
         try:
             if await await_result(engine, pool.hold(engine, version, HOLD_WAIT_S, HOLD_LIMIT_S)):
                 return engine

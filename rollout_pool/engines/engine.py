@@ -87,6 +87,10 @@ class SGLangEngine:
         return self._info
 
     @property
+    def has_server(self) -> bool:
+        return self._client is not None
+
+    @property
     def client(self) -> SGLangClient:
         assert self._client is not None, "start() comes first"
         return self._client
@@ -121,10 +125,11 @@ class SGLangEngine:
             )
 
     async def restart(self) -> EngineInfo:
-        """End what is left of the server and start another one at the same URL.
+        """End what is left of the server and start another one, at the same URL if there was one.
         Raises EngineError like `start`; it may be called again then.
         """
-        assert self._reserved is not None, "start() comes first"
+        if self._reserved is None:
+            return await self.start()
         await self._end_server(RESTART_STOP_S)
         deadline = time.monotonic() + self.spec.config.start_timeout_s
         return await self._start_at(self._reserved, deadline)

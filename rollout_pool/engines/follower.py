@@ -14,11 +14,12 @@ import asyncio
 import logging
 import time
 from asyncio import Future
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 from buffer.run_state import RunState
 from configs.choices import PauseMode
@@ -50,8 +51,8 @@ class WeightFollower:
     """Follows the receiver for one start of an engine's server. `run` is called once."""
 
     engine: str
-    receiver: str
-    """Looked up in the run's state."""
+    host: str
+    """Where the engine listens: it follows the receiver at the same address."""
     key: str
     """API key of the receiver."""
     config: WeightSyncConfig
@@ -106,11 +107,11 @@ class WeightFollower:
         """The newest version above the served one; None if there is none or no receiver yet."""
         try:
             if self._client is None:
-                url = (await self.state.receivers()).get(self.receiver)
-                if url is None:
+                found = receiver_at(self.host, await self.state.receivers())
+                if found is None:
                     await asyncio.sleep(LOOK_AGAIN_S)
                     return None
-                self._client = ReceiverClient(self.receiver, url, self.key)
+                self._client = ReceiverClient(*found, self.key)
             return await self._client.newest(self._served, timeout_s=timeout_s)
         except WeightSyncError as error:
             log.warning("%s: %s", self.engine, error)
@@ -138,14 +139,16 @@ class WeightFollower:
             try:
                 async with self._drained() as drain_s:
                     staged = await self._newest(timeout_s=0)
-                    if staged is None or not await self._hold(staged):
+                    if staged is None:
                         return False
-                    if staged.version != offered.version:  # a newer one arrived during the waits
-                        seen_at, offered_at = time.time(), time.monotonic()
-                        self.pin.take(staged.version)
                     try:
+                        if not await self._hold(staged):
+                            return False
+                        if staged.version != offered.version:  # a newer one arrived meanwhile
+                            seen_at, offered_at = time.time(), time.monotonic()
+                            self.pin.take(staged.version)
                         report = await self._commit(staged)
-                    finally:
+                    finally:  # also if it was cancelled as it got the hold
                         await self._let_go(staged)
                     self._served, self._num_failures = staged.version, 0
                     await self.state.record_commits({self.engine: report.version})
@@ -255,6 +258,12 @@ class WeightFollower:
         client, self._client = self._client, None
         if client is not None:
             await client.close()
+
+
+def receiver_at(host: str, receivers: Mapping[str, str]) -> tuple[str, str] | None:
+    """Name and URL of the receiver that listens at `host`; `receivers`: URLs by name."""
+    at_host = (found for found in sorted(receivers.items()) if urlsplit(found[1]).hostname == host)
+    return next(at_host, None)
 
 
 class VersionPin:

@@ -1,9 +1,10 @@
 """The life cycle of one engine: it serves, dies or is torn, is restarted and catches up.
 
     start ──► follow the receiver, serve ──► died, silent ──► forgotten ──► start again, same URL
-                   ▲  in engine_versions      or torn         no requests       │ max_restarts times
-                   └────────────────── catches up ◄─────────────────────────────┘
-                                                                                └──► given up
+                 │ ▲  in engine_versions      or torn         no requests       │ max_restarts times
+                 │ └────────────────── catches up ◄─────────────────────────────┘
+                 │                                                              └──► given up
+                 └──► leave: no new requests, the last ones end ──► gone
 
 Only an engine that has committed a version is in the run's engine_versions; only those get requests
 and count for admission. An engine held for an evaluation is not among them.
@@ -47,8 +48,6 @@ class EngineLife:
     engine: SGLangEngine
     _: KW_ONLY
     config: WeightSyncConfig
-    receiver: str
-    """Name in the run's state of the receiver on this engine's node."""
     key: str
     """API key of the receiver."""
     state: RunState
@@ -65,8 +64,14 @@ class EngineLife:
         except BaseException:
             await self.engine.stop()
             raise
-        self._living = asyncio.create_task(self._live())
+        await self.state.register_engine(self.engine.spec.name, info.url)
+        self._living = asyncio.create_task(self._live(None))
         return info
+
+    def start_again(self, why: str) -> None:
+        """In the place of `start`, for an engine that was lost together with the process that
+        owned it."""
+        self._living = asyncio.create_task(self._live(why))
 
     async def wait_given_up(self) -> str:
         """Why the engine is not restarted any more. Does not return after `stop`."""
@@ -123,11 +128,25 @@ class EngineLife:
         finally:
             self._pin.release()
 
+    async def leave(self, drain_s: float) -> None:
+        """Take no new requests, let those inside end for at most `drain_s`, and stop. What has not
+        ended by then goes on at another engine, with the tokens that it has."""
+        await self._end_living()
+        await self.state.forget_engine(self.engine.spec.name)
+        if self.engine.has_server:
+            with contextlib.suppress(EngineError):  # it may be dead already
+                await self.engine.client.drain(drain_s)
+        await self.engine.stop()
+        await self.state.remove_engine(self.engine.spec.name)
+
     async def stop(self, timeout_s: float = 10.0) -> None:
+        await self._end_living()
+        await self.engine.stop(timeout_s)
+
+    async def _end_living(self) -> None:
         await self.release()
         if self._living is not None:
             await end_tasks({self._living}, CLEAR_UP_S)
-        await self.engine.stop(timeout_s)
 
     async def _check_strategy(self) -> None:
         strategy = self._strategy()
@@ -142,15 +161,17 @@ class EngineLife:
             self.engine.client, self.config, tp_size=spec.config.tp_size, host=spec.host
         )
 
-    async def _live(self) -> str:
+    async def _live(self, why: str | None) -> str:
+        """`why` the engine must be started again first, if it must."""
         name, limit = self.engine.spec.name, self.engine.spec.config.max_restarts
         while True:
-            async with contextlib.AsyncExitStack() as closing:
-                why = await self._serve(closing)
-                self._pin.note_lost()
-                # First of all, so that requests go elsewhere and admission ignores it.
-                await self.state.forget_engine(name)
-                await self._note("engine_lost", why)
+            if why is None:
+                async with contextlib.AsyncExitStack() as closing:
+                    why = await self._serve(closing)
+                    self._pin.note_lost()
+                    # First of all, so that requests go elsewhere and admission ignores it.
+                    await self.state.forget_engine(name)
+                    await self._note("engine_lost", why)
             is_up = False
             while not is_up:
                 if self._num_restarts >= limit:
@@ -159,10 +180,13 @@ class EngineLife:
                 log.warning("%s %s: restarting it", name, why)
                 await self._note("engine_restarted", why)
                 try:
-                    await self.engine.restart()
-                    is_up = True
+                    info = await self.engine.restart()
                 except EngineError as error:
                     why = f"did not restart: {error}"
+                else:
+                    await self.state.register_engine(name, info.url)
+                    is_up = True
+            why = None
 
     async def _note(self, event: str, why: str) -> None:
         record = {"event": event, "who": self.engine.spec.name, "detail": why}
@@ -176,7 +200,7 @@ class EngineLife:
         closing.push_async_callback(strategy.close)
         follower = WeightFollower(
             engine=self.engine.spec.name,
-            receiver=self.receiver,
+            host=self.engine.spec.host,
             key=self.key,
             config=self.config,
             state=self.state,

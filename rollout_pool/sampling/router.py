@@ -17,12 +17,13 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from operator import attrgetter
 from typing import NamedTuple
 
 from buffer.staleness import is_fresh
-from rollout_pool.sampling.engine_client import EngineClient, EngineLoad
+from rollout_pool.sampling.engine_client import EngineClient, EngineError, EngineLoad
 from rollout_pool.sampling.engine_state import EngineState, Slot, StickySessions
 from rollout_pool.sampling.sample import Interrupted, Priority, Sample
 
@@ -122,13 +123,13 @@ class Router:
         max_running_requests: int = 128,
         num_workers: int = 1,
     ) -> None:
-        """`wait_timeout_s`: longest wait of a sample while no engine makes progress
-        (buffer.wait_timeout_s). All workers share the engines' slots."""
-        assert engines
-        self.engines = {
-            engine.name: EngineState(engine, max_running_requests, num_workers)
-            for engine in engines
-        }
+        """`engines`: the first ones; others join and leave. `wait_timeout_s`: longest wait of a
+        sample while no engine makes progress (buffer.wait_timeout_s). All workers share the
+        engines' slots."""
+        self._new_state = partial(
+            EngineState, max_running_requests=max_running_requests, num_workers=num_workers
+        )
+        self.engines = {engine.name: self._new_state(engine) for engine in engines}
         self._wait_timeout_s = wait_timeout_s
         self._line = WaitingLine()
         self._progress: dict[Needs, float] = {}
@@ -141,6 +142,18 @@ class Router:
         self._situation = "their versions are not known yet"
 
     # Reports ----------------------------------------------------------------------------------
+
+    def join(self, engine: EngineClient) -> None:
+        """An engine has come, or come back as another process. It gets requests once `follow` tells
+        that it serves a version."""
+        self.leave(engine.name)
+        self.engines[engine.name] = self._new_state(engine)
+
+    def leave(self, name: str) -> None:
+        """An engine is gone for good, if there was one. Slots taken there stay valid."""
+        self._note_progress()
+        if self.engines.pop(name, None) is not None:
+            self._sessions.lose(name)
 
     def follow(
         self,
@@ -193,10 +206,10 @@ class Router:
         Engines in `failed` (with the time) are used only if there is no other, and only once they
         may have recovered. Waits behind samples of higher priority or lower order.
         Raises TimeoutError naming the engines if none made progress for too long, Interrupted
-        after `withdraw`, and ValueError for an engine that does not exist.
+        after `withdraw`, and EngineError for an engine that is not there.
         """
         if sample.engine is not None and sample.engine not in self.engines:
-            raise ValueError(f"there is no {sample.engine} among {', '.join(self.engines)}")
+            raise EngineError(f"there is no {sample.engine} among {self._names}")
         waiter = Waiter(
             sample=sample,
             tokens=self._expected_tokens(sample),
@@ -263,6 +276,10 @@ class Router:
             wait_s = max(min(deadlines.values()) - now, self._wait_timeout_s / STARVED_LOOKS)
             self._starving = asyncio.get_running_loop().call_later(wait_s, self._end_starved)
 
+    @property
+    def _names(self) -> str:
+        return ", ".join(self.engines) or "the run's engines, of which none has started"
+
     def _explain(self, waiter: Waiter) -> str:
         version = waiter.sample.min_version
         what = f" for version {version} or later" if version else ""
@@ -271,7 +288,7 @@ class Router:
             f"breaker {engine.breaker.state.value}"
             for name, engine in self.engines.items()
         )
-        who = waiter.sample.engine or f"none of {', '.join(self.engines)}"
+        who = waiter.sample.engine or f"none of {self._names}"
         is_not = "could not" if waiter.sample.engine else "could"
         return (
             f"{who} {is_not} be given a request{what} for "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from rollout_pool.endpoint.agents import AgentRunner, find_agent
 from rollout_pool.endpoint.app import Endpoint
 from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.engines.client import SGLangClient
-from rollout_pool.engines.engine import EngineInfo
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, load_tokenizer, vocab_size
@@ -27,7 +25,7 @@ from rollout_pool.rewards.types import ScoringPool
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.tracing import open_tracing
-from rollout_pool.sampling.watch import ASK_EVERY_S, EngineWatch, LoadPoller
+from rollout_pool.sampling.watch import ASK_EVERY_S, EngineWatch
 from rollout_pool.tasks.environments import EnvEpisodes, environment_factory
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.source import EpisodeSource
@@ -40,10 +38,10 @@ from rollout_pool.worker.report import WorkerReporter
 
 
 class WorkerParts:
-    """Owns a worker's parts. Call `prepare`, `connect`, then use `worker`; `close` at the end."""
+    """Owns a worker's parts. Call `prepare`, then use `worker`; `close` at the end."""
 
     worker: RolloutWorker
-    """Built by `connect`."""
+    """Built by `prepare`."""
     load_every_s = ASK_EVERY_S
 
     def __init__(
@@ -78,9 +76,12 @@ class WorkerParts:
         )
 
     async def prepare(self) -> None:
-        """Load task and tokenizer, start the scorers, connect to Redis.
+        """Load task and tokenizer, start the scorers, connect to Redis, build the worker. It
+        connects to the run's engines as they come.
 
-        Raises ValueError for a bad task or model, BufferConnectionError for a bad Redis.
+        Raises ValueError for a bad task or model, if all held-out prompts are too long, or if an
+        environment, agent or reward cannot be loaded, BufferConnectionError for a bad Redis, and
+        OSError naming rollout.openai.port if that is taken.
         """
         spec = self._spec
         self._closing.push_async_callback(self._scoring.close)
@@ -92,6 +93,7 @@ class WorkerParts:
             self._scoring.start(),
             self._reach_redis(),
         )
+        await self._build()
 
     async def _reach_redis(self) -> None:
         spec = self._spec
@@ -103,12 +105,7 @@ class WorkerParts:
     async def note_restart(self) -> None:
         await self._state.count("workers_restarted")
 
-    async def connect(self, engines: Sequence[EngineInfo]) -> None:
-        """Build the worker on these engines, and follow their versions.
-
-        Raises ValueError if all held-out prompts are too long or an environment, agent or reward
-        cannot be loaded, and OSError naming rollout.openai.port if that is taken.
-        """
+    async def _build(self) -> None:
         spec, config = self._spec, self._spec.config
         model, trust = (spec.model_path, self._tokenizer), spec.trust_remote_code
         num_tokens = await asyncio.to_thread(vocab_size, *model, trust_remote_code=trust)
@@ -117,9 +114,8 @@ class WorkerParts:
             tracing = open_tracing(config.trace_endpoint, spec.run, f"worker-{self._index}")
             self._closing.push_async_callback(asyncio.to_thread, tracing.shutdown)
             trace.set_tracer_provider(tracing)
-        clients = [self._client(engine, num_tokens, ends) for engine in engines]
         router = Router(
-            clients,
+            [],
             spec.buffer.wait_timeout_s,
             max_running_requests=config.engine.max_running_requests,
             num_workers=config.num_workers,
@@ -135,14 +131,20 @@ class WorkerParts:
         scorer = EpisodeScorer(spec.task, task=self._task, pool=self._scoring)
         self._closing.push_async_callback(scorer.close)
         reader = PromptReader(chat, spec.task, config)
-        loads = LoadPoller(router, clients, self.load_every_s)
-        watch = EngineWatch(router, self._state, self._buffer, loads)
+        watch = EngineWatch(
+            router,
+            self._state,
+            self._buffer,
+            lambda name, url: self._client(name, url, num_tokens, ends),
+            self.load_every_s,
+        )
+        self._closing.push_async_callback(watch.close)
         reporter = WorkerReporter(
             index=self._index,
             num_workers=config.num_workers,
             state=self._state,
             waited_for_rewards_s=lambda: scorer.waited_s,
-            clients=clients,
+            clients=watch.connections,
             router=router,
             sampler=sampler,
         )
@@ -176,11 +178,11 @@ class WorkerParts:
         )
         self._closing.callback(self.worker.stop)
 
-    def _client(self, engine: EngineInfo, num_tokens: int, ends: frozenset[int]) -> SGLangClient:
+    def _client(self, engine: str, url: str, num_tokens: int, ends: frozenset[int]) -> SGLangClient:
         config = self._spec.config.engine
-        client = SGLangClient(
-            engine.name,
-            engine.url,
+        return SGLangClient(
+            engine,
+            url,
             key=self._spec.engine_key,
             request_timeout_s=config.request_timeout_s,
             has_prefix_cache=config.radix_cache,
@@ -190,8 +192,6 @@ class WorkerParts:
             vocab_size=num_tokens,
             end_tokens=ends,
         )
-        self._closing.push_async_callback(client.close)
-        return client
 
     async def _open_endpoint(
         self, sampler: Sampler, chat: ChatFormat, num_tokens: int

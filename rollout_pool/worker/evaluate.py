@@ -20,6 +20,7 @@ from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
 from rollout_pool.rewards.types import Scorer
+from rollout_pool.sampling.engine_client import EngineError
 from rollout_pool.sampling.sample import Priority, SampleFailed
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt
@@ -165,7 +166,7 @@ class Evaluator:
                 if min(_versions(episode)) >= version:
                     return episode
                 error: Exception | str = "it serves an older version"  # it was restarted
-            except (SampleFailed, TimeoutError) as failure:
+            except (SampleFailed, EngineError, TimeoutError) as failure:
                 error = failure
             if target.engine is not None:
                 log.warning(

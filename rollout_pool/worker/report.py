@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from buffer.run_state import RunState
@@ -32,7 +32,8 @@ class WorkerReporter:
     state: RunState
     waited_for_rewards_s: Callable[[], float]
     """Total time that episodes waited for a scoring process."""
-    clients: Sequence[SGLangClient]
+    clients: Mapping[str, SGLangClient]
+    """The connections to the engines that there are now, by name."""
     router: Router
     sampler: Sampler
     every_s: float = REPORT_S
@@ -40,26 +41,36 @@ class WorkerReporter:
     _counted: Counter[str] = field(default_factory=Counter, init=False)
     _recorded: dict[str, Counter[str]] = field(default_factory=dict, init=False)
     """Totals of each engine at its last record."""
+    _known: dict[str, SGLangClient] = field(default_factory=dict, init=False)
 
     async def run(self) -> None:
         """Never returns. Raises what the connection to Redis raises."""
-        num_records = len(self.clients) * self.num_workers
-        records_every_s = max(self.every_s, num_records / RECORDS_PER_S)
         next_records = time.monotonic()
         while True:
             await asyncio.sleep(self.every_s)
+            self._look_for_new()
             await self._count()
             if time.monotonic() >= next_records:
-                next_records = time.monotonic() + records_every_s
-                for client in self.clients:
+                num_records = len(self.clients) * self.num_workers
+                next_records = time.monotonic() + max(self.every_s, num_records / RECORDS_PER_S)
+                for client in self._known.values():
                     await self.state.append_metrics(self._record(client), "engine")
+
+    def _look_for_new(self) -> None:
+        """A new connection begins its totals at 0."""
+        before, self._known = self._known, dict(self.clients)
+        for name, client in before.items():
+            if self._known.get(name) is not client:
+                self._recorded.pop(name, None)
+                for total in _totals(client):
+                    self._counted.pop(f"{total}:{name}", None)
 
     async def _count(self) -> None:
         if (newly := self.waited_for_rewards_s() - self._waited_s) > 0:
             await self.state.add_wait("rollout", "rewards", newly)
             self._waited_s += newly
         seen = Counter(self.sampler.counted)
-        for client in self.clients:
+        for client in self._known.values():
             for name, total in _totals(client).items():
                 seen[f"{name}:{client.name}"] = total
         for name, number in (seen - self._counted).items():
@@ -67,10 +78,10 @@ class WorkerReporter:
         self._counted = seen
 
     def _record(self, client: SGLangClient) -> dict[str, float | int | str]:
-        engine, totals = self.router.engines[client.name], _totals(client)
+        engine, totals = self.router.engines.get(client.name), _totals(client)
         new = totals - self._recorded.get(client.name, Counter())
         self._recorded[client.name] = totals
-        load, prompts = engine.load, new["prompt_tokens"]
+        load, prompts = engine.load if engine else None, new["prompt_tokens"]
         logprobs, client.num_logprobs = client.num_logprobs, Counter()
         not_finite, client.num_not_finite = client.num_not_finite, Counter()
         return {
@@ -79,8 +90,8 @@ class WorkerReporter:
             "running": load.num_running if load else math.nan,
             "queued": load.num_queued if load else math.nan,
             "kv_usage": load.kv_usage if load else math.nan,
-            "limit": engine.limit,
-            "in_flight": engine.num_in_flight,
+            "limit": engine.limit if engine else math.nan,
+            "in_flight": engine.num_in_flight if engine else 0,
             "prefix_hit_rate": 1 - new["prefilled_tokens"] / prompts if prompts else math.nan,
             "preemptions": new["preemptions"],
             "logprobs": json.dumps(logprobs),

@@ -113,9 +113,11 @@ def restarts(config: Any, run_dir: RunDir, cluster: Any) -> dict[str, bool]:
         engine_key="a",
         weights_key="b",
     )
-    groups = [cluster.reserve([{"CPU": 1.0}], 60.0, StopRequest()) for _ in range(2)]
-    pool = RolloutPool.create(spec, *groups)
-    members = [*pool._workers, *pool._receivers.values(), *pool._scorers]
+    engine, worker = cluster.reserve([[{"CPU": 1.0}]] * 2, 60.0, StopRequest())
+    pool = RolloutPool(spec, [engine], worker)
+    pool.start()  # engine and receiver find no Redis, which they survive
+    owners = [*pool._engines.values(), *pool._receivers.values()]
+    members = [*pool._workers, *(owner.member for owner in owners), *pool._scorers]
     first = ray.get([member.handle.pid.remote() for member in members], timeout=180)
     for pid in first:
         os.kill(pid, signal.SIGKILL)

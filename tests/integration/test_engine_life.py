@@ -157,7 +157,7 @@ async def life(tmp_path, spec, state, keeper, models):
     engine = SGLangEngine(
         engine_spec(tmp_path / "model-0", tmp_path / "engine.log", max_restarts=1)
     )
-    life = EngineLife(engine, config=spec.weight_sync, receiver="receiver-0", key=KEY, state=state)
+    life = EngineLife(engine, config=spec.weight_sync, key=KEY, state=state)
     life.engine = engine
     await life.start()
     yield life

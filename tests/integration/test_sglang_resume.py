@@ -19,7 +19,7 @@ from processes.tree import is_semaphore, shared_memory_files
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Interrupted
 from rollout_pool.sampling.sampler import Sampler
-from rollout_pool.sampling.watch import LoadPoller
+from rollout_pool.sampling.watch import poll_load
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
@@ -37,7 +37,7 @@ class Pair:
         self.clients = [server.client(INTERVAL, is_only_client=True) for server in servers]
         self.router = Router(self.clients, 60.0, max_running_requests=32)
         self.sampler = Sampler(self.router, max_retries=2)
-        self.polling = asyncio.create_task(LoadPoller(self.router, self.clients).run())
+        self.polling = asyncio.gather(*(poll_load(self.router, c) for c in self.clients))
 
     async def publish(self, server, model, number):
         """Version `base + number`."""

@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 from crash.size import size
 from weights.engines import MortalEngine
+from weights.fleet import own_address
 from weights.model import Weights
 from weights.play import HANG_S, Play, play
 from weights.scene import Scene
@@ -48,7 +49,9 @@ async def the_play(
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_engine_that_is_lost_costs_only_itself(the_play: Play, number: int) -> None:
     engines = [
-        MortalEngine(the_play.scene, f"engine-{i}", f"receiver-{i % 2}", the_play.state)
+        MortalEngine(
+            the_play.scene, f"engine-{i}", own_address(f"receiver-{i % 2}"), the_play.state
+        )
         for i in range(3)
     ]
     await asyncio.gather(*(engine.start() for engine in engines))

@@ -183,10 +183,14 @@ class StagedStore:
     def hold(self, version: int, who: str, ttl_s: float) -> None:
         """Keep the bytes unchanged for `ttl_s`; a second call restarts that time.
 
+        Ends the reader's hold of any other version: a reader that died with it has come back.
         Raises UnknownVersion if the version is not whole here (any more).
         """
         with self._lock:
-            self._whole(version).hold(version, who, self._clock() + ttl_s)
+            slot = self._whole(version)
+            for other in self._slots:
+                other.let_go_but(version, who)
+            slot.hold(version, who, self._clock() + ttl_s)
 
     def let_go(self, version: int, who: str) -> None:
         """End a hold; an unknown one is no error, because it may have expired."""
@@ -405,6 +409,11 @@ class Slot:
     def let_go(self, version: int, who: str) -> None:
         if self._holds.pop((version, who), None) is not None:
             self._note_holds()
+
+    def let_go_but(self, version: int, who: str) -> None:
+        for held, reader in [*self._holds]:
+            if reader == who and held != version:
+                self.let_go(held, who)
 
     def holders(self, now: float) -> list[str]:
         """Which readers hold it, in words."""

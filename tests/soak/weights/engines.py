@@ -67,7 +67,7 @@ class StandInEngine(SGLangEngine):
 class MortalEngine:
     """One engine beside one receiver, and what it has read."""
 
-    def __init__(self, scene: Scene, name: str, receiver: str, state: RunState) -> None:
+    def __init__(self, scene: Scene, name: str, host: str, state: RunState) -> None:
         self.name = name
         self._seen = scene.folder / f"{name}.seen"
         spec = EngineSpec(
@@ -76,7 +76,7 @@ class MortalEngine:
             pause_mode=PauseMode.retract,
             model_path="none",
             trust_remote_code=False,
-            host="127.0.0.1",
+            host=host,
             log_path=scene.folder / f"{name}.log",
             leftovers_path=scene.folder / f"{name}.leftovers",
             num_threads=1,
@@ -85,9 +85,7 @@ class MortalEngine:
             key=scene.key,
         )
         self._engine = StandInEngine(spec, self._seen, load_s=0.2)
-        self._life = EngineLife(
-            self._engine, config=scene.config, receiver=receiver, key=scene.key, state=state
-        )
+        self._life = EngineLife(self._engine, config=scene.config, key=scene.key, state=state)
 
     async def start(self) -> None:
         await self._life.start()

@@ -56,6 +56,11 @@ class Sightings:
             self.changed.notify_all()
 
 
+def own_address(receiver: str) -> str:
+    """Of each receiver its own, as if it were a machine: engines follow the one at theirs."""
+    return f"127.0.0.{1 + int(receiver.rpartition('-')[2])}"
+
+
 class Receiver:
     """One receiver that can be killed, stopped and restarted in its own folder."""
 
@@ -67,7 +72,7 @@ class Receiver:
         self._process = ReceiverProcess(
             ReceiverSpec(
                 name=name,
-                host="127.0.0.1",
+                host=own_address(name),
                 folder=str(stage),
                 num_slots=scene.config.num_staged,
                 num_buffers=scene.config.num_buffers,

@@ -102,8 +102,8 @@ async def test_change_of_the_engines_wakes_who_waits_for_it(state: RunState) -> 
 async def test_engine_that_drains_still_serves_its_version(state: RunState) -> None:
     await state.drain_engine("e0")  # which serves nothing yet
     await state.record_commits({"e0": 1, "e1": 1})
-    seen = await state.wait_routes_changed(Routes({}, frozenset()), 10)
-    assert seen == Routes({"e0": 1, "e1": 1}, frozenset())
+    seen = await state.wait_routes_changed(Routes({}, frozenset(), {}), 10)
+    assert seen == Routes({"e0": 1, "e1": 1}, frozenset(), {})
     for end in (state.record_commits({"e0": 1}), state.forget_engine("e0")):
         waiting = asyncio.create_task(state.wait_routes_changed(seen, 10))
         await asyncio.sleep(0.05)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from configs.load import load_config
-from controller.watch.evaluation import evaluate, should_hold, try_evaluate
+from controller.watch.evaluation import evaluate, try_evaluate
 from controller.watch.supervise import RunFailed
 from rollout_pool.types import EvalReport
 
@@ -117,13 +116,8 @@ async def test_evaluation_that_is_cancelled_releases_the_engine() -> None:
     assert ("release", "engine-2") in pool.log
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        (["rollout.num_engines=2"], True),
-        (["rollout.num_engines=1"], False),
-        (["rollout.num_engines=2", "rollout.eval.pinned=false"], False),
-    ],
-)
-def test_engine_is_reserved_only_among_several(settings: list[str], expected: bool) -> None:
-    assert should_hold(load_config(settings, "quickstart")) is expected
+async def test_only_engine_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pool, "engine_names", ["engine-2"])
+    pool = Pool({"engine-2"}, set())
+    record = await evaluate(pool, 4, may_hold=True, await_result=await_result)
+    assert record["engine"] == "" and pool.log == [("evaluate", None)]

@@ -319,6 +319,8 @@ class FakeReceiver(_Fake):
         self.log: list[tuple[str, int, str]] = []
         self.is_gone: set[int] = set()
         """Versions that were offered a moment ago and are not staged any more."""
+        self.hold_s = 0.0
+        """From a hold to its answer."""
 
     def offer(self, version: int) -> None:
         self.offered[version] = f"/dev/shm/staged/{version}"
@@ -346,6 +348,7 @@ class FakeReceiver(_Fake):
             return JSONResponse({"error": "not staged"}, 404)
         self.held.add((body["version"], body["who"]))
         self.log.append(("hold", body["version"], body["who"]))
+        await asyncio.sleep(self.hold_s)
         return JSONResponse({})
 
     async def _let_go(self, request: Request) -> Response:

@@ -32,7 +32,7 @@ async def follow(client, state, receiver, pin):
         strategy = StagedDisk(client, config.commit_timeout_s)
         following = WeightFollower(
             engine="engine-0",
-            receiver="receiver-0",
+            host="127.0.0.1",
             key="a-key",
             config=config,
             state=state,
@@ -86,8 +86,8 @@ async def test_engine_drains_before_it_holds_the_newest_version(
     asking = asyncio.create_task(client.generate(sample, "running!"))
     await until(lambda: bool(sample.output_ids))
     receiver.offer(1)
-    routes = await state.wait_routes_changed(Routes({"engine-0": 0}, frozenset()), 10)
-    assert routes == Routes({"engine-0": 0}, frozenset({"engine-0"}))
+    routes = await state.wait_routes_changed(Routes({"engine-0": 0}, frozenset(), {}), 10)
+    assert routes == Routes({"engine-0": 0}, frozenset({"engine-0"}), {})
     assert not await state.enter_commit("engine-1", 1, ttl_s=5, timeout_s=0)
     receiver.offer(2)
     await serves(state, {"engine-0": 2})
@@ -117,7 +117,9 @@ async def test_engine_whose_version_is_gone_after_the_drain_serves_on(
     receiver.offer(2)
     await serves(state, {"engine-0": 2})
     assert loads(fake) == [0, 2]
-    assert (await state.wait_routes_changed(Routes({}, frozenset()), 10)).draining == frozenset()
+    assert (
+        await state.wait_routes_changed(Routes({}, frozenset(), {}), 10)
+    ).draining == frozenset()
 
 
 async def test_engine_that_waited_at_the_gate_skips_to_the_newest_version(
@@ -271,3 +273,26 @@ async def test_engine_at_the_gate_does_not_go_past_the_version_it_was_pinned_at(
     assert loads(fake) == [1] and receiver.held == set()
     pin.release()
     await serves(state, {"engine-0": 2})
+
+
+async def test_hold_ends_though_the_follower_is_cancelled_as_it_gets_it(follow, receiver):
+    receiver.hold_s = 30.0
+    task = follow()
+    receiver.offer(1)
+
+    async def is_held():
+        return receiver.held == {(1, "engine-0")}
+
+    await until(is_held)
+    task.cancel()
+    await asyncio.wait({task})
+    assert receiver.held == set()
+
+
+async def test_follower_takes_versions_from_the_receiver_at_its_own_address(
+    follow, state, receiver
+):
+    await state.register_receiver("receiver-00", "http://127.0.0.9:1")  # another machine's
+    receiver.offer(1)
+    follow()
+    await serves(state, {"engine-0": 1})

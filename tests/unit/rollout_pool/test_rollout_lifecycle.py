@@ -8,10 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from buffer.run_state import Routes
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines import lifecycle
 from rollout_pool.engines.lifecycle import EngineLife
 from tests.support.rollout import records, serves
+
+NO_ROUTES = Routes({}, frozenset(), {})
 
 
 class ThreadEngine:
@@ -20,8 +23,9 @@ class ThreadEngine:
     def __init__(self, fake):
         config = SimpleNamespace(max_restarts=2, tp_size=1)
         self.spec = SimpleNamespace(name="engine-0", config=config, host="127.0.0.1")
-        self.info = SimpleNamespace(pid=os.getpid())
+        self.info = SimpleNamespace(pid=os.getpid(), url="http://127.0.0.1:1")
         self.client = fake.client("engine-0")
+        self.has_server = True
         self.fake = fake
         self._dying = asyncio.Event()
 
@@ -34,12 +38,13 @@ class ThreadEngine:
     async def restart(self):
         self.fake.slow.clear()
         self._dying.clear()
+        return self.info
 
     async def wait_dead(self):
         await self._dying.wait()
         return SimpleNamespace(exit_code=-9)
 
-    async def stop(self, timeout_s):
+    async def stop(self, timeout_s=10.0):
         await self.client.close()
 
 
@@ -50,7 +55,7 @@ async def test_engine_that_stalls_without_a_commit_is_lost_and_restarted(
     await state.register_receiver("receiver-0", receiver.url)
     engine = ThreadEngine(fake)
     config = WeightSyncConfig(timeout_s=1.6)
-    life = EngineLife(engine, config=config, receiver="receiver-0", key="a-key", state=state)
+    life = EngineLife(engine, config=config, key="a-key", state=state)
     await life.start()
     receiver.offer(3)
     await serves(state, {"engine-0": 3})
@@ -76,9 +81,7 @@ async def life(fake, state, receiver):
     """An engine that serves version 3 beside another one that serves it too."""
     await state.register_receiver("receiver-0", receiver.url)
     config = WeightSyncConfig()
-    life = EngineLife(
-        ThreadEngine(fake), config=config, receiver="receiver-0", key="a-key", state=state
-    )
+    life = EngineLife(ThreadEngine(fake), config=config, key="a-key", state=state)
     await life.start()
     await state.record_commits({"engine-9": 3})
     receiver.offer(3)
@@ -126,3 +129,38 @@ async def test_hold_ends_by_itself(life, state, receiver, ending):
     await serves(state, {"engine-0": 4} | ({} if "others" in ending else {"engine-9": 3}))
     lost = ["engine_lost", "engine_restarted"] if ending == "died" else []
     assert [e["event"] for e in await records(state, "weights_event")] == lost
+
+
+async def test_engine_that_leaves_ends_its_requests_first(life, state, fake, receiver):
+    fake.num_running = 1
+    leaving = asyncio.create_task(life.leave(drain_s=30.0))
+    await serves(state, {"engine-9": 3})
+    receiver.offer(4)  # it takes no version any more
+    await asyncio.sleep(0.2)
+    assert not leaving.done()
+    assert "engine-0" in (await state.wait_routes_changed(NO_ROUTES, 5)).urls
+    fake.num_running = 0
+    await asyncio.wait_for(leaving, 10)
+    assert "engine-0" not in (await state.wait_routes_changed(NO_ROUTES, 5)).urls
+    assert await state.engine_versions() == {"engine-9": 3}
+    assert receiver.held == set()
+
+
+async def test_engine_that_does_not_end_its_requests_leaves_nevertheless(life, state, fake):
+    fake.num_running = 1
+    await asyncio.wait_for(life.leave(drain_s=0.2), 10)
+    assert await state.engine_versions() == {"engine-9": 3}
+
+
+async def test_engine_that_lost_its_process_is_started_again_and_catches_up(fake, state, receiver):
+    await state.register_receiver("receiver-0", receiver.url)
+    receiver.offer(5)
+    life = EngineLife(ThreadEngine(fake), config=WeightSyncConfig(), key="a-key", state=state)
+    life.start_again("lost its process")
+    await serves(state, {"engine-0": 5})
+    assert (await state.wait_routes_changed(NO_ROUTES, 5)).urls == {
+        "engine-0": "http://127.0.0.1:1"
+    }
+    noted = await records(state, "weights_event")
+    assert [(e["event"], e["detail"]) for e in noted] == [("engine_restarted", "lost its process")]
+    await life.stop()

@@ -12,11 +12,11 @@ import uvloop
 
 from buffer.types import SamplingParams
 from rollout_pool.sampling import engine_state
-from rollout_pool.sampling.engine_client import EngineLoad
+from rollout_pool.sampling.engine_client import EngineError, EngineLoad
 from rollout_pool.sampling.engine_state import BreakerState, StickySessions
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Interrupted, Priority, Sample
-from rollout_pool.sampling.watch import LoadPoller
+from rollout_pool.sampling.watch import poll_load
 
 
 class NamedEngine:
@@ -203,7 +203,7 @@ async def test_engine_requested_by_name_is_used_though_held_at_an_old_version():
     three = router(3, {"engine-0": 9, "engine-1": 3}, trainer=9)
     assert await name_of(three, engine="engine-1", min_version=3) == "engine-1"
     assert await name_of(three, engine="engine-2") == "engine-2"  # its holder knows why
-    with pytest.raises(ValueError, match=r"no engine-7 among engine-0, engine-1, engine-2"):
+    with pytest.raises(EngineError, match=r"no engine-7 among engine-0, engine-1, engine-2"):
         await name_of(three, engine="engine-7")
 
 
@@ -535,7 +535,7 @@ async def test_poller_reports_loads_to_the_router(fake, client, other_fake, othe
     }
     both = Router([client, other_client], 5.0, max_running_requests=40)
     both.follow({"engine-0": 0, "engine-1": 0}, 0, 0)
-    polling = asyncio.create_task(LoadPoller(both, [client, other_client], every_s=0.02).run())
+    polling = asyncio.gather(*(poll_load(both, c, every_s=0.02) for c in (client, other_client)))
     async with asyncio.timeout(5):
         while both.engines["engine-0"].limit > 1:
             await asyncio.sleep(0.01)

@@ -171,6 +171,19 @@ def test_hold_expires_by_itself_and_can_be_prolonged(store: StagedStore, clock: 
         store.hold(1, "engine-0", ttl_s=10)
 
 
+def test_reader_that_comes_back_ends_the_hold_with_which_it_died(store: StagedStore) -> None:
+    stage(store, 1)
+    store.hold(1, "engine-0", ttl_s=150)
+    stage(store, 2)
+    with pytest.raises(StoreBusyError, match="version 1 is held by engine-0 for 150 s more"):
+        store.begin(full(3))
+    store.hold(2, "engine-1", ttl_s=150)  # another one changes nothing
+    with pytest.raises(StoreBusyError, match="version 1 is held by engine-0 for 150 s more"):
+        store.begin(full(3))
+    store.hold(2, "engine-0", ttl_s=150)
+    stage(store, 3)
+
+
 def test_version_that_is_discarded_while_it_is_read_keeps_its_bytes(store: StagedStore) -> None:
     stage(store, 1)
     slot = stage(store, 2, should_release=False)

@@ -303,7 +303,8 @@ class AnyOrder(RuleBasedStateMachine):
     def hold(self, data: st.DataObject, ttl_s: int) -> None:
         version = data.draw(st.sampled_from(self.store.complete_versions))
         self.store.hold(version, "engine", ttl_s)
-        self.held[version] = self.clock.now + ttl_s
+        self.held = {version: self.clock.now + ttl_s}  # a reader holds one version at a time
+        self.held_discarded = {}
 
     @precondition(lambda self: self.store.complete_versions)
     @rule(data=st.data())

@@ -1,0 +1,208 @@
+"""Keeps the engines of a run, and the receivers beside them, while it trains.
+
+an engine's process or node is lost  ──► it gets no requests; Ray starts it again where there is
+                                         room, and a receiver beside it
+an engine is given up                ──► the run goes on with the others, if there are any
+rollout.num_engines changes          ──► engines join, or end their requests and leave
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from ray.exceptions import RayActorError, RayTaskError
+
+from buffer.run_state import RunState
+from configs.checks import with_live
+from configs.schema import Config
+from controller.metrics.weights import ENGINE_JOINED, ENGINE_LEFT
+from controller.units import format_number_of
+from controller.watch.supervise import RunFailed, death, failure, lost_node
+from processes.pending import value
+from rollout_pool.cancelling import end_tasks
+from rollout_pool.pool import RolloutPool
+
+SETTING = "num_engines"
+LOOK_AGAIN_S = 10.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 1800.0
+"""Pause before another engine takes the place of one that was given up; it doubles each time."""
+ROOM_S = 20.0
+"""An engine that has no place after this time is reported."""
+LEAVE_SLACK_S = 60.0
+"""Time to stop, beyond the drain, of an engine that leaves."""
+
+
+class Fleet:
+    """`run` is called once, when every engine has started."""
+
+    def __init__(
+        self,
+        pool: RolloutPool,
+        state: RunState,
+        config: Config,
+        *,
+        log_of: Callable[[str], Path],
+        say: Callable[[str], None],
+    ) -> None:
+        self._pool = pool
+        self._state = state
+        self._config = config.rollout
+        self._drain_s = config.weight_sync.drain_timeout_s
+        self._log_of = log_of
+        self._say = say
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._keeping: dict[str, asyncio.Task[None]] = {}
+        """By engine; without those that leave."""
+        self._receivers: set[str] = set()
+        """The receivers that are watched."""
+        self._num_given_up = 0
+        self._join_at = 0.0
+        """No engine takes the place of one that was given up before this time."""
+        self._end: asyncio.Future[RunFailed]
+
+    async def run(self) -> RunFailed:
+        """Returns what ends the run: the last engine or a receiver was given up."""
+        self._end = asyncio.get_running_loop().create_future()
+        try:
+            for engine in self._pool.engine_names:
+                self._keeping[engine] = self._spawn(self._keep(engine))
+            self._watch_receivers()
+            self._spawn(self._follow_setting())
+            return await self._end
+        finally:
+            await end_tasks(self._tasks)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not self._end.done():
+            self._end.set_exception(error)
+
+    # Engines that are lost ------------------------------------------------------------------------
+
+    async def _keep(self, engine: str) -> None:
+        """Returns when the engine is gone for good."""
+        watching = self._spawn(self._watch_process(engine))
+        try:
+            what = await value(self._pool.given_up(engine))
+            lost = failure(engine, what, self._log_of(engine))
+        except RayActorError as error:
+            lost = death(engine, error, self._log_of(engine))
+        finally:
+            watching.cancel()
+        del self._keeping[engine]
+        pause_s = min(FIRST_PAUSE_S * 2**self._num_given_up, LONGEST_PAUSE_S)
+        self._num_given_up += 1
+        self._join_at = time.monotonic() + pause_s
+        await self._remove(engine, str(lost).partition(";")[0])
+        if not self._keeping:
+            self._end.set_result(lost)
+            return
+        left = format_number_of(len(self._keeping), "engine")
+        self._say(f"{lost}\nThe run goes on with {left}; another one joins in {pause_s:.0f} s")
+
+    async def _watch_process(self, engine: str) -> None:
+        while True:
+            try:
+                await value(self._pool.lost(engine))
+            except RayActorError as error:
+                node = lost_node(str(error))
+            why = "lost its process" if node is None else f"is lost with its node {node}"
+            await self._state.forget_engine(engine)
+            await self._note("engine_lost", engine, why)
+            self._say(f"{engine} {why}; Ray starts it again")
+            try:
+                await self._settle(engine)
+            except RayActorError:
+                return  # for good, as `_keep` learns
+
+    async def _settle(self, engine: str) -> None:
+        """Waits for the engine's place, and for a receiver to be beside it."""
+        placing = asyncio.ensure_future(value(self._pool.node(engine)))
+        done, _ = await asyncio.wait({placing}, timeout=ROOM_S)
+        if not done:
+            self._say(f"{engine} waits: Ray has found no room for it so far")
+        self._pool.receiver_for(engine, await placing)
+        self._watch_receivers()
+
+    # More and fewer engines -----------------------------------------------------------------------
+
+    async def _follow_setting(self) -> None:
+        seen: dict[str, str] = {}
+        while True:
+            before, seen = (
+                seen,
+                await self._state.wait_settings_changed([SETTING], seen, LOOK_AGAIN_S),
+            )
+            wanted = with_live(self._config, seen).num_engines
+            if seen != before or time.monotonic() >= self._join_at:
+                while len(self._keeping) < wanted:
+                    self._join()
+            while len(self._keeping) > wanted:
+                self._leave()
+
+    def _join(self) -> None:
+        engine, starting = self._pool.add_engine()
+
+        async def join() -> None:
+            try:
+                await self._settle(engine)
+                await value(starting)
+            except (RayActorError, RayTaskError):
+                return  # `_keep` learns why
+            await self._note(ENGINE_JOINED, engine, "")
+
+        self._say(f"{engine} joins the run")
+        self._keeping[engine] = self._spawn(self._keep(engine))
+        self._spawn(join())
+
+    def _leave(self) -> None:
+        """Let the last engine leave."""
+        engine, keeping = self._keeping.popitem()
+        keeping.cancel()
+
+        async def leave() -> None:
+            try:
+                async with asyncio.timeout(self._drain_s + LEAVE_SLACK_S):
+                    await value(self._pool.leave(engine, self._drain_s))
+            except (RayActorError, RayTaskError, TimeoutError) as error:
+                self._say(f"{engine} did not leave in order: {error!r}")
+            await self._remove(engine, "left the run")
+
+        self._say(f"{engine} leaves the run, once its requests have ended")
+        self._spawn(leave())
+
+    async def _remove(self, engine: str, why: str) -> None:
+        await self._state.remove_engine(engine)
+        self._pool.remove_engine(engine)
+        await self._note(ENGINE_LEFT, engine, why)
+
+    async def _note(self, event: str, who: str, why: str) -> None:
+        await self._state.append_metrics(
+            {"event": event, "who": who, "detail": why}, "weights_event"
+        )
+
+    # Receivers ------------------------------------------------------------------------------------
+
+    def _watch_receivers(self) -> None:
+        for name in self._pool.receivers_given_up().keys() - self._receivers:
+            self._receivers.add(name)
+            self._spawn(self._watch_receiver(name))
+
+    async def _watch_receiver(self, name: str) -> None:
+        try:
+            what = await value(self._pool.receivers_given_up()[name])
+        except RayActorError:
+            await self._state.forget_receiver(name)  # its node is gone, and its engines with it
+            return
+        if not self._end.done():
+            self._end.set_result(failure(name, what, self._log_of(name)))

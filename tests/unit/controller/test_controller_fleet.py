@@ -1,0 +1,219 @@
+"""What becomes of the engines of a run when they are lost, given up, added or removed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from ray.exceptions import RayActorError
+
+from buffer.connect import Buffer
+from buffer.run_state import STREAM_START, RunState
+from configs.load import load_config
+from configs.schema import BufferConfig
+from controller.watch import fleet
+from controller.watch.fleet import Fleet
+from controller.watch.supervise import RunFailed
+
+
+class Ref:
+    """The reference to one result of an actor."""
+
+    def __init__(self) -> None:
+        self.result: Future[Any] = Future()
+
+    def future(self) -> Future[Any]:
+        return self.result
+
+
+class Pool:
+    """The part of RolloutPool that Fleet uses. Every engine's calls are answered by the test."""
+
+    def __init__(self, num_engines: int) -> None:
+        self.refs: dict[tuple[str, str], Ref] = {}
+        self.engine_names = [f"engine-{index}" for index in range(num_engines)]
+        self.receivers = {"a": "receiver-0"}
+        self.removed: list[str] = []
+
+    def _ref(self, call: str, engine: str) -> Ref:
+        return self.refs.setdefault((call, engine), Ref())
+
+    def answer(self, call: str, engine: str, result: Any = None) -> None:
+        # A later call is another one.
+        self._ref(call, engine).result.set_result(result)
+
+    def fail(self, call: str, engine: str) -> None:
+        self.refs.pop((call, engine)).result.set_exception(RayActorError(error_msg="it died"))
+
+    def given_up(self, engine: str) -> Ref:
+        return self._ref("given_up", engine)
+
+    def lost(self, engine: str) -> Ref:
+        return self._ref("lost", engine)
+
+    def node(self, engine: str) -> Ref:
+        return self._ref("node", engine)
+
+    def leave(self, engine: str, drain_s: float) -> Ref:
+        assert drain_s == 60.0
+        return self._ref("leave", engine)
+
+    def add_engine(self) -> tuple[str, Ref]:
+        name = next(n for n in map("engine-{}".format, range(9)) if n not in self.engine_names)
+        self.engine_names.append(name)
+        self.refs = {key: ref for key, ref in self.refs.items() if key[1] != name}
+        return name, self._ref("ready", name)
+
+    def remove_engine(self, name: str) -> None:
+        self.engine_names.remove(name)
+        self.removed.append(name)
+
+    def receiver_for(self, engine: str, node: str) -> None:
+        self.receivers.setdefault(node, f"receiver-{len(self.receivers)}")
+
+    def receivers_given_up(self) -> dict[str, Ref]:
+        return {name: self._ref("given_up", name) for name in self.receivers.values()}
+
+
+class Scene:
+    def __init__(self, pool: Pool, state: RunState, buffer: Buffer) -> None:
+        self.pool, self.state, self.buffer = pool, state, buffer
+        self.said: list[str] = []
+        self.fleet = Fleet(
+            pool,  # type: ignore[arg-type]
+            state,
+            load_config(["rollout.num_engines=2"]),
+            log_of=lambda name: Path(f"{name}.log"),
+            say=self.said.append,
+        )
+        self.running = asyncio.create_task(self.fleet.run())
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not holds():
+                await asyncio.sleep(0.01)
+
+    async def events(self) -> list[tuple[str, str]]:
+        entries = await self.state.read_metrics(STREAM_START, block_s=0)
+        return [(str(e.record["event"]), str(e.record["who"])) for e in entries]
+
+
+@pytest_asyncio.fixture
+async def scene(
+    redis_url: str,
+    run_name: str,
+    buffer_factory: Callable[[], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[Scene]:
+    """Two engines that serve version 3."""
+    monkeypatch.setattr(fleet, "FIRST_PAUSE_S", 0.3)
+    monkeypatch.setattr(fleet, "LOOK_AGAIN_S", 0.05)
+    buffer = await buffer_factory()
+    state = await RunState.connect(redis_url, run_name, BufferConfig())
+    for name in ("engine-0", "engine-1"):
+        await state.register_engine(name, "http://127.0.0.1:1")
+    await state.record_commits({"engine-0": 3, "engine-1": 3})
+    scene = Scene(Pool(2), state, buffer)
+    yield scene
+    scene.running.cancel()
+    await asyncio.gather(scene.running, return_exceptions=True)
+    await state.close()
+
+
+async def test_lost_engine_gets_no_requests_and_a_receiver_at_its_new_place(scene: Scene) -> None:
+    await scene.until(lambda: ("lost", "engine-1") in scene.pool.refs)
+    scene.pool.fail("lost", "engine-1")
+    await scene.until(lambda: ("node", "engine-1") in scene.pool.refs)
+    assert await scene.state.engine_versions() == {"engine-0": 3}
+    assert scene.said == ["engine-1 lost its process; Ray starts it again"]
+    scene.pool.answer("node", "engine-1", "b")
+    await scene.until(lambda: ("lost", "engine-1") in scene.pool.refs)  # it is watched again
+    assert scene.pool.receivers == {"a": "receiver-0", "b": "receiver-1"}
+    assert await scene.events() == [("engine_lost", "engine-1")]
+    assert not scene.running.done() and scene.pool.removed == []
+
+
+async def test_engine_without_a_place_is_reported_and_the_run_goes_on(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "ROOM_S", 0.05)
+    await scene.until(lambda: ("lost", "engine-1") in scene.pool.refs)
+    scene.pool.fail("lost", "engine-1")
+    await scene.until(lambda: len(scene.said) == 2)
+    assert scene.said[1] == "engine-1 waits: Ray has found no room for it so far"
+    assert not scene.running.done()
+
+
+async def test_run_goes_on_without_an_engine_that_is_given_up_and_another_joins_later(
+    scene: Scene,
+) -> None:
+    await scene.until(lambda: ("given_up", "engine-0") in scene.pool.refs)
+    scene.pool.answer("given_up", "engine-0", "died (exit code -9), after 3 restarts")
+    await scene.until(lambda: "engine-0" in scene.pool.engine_names[1:])
+    assert scene.pool.removed == ["engine-0"]
+    assert (await scene.state.engine_versions()) == {"engine-1": 3}
+    assert "engine-0 died (exit code -9), after 3 restarts; the last lines of" in scene.said[0]
+    assert "The run goes on with 1 engine; another one joins in 0 s" in scene.said[0]
+    await scene.until(lambda: scene.said[1:] == ["engine-0 joins the run"])
+    assert await scene.events() == [("engine_left", "engine-0")]
+
+
+async def test_run_ends_with_its_last_engine(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "FIRST_PAUSE_S", 60.0)
+    await scene.until(lambda: ("given_up", "engine-1") in scene.pool.refs)
+    scene.pool.answer("given_up", "engine-0", "did not restart")
+    await scene.until(lambda: scene.pool.removed == ["engine-0"])
+    scene.pool.fail("given_up", "engine-1")
+    failed = await scene.running
+    assert isinstance(failed, RunFailed) and str(failed).startswith("engine-1 died")
+
+
+async def test_engines_join_and_leave_as_the_setting_says(scene: Scene) -> None:
+    pool = scene.pool
+    await scene.buffer.change_settings({"num_engines": "4"})
+    await scene.until(lambda: ("node", "engine-3") in pool.refs)
+    for name in ("engine-2", "engine-3"):
+        pool.answer("node", name, "b")
+        pool.answer("ready", name)
+    await scene.state.register_engine("engine-3", "http://127.0.0.1:2")
+    async with asyncio.timeout(10):
+        while len(await scene.events()) < 2:
+            await asyncio.sleep(0.01)
+    assert {*await scene.events()} == {("engine_joined", "engine-2"), ("engine_joined", "engine-3")}
+    await scene.buffer.change_settings({"num_engines": "3"})
+    await scene.until(lambda: ("leave", "engine-3") in pool.refs)
+    assert pool.engine_names == ["engine-0", "engine-1", "engine-2", "engine-3"]  # it drains
+    pool.answer("leave", "engine-3")
+    await scene.until(lambda: pool.removed == ["engine-3"])
+    async with asyncio.timeout(10):
+        while len(await scene.events()) < 3:
+            await asyncio.sleep(0.01)
+    assert scene.said == [
+        "engine-2 joins the run",
+        "engine-3 joins the run",
+        "engine-3 leaves the run, once its requests have ended",
+    ]
+    assert not scene.running.done()
+
+
+async def test_receiver_that_goes_with_its_node_is_forgotten_and_one_given_up_ends_the_run(
+    scene: Scene,
+) -> None:
+    await scene.state.register_receiver("receiver-0", "http://10.0.0.1:1")
+    await scene.until(lambda: ("given_up", "receiver-0") in scene.pool.refs)
+    scene.pool.fail("given_up", "receiver-0")
+    async with asyncio.timeout(10):
+        while await scene.state.receivers():
+            await asyncio.sleep(0.01)
+    assert not scene.running.done()
+    await scene.until(lambda: ("lost", "engine-1") in scene.pool.refs)
+    scene.pool.fail("lost", "engine-1")
+    scene.pool.answer("node", "engine-1", "b")
+    await scene.until(lambda: ("given_up", "receiver-1") in scene.pool.refs)
+    scene.pool.answer("given_up", "receiver-1", "was given up: no room")
+    assert str(await scene.running).startswith("receiver-1 was given up: no room")
