@@ -28,6 +28,7 @@ from pathlib import Path
 from buffer.redis.address import MASK, PASSWORD_VARIABLE, with_password
 from buffer.redis.server import EmbeddedServer
 from buffer.results import TaskProgress
+from configs.checks import with_live
 from configs.environment import LOG_DIR_VARIABLE, RUN_VARIABLE
 from configs.load import to_yaml
 from configs.schema import Config
@@ -47,6 +48,7 @@ from controller.start.warm_start import supervised_examples
 from controller.training import Pools, Training
 from controller.units import format_number_of
 from controller.watch import supervise
+from controller.watch.fleet import SETTING
 from processes.pending import Pending, T
 from processes.runs import end_processes, run_processes
 from processes.tree import shared_memory_files
@@ -249,7 +251,7 @@ class Run:
                     TaskProgress(positions=state.task_positions, untrained=state.untrained_prompts)
                 )
         if resumption is not None:
-            await self._forget_fleet()
+            await self._take_over()
         elif is_known:
             raise ValueError(
                 f"run.name={self.dir.name!r}: the Redis of buffer.url already holds a run of "
@@ -257,12 +259,15 @@ class Run:
             )
         return is_known
 
-    async def _forget_fleet(self) -> None:
+    async def _take_over(self) -> None:
+        """The fleet of a run that goes on: none of it is left, but its size is what it was."""
         state = await open_state(self._address)
         try:
             await state.forget_fleet()
+            size = await state.live_settings([SETTING])
         finally:
             await state.close()
+        self.config = replace(self.config, rollout=with_live(self.config.rollout, size))
 
     def _start_prometheus(self, cleanup: contextlib.ExitStack) -> None:
         port, host = self.config.run.prometheus_port, self._host

@@ -2,7 +2,7 @@
 
 A real run on two engines and two workers. At random moments under load one of these is killed by
 SIGKILL: an engine's server, a worker, a scoring process, the actor that such processes belong to,
-a receiver of weights.
+a receiver of weights. Then an engine joins, and two leave.
 All the time an observer follows the run's Redis from outside: every prompt that a worker took is in
 exactly one place or was given up for a reason that is counted, every group has all its episodes,
 the law of the buffer holds, and after every kill new groups are trained. `stop` ends it.
@@ -82,6 +82,9 @@ def test_killed_members_under_load_lose_no_prompt_and_shrink_no_group(tmp_path: 
     command = launch_command(tmp_path, RUN, *SETTINGS)
     with play(command, run, tmp_path / "output.txt", SEED) as the_play:
         the_play.kill_at_random(NUM_KILLS)
+        print(f"2 engines became 3 in {the_play.scale(3):.1f} s")
+        the_play.train_steps(QUIET_STEPS)
+        print(f"3 engines became 1 in {the_play.scale(1):.1f} s")
         assert listens_beyond_loopback(tmp_path) == []
         assert "run" in command_on(tmp_path, "status")
         the_play.train_steps(QUIET_STEPS)
@@ -106,7 +109,10 @@ def test_killed_members_under_load_lose_no_prompt_and_shrink_no_group(tmp_path: 
     assert picture.counters["samples_retried"] > 0
     assert picture.counters.get("rewards_failed", 0) < NUM_KILLS
     events = Counter(str(e.values["event"]) for e in the_play.metrics("weights_event"))
-    assert events["engine_restarted"] == events["receiver_restarted"] == NUM_KILLS
+    assert events["engine_restarted"] == 2 * NUM_KILLS  # with their server, and with their actor
+    assert events["receiver_restarted"] == NUM_KILLS
+    assert (events["engine_joined"], events["engine_left"]) == (1, 2)
+    assert the_play.first_commit_s("engine-2") < 15
     assert picture.counters["workers_restarted"] == NUM_KILLS
     assert max(step.number("logprob_diff_max") for step in the_play.metrics("step")) <= 1e-4
     machine.assert_nothing_left(tmp_path)

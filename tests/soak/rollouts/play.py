@@ -36,6 +36,7 @@ BUSY_GROUPS = 8
 """So many keep both engines busy: each new one goes to the engine with less to do."""
 COUNT_EVERY_S = 1.0
 """Interval of the buffer's full self-checks."""
+ENGINES = {Kind.engine, Kind.engine_actor}
 GAP_S = (0.3, 3.0)
 """Time between two kills, if there is a process to kill."""
 JUST_MS = 700.0
@@ -163,10 +164,10 @@ class Play:
     def _is_fit(self, member: Member) -> bool:
         """Whether a member is under load, and so its death is felt."""
         assert self.picture is not None
-        before = [k for k in self.kills if k.victim.kind is member.kind]
+        before = [k for k in self.kills if _alike(k.victim.kind, member.kind)]
         if any(k.victim.pid == member.pid for k in before) or not self.picture.running:
             return False
-        if member.kind is Kind.engine and not self._is_generating():
+        if member.kind in ENGINES and not self._is_generating():
             return False
         mine = [kill for kill in before if kill.victim.name == member.name]
         return all(kill.back_s is not None for kill in mine)
@@ -201,13 +202,11 @@ class Play:
             return False
         begun = {i for i, at_ms in ledger.begun_ms.items() if at_ms > 1000 * kill.at}
         match victim.kind:
-            case Kind.engine:
-                return victim.name in self.picture.engines
+            case Kind.engine | Kind.engine_actor:
+                restarts = self.events("engine_restarted", victim.name)
+                return restarts[-1:] > [kill.at] and victim.name in self.picture.engines
             case Kind.receiver:
-                restarts = self.metrics("weights_event")
-                return any(
-                    e.values["event"] == "receiver_restarted" and e.t > kill.at for e in restarts
-                )
+                return self.events("receiver_restarted", victim.name)[-1:] > [kill.at]
             case Kind.worker:
                 own = victim.name.removeprefix("worker-") + "-"
                 return any(group_id.startswith(own) for group_id in begun)
@@ -225,6 +224,18 @@ class Play:
         last = self.ledger.num_steps + number
         self.watch(lambda: self.ledger.num_steps >= last, BACK_S, f"{number} more steps")
 
+    def scale(self, num_engines: int) -> float:
+        """The seconds until just so many engines serve."""
+        began = time.monotonic()
+        command_on(self.run.parent, "tune", f"rollout.num_engines={num_engines}")
+        names = {f"engine-{index}" for index in range(num_engines)}
+        self.watch(lambda: self._serving() == names, BACK_S, f"{num_engines} engines serve")
+        return time.monotonic() - began
+
+    def _serving(self) -> frozenset[str]:
+        assert self.picture is not None
+        return self.picture.engines
+
     def stop(self) -> None:
         """From another shell; then a last look, at the data that the run left."""
         command_on(self.run.parent, "stop")
@@ -238,6 +249,18 @@ class Play:
             finally:
                 camera.close()
         assert not faults, "\n".join([*faults, self.report()])
+
+    def first_commit_s(self, joiner: str) -> float:
+        """Seconds from the moment at which an engine that joined was ready to its first commit,
+        after which it gets requests."""
+        (ready,) = self.events("engine_joined", joiner)
+        return min(c.t for c in self.metrics("commit") if c.values["engine"] == joiner) - ready
+
+    def events(self, event: str, who: str) -> list[float]:
+        """When it happened to whom."""
+        wanted = (event, who)
+        found = self.metrics("weights_event")
+        return [e.t for e in found if (e.values["event"], e.values["who"]) == wanted]
 
     def metrics(self, kind: str) -> list[Record]:
         return read_metrics(self.run / "metrics.jsonl", kind)
@@ -276,6 +299,11 @@ def play(command: list[str], run: Path, output: Path, seed: int) -> Iterator[Pla
             dice=random.Random(seed),
             began=began,
         )
+
+
+def _alike(one: Kind, other: Kind) -> bool:
+    """Whether both are needed for the same thing."""
+    return one is other or {one, other} <= ENGINES
 
 
 def _wait_for_step(run: Path, process: subprocess.Popen[bytes], output: Path) -> None:

@@ -19,6 +19,7 @@ KILL_S = 10.0
 
 class Kind(StrEnum):
     engine = "engine's server"
+    engine_actor = "engine's actor"
     worker = "worker"
     scoring = "scoring process"
     scorer = "scorer actor"
@@ -30,6 +31,7 @@ OF_THE_ROLLOUT_POOL = tuple(kind for kind in Kind if kind is not Kind.trainer)
 
 _WORDS = {
     Kind.engine: "rollout_pool.engines.sglang_server",
+    Kind.engine_actor: "ray::EngineActor",
     Kind.worker: "ray::WorkerActor",
     Kind.scoring: "rollout_pool.rewards.process",
     Kind.scorer: "ray::ScorerActor",

@@ -117,9 +117,8 @@ async def test_engine_whose_version_is_gone_after_the_drain_serves_on(
     receiver.offer(2)
     await serves(state, {"engine-0": 2})
     assert loads(fake) == [0, 2]
-    assert (
-        await state.wait_routes_changed(Routes({}, frozenset(), {}), 10)
-    ).draining == frozenset()
+    now = await state.wait_routes_changed(Routes({}, frozenset(), {}), 10)
+    assert now.draining == frozenset()
 
 
 async def test_engine_that_waited_at_the_gate_skips_to_the_newest_version(
