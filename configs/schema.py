@@ -254,7 +254,8 @@ class WeightSyncConfig(Section):
     commit_timeout_s: float = field(default=120.0, metadata=SECONDS)
     """Longest that one engine's commit may take."""
     drain_timeout_s: float = field(default=60.0, metadata=SECONDS)
-    """pause_mode=drain: longest wait before a commit for the engine's requests to end."""
+    """Longest wait for an engine's requests to end, before it leaves the run; with pause_mode=drain
+    also before each commit."""
     full_every: int = field(default=1, metadata=at_least(1))
     """Publishes from one full version to the next; those between send only what changed."""
     max_delta_density: float = field(default=0.25, metadata=within(0, 0.5))
