@@ -308,6 +308,8 @@ class RunConfig(Section):
     group: str | None = field(default=None, metadata=NOT_EMPTY)
     """Unix group that may read the run's folder; None: only its owner."""
     seed: int = field(default=0, metadata=SEED)
+    max_restarts: int = field(default=3, metadata=at_least(0))
+    """How often a controller that was killed is followed by another, which resumes the run."""
     panel: bool = True
     """Draw the live panel; without a terminal each step prints a line."""
     prometheus_port: int | None = field(default=None, metadata=PORT)

@@ -26,6 +26,7 @@ from configs.printable import printable
 from controller.signals import (
     EXIT_FAILED,
     EXIT_STOPPED,
+    Run,
     Stopped,
     StopRequest,
     run_guarded,
@@ -138,7 +139,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _dispatch(arguments: argparse.Namespace) -> int:
     if arguments.verb in ("launch", "resume"):
         return run_guarded(
-            lambda stop, tell: _reporting(lambda: _launch(arguments, stop, tell)), _finish_launch
+            lambda stop, tell: _reporting(lambda: _launch(arguments, stop, tell)), _Finish()
         )
     if arguments.verb == "dry-run":
         from configs.load import load_config
@@ -184,24 +185,45 @@ def _end_dead(run_dir: RunDir) -> None:
 
     record = run_dir.read_record()
     if record.state == "running" and not record.is_alive:
-        clear_up(run_dir, "failed", "its controller was killed")
+        clear_up(run_dir, "failed", "its controller was killed", is_resumed=True)
 
 
-def _finish_launch(folder: str | None, was_asked: bool, exit_code: int) -> int:
-    """Cleans up after a controller that died before its run had ended: killed by a signal, or by a
-    library that exits the process."""
-    from controller.run_dir import RunDir
+class _Finish:
+    """What the guard does when the controller has ended.
 
-    run_dir = None if folder is None else RunDir(path=Path(folder))
-    if run_dir is None or run_dir.read_record().state != "running":
-        return exit_code if exit_code >= 0 else EXIT_FAILED
-    from controller.commands.stop import clear_up
+    One that died before its run had ended, killed by a signal or by a library that exits the
+    process, is followed by another that resumes the run, up to run.max_restarts times.
+    """
 
-    os.umask(run_dir.umask)
-    died = f"the controller died (exit code {exit_code})"
-    print(f"leash: {died}; ending what it left", file=sys.stderr)
-    clear_up(run_dir, "stopped" if was_asked else "failed", died)
-    return EXIT_STOPPED if was_asked else EXIT_FAILED
+    def __init__(self) -> None:
+        self._num_restarts = 0
+
+    def __call__(self, folder: str | None, was_asked: bool, exit_code: int) -> int | Run:
+        from controller.run_dir import RunDir
+
+        run_dir = None if folder is None else RunDir(path=Path(folder))
+        if run_dir is None or not _is_running(run_dir):
+            return exit_code if exit_code >= 0 else EXIT_FAILED
+        from configs.load import read_config
+        from controller.commands.stop import clear_up
+
+        os.umask(run_dir.umask)
+        died = f"the controller died (exit code {exit_code})"
+        limit = read_config(run_dir.path / "config.yaml").run.max_restarts
+        if not was_asked and self._num_restarts < limit and run_dir.resume_command:
+            self._num_restarts += 1
+            print(f"leash: {died}; another one goes on", file=sys.stderr, flush=True)
+            words = ["resume", "--run", run_dir.name, "--dir", str(run_dir.path.parent)]
+            again = _parse(words)
+            return lambda stop, tell: _reporting(lambda: _launch(again, stop, tell))
+        print(f"leash: {died}; ending what it left", file=sys.stderr)
+        clear_up(run_dir, "stopped" if was_asked else "failed", died)
+        return EXIT_STOPPED if was_asked else EXIT_FAILED
+
+
+def _is_running(run_dir: RunDir) -> bool:
+    with run_dir.ending():  # `make stop` may be killing the controller
+        return run_dir.read_record().state == "running"
 
 
 def _dry_run(config: Config) -> int:

@@ -4,7 +4,7 @@
         │ SIGINT, SIGTERM, SIGHUP
       guard ── SIGINT ──► controller: a flag that start-up and training check
         │                   └── Redis, Ray, engines, ...
-        └── the controller died: clean up after it
+        └── the controller died: another one goes on from the last checkpoint, or clean up
 
 The guard only waits. The controller and its children run in a separate session: signals to the
 shell's job reach none of them, and the controller ends them in order.
@@ -117,16 +117,16 @@ def _ignore_interrupts(unraisable: sys.UnraisableHookArgs) -> None:
 
 
 Run = Callable[[StopRequest, Callable[[str], None]], int]
-Finish = Callable[[str | None, bool, int], int]
+Finish = Callable[[str | None, bool, int], int | Run]
 
 
 def run_guarded(run: Run, finish: Finish) -> int:
     """Call `run` in a separate process and session, and forward signals to it.
 
     `run` calls its second argument with the run's folder once it exists. `finish` cleans up after a
-    process that could not, and returns the exit code; no signal interrupts it. Its arguments: the
-    folder, whether a signal was forwarded, and the exit code of the process, or minus the number of
-    the signal that killed it.
+    process that could not, and returns the exit code, or what to call next in the same way; no
+    signal interrupts it. Its arguments: the folder, whether a signal was forwarded, and the exit
+    code of the process, or minus the number of the signal that killed it.
     """
     signals = {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD}
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it
@@ -135,6 +135,20 @@ def run_guarded(run: Run, finish: Finish) -> int:
         stream.flush()
     # Blocked from here on: no signal is lost, whichever process gets it, and none raises.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        while True:
+            ended = finish(*_run_once(run, signals, mask))
+            if isinstance(ended, int):
+                return ended
+            run = ended
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _run_once(
+    run: Run, signals: set[signal.Signals], mask: set[int | signal.Signals]
+) -> tuple[str | None, bool, int]:
+    """Returns the arguments of `finish`."""
     folder, writing_end = os.pipe()
     guard = os.getpid()
     controller = os.fork()
@@ -143,11 +157,9 @@ def run_guarded(run: Run, finish: Finish) -> int:
     os.close(writing_end)
     try:
         was_asked, exit_code = _watch(controller, signals)
-        path = os.read(folder, 4096).decode() or None
-        return finish(path, was_asked, exit_code)
+        return os.read(folder, 4096).decode() or None, was_asked, exit_code
     finally:
         os.close(folder)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _watch(controller: int, signals: set[signal.Signals]) -> tuple[bool, int]:

@@ -204,7 +204,7 @@ class Play:
         match victim.kind:
             case Kind.engine | Kind.engine_actor:
                 restarts = self.events("engine_restarted", victim.name)
-                return restarts[-1:] > [kill.at] and victim.name in self.picture.engines
+                return [kill.at] < restarts[-1:] < self.commits(victim.name)[-1:]
             case Kind.receiver:
                 return self.events("receiver_restarted", victim.name)[-1:] > [kill.at]
             case Kind.worker:
@@ -254,7 +254,11 @@ class Play:
         """Seconds from the moment at which an engine that joined was ready to its first commit,
         after which it gets requests."""
         (ready,) = self.events("engine_joined", joiner)
-        return min(c.t for c in self.metrics("commit") if c.values["engine"] == joiner) - ready
+        return self.commits(joiner)[0] - ready
+
+    def commits(self, engine: str) -> list[float]:
+        """When it took a version."""
+        return [c.t for c in self.metrics("commit") if c.values["engine"] == engine]
 
     def events(self, event: str, who: str) -> list[float]:
         """When it happened to whom."""

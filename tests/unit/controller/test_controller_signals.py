@@ -81,6 +81,35 @@ def guarded() -> Iterator[Guarded]:
                 left.kill()
 
 
+AGAIN = """
+import os, signal, sys
+from controller.signals import run_guarded
+
+def run(stop, announce_folder):
+    announce_folder("folder")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def goes_on(stop, announce_folder):
+    announce_folder("the same")
+    print("goes on", stop.is_set, flush=True)
+    return 0
+
+def finish(folder, was_asked, exit_code):
+    print(folder, was_asked, exit_code, flush=True)
+    return goes_on if exit_code < 0 else 5
+
+sys.exit(run_guarded(run, finish))
+"""
+
+
+def test_controller_that_was_killed_is_followed_by_what_finish_returns() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", AGAIN], capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout == "folder False -9\ngoes on False\nthe same False 0\n"
+    assert ended.returncode == 5
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_to_the_group_is_one_request_and_reaches_no_child(
     guarded: Guarded, number: signal.Signals
