@@ -23,7 +23,7 @@ BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock check-lock launch resume dry-run status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
-	test test-unit test-machine test-servers test-fast soak bench bench-weights bench-rollout bench-checkpoint lint format typecheck docs clean
+	test test-unit test-machine test-servers test-fast soak chaos bench bench-weights bench-rollout bench-checkpoint lint format typecheck docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -113,6 +113,17 @@ SOAK_TESTS := tests/soak tests/unit/buffer/test_buffer_model.py tests/unit/buffe
 soak: install ## the long form of tests that CI runs briefly (hours): kills, fuzzing, signals, 30 minutes at full rate
 	@env $(addprefix LEASH_SOAK_,$(SOAK_SIZES)) $(PYTHON_BIN) -m pytest $(SOAK_TESTS) --timeout 0 -s \
 		-k "not launch or at_a_line"
+
+# CHAOS_SEED repeats a schedule, CHAOS_STEPS sets the length of the run, CHAOS_ONLY="SIGKILL,disk" leaves kinds out.
+CHAOS_FAULTS ?= 100
+CHAOS_SEED ?=
+CHAOS_STEPS ?=
+CHAOS_ONLY ?=
+
+chaos: install ## a quickstart that is hit by CHAOS_FAULTS=100 faults of every kind, against an undisturbed one (most of an hour)
+	@env LEASH_SOAK_CHAOS_FAULTS=$(CHAOS_FAULTS) $(if $(CHAOS_SEED),LEASH_SOAK_SEED=$(CHAOS_SEED)) \
+		$(if $(CHAOS_STEPS),LEASH_SOAK_CHAOS_STEPS=$(CHAOS_STEPS)) LEASH_SOAK_CHAOS_ONLY='$(CHAOS_ONLY)' \
+		$(PYTHON_BIN) -m pytest tests/soak/test_chaos.py --timeout 0 -s
 
 bench: install ## the buffer against a Ray queue, bare Redis and its own targets; the last line is RESULT {json}
 	@$(PYTHON_BIN) benchmarks/buffer.py $(ARGS)

@@ -139,7 +139,8 @@ def summarize(
         experiment=config.experiment,
         seed=config.run.seed,
         wall_s=max(0.0, wall_s - away_s),
-        steps=len(steps),
+        # Of the last step before a kill there may be a checkpoint and no record.
+        steps=steps[-1].count("step") if steps else 0,
         steps_without_gradient=sum(map(has_no_gradient, steps)),
         alarms=[alarm.sentence for alarm in learning_alarms(steps)],
         eval_before=evals[0].number("accuracy") if evals else None,

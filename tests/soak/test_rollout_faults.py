@@ -141,11 +141,14 @@ def goes_on_to_its_end(runs: Path, before: list[Record]) -> None:
     assert (result["steps"], result["state"]) == (num_steps, "finished")
     assert result["is_conserved"] and result["max_staleness_trained"] <= 2
     after = read_metrics(run / "metrics.jsonl", "step")[len(before) :]
-    assert [step.count("step") for step in after] == list(range(last + 1, num_steps + 1))
+    steps = [step.count("step") for step in after]
     versions = [step.count("version") for step in (*before, *after)]
     assert versions == sorted(set(versions))
     resumed = [r.count("step") for r in read_metrics(run / "metrics.jsonl", "resumed")]
     assert resumed[0] == last
+    # The controller dies with its Redis, which may not have got the record of the last step.
+    assert steps == sorted(set(steps))
+    assert set(range(last + 1, num_steps + 1)) - set(steps) <= {resumed[2]}
     # Two steps are lost at most: with a trainer rank, and with the controller.
     assert last + 2 * QUIET_STEPS - 2 <= resumed[1] < resumed[2] <= num_steps
     assert last + 3 * QUIET_STEPS - 2 <= resumed[2]

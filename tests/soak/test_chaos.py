@@ -1,0 +1,197 @@
+"""A quickstart that is hit by a fault every few seconds ends by itself and learns the same.
+
+`make chaos` runs it (LEASH_SOAK_CHAOS_FAULTS faults, by LEASH_SOAK_SEED). Beside it runs the same
+quickstart undisturbed: first, for the accuracy to be compared with. The short form, in every run of
+the tests, is part of test_rollout_faults.py.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crash.size import size
+from rollouts import spelling
+from rollouts.chaos import (
+    BLOWS,
+    FREEZE_S,
+    RUN_FOLDER,
+    STAGE,
+    Blow,
+    Chaos,
+    Fault,
+    Observer,
+    filled,
+    schedule,
+    small_disk,
+    trained_in_the_surviving_lineage,
+)
+from rollouts.picture import Camera, Event
+
+from controller.buffer_access import buffer_address
+from controller.metrics.records import read_metrics
+from controller.run_dir import RunDir
+from tests.support.launches import RUN, Machine, finish, processes_of, result_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
+
+NUM_FAULTS = size("CHAOS_FAULTS", 0)
+NUM_STEPS = size("CHAOS_STEPS", 12 * NUM_FAULTS)
+SEED = size("SEED", random.randrange(1 << 30))
+ONLY = os.environ.get("LEASH_SOAK_CHAOS_ONLY", "")
+"""Words of which a kind of fault must contain one, separated by commas."""
+MAX_STALENESS = 2
+POINTS = 0.03
+"""By which accuracy may be lower than without faults."""
+UNLIMITED = 1_000_000
+REWARD = f"{spelling.__file__}:backward"
+SETTINGS = (
+    f"trainer.num_steps={NUM_STEPS}",
+    "trainer.checkpoint_every=5",
+    f"trainer.max_restarts={UNLIMITED}",
+    f"buffer.max_restarts={UNLIMITED}",
+    f"buffer.max_staleness={MAX_STALENESS}",
+    "rollout.num_workers=2",
+    "rollout.reward_actors=1",
+    f"rollout.max_worker_restarts={UNLIMITED}",
+    f"rollout.engine.max_restarts={UNLIMITED}",
+    f"rollout.eval_every={UNLIMITED}",
+    f"task.rewards={{spelled: {{kind: function, function: '{REWARD}'}}}}",
+    "run.panel=false",
+)
+RUN_BYTES, STAGE_BYTES = 2**29, 2**26
+
+
+@pytest.mark.skipif(not NUM_FAULTS, reason="only by `make chaos`: it takes most of an hour")
+def test_run_survives_every_kind_of_fault_and_learns_the_same(tmp_path: Path) -> None:
+    print(f"LEASH_SOAK_SEED={SEED}")
+    machine = Machine.look()
+    undisturbed = _undisturbed(tmp_path / "undisturbed")
+    print(f"undisturbed: {undisturbed['eval_after']:.3f} in {undisturbed['train_s']:.0f} s")
+    dice = random.Random(SEED)
+    runs, stage = tmp_path / "runs", tmp_path / "stage"
+    with ExitStack() as closing:
+        refusals = [
+            closing.enter_context(small_disk(folder, num_bytes))
+            for folder, num_bytes in ((runs, RUN_BYTES), (stage, STAGE_BYTES))
+        ]
+        blows = [blow for blow in BLOWS if not ONLY or any(w in str(blow) for w in ONLY.split(","))]
+        if any(refusals):
+            print(f"no full disks, since this user may not mount: {refusals}")
+            blows = [blow for blow in blows if blow.fault is not Fault.full]
+        chaos = _launched(closing, runs, stage, dice, tmp_path / "output.txt")
+        for blow in schedule(dice, blows, NUM_FAULTS):
+            chaos.pause()
+            chaos.strike(blow)
+            print(f"{chaos.struck[-1]}; {chaos.struck[-1].lost_s:.1f} s lost", flush=True)
+        chaos.process.wait()
+        chaos.observer.end()
+        print(chaos.table())
+        output = chaos.output()
+        assert chaos.process.returncode == 0, chaos.report()
+        assert chaos.observer.num_looks > NUM_STEPS and not chaos.observer.faults
+        assert all(one.witness for one in chaos.struck)
+        result = result_of(output)
+        print(f"disturbed: {result['eval_after']:.3f} in {result['train_s']:.0f} s")
+        assert (result["state"], result["steps"]) == ("finished", NUM_STEPS)
+        assert result["is_conserved"] and result["max_staleness_trained"] <= MAX_STALENESS
+        _assert_each_step_trained_once(runs / RUN)
+        assert processes_of(runs) == []
+        assert result["eval_after"] >= undisturbed["eval_after"] - POINTS
+    machine.assert_nothing_left(tmp_path)
+
+
+def _undisturbed(runs: Path) -> dict[str, Any]:
+    """The same run without faults."""
+    output = finish(_start(_command("launch", runs, "")), timeout_s=60 + 10.0 * NUM_STEPS)
+    return result_of(output)
+
+
+def _launched(
+    closing: ExitStack, runs: Path, stage: Path, dice: random.Random, output: Path
+) -> Chaos:
+    """From its first steps on."""
+    run = runs / RUN
+    file = closing.enter_context(output.open("w"))
+    process = _start(_command("launch", runs, f"weight_sync.stage_dir={stage}"), file)
+    observer = Observer(run)
+    chaos = Chaos(
+        run=run,
+        process=process,
+        go_on=lambda: _start(["resume", "--dir", str(runs)], file),
+        output=lambda: output.read_text(errors="replace"),
+        observer=observer,
+        dice=dice,
+        freeze_s=FREEZE_S,
+        stage=stage,
+    )
+    closing.callback(lambda: _end(chaos))
+    observer.start()
+    # A checkpoint exists then: before the first, a dead rank ends the run.
+    chaos.wait(lambda: bool(read_metrics(run / "metrics.jsonl", "checkpoint")), "a checkpoint")
+    return chaos
+
+
+def _end(chaos: Chaos) -> None:
+    chaos.observer.end()
+    if chaos.process.poll() is None:
+        chaos.process.terminate()
+        chaos.process.wait(timeout=120)
+
+
+def _command(verb: str, runs: Path, *settings: str) -> list[str]:
+    given = [one for one in (*SETTINGS, *settings) if one]
+    return [verb, "--experiment", "quickstart", *given, f"run.dir={runs}", f"run.name={RUN}"]
+
+
+def _start(words: list[str], output: Any = subprocess.PIPE) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "controller.main", *words]
+    return subprocess.Popen(
+        command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def _assert_each_step_trained_once(run: Path) -> None:
+    with buffer_address(RunDir(path=run)) as address:
+        camera = Camera(address.url, address.run)
+        steps = trained_in_the_surviving_lineage(camera.take().events)
+        camera.close()
+    assert sorted(steps) == list(range(1, NUM_STEPS + 1))
+    prompts = [prompt for trained in steps.values() for prompt in trained]
+    assert len(set(prompts)) == len(prompts), "a prompt was trained twice"
+    assert {len(trained) for trained in steps.values()} == {16}
+
+
+def _event(what: str, group_id: str, **detail: str) -> Event:
+    return Event(at_ms=0, what=what, group_ids=(group_id,), detail=detail)
+
+
+def test_steps_that_a_restart_undid_do_not_count_as_trained() -> None:
+    begun = [_event("begun", str(n), p=f"task:{n}") for n in range(3)]
+    consumed = [_event("consumed", "0", s="1"), _event("consumed", "1", s="2")]
+    again = [_event("consumed", "2", s="2"), _event("consumed", "1", s="3")]
+    steps = trained_in_the_surviving_lineage([*begun, *consumed, *again])
+    assert steps == {1: ["task:0"], 2: ["task:2"], 3: ["task:1"]}
+
+
+def test_schedule_has_every_kind_before_any_comes_again_and_is_the_same_by_its_seed() -> None:
+    first, same = (schedule(random.Random(7), BLOWS, 2 * len(BLOWS)) for _ in range(2))
+    assert first == same
+    assert set(first[: len(BLOWS)]) == set(first[len(BLOWS) :]) == set(BLOWS)
+    assert {Blow(fault=Fault.full, at=at) for at in (RUN_FOLDER, STAGE)} < set(BLOWS)
+
+
+def test_filled_disk_takes_no_more_byte_and_is_empty_again(tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    with small_disk(folder, 2**20) as refusal:
+        if refusal is not None:
+            pytest.skip(f"this user may not mount: {refusal}")
+        with filled(folder) as words, pytest.raises(OSError, match=words):
+            (folder / "one more").write_bytes(b"x")
+        (folder / "now").write_bytes(b"x")
