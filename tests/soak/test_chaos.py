@@ -54,6 +54,7 @@ REWARD = f"{spelling.__file__}:backward"
 SETTINGS = (
     f"trainer.num_steps={NUM_STEPS}",
     "trainer.checkpoint_every=5",
+    f"run.max_restarts={UNLIMITED}",
     f"trainer.max_restarts={UNLIMITED}",
     f"buffer.max_restarts={UNLIMITED}",
     f"buffer.max_staleness={MAX_STALENESS}",

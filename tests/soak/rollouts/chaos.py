@@ -48,6 +48,7 @@ LOOK_EVERY_S = 0.2
 ANSWER_S = 2.0
 SERVERS = ("redis-server", "valkey-server")
 REDIS, CONTROLLER, RUN_FOLDER, STAGE = "Redis", "controller", "run's folder", "staged weights"
+GUARD = "controller and its guard"
 
 
 class Fault(StrEnum):
@@ -71,6 +72,7 @@ class Blow:
 PROCESSES = (*(str(kind) for kind in Kind), REDIS, CONTROLLER)
 BLOWS = (
     *(Blow(fault=fault, at=at) for fault in (Fault.kill, Fault.freeze) for at in PROCESSES),
+    Blow(fault=Fault.kill, at=GUARD),
     *(Blow(fault=Fault.full, at=at) for at in (RUN_FOLDER, STAGE)),
 )
 
@@ -250,7 +252,7 @@ class Chaos:
 
     def _kill(self, struck: Struck) -> None:
         at = struck.blow.at
-        if at == CONTROLLER:
+        if at in (CONTROLLER, GUARD):
             self._kill_controller(struck)
         elif at == REDIS:
             os.kill(redis_pid(self.run), signal.SIGKILL)
@@ -259,12 +261,13 @@ class Chaos:
             self._kill_member(struck, self._member(Kind(at)))
 
     def _kill_controller(self, struck: Struck) -> None:
-        # Its guard first, which would clear up by itself.
         controller = json.loads((self.run / "run.json").read_text())["pid"]
-        self.process.kill()
+        if struck.blow.at == GUARD:  # it would start another one
+            self.process.kill()
         os.kill(controller, signal.SIGKILL)
-        self.process.wait()
-        self.process = self.go_on()
+        if struck.blow.at == GUARD:
+            self.process.wait()
+            self.process = self.go_on()
         struck.witness = self._record(struck, "resumed")
 
     def _kill_member(self, struck: Struck, victim: Member) -> None:
@@ -274,9 +277,9 @@ class Chaos:
             case Kind.worker:
                 self.wait(lambda: self._workers_restarted() > workers_before, "a worker restarted")
                 struck.witness = "workers_restarted counted it"
-            case Kind.engine | Kind.receiver:
-                event = f"{victim.kind.name}_restarted"
-                struck.witness = self._record(struck, "weights_event", event)
+            case Kind.engine | Kind.engine_actor | Kind.receiver:
+                event = "receiver" if victim.kind is Kind.receiver else "engine"
+                struck.witness = self._record(struck, "weights_event", f"{event}_restarted")
             case Kind.trainer:
                 struck.witness = self._record(struck, "resumed")
             case _:
