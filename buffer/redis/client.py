@@ -59,6 +59,7 @@ class DamagedRunError(exceptions.ResponseError, RuntimeError):
 
 
 _EXPLAINED = (MemoryFullError, DiskFullError, NotAllowedError, DamagedRunError)
+_DISK_FULL = "MISCONF"
 _DAMAGED = ("WRONGTYPE", "DAMAGED")
 _CODE_WORD = re.compile(r"(?!ERR )[A-Z]{3,} ")
 _ACL_IN_SCRIPT = ("ACL failure in script", "The user executing the script can't")
@@ -68,8 +69,9 @@ class BufferRedis(Redis):
     """A client of one server.
 
     A command or pipeline is retried for `try_for_s` while the server is down or its reply is lost,
-    so it must be idempotent; then it raises BufferConnectionError. The timeout of a blocking
-    command is extended by the time it blocks.
+    so it must be idempotent; then it raises BufferConnectionError. So is a write that the server
+    refuses because its disk is full; then DiskFullError. The timeout of a blocking command is
+    extended by the time it blocks.
     """
 
     where = ""
@@ -137,7 +139,7 @@ class BufferRedis(Redis):
                 replies = await call(connection)
             node.reached_at = time.monotonic()
             for reply in replies:
-                if isinstance(reply, _AWAY):
+                if _passes(reply):
                     raise reply
             return replies
 
@@ -159,7 +161,7 @@ class BufferRedis(Redis):
         """Called before a command is retried."""
 
     async def patiently(self, attempt: Callable[[], Awaitable[T]], command: tuple[Any, ...]) -> T:
-        """Retries `attempt`, which sends `command`, while the server is down."""
+        """Retries `attempt`, which sends `command`, while the server is down or has no disk."""
         failed_at: float | None = None
         pause_s = _FIRST_PAUSE_S
         while True:
@@ -167,7 +169,9 @@ class BufferRedis(Redis):
                 return await attempt()
             except exceptions.AuthenticationError:
                 raise  # redis-py derives it from ConnectionError; retrying would never end
-            except _AWAY as error:
+            except exceptions.RedisError as error:
+                if not _passes(error):
+                    raise
                 now = time.monotonic()
                 failed_at = now if failed_at is None else failed_at
                 # A blocking command that is interrupted by several crashes had a server in between.
@@ -175,7 +179,11 @@ class BufferRedis(Redis):
                 if isinstance(error, exceptions.BusyLoadingError):
                     # It replies only between two parts of its data, so it advances: no limit.
                     failed_at, away_s = now, 0.0
-                if away_s > self.try_for_s:
+                if _is_disk_full(error):
+                    away_s = now - failed_at  # it answers, and refuses again
+                    if away_s > self.try_for_s:
+                        raise
+                elif away_s > self.try_for_s:
                     raise BufferConnectionError(
                         f"Redis at {self.where} has been down for {away_s:.0f} s "
                         f"({error}): start it again on its data, or correct buffer.url"
@@ -237,9 +245,19 @@ class _PatientPipeline(Pipeline):
         replies: list[Any] = await super().execute(raise_on_error=False)
         node.reached_at = time.monotonic()
         for reply in replies:
-            if isinstance(reply, _AWAY):
+            if _passes(reply):
                 raise reply
         return replies
+
+
+def _passes(reply: Any) -> bool:
+    """Whether a reply is an error that goes by itself. Nothing was changed where a disk is full: a
+    script is refused at its first write, or as a whole."""
+    return isinstance(reply, _AWAY) or _is_disk_full(reply)
+
+
+def _is_disk_full(reply: Any) -> bool:
+    return isinstance(reply, exceptions.ResponseError) and str(reply).startswith(_DISK_FULL)
 
 
 def explained(error: exceptions.ResponseError, where: str) -> exceptions.ResponseError:
@@ -253,7 +271,7 @@ def explained(error: exceptions.ResponseError, where: str) -> exceptions.Respons
             "its maxmemory, set buffer.capacity_bytes below it (pushes then wait for room), or "
             f"lower buffer.max_staleness ({text})"
         )
-    if text.startswith("MISCONF"):
+    if text.startswith(_DISK_FULL):
         return DiskFullError(
             f"Redis at {where} cannot write its append-only file and refused the write; nothing "
             "that it acknowledged was lost. Free disk space; it then accepts writes again "
