@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 from uuid import uuid4
 
@@ -277,6 +277,33 @@ class RunState:
         await self._scripts.run(
             "run_state/add_number", uuid4().hex, hash_name, field, repr(float(amount))
         )
+
+    async def while_moving(self, wait: Callable[[], Awaitable[T]]) -> T:
+        """The result of `wait`, which is called again after each of its TimeoutErrors if any part
+        of the run has moved since the call before.
+
+            lease = await state.while_moving(lambda: buffer.lease(..., timeout_s=600))
+
+        Moving are: sampled tokens, pushed groups, published versions, and the lease of a long step,
+        which its trainer renews. Raises the TimeoutError of a run that stands still.
+        """
+        seen = await self._marks()
+        while True:
+            try:
+                return await wait()
+            except TimeoutError:
+                before, seen = seen, await self._marks()
+                if seen == before:
+                    raise
+
+    async def _marks(self) -> list[object]:
+        """All that changes while the run moves."""
+        marks: list[object] = [await self._redis.hget(self._keys("counters"), "tokens_generated")]
+        for keys in self._all_keys:
+            marks.append(await self._redis.hget(keys("stats"), "pushed"))
+            marks.append(await self._redis.hget(keys("settings"), "trainer_version"))
+            marks.append(await self._redis.zrange(keys("leased"), -1, -1, withscores=True))
+        return marks
 
     # Metrics ---------------------------------------------------------------------------------
 

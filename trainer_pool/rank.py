@@ -239,15 +239,17 @@ class TrainerRank:
         config = with_live(self._spec.config, self._loop.run(self._run_state.live_settings(names)))
         while True:
             lease = self._loop.run(
-                self._buffer.lease(
-                    step=self._step + 1,
-                    version=self._version,
-                    num_groups=config.groups_per_step,
-                    share=self._ranks.rank,
-                    num_shares=self._ranks.num_ranks,
-                    timeout_s=self._spec.buffer.wait_timeout_s,
-                    min_groups=config.min_groups_per_step,
-                    batch_timeout_s=config.batch_timeout_s,
+                self._run_state.while_moving(
+                    lambda: self._buffer.lease(
+                        step=self._step + 1,
+                        version=self._version,
+                        num_groups=config.groups_per_step,
+                        share=self._ranks.rank,
+                        num_shares=self._ranks.num_ranks,
+                        timeout_s=self._spec.buffer.wait_timeout_s,
+                        min_groups=config.min_groups_per_step,
+                        batch_timeout_s=config.batch_timeout_s,
+                    )
                 )
             )
             if not self._ranks.all_equal(_fingerprint(lease.lease_token)):

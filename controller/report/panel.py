@@ -26,6 +26,7 @@ from controller.watch.remarks import (
     checkpoint_failed_words,
     engine_remarks,
     eval_failed_words,
+    overdue_words,
 )
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -49,6 +50,8 @@ class Panel:
         self._is_live = enabled and self._console.is_terminal
         self._live: Live | None = None
         self._printed_step = 0
+        self._overdue_after = -1
+        """The step after which it was said that the next is overdue."""
 
     def __enter__(self) -> Panel:
         return self
@@ -99,6 +102,9 @@ class Panel:
         elif view.step > self._printed_step:
             self._printed_step = view.step
             self.say(step_line(view))
+        elif view.step != self._overdue_after and (words := _overdue(view)):
+            self._overdue_after = view.step
+            self.say(*words)
 
     def say(self, text: str) -> None:
         """A line that stays, above the panel."""
@@ -145,6 +151,7 @@ def render(view: RunView, width: int, hint: str = "Ctrl-C stops everything") -> 
             parts.append(Text.assemble(("Rollouts", "bold cyan"), f"  {counted}"))
         remarks = buffer_remarks(view.stats)
         remarks += engine_remarks(view.stats, view.weights.lost_engines)
+        remarks += _overdue(view)
         parts += [Text(printable(remark), style="yellow") for remark in remarks]
     parts += [Text(alarm.sentence, style="bold red") for alarm in view.alarms]
     if view.checkpoint_failure is not None:
@@ -162,6 +169,13 @@ def render(view: RunView, width: int, hint: str = "Ctrl-C stops everything") -> 
         border_style="cyan",
         padding=(0, 2),
     )
+
+
+def _overdue(view: RunView) -> list[str]:
+    since_s, usual_s = view.overdue_s, view.seconds_per_step
+    if view.stats is None or since_s is None or usual_s is None:
+        return []
+    return [overdue_words(view.stats, since_s, usual_s, view.now - view.moved_at)]
 
 
 def _sections(view: RunView, width: int) -> Table:

@@ -14,6 +14,8 @@ from controller.watch.learning import Alarm, learning_alarms
 
 WAITS_HORIZON_S = 120.0
 RATE_HORIZON_S = 30.0
+OVERDUE, OVERDUE_AT_LEAST_S = 3.0, 20.0
+"""A step is overdue after so many times its usual duration, and not before so many seconds."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,6 +48,8 @@ class RunView:
     waits: Window[tuple[str, str]] = field(default_factory=lambda: Window(WAITS_HORIZON_S))
     tokens: Window[str] = field(default_factory=lambda: Window(RATE_HORIZON_S))
     weights: WeightsView = field(default_factory=WeightsView)
+    moved_at: float = 0.0
+    """When a token or a pushed group was last seen to have come."""
 
     @classmethod
     def of_run(cls, run: str, config: Config, started: float) -> RunView:
@@ -88,6 +92,10 @@ class RunView:
         Replaces `apply` for the `buffer` record of the same sample.
         """
         self.now = max(self.now, now)
+        marks = ("tokens_generated", "turns")
+        has_moved = any(counters.get(name) != self.counters.get(name) for name in marks)
+        if has_moved or self.stats is None or stats.pushed != self.stats.pushed:
+            self.moved_at = now
         self.stats = stats
         self._sample(now, waits, counters)
 
@@ -109,6 +117,15 @@ class RunView:
         """Mean over the last twenty steps; None before the second since the start."""
         recent = [step for step in self.steps[-20:] if step.t >= self.resumed_at]
         return (recent[-1].t - recent[0].t) / (len(recent) - 1) if len(recent) > 1 else None
+
+    @property
+    def overdue_s(self) -> float | None:
+        """The time since the last step, if that is far more than a step takes."""
+        usual_s = self.seconds_per_step
+        if usual_s is None or self.phase != "training":
+            return None
+        since_s = self.now - self.steps[-1].t
+        return since_s if since_s > max(OVERDUE * usual_s, OVERDUE_AT_LEAST_S) else None
 
     @property
     def eta_s(self) -> float | None:

@@ -9,6 +9,9 @@ from controller.metrics.records import Record
 from controller.metrics.weights import behind_words, engines_behind
 from controller.units import format_bytes, format_duration, format_number_of
 
+STILL_S = 10.0
+"""Workers count the tokens that have arrived every few seconds."""
+
 
 def buffer_remarks(stats: BufferStats) -> list[str]:
     """A sentence for each condition of the buffer that may need action."""
@@ -35,6 +38,20 @@ def engine_remarks(stats: BufferStats, lost_engines: Collection[str] = ()) -> li
     if behind := engines_behind(stats.trainer_version, stats.engine_versions):
         remarks.append(f"{behind_words(behind)}; admission follows the slowest engine.")
     return remarks
+
+
+def overdue_words(stats: BufferStats, since_s: float, usual_s: float, still_s: float) -> str:
+    """Who keeps a step waiting. `still_s`: since the last token or group came."""
+    head = f"No step for {format_duration(since_s)}, where one takes {format_duration(usual_s)}: "
+    if stats.leased:
+        return f"{head}the trainer has its {stats.leased} groups; logs/trainer-0.log may say why."
+    ready = f"{stats.ready} of {format_number_of(stats.groups_per_step, 'group')} are ready"
+    if not stats.running:
+        return f"{head}{ready} and none is being sampled; see the logs of the workers."
+    moving = "tokens arrive"
+    if still_s > STILL_S:
+        moving = f"no token has come for {format_duration(still_s)}; see the logs of the engines"
+    return f"{head}{ready}, {stats.running} are being sampled, and {moving}."
 
 
 def eval_failed_words(record: Record) -> str:

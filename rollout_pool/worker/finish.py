@@ -22,6 +22,7 @@ import numpy as np
 from opentelemetry.trace import set_span_in_context
 
 from buffer.roles import WorkerBuffer
+from buffer.run_state import RunState
 from buffer.types import Rerun, SamplingParams, Trajectory, TrajectoryGroup
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.cancelling import end_tasks
@@ -80,6 +81,7 @@ class GroupFinisher:
     config: RolloutConfig
     scorer: Scorer
     buffer: WorkerBuffer
+    state: RunState
     counters: Counters
     group_log: GroupLog | None
     num_groups: int = field(default=0, init=False)
@@ -111,7 +113,7 @@ class GroupFinisher:
         if self._filter is not None:
             run.verdict = self._filter.judge(group, run.num_unscored)
         if run.verdict is not Verdict.leave_out:
-            await self.buffer.push(group)
+            await self.state.while_moving(lambda: self.buffer.push(group))
 
     async def finish(self, run: GroupRun) -> bool:
         """Settles the credit and the prompt of an ended group; returns whether it is complete.

@@ -136,6 +136,7 @@ class RolloutWorker:
             config=spec.config,
             scorer=scorer,
             buffer=buffer,
+            state=state,
             counters=self._counters,
             group_log=group_log,
         )
@@ -146,7 +147,8 @@ class RolloutWorker:
         """Generate until `stop`.
 
         Raises ValueError for a prompt that the settings refuse, TimeoutError if there was no credit
-        or no engine within `buffer.wait_timeout_s`, and GroupFailed if all groups fail.
+        or no engine and nothing moved for `buffer.wait_timeout_s`, and GroupFailed if all groups
+        fail.
         """
         if num_lost := await self._buffer.reclaim(self._index):
             log.warning("%d groups of this worker from before its restart run again", num_lost)
@@ -247,7 +249,9 @@ class RolloutWorker:
         group_id = f"{self._index}-{order}-{secrets.token_hex(4)}"
         try:
             started = time.monotonic()
-            admission = await self._buffer.admit(group_id, self._spec.buffer.wait_timeout_s)
+            admission = await self._state.while_moving(
+                lambda: self._buffer.admit(group_id, self._spec.buffer.wait_timeout_s)
+            )
             group_id = admission.group_id
             await self._note_wait(started)
             taken = await self._take_prompt(group_id)

@@ -1,8 +1,8 @@
 """A quickstart that is hit by a fault every few seconds ends by itself and learns the same.
 
-`make chaos` runs it (LEASH_SOAK_CHAOS_FAULTS faults, by LEASH_SOAK_SEED), and then the same quickstart
-undisturbed, for the accuracy to be compared with. The short form, in every run of the tests, is part
-of test_rollout_faults.py.
+`make chaos` runs it (LEASH_SOAK_CHAOS_FAULTS faults, by LEASH_SOAK_SEED), and then the same
+quickstart undisturbed, for the accuracy to be compared with. The short form, in every run of the
+tests, is part of test_rollout_faults.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -277,3 +277,63 @@ async def test_phase_is_kept(state: RunState) -> None:
     assert await state.phase() == ""
     await state.set_phase("training")
     assert await state.phase() == "training"
+
+
+async def test_engines_are_known_by_their_urls_until_they_leave_the_run(state: RunState) -> None:
+    seen = await state.wait_routes_changed(Routes({}, frozenset(), {}), 0)
+    waiting = asyncio.create_task(state.wait_routes_changed(seen, 10))
+    await asyncio.sleep(0.05)
+    await state.register_engine("e0", "http://10.0.0.1:1")
+    async with asyncio.timeout(1):
+        assert (await waiting).urls == {"e0": "http://10.0.0.1:1"}
+    await state.record_commits({"e0": 1})
+    await state.forget_engine("e0")  # it is lost, and may come back
+    assert (await state.wait_routes_changed(seen, 10)).urls == {"e0": "http://10.0.0.1:1"}
+    await state.record_commits({"e0": 1})
+    await state.remove_engine("e0")
+    assert await state.wait_routes_changed(Routes({"e0": 1}, frozenset(), {}), 0) == seen
+
+
+class Clerk:
+    """A wait that times out so many times; between the calls something happens."""
+
+    def __init__(self, num_timeouts: int, happens: Callable[[int], Awaitable[object]]) -> None:
+        self.num_calls, self._num_timeouts, self._happens = 0, num_timeouts, happens
+
+    async def wait(self) -> str:
+        self.num_calls += 1
+        if self.num_calls > self._num_timeouts:
+            return "got it"
+        await self._happens(self.num_calls)
+        raise TimeoutError("nothing came within 600 s")
+
+
+async def test_wait_goes_on_for_as_long_as_tokens_versions_or_leases_move(
+    state: RunState, buffer_factory: Any, make_group: Any
+) -> None:
+    buffer = await buffer_factory()
+
+    async def push(number: int) -> None:
+        await buffer.push(make_group(f"g{number}", 0))
+
+    async def lease(number: int) -> None:
+        await buffer.lease(
+            step=1, version=1, num_groups=1, share=0, num_shares=1, timeout_s=1, min_groups=1
+        )
+
+    moves = {
+        1: lambda _: state.count("tokens_generated", 7),
+        2: push,
+        3: lambda _: buffer.publish_version(1),
+        4: lease,
+    }
+    clerk = Clerk(4, lambda number: moves[number](number))
+    assert await state.while_moving(clerk.wait) == "got it"
+    assert clerk.num_calls == 5
+
+
+async def test_wait_ends_when_nothing_in_the_run_has_moved(state: RunState) -> None:
+    clerk = Clerk(9, lambda number: state.count("tokens_generated", 1 if number < 3 else 0))
+    with pytest.raises(TimeoutError, match="nothing came within 600 s"):
+        await state.while_moving(clerk.wait)
+    assert clerk.num_calls == 3
