@@ -14,12 +14,16 @@ position of a record that came through Redis.
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 Scalar = float | int | str
 EVAL_FAILED = "eval_failed"
@@ -58,10 +62,19 @@ class Record:
 
 
 class MetricsLog:
-    """Appends records; each line is flushed at once."""
+    """Appends records. Each line is in the file at once, or as soon as the disk has room for it."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
+        self._file = path.open("ab+", buffering=0)
+        self._waiting = b""
+        """Lines for which the disk has had no room."""
+        self._cut_incomplete_line()
+
+    def _cut_incomplete_line(self) -> None:
+        """The last writer was killed while its disk was full: a line after it would be invalid."""
+        self._file.seek(0)
+        whole = self._file.read().rfind(b"\n") + 1
+        self._file.truncate(whole)
 
     def append(
         self, kind: str, values: Mapping[str, Scalar], t: float | None = None, *, id: str = ""
@@ -73,8 +86,21 @@ class MetricsLog:
         nulls = {name: None for name in values if name not in known}
         position = {"id": id} if id else {}
         line = {"t": round(record.t, 3), "kind": kind, **position, **known, **nulls}
-        self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
+        text = json.dumps(line, separators=(",", ":"), allow_nan=False)
+        self._waiting += text.encode() + b"\n"
+        self._write()
         return record
+
+    def _write(self) -> None:
+        was_full = self._waiting.count(b"\n") > 1
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            if not was_full:
+                log.warning("%s waits for room on its disk (%s)", self._file.name, error.strerror)
 
     def __enter__(self) -> MetricsLog:
         return self

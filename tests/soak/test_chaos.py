@@ -35,7 +35,7 @@ from rollouts.chaos import (
 from rollouts.picture import Camera, Event
 
 from controller.buffer_access import buffer_address
-from controller.metrics.records import read_metrics
+from controller.metrics.records import MetricsLog, read_metrics
 from controller.run_dir import RunDir
 from tests.support.launches import RUN, Machine, finish, processes_of, result_of
 
@@ -196,3 +196,23 @@ def test_filled_disk_takes_no_more_byte_and_is_empty_again(tmp_path: Path) -> No
         with filled(folder) as words, pytest.raises(OSError, match=words):
             (folder / "one more").write_bytes(b"x")
         (folder / "now").write_bytes(b"x")
+
+
+def test_metrics_wait_while_their_disk_is_full_and_are_whole_afterwards(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "small"
+    with small_disk(folder, 2**20) as refusal:
+        if refusal is not None:
+            pytest.skip(f"this user may not mount: {refusal}")
+        path = folder / "metrics.jsonl"
+        with MetricsLog(path) as log:
+            log.append("step", {"step": 0})
+            with filled(folder):
+                for step in range(1, 200):
+                    log.append("step", {"step": step})
+                num_written = len(read_metrics(path))
+                assert 0 < num_written < 200, "the file's own page had room for some"
+            assert caplog.text.count("waits for room on its disk") == 1
+            log.append("step", {"step": 200})
+            assert [r.count("step") for r in read_metrics(path)] == list(range(201))

@@ -55,6 +55,14 @@ def test_incomplete_last_line_is_ignored_and_no_file_means_no_records(tmp_path: 
     assert len(read_metrics(path)) == 1
 
 
+def test_line_after_an_incomplete_one_is_readable(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"t": 1.0, "kind": "step", "step": 0}\n{"t": 2.0, "ki')
+    with MetricsLog(path) as log:
+        log.append("step", {"step": 1})
+    assert [record.count("step") for record in read_metrics(path)] == [0, 1]
+
+
 @pytest.mark.parametrize("line", ["{", "[]", '{"kind": "step"}', '{"t": "x", "kind": "step"}'])
 def test_invalid_line_is_named_by_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
