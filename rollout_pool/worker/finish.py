@@ -166,8 +166,9 @@ class GroupFinisher:
         if isinstance(error, GroupFailed):
             await self._settle_failed(run, error)
             return False
-        # The push failed, or there is a bug: free the credit in either case.
-        await self.buffer.abandon(run.group_id, "failed")
+        # The push failed, or there is a bug. In either case the credit is free, and the prompt,
+        # which the stream has passed, is for the run when it is resumed.
+        await self.buffer.abandon(run.group_id, "failed", Rerun.always, run.ref)
         raise error
 
     async def _settle_whole(self, run: GroupRun) -> None:

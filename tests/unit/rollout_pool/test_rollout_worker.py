@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from buffer.errors import BufferFullError
 from buffer.redis.connection import connect
 from buffer.run_state import RunState
 from buffer.types import PromptRef, Rerun
@@ -372,6 +373,17 @@ async def test_failed_group_always_gives_its_credit_back(make_worker, completer,
     assert num_stopped == (ending == "stop")  # its prompt runs again in a resumed run
     num_rerun = stats.rerun - num_stopped
     assert (stats.running, num_rerun, stats.abandoned_by_reason["failed"]) == (0, 1, 1)
+
+
+async def test_prompts_of_groups_whose_push_fails_run_again(make_worker, state):
+    worker, buffer = await make_worker()
+    await buffer.change_settings({"capacity_groups": 2, "on_full": "error"})
+    with pytest.raises(BufferFullError, match="no room for group"):
+        await (await make_worker.start(worker))
+    stats = await buffer.stats()
+    num_begun = (await state.task_positions())[0]
+    assert (stats.ready, stats.running) == (2, 0) and num_begun > 2
+    assert stats.retries_waiting == num_begun - 2  # for the run when it is resumed
 
 
 async def test_worker_that_ends_while_it_admits_a_group_gives_the_credit_back(make_worker):
