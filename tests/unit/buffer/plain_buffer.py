@@ -151,7 +151,7 @@ class PlainBuffer:
     # Moving ----------------------------------------------------------------------------------
 
     def requeue(self, name: str, is_counted: bool) -> None:
-        if self.settings.on_stale is not OnStale.requeue:
+        if is_counted and self.settings.on_stale is not OnStale.requeue:
             return
         prompt: PromptRef | None = self.groups[name].prompt
         if is_counted and prompt is not None:

@@ -156,6 +156,20 @@ async def test_push_that_is_refused_leaves_a_tombstone_only(
     assert await buffer.take_retry() == PromptRef(task="sums", index=7, attempt=attempt)
 
 
+@pytest.mark.parametrize("on_stale", OnStale)
+async def test_prompt_of_a_group_that_a_rollback_undid_runs_again_under_every_policy(
+    checked_buffer: Any, make_group: Any, on_stale: OnStale
+) -> None:
+    buffer = await checked_buffer(max_staleness=9, max_retries=0, on_stale=on_stale)
+    await buffer.publish_version(3)
+    await buffer.push(make_group("ready", 3, index=7))
+    await buffer.reconcile("b", step=1, version=2, resume_version=4)
+    assert await buffer.push(make_group("late", 3, index=8)) is PushResult.abandoned_lineage
+    assert (await buffer.stats()).dropped == {"lineage": 2}
+    assert await buffer.take_retry() == PromptRef(task="sums", index=7)
+    assert await buffer.take_retry() == PromptRef(task="sums", index=8)
+
+
 @pytest.mark.parametrize(
     ("tokens", "bucket"), [(1024, "<=1k"), (1025, "<=4k"), (16384, "<=16k"), (70_000, ">64k")]
 )
