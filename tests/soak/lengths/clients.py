@@ -48,11 +48,14 @@ class _DrawnLengths:
     def __init__(self, completer: Completer, draws: Draws) -> None:
         self._completer = completer
         self._draws = draws
+        self._wasted: dict[str, int] = {}
+        """Tokens that each sample had lost when its length was drawn."""
 
     async def complete(self, sample: Sample) -> None:
-        if not sample.output_ids:  # it begins, or begins again
-            index = index_of(sample.prompt)
-            length = self._draws.draw(index, place_of(sample), sample.group)
+        # It begins, or begins again without the tokens that it had.
+        if self._wasted.get(sample.sample_id) != sample.num_wasted:
+            self._wasted[sample.sample_id] = sample.num_wasted
+            length = self._draws.draw(index_of(sample.prompt), place_of(sample), sample.group)
             sample.max_new_tokens = length
         await self._completer.complete(sample)
 
@@ -107,16 +110,20 @@ class Trained:
     """Of its samples, by place."""
     trainable: tuple[int, ...]
     """The same without tokens that were masked out."""
+    num_versions: int
+    """From that of its first token to that of its last."""
 
     @classmethod
     def of(cls, group: TrajectoryGroup, step: int) -> Trained:
         by_place = sorted(group.trajectories, key=lambda trajectory: trajectory.episode)
+        of_samples = [one.version_spans for one in by_place]
         return cls(
             step,
             group.prompt.index,
             group.group_id,
             tuple(one.num_tokens - one.prompt_length for one in by_place),
             tuple(one.num_trainable_tokens for one in by_place),
+            1 + max(spans[-1].version - spans[0].version for spans in of_samples),
         )
 
 
@@ -144,8 +151,8 @@ def read_checkpoint(scene: Scene) -> Checkpoint | None:
         return None
     fields = json.loads(path.read_text())
     fields["trained"] = [
-        Trained(step, index, group_id, tuple(lengths), tuple(trainable))
-        for step, index, group_id, lengths, trainable in fields["trained"]
+        Trained(step, index, group_id, tuple(lengths), tuple(trainable), num_versions)
+        for step, index, group_id, lengths, trainable, num_versions in fields["trained"]
     ]
     fields["positions"] = {int(worker): at for worker, at in fields["positions"].items()}
     fields["untrained"] = [PromptRef(**ref) for ref in fields["untrained"]]

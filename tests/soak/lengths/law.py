@@ -112,8 +112,8 @@ class Comparison:
 
     HEADER = (
         "| max_staleness | on_stale | tail | others | resumes | trained | lost | KS | p | mean "
-        "| long |"
-        "\n|---:|---|---|---|---:|---:|---:|---:|---:|---:|---:|"
+        "| long | versions |"
+        "\n|---:|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     )
 
     def __str__(self) -> str:
@@ -127,5 +127,6 @@ class Comparison:
             "1" if p > 0.995 else f"{p:.2f}" if p > 0.01 else f"{p:.0e}",
             f"{self.mean_ratio:.2f}",
             f"{self.long_ratio:.2f}",
+            str(max(row.num_versions for row in self.rows)),
         ]
         return f"| {' | '.join(cells)} |"

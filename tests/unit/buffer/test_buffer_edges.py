@@ -295,6 +295,30 @@ async def test_on_stale_wait_takes_groups_about_to_go_stale_first(
     assert (await _lease(buffer, 1, 1, 2)).group_ids == ("brink", second)
 
 
+async def test_on_stale_wait_leaves_no_more_groups_of_a_version_than_later_steps_can_take(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=2, on_stale=OnStale.wait, groups_per_step=2)
+    for name in "abcdef":  # as many as the limit allows, all at version 0
+        await buffer.admit(name, 1)
+    for name in "ab":
+        await buffer.push(make_group(name, 0))
+    await _train(buffer, 1, 0, 2)
+    for name in "gh":
+        await buffer.admit(name, 1)
+        await buffer.push(make_group(name, 1))
+    # If this step took g and h, four groups of version 0 would be left for the last one.
+    for name in "cd":
+        with pytest.raises(TimeoutError, match=f"for group {name}, which started at version 0"):
+            await buffer.lease(step=2, version=1, num_groups=2, **STEP)
+        await buffer.push(make_group(name, 0))
+    assert (await _train(buffer, 2, 1, 2)).group_ids == ("c", "d")
+    for name in "ef":
+        await buffer.push(make_group(name, 0))
+    assert (await _train(buffer, 3, 2, 2)).group_ids == ("e", "f")
+    assert (await buffer.stats()).dropped == {}
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 async def test_shortest_groups_are_taken_first_but_none_goes_stale_for_that(
     checked_buffer: Any, make_group: Any, shards: int
