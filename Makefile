@@ -23,7 +23,7 @@ BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock check-lock launch resume dry-run status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
-	test test-unit test-machine test-servers test-fast soak chaos bench bench-weights bench-rollout bench-checkpoint lint format typecheck docs clean
+	test test-unit test-machine test-servers test-fast soak soak-lengths chaos bench bench-weights bench-rollout bench-checkpoint lint format typecheck docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -105,14 +105,18 @@ test-fast: install ## the fast unit tests
 
 # Full size; CI runs the same tests at small size (`make test`). Override sizes: make soak SOAK="MINUTES=1"
 SOAK ?=
+LENGTH_SIZES := LENGTH_PROMPTS=384 ALL_POLICIES=1 RESUMES=10 RESUME_STEPS=13
 SOAK_SIZES := SIGNALS=12 GROUPS=100000 KILLS=200 SERVER_KILLS=30 KILLS_PER_POINT=50 LOSSY_GROUPS=20000 \
-	SEQUENCES=10000 FUZZ=1000000 MINUTES=30 WEIGHT_FAULTS=20 ROLLOUT_KILLS=20 CHECKPOINT_KILLS=20 $(SOAK)
+	SEQUENCES=10000 FUZZ=1000000 MINUTES=30 WEIGHT_FAULTS=20 ROLLOUT_KILLS=20 CHECKPOINT_KILLS=20 $(LENGTH_SIZES) $(SOAK)
 SOAK_TESTS := tests/soak tests/unit/buffer/test_buffer_model.py tests/unit/buffer/test_buffer_codec_fuzz.py \
 	tests/unit/trainer_pool/test_zero3_training.py tests/integration/test_launch.py
 
 soak: install ## the long form of tests that CI runs briefly (hours): kills, fuzzing, signals, 30 minutes at full rate
 	@env $(addprefix LEASH_SOAK_,$(SOAK_SIZES)) $(PYTHON_BIN) -m pytest $(SOAK_TESTS) --timeout 0 -s \
 		-k "not launch or at_a_line"
+
+soak-lengths: install ## the same of trained lengths alone (15 minutes): every policy, ten resumes; prints a table
+	@env $(addprefix LEASH_SOAK_,$(LENGTH_SIZES) $(SOAK)) $(PYTHON_BIN) -m pytest tests/soak/test_trained_lengths.py --timeout 0 -s
 
 # CHAOS_SEED repeats a schedule, CHAOS_STEPS sets the length of the run, CHAOS_ONLY="SIGKILL,disk" leaves kinds out.
 CHAOS_FAULTS ?= 100

@@ -201,16 +201,22 @@ class ReplayBuffer:
             return None
         return Failure(num_failures=int(reply[0]), is_quarantined=bool(reply[1]))
 
-    async def reclaim(self, worker: int) -> int:
+    async def reclaim(self, worker: int, *, counts_as_death: bool = True) -> int:
         """Ends all groups that a restarted worker ran before; their prompts run again.
 
         These are the groups whose ids begin with "<worker>-": call it before the worker admits any.
-        Returns the number of groups.
+        `counts_as_death`: False if the whole run had ended, which is no fault of a prompt. Returns
+        the number of groups.
         """
         cursor, total = "0", 0
         while True:
             reply = await self._scripts.run(
-                "rollout/reclaim_worker", f"{worker}-", cursor, _MAX_IDS, self._lease_ms
+                "rollout/reclaim_worker",
+                f"{worker}-",
+                cursor,
+                _MAX_IDS,
+                self._lease_ms,
+                int(counts_as_death),
             )
             cursor, total = reply[0].decode(), total + int(reply[1])
             if cursor == "0":

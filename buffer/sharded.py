@@ -335,8 +335,10 @@ class ShardedReplayBuffer:
     async def fail(self, group_id: str, prompt: PromptRef, max_failures: int) -> Failure | None:
         return await self._of(group_id).fail(group_id, prompt, max_failures)
 
-    async def reclaim(self, worker: int) -> int:
-        return sum(await self._each(lambda shard: shard.reclaim(worker)))
+    async def reclaim(self, worker: int, *, counts_as_death: bool = True) -> int:
+        return sum(
+            await self._each(lambda shard: shard.reclaim(worker, counts_as_death=counts_as_death))
+        )
 
     async def renew_credits(self, group_ids: Collection[str]) -> int:
         return sum(await self._holding(group_ids, Shard.renew_credits))

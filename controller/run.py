@@ -250,6 +250,9 @@ class Run:
                 await buffer.restore_progress(
                     TaskProgress(positions=state.task_positions, untrained=state.untrained_prompts)
                 )
+            if resumption is not None:
+                for worker in range(config.rollout.num_workers):
+                    await buffer.reclaim(worker, counts_as_death=False)
         if resumption is not None:
             await self._take_over()
         elif is_known:

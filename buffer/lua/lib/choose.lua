@@ -16,12 +16,26 @@ local function is_id(id)
   return not string.find(rest, '[\128-\255]')
 end
 
--- With on_stale=wait, the oldest running group that would be too old after a step at `version`.
+-- With on_stale=wait, the oldest running group if a step at `version` has to wait for it: it would be too
+-- old afterwards, or it is of a crowd that the later steps could not all take in time, while this step
+-- has places left for it.
 local function blocking_group(version)
   if on_stale ~= 'wait' then return '', 0 end
-  local oldest = redis.call('ZRANGE', RUNNING, '-inf', whole(oldest_fresh(version)), 'BYSCORE',
-    'LIMIT', '0', '1', 'WITHSCORES')
-  return oldest[1] or '', finite(oldest[2], 0)
+  local oldest = redis.call('ZRANGE', RUNNING, '0', '0', 'WITHSCORES')
+  if not oldest[1] then return '', 0 end
+  local at, brink = finite(oldest[2], 0), oldest_fresh(version)
+  if at <= brink then return oldest[1], at end
+  local share = setting('groups_per_step') / math.max(1, setting('num_shards'))
+  local num_running = redis.call('ZCARD', RUNNING)
+  for later = at - brink, max_staleness - 1 do -- steps after this one that may take groups up to `last`
+    if num_running <= later * share then break end
+    local last = brink + later
+    local num_ready = redis.call('ZCOUNT', READY, '-inf', '(' .. whole((last + 1) * SEQ_RANGE))
+    if num_ready < share and redis.call('ZCOUNT', RUNNING, '-inf', whole(last)) > later * share then
+      return oldest[1], at
+    end
+  end
+  return '', 0
 end
 
 -- At most `limit` ready groups in the selector's order, as id, key, id, key... (smallest key first).

@@ -13,9 +13,8 @@ local function count_drops(ids, reason, prompts)
   for _, prompt in ipairs(prompts) do
     tokens, trainable = tokens + prompt.tokens, trainable + prompt.trainable
     count('dropped_len:' .. length_of(prompt.tokens), 1)
-    if reason == 'stale' or reason == 'lineage' then
-      requeue(prompt, reason == 'stale')
-    end
+    if reason == 'stale' then requeue_stale(prompt)
+    elseif reason == 'lineage' then requeue(prompt) end
   end
   count('dropped:' .. reason, #prompts)
   count('dropped_tokens:' .. reason, tokens)

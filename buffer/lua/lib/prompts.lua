@@ -18,15 +18,19 @@ local function read_prompt(text)
   return fits and prompt or nil
 end
 
--- Queues the prompt of a stale group again. With `is_counted` this is a retry, limited by max_retries.
-local function requeue(prompt, is_counted)
-  if on_stale ~= 'requeue' or not (prompt.task and prompt.index) then return end
-  if is_counted then
-    if prompt.attempt >= setting('max_retries') then return count('retries_exhausted', 1) end
-    prompt.attempt = prompt.attempt + 1
-  end
+-- Queues the prompt of a dropped group again.
+local function requeue(prompt)
+  if not (prompt.task and prompt.index) then return end
   redis.call('RPUSH', RETRIES, write_prompt(prompt))
   count('requeued', 1)
+end
+
+-- The same for a stale group: if on_stale says so, at most max_retries times.
+local function requeue_stale(prompt)
+  if on_stale ~= 'requeue' then return end
+  if prompt.attempt >= setting('max_retries') then return count('retries_exhausted', 1) end
+  prompt.attempt = prompt.attempt + 1
+  requeue(prompt)
 end
 
 -- Queues the prompt of group `id` again unchanged, regardless of the rules for stale groups.

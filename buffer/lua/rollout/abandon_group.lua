@@ -14,7 +14,7 @@ wake('room')
 audit({ARGV[1]}, 'abandoned', 'r', ARGV[2])
 if ARGV[3] ~= 'never' and prompt then
   leave_tombstones({ARGV[1]}, 'abandoned')
-  if ARGV[3] == 'as_stale' then requeue(read_prompt(prompt), true)
+  if ARGV[3] == 'as_stale' then requeue_stale(read_prompt(prompt))
   else rerun(ARGV[1], prompt) end
 end
 return 1

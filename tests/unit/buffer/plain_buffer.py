@@ -151,7 +151,7 @@ class PlainBuffer:
     # Moving ----------------------------------------------------------------------------------
 
     def requeue(self, name: str, is_counted: bool) -> None:
-        if self.settings.on_stale is not OnStale.requeue:
+        if is_counted and self.settings.on_stale is not OnStale.requeue:
             return
         prompt: PromptRef | None = self.groups[name].prompt
         if is_counted and prompt is not None:
@@ -370,10 +370,24 @@ class PlainBuffer:
         return self.batches[step]
 
     def is_held_back(self, version: int) -> bool:
-        return self.settings.on_stale is OnStale.wait and any(
-            self.groups[name].oldest_possible <= version - self.max_staleness
-            for name in self.ids("running")
+        if self.settings.on_stale is not OnStale.wait:
+            return False
+        return any(
+            self.is_crowded(shard, version - self.max_staleness, later)
+            for shard in range(self.settings.shards)
+            for later in range(max(1, self.max_staleness))
         )
+
+    def is_crowded(self, shard: int, brink: int, later: int) -> bool:
+        """Whether `later` further steps could not take all that run and are of these versions."""
+        share, last = self.groups_per_step / self.settings.shards, brink + later
+        running, ready = (
+            [self.groups[n] for n in self.ids(state) if self.shard_of(n) == shard]
+            for state in ("running", "ready")
+        )
+        num_running = sum(group.oldest_possible <= last for group in running)
+        num_ready = sum(self.gate(group) <= last for group in ready)
+        return num_running > later * share and (not later or num_ready < share)
 
     def choose(self, version: int) -> list[str]:
         brink, selector = version - self.max_staleness, self.settings.selector

@@ -156,6 +156,20 @@ async def test_push_that_is_refused_leaves_a_tombstone_only(
     assert await buffer.take_retry() == PromptRef(task="sums", index=7, attempt=attempt)
 
 
+@pytest.mark.parametrize("on_stale", OnStale)
+async def test_prompt_of_a_group_that_a_rollback_undid_runs_again_under_every_policy(
+    checked_buffer: Any, make_group: Any, on_stale: OnStale
+) -> None:
+    buffer = await checked_buffer(max_staleness=9, max_retries=0, on_stale=on_stale)
+    await buffer.publish_version(3)
+    await buffer.push(make_group("ready", 3, index=7))
+    await buffer.reconcile("b", step=1, version=2, resume_version=4)
+    assert await buffer.push(make_group("late", 3, index=8)) is PushResult.abandoned_lineage
+    assert (await buffer.stats()).dropped == {"lineage": 2}
+    assert await buffer.take_retry() == PromptRef(task="sums", index=7)
+    assert await buffer.take_retry() == PromptRef(task="sums", index=8)
+
+
 @pytest.mark.parametrize(
     ("tokens", "bucket"), [(1024, "<=1k"), (1025, "<=4k"), (16384, "<=16k"), (70_000, ">64k")]
 )
@@ -279,6 +293,30 @@ async def test_on_stale_wait_takes_groups_about_to_go_stale_first(
         await buffer.push(make_group(name, version))
     second = "c" if selector is Selector.freshest else "a"
     assert (await _lease(buffer, 1, 1, 2)).group_ids == ("brink", second)
+
+
+async def test_on_stale_wait_leaves_no_more_groups_of_a_version_than_later_steps_can_take(
+    checked_buffer: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=2, on_stale=OnStale.wait, groups_per_step=2)
+    for name in "abcdef":  # as many as the limit allows, all at version 0
+        await buffer.admit(name, 1)
+    for name in "ab":
+        await buffer.push(make_group(name, 0))
+    await _train(buffer, 1, 0, 2)
+    for name in "gh":
+        await buffer.admit(name, 1)
+        await buffer.push(make_group(name, 1))
+    # If this step took g and h, four groups of version 0 would be left for the last one.
+    for name in "cd":
+        with pytest.raises(TimeoutError, match=f"for group {name}, which started at version 0"):
+            await buffer.lease(step=2, version=1, num_groups=2, **STEP)
+        await buffer.push(make_group(name, 0))
+    assert (await _train(buffer, 2, 1, 2)).group_ids == ("c", "d")
+    for name in "ef":
+        await buffer.push(make_group(name, 0))
+    assert (await _train(buffer, 3, 2, 2)).group_ids == ("e", "f")
+    assert (await buffer.stats()).dropped == {}
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -52,6 +52,18 @@ async def test_prompt_of_dead_workers_becomes_a_suspect_and_is_then_quarantined(
     assert await buffer.take_retry() == PROMPT
 
 
+async def test_end_of_a_whole_run_is_no_death_that_counts_against_a_prompt(
+    checked_buffer: Any,
+) -> None:
+    buffer = await checked_buffer()
+    await _begun(buffer, "3-0-a")
+    for number in range(1, 5):  # a long answer may be under way at any number of ends
+        assert await buffer.reclaim(3, counts_as_death=False) == 1
+        again = (await buffer.admit(f"3-{number}-b", 1)).group_id
+        assert await buffer.take_retry(again) == PROMPT
+    assert not await buffer.quarantined_prompts()
+
+
 async def test_abandoned_group_may_leave_the_prompt_that_it_has_begun(checked_buffer: Any) -> None:
     buffer = await checked_buffer(on_stale=OnStale.drop)
     group_id = await _begun(buffer, "0-0-a")
