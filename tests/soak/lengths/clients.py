@@ -70,7 +70,7 @@ class _Parts(build.WorkerParts):
         return super()._make_source(_DrawnLengths(sampler, self.draws), chat)  # type: ignore[arg-type]
 
 
-def run_worker(scene: Scene, redis_url: str, engine: EngineInfo) -> None:
+def run_worker(scene: Scene, redis_url: str) -> None:
     """Until SIGTERM."""
     stragglers.LOOK_EVERY_S /= scene.speed  # as the engine's time
     # A tokenizer of bytes, without the seconds that transformers takes to load one.
@@ -80,16 +80,15 @@ def run_worker(scene: Scene, redis_url: str, engine: EngineInfo) -> None:
         vocab_size=lambda *_, **__: len(Letters()),
         end_tokens=lambda *_, **__: frozenset({Letters.eos_token_id}),
     ):
-        asyncio.run(_run_worker(scene, redis_url, engine))
+        asyncio.run(_run_worker(scene, redis_url))
 
 
-async def _run_worker(scene: Scene, redis_url: str, engine: EngineInfo) -> None:
+async def _run_worker(scene: Scene, redis_url: str) -> None:
     parts = _Parts(scene.rollout(redis_url), 0)
     parts.draws = Draws(scene)
     parts.load_every_s = ASK_EVERY_S / scene.speed
     try:
         await parts.prepare()
-        await parts.connect([engine])
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, parts.worker.stop)
         await parts.worker.run()
     finally:
@@ -179,6 +178,7 @@ async def _run_trainer(scene: Scene, redis_url: str, engine: EngineInfo, channel
         closing.push_async_callback(client.close)
         trainer = Trainer(scene, buffer, state, client)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, trainer.stop)
+        await state.register_engine(engine.name, engine.url)
         await trainer.take_over()
         while not trainer.is_over:
             await trainer.run_step()

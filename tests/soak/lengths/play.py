@@ -90,7 +90,7 @@ class Play:
             trainer = processes.start(log, run_trainer, scene, url, engine, theirs)
             started.append(trainer)
             theirs.close()
-            worker = processes.start(folder / "worker.log", run_worker, scene, url, engine)
+            worker = processes.start(folder / "worker.log", run_worker, scene, url)
             started.append(worker)
             yield worker, trainer, ours
         finally:
