@@ -18,6 +18,17 @@ def buffer_on(redis: BufferRedis, run: str, settings: BufferConfig) -> Buffer:
     return ShardedReplayBuffer(redis, run, settings)
 
 
-async def connect_buffer(url: str, run: str, settings: BufferConfig) -> Buffer:
-    """A buffer with its own connections to `url`. Raises BufferConnectionError."""
-    return buffer_on(await connect(url, tls_ca_file=settings.tls_ca_file), run, settings)
+async def connect_buffer(
+    url: str, run: str, settings: BufferConfig, *, waits: bool = False
+) -> Buffer:
+    """A buffer with its own connections to `url`. Raises BufferConnectionError.
+
+    `waits`: for a server that is down now, at most for `outage_timeout_s`.
+    """
+    redis = await connect(
+        url,
+        tls_ca_file=settings.tls_ca_file,
+        try_for_s=settings.outage_timeout_s,
+        waits=waits,
+    )
+    return buffer_on(redis, run, settings)

@@ -71,9 +71,19 @@ class RunState:
         self._wake = WakeStreams(redis)
 
     @classmethod
-    async def connect(cls, url: str, run: str, settings: BufferConfig) -> RunState:
-        """The run's state with its own connections to `url`. Raises BufferConnectionError."""
-        redis = await connect(url, tls_ca_file=settings.tls_ca_file)
+    async def connect(
+        cls, url: str, run: str, settings: BufferConfig, *, waits: bool = False
+    ) -> RunState:
+        """The run's state with its own connections to `url`. Raises BufferConnectionError.
+
+        `waits`: for a server that is down now, at most for `outage_timeout_s`.
+        """
+        redis = await connect(
+            url,
+            tls_ca_file=settings.tls_ca_file,
+            try_for_s=settings.outage_timeout_s,
+            waits=waits,
+        )
         return cls(redis, run, shards=settings.shards)
 
     # Weights: staged at receivers ------------------------------------------------------------

@@ -197,6 +197,9 @@ class BufferConfig(Section):
     wait_timeout_s: float = field(default=600.0, metadata=SECONDS)
     """Longest that a trainer waits for a batch, a worker for a credit, a push for room, while
     nothing in the run moves: no token is sampled, no group pushed, no step trained."""
+    outage_timeout_s: float = field(default=600.0, metadata=SECONDS)
+    """Longest that the processes of a run wait for a Redis that is down; while it loads its data
+    they wait as long as that takes."""
     remember_s: float = field(default=3600.0, metadata=SECONDS)
     """How long the id of a finished group is kept, to recognize a late retry of its push."""
     audit_length: int = field(default=100_000, metadata=at_least(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from buffer.connect import Buffer, connect_buffer
@@ -42,6 +42,11 @@ class BufferAddress:
     settings: BufferConfig
 
 
+def impatient(settings: BufferConfig) -> BufferConfig:
+    """Those of a command: somebody waits for its answer."""
+    return replace(settings, outage_timeout_s=ANSWER_TIMEOUT_S)
+
+
 @contextmanager
 def buffer_address(run_dir: RunDir, url: str | None = None) -> Iterator[BufferAddress]:
     """The address of the run's buffer; `url` is for a run whose folder does not contain it.
@@ -49,7 +54,7 @@ def buffer_address(run_dir: RunDir, url: str | None = None) -> Iterator[BufferAd
     If a finished run had its own server, one is started on its data for the duration of the block.
     Raises RunDirError if the address is unknown, and ConnectionError for errors of the server.
     """
-    settings = read_config(run_dir.path / "config.yaml").buffer
+    settings = impatient(read_config(run_dir.path / "config.yaml").buffer)
     known = _known_url(run_dir, settings) if url is None else _given_url(url, settings)
     server = None if known is not None else _serve(run_dir, settings)
     try:

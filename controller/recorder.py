@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from buffer.roles import OperatorBuffer
 from buffer.run_state import STREAM_START, RunState
@@ -18,9 +19,13 @@ from controller.metrics.records import (
 )
 from controller.report.state import RunView, buffer_values
 
+T = TypeVar("T")
+
 PANEL_S = 0.5
 SAMPLE_S = 2.0
 SWEEP_S = 5.0
+SILENT_S = 10.0
+"""A longer wait for Redis is reported."""
 
 
 _CONTROLLERS_KINDS = frozenset({"phase", "eval", EVAL_FAILED, "buffer", "redis_restarted", RESUMED})
@@ -41,6 +46,8 @@ class Recorder:
         view: RunView,
         on_record: Callable[[Record], None],
         history: Sequence[Record] = (),
+        *,
+        say: Callable[[str], None] = lambda words: None,
     ) -> None:
         """`on_record` gets the records of the kinds in REPORTED. `history`: what a run that goes on
         has recorded."""
@@ -50,6 +57,7 @@ class Recorder:
         self._show = show
         self._view = view
         self._on_record = on_record
+        self._say = say
         for record in history:
             view.apply(record)
         self._ended_at = history[-1].t if history else None
@@ -96,13 +104,25 @@ class Recorder:
         while True:
             now = time.time()
             if now >= next_sweep:
-                await self._buffer.sweep()
+                await self._named(self._buffer.sweep())
                 next_sweep = now + SWEEP_S
-            values = await self._observe(now)
+            values = await self._named(self._observe(now))
             if now >= next_sample:
                 self._log.append("buffer", values, now)
                 next_sample = now + SAMPLE_S
             await asyncio.sleep(PANEL_S)  # the panel's refresh rate: nothing waits for it
+
+    async def _named(self, question: Coroutine[Any, Any, T]) -> T:
+        """The answer to a question to Redis, of which it is told if it takes long."""
+        began, asking = time.monotonic(), asyncio.create_task(question)
+        try:
+            if not (await asyncio.wait({asking}, timeout=SILENT_S))[0]:
+                self._say(f"Redis has not answered for {SILENT_S:g} s: the run waits for it")
+                await asking
+                self._say(f"Redis answers again, after {time.monotonic() - began:.0f} s")
+            return await asking
+        finally:
+            asking.cancel()
 
     async def sample_once(self) -> None:
         """Write one last line of metrics."""

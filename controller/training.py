@@ -122,7 +122,14 @@ class Training:
         history = read_metrics(self._dir.metrics)
         log = cleanup.enter_context(MetricsLog(self._dir.metrics))
         self._recorder = Recorder(
-            self._buffer, self._state, log, self._panel.show, view, self._react, history
+            self._buffer,
+            self._state,
+            log,
+            self._panel.show,
+            view,
+            self._react,
+            history,
+            say=self._panel.say,
         )
         if self._resumed_step is not None:
             await self._recorder.resume(self._resumed_step)

@@ -85,7 +85,7 @@ class EngineActor:
 
     async def _begin(self) -> EngineLife:
         spec, engine = self._spec, self._engine
-        self._state = await RunState.connect(spec.redis_url, spec.run, spec.buffer)
+        self._state = await RunState.connect(spec.redis_url, spec.run, spec.buffer, waits=True)
         life = EngineLife(engine, config=spec.weight_sync, key=spec.weights_key, state=self._state)
         if not ray.get_runtime_context().was_current_actor_reconstructed:
             await life.start()

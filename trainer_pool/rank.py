@@ -68,9 +68,11 @@ class TrainerRank:
         )
         self._loop = LoopThread("redis")
         self._buffer: TrainerBuffer = self._loop.run(
-            connect_buffer(spec.redis_url, spec.run, spec.buffer)
+            connect_buffer(spec.redis_url, spec.run, spec.buffer, waits=True)
         )
-        self._run_state = self._loop.run(RunState.connect(spec.redis_url, spec.run, spec.buffer))
+        self._run_state = self._loop.run(
+            RunState.connect(spec.redis_url, spec.run, spec.buffer, waits=True)
+        )
         self._weights: CheckpointEngine | None = None
         self._writer = CheckpointWriter(
             CheckpointStore(
@@ -125,7 +127,7 @@ class TrainerRank:
         spec = self._spec
 
         async def open_board() -> VersionBoard:
-            return await RunState.connect(spec.redis_url, spec.run, spec.buffer)
+            return await RunState.connect(spec.redis_url, spec.run, spec.buffer, waits=True)
 
         self._weights = CheckpointEngine(
             self._engine.layout(spec.serving_dtype),

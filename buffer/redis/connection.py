@@ -12,6 +12,7 @@ import contextlib
 import os
 import socket
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ _CONNECTIONS = {
 _UNREACHABLE = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
 _OF_THE_POOL = ("connection_class", "max_connections")
 _CONNECT_TIMEOUT_S = 5.0
+_LOOK_AGAIN_S = 0.5
 _READ_BYTES = 1 << 20  # payloads are large; redis-py's default of 32 KiB halves the rate of GET
 
 # A host that vanished is noticed after 20 + 3 * 10 seconds, also during a blocking command.
@@ -115,21 +117,34 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 async def connect(
-    url: str, *, tls_ca_file: str | None = None, try_for_s: float = TRY_FOR_S
+    url: str,
+    *,
+    tls_ca_file: str | None = None,
+    try_for_s: float = TRY_FOR_S,
+    waits: bool = False,
 ) -> BufferRedis:
     """A client of the server at `url`, or of the whole cluster if that is a node of one.
 
     Commands are retried for `try_for_s` while the server is down, so they must be idempotent: after
     a lost reply a command is applied twice. `tls_ca_file` holds the CA certificates for a rediss://
     server; None means the system's. A client certificate is named in the URL:
-    rediss://...?ssl_certfile=FILE&ssl_keyfile=FILE.
+    rediss://...?ssl_certfile=FILE&ssl_keyfile=FILE. `waits`: also for a server that is down now, as
+    the process of a run does, whose server was there before.
 
     Raises BufferConnectionError if a server cannot be reached, rejects the password, is too old, or
     may evict keys.
     """
     where = address(url)
     options = _options(url, where, tls_ca_file)
-    info = await _check(options, where)
+    deadline = time.monotonic() + (try_for_s if waits else 0.0)
+    while True:
+        try:
+            info = await _check(options, where)
+            break
+        except BufferConnectionError as error:
+            if not isinstance(error.__cause__, _UNREACHABLE) or time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(_LOOK_AGAIN_S)
     if info.get("cluster_enabled", 0):
         return await _connect_cluster(options, where, try_for_s)
     return BufferRedis.of(await _nearest(options, where, info), where, try_for_s)

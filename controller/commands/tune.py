@@ -9,7 +9,7 @@ from operator import attrgetter
 from configs.checks import live_text
 from configs.load import read_config
 from configs.settings import all_settings, setting_named
-from controller.buffer_access import BufferAddress, open_state, opened
+from controller.buffer_access import BufferAddress, impatient, open_state, opened
 from controller.run_dir import RunDir, RunDirError
 
 BY_ITS_ORDER = "the groups that the buffer holds are stored by it"
@@ -35,7 +35,7 @@ def tune(run_dir: RunDir, overrides: Sequence[str]) -> None:
     if url is None or not run_dir.read_record().is_alive:
         raise RunDirError(f"{run_dir.name} is not running, so there is nothing to tune")
     settings = read_config(run_dir.path / "config.yaml").buffer
-    address = BufferAddress(url=url, run=run_dir.name, settings=settings)
+    address = BufferAddress(url=url, run=run_dir.name, settings=impatient(settings))
     asyncio.run(_tune(address, run_dir, overrides, dict.fromkeys(names)))
 
 

@@ -104,7 +104,7 @@ class ReceiverKeeper:
 
     async def _keep(self) -> None:
         spec = self._spec
-        self._connected = await RunState.connect(spec.redis_url, spec.run, spec.buffer)
+        self._connected = await RunState.connect(spec.redis_url, spec.run, spec.buffer, waits=True)
         # Frees the memory of versions staged by runs that were killed or lost this host.
         await asyncio.to_thread(remove_leftovers_of_dead_runs, self._run_dir.parent)
         self._make_folder()

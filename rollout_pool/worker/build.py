@@ -97,9 +97,9 @@ class WorkerParts:
 
     async def _reach_redis(self) -> None:
         spec = self._spec
-        self._buffer = await connect_buffer(spec.redis_url, spec.run, spec.buffer)
+        self._buffer = await connect_buffer(spec.redis_url, spec.run, spec.buffer, waits=True)
         self._closing.push_async_callback(self._buffer.close)
-        self._state = await RunState.connect(spec.redis_url, spec.run, spec.buffer)
+        self._state = await RunState.connect(spec.redis_url, spec.run, spec.buffer, waits=True)
         self._closing.push_async_callback(self._state.close)
 
     async def note_restart(self) -> None:

@@ -256,6 +256,23 @@ async def test_server_that_stays_away_is_named_with_the_fix(server: EmbeddedServ
     await client.aclose()
 
 
+async def test_process_of_a_run_connects_once_its_server_is_back(server: EmbeddedServer) -> None:
+    url = server.url
+    os.kill(server.pid, signal.SIGKILL)
+    server.wait(timeout_s=5)
+    with pytest.raises(BufferConnectionError, match="cannot reach Redis"):
+        await connect(url, try_for_s=60)  # a launch: the address is wrong, probably
+    with pytest.raises(BufferConnectionError, match="cannot reach Redis"):
+        await connect(url, try_for_s=0.3, waits=True)
+    connecting = asyncio.create_task(connect(url, try_for_s=60, waits=True))
+    await asyncio.sleep(0.3)
+    assert not connecting.done()
+    await asyncio.to_thread(server.restart)
+    client = await asyncio.wait_for(connecting, 20)
+    assert await client.set("a", "1")
+    await client.aclose()
+
+
 async def test_server_that_loads_its_data_is_waited_for(start: Start) -> None:
     # 500 keys at a millisecond each, five times the client's patience with a server that does not
     # reply; the first part of the log is a snapshot.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import pytest
 from controller_samples import step_record
 from redis.asyncio import Redis
 from rich.console import Console
@@ -16,6 +18,7 @@ from buffer.connect import connect_buffer
 from buffer.redis.keys import Keys
 from buffer.run_state import RunState
 from configs.schema import BufferConfig
+from controller import recorder as recorder_module
 from controller.metrics.records import MetricsLog, Record, read_metrics
 from controller.recorder import Recorder
 from controller.report.panel import Panel
@@ -60,3 +63,43 @@ async def test_entries_that_no_process_of_ours_writes_are_ignored(
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record.kind for record in records] == ["commit", "step"]
     assert "pause_s" not in records[0].values, "what is no float is null"
+
+
+async def test_redis_that_does_not_answer_is_named_and_so_is_its_return(
+    redis_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "SILENT_S", 0.1)
+    state = await RunState.connect(redis_url, run_name, BufferConfig())
+    buffer = await connect_buffer(redis_url, run_name, BufferConfig())
+    await buffer.open(BufferConfig(), groups_per_step=4)
+    is_back, sampled = asyncio.Event(), asyncio.Event()
+    stats = buffer.stats
+
+    async def stats_once_it_is_back() -> Any:
+        await is_back.wait()
+        sampled.set()
+        return await stats()
+
+    monkeypatch.setattr(buffer, "stats", stats_once_it_is_back)
+    said: list[str] = []
+    view = RunView(run=run_name, num_steps=3, started=0.0)
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        recorder = Recorder(
+            buffer, state, log, lambda _: None, view, lambda _: None, say=said.append
+        )
+        sampling = asyncio.create_task(recorder.sample_buffer())
+        async with asyncio.timeout(10):
+            while not said:
+                await asyncio.sleep(0.01)
+            is_back.set()
+            await sampled.wait()
+            while len(said) < 2:
+                await asyncio.sleep(0.01)
+        sampling.cancel()
+        await asyncio.gather(sampling, return_exceptions=True)
+    assert said == [
+        "Redis has not answered for 0.1 s: the run waits for it",
+        "Redis answers again, after 0 s",
+    ]
+    await buffer.close()
+    await state.close()
