@@ -26,6 +26,7 @@ from controller.recorder import Recorder
 from controller.report.panel import Panel, render
 from controller.report.result import summarize
 from controller.report.state import RunView
+from controller.run import resume
 from controller.run_dir import RunDir, RunDirError
 from controller.signals import StopRequest
 from controller.start.resume import FIXED, find_resumption
@@ -121,6 +122,17 @@ def test_run_is_reopened_by_one_process_when_it_has_ended(run_dir: RunDir) -> No
     assert record.ended is None and record.is_running
     with pytest.raises(RunDirError, match=r"its controller is process .* `make stop RUN=a`"):
         run_dir.reopen()
+
+
+def test_changed_settings_are_kept_once_redis_has_them_too(run_dir: RunDir, config: Config) -> None:
+    config.buffer.url = "redis://user:secret@127.0.0.1:1/0"
+    (run_dir.path / "config.yaml").write_text(to_yaml(config))
+    resumption = find_resumption(run_dir, ["buffer.max_staleness=5"])
+    with pytest.raises(ValueError, match="does not keep its password"):
+        resume(run_dir, resumption, StopRequest(), lambda folder: None)
+    assert run_dir.read_record().state == "failed"
+    again = find_resumption(run_dir, [])  # it would not replace the setting in Redis
+    assert again.config.buffer.max_staleness == config.buffer.max_staleness
 
 
 def resumed_record(step: int, t: float) -> Record:
