@@ -94,7 +94,6 @@ def _see_through(run: Run, announce_folder: Callable[[str], None]) -> None:
     announce_folder(run_dir.run_id)
     state, error = "failed", None
     try:
-        (run_dir.path / "config.yaml").write_text(to_yaml(run.config))
         run.execute()
         state = "finished"
     except Stopped:
@@ -160,6 +159,8 @@ class Run:
     def execute(self) -> None:
         """Run from the first server to the last evaluation; ends all that it started."""
         os.environ[RUN_VARIABLE] = self.dir.run_id
+        if self._resumption is None:
+            self._write_config()
         with contextlib.ExitStack() as cleanup, self.panel:
             cleanup.callback(self._leave_nothing)
             pools = self._start_up(cleanup)
@@ -175,6 +176,9 @@ class Run:
                 stop=self.stop,
             )
             asyncio.run(training.run())
+
+    def _write_config(self) -> None:
+        (self.dir.path / "config.yaml").write_text(to_yaml(self.config))
 
     @property
     def _address(self) -> BufferAddress:
@@ -227,6 +231,9 @@ class Run:
                 self._redis_url = with_password(buffer.url, buffer.password_file)
                 say("the server of buffer.url")
             is_known = asyncio.run(self._open_buffer())
+            # Of a run that goes on not before: after a failed start the next one would not see
+            # that a setting was changed, and leave the old one in Redis.
+            self._write_config()
             if self._resumption is not None and not is_known:
                 num_lost = len(self._resumption.state.untrained_prompts)
                 say(f"it has lost the run; {format_number_of(num_lost, 'prompt')} run again")
@@ -322,7 +329,7 @@ class Run:
         plan = make_plan(config, num_gpus, os.cpu_count() or 1, gpu_memory(config))
         self.config = config = plan.config
         self._is_gpu_shared = plan.devices.is_shared
-        (self.dir.path / "config.yaml").write_text(to_yaml(config))
+        self._write_config()
         cluster.check_cpus(num_cpus_needed(config))
         cluster.check_engine(plan.devices.engine_gpus)
         rank: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.devices.rank_gpus}

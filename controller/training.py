@@ -178,16 +178,21 @@ class Training:
 
     async def _restart_trainer(self, death: RunFailed) -> None:
         """Raises `death` if there is no checkpoint."""
-        found = CheckpointStore(self._dir.path / "checkpoints").latest()
-        if found is None:
+        store = CheckpointStore(self._dir.path / "checkpoints")
+        if store.latest() is None:
             raise death
-        folder, state = found
-        self._panel.say(f"{str(death).partition(';')[0]}: the ranks go on from step {state.step}")
         await self._enter_phase("restarting the trainer")
         self._training = {}
-        _cancel(self._trainer_deaths)
         # The others may hang in a collective.
         await asyncio.to_thread(self._pools.trainer.close, 0.0)
+        await asyncio.wait(self._trainer_deaths, timeout=DEATH_GRACE_S)
+        _cancel(self._trainer_deaths)
+        # Only now: until its end rank 0 may have completed a checkpoint, and acknowledged groups
+        # that an earlier one does not contain.
+        found = store.latest()
+        assert found is not None
+        folder, state = found
+        self._panel.say(f"{str(death).partition(';')[0]}: the ranks go on from step {state.step}")
         pool = self._pools.trainer = self._pools.new_trainer(folder)
         self._trainer_deaths = self._watch(pool.deaths())
         async with asyncio.timeout(self._config.cluster.start_timeout_s):

@@ -424,9 +424,10 @@ class GenerateCalls(ABC):
                 self._report_arrival(request, is_over=reason is not None)
         if reason is not None:
             del pending[meta["id"]]
-            self._count(request, meta)
+            # Before the counts: if they cannot be read, nothing else would end it.
             request.end()
             request.over.set()
+            self._count(request, meta)
 
     def _report_arrival(self, request: _Request, *, is_over: bool) -> None:
         if request.on_arrival is None:

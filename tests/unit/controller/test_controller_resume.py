@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
 from controller_samples import buffer_record, eval_record, record_all, step_record
+from ray.exceptions import RayActorError
 from rich.console import Console
 
 from buffer.connect import connect_buffer
@@ -16,14 +20,21 @@ from buffer.run_state import RunState
 from buffer.types import PromptRef
 from configs.load import ConfigError, load_config, to_yaml
 from configs.schema import BufferConfig, Config
+from controller.buffer_access import BufferAddress, opened
 from controller.metrics.records import RESUMED, MetricsLog, Record, read_metrics
 from controller.recorder import Recorder
 from controller.report.panel import Panel, render
 from controller.report.result import summarize
 from controller.report.state import RunView
+from controller.run import resume
 from controller.run_dir import RunDir, RunDirError
+from controller.signals import StopRequest
 from controller.start.resume import FIXED, find_resumption
+from controller.training import Pools, Training
+from rollout_pool.pool import RolloutPool
+from trainer_pool.pool import TrainerPool
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState, read_state
+from trainer_pool.types import TrainReport
 
 
 @pytest.fixture
@@ -111,6 +122,17 @@ def test_run_is_reopened_by_one_process_when_it_has_ended(run_dir: RunDir) -> No
     assert record.ended is None and record.is_running
     with pytest.raises(RunDirError, match=r"its controller is process .* `make stop RUN=a`"):
         run_dir.reopen()
+
+
+def test_changed_settings_are_kept_once_redis_has_them_too(run_dir: RunDir, config: Config) -> None:
+    config.buffer.url = "redis://user:secret@127.0.0.1:1/0"
+    (run_dir.path / "config.yaml").write_text(to_yaml(config))
+    resumption = find_resumption(run_dir, ["buffer.max_staleness=5"])
+    with pytest.raises(ValueError, match="does not keep its password"):
+        resume(run_dir, resumption, StopRequest(), lambda folder: None)
+    assert run_dir.read_record().state == "failed"
+    again = find_resumption(run_dir, [])  # it would not replace the setting in Redis
+    assert again.config.buffer.max_staleness == config.buffer.max_staleness
 
 
 def resumed_record(step: int, t: float) -> Record:
@@ -209,3 +231,98 @@ def test_checkpoint_that_fails_is_told_until_one_succeeds() -> None:
     assert "There is no checkpoint of step 4, which does not stop the run: trainer-1" in text
     view.apply(Record(t=2.0, kind="checkpoint", values=values))
     assert view.checkpoint_failure is None
+
+
+class Result(Future[Any]):
+    """A result of another process, which some other thread or nobody sets."""
+
+    def future(self) -> Future[Any]:
+        return self
+
+
+class Ranks:
+    """A trainer of one rank that lives until it is closed."""
+
+    def __init__(self, result: TrainReport | None = None, while_closing: Any = None) -> None:
+        self.training, self.death = Result(), Result()
+        if result is None:
+            self.training.set_exception(RayActorError())
+            self.death.set_exception(RayActorError())
+        else:
+            self.training.set_result(result)
+        self._while_closing = while_closing
+
+    def deaths(self) -> dict[str, Result]:
+        return {"trainer-0": self.death}
+
+    def train(self) -> dict[str, Result]:
+        return {"trainer-0": self.training}
+
+    def close(self, timeout_s: float) -> None:
+        self._while_closing()
+
+    def open_rendezvous(self) -> dict[str, Result]:
+        opened = Result()
+        opened.set_result(("127.0.0.1", 1))
+        return {"trainer-0": opened}
+
+    def start(self, *_: Any) -> dict[str, Result]:
+        return {}
+
+    connect = publish_initial = stop = start
+
+
+class NoEngines:
+    """A rollout pool in which nothing happens."""
+
+    def deaths(self) -> dict[str, Result]:
+        return {"engine-0": Result()}
+
+    def run(self) -> dict[str, Result]:
+        return {}
+
+    stop = run
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("there is no engine")
+
+
+async def test_restarted_ranks_go_on_from_a_checkpoint_that_the_old_ones_completed_at_their_end(
+    run_dir: RunDir, config: Config, redis_url: str, run_name: str
+) -> None:
+    store = CheckpointStore(run_dir.path / "checkpoints")
+    latest = store.latest()
+    assert latest is not None
+
+    def complete_another() -> None:
+        store.begin(7)  # and its groups are acknowledged: the one before does not contain them
+        store.commit(replace(latest[1], step=7))
+
+    report = TrainReport(num_steps=8, version=9, was_stopped=False, export_dir="", seconds=1.0)
+    resumed_from = list[Path]()
+
+    def new_trainer(folder: Path) -> Ranks:
+        resumed_from.append(folder)
+        return Ranks(report)
+
+    pools = Pools(
+        trainer=cast("TrainerPool", Ranks(while_closing=complete_another)),
+        new_trainer=cast("Callable[[Path], TrainerPool]", new_trainer),
+        rollout=cast("RolloutPool", NoEngines()),
+    )
+    address = BufferAddress(url=redis_url, run=run_name, settings=config.buffer)
+    async with opened(address) as buffer:
+        await buffer.open(config.buffer, config.trainer.groups_per_step)
+    training = Training(
+        config=config,
+        run_dir=run_dir,
+        pools=pools,
+        address=address,
+        server=None,
+        panel=Panel(enabled=False),
+        started=0.0,
+        stop=StopRequest(),
+        resumed_step=6,
+    )
+    await training.run()
+    assert resumed_from == [run_dir.path / "checkpoints" / "step-000007"]

@@ -233,6 +233,14 @@ async def test_broken_answer_is_an_error_and_earlier_tokens_are_kept(
     assert len(sample.output_ids) == num_kept and sample.finish_reason is None
 
 
+async def test_sample_whose_counts_cannot_be_read_ends_nevertheless(fake, client, make_reply):
+    fake.reply = lambda rid: make_reply(num_retractions=None)
+    sample = make_sample()
+    async with asyncio.timeout(5):
+        assert await ask(client, sample) is sample
+    assert sample.finish_reason == "stop" and len(sample.output_ids) == 3
+
+
 async def test_refused_call_is_an_error_with_the_engines_words(fake, client):
     fake.status = 503
     error = await ask(client, make_sample())
