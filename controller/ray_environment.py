@@ -47,6 +47,8 @@ def prepare_environment(cluster: ClusterConfig) -> None:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if is_local:
         os.environ[AUTH_MODE] = "token"
+        # Processes for each of the nominal CPUs, of which none would fit our actors' environments.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     else:
         os.environ.setdefault(AUTH_MODE, "token")
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")

@@ -38,6 +38,7 @@ def test_local_ray_requires_a_token_and_outlasts_redis_clients() -> None:
     local = prepared({}, RAY_AUTH_MODE="disabled")
     assert local["RAY_AUTH_MODE"] == "token"
     assert local["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    assert local["RAY_prestart_worker_first_driver"] == "0"
     period_s = int(local["RAY_health_check_period_ms"]) / 1000
     assert period_s * int(local["RAY_health_check_failure_threshold"]) >= 2 * 60
 
