@@ -230,7 +230,11 @@ async def test_each_role_can_do_its_work(
         stopped.group_id, "stale", Rerun.as_stale, PromptRef(task="sums", index=1)
     )
     assert await rollout.take_retry() is not None
-    for name, end in (("9-lost", rollout.reclaim(9)), ("9-failed", None)):
+    for name, end in (
+        ("9-lost", rollout.reclaim(9)),
+        ("9-of-the-run-before", controller.reclaim(9, counts_as_death=False)),
+        ("9-failed", None),
+    ):
         credit = await rollout.admit(name, 5)
         assert await rollout.begin(credit.group_id, PromptRef(task="sums", index=2), 0, 5)
         if end is None:

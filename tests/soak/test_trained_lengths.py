@@ -54,6 +54,7 @@ POLICIES = [
     if _is_legal(leash, on_stale, tail)
 ]
 POLICIES += [
+    Policy(max_staleness=2),
     Policy(max_staleness=4, tail=INTERRUPT, keep_partial=False),
     Policy(max_staleness=4, on_stale=OnStale.wait, tail=INTERRUPT, keep_partial=False),
     Policy(max_staleness=4, tail=POSTPONE, keep_partial=False),

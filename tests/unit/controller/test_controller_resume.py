@@ -272,16 +272,20 @@ class Ranks:
     connect = publish_initial = stop = start
 
 
-class NoEngines:
+class IdleEngine:
     """A rollout pool in which nothing happens."""
 
-    def deaths(self) -> dict[str, Result]:
-        return {"engine-0": Result()}
+    engine_names = ("engine-0",)
+
+    def given_up(self, engine: str) -> Result:
+        return Result()
+
+    lost = given_up
 
     def run(self) -> dict[str, Result]:
         return {}
 
-    stop = run
+    stop = worker_deaths = receivers_given_up = run
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("there is no engine")
@@ -308,7 +312,7 @@ async def test_restarted_ranks_go_on_from_a_checkpoint_that_the_old_ones_complet
     pools = Pools(
         trainer=cast("TrainerPool", Ranks(while_closing=complete_another)),
         new_trainer=cast("Callable[[Path], TrainerPool]", new_trainer),
-        rollout=cast("RolloutPool", NoEngines()),
+        rollout=cast("RolloutPool", IdleEngine()),
     )
     address = BufferAddress(url=redis_url, run=run_name, settings=config.buffer)
     async with opened(address) as buffer:
