@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 import redis
@@ -211,8 +212,8 @@ def trained_in_the_surviving_lineage(events: Sequence[Event]) -> dict[int, list[
 @dataclass(kw_only=True, slots=True)
 class Chaos:
     run: Path
-    process: subprocess.Popen[str]
-    go_on: Callable[[], subprocess.Popen[str]]
+    process: subprocess.Popen[Any]
+    go_on: Callable[[], subprocess.Popen[Any]]
     """Resumes the run after its controller was killed."""
     output: Callable[[], str]
     observer: Observer
