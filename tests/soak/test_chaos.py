@@ -87,7 +87,8 @@ def test_run_survives_every_kind_of_fault_and_learns_the_same(tmp_path: Path) ->
         for blow in schedule(dice, blows, NUM_FAULTS):
             chaos.pause()
             chaos.strike(blow)
-            print(f"{chaos.struck[-1]}; {chaos.struck[-1].lost_s:.1f} s lost", flush=True)
+            last = chaos.struck[-1]
+            print(f"{last}; {last.num_steps} steps in {last.took_s:.1f} s", flush=True)
         chaos.process.wait()
         chaos.observer.end()
         print(chaos.table())
