@@ -26,9 +26,10 @@ import psutil
 import pytest
 from crash.size import size
 from rollouts import slow_reward
+from rollouts.chaos import BLOWS, Chaos, Fault, Observer, schedule
 from rollouts.ledger import Ledger
 from rollouts.picture import Event, Picture
-from rollouts.play import LOOK_EVERY_S, START_S, play
+from rollouts.play import LOOK_EVERY_S, START_S, Play, play
 from rollouts.victims import OF_THE_ROLLOUT_POOL, trainer_ranks
 
 from controller.metrics.records import Record, read_metrics, series
@@ -49,6 +50,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]  # every wait of a play 
 
 NUM_KILLS = size("ROLLOUT_KILLS", 1)
 SEED = size("SEED", random.randrange(1 << 30))
+NUM_FREEZES = size("ROLLOUT_FREEZES", 3)
+FREEZE_S = 3.0
 GROUP_SIZE = 4
 QUIET_STEPS = 4
 SERVERS = ("redis-server", "valkey-server")
@@ -89,6 +92,7 @@ def test_killed_members_under_load_lose_no_prompt_and_shrink_no_group(tmp_path: 
         assert listens_beyond_loopback(tmp_path) == []
         assert "run" in command_on(tmp_path, "status")
         the_play.train_steps(QUIET_STEPS)
+        freeze_some(the_play)
         picture = the_play.look()
         # The step that the stop waits for consumes groups whose payloads no later look can read.
         consumed = set(the_play.ledger.consumed_ms)
@@ -162,6 +166,28 @@ def goes_on_to_its_end(runs: Path, before: list[Record]) -> None:
     # The engines have the trainer's weights: seen at tokens of the version that a step trains, if
     # any were sampled so late.
     assert max(series(after, "logprob_diff_max"), default=0.0) <= 1e-4
+
+
+def freeze_some(the_play: Play) -> None:
+    """The short form of test_chaos.py: processes stand still for a moment, which restarts none."""
+    observer = Observer(the_play.run)
+    chaos = Chaos(
+        run=the_play.run,
+        process=the_play.process,
+        go_on=lambda: the_play.process,  # the controller is not killed
+        output=the_play.kill_log,
+        observer=observer,
+        dice=the_play.dice,
+        freeze_s=FREEZE_S,
+    )
+    observer.start()
+    freezes = [blow for blow in BLOWS if blow.fault is Fault.freeze]
+    for blow in schedule(the_play.dice, freezes, NUM_FREEZES):
+        chaos.strike(blow)
+    observer.end()
+    print(chaos.table())
+    assert len(chaos.struck) == NUM_FREEZES and all(one.witness for one in chaos.struck)
+    assert observer.num_looks >= NUM_FREEZES and not observer.faults
 
 
 def wait_for_step(run: Path, process: subprocess.Popen[str], step: int) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 import redis
@@ -97,9 +98,14 @@ class Struck:
     step: int
     """The last one before it."""
     witness: str = ""
-    over: float | None = None
-    """When so many steps had been trained after it."""
-    lost_s: float = 0.0
+    took_s: float = 0.0
+    """From the last step before it to the last of those that show that training goes on."""
+    num_steps: int = 0
+    """By which training advanced meanwhile."""
+
+    def lost_s(self, usual_s: float) -> float:
+        """Beyond the usual time of those steps."""
+        return self.took_s - self.num_steps * usual_s
 
     def __str__(self) -> str:
         return f"{self.blow} at step {self.step}: {self.witness or 'NO WITNESS'}"
@@ -213,8 +219,8 @@ def trained_in_the_surviving_lineage(events: Sequence[Event]) -> dict[int, list[
 @dataclass(kw_only=True, slots=True)
 class Chaos:
     run: Path
-    process: subprocess.Popen[str]
-    go_on: Callable[[], subprocess.Popen[str]]
+    process: subprocess.Popen[Any]
+    go_on: Callable[[], subprocess.Popen[Any]]
     """Resumes the run after its controller was killed."""
     output: Callable[[], str]
     observer: Observer
@@ -239,12 +245,8 @@ class Chaos:
         self.wait(lambda: len(self._since(ended)) >= NEW_STEPS, f"{NEW_STEPS} steps after {blow}")
         self.wait(lambda: self.observer.looked_at > ended, f"a look at the buffer after {blow}")
         last = self._since(ended)[NEW_STEPS - 1]
-        struck.over = last.t
-        struck.lost_s = (
-            last.t
-            - before[-1].t
-            - self._usual_s() * (last.count("step") - before[-1].count("step"))
-        )
+        struck.took_s = last.t - before[-1].t
+        struck.num_steps = last.count("step") - before[-1].count("step")
 
     def pause(self) -> None:
         until = time.monotonic() + self.dice.uniform(*GAP_S)
@@ -366,7 +368,8 @@ class Chaos:
     def _since(self, moment: float) -> list[Record]:
         return [step for step in self.steps() if step.t > moment]
 
-    def _usual_s(self) -> float:
+    def usual_s(self) -> float:
+        """The median time of a step so far."""
         times = [step.t for step in self.steps()]
         return statistics.median(b - a for a, b in pairwise(times))
 
@@ -387,10 +390,11 @@ class Chaos:
 
     def table(self) -> str:
         """Seconds lost by kind of fault, beyond those of the steps that were trained meanwhile."""
-        by_blow = defaultdict[str, list[float]](list)
+        by_blow, usual_s = defaultdict[str, list[float]](list), self.usual_s()
         for one in self.struck:
-            by_blow[str(one.blow)].append(one.lost_s)
-        lines = ["| fault | number | s lost, median | most |", "|---|---|---|---|"]
+            by_blow[str(one.blow)].append(one.lost_s(usual_s))
+        lines = [f"A step took {usual_s:.2f} s (median).", ""]
+        lines += ["| fault | number | s lost, median | most |", "|---|---:|---:|---:|"]
         for name, lost in sorted(by_blow.items()):
             median, most = statistics.median(lost), max(lost)
             lines.append(f"| {name} | {len(lost)} | {median:.1f} | {most:.1f} |")
