@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from buffer.redis.address import MASK, PASSWORD_VARIABLE, with_password
+from buffer.redis.scripts import RunNotOpenError
 from buffer.redis.server import EmbeddedServer
 from buffer.results import TaskProgress
 from configs.checks import with_live
@@ -244,6 +245,14 @@ class Run:
         config, resumption = self.config, self._resumption
         overridden = resumption.overridden if resumption else ()
         async with opened(self._address) as buffer:
+            if resumption is None:
+                # Even if it has pushed nothing: it may be starting, and its settings would hold.
+                with contextlib.suppress(RunNotOpenError):
+                    await buffer.stats()
+                    raise ValueError(
+                        f"run.name={self.dir.name!r}: the Redis of buffer.url already holds a run "
+                        "of this name; choose another run.name"
+                    )
             await buffer.open(
                 config.buffer,
                 config.trainer.groups_per_step,
@@ -262,11 +271,6 @@ class Run:
                     await buffer.reclaim(worker, counts_as_death=False)
         if resumption is not None:
             await self._take_over()
-        elif is_known:
-            raise ValueError(
-                f"run.name={self.dir.name!r}: the Redis of buffer.url already holds a run of "
-                "this name; choose another run.name"
-            )
         return is_known
 
     async def _take_over(self) -> None:

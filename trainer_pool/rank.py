@@ -110,7 +110,9 @@ class TrainerRank:
             if reader.layout.num_ranks == self._ranks.num_ranks:
                 restore_rng(folder, self._ranks.rank)
         self._step = self._saved_step = state.step
-        newest = max(self._loop.run(self._run_state.trainer_version()), self._spec.newest_version)
+        # Of all shards: a trainer that died while it published has told only some of them.
+        known = self._loop.run(self._buffer.stats()).trainer_version
+        newest = max(known, self._spec.newest_version)
         # A number that has named other weights since is never used again.
         self._version = state.version if state.version >= newest else newest + 1
 

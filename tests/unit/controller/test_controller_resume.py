@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -26,7 +27,7 @@ from controller.recorder import Recorder
 from controller.report.panel import Panel, render
 from controller.report.result import summarize
 from controller.report.state import RunView
-from controller.run import resume
+from controller.run import launch, resume
 from controller.run_dir import RunDir, RunDirError
 from controller.signals import StopRequest
 from controller.start.resume import FIXED, find_resumption
@@ -133,6 +134,25 @@ def test_changed_settings_are_kept_once_redis_has_them_too(run_dir: RunDir, conf
     assert run_dir.read_record().state == "failed"
     again = find_resumption(run_dir, [])  # it would not replace the setting in Redis
     assert again.config.buffer.max_staleness == config.buffer.max_staleness
+
+
+async def open_run(url: str, run: str) -> None:
+    buffer = await connect_buffer(url, run, BufferConfig())
+    await buffer.open(BufferConfig(max_staleness=7), groups_per_step=4)
+    await buffer.close()
+
+
+def test_launch_refuses_a_redis_with_settings_of_a_run_that_has_pushed_nothing(
+    config: Config, redis_url: str, run_name: str
+) -> None:
+    asyncio.run(open_run(redis_url, run_name))  # and lives, or has failed: its settings would hold
+    config.run.name, config.buffer.url = run_name, redis_url
+    config.cluster.host, config.cluster.ray_address = (
+        "127.0.0.1",
+        "127.0.0.1:1",
+    )  # to get no further
+    with pytest.raises(ValueError, match="already holds a run of this name"):
+        launch(config, StopRequest(), lambda folder: None)
 
 
 def resumed_record(step: int, t: float) -> Record:

@@ -20,6 +20,7 @@ from trainer_pool.types import TrainerSpec
 from weight_sync.receiver.client import ReceiverClient
 
 RUN, LOOP_STEPS, GROUPS_PER_STEP, MAX_STALENESS = "trainer-rank-test", 3, 4, 1
+SHARDS = 2
 TIMEOUT_S = 120.0
 WEIGHTS_KEY = "a-key"
 
@@ -35,7 +36,7 @@ def loop_spec(folder: Path, redis_url: str) -> TrainerSpec:
             warm_start=WarmStartConfig(num_steps=2, batch_size=4),
         ),
         weight_sync=WeightSyncConfig(bucket_bytes=20_000, timeout_s=60),
-        buffer=BufferConfig(max_staleness=MAX_STALENESS, wait_timeout_s=60),
+        buffer=BufferConfig(max_staleness=MAX_STALENESS, wait_timeout_s=60, shards=SHARDS),
         model_path=str(folder / "model"),
         trust_remote_code=False,
         redis_url=redis_url,
@@ -60,7 +61,7 @@ class FollowingEngine:
 
     async def _start(self, redis_url: str, client: ReceiverClient) -> asyncio.Task[None]:
         self._client = ReceiverClient(client.name, client.url, WEIGHTS_KEY)
-        self._run_state = await RunState.connect(redis_url, RUN, BufferConfig())
+        self._run_state = await RunState.connect(redis_url, RUN, BufferConfig(shards=SHARDS))
         await self._run_state.register_receiver(client.name, client.url)
         return asyncio.create_task(self._follow())
 
@@ -107,7 +108,8 @@ class MadeUpRollouts:
 
     def __init__(self, url: str, name: str = "group") -> None:
         self._name = name
-        self._buffer = BlockingReplayBuffer(url, RUN, BufferConfig(lease_timeout_s=60))
+        settings = BufferConfig(lease_timeout_s=60, shards=SHARDS)
+        self._buffer = BlockingReplayBuffer(url, RUN, settings)
         self._thread = threading.Thread(target=self._push_groups)
         self._thread.start()
 
@@ -115,9 +117,8 @@ class MadeUpRollouts:
         random = np.random.default_rng(3)
         try:
             for i in range(10**6):
-                group_id = f"{self._name}-{i}"
-                version = self._buffer.admit(group_id, TIMEOUT_S).version
-                self._buffer.push(make_group(random, group_id, version))
+                admission = self._buffer.admit(f"{self._name}-{i}", TIMEOUT_S)
+                self._buffer.push(make_group(random, admission.group_id, admission.version))
         except BufferClosedError:
             pass
 

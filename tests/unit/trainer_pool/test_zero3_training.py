@@ -5,6 +5,7 @@ Then the loop of two ranks, with a real buffer and receiver and made-up rollouts
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -36,11 +37,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from buffer.loop_thread import LoopThread
+from buffer.redis.connection import connect
+from buffer.replay_buffer import ReplayBuffer
 from buffer.results import BufferStats
 from buffer.run_state import STREAM_START
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from buffer.wire.codec import encode_group
-from configs.schema import ScratchModelConfig
+from configs.schema import BufferConfig, ScratchModelConfig
 from tests.support.blocking import BlockingReplayBuffer, BlockingRunState
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.state.checkpoint import CheckpointStore
@@ -567,12 +570,23 @@ def test_warm_start_of_both_ranks_lowers_the_loss(loop: LoopOutcome) -> None:
     assert first["num_steps"] == 2
 
 
+def publish_to_one_shard(redis_url: str, settings: BufferConfig, version: int) -> None:
+    async def publish() -> None:
+        shard = ReplayBuffer(await connect(redis_url), RUN, settings, shard=1)
+        await shard.publish_version(version)
+        await shard.close()
+
+    asyncio.run(publish())
+
+
 @pytest.fixture(scope="module")
 def loop_again(
     ranks: Ranks, loop: LoopOutcome, receiver: Receiver, redis_url: str
 ) -> Iterator[LoopOutcome]:
-    """The same run, resumed from its last checkpoint but one: its last step was undone."""
+    """The same run, resumed from its last checkpoint but one: its last step was undone. Its trainer
+    was killed while it published a version, of which only one shard knows."""
     settings = loop_spec(loop.run_dir.parent, redis_url).buffer
+    publish_to_one_shard(redis_url, settings, loop.num_steps + 1)
     buffer = BlockingReplayBuffer(redis_url, RUN, settings)
     run_state = BlockingRunState(redis_url, RUN, settings)
     engine = FollowingEngine(redis_url, receiver.client)
@@ -598,7 +612,7 @@ def loop_again(
 def test_resumed_ranks_count_steps_on_and_give_old_weights_a_new_version(
     loop: LoopOutcome, loop_again: LoopOutcome
 ) -> None:
-    undone = loop.num_steps  # its version is gone: the same number may not name other weights
+    undone = loop.num_steps + 1  # published and gone: the number may not name other weights
     assert [rank["initial"]["version"] for rank in loop_again.ranks] == [undone + 1] * 2
     first, *_, last = loop_again.records
     assert first["step"] == loop.num_steps - (loop.num_steps % 2 or 2) + 1
