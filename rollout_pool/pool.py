@@ -55,7 +55,22 @@ STOP_TIMEOUT_S = 60.0
 """Longest wait for a worker's `run` to end."""
 
 
-class EngineActor:
+class _Placed:
+    """An actor that Ray starts again when its process dies, on another node if it must."""
+
+    async def node(self) -> str:
+        """Id of the node where it runs."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def wait_lost(self) -> None:
+        """Never returns; Ray raises at the reference when this process has died."""
+        await asyncio.Event().wait()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+class EngineActor(_Placed):
     """One engine in a process of its own. Every method is a coroutine; none blocks the others.
 
     When its process dies, Ray starts it again, on another node if it must, and repeats the calls
@@ -90,6 +105,7 @@ class EngineActor:
         if not ray.get_runtime_context().was_current_actor_reconstructed:
             await life.start()
             return life
+        await self._state.forget_engine(engine.spec.name)
         with contextlib.suppress(OSError):  # another host has the list then
             await asyncio.to_thread(remove_listed, engine.spec.leftovers_path)
         life.start_again("lost its process")
@@ -101,17 +117,9 @@ class EngineActor:
         if self._error is not None:
             raise self._error
 
-    async def node(self) -> str:
-        """Id of the node where it runs."""
-        return str(ray.get_runtime_context().get_node_id())
-
     async def gpu_ids(self) -> list[str]:
         """The GPUs that Ray gave this engine, as CUDA_VISIBLE_DEVICES names them."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
-
-    async def wait_lost(self) -> None:
-        """Never returns; Ray raises at the reference when this process has died."""
-        await asyncio.Event().wait()
 
     async def hold(self, version: int, wait_s: float, limit_s: float) -> bool:
         return self._life is not None and await self._life.hold(version, wait_s, limit_s)
@@ -130,9 +138,6 @@ class EngineActor:
             await self._life.stop(timeout_s)
         if self._state is not None:
             await self._state.close()
-
-    async def pid(self) -> int:
-        return os.getpid()
 
 
 class ReceiverActor(ReceiverKeeper):
@@ -153,7 +158,7 @@ class ReceiverActor(ReceiverKeeper):
         return os.getpid()
 
 
-class WorkerActor:
+class WorkerActor(_Placed):
     """One rollout worker in a process of its own.
 
     When its process dies, Ray restarts the actor and repeats the calls that were not answered. The
@@ -215,9 +220,6 @@ class WorkerActor:
     async def close(self) -> None:
         await self._parts.close()
         self._is_closed.set()
-
-    async def pid(self) -> int:
-        return os.getpid()
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -322,7 +324,27 @@ class RolloutPool:
         """Resolve, or raise RayActorError, when a worker's process is gone for good."""
         return {worker.name: worker.handle.wait_dead.remote() for worker in self._workers}
 
+    def lost(self, name: str) -> Pending[None]:
+        """Raises RayActorError when the process of an engine or a worker dies; Ray may start it
+        again."""
+        lost: Pending[None] = _once(self._handle(name).wait_lost).remote()
+        return lost
+
+    def node(self, name: str) -> Pending[str]:
+        """Id of the node of an engine or a worker, once Ray has placed it."""
+        node: Pending[str] = self._handle(name).node.remote()
+        return node
+
+    def _handle(self, name: str) -> Any:
+        if name in self._engines:
+            return self._engines[name].member.handle
+        return next(worker.handle for worker in self._workers if worker.name == name)
+
     # Engines --------------------------------------------------------------------------------------
+
+    @property
+    def worker_names(self) -> list[str]:
+        return [worker.name for worker in self._workers]
 
     @property
     def engine_names(self) -> list[str]:
@@ -353,16 +375,6 @@ class RolloutPool:
         """Resolves, or raises RayActorError, when an engine is gone for good."""
         return self._engines[engine].keeping
 
-    def lost(self, engine: str) -> Pending[None]:
-        """Raises RayActorError when the engine's process dies; Ray may start it again."""
-        lost: Pending[None] = _once(self._handle(engine).wait_lost).remote()
-        return lost
-
-    def node(self, engine: str) -> Pending[str]:
-        """Id of the engine's node, once Ray has placed it."""
-        node: Pending[str] = self._handle(engine).node.remote()
-        return node
-
     def leave(self, engine: str, drain_s: float) -> Pending[None]:
         """Ends once the engine serves no request any more; `remove_engine` then."""
         left: Pending[None] = self._handle(engine).leave.remote(drain_s)
@@ -382,9 +394,6 @@ class RolloutPool:
     def release(self, engine: str) -> Pending[None]:
         released: Pending[None] = _once(self._handle(engine).release).remote()
         return released
-
-    def _handle(self, engine: str) -> Any:
-        return self._engines[engine].member.handle
 
     # Receivers ------------------------------------------------------------------------------------
 

@@ -70,6 +70,8 @@ class Fleet:
         try:
             for engine in self._pool.engine_names:
                 self._keeping[engine] = self._spawn(self._keep(engine))
+            for worker in self._pool.worker_names:
+                self._spawn(self._watch_worker(worker))
             self._watch_receivers()
             self._spawn(self._follow_setting())
             return await self._end
@@ -112,27 +114,45 @@ class Fleet:
 
     async def _watch_process(self, engine: str) -> None:
         while True:
-            try:
-                await value(self._pool.lost(engine))
-            except RayActorError as error:
-                node = lost_node(str(error))
-            why = "lost its process" if node is None else f"is lost with its node {node}"
+            why = await self._loss_of(engine)
             await self._state.forget_engine(engine)
             await self._note("engine_lost", engine, why)
-            self._say(f"{engine} {why}; Ray starts it again")
             try:
                 await self._settle(engine)
             except RayActorError:
                 return  # for good, as `_keep` learns
 
-    async def _settle(self, engine: str) -> None:
-        """Waits for the engine's place, and for a receiver to be beside it."""
-        placing = asyncio.ensure_future(value(self._pool.node(engine)))
+    async def _loss_of(self, name: str) -> str:
+        """Waits until the process of an engine or a worker is lost; returns how, in words."""
+        try:
+            await value(self._pool.lost(name))
+        except RayActorError as error:
+            node = lost_node(str(error))
+        why = "lost its process" if node is None else f"is lost with its node {node}"
+        self._say(f"{name} {why}; Ray starts it again")
+        return why
+
+    async def _place_of(self, name: str) -> str:
+        """The node of an engine or a worker, once Ray has placed it."""
+        placing = asyncio.ensure_future(value(self._pool.node(name)))
         done, _ = await asyncio.wait({placing}, timeout=ROOM_S)
         if not done:
-            self._say(f"{engine} waits: Ray has found no room for it so far")
-        self._pool.receiver_for(engine, await placing)
+            self._say(f"{name} waits: Ray has found no room for it so far")
+        return await placing
+
+    async def _settle(self, engine: str) -> None:
+        """Waits for the engine's place, and for a receiver to be beside it."""
+        self._pool.receiver_for(engine, await self._place_of(engine))
         self._watch_receivers()
+
+    async def _watch_worker(self, worker: str) -> None:
+        """Only tells: a worker that is not started again ends the run by its own watch."""
+        while True:
+            await self._loss_of(worker)
+            try:
+                await self._place_of(worker)
+            except RayActorError:
+                return
 
     # More and fewer engines -----------------------------------------------------------------------
 

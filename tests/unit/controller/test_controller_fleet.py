@@ -37,6 +37,7 @@ class Pool:
     def __init__(self, num_engines: int) -> None:
         self.refs: dict[tuple[str, str], Ref] = {}
         self.engine_names = [f"engine-{index}" for index in range(num_engines)]
+        self.worker_names = ["worker-0"]
         self.receivers = {"a": "receiver-0"}
         self.removed: list[str] = []
 
@@ -136,6 +137,21 @@ async def test_lost_engine_gets_no_requests_and_a_receiver_at_its_new_place(scen
     assert scene.pool.receivers == {"a": "receiver-0", "b": "receiver-1"}
     assert await scene.events() == [("engine_lost", "engine-1")]
     assert not scene.running.done() and scene.pool.removed == []
+
+
+async def test_worker_without_a_place_is_reported(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "ROOM_S", 0.05)
+    await scene.until(lambda: ("lost", "worker-0") in scene.pool.refs)
+    scene.pool.fail("lost", "worker-0")
+    await scene.until(lambda: len(scene.said) == 2)
+    scene.pool.answer("node", "worker-0", "b")
+    await scene.until(lambda: ("lost", "worker-0") in scene.pool.refs)
+    assert scene.said == [
+        "worker-0 lost its process; Ray starts it again",
+        "worker-0 waits: Ray has found no room for it so far",
+    ]
 
 
 async def test_engine_without_a_place_is_reported_and_the_run_goes_on(

@@ -295,7 +295,7 @@ class Ranks:
 class IdleEngine:
     """A rollout pool in which nothing happens."""
 
-    engine_names = ("engine-0",)
+    engine_names, worker_names = ("engine-0",), ()
 
     def given_up(self, engine: str) -> Result:
         return Result()
