@@ -154,11 +154,15 @@ class RunDir:
         with self.ending():  # two of them might try
             record = self.read_record()
             if record.state == "running":
+                where, fix = "this machine", f"`make stop RUN={self.name}` ends it, or what it left"
+                if not record.is_here:
+                    where, fix = record.host, f"`make stop RUN={self.name}` there ends it. "
+                    fix += f'Is that machine gone? Then write "failed" for "running" in {self.path}'
+                    fix += "/run.json"
                 raise RunDirError(
-                    f"RUN={self.name!r}: its controller is process {record.pid} on "
-                    f"{record.host or 'this machine'}; `make stop RUN={self.name}` ends it, or "
-                    "what it left"
+                    f"RUN={self.name!r}: its controller is process {record.pid} on {where}; {fix}"
                 )
+            self.remove_temporary()  # nobody has, if its machine was lost
             self.write_record(_record_of_this_process(self.name, started=record.started))
 
     @classmethod

@@ -57,6 +57,9 @@ batch the engine would compute it for each of them. A shorter one costs less tha
 HELD_S = 5.0
 """Longest wait of a sample that a commit ended until the new version is heard of. Sent after that,
 it waits at the engine."""
+MAX_COMMITS_PER_VERSION = 3
+"""A commit may fail after it has ended all requests; after so many in a row its engine is restarted
+(follower.MAX_FAILURES)."""
 STOP_AGAIN_S = 1.0
 """A stop that overtakes its request is lost, so it is repeated until the sample has ended."""
 STOP_TIMEOUT_S = 30.0
@@ -244,13 +247,18 @@ class GenerateCalls(ABC):
         try:
             await request.outcome
             # A stop that came between the abort and now has nothing left to stop: it ends here.
+            num_taken_back = 1
             while (taken_at := request.taken_back_at) is not None and not request.is_stopping:
+                if num_taken_back > MAX_COMMITS_PER_VERSION:
+                    raise EngineError(
+                        f"{self._name} aborted a sample {num_taken_back} times "
+                        f"at version {taken_at}"
+                    )
                 request = _Request(sample, f"from{len(sample.output_ids)}.{request_id}", on_arrival)
                 self._requests[request_id] = request
                 self._hold(request, taken_at)
                 await request.outcome
-                if request.taken_back_at == taken_at:
-                    raise EngineError(f"{self._name} aborted a sample twice at version {taken_at}")
+                num_taken_back = num_taken_back + 1 if request.taken_back_at == taken_at else 1
         except asyncio.CancelledError:
             await self._give_up(request)
             raise

@@ -3,6 +3,7 @@
 -- @include lib/audit
 -- @include lib/group
 -- @include lib/ready
+-- @include lib/running
 -- @include lib/tombstones
 if ARGV[1] ~= lineage then return 0 end
 local total = 0
@@ -10,7 +11,9 @@ for i = 2, #ARGV do
   local id = ARGV[i]
   local state = fields_of(id, 'state')[1]
   if not state then
-    -- The server lost it, and its producer may push it again; it must not be trained twice.
+    -- The server lost it, and holds it for running: neither may it be pushed again nor its prompt run
+    -- again when its worker is reclaimed. It must not be trained twice.
+    leave_running({id})
     leave_tombstones({id}, 'acked')
   elseif not is_tombstone(state) then
     if state == 'ready' then leave_ready({id})

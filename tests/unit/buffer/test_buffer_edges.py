@@ -406,6 +406,19 @@ async def test_poison_group_is_quarantined_by_a_restore_unless_the_checkpoint_ha
     assert await buffer.push(make_group("lost")) is PushResult.duplicate
 
 
+async def test_prompt_of_a_trained_group_that_the_server_lost_does_not_run_again(
+    checked_buffer: Any,
+) -> None:
+    buffer = await checked_buffer()
+    for number in range(2):  # to a server that lost its last second both are being generated
+        group_id = (await buffer.admit(f"0-{number}", 1)).group_id
+        assert await buffer.begin(group_id, PromptRef(task="sums", index=number), 0, number + 1)
+    await buffer.reconcile("a", step=1, version=0, resume_version=0, consumed_group_ids=["0-0"])
+    assert await buffer.reclaim(0) == 1  # the one that is not in the checkpoint
+    assert await buffer.take_retry() == PromptRef(task="sums", index=1, reruns=1)
+    assert await buffer.take_retry() is None
+
+
 async def test_zombie_changes_nothing_in_the_middle_of_a_takeover(
     checked_buffer: Any, make_group: Any
 ) -> None:

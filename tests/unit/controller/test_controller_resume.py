@@ -125,6 +125,22 @@ def test_run_is_reopened_by_one_process_when_it_has_ended(run_dir: RunDir) -> No
         run_dir.reopen()
 
 
+def test_run_whose_controller_is_lost_with_its_machine_can_be_reopened_by_hand(
+    run_dir: RunDir,
+) -> None:
+    path = run_dir.path / "run.json"
+    ended = run_dir.read_record()
+    run_dir.make_temporary()
+    run_dir.write_record(replace(ended, state="running", host="a-lost-machine"))
+    with pytest.raises(RunDirError, match=f'on a-lost-machine; .* for "running" in {path}'):
+        run_dir.reopen()
+    path.write_text(path.read_text().replace('"running"', '"failed"'))
+    run_dir.reopen()
+    assert run_dir.read_record().is_running and run_dir.read_record().is_here
+    run_dir.make_temporary()
+    run_dir.remove_temporary()
+
+
 def test_changed_settings_are_kept_once_redis_has_them_too(run_dir: RunDir, config: Config) -> None:
     config.buffer.url = "redis://user:secret@127.0.0.1:1/0"
     (run_dir.path / "config.yaml").write_text(to_yaml(config))

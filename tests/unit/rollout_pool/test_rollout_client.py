@@ -214,7 +214,7 @@ async def test_logprobs_that_cannot_be_trained_on_are_refused_for_their_sample_a
 @pytest.mark.parametrize(
     ("reply", "error", "message", "num_kept"),
     [
-        ({"finish_type": "abort"}, EngineError, "aborted a sample twice at version 0", 6),
+        ({"finish_type": "abort"}, EngineError, "aborted a sample 4 times at version 0", 12),
         ({"finish_type": "abort", "abort_status": 500}, SampleRefused, "aborted a sample", 1),
         ({"finish_type": None}, EngineError, "engine-0 ended an answer before 1 of its samples", 1),
         ({"logprobs": [-0.5]}, BadLogprobs, "of other tokens", 1),
@@ -224,10 +224,11 @@ async def test_logprobs_that_cannot_be_trained_on_are_refused_for_their_sample_a
     ],
 )
 async def test_broken_answer_is_an_error_and_earlier_tokens_are_kept(
-    fake, client, make_reply, reply, error, message, num_kept
+    fake, client, make_reply, monkeypatch, reply, error, message, num_kept
 ):
+    monkeypatch.setattr(batching, "HELD_S", 0.05)
     fake.reply = lambda rid: make_reply(**reply)
-    sample = make_sample()
+    sample = make_sample(max_new_tokens=99)
     raised = await ask(client, sample)
     assert isinstance(raised, error) and message in str(raised)
     assert len(sample.output_ids) == num_kept and sample.finish_reason is None
@@ -529,6 +530,17 @@ async def test_sample_whose_commit_is_not_heard_of_is_sent_again_after_a_while(
     sample, asking = await taken_back()
     fake.reply = lambda rid: make_reply(output_ids=[14, 2])
     assert await asking is sample and sample.output_ids == [11, 12, 13, 14, 2]
+
+
+async def test_sample_that_commits_of_one_version_ended_thrice_is_no_failure_of_its_engine(
+    fake, client, make_reply, taken_back, monkeypatch
+):
+    monkeypatch.setattr(batching, "HELD_S", 0.05)
+    sample, asking = await taken_back()
+    aborts = iter([{"output_ids": [14], "finish_type": "abort"}] * 2)  # two more fail after that
+    fake.reply = lambda rid: make_reply(**next(aborts, {"output_ids": [15, 2]}))
+    assert await asking is sample and sample.finish_reason == "stop"
+    assert sample.output_ids == [11, 12, 13, 14, 14, 15, 2]
 
 
 async def test_sample_between_two_versions_is_stopped_without_a_request(fake, client, taken_back):
