@@ -360,10 +360,14 @@ class Chaos:
     # Waiting -------------------------------------------------------------------------------------
 
     def steps(self) -> list[Record]:
-        """Also those that were undone since, in the order in which they were trained."""
+        """Also those that were undone since, with the times at which they were trained: a
+        controller that stands still writes them later."""
         lines = (self.run / "metrics.jsonl").read_text().split("\n")[:-1]
         found = [json.loads(line) for line in lines if '"kind":"step"' in line]
-        return [Record(t=one["t"], kind="step", values=one) for one in found]
+        return [
+            Record(t=int(one["id"].partition("-")[0]) / 1000, kind="step", values=one)
+            for one in found
+        ]
 
     def _since(self, moment: float) -> list[Record]:
         return [step for step in self.steps() if step.t > moment]
