@@ -37,6 +37,8 @@ from trainer_pool.types import TrainReport
 
 FINAL_SAMPLE_S = 5.0
 """For the last records and numbers from Redis, which may be what died."""
+ANSWER_S = 10.0
+"""A rank answers at once, also in the middle of a step."""
 DEATH_GRACE_S = 3.0
 """How long a failure waits for the report of a death that may have caused it."""
 
@@ -159,28 +161,43 @@ class Training:
         await self._state.set_phase("finished")
 
     async def _train(self) -> TrainReport:
-        """Train to the last step. If a rank dies, all start again from the last checkpoint, up to
-        trainer.max_restarts times; generation goes on within its credits."""
+        """Train to the last step. If a rank dies or hangs, all start again from the last
+        checkpoint, up to trainer.max_restarts times; generation goes on within its credits."""
+        store = CheckpointStore(self._dir.path / "checkpoints")
+        lost: RunFailed | None = None
         for restarts_left in range(self._config.trainer.max_restarts, -1, -1):
-            self._training = self._pools.trainer.train()
             try:
-                results = (self._await_result(n, r) for n, r in self._training.items())
-                return (await asyncio.gather(*results))[0]
+                if lost is not None:
+                    await self._restart_trainer(store, lost)
+                self._training = self._pools.trainer.train()
+                return (await self._results(self._training))[0]
             except RunFailed:
                 # The others fail in a collective, maybe before the death is reported.
-                death = await self._first_of(self._trainer_deaths, DEATH_GRACE_S)
-                if death is None:
+                lost = await self._first_of(self._trainer_deaths, DEATH_GRACE_S)
+                lost = lost or await self._hanging_rank()
+                if lost is None:
                     raise
-                if not restarts_left:
-                    raise death from None
-            await self._restart_trainer(death)
+                if not restarts_left or store.latest() is None:
+                    raise lost from None
         raise AssertionError("unreachable")
 
-    async def _restart_trainer(self, death: RunFailed) -> None:
-        """Raises `death` if there is no checkpoint."""
-        store = CheckpointStore(self._dir.path / "checkpoints")
-        if store.latest() is None:
-            raise death
+    async def _hanging_rank(self) -> RunFailed | None:
+        """A rank that does not answer: its process is stopped or stuck, or its machine is away."""
+        asked = {
+            asyncio.ensure_future(value(ref)): name
+            for name, ref in self._pools.trainer.pids().items()
+        }
+        _, silent = await asyncio.wait(asked, timeout=ANSWER_S)
+        for asking in silent:
+            asking.cancel()
+        names = sorted(asked[asking] for asking in silent)
+        if not names:
+            return None
+        return failure(
+            names[0], f"does not answer within {ANSWER_S:g} s", self._dir.log_of(names[0])
+        )
+
+    async def _restart_trainer(self, store: CheckpointStore, lost: RunFailed) -> None:
         await self._enter_phase("restarting the trainer")
         self._training = {}
         # The others may hang in a collective.
@@ -192,14 +209,22 @@ class Training:
         found = store.latest()
         assert found is not None
         folder, state = found
-        self._panel.say(f"{str(death).partition(';')[0]}: the ranks go on from step {state.step}")
+        self._panel.say(f"{str(lost).partition(';')[0]}: the ranks go on from step {state.step}")
         pool = self._pools.trainer = self._pools.new_trainer(folder)
         self._trainer_deaths = self._watch(pool.deaths())
-        async with asyncio.timeout(self._config.cluster.start_timeout_s):
-            (rendezvous,) = await self._results(pool.open_rendezvous())
-            await self._results(pool.start(rendezvous))
-            await self._results(pool.connect())
-            await self._results(pool.publish_initial())
+        limit_s = self._config.cluster.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                (rendezvous,) = await self._results(pool.open_rendezvous())
+                await self._results(pool.start(rendezvous))
+                await self._results(pool.connect())
+                await self._results(pool.publish_initial())
+        except TimeoutError:
+            raise RunFailed(
+                "the trainer ranks did not start again within "
+                f"cluster.start_timeout_s={limit_s:g}; their logs may say why: logs/trainer-*.log. "
+                "If Ray has no room for a lost one, resume the run with fewer trainer.num_ranks"
+            ) from None
         await self._recorder.resume(state.step)
         await self._enter_phase("training")
 

@@ -170,6 +170,10 @@ class TrainerPool:
         """Ask `train` to end after the current step."""
         return {name: actor.stop.remote() for name, actor in self._actors.items()}
 
+    def pids(self) -> dict[str, Pending[int]]:
+        """The ranks' process ids, which each tells at once unless it hangs."""
+        return {name: actor.pid.remote() for name, actor in self._actors.items()}
+
     def deaths(self) -> dict[str, Pending[str]]:
         """They raise RayActorError when a rank's process dies."""
         return {name: actor.wait_dead.remote() for name, actor in self._actors.items()}

@@ -21,6 +21,7 @@ from buffer.run_state import RunState
 from buffer.types import PromptRef
 from configs.load import ConfigError, load_config, to_yaml
 from configs.schema import BufferConfig, Config
+from controller import training as training_module
 from controller.buffer_access import BufferAddress, opened
 from controller.metrics.records import RESUMED, MetricsLog, Record, read_metrics
 from controller.recorder import Recorder
@@ -269,6 +270,9 @@ def test_checkpoint_that_fails_is_told_until_one_succeeds() -> None:
     assert view.checkpoint_failure is None
 
 
+REPORT = TrainReport(num_steps=8, version=9, was_stopped=False, export_dir="", seconds=1.0)
+
+
 class Result(Future[Any]):
     """A result of another process, which some other thread or nobody sets."""
 
@@ -280,7 +284,7 @@ class Ranks:
     """A trainer of one rank that lives until it is closed."""
 
     def __init__(self, result: TrainReport | None = None, while_closing: Any = None) -> None:
-        self.training, self.death = Result(), Result()
+        self.training, self.death, self.opened = Result(), Result(), Result()
         if result is None:
             self.training.set_exception(RayActorError())
             self.death.set_exception(RayActorError())
@@ -291,6 +295,9 @@ class Ranks:
     def deaths(self) -> dict[str, Result]:
         return {"trainer-0": self.death}
 
+    def pids(self) -> dict[str, Result]:
+        return {"trainer-0": Result()}
+
     def train(self) -> dict[str, Result]:
         return {"trainer-0": self.training}
 
@@ -298,9 +305,9 @@ class Ranks:
         self._while_closing()
 
     def open_rendezvous(self) -> dict[str, Result]:
-        opened = Result()
-        opened.set_result(("127.0.0.1", 1))
-        return {"trainer-0": opened}
+        if not self.opened.done():
+            self.opened.set_result(("127.0.0.1", 1))
+        return {"trainer-0": self.opened}
 
     def start(self, *_: Any) -> dict[str, Result]:
         return {}
@@ -338,31 +345,60 @@ async def test_restarted_ranks_go_on_from_a_checkpoint_that_the_old_ones_complet
         store.begin(7)  # and its groups are acknowledged: the one before does not contain them
         store.commit(replace(latest[1], step=7))
 
-    report = TrainReport(num_steps=8, version=9, was_stopped=False, export_dir="", seconds=1.0)
+    address = BufferAddress(url=redis_url, run=run_name, settings=config.buffer)
+    first = Ranks(while_closing=complete_another)
+    resumed_from, said = await _train(run_dir, config, address, [first, Ranks(REPORT)])
+    assert resumed_from == [run_dir.path / "checkpoints" / "step-000007"]
+    assert "trainer-0 died: the ranks go on from step 7" in said
+
+
+async def test_ranks_start_again_if_one_hangs_and_if_one_dies_as_it_starts_again(
+    run_dir: RunDir,
+    config: Config,
+    redis_url: str,
+    run_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(training_module, "ANSWER_S", 0.1)
+    monkeypatch.setattr(training_module, "DEATH_GRACE_S", 0.1)
+    hanging, dying = Ranks(while_closing=lambda: None), Ranks(while_closing=lambda: None)
+    hanging.death = Result()  # its process is stopped: the other ranks fail in a collective
+    dying.opened.set_exception(RayActorError())
+    address = BufferAddress(url=redis_url, run=run_name, settings=config.buffer)
+    resumed_from, said = await _train(run_dir, config, address, [hanging, dying, Ranks(REPORT)])
+    assert len(resumed_from) == 2
+    assert "trainer-0 does not answer within 0.1 s: the ranks go on from step" in said
+    assert "trainer-0 died: the ranks go on from step" in said
+
+
+async def _train(
+    run_dir: RunDir, config: Config, address: BufferAddress, ranks: list[Ranks]
+) -> tuple[list[Path], str]:
+    """The checkpoints from which later ranks went on, and what was said."""
     resumed_from = list[Path]()
 
     def new_trainer(folder: Path) -> Ranks:
         resumed_from.append(folder)
-        return Ranks(report)
+        return ranks[len(resumed_from)]
 
     pools = Pools(
-        trainer=cast("TrainerPool", Ranks(while_closing=complete_another)),
+        trainer=cast("TrainerPool", ranks[0]),
         new_trainer=cast("Callable[[Path], TrainerPool]", new_trainer),
         rollout=cast("RolloutPool", IdleEngine()),
     )
-    address = BufferAddress(url=redis_url, run=run_name, settings=config.buffer)
     async with opened(address) as buffer:
         await buffer.open(config.buffer, config.trainer.groups_per_step)
+    said = StringIO()
     training = Training(
         config=config,
         run_dir=run_dir,
         pools=pools,
         address=address,
         server=None,
-        panel=Panel(enabled=False),
+        panel=Panel(enabled=False, console=Console(file=said, width=200)),
         started=0.0,
         stop=StopRequest(),
         resumed_step=6,
     )
     await training.run()
-    assert resumed_from == [run_dir.path / "checkpoints" / "step-000007"]
+    return resumed_from, said.getvalue()
