@@ -202,7 +202,7 @@ class _Finish:
         from controller.run_dir import RunDir
 
         run_dir = None if folder is None else RunDir(path=Path(folder))
-        if run_dir is None or not _is_running(run_dir):
+        if run_dir is None or not _is_orphaned(run_dir):
             return exit_code if exit_code >= 0 else EXIT_FAILED
         from configs.load import read_config
         from controller.commands.stop import clear_up
@@ -221,9 +221,11 @@ class _Finish:
         return EXIT_STOPPED if was_asked else EXIT_FAILED
 
 
-def _is_running(run_dir: RunDir) -> bool:
+def _is_orphaned(run_dir: RunDir) -> bool:
+    """Whether the run has not ended, and nobody has resumed it since its controller died."""
     with run_dir.ending():  # `make stop` may be killing the controller
-        return run_dir.read_record().state == "running"
+        record = run_dir.read_record()
+        return record.state == "running" and not record.is_alive
 
 
 def _dry_run(config: Config) -> int:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import controller.run  # noqa: F401  (or the process that each launch forks imports torch and Ray)
-from controller.main import EXIT_BAD_INPUT, main
+from configs.load import load_config, to_yaml
+from controller.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_STOPPED, _Finish, main
+from controller.run_dir import RunDir
 
 BAD_LINE = '{"question": "a", "answer": "#### 1"}\n{"question": 3}\n'
 
@@ -48,3 +51,45 @@ def test_unknown_option_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
         main(["launch", "--experimnt", "x"])
     assert exit_info.value.code == 2
     assert "unrecognized arguments: --experimnt" in capfd.readouterr().err
+
+
+@pytest.fixture
+def orphan(tmp_path: Path) -> RunDir:
+    """The folder of a run that has a checkpoint, and whose controller has died."""
+    run_dir = RunDir.create(str(tmp_path), "a", "quickstart")
+    config = load_config(["run.max_restarts=2", f"run.dir={tmp_path}", "run.name=a"])
+    (run_dir.path / "config.yaml").write_text(to_yaml(config))
+    (run_dir.path / "checkpoints").mkdir()
+    (run_dir.path / "checkpoints" / "latest").write_text("step-000003\n")
+    run_dir.write_record(replace(run_dir.read_record(), process_started=0.0))
+    return run_dir
+
+
+def test_guard_has_a_run_resumed_whose_controller_died_as_often_as_the_setting_says(
+    orphan: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    guard = _Finish()
+    for _ in range(2):
+        assert callable(guard(str(orphan.path), False, -9))
+        assert orphan.read_record().state == "running"  # the next controller records it
+    assert guard(str(orphan.path), False, -9) == EXIT_FAILED
+    assert orphan.read_record().state == "failed"
+    errors = capfd.readouterr().err
+    assert errors.count("the controller died (exit code -9); another one goes on\n") == 2
+    assert errors.count("the controller died (exit code -9); ending what it left\n") == 1
+
+
+def test_guard_ends_a_run_that_was_asked_to_stop_or_has_no_checkpoint(orphan: RunDir) -> None:
+    (orphan.path / "checkpoints" / "latest").unlink()
+    assert _Finish()(str(orphan.path), False, -9) == EXIT_FAILED
+    orphan.write_record(replace(orphan.read_record(), state="running"))
+    (orphan.path / "checkpoints" / "latest").write_text("step-000003\n")
+    assert _Finish()(str(orphan.path), True, -9) == EXIT_STOPPED
+    assert orphan.read_record().state == "stopped"
+
+
+def test_guard_leaves_a_run_alone_that_somebody_has_resumed_meanwhile(orphan: RunDir) -> None:
+    orphan.end("failed", None)
+    orphan.reopen()
+    assert _Finish()(str(orphan.path), False, -9) == EXIT_FAILED
+    assert orphan.read_record().state == "running"
