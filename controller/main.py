@@ -180,12 +180,14 @@ def _launch(
 
 
 def _end_dead(run_dir: RunDir) -> None:
-    """End what is left of a run whose controller was killed together with its guard."""
-    from controller.commands.stop import clear_up
+    """End what is left of a run whose controller was killed, alone or together with its guard."""
+    from controller.commands.stop import clear_up, end_left_processes
 
     record = run_dir.read_record()
-    if record.state == "running" and not record.is_alive:
-        clear_up(run_dir, "failed", "its controller was killed", is_resumed=True)
+    if record.state == "running" and record.is_of_parent:
+        end_left_processes(run_dir)
+    elif record.state == "running" and not record.is_alive:
+        clear_up(run_dir, "failed", "its controller was killed")
 
 
 class _Finish:
@@ -212,6 +214,7 @@ class _Finish:
         limit = read_config(run_dir.path / "config.yaml").run.max_restarts
         if not was_asked and self._num_restarts < limit and run_dir.resume_command:
             self._num_restarts += 1
+            run_dir.adopt()
             print(f"leash: {died}; another one goes on", file=sys.stderr, flush=True)
             words = ["resume", "--run", run_dir.name, "--dir", str(run_dir.path.parent)]
             again = _parse(words)
@@ -225,7 +228,8 @@ def _is_orphaned(run_dir: RunDir) -> bool:
     """Whether the run has not ended, and nobody has resumed it since its controller died."""
     with run_dir.ending():  # `make stop` may be killing the controller
         record = run_dir.read_record()
-        return record.state == "running" and not record.is_alive
+        has_controller = record.is_alive and record.pid != os.getpid()
+        return record.state == "running" and not has_controller
 
 
 def _dry_run(config: Config) -> int:

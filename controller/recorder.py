@@ -60,6 +60,8 @@ class Recorder:
         self._say = say
         for record in history:
             view.apply(record)
+        self._is_shown = not history
+        """The history of a run that goes on says what was, until `resume`."""
         self._ended_at = history[-1].t if history else None
         """When the run ended that goes on."""
         self._last_id = next((r.id for r in reversed(history) if r.id), STREAM_START)
@@ -68,7 +70,8 @@ class Recorder:
         """Write one record and show it."""
         record = self._log.append(kind, values, id=id)
         self._view.apply(record)
-        self._show(self._view)
+        if self._is_shown:
+            self._show(self._view)
         return record
 
     async def follow_metrics(self) -> None:
@@ -82,6 +85,7 @@ class Recorder:
             pass  # what a controller that was killed has not recorded
         away_s = 0.0 if self._ended_at is None else time.time() - self._ended_at
         self._ended_at = None
+        self._is_shown = True
         self.record(RESUMED, {"step": step, "away_s": away_s})
 
     async def drain_metrics(self, block_s: float) -> int:

@@ -81,6 +81,11 @@ class RunRecord:
             return False
 
     @property
+    def is_of_parent(self) -> bool:
+        """Whether this process's guard has adopted the run."""
+        return self.is_alive and self.is_here and self.pid == os.getppid()
+
+    @property
     def is_running(self) -> bool:
         """Whether the run continues; false if its controller was killed, despite the record."""
         return self.state == "running" and self.is_alive
@@ -149,11 +154,11 @@ class RunDir:
         return run_dir
 
     def reopen(self) -> None:
-        """Make this process the controller of a run that has ended. Raises RunDirError if it has
-        not."""
+        """Make this process the controller of a run that has ended, or that its guard has adopted.
+        Raises RunDirError if it has another controller."""
         with self.ending():  # two of them might try
             record = self.read_record()
-            if record.state == "running":
+            if record.state == "running" and not record.is_of_parent:
                 where, fix = "this machine", f"`make stop RUN={self.name}` ends it, or what it left"
                 if not record.is_here:
                     where, fix = record.host, f"`make stop RUN={self.name}` there ends it. "
@@ -163,6 +168,13 @@ class RunDir:
                     f"RUN={self.name!r}: its controller is process {record.pid} on {where}; {fix}"
                 )
             self.remove_temporary()  # nobody has, if its machine was lost
+            self.write_record(_record_of_this_process(self.name, started=record.started))
+
+    def adopt(self) -> None:
+        """Make this process, a guard whose controller died, the run's controller until the next one
+        reopens it: who wants to stop the run finds somebody to ask."""
+        with self.ending():
+            record = self.read_record()
             self.write_record(_record_of_this_process(self.name, started=record.started))
 
     @classmethod

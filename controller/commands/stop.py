@@ -45,14 +45,14 @@ def stop_run(run_dir: RunDir) -> None:
     _list_other_hosts(run_dir)
 
 
-def clear_up(run_dir: RunDir, state: str, error: str | None, *, is_resumed: bool = False) -> None:
-    """End what a dead controller left; record `state` and `error` if it has not recorded an end,
-    and report it unless the run goes on at once."""
+def clear_up(run_dir: RunDir, state: str, error: str | None) -> None:
+    """End what a dead controller left; record `state` and `error` if it has not recorded an end."""
     with run_dir.ending():
-        _clear_up(run_dir, state, error, is_resumed=is_resumed)
+        _clear_up(run_dir, state, error)
 
 
-def _clear_up(run_dir: RunDir, state: str, error: str | None, *, is_resumed: bool = False) -> None:
+def end_left_processes(run_dir: RunDir) -> None:
+    """End what a dead controller left; the run goes on at once."""
     left = run_processes(run_dir.run_id, run_dir.temporary)
     if left:
         print(f"ending {len(left)} processes that the controller left")
@@ -60,11 +60,13 @@ def _clear_up(run_dir: RunDir, state: str, error: str | None, *, is_resumed: boo
         if killed:
             print(f"had to kill: {', '.join(killed)}")
     run_dir.remove_temporary()
+
+
+def _clear_up(run_dir: RunDir, state: str, error: str | None) -> None:
+    end_left_processes(run_dir)
     if run_dir.read_record().state == "running":
         run_dir.forget_redis_url()
         run_dir.end(state, error)
-        if is_resumed:
-            return
         try:
             write_report(run_dir)
         except Exception as problem:  # the run has ended nevertheless

@@ -99,6 +99,8 @@ class Panel:
                 )
                 self._live.start()
             self._live.update(render(view, self._console.width), refresh=True)
+        elif view.step < self._printed_step:  # the steps after a checkpoint were undone
+            self._printed_step = view.step
         elif view.step > self._printed_step:
             self._printed_step = view.step
             self.say(step_line(view))

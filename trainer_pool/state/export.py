@@ -31,7 +31,8 @@ def export_checkpoint(
             raise ValueError(f"{checkpoint} is not of {model_path!r}: it has no {missing[0]}")
         for name in names:
             weights[name] = reader.tensor(name).to(dtype)
-    model.save_pretrained(folder, state_dict=weights)
+    num_parameters = sum(weight.numel() for weight in weights.values())
+    model.save_pretrained(folder, state_dict=weights)  # which empties the dictionary
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     tokenizer.save_pretrained(folder)
-    return sum(weight.numel() for weight in weights.values())
+    return num_parameters

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 import controller.run  # noqa: F401  (or the process that each launch forks imports torch and Ray)
 from configs.load import load_config, to_yaml
 from controller.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_STOPPED, _Finish, main
-from controller.run_dir import RunDir
+from controller.run_dir import RunDir, RunDirError
 
 BAD_LINE = '{"question": "a", "answer": "#### 1"}\n{"question": 3}\n'
 
@@ -71,7 +73,8 @@ def test_guard_has_a_run_resumed_whose_controller_died_as_often_as_the_setting_s
     guard = _Finish()
     for _ in range(2):
         assert callable(guard(str(orphan.path), False, -9))
-        assert orphan.read_record().state == "running"  # the next controller records it
+        record = orphan.read_record()  # until the next controller writes its own
+        assert (record.state, record.pid, record.is_alive) == ("running", os.getpid(), True)
     assert guard(str(orphan.path), False, -9) == EXIT_FAILED
     assert orphan.read_record().state == "failed"
     errors = capfd.readouterr().err
@@ -89,7 +92,22 @@ def test_guard_ends_a_run_that_was_asked_to_stop_or_has_no_checkpoint(orphan: Ru
 
 
 def test_guard_leaves_a_run_alone_that_somebody_has_resumed_meanwhile(orphan: RunDir) -> None:
-    orphan.end("failed", None)
-    orphan.reopen()
+    other = psutil.Process(os.getppid())
+    changed = {"pid": other.pid, "process_started": other.create_time()}
+    orphan.write_record(replace(orphan.read_record(), **changed))
     assert _Finish()(str(orphan.path), False, -9) == EXIT_FAILED
     assert orphan.read_record().state == "running"
+
+
+def test_run_that_a_guard_has_adopted_is_reopened_by_its_next_controller_alone(
+    orphan: RunDir,
+) -> None:
+    orphan.adopt()
+    with pytest.raises(RunDirError, match=f"its controller is process {os.getpid()} on"):
+        orphan.reopen()
+    child = os.fork()
+    if child == 0:
+        orphan.reopen()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert orphan.read_record().pid == child

@@ -173,8 +173,13 @@ def test_panel_without_a_terminal_or_disabled_prints_one_line_per_step(is_termin
         panel.show(view)
         view.apply(step_record(20, 1011.0))
         panel.show(view)
+        view.apply(Record(t=1012.0, kind="resumed", values={"step": 19}))
+        panel.show(view)
+        view.apply(step_record(19, 1013.0))
+        panel.show(view)
     lines = out.getvalue().splitlines()
-    assert [line.split(" | ")[0] for line in lines] == ["step 20/40", "step 21/40"]
+    steps = ["step 20/40", "step 21/40", "step 20/40"]
+    assert [line.split(" | ")[0] for line in lines] == steps
 
 
 def test_step_line_says_the_essentials() -> None:

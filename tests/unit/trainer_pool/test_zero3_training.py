@@ -542,8 +542,9 @@ def test_last_checkpoint_contains_the_last_step_and_the_weights_that_engines_ser
             assert torch.equal(reader.tensor(name).to(weights.dtype), weights), name
     exported = loop.run_dir / "exported"
     model_path = loop.run_dir.parent / "model"
-    export_checkpoint(folder, str(model_path), exported)
+    num_parameters = export_checkpoint(folder, str(model_path), exported)
     model = AutoModelForCausalLM.from_pretrained(exported)
+    assert num_parameters == model.num_parameters()
     assert {name for name, _ in model.named_parameters()} == set(loop.engine_weights)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.detach(), loop.engine_weights[name]), name
