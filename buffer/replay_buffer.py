@@ -60,6 +60,7 @@ from buffer.results import (
     read_prompt,
     write_prompt,
 )
+from buffer.staleness import Leash, parse_rollbacks
 from buffer.types import PromptRef, Rerun, TrajectoryGroup
 from buffer.wire.chunks import join_payload, num_chunks
 from configs.schema import BufferConfig
@@ -68,6 +69,8 @@ BOUND = 32
 """Groups that one script call may move: far below 10 ms even at a busy server."""
 _MAX_IDS = 128
 """Ids that one script call may get."""
+_KEPT_BYTES = 1 << 20
+"""Of kept tokens that one script call may get, or one part."""
 _EVENTS_AT_ONCE = 500
 
 
@@ -313,6 +316,29 @@ class ReplayBuffer:
         token = secrets.token_hex(8) if group_id is None else ""
         reply = await self._scripts.run("rollout/take_retry", token, group_id or "")
         return None if reply is None else read_prompt(readable(reply))
+
+    async def keep_tokens(
+        self, group_id: str, oldest: int | None, parts: Mapping[str, bytes]
+    ) -> bool:
+        """Keeps named parts of a running group's tokens with its prompt; `oldest` is the oldest
+        version that sampled one of them.
+
+        They outlive the group if its worker dies or is stopped (`abandon` with the reason "stopped"
+        and Rerun.always), until the prompt is suspected of having killed two. False, with nothing
+        kept, if the group is not running.
+        """
+        version = "" if oldest is None else oldest
+        for some in _split_parts(parts):
+            arguments = [argument for part in some for argument in part]
+            if not await self._scripts.run("rollout/keep_tokens", group_id, version, *arguments):
+                return False
+        return True
+
+    async def kept_tokens(self, group_id: str, prompt: PromptRef) -> dict[str, bytes]:
+        """All parts kept with the prompt of this running group."""
+        name = self.keys(f"kept:{prompt.index} {prompt.task}")
+        found = cast("dict[bytes, bytes]", await self._redis.hgetall(name))
+        return {readable(part): tokens for part, tokens in found.items()}
 
     # Trainer side ----------------------------------------------------------------------------
 
@@ -598,6 +624,17 @@ class ReplayBuffer:
         value = await self.setting("max_staleness")
         return value if value is not None else (await self.stats()).max_staleness
 
+    async def get_leash(self) -> Leash:
+        """What decides whether a token may still be trained."""
+        found = await self._redis.hmget(self.keys("settings"), ["max_staleness", "gaps"])
+        bound, gaps = cast("list[bytes | None]", found)
+        if bound is None:
+            return Leash(max_staleness=await self.get_max_staleness())
+        return Leash(
+            max_staleness=int(setting_number("max_staleness", readable(bound))),
+            rollbacks=parse_rollbacks(readable(gaps or b"")),
+        )
+
     async def setting(self, name: str) -> int | None:
         """An integer setting of the run; None before the run is opened."""
         value = cast("bytes | None", await self._redis.hget(self.keys("settings"), name))
@@ -749,6 +786,19 @@ def no_room(group_id: str, timeout_s: float, in_use: int, limit: int) -> Timeout
 
 def _masked_below(lease: Lease) -> int | str:
     return "" if lease.mask_below_version is None else lease.mask_below_version
+
+
+def _split_parts(parts: Mapping[str, bytes]) -> Iterator[list[tuple[str, bytes]]]:
+    """The parts in calls of bounded size; one call without parts if there are none."""
+    some: list[tuple[str, bytes]] = []
+    num_bytes = 0
+    for part in parts.items():
+        if some and (num_bytes + len(part[1]) > _KEPT_BYTES or len(some) == _MAX_IDS):
+            yield some
+            some, num_bytes = [], 0
+        some.append(part)
+        num_bytes += len(part[1])
+    yield some
 
 
 def _parts(items: Sequence[Any]) -> Iterator[Sequence[Any]]:

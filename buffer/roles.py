@@ -17,6 +17,7 @@ from buffer.results import (
     Reconciled,
     TaskProgress,
 )
+from buffer.staleness import Leash
 from buffer.types import PromptRef, Rerun, TrajectoryGroup
 from configs.schema import BufferConfig
 
@@ -31,6 +32,12 @@ class WorkerBuffer(Protocol):
     async def take_retry(self, group_id: str | None = None) -> PromptRef | None: ...
 
     async def renew_credits(self, group_ids: Collection[str]) -> int: ...
+
+    async def keep_tokens(
+        self, group_id: str, oldest: int | None, parts: Mapping[str, bytes]
+    ) -> bool: ...
+
+    async def kept_tokens(self, group_id: str, prompt: PromptRef) -> dict[str, bytes]: ...
 
     async def push(self, group: TrajectoryGroup, timeout_s: float | None = None) -> PushResult: ...
 
@@ -51,6 +58,8 @@ class WorkerBuffer(Protocol):
     async def stats(self) -> BufferStats: ...
 
     async def get_max_staleness(self) -> int: ...
+
+    async def get_leash(self) -> Leash: ...
 
     async def close(self) -> None: ...
 

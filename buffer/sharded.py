@@ -56,6 +56,7 @@ from buffer.results import (
     Reconciled,
     TaskProgress,
 )
+from buffer.staleness import Leash
 from buffer.types import PromptRef, Rerun, TrajectoryGroup
 from configs.schema import BufferConfig
 
@@ -367,6 +368,14 @@ class ShardedReplayBuffer:
                 return prompt
         return None
 
+    async def keep_tokens(
+        self, group_id: str, oldest: int | None, parts: Mapping[str, bytes]
+    ) -> bool:
+        return await self._of(group_id).keep_tokens(group_id, oldest, parts)
+
+    async def kept_tokens(self, group_id: str, prompt: PromptRef) -> dict[str, bytes]:
+        return await self._of(group_id).kept_tokens(group_id, prompt)
+
     # Trainer side ----------------------------------------------------------------------------
 
     async def lease(
@@ -603,6 +612,9 @@ class ShardedReplayBuffer:
 
     async def get_max_staleness(self) -> int:
         return await self._home.get_max_staleness()
+
+    async def get_leash(self) -> Leash:
+        return await self._home.get_leash()
 
     async def close(self) -> None:
         await self._wake.close()

@@ -7,8 +7,9 @@ A group is as old as its oldest trainable token. The Lua scripts apply the same 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from buffer.types import Trajectory, TrajectoryGroup
 
@@ -16,6 +17,40 @@ from buffer.types import Trajectory, TrajectoryGroup
 def is_fresh(version: int, min_version: int, max_staleness: int) -> bool:
     """Whether a group may be trained at `version`. Later versions are only stricter."""
     return version - min_version <= max_staleness
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Leash:
+    """What decides whether a token may still be trained: `max_staleness` and the rollbacks.
+
+    A rollback (last, resume) goes back to the weights of version `last` and publishes them as
+    `resume`. Example: after (5, 9) a token of version 4 counts as one of 8, and those of versions 6
+    to 8 are gone with their weights.
+    """
+
+    max_staleness: int
+    rollbacks: tuple[tuple[int, int], ...] = ()
+    """Oldest first."""
+
+    def current(self, version: int) -> int | None:
+        """The number now of the `version` that an engine reported; None if it is gone."""
+        for last, resume in self.rollbacks:
+            if version <= last:
+                version += resume - last
+            elif version < resume:
+                return None
+        return version
+
+    def is_fresh(self, version: int, sampled_by: int) -> bool:
+        """Whether a token may be trained at `version`."""
+        current = self.current(sampled_by)
+        return current is not None and is_fresh(version, current, self.max_staleness)
+
+
+def parse_rollbacks(text: str) -> tuple[tuple[int, int], ...]:
+    """Reads the run's setting `gaps`: 'last:resume last:resume'."""
+    pairs = re.findall(r"(-?\d{1,16}):(\d{1,16})", text)
+    return tuple((int(last), int(resume)) for last, resume in pairs)
 
 
 def mask_over_age(group: TrajectoryGroup, oldest: int) -> TrajectoryGroup:

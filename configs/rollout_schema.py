@@ -206,6 +206,9 @@ class RolloutConfig(Section):
     tail: TailPolicy = field(default=TailPolicy.continue_across_versions, metadata=live())
     keep_partial: bool = field(default=True, metadata=live())
     """Samples that `tail` stopped keep their tokens; if not, they begin again at their prompt."""
+    keep_every_tokens: int = field(default=1024, metadata=at_least(0))
+    """When a sample has grown by so many tokens, its group's tokens are kept in Redis: this is the
+    most that it loses if its worker dies. A worker that stops keeps all. (0: nothing is kept.)"""
     oversampling: float = field(default=1.0, metadata=live(within(1)))
     """Factor on the number of groups that admission allows; above 1 compensates for stragglers."""
     max_postponements: int = field(default=2, metadata=live(at_least(0)))

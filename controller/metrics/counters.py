@@ -30,6 +30,9 @@ COUNTED = {
         "Generated tokens that never reached the buffer: engine lost, rejected, given up.",
         is_in_summary=False,
     ),
+    "tokens_restored": Counted(
+        "Tokens with which samples began because a worker before had sampled them.", "restored"
+    ),
     "tokens_filtered": Counted(
         "Tokens of groups that were discarded because their rewards were all equal.",
         is_in_summary=False,

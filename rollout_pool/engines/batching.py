@@ -33,7 +33,7 @@ from typing import Any
 from buffer.types import VersionSpan
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, SampleRefused
-from rollout_pool.sampling.sample import Sample
+from rollout_pool.sampling.sample import Sample, merge_spans
 
 ROUNDING = 1e-3
 """Log-probabilities may exceed 0 by this much through rounding."""
@@ -150,16 +150,6 @@ class _Request:
             self.outcome.set_result(None)
         else:
             self.outcome.set_exception(error)
-
-
-def merge_spans(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
-    """Joins neighbouring spans of the same version."""
-    merged: list[VersionSpan] = []
-    for span in spans:
-        if merged and merged[-1].version == span.version and merged[-1].end == span.start:
-            span = VersionSpan(version=span.version, start=merged.pop().start, end=span.end)
-        merged.append(span)
-    return merged
 
 
 class GenerateCalls(ABC):

@@ -156,12 +156,13 @@ class EpisodeRequest:
         False if it was interrupted when `is_over`: it keeps its tokens, and the rest is never
         requested. Otherwise raises what the completer raises.
         """
-        while True:
+        while sample.finish_reason is None:  # else `on_sample` knew its end already
             try:
                 await completer.complete(sample)
-                return True
+                break
             except Interrupted:
                 if is_over():
                     return False
             with clock.standing_still():
                 await self.may_go_on(sample)
+        return True

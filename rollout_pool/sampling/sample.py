@@ -10,7 +10,7 @@ version with which it was sampled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
@@ -87,6 +87,16 @@ class Sample:
         self.num_wasted += len(self.output_ids)
         for column in (self.output_ids, self.logprobs, self.version_spans):
             column.clear()
+
+
+def merge_spans(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
+    """Joins neighbouring spans of the same version."""
+    merged: list[VersionSpan] = []
+    for span in spans:
+        if merged and merged[-1].version == span.version and merged[-1].end == span.start:
+            span = VersionSpan(version=span.version, start=merged.pop().start, end=span.end)
+        merged.append(span)
+    return merged
 
 
 class SampleFailed(RuntimeError):

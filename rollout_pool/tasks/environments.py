@@ -29,6 +29,8 @@ EnvironmentFactory = Callable[[Prompt], Env]
 class EnvEpisodes(EpisodeSource):
     """Runs each episode in a new environment."""
 
+    is_repeatable: bool = True
+
     def __init__(self, runner: EpisodeRunner, make_env: EnvironmentFactory) -> None:
         self._runner = runner
         self._make_env = make_env

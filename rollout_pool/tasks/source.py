@@ -14,6 +14,8 @@ class EpisodeSource(Protocol):
 
     is_external: bool = False
     """Whether external programs run them: their failures do not count against the prompt."""
+    is_repeatable: bool = False
+    """Whether episodes that run again may begin with answers sampled before (worker/keep.py)."""
 
     async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
         """The finished episode. Raises SampleFailed, TimeoutError if no engine was available, and

@@ -115,6 +115,17 @@ class GroupFinisher:
         if run.verdict is not Verdict.leave_out:
             await self.state.while_moving(lambda: self.buffer.push(group))
 
+    async def keep_tokens(self, run: GroupRun) -> None:
+        """Keeps what the group's samples have gained in the buffer (worker/keep.py)."""
+        if (tokens := run.tokens) is None:
+            return
+        async with tokens.keeping:
+            new = tokens.take_new()
+            if new and not await self.buffer.keep_tokens(
+                run.group_id, run.spent.oldest_version, new
+            ):
+                run.tokens = None  # it has ended, or lost its credit to another worker
+
     async def finish(self, run: GroupRun) -> bool:
         """Settles the credit and the prompt of an ended group; returns whether it is complete.
 
@@ -133,7 +144,8 @@ class GroupFinisher:
 
     def _count(self, run: GroupRun, *, is_done: bool, was_stopped: bool) -> None:
         count, spent = self.counters.add, run.spent
-        count("tokens_generated", spent.num_tokens + spent.num_wasted)
+        count("tokens_generated", spent.num_tokens + spent.num_wasted - run.num_restored)
+        count("tokens_restored", run.num_restored)
         count("tokens_wasted", spent.num_wasted)
         count("samples_retried", spent.num_failures)
         count("logprobs_refused", spent.num_refused)
@@ -206,7 +218,8 @@ class GroupFinisher:
                 run.group_id, "too_old", Rerun.as_stale, run.ref
             )
         else:
-            # A resumed run takes the prompt again.
+            # A resumed run takes the prompt again, with the tokens that it has.
+            await self.keep_tokens(run)
             was_running = await self.buffer.abandon(run.group_id, "stopped", Rerun.always, run.ref)
         if run.group is not None and not was_running:  # its push had completed
             await self._settle_whole(run)

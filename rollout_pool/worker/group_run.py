@@ -23,6 +23,7 @@ from rollout_pool.episodes.request import go_on
 from rollout_pool.sampling.sample import Sample
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt
+from rollout_pool.worker.keep import GroupTokens
 
 SEND_EVERY_S = 1.0
 LENGTHS = ((256, "<=256"), (1024, "<=1k"), (4096, "<=4k"), (16384, "<=16k"), (65536, "<=64k"))
@@ -73,6 +74,8 @@ class GroupRun:
     source: EpisodeSource
     order: int = 0
     """Position among the groups: the lowest is served first."""
+    tokens: GroupTokens | None = None
+    """What is kept of its tokens; None if nothing is."""
     may_go_on: Callable[[Sample], Awaitable[None]] = go_on
     """Awaited before an interrupted sample is completed. It may change: see `wait_to_go_on`."""
     started: float = field(default_factory=time.monotonic)
@@ -99,18 +102,27 @@ class GroupRun:
         """One of its samples is about to be requested."""
         sample.order = self.order  # may have changed since the episode began
         self.samples.add(sample)
+        if self.tokens is not None:
+            self.tokens.begin(sample)
 
     def note_end(self, sample: Sample) -> None:
         """One of its samples has ended and will not change any more."""
         if sample in self.samples:
             self.samples.remove(sample)
             self._ended.add(sample)
+            if self.tokens is not None:
+                self.tokens.end(sample)
 
     def give_up(self, why: str) -> None:
         """The group will not be finished; its source gets the first reason."""
         if not self._is_given_up:
             self._is_given_up = True
             self.source.give_up(why)
+
+    @property
+    def num_restored(self) -> int:
+        """Tokens that a worker before this one sampled."""
+        return 0 if self.tokens is None else self.tokens.num_restored
 
     @property
     def spent(self) -> Spent:

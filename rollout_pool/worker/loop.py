@@ -6,7 +6,8 @@
     publish ──► groups in flight that became too old are cancelled, their prompts run again
     failure ──► the prompt runs again, until it is put into quarantine (finish.py)
     restart ──► the new worker reclaims the groups that ran; each prompt runs again, and after a
-                second death alone, so that a third one tells which prompt is at fault
+                second death alone, so that a third one tells which prompt is at fault. Its samples
+                begin with the tokens that were kept (keep.py)
 
 Backpressure, from the trainer to the prompt:
 
@@ -25,14 +26,15 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import attrgetter
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from buffer.roles import WorkerBuffer
 from buffer.run_state import RunState
-from buffer.staleness import is_fresh
 from buffer.types import PromptRef, Rerun
 from configs.checks import live_names, with_live
 from configs.choices import OnLongPrompt, OnStale
@@ -48,6 +50,7 @@ from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
 from rollout_pool.worker.evaluate import Evaluator
 from rollout_pool.worker.finish import GroupFinisher, GroupLog
 from rollout_pool.worker.group_run import Counters, ExternalGroups, GroupRun
+from rollout_pool.worker.keep import LOOK_EVERY_S, GroupTokens, KeptSample, read_kept
 from rollout_pool.worker.stragglers import TAILS, Tail
 
 log = logging.getLogger(__name__)
@@ -60,6 +63,15 @@ MIN_WAIT_S = 0.005
 """Shorter waits for a credit are just the round trip."""
 STOP_AGAIN_S = 10.0
 """Time that the episodes of a cancelled group have to clean up before they are cancelled again."""
+
+
+class _Taken(NamedTuple):
+    """A prompt for a group."""
+
+    ref: PromptRef
+    prompt: Prompt
+    kept: Mapping[str, KeptSample] = MappingProxyType({})
+    """What a worker before this one sampled for it."""
 
 
 class RolloutWorker:
@@ -207,6 +219,8 @@ class RolloutWorker:
             self._run_tail(),
             self._counters.run(),
         ]
+        if self._spec.config.keep_every_tokens:
+            work.append(self._keep_tokens())
         if self._spec.buffer.on_stale in DROPPED_WHEN_STALE:
             work.append(self._watch_age())
         tasks = [asyncio.create_task(one) for one in work]
@@ -255,8 +269,8 @@ class RolloutWorker:
             group_id = admission.group_id
             await self._note_wait(started)
             taken = await self._take_prompt(group_id)
-            if taken is not None and taken[0].is_suspect:
-                taken = await self._when_idle(group_id, *taken)
+            if taken is not None and taken.ref.is_suspect:
+                taken = await self._when_idle(group_id, taken)
         except BaseException:
             self._see_through(self._buffer.abandon(group_id, "stopped", Rerun.always))
             raise
@@ -264,10 +278,13 @@ class RolloutWorker:
             self._waiting = None
         if taken is None:
             return
-        ref, prompt = taken
+        ref, prompt, kept = taken
         # The source is chosen last: a program that left meanwhile costs no credit and no prompt.
         source = (self._external.take() if self._external else None) or self._source
-        self._start(GroupRun(group_id=group_id, ref=ref, prompt=prompt, source=source, order=order))
+        run = GroupRun(group_id=group_id, ref=ref, prompt=prompt, source=source, order=order)
+        if source.is_repeatable and self._spec.config.keep_every_tokens:
+            run.tokens = GroupTokens(group_id, kept)
+        self._start(run)
 
     async def _note_wait(self, started: float) -> None:
         # Not counted while groups are in flight: then the engines are busy.
@@ -275,12 +292,12 @@ class RolloutWorker:
         if not self._runs and idle_s > MIN_WAIT_S:
             await self._state.add_wait("rollout", "trainer", idle_s)
 
-    async def _take_prompt(self, group_id: str) -> tuple[PromptRef, Prompt] | None:
+    async def _take_prompt(self, group_id: str) -> _Taken | None:
         """Assigns the group a prompt in the buffer; None if it lost its credit."""
         ref = await self._buffer.take_retry(group_id)
         if ref is not None:
             if self._reader.accepts(prompt := self._task.example(ref.index)):
-                return ref, prompt
+                return _Taken(ref, prompt, await self._find_kept(group_id, ref))
             self._counters.add("prompts_skipped")
         if self._in_hand is None:
             self._in_hand = self._next_of_stream()
@@ -288,12 +305,24 @@ class RolloutWorker:
         if not await self._buffer.begin(group_id, ref, self._index, self._stream.position):
             return None
         self._in_hand = None
-        return ref, prompt
+        return _Taken(ref, prompt)
 
-    async def _when_idle(
-        self, group_id: str, ref: PromptRef, prompt: Prompt
-    ) -> tuple[PromptRef, Prompt] | None:
+    async def _find_kept(self, group_id: str, ref: PromptRef) -> Mapping[str, KeptSample]:
+        """The tokens kept of a prompt that runs again, as far as they may still be trained."""
+        if not (parts := await self._buffer.kept_tokens(group_id, ref)):
+            return {}
+        leash, version = await self._buffer.get_leash(), await self._state.trainer_version()
+        drops_stale = self._spec.buffer.on_stale is not OnStale.mask_tokens
+        kept = read_kept(parts, leash, version, drops_stale=drops_stale)
+        if kept:
+            spans = chain.from_iterable(sample.version_spans for sample in kept.values())
+            oldest = min(span.version for span in spans)
+            await self._buffer.keep_tokens(group_id, oldest, {})
+        return kept
+
+    async def _when_idle(self, group_id: str, taken: _Taken) -> _Taken | None:
         """Waits until a suspect can run alone; None if its group lost its credit."""
+        ref = taken.ref
         # If the worker dies meanwhile, that is the doing of another prompt: the suspect stays one.
         waiting = replace(ref, reruns=ref.reruns - 1)
         if not await self._buffer.begin(group_id, waiting, self._index, 0):
@@ -302,7 +331,7 @@ class RolloutWorker:
         await self._is_idle.wait()
         if not await self._buffer.begin(group_id, ref, self._index, 0):
             return None
-        return ref, prompt
+        return taken
 
     def _next_of_stream(self) -> tuple[PromptRef, Prompt]:
         skipped = self._reader.num_skipped
@@ -383,19 +412,29 @@ class RolloutWorker:
                 version = await self._state.wait_version_above(version, WATCH_TIMEOUT_S)
             except TimeoutError:
                 continue  # a long step; a dead trainer is detected elsewhere
-            max_staleness = await self._buffer.get_max_staleness()
+            leash = await self._buffer.get_leash()
             for run in self._runs:
                 oldest = run.spent.oldest_version
-                if oldest is None or is_fresh(version, oldest, max_staleness):
+                if oldest is None or leash.is_fresh(version, oldest):
                     continue
                 assert run.work is not None
                 if not (run.is_too_old or run.work.done()):
                     run.is_too_old = True
                     run.give_up(
                         f"its oldest token is of version {oldest}, which at version {version} "
-                        f"is too old to be trained (max_staleness={max_staleness})"
+                        f"is too old to be trained (max_staleness={leash.max_staleness})"
                     )
                     self._see_through(end_tasks([run.work], self._stop_again_s))
+
+    async def _keep_tokens(self) -> None:
+        """Keeps the tokens of groups whose samples have grown."""
+        every = self._spec.config.keep_every_tokens
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            for run in self._runs:
+                if run.tokens is not None and run.tokens.is_due(every):
+                    # Not cancelled: a part that is missing makes those after it useless.
+                    self._see_through(self._finisher.keep_tokens(run))
 
     async def _renew_credits(self) -> None:
         """Renews the groups' credits, so that those of a dead worker expire."""

@@ -244,6 +244,11 @@ async def test_each_role_can_do_its_work(
             assert await end == 1
     retry = await rollout.admit("9-again", 5)
     await rollout.take_retry(retry.group_id)
+    prompt = PromptRef(task="sums", index=3)
+    await rollout.begin(retry.group_id, prompt, 0, 5)
+    assert await rollout.keep_tokens(retry.group_id, 0, {"0.0.0": b"tokens"})
+    assert await rollout.kept_tokens(retry.group_id, prompt) == {"0.0.0": b"tokens"}
+    assert (await rollout.get_leash()).max_staleness == 2
     await rollout.abandon(retry.group_id, "stopped")
     assert len(await watcher.quarantined_prompts()) == 1
     assert await controller.release_prompt("sums", 2)

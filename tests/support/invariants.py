@@ -55,6 +55,8 @@ async def find_violations_of_shard(shard: ReplayBuffer) -> list[str]:
     for start in range(0, len(steps), _GROUPS_AT_ONCE):
         for step in await _run(shard, "check_batches", *steps[start : start + _GROUPS_AT_ONCE]):
             violations.append(f"lease:{readable(step)} and the set batches do not agree")
+    for name in await _run(shard, "check_kept"):
+        violations.append(f"kept:{readable(name)} has no prompt that runs, or will run again")
     after = await shard.stats()
     if _moved(before) == _moved(after):  # else the sums over many calls mean nothing
         violations += _wrong_sums(before, sizes)

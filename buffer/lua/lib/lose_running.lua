@@ -1,4 +1,5 @@
 -- @include lib/audit
+-- @include lib/kept
 -- @include lib/poison
 -- @include lib/prompts
 -- @include lib/running
@@ -14,7 +15,7 @@ local MAX_DEATHS = 2
 local function lose_running(ids, reason, lost_before)
   local prompts, lost = redis.call('HMGET', PROMPTS, unpack(ids)), {}
   local deadlines = redis.call('ZMSCORE', CREDITS, unpack(ids))
-  leave_running(ids)
+  leave_running(ids, true)
   audit(ids, 'abandoned', 'r', reason)
   count('abandoned:' .. reason, #ids)
   for i, id in ipairs(ids) do
@@ -22,6 +23,8 @@ local function lose_running(ids, reason, lost_before)
     if prompt then
       lost[#lost + 1] = id
       if finite(deadlines[i], LARGEST) > lost_before then prompt.reruns = prompt.reruns + 1 end
+      -- What a suspect sampled may be what killed its workers.
+      if prompt.reruns >= MAX_DEATHS then forget_kept({prompts[i]}) end
       if prompt.reruns > MAX_DEATHS then quarantine_prompt(id, prompt, 'worker_died', prompt.reruns)
       else rerun(id, write_prompt(prompt)) end
     end

@@ -55,7 +55,8 @@ class _DrawnLengths:
         # It begins, or begins again without the tokens that it had.
         if self._wasted.get(sample.sample_id) != sample.num_wasted:
             self._wasted[sample.sample_id] = sample.num_wasted
-            length = self._draws.draw(index_of(sample.prompt), place_of(sample), sample.group)
+            place = (index_of(sample.prompt), place_of(sample), sample.group)
+            length = self._draws.draw(*place, again=bool(sample.output_ids))
             sample.max_new_tokens = length
         await self._completer.complete(sample)
 

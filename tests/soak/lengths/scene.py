@@ -74,6 +74,7 @@ class Scene:
     median_tokens: int = 24
     p99_over_p50: float = 20.0
     longest: int = 1024
+    keep_every_tokens: int = 16
     checkpoint_every: int = 3
 
     @property
@@ -95,6 +96,7 @@ class Scene:
                 group_size=self.group_size,
                 tail=policy.tail,
                 keep_partial=policy.keep_partial,
+                keep_every_tokens=self.keep_every_tokens,
                 oversampling=policy.oversampling,
                 filter_zero_variance=policy.filters,
                 max_prompt_tokens=64,
@@ -144,14 +146,20 @@ class Draws:
 
     scene: Scene
     _counts: Counter[tuple[int, int]] = field(default_factory=Counter)
+    _last: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._counts.update((draw.index, draw.place) for draw in read_draws(self.scene))
+        for draw in read_draws(self.scene):
+            self._counts[draw.index, draw.place] += 1
+            self._last[draw.index, draw.place] = draw.length
 
-    def draw(self, index: int, place: int, group_id: str) -> int:
+    def draw(self, index: int, place: int, group_id: str, *, again: bool = False) -> int:
+        """`again`: the last length, for a sample that goes on in another group."""
         number = self._counts[index, place]
         self._counts[index, place] += 1
-        length = self.scene.length(index, place, number)
+        last = self._last.get((index, place)) if again else None
+        length = last if last is not None else self.scene.length(index, place, number)
+        self._last[index, place] = length
         with self.scene.draws.open("a") as file:  # one line, one write: whole or absent
             file.write(json.dumps([index, place, group_id, length]) + "\n")
         return length

@@ -75,6 +75,7 @@ async def redis(redis_url: str) -> AsyncIterator[BufferRedis]:
 
 CHECKED_VERBS = (
     *("admit", "abandon", "begin", "fail", "reclaim", "push", "take_retry", "renew_credits"),
+    "keep_tokens",
     *("lease", "validate", "consume", "ack", "nack", "renew", "reconcile", "publish_version"),
     *("release", "discard", "sweep", "change_settings"),
 )

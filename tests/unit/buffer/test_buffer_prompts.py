@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from buffer.admission import admission_limit
 from buffer.results import PushResult, read_prompt, write_prompt
 from buffer.run_state import RunState
+from buffer.staleness import Leash, parse_rollbacks
 from buffer.types import PromptRef, Rerun
 from configs.choices import OnStale
 from configs.schema import BufferConfig
@@ -173,3 +175,86 @@ async def test_prompts_that_no_checkpoint_contains_run_again_in_an_empty_server(
     again = await buffer.task_progress(1)
     assert again.positions == progress.positions
     assert sorted(p.index for p in again.untrained) == [prompt.index for prompt in untrained]
+
+
+# Kept tokens --------------------------------------------------------------------------------------
+
+
+async def _kept(buffer: Any, name: str, parts: dict[str, bytes], oldest: int | None = 0) -> str:
+    group_id = await _begun(buffer, name)
+    assert await buffer.keep_tokens(group_id, oldest, parts)
+    return group_id
+
+
+async def _next_owner(buffer: Any, name: str, prompt: PromptRef = PROMPT) -> str:
+    group_id: str = (await buffer.admit(name, 1)).group_id
+    assert await buffer.take_retry(group_id) == prompt
+    return group_id
+
+
+async def test_tokens_of_a_prompt_outlive_the_worker_that_dies_and_the_one_that_stops(
+    checked_buffer: Any, redis: Any
+) -> None:
+    buffer = await checked_buffer()
+    parts = {"0.0.0": b"\x00first", "1.0.0": b"other" * 300_000, "0.0.64": b"second"}
+    await _kept(buffer, "3-0-a", parts)
+    assert await buffer.reclaim(3) == 1
+    assert not await buffer.keep_tokens("3-0-a", 0, {"0.0.70": b"late"}), "it is not running"
+    again = await _next_owner(buffer, "3-1-b", replace(PROMPT, reruns=1))
+    assert await buffer.kept_tokens(again, PROMPT) == parts
+    assert await buffer.keep_tokens(again, 0, {"0.0.70": b"third"})
+    assert await buffer.abandon(again, "stopped", Rerun.always)
+    third = await _next_owner(buffer, "3-2-c", replace(PROMPT, reruns=1))
+    assert await buffer.kept_tokens(third, PROMPT) == {**parts, "0.0.70": b"third"}
+    assert await buffer.abandon(third, "zero_variance")
+    assert [name async for name in redis.scan_iter(f"{buffer.keys('kept')}*")] == []
+
+
+@pytest.mark.parametrize("end", ["push", "too_old", "failed", "other_prompt", "third_death"])
+async def test_kept_tokens_go_with_their_group_or_with_the_trust_in_their_prompt(
+    checked_buffer: Any, redis: Any, make_group: Any, end: str
+) -> None:
+    buffer = await checked_buffer()
+    group_id = await _kept(buffer, "3-0-a", {"0.0.0": b"tokens"})
+    if end == "push":
+        assert await buffer.push(make_group(group_id, 0)) is PushResult.stored
+    elif end == "too_old":
+        assert await buffer.abandon(group_id, "too_old", Rerun.as_stale, PROMPT)
+    elif end == "failed":
+        await buffer.fail(group_id, PROMPT, 2)
+    elif end == "other_prompt":  # the worker refuses the prompt, which is too long for it
+        assert await buffer.begin(group_id, PromptRef(task="long words", index=8), 3, 9)
+    else:
+        await buffer.reclaim(3)
+        await _next_owner(buffer, "3-1-b", replace(PROMPT, reruns=1))
+        await buffer.reclaim(3)
+    assert [name async for name in redis.scan_iter(f"{buffer.keys('kept')}*")] == []
+
+
+async def test_group_that_begins_with_old_tokens_counts_as_one_of_their_version(
+    checked_buffer: Any, redis: Any
+) -> None:
+    buffer = await checked_buffer(max_staleness=4, on_stale=OnStale.wait)
+    await buffer.publish_version(3)
+    group_id = await _begun(buffer, "3-0-a")
+    running = buffer.keys("running")
+    assert await redis.zscore(running, group_id) == 3
+    assert await buffer.keep_tokens(group_id, 2, {})
+    assert await redis.zscore(running, group_id) == 2
+    assert await buffer.keep_tokens(group_id, 3, {"0.0.0": b"tokens"})
+    assert await redis.zscore(running, group_id) == 2
+    await buffer.reconcile("later", step=1, version=2, resume_version=4)
+    assert (await buffer.get_leash()).rollbacks == ((2, 4),)
+    assert await buffer.keep_tokens(group_id, 1, {})  # as engines called it before the rollback
+    assert await redis.zscore(running, group_id) == 3
+    assert await buffer.keep_tokens(group_id, 3, {})  # it is gone
+    assert await redis.zscore(running, group_id) == 3
+
+
+def test_leash_counts_versions_through_rollbacks() -> None:
+    leash = Leash(max_staleness=2, rollbacks=parse_rollbacks("-1:3 5:9 9:12"))
+    assert [leash.current(version) for version in (2, 3, 5, 6, 8, 9, 10, 12)] == [
+        *(None, 10, 12, None, None, 12, None, 12)
+    ]
+    assert leash.is_fresh(12, 3) and not leash.is_fresh(13, 3) and not leash.is_fresh(12, 6)
+    assert parse_rollbacks("") == ()

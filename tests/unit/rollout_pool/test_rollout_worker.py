@@ -503,6 +503,65 @@ async def test_restarted_worker_runs_its_prompts_again_and_continues_its_stream(
     assert (await state.task_positions())[0] == 4
 
 
+async def test_samples_begin_with_the_tokens_that_a_dead_worker_had_sampled(
+    make_worker, completer, state
+):
+    completer.held = lambda sample: place_of(sample) == 1 and sample.prompt == [ord("0")]
+    worker, buffer = await make_worker(keep_every_tokens=1)
+    running = await make_worker.start(worker)
+    await until(ready(buffer, 3))
+    prompt = PromptRef(task="numbers", index=0)
+    (group_id,) = {one.group_id for one in worker._runs if one.ref == prompt}
+    await until(lambda: buffer.kept_tokens(group_id, prompt))  # the first token of the one held
+    completer.version, num_asked = 1, len(completer.asked)
+    completer.held = lambda sample: False
+    buffer.before["take_retry"] = asyncio.Event()  # it has no more say
+    await buffer.reclaim(0)
+    worker.stop()
+    await running
+
+    other, buffer, running = await make_worker.run(keep_every_tokens=1)
+    await until(ready(buffer, 4))
+    (again,) = [one for one in completer.asked[num_asked:] if one.prompt == [ord("0")]]
+    assert place_of(again) == 1, "the other had ended, and is not sampled again"
+    lease = await consume(buffer, 0, num_groups=4)
+    (group,) = [group for group in lease.groups if group.prompt.index == 0]
+    assert [dict(one.tokens_by_version) for one in group.trajectories] == [{0: 3}, {0: 1, 1: 2}]
+    assert [one.reward for one in group.trajectories] == [0, 1]
+    other.stop()
+    await running
+    counters = await state.counters()
+    assert counters["tokens_restored"] == 3 + 1
+
+
+async def test_worker_that_stops_keeps_what_it_has(make_worker, completer, state):
+    completer.held = lambda sample: True
+    worker, buffer, running = await make_worker.run()
+    await until(lambda: len(completer.asked) == 4 * GROUPS_PER_STEP)
+    worker.stop()
+    await running
+    completer.held = lambda sample: False
+    completer.version = 1
+    buffer, _ = await fill(make_worker)
+    lease = await consume(buffer, 0, num_groups=4)
+    assert all(group.tokens_by_version == {0: 2, 1: 4} for group in lease.groups)
+    counters = await state.counters()
+    assert counters["tokens_restored"] == 8 and counters["tokens_generated"] == 8 * 3
+
+
+async def test_nothing_is_kept_if_the_setting_says_so(make_worker, completer, state):
+    completer.held = lambda sample: True
+    worker, buffer, running = await make_worker.run(keep_every_tokens=0)
+    await until(lambda: len(completer.asked) == 4 * GROUPS_PER_STEP)
+    worker.stop()
+    await running
+    completer.held = lambda sample: False
+    completer.version = 1
+    buffer, _ = await fill(make_worker, keep_every_tokens=0)
+    lease = await consume(buffer, 0, num_groups=4)
+    assert all(group.tokens_by_version == {1: 6} for group in lease.groups)
+
+
 async def test_prompt_with_which_two_workers_died_runs_alone(make_worker, completer):
     gates = {text: asyncio.Event() for text in ("0", "1", "7")}
     completer.hold = lambda sample: gates.get("".join(map(chr, sample.prompt)))
