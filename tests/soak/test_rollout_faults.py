@@ -65,6 +65,7 @@ SETTINGS = (
     "rollout.reward_actors=1",
     f"rollout.group_size={GROUP_SIZE}",
     "rollout.max_response_tokens=160",
+    "rollout.keep_every_tokens=16",
     "rollout.eval_every=0",
     "rollout.max_worker_restarts=1000",
     "rollout.engine.max_restarts=1000",
@@ -122,13 +123,14 @@ def test_killed_members_under_load_lose_no_prompt_and_shrink_no_group(tmp_path: 
     assert max(step.number("logprob_diff_max") for step in the_play.metrics("step")) <= 1e-4
     machine.assert_nothing_left(tmp_path)
     assert f"make resume RUN={RUN} DIR={tmp_path} continues it" in the_play.kill_log()
-    goes_on_to_its_end(tmp_path, the_play.metrics("step"))
+    restored = picture.counters.get("tokens_restored", 0)  # none, if steps outran the restart
+    goes_on_to_its_end(tmp_path, the_play.metrics("step"), restored)
     machine.assert_nothing_left(tmp_path)
 
 
-def goes_on_to_its_end(runs: Path, before: list[Record]) -> None:
+def goes_on_to_its_end(runs: Path, before: list[Record], restored: float) -> None:
     """The run that was stopped, resumed with more steps; then Redis, a trainer rank and the
-    controller are killed. Nothing is trained twice, renumbered or given up."""
+    controller are killed. Nothing is trained twice, renumbered or given up. `restored`: tokens."""
     run, last = runs / RUN, before[-1].count("step")
     num_steps = last + 4 * QUIET_STEPS
     process = resume(runs, f"trainer.num_steps={num_steps}", "trainer.checkpoint_every=2")
@@ -163,6 +165,9 @@ def goes_on_to_its_end(runs: Path, before: list[Record]) -> None:
     # Groups of a step that was undone were trained again, or dropped with its version.
     assert set(result["groups_dropped"]) <= {"stale", "lineage"}
     assert result["groups_trained"] == 4 * num_steps
+    # The workers that were stopped kept what they had.
+    counts = read_metrics(run / "metrics.jsonl", "buffer")[-1]
+    assert counts.number("count.tokens_restored") > restored
     # The engines have the trainer's weights: seen at tokens of the version that a step trains, if
     # any were sampled so late.
     assert max(series(after, "logprob_diff_max"), default=0.0) <= 1e-4

@@ -33,8 +33,8 @@ NUM_PROMPTS = size("LENGTH_PROMPTS", 160)
 ALL_POLICIES = size("ALL_POLICIES", 0)
 """0 or 1."""
 NUM_RESUMES = size("RESUMES", 2)
-RESUME_STEPS = size("RESUME_STEPS", 4)
-"""From one end to the next, besides max_staleness."""
+RESUME_STEPS = size("RESUME_STEPS", 5)
+"""From one end to the next."""
 SEED = size("SEED", 23)
 LEASHES = (0, 1, 4, 16)
 GROUPS_PER_STEP = 16
@@ -129,9 +129,8 @@ def test_resumes_lose_no_prompt_and_leave_the_lengths_as_they_are(
 ) -> None:
     kinds = list(itertools.islice(itertools.cycle(End), NUM_RESUMES))
     random.Random(SEED).shuffle(kinds)
-    steps = RESUME_STEPS + leash
-    ends = [(steps * (number + 1), kind) for number, kind in enumerate(kinds)]
-    num_prompts = GROUPS_PER_STEP * steps * (NUM_RESUMES + 1)
+    ends = [(RESUME_STEPS * (number + 1), kind) for number, kind in enumerate(kinds)]
+    num_prompts = GROUPS_PER_STEP * RESUME_STEPS * (NUM_RESUMES + 1)
     found = compare(tmp_path, Policy(max_staleness=leash, on_stale=OnStale.wait), num_prompts, ends)
     print(f"\nLEASH_SOAK_SEED={SEED}\n{Comparison.HEADER}\n{found}")
     judge([found])

@@ -98,7 +98,11 @@ class Comparison:
         found += [f"prompt {index} was trained {n} times" for index, n in times.items() if n > 1]
         drawn = {(d.group_id, d.place): d.length for d in read_draws(self.scene)}
         for row in self.rows:
-            last = tuple(drawn[row.group_id, place] for place in range(self.scene.group_size))
+            # One that had the greatest length when it was kept had ended: it is not drawn again.
+            last = tuple(
+                drawn.get((row.group_id, place), self.scene.longest)
+                for place in range(self.scene.group_size)
+            )
             if row.lengths != last:
                 found.append(f"group {row.group_id} has {row.lengths} tokens, not {last}")
         if self.scene.policy.is_unbiased:
