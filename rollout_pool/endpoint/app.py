@@ -336,7 +336,8 @@ class Endpoint:
         self._port = port
         self._url: str | None = None
         self._server: uvicorn.Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self.serving: asyncio.Task[None] | None = None
+        """Once it is started; ends with `close`, or with the error that ended it before."""
 
     @property
     def url(self) -> str:
@@ -351,7 +352,12 @@ class Endpoint:
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         app = _Api(self.sessions, self.groups, self.admin_key).app()
         self._server = _Server(ServerConfig(app, self._limits, close_s=CLOSE_S))
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        self.serving = asyncio.create_task(self._serve(self._server, listening))
+
+    async def _serve(self, server: _Server, listening: socket.socket) -> None:
+        await server.serve(sockets=[listening])
+        if not server.should_exit:
+            raise RuntimeError(f"the endpoint at {self.url} has ended")
 
     def write_address(self, path: Path) -> None:
         """Writes the address and the admin key, for programs with access to the run's folder."""
@@ -368,11 +374,11 @@ class Endpoint:
         """Ends every session and stops listening. May be called twice."""
         self.groups.close()
         await self.sessions.close_all("the run has ended")
-        if self._server is None or self._serving is None:
+        if self._server is None or self.serving is None:
             return
         self._server.should_exit = True
-        await asyncio.wait([self._serving], timeout=2 * CLOSE_S)
-        await end_tasks([self._serving])
+        await asyncio.wait([self.serving], timeout=2 * CLOSE_S)
+        await end_tasks([self.serving])
 
 
 class _Server(uvicorn.Server):

@@ -119,7 +119,7 @@ class _Line:
         self._calls: set[asyncio.Task[None]] = set()
 
     async def ask(self, request: bytes) -> PartScore:
-        """Raises ConnectionError if the host is lost meanwhile."""
+        """Raises ConnectionError if the host is lost meanwhile, and what its call raised."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[PartScore] = loop.create_future()
         self._mailbox.append((request, answer))
@@ -143,20 +143,23 @@ class _Line:
             call.add_done_callback(self._calls.discard)
 
     async def _call(self, batch: list[tuple[bytes, asyncio.Future[PartScore]]]) -> None:
+        error: Exception = ConnectionError("the scoring actor was lost")
         try:
             async for answers in self.host.score([request for request, _ in batch]):
                 for place, score in answers:
                     if not batch[place][1].done():  # else its caller was cancelled
                         batch[place][1].set_result(score)
-        except ConnectionError as error:
-            log.warning("a scoring actor was lost: %s", error)
+        except ConnectionError as lost:
+            log.warning("a scoring actor was lost: %s", lost)
             if not self.is_lost:
                 self.is_lost = True
                 self._lost(self)
+        except Exception as failure:  # of the actor's own code: another one would not do better
+            error = failure
         finally:
             for _, answer in batch:
                 if not answer.done():
-                    answer.set_exception(ConnectionError("the scoring actor was lost"))
+                    answer.set_exception(error)
 
 
 class ScorerActor:

@@ -126,8 +126,8 @@ class RewardPool:
         self.num_restarts += 1
         try:
             await process.start()
-        except (RewardError, ValueError) as error:
-            log.error("%s", error)
+        except Exception as error:
+            log.error("a scoring process did not start again: %s", error)
         finally:
             self._idle.put_nowait(process)
 

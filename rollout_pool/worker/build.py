@@ -170,7 +170,7 @@ class WorkerParts:
             ),
             buffer=self._buffer,
             state=self._state,
-            watching=watching,
+            watching=[*watching, *([endpoint.serving] if endpoint and endpoint.serving else [])],
             interrupter=sampler,
             group_log=RolloutLog(
                 Path(spec.run_dir), f"worker-{self._index}", config.log_rate, spec.seed

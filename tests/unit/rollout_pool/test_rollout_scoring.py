@@ -213,10 +213,13 @@ class Host:
         self.is_back = asyncio.Event()
         self.slow: set[bytes] = set()
         self.leaves_out = 0
+        self.error: Exception | None = None
 
     async def score(self, requests: list[bytes]) -> AsyncIterator[Answers]:
         self.batches.append(requests)
         await self.holds.wait()
+        if self.error is not None:
+            raise self.error
         if self.is_lost:
             raise ConnectionError("lost")
         quick = [(i, r) for i, r in enumerate(requests) if r not in self.slow]
@@ -293,6 +296,15 @@ async def test_requests_of_a_lost_host_go_elsewhere(spread):
     await asyncio.sleep(0.01)
     scores = await asyncio.gather(*(pool.score(b"%d" % i) for i in range(10)))
     assert {score.value for score in scores} == {1.0, 2.0}
+
+
+async def test_error_in_the_code_of_a_host_is_raised_as_it_is(spread):
+    broken, other = Host(1.0), Host(2.0)
+    pool = await spread(broken, other)
+    broken.error = TypeError("a request of this kind is new to it")
+    with pytest.raises(TypeError, match="new to it"):
+        await pool.score(b"a")
+    assert pool.num_lost == 0
 
 
 async def test_requests_wait_for_a_host_to_return_when_all_are_lost(spread):

@@ -239,3 +239,14 @@ async def test_taken_address_is_reported_with_its_setting(scene, make_scene):
     other.endpoint._port = port
     with pytest.raises(OSError, match=rf"rollout\.openai\.port={port}"):
         await other.endpoint.start()
+
+
+async def test_server_that_ends_by_itself_is_an_error_of_the_worker(make_scene, monkeypatch):
+    async def serve(server, sockets):
+        sockets[0].close()
+
+    monkeypatch.setattr("rollout_pool.endpoint.app._Server.serve", serve)
+    other = await make_scene()
+    await other.endpoint.start()
+    with pytest.raises(RuntimeError, match=f"the endpoint at {other.endpoint.url} has ended"):
+        await other.endpoint.serving
