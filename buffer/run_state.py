@@ -294,8 +294,9 @@ class RunState:
 
             lease = await state.while_moving(lambda: buffer.lease(..., timeout_s=600))
 
-        Moving are: sampled tokens, pushed groups, published versions, and the lease of a long step,
-        which its trainer renews. Raises the TimeoutError of a run that stands still.
+        Moving are: tokens that arrive, also of a group that takes hours, pushed groups, published
+        versions, and the lease of a long step, which its trainer renews. Raises the TimeoutError of
+        a run that stands still.
         """
         seen = await self._marks()
         while True:
@@ -308,7 +309,7 @@ class RunState:
 
     async def _marks(self) -> list[object]:
         """All that changes while the run moves."""
-        marks: list[object] = [await self._redis.hget(self._keys("counters"), "tokens_generated")]
+        marks: list[object] = [await self._redis.hget(self._keys("counters"), "tokens_arrived")]
         for keys in self._all_keys:
             marks.append(await self._redis.hget(keys("stats"), "pushed"))
             marks.append(await self._redis.hget(keys("settings"), "trainer_version"))

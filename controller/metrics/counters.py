@@ -26,6 +26,10 @@ class Counted(NamedTuple):
 
 COUNTED = {
     "tokens_generated": Counted("Tokens that the engines sampled.", is_in_summary=False),
+    "tokens_arrived": Counted(
+        "Tokens that have arrived so far, also of groups in progress and of evaluations.",
+        is_in_summary=False,
+    ),
     "tokens_wasted": Counted(
         "Generated tokens that never reached the buffer: engine lost, rejected, given up.",
         is_in_summary=False,

@@ -49,8 +49,9 @@ class Sampler:
         self._max_retries = max_retries
         self._runs: dict[Sample, _Run] = {}
         self.counted: Counter[str] = Counter()
-        """Totals over all requests so far, as counters of the run: their number, the time that they
-        waited for a slot, and the time from there to their first token."""
+        """Totals over all requests so far, as counters of the run: their number, the tokens that
+        have arrived, the time that they waited for a slot, and the time from there to their first
+        token."""
 
     async def complete(self, sample: Sample) -> None:
         """See Completer."""
@@ -123,8 +124,12 @@ class Sampler:
         # SGLang aborts all requests whose ids begin with the given one: the mark at the end keeps
         # an abort of sample 1 from ending sample 10.
         request_id = f"{sample.sample_id}.{sample.num_attempts}!"
+        num_arrived = len(sample.output_ids)
 
         def on_arrival() -> None:
+            nonlocal num_arrived
+            self.counted["tokens_arrived"] += len(sample.output_ids) - num_arrived
+            num_arrived = len(sample.output_ids)
             if run.first_token_at is None:
                 run.first_token_at = time.monotonic()
                 self._count_time("first_token", slot.engine.name, run.first_token_at - slot.begun)

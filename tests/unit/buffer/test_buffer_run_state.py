@@ -322,7 +322,7 @@ async def test_wait_goes_on_for_as_long_as_tokens_versions_or_leases_move(
         )
 
     moves = {
-        1: lambda _: state.count("tokens_generated", 7),
+        1: lambda _: state.count("tokens_arrived", 7),
         2: push,
         3: lambda _: buffer.publish_version(1),
         4: lease,
@@ -333,7 +333,7 @@ async def test_wait_goes_on_for_as_long_as_tokens_versions_or_leases_move(
 
 
 async def test_wait_ends_when_nothing_in_the_run_has_moved(state: RunState) -> None:
-    clerk = Clerk(9, lambda number: state.count("tokens_generated", 1 if number < 3 else 0))
+    clerk = Clerk(9, lambda number: state.count("tokens_arrived", 1 if number < 3 else 0))
     with pytest.raises(TimeoutError, match="nothing came within 600 s"):
         await state.while_moving(clerk.wait)
     assert clerk.num_calls == 3

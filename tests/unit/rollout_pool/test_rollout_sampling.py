@@ -31,10 +31,16 @@ def rids(fake):
 async def test_owner_is_called_at_each_arrival_and_the_end(fake, other_fake, sampler, make_reply):
     fake.version = "41"
     fake.reply = lambda rid: make_reply(output_ids=[1, 2, 3, 4], parts=[1, 2])
-    seen = []
-    sample = make_sample(on_tokens=lambda s: seen.append((len(s.output_ids), s.finish_reason)))
+    seen, arrived = [], []
+
+    def note(s):
+        seen.append((len(s.output_ids), s.finish_reason))
+        arrived.append(sampler.counted["tokens_arrived"])
+
+    sample = make_sample(on_tokens=note)
     await sampler.complete(sample)
     assert seen == [(1, None), (3, None), (4, "stop")]
+    assert arrived == [1, 3, 4], "they are counted before it has ended"
     assert (sample.num_attempts, sample.num_failures, sample.num_wasted) == (1, 0, 0)
     assert spans(sample) == [(41, 0, 4)]
     await sampler.complete(sample)  # it has ended: nothing is asked
@@ -65,6 +71,7 @@ async def test_sample_whose_engine_dies_continues_elsewhere(
     assert (sample.num_attempts, sample.num_failures, sample.num_refused) == (2, 1, 0)
     counted = sampler.counted
     assert counted["requests:engine-0"] == counted["requests:engine-1"] == 1
+    assert counted["tokens_arrived"] == 6
     for what in ("queue", "first_token"):
         assert sum(n for name, n in counted.items() if name.startswith(f"{what}_within:")) == 2
     assert counted["first_token_s:engine-0"] > 0 and counted["first_token_s:engine-1"] > 0
