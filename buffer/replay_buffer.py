@@ -324,13 +324,14 @@ class ReplayBuffer:
         version that sampled one of them.
 
         They outlive the group if its worker dies or is stopped (`abandon` with the reason "stopped"
-        and Rerun.always), until the prompt is suspected of having killed two. False, with nothing
-        kept, if the group is not running.
+        and Rerun.always), until the prompt is suspected of having killed two. From now on the group
+        counts as one of `oldest`. False, with nothing kept, if the group is not running, or if
+        on_stale=wait could not wait for one so old.
         """
         version = "" if oldest is None else oldest
         for some in _split_parts(parts):
             arguments = [argument for part in some for argument in part]
-            if not await self._scripts.run("rollout/keep_tokens", group_id, version, *arguments):
+            if await self._scripts.run("rollout/keep_tokens", group_id, version, *arguments) != 1:
                 return False
         return True
 

@@ -317,7 +317,8 @@ class RolloutWorker:
         if kept:
             spans = chain.from_iterable(sample.version_spans for sample in kept.values())
             oldest = min(span.version for span in spans)
-            await self._buffer.keep_tokens(group_id, oldest, {})
+            if not await self._buffer.keep_tokens(group_id, oldest, {}):
+                return {}
         return kept
 
     async def _when_idle(self, group_id: str, taken: _Taken) -> _Taken | None:

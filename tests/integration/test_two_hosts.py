@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import ROOT, Host, missing, two_hosts
 
 from controller.metrics.records import read_metrics
+from tests.support.hosts import PAGE, Host, hold_room, joined_hosts, missing, start_ray
 from tests.support.launches import finish, launch_command, wait_for_line
 
 pytestmark = [
@@ -22,28 +20,10 @@ pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
 
-PAGE = (ROOT / "docs" / "cluster.md").read_text()
 RUN = "two"
 LIMIT_S = 900.0
-
-HOLD_ROOM = """
-import sys, time
-import ray
-from ray.util import placement_group_table
-
-@ray.remote(num_cpus=3)
-class Room:
-    def held(self):
-        return True
-
-ray.init("auto", logging_level="ERROR", log_to_driver=False)
-room = Room.remote()
-ray.get(room.held.remote())
-print("held", flush=True)
-while not any(group["state"] == "CREATED" for group in placement_group_table().values()):
-    time.sleep(0.2)
-"""
-"""Takes room from the second machine until the trainer's ranks have theirs: one on each machine."""
+CUT_S = 8.0
+"""`make soak-hosts` cuts for a minute."""
 
 LISTENERS = """
 import json, psutil
@@ -78,32 +58,6 @@ OF_RAY = r"gcs_server|raylet|ray::\w+Agent|ray/"
 RAY_WORKER_PORTS = range(10002, 20000)
 
 
-def blocks(heading: str) -> list[str]:
-    """The commands below a heading of the page, in pieces that are without an empty line."""
-    (section,) = re.findall(rf"^## {heading}\n(.*?)^## ", PAGE, re.M | re.S)
-    return [textwrap.dedent(piece) for piece in re.findall(r"(?:^    .*\n)+", section, re.M)]
-
-
-def with_cpus(commands: str, num_cpus: int) -> str:
-    assert commands.count("ray start ") == 1
-    return commands.replace("ray start ", f"ray start --num-cpus={num_cpus} ")
-
-
-def start_ray(first: Host, second: Host) -> None:
-    token, every, head, other, status = blocks("Before the first launch")
-    first.check(token)
-    copied = first.check("cat ~/.ray/auth_token")
-    second.check(f"umask 077 && mkdir ~/.ray && printf %s '{copied}' > ~/.ray/auth_token")
-    for host in (first, second):
-        host.check(every)
-    first.check(with_cpus(head, 1))
-    second.check(with_cpus(other, 4))
-    deadline = time.monotonic() + 60  # the head hears of a new node a moment later
-    while "0.0/5.0 CPU" not in (seen := first.check(status)):
-        assert time.monotonic() < deadline, seen
-        time.sleep(1)
-
-
 def listeners(host: Host) -> list[tuple[str, int, str]]:
     return [(ip, port, who) for ip, port, who in json.loads(host.python(LISTENERS))]
 
@@ -130,8 +84,8 @@ def is_in_the_table(host: Host, ip: str, port: int, who: str) -> bool:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
-    with two_hosts(tmp_path) as both:
-        yield both
+    with joined_hosts(tmp_path, 2) as (first, second):
+        yield first, second
 
 
 def leave_something(host: Host, run: Path, name: str) -> None:
@@ -150,8 +104,8 @@ def test_launch_over_two_hosts_set_up_by_the_page_ends_with_the_log_of_a_dead_en
     tmp_path: Path, hosts: tuple[Host, Host]
 ) -> None:
     first, second = hosts
-    start_ray(first, second)
-    holder = second.start(f". deploy/ray.env\n{sys.executable} -c '{HOLD_ROOM}'")
+    start_ray(hosts, (1, 4))
+    holder = hold_room(second, 3)  # one rank on each machine
     wait_for_line(holder, "held", LIMIT_S)
     runs = tmp_path / "runs"
     settings = (
@@ -178,6 +132,10 @@ def test_launch_over_two_hosts_set_up_by_the_page_ends_with_the_log_of_a_dead_en
     leave_something(second, runs / RUN, "engine-7")
     wait_for_line(launch, "step 4/", LIMIT_S)
     assert read_metrics(runs / RUN / "metrics.jsonl", "commit")[-1].number("version") >= 2
+    first.cut(second)  # in the middle of collectives, requests and weights
+    time.sleep(CUT_S)
+    first.heal(second)
+    wait_for_line(launch, f"step {len(step_sizes(runs / RUN)) + 3}/", LIMIT_S)
     sizes = step_sizes(runs / RUN)
     assert all(1 <= size < 512 for size in sizes) and min(sizes) < 24
     tune = f".venv/bin/python -m controller.main tune --dir {runs}"

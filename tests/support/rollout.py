@@ -162,14 +162,16 @@ class FakeCompleter:
         return ["".join(map(chr, sample.prompt)) for sample in self.asked]
 
     async def complete(self, sample: Sample) -> None:
+        # Before it can be seen in `asked`: tests change them then.
+        go, version = self.hold(sample), self.version_of(sample)
         self.asked.append(sample)
         await asyncio.sleep(0)
         said = self.answer(sample)
         if isinstance(said, Exception):
             raise said
         tokens = [*map(ord, said), EOS]
-        write(sample, tokens[len(sample.output_ids) : 1], self.version_of(sample))
-        if (go := self.hold(sample)) is not None:
+        write(sample, tokens[len(sample.output_ids) : 1], version)
+        if go is not None:
             stop = self._stops[sample] = asyncio.Event()
             await self._wait(sample, stop, go)
             if stop.is_set():

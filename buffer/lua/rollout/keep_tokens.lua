@@ -1,17 +1,35 @@
 -- Keeps tokens of a running group with its prompt.
 -- ARGV: group id, oldest version that sampled a token of the group ('' if unknown), then for each part
 --       its name and its tokens. They are small beside a group's payload, so Lua may copy them.
--- Reply: 1 | 0 if the group is not running (nothing is kept).
+-- Reply: 1 | 0 if the group is not running (nothing is kept)
+--      | -1 if on_stale=wait could not wait for a group with such old tokens (nothing is kept).
+-- @include lib/group
 -- @include lib/kept
+-- @include lib/leash
 -- @include lib/lineage
 -- @include lib/running
-local text = redis.call('ZSCORE', RUNNING, ARGV[1]) and redis.call('HGET', PROMPTS, ARGV[1])
+local score = redis.call('ZSCORE', RUNNING, ARGV[1])
+local text = score and redis.call('HGET', PROMPTS, ARGV[1])
 local name = text and name_of(text)
 if not name then return 0 end
-if ARGV[2] ~= '' then
-  -- Tokens that were kept may be older than the group's admission: on_stale=wait must wait for them.
-  local oldest = renumber(finite(ARGV[2], 0), read_gaps(), 1)
-  if oldest then redis.call('ZADD', RUNNING, 'XX', 'LT', whole(oldest), ARGV[1]) end
+
+-- Whether the steps to come can train a group as old as `oldest`, beside all others that are as old. The
+-- next batch may be formed already; and what is leased may return.
+local function can_wait_for(oldest)
+  local share = setting('groups_per_step') / math.max(1, setting('num_shards'))
+  for last = oldest, math.min(finite(score, 0), trainer_version) - 1 do
+    local num_ready = redis.call('ZCOUNT', READY, '-inf', '(' .. whole((last + 1) * SEQ_RANGE))
+    local num_others = num_ready + redis.call('ZCARD', LEASED) +
+      redis.call('ZCOUNT', RUNNING, '-inf', whole(last))
+    if num_others + 1 > (last - oldest_fresh(trainer_version)) * share then return false end
+  end
+  return true
+end
+
+local oldest = ARGV[2] ~= '' and renumber(finite(ARGV[2], 0), read_gaps(), 1)
+if oldest and oldest < finite(score, 0) then
+  if on_stale == 'wait' and not can_wait_for(oldest) then return -1 end
+  redis.call('ZADD', RUNNING, whole(oldest), ARGV[1])
 end
 if #ARGV > 2 then
   redis.call('HSET', KEPT, name, '1')

@@ -251,6 +251,29 @@ async def test_group_that_begins_with_old_tokens_counts_as_one_of_their_version(
     assert await redis.zscore(running, group_id) == 3
 
 
+async def test_trainer_waits_for_old_tokens_only_if_they_can_be_trained_in_time(
+    checked_buffer: Any, redis: Any, make_group: Any
+) -> None:
+    buffer = await checked_buffer(groups_per_step=2, max_staleness=3, on_stale=OnStale.wait)
+    await buffer.publish_version(5)
+    names = [await _begun(buffer, f"3-{n}-a", replace(PROMPT, index=n)) for n in range(6)]
+    # Of version 2: step 5 may have its batch already, and step 6 is too late.
+    assert not await buffer.keep_tokens(names[0], 2, {})
+    assert await buffer.keep_tokens(names[0], 3, {})
+    assert await buffer.keep_tokens(names[1], 3, {})
+    assert not await buffer.keep_tokens(names[2], 3, {}), "step 6 takes two"
+    assert await buffer.keep_tokens(names[2], 4, {})
+    assert await buffer.push(make_group(names[0], 3)) is PushResult.stored
+    assert not await buffer.keep_tokens(names[3], 3, {})
+    assert await buffer.keep_tokens(names[3], 4, {})
+    assert not await buffer.keep_tokens(names[4], 4, {}), "steps 6 and 7 take four"
+    assert await buffer.keep_tokens(names[4], 5, {})
+    scores = [
+        score for _, score in await redis.zrange(buffer.keys("running"), 0, -1, withscores=True)
+    ]
+    assert scores == [3, 4, 4, 5, 5]
+
+
 def test_leash_counts_versions_through_rollbacks() -> None:
     leash = Leash(max_staleness=2, rollbacks=parse_rollbacks("-1:3 5:9 9:12"))
     assert [leash.current(version) for version in (2, 3, 5, 6, 8, 9, 10, 12)] == [

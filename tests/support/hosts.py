@@ -1,19 +1,22 @@
-"""Machines as Linux namespaces, joined by a virtual cable; needs root, `ip` and `unshare`.
+"""Machines as Linux namespaces, joined by virtual cables; needs root, `ip` and `unshare`.
 
 Each has its own network, name, processes, home, /tmp and /dev/shm. They share the file system
 otherwise, and a folder below /tmp, like machines with a shared folder. A machine's name leads where
-it does on Debian: to 127.0.1.1, and on the other machine to nothing.
+it does on Debian: to 127.0.1.1, and on the other machines to nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -97,6 +100,20 @@ class Host:
         """What a program prints that runs on this machine."""
         return self.check(f"{sys.executable} -c {shlex.quote(code)}")
 
+    def cut(self, other: Host) -> None:
+        """Take the cable from this machine, the switch, to the other; nothing hears of it."""
+        self.check(f"ip link set to-{other.name} down")
+
+    def heal(self, other: Host) -> None:
+        self.check(f"ip link set to-{other.name} up")
+
+    def slow_down(self, other: Host, rate: str) -> None:
+        """What this machine, the switch, passes on to the other: such as `1mbit`."""
+        self.check(f"tc qdisc add dev to-{other.name} root tbf rate {rate} burst 32kb latency 1s")
+
+    def speed_up(self, other: Host) -> None:
+        self.check(f"tc qdisc del dev to-{other.name} root")
+
     def kill(self) -> None:
         self._first.kill()
         self._first.wait()
@@ -106,7 +123,7 @@ class Host:
 
 
 def _own_tmp(shared: Path) -> str:
-    """An empty /tmp, but for what both machines share below it."""
+    """An empty /tmp, but for what all machines share below it."""
     new = shared / "tmp"
     commands = [f"mkdir -p {new}", f"mount -t tmpfs tmpfs {new}"]
     for folder in {shared, ROOT}:
@@ -129,22 +146,83 @@ def missing() -> str | None:
 
 
 @contextlib.contextmanager
-def two_hosts(shared: Path) -> Iterator[tuple[Host, Host]]:
-    """Two machines on one cable, by the addresses of docs/cluster.md, with the folder `shared`.
+def joined_hosts(shared: Path, number: int) -> Iterator[list[Host]]:
+    """Machines by the addresses of docs/cluster.md, with the folder `shared`.
 
-    Each sends everything else to a gateway that does not answer.
+    Each has a cable to a switch, which is in the first, and sends everything else to a gateway that
+    does not answer.
     """
     with contextlib.ExitStack() as closing:
-        first = Host("host-a", "10.0.0.5", shared)
-        closing.callback(first.kill)
-        second = Host("host-b", "10.0.0.6", shared)
-        closing.callback(second.kill)
-        cable = ["ip", "link", "add", "eth0", "netns", str(first.pid), "type", "veth"]
-        cable += ["peer", "name", "eth0", "netns", str(second.pid)]
-        subprocess.run(cable, check=True, timeout=60)
-        for host in (first, second):
+        hosts = []
+        for place in range(number):
+            host = Host(f"host-{'abc'[place]}", f"10.0.0.{5 + place}", shared)
+            closing.callback(host.kill)
+            hosts.append(host)
+        switch = hosts[0]
+        switch.check("ip link add eth0 type bridge && ip link set eth0 up")
+        for host in hosts[1:]:
+            cable = ["ip", "link", "add", f"to-{host.name}", "netns", str(switch.pid)]
+            cable += ["type", "veth", "peer", "name", "eth0", "netns", str(host.pid)]
+            subprocess.run(cable, check=True, timeout=60)
+            switch.check(f"ip link set to-{host.name} master eth0 up")
+        for host in hosts:
             host.check(
                 f"ip addr add {host.address}/24 dev eth0 && ip link set eth0 up"
                 " && ip route add default via 10.0.0.254"
             )
-        yield first, second
+        yield hosts
+
+
+# Ray, set up word for word as docs/cluster.md says ------------------------------------------------
+
+PAGE = (ROOT / "docs" / "cluster.md").read_text()
+
+HOLD_ROOM = """
+import sys, time
+import ray
+from ray.util import placement_group_table
+
+@ray.remote
+class Room:
+    def held(self):
+        return True
+
+ray.init("auto", logging_level="ERROR", log_to_driver=False)
+rooms = [Room.options(num_cpus=int(cpus)).remote() for cpus in sys.argv[1:]]
+ray.get([room.held.remote() for room in rooms])
+print("held", flush=True)
+while not any(group["state"] == "CREATED" for group in placement_group_table().values()):
+    time.sleep(0.2)
+"""
+
+
+def blocks(heading: str) -> list[str]:
+    """The commands below a heading of the page, in pieces that are without an empty line."""
+    (section,) = re.findall(rf"^## {heading}\n(.*?)^## ", PAGE, re.M | re.S)
+    return [textwrap.dedent(piece) for piece in re.findall(r"(?:^    .*\n)+", section, re.M)]
+
+
+def start_ray(hosts: Sequence[Host], num_cpus: Sequence[int]) -> None:
+    """On all machines, which have so many CPUs."""
+    token, every, head, other, status = blocks("Before the first launch")
+    first = hosts[0]
+    first.check(token)
+    copied = first.check("cat ~/.ray/auth_token")
+    for host in hosts[1:]:
+        host.check(f"umask 077 && mkdir ~/.ray && printf %s '{copied}' > ~/.ray/auth_token")
+    for host, cpus in zip(hosts, num_cpus, strict=True):
+        host.check(every)
+        command = head if host is first else other.replace("10.0.0.6", host.address)
+        assert command.count("ray start ") == 1
+        host.check(command.replace("ray start ", f"ray start --num-cpus={cpus} "))
+    deadline = time.monotonic() + 60  # the head hears of a new node a moment later
+    while f"0.0/{sum(num_cpus)}.0 CPU" not in (seen := first.check(status)):
+        assert time.monotonic() < deadline, seen
+        time.sleep(1)
+
+
+def hold_room(host: Host, *num_cpus: int) -> subprocess.Popen[str]:
+    """Takes so many CPUs of single machines until a launch has its first place: the trainer's ranks
+    have theirs then. Prints "held"."""
+    words = " ".join(map(str, num_cpus))
+    return host.start(f". deploy/ray.env\n{sys.executable} -c {shlex.quote(HOLD_ROOM)} {words}")
