@@ -23,7 +23,7 @@ BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock check-lock launch resume dry-run status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
-	test test-unit test-machine test-servers test-fast soak soak-lengths chaos bench bench-weights bench-rollout bench-checkpoint lint format typecheck docs clean
+	test test-unit test-machine test-servers test-fast soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint lint format typecheck docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -117,6 +117,11 @@ soak: install ## the long form of tests that CI runs briefly (hours): kills, fuz
 
 soak-lengths: install ## the same of trained lengths alone (15 minutes): every policy, ten resumes; prints a table
 	@env $(addprefix LEASH_SOAK_,$(LENGTH_SIZES) $(SOAK)) $(PYTHON_BIN) -m pytest tests/soak/test_trained_lengths.py --timeout 0 -s
+
+HOST_SIZES := CUT_S=60
+
+soak-hosts: install ## a run over three machines (network namespaces, needs root): one is cut off for a minute, slow, then dead (10 minutes)
+	@env $(addprefix LEASH_SOAK_,$(HOST_SIZES) $(SOAK)) $(PYTHON_BIN) -m pytest tests/soak/test_three_hosts.py --timeout 0 -s
 
 # CHAOS_SEED repeats a schedule, CHAOS_STEPS sets the length of the run, CHAOS_ONLY="SIGKILL,disk" leaves kinds out.
 CHAOS_FAULTS ?= 100
