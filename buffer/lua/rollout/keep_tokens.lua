@@ -13,15 +13,16 @@ local text = score and redis.call('HGET', PROMPTS, ARGV[1])
 local name = text and name_of(text)
 if not name then return 0 end
 
--- Whether the steps to come can train a group as old as `oldest`, beside all others that are as old. The
--- next batch may be formed already; and what is leased may return.
+-- Whether the steps to come can train a group as old as `oldest` beside all others that are as old. What
+-- is leased takes the place of a whole batch, now or, if it returns, later.
 local function can_wait_for(oldest)
   local share = setting('groups_per_step') / math.max(1, setting('num_shards'))
+  local num_leased = redis.call('ZCARD', LEASED)
+  if num_leased > 0 then num_leased = math.max(num_leased, share) end
   for last = oldest, math.min(finite(score, 0), trainer_version) - 1 do
     local num_ready = redis.call('ZCOUNT', READY, '-inf', '(' .. whole((last + 1) * SEQ_RANGE))
-    local num_others = num_ready + redis.call('ZCARD', LEASED) +
-      redis.call('ZCOUNT', RUNNING, '-inf', whole(last))
-    if num_others + 1 > (last - oldest_fresh(trainer_version)) * share then return false end
+    local num_others = num_leased + num_ready + redis.call('ZCOUNT', RUNNING, '-inf', whole(last))
+    if num_others + 1 > (last - oldest_fresh(trainer_version) + 1) * share then return false end
   end
   return true
 end

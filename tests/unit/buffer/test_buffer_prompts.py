@@ -257,21 +257,30 @@ async def test_trainer_waits_for_old_tokens_only_if_they_can_be_trained_in_time(
     buffer = await checked_buffer(groups_per_step=2, max_staleness=3, on_stale=OnStale.wait)
     await buffer.publish_version(5)
     names = [await _begun(buffer, f"3-{n}-a", replace(PROMPT, index=n)) for n in range(6)]
-    # Of version 2: step 5 may have its batch already, and step 6 is too late.
-    assert not await buffer.keep_tokens(names[0], 2, {})
-    assert await buffer.keep_tokens(names[0], 3, {})
-    assert await buffer.keep_tokens(names[1], 3, {})
-    assert not await buffer.keep_tokens(names[2], 3, {}), "step 6 takes two"
-    assert await buffer.keep_tokens(names[2], 4, {})
-    assert await buffer.push(make_group(names[0], 3)) is PushResult.stored
-    assert not await buffer.keep_tokens(names[3], 3, {})
-    assert await buffer.keep_tokens(names[3], 4, {})
-    assert not await buffer.keep_tokens(names[4], 4, {}), "steps 6 and 7 take four"
-    assert await buffer.keep_tokens(names[4], 5, {})
-    scores = [
-        score for _, score in await redis.zrange(buffer.keys("running"), 0, -1, withscores=True)
-    ]
-    assert scores == [3, 4, 4, 5, 5]
+
+    async def count_as(number: int, version: int) -> bool:
+        return bool(await buffer.keep_tokens(names[number], version, {}))
+
+    assert not await count_as(0, 1), "no step to come may train it"
+    assert await count_as(0, 2) and await count_as(1, 2)
+    assert not await count_as(2, 2), "step 5 takes two"
+    assert await count_as(2, 3)
+    for number in (0, 1):
+        assert await buffer.push(make_group(names[number], 2)) is PushResult.stored
+    assert not await count_as(3, 2)
+    assert await count_as(3, 3)
+    assert not await count_as(4, 3), "steps 5 and 6 take four"
+    assert await buffer.abandon(names[3], "stopped", Rerun.always)
+    lease = await buffer.lease(
+        step=5, version=5, num_groups=2, share=0, num_shares=1, timeout_s=1, min_groups=1
+    )
+    assert not await count_as(4, 2), "the batch of step 5 is formed"
+    assert await count_as(4, 3)
+    assert await buffer.nack(lease, "a rank died") == 2
+    assert not await count_as(5, 3), "they need the next two places"
+    assert await count_as(5, 4)
+    running = await redis.zrange(buffer.keys("running"), 0, -1, withscores=True)
+    assert [score for _, score in running] == [3, 3, 4]
 
 
 def test_leash_counts_versions_through_rollbacks() -> None:
