@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
 
 from buffer.run_state import RunState
 from configs.checks import with_live
@@ -221,8 +221,10 @@ class Fleet:
     async def _watch_receiver(self, name: str) -> None:
         try:
             what = await value(self._pool.receivers_given_up()[name])
-        except RayActorError:
-            await self._state.forget_receiver(name)  # its node is gone, and its engines with it
+        except (RayActorError, ActorUnschedulableError):
+            # Its node is gone, and its engines with it. Ray may say that it could not start it
+            # again anywhere else.
+            await self._state.forget_receiver(name)
             return
         if not self._end.done():
             self._end.set_result(failure(name, what, self._log_of(name)))
