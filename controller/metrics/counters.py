@@ -57,8 +57,9 @@ COUNTED = {
     "turns": Counted("Turns of completed episodes.", is_in_summary=False),
     "branches": Counted("Branches of completed episodes.", is_in_summary=False),
     "workers_restarted": Counted(
-        "Rollout workers that died and were restarted.", "workers restarted"
+        "Rollout workers that died, or were told to end, and were restarted.", "workers restarted"
     ),
+    "workers_drained": Counted("Those that were told to end, and ended their groups first."),
 }
 COUNTED_BY = {
     "completed": ("rollout_groups_completed", "Completed groups.", "length"),
