@@ -35,13 +35,14 @@ COUNTED = {
         is_in_summary=False,
     ),
     "tokens_stopped": Counted(
-        "Tokens of groups that the end of the run cut short.", is_in_summary=False
+        "Tokens of groups that the end of the run or of their worker cut short.",
+        is_in_summary=False,
     ),
     "samples_retried": Counted("Requests that failed and were retried.", "retried"),
     "samples_interrupted": Counted("Samples stopped in favour of a version or of other groups."),
     "samples_resumed": Counted("Interrupted samples that were resumed.", is_in_summary=False),
     "groups_postponed": Counted("Groups stopped in favour of others.", "postponed"),
-    "groups_stopped": Counted("Groups that the end of the run cut short."),
+    "groups_stopped": Counted("Groups that the end of the run or of their worker cut short."),
     "groups_filtered": Counted(
         "Groups discarded because their rewards were all equal.", "filtered"
     ),
