@@ -297,12 +297,13 @@ class Chaos:
         leaves, and nothing dies."""
         victim = self._member(Kind(struck.blow.at))
         drained_before = self._counted("workers_drained")
-        deaths_before = len(self._deaths())
+        deaths_before, restarts_before = len(self._deaths()), self._workers_restarted()
         for process in tree.family(victim.pid):
             process.send_signal(signal.SIGTERM)
         if victim.kind is Kind.worker:
             self.wait(lambda: self._counted("workers_drained") > drained_before, "a drained worker")
-            self.wait(lambda: self._replaced(victim), f"another {victim.kind}")
+            another = f"another process of {victim.name}"
+            self.wait(lambda: self._workers_restarted() > restarts_before, another)
             struck.witness = "workers_drained counted it"
         else:
             struck.witness = self._record(struck, "weights_event", "engine_left")
