@@ -224,7 +224,9 @@ class RolloutConfig(Section):
     max_group_failures: int = field(default=2, metadata=at_least(1))
     """A prompt whose group failed this often is put into quarantine."""
     max_worker_restarts: int = field(default=3, metadata=at_least(0))
-    """How often a worker that died is restarted in one run."""
+    """How often a worker that died, or was told to end, is restarted in one run."""
+    preemption_grace_s: float = field(default=20.0, metadata=SECONDS)
+    """Time that requests and groups have to end when their process gets SIGTERM."""
     reward_actors: int = field(default=0, metadata=at_least(0))
     """Actors that score episodes, spread over the nodes (0: the workers score)."""
     reward_processes: int = field(default=1, metadata=at_least(1))

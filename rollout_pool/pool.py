@@ -15,13 +15,16 @@ import itertools
 import logging
 import os
 import secrets
+import signal
 import socket
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ray
+from ray._private.state import state as ray_state
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -56,7 +59,39 @@ STOP_TIMEOUT_S = 60.0
 
 
 class _Placed:
-    """An actor that Ray starts again when its process dies, on another node if it must."""
+    """An actor that Ray starts again when its process dies, on another node if it must.
+
+    SIGTERM, which the processes of a machine get before it is taken away, does not end it, as Ray
+    would: the controller lets it leave. A second one ends it at once.
+    """
+
+    _notice: Future[None]
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        # Ray calls this in the process's main thread, the only one that may set a handler, and has
+        # set its own before; `__init__` and all else run in the thread of the event loop.
+        self = super().__new__(cls)
+        self._notice = Future()
+        self._notice.set_running_or_notify_cancel()  # else a call that is cancelled cancels it
+
+        def note(number: int, _: object) -> None:
+            signal.signal(number, signal.SIG_DFL)
+            self._note_notice()
+
+        signal.signal(signal.SIGTERM, note)
+        return self
+
+    def _note_notice(self) -> None:
+        with contextlib.suppress(InvalidStateError):  # it is not the first
+            self._notice.set_result(None)
+
+    async def notify(self) -> None:
+        """Does what SIGTERM does."""
+        self._note_notice()
+
+    async def wait_notice(self) -> None:
+        """Returns once this process was told to end."""
+        await asyncio.wrap_future(self._notice)
 
     async def node(self) -> str:
         """Id of the node where it runs."""
@@ -174,7 +209,9 @@ class WorkerActor(_Placed):
         scoring = RemoteScoring(scorers) if scorers else None
         self._parts = WorkerParts(spec, index, scoring=scoring, host=_listen_host(spec.host))
         self._getting_ready: asyncio.Task[None] | None = None
-        self._is_stopping = False
+        self._running: asyncio.Task[WorkerReport] | None = None
+        self._is_draining = False
+        self._stopping = asyncio.Event()
         self._has_ended = asyncio.Event()
         self._is_closed = asyncio.Event()
 
@@ -186,14 +223,27 @@ class WorkerActor(_Placed):
 
     async def run(self) -> WorkerReport:
         await self.start()
-        if self._is_stopping:
+        if self._stopping.is_set():
             self._parts.worker.stop()
         if ray.get_runtime_context().was_current_actor_reconstructed:
             await self._parts.note_restart()
         try:
-            return await self._parts.worker.run()
+            self._running = asyncio.create_task(self._parts.worker.run())
+            report = await self._running
+            if self._is_draining:
+                await self._stopping.wait()  # unless the process ends before: Ray repeats the call
+            return report
         finally:
             self._has_ended.set()
+
+    async def drain(self, limit_s: float) -> None:
+        """End `run` as RolloutWorker.drain does, but do not answer it: the next process goes on.
+        This one can be killed then."""
+        self._is_draining = True
+        if self._getting_ready is not None and self._getting_ready.done():
+            await self._parts.worker.drain(limit_s)
+        if self._running is not None:
+            await asyncio.wait({self._running})
 
     async def evaluate(self, version: int, engine: str | None) -> EvalReport:
         await self.start()
@@ -204,7 +254,7 @@ class WorkerActor(_Placed):
 
         Returns only after `run` has ended: if the process dies before, Ray repeats the call.
         """
-        self._is_stopping = True
+        self._stopping.set()
         if self._getting_ready is not None and self._getting_ready.done():
             self._parts.worker.stop()
         with contextlib.suppress(TimeoutError):
@@ -330,6 +380,20 @@ class RolloutPool:
         lost: Pending[None] = _once(self._handle(name).wait_lost).remote()
         return lost
 
+    def noticed(self, name: str) -> Pending[None]:
+        """Resolves when the process of an engine or a worker is told to end, by SIGTERM or by
+        `notify`; raises RayActorError when it dies."""
+        noticed: Pending[None] = _once(self._handle(name).wait_notice).remote()
+        return noticed
+
+    def notify(self, name: str) -> Pending[None]:
+        notified: Pending[None] = _once(self._handle(name).notify).remote()
+        return notified
+
+    def draining_nodes(self) -> frozenset[str]:
+        """Ids of the nodes that Ray is to empty, as its autoscaler and `ray drain-node` ask."""
+        return frozenset(ray_state.get_draining_nodes())
+
     def node(self, name: str) -> Pending[str]:
         """Id of the node of an engine or a worker, once Ray has placed it."""
         node: Pending[str] = self._handle(name).node.remote()
@@ -339,6 +403,15 @@ class RolloutPool:
         if name in self._engines:
             return self._engines[name].member.handle
         return next(worker.handle for worker in self._workers if worker.name == name)
+
+    def drain_worker(self, name: str, limit_s: float) -> Pending[None]:
+        """Ends once the worker has no group in flight; `restart_worker` then."""
+        drained: Pending[None] = _once(self._handle(name).drain).remote(limit_s)
+        return drained
+
+    def restart_worker(self, name: str) -> None:
+        """Its process ends at once, and Ray starts another where it has room."""
+        ray.kill(self._handle(name), no_restart=False)
 
     # Engines --------------------------------------------------------------------------------------
 

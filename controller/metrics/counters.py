@@ -42,13 +42,14 @@ COUNTED = {
         is_in_summary=False,
     ),
     "tokens_stopped": Counted(
-        "Tokens of groups that the end of the run cut short.", is_in_summary=False
+        "Tokens of groups that the end of the run or of their worker cut short.",
+        is_in_summary=False,
     ),
     "samples_retried": Counted("Requests that failed and were retried.", "retried"),
     "samples_interrupted": Counted("Samples stopped in favour of a version or of other groups."),
     "samples_resumed": Counted("Interrupted samples that were resumed.", is_in_summary=False),
     "groups_postponed": Counted("Groups stopped in favour of others.", "postponed"),
-    "groups_stopped": Counted("Groups that the end of the run cut short."),
+    "groups_stopped": Counted("Groups that the end of the run or of their worker cut short."),
     "groups_filtered": Counted(
         "Groups discarded because their rewards were all equal.", "filtered"
     ),
@@ -64,8 +65,9 @@ COUNTED = {
     "turns": Counted("Turns of completed episodes.", is_in_summary=False),
     "branches": Counted("Branches of completed episodes.", is_in_summary=False),
     "workers_restarted": Counted(
-        "Rollout workers that died and were restarted.", "workers restarted"
+        "Rollout workers that died, or were told to end, and were restarted.", "workers restarted"
     ),
+    "workers_drained": Counted("Those that were told to end, and ended their groups first."),
 }
 COUNTED_BY = {
     "completed": ("rollout_groups_completed", "Completed groups.", "length"),

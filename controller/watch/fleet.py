@@ -4,11 +4,14 @@ an engine's process or node is lost  ──► it gets no requests; Ray starts i
                                          room, and a receiver beside it
 an engine is given up                ──► the run goes on with the others, if there are any
 rollout.num_engines changes          ──► engines join, or end their requests and leave
+SIGTERM, or Ray drains the node      ──► the engine leaves and another joins; a worker ends its
+                                         groups, and Ray starts it again
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -52,6 +55,7 @@ class Fleet:
         self._state = state
         self._config = config.rollout
         self._drain_s = config.weight_sync.drain_timeout_s
+        self._grace_s = config.rollout.preemption_grace_s
         self._log_of = log_of
         self._say = say
         self._tasks: set[asyncio.Task[None]] = set()
@@ -59,6 +63,8 @@ class Fleet:
         """By engine; without those that leave."""
         self._receivers: set[str] = set()
         """The receivers that are watched."""
+        self._draining: set[str] = set()
+        """Workers that were told to end."""
         self._num_given_up = 0
         self._join_at = 0.0
         """No engine takes the place of one that was given up before this time."""
@@ -74,6 +80,7 @@ class Fleet:
                 self._spawn(self._watch_worker(worker))
             self._watch_receivers()
             self._spawn(self._follow_setting())
+            self._spawn(self._follow_nodes())
             return await self._end
         finally:
             await end_tasks(self._tasks)
@@ -94,6 +101,7 @@ class Fleet:
     async def _keep(self, engine: str) -> None:
         """Returns when the engine is gone for good."""
         watching = self._spawn(self._watch_process(engine))
+        noticing = self._spawn(self._replace_at_notice(engine))
         try:
             what = await value(self._pool.given_up(engine))
             lost = failure(engine, what, self._log_of(engine))
@@ -101,6 +109,7 @@ class Fleet:
             lost = death(engine, error, self._log_of(engine))
         finally:
             watching.cancel()
+            noticing.cancel()
         del self._keeping[engine]
         pause_s = min(FIRST_PAUSE_S * 2**self._num_given_up, LONGEST_PAUSE_S)
         self._num_given_up += 1
@@ -129,6 +138,8 @@ class Fleet:
         except RayActorError as error:
             node = lost_node(str(error))
         why = "lost its process" if node is None else f"is lost with its node {node}"
+        if name in self._draining and node is None:
+            why = "has ended"
         self._say(f"{name} {why}; Ray starts it again")
         return why
 
@@ -148,11 +159,61 @@ class Fleet:
     async def _watch_worker(self, worker: str) -> None:
         """Only tells: a worker that is not started again ends the run by its own watch."""
         while True:
+            draining = self._spawn(self._drain_at_notice(worker))
             await self._loss_of(worker)
+            draining.cancel()
+            self._draining.discard(worker)
             try:
                 await self._place_of(worker)
             except RayActorError:
                 return
+
+    # Processes that are told to end ---------------------------------------------------------------
+
+    async def _replace_at_notice(self, engine: str) -> None:
+        while True:
+            try:
+                await value(self._pool.noticed(engine))
+                break
+            except RayActorError:  # its process was lost
+                try:
+                    await value(self._pool.node(engine))
+                except RayActorError:
+                    return  # for good, as `_keep` learns
+        self._leave(engine, self._grace_s, "was told to end")
+        self._join()
+
+    async def _drain_at_notice(self, worker: str) -> None:
+        try:
+            await value(self._pool.noticed(worker))
+        except RayActorError:
+            return
+        self._draining.add(worker)
+        self._say(
+            f"{worker} was told to end: it starts no more groups, and those that it has may end "
+            f"for {self._grace_s:g} s"
+        )
+        try:
+            async with asyncio.timeout(self._grace_s + LEAVE_SLACK_S):
+                await value(self._pool.drain_worker(worker, self._grace_s))
+            await self._state.count("workers_drained")
+        except RayActorError:
+            return  # it was lost before
+        except TimeoutError as error:
+            self._say(f"{worker} did not end in order: {error!r}")
+        self._pool.restart_worker(worker)
+
+    async def _follow_nodes(self) -> None:
+        """Tells the processes on nodes that Ray is to empty to end."""
+        while True:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            if not (nodes := await asyncio.to_thread(self._pool.draining_nodes)):
+                continue
+            for name in (*self._keeping, *self._pool.worker_names):
+                with contextlib.suppress(RayActorError, TimeoutError):  # it has no place now
+                    async with asyncio.timeout(LOOK_AGAIN_S):
+                        if await value(self._pool.node(name)) in nodes:
+                            await value(self._pool.notify(name))
 
     # More and fewer engines -----------------------------------------------------------------------
 
@@ -168,7 +229,7 @@ class Fleet:
                 while len(self._keeping) < wanted:
                     self._join()
             while len(self._keeping) > wanted:
-                self._leave()
+                self._leave(next(reversed(self._keeping)), self._drain_s, "")
 
     def _join(self) -> None:
         engine, starting = self._pool.add_engine()
@@ -185,20 +246,19 @@ class Fleet:
         self._keeping[engine] = self._spawn(self._keep(engine))
         self._spawn(join())
 
-    def _leave(self) -> None:
-        """Let the last engine leave."""
-        engine, keeping = self._keeping.popitem()
-        keeping.cancel()
+    def _leave(self, engine: str, drain_s: float, why: str) -> None:
+        """`why`: empty if the setting says so."""
+        self._keeping.pop(engine).cancel()
 
         async def leave() -> None:
             try:
-                async with asyncio.timeout(self._drain_s + LEAVE_SLACK_S):
-                    await value(self._pool.leave(engine, self._drain_s))
+                async with asyncio.timeout(drain_s + LEAVE_SLACK_S):
+                    await value(self._pool.leave(engine, drain_s))
             except (RayActorError, RayTaskError, TimeoutError) as error:
                 self._say(f"{engine} did not leave in order: {error!r}")
-            await self._remove(engine, "left the run")
+            await self._remove(engine, why or "left the run")
 
-        self._say(f"{engine} leaves the run, once its requests have ended")
+        self._say(f"{engine} {why and f'{why}: it '}leaves the run, once its requests have ended")
         self._spawn(leave())
 
     async def _remove(self, engine: str, why: str) -> None:

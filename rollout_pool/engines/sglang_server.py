@@ -2,7 +2,9 @@
 
 Standard input carries one line, the API key, and nothing more. The server lives exactly as long as
 that pipe: its parent holds the other end, so a killed parent never leaves a server behind. SIGTERM
-does not stop it reliably: SGLang waits for running requests, which a paused server never ends.
+does nothing: a machine that is taken away sends it to all processes, and the parent, which gets it
+too, lets the requests end first. (SGLang's scheduler would die at once, and the server would wait
+for requests that it never ends while it is paused.)
 
 With CUDA, which does not survive a fork, SGLang spawns its scheduler and detokenizer: each imports
 this module and sglang again. Without CUDA they are forked from this process after the imports.
@@ -22,6 +24,11 @@ import threading
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import register_after_fork
 from typing import Any
+
+if __name__ == "__main__":
+    # Before any import starts a thread: threads and children inherit it. Not ignored but blocked,
+    # since SGLang installs handlers of its own.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
 import psutil
 import torch

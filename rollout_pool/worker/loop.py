@@ -23,6 +23,7 @@ Backpressure, from the trainer to the prompt:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -137,6 +138,8 @@ class RolloutWorker:
         """Tasks that are never cancelled; the worker waits for them at its end."""
         self._completed: asyncio.Queue[asyncio.Future[Any] | None] = asyncio.Queue()
         """Tasks that have ended; None wakes the loop."""
+        self._is_draining = False
+        """No group starts any more."""
         self._is_ending = False
         self._error: BaseException | None = None
         self._last_end = 0.0
@@ -187,6 +190,17 @@ class RolloutWorker:
         self._is_ending = True
         self._completed.put_nowait(None)
 
+    async def drain(self, limit_s: float) -> None:
+        """End `run`: no group starts, those in flight may end for `limit_s`; the prompts of the
+        others run again."""
+        self._is_draining = True
+        if self._admission is not None:
+            await end_tasks([self._admission])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._is_idle.wait()
+        self.stop()
+
     async def evaluate(self, version: int, engine: str | None = None) -> EvalReport:
         """Evaluates `version` or a later one on the held-out prompts; pass `engine` if it is held
         at that version."""
@@ -198,7 +212,7 @@ class RolloutWorker:
         """Starts the next admission, one at a time, if another group may start."""
         limit = 1 if any(r.ref.is_suspect for r in self._runs) else None
         limit = limit or self._spec.config.max_groups_in_flight
-        if self._admission is None and len(self._runs) < limit:
+        if self._admission is None and not self._is_draining and len(self._runs) < limit:
             self._admission = asyncio.create_task(self._admit())
             self._observe(self._admission)
 

@@ -93,7 +93,7 @@ def test_killed_members_under_load_lose_no_prompt_and_shrink_no_group(tmp_path: 
         assert listens_beyond_loopback(tmp_path) == []
         assert "run" in command_on(tmp_path, "status")
         the_play.train_steps(QUIET_STEPS)
-        freeze_some(the_play)
+        freeze_some_and_drain(the_play)
         picture = the_play.look()
         # The step that the stop waits for consumes groups whose payloads no later look can read.
         consumed = set(the_play.ledger.consumed_ms)
@@ -117,9 +117,9 @@ def test_killed_members_under_load_lose_no_prompt_and_shrink_no_group(tmp_path: 
     events = Counter(str(e.values["event"]) for e in the_play.metrics("weights_event"))
     assert events["engine_restarted"] == 2 * NUM_KILLS  # with their server, and with their actor
     assert events["receiver_restarted"] == NUM_KILLS
-    assert (events["engine_joined"], events["engine_left"]) == (1, 2)
+    assert (events["engine_joined"], events["engine_left"]) == (2, 3)  # one of each at SIGTERM
     assert the_play.first_commit_s("engine-2") < 15
-    assert picture.counters["workers_restarted"] == NUM_KILLS
+    assert picture.counters["workers_restarted"] == NUM_KILLS + 1
     assert max(step.number("logprob_diff_max") for step in the_play.metrics("step")) <= 1e-4
     machine.assert_nothing_left(tmp_path)
     assert f"make resume RUN={RUN} DIR={tmp_path} continues it" in the_play.kill_log()
@@ -173,8 +173,9 @@ def goes_on_to_its_end(runs: Path, before: list[Record], restored: float) -> Non
     assert max(series(after, "logprob_diff_max"), default=0.0) <= 1e-4
 
 
-def freeze_some(the_play: Play) -> None:
-    """The short form of test_chaos.py: processes stand still for a moment, which restarts none."""
+def freeze_some_and_drain(the_play: Play) -> None:
+    """The short form of test_chaos.py: processes stand still for a moment, which restarts none. The
+    only engine and a worker get SIGTERM, which is no death of theirs."""
     observer = Observer(the_play.run)
     chaos = Chaos(
         run=the_play.run,
@@ -187,11 +188,14 @@ def freeze_some(the_play: Play) -> None:
     )
     observer.start()
     freezes = [blow for blow in BLOWS if blow.fault is Fault.freeze]
-    for blow in schedule(the_play.dice, freezes, NUM_FREEZES):
+    drains = [blow for blow in BLOWS if blow.fault is Fault.drain]
+    for blow in schedule(the_play.dice, freezes, NUM_FREEZES) + drains:
         chaos.strike(blow)
     observer.end()
     print(chaos.table())
-    assert len(chaos.struck) == NUM_FREEZES and all(one.witness for one in chaos.struck)
+    assert len(chaos.struck) == NUM_FREEZES + len(drains) and all(
+        one.witness for one in chaos.struck
+    )
     assert observer.num_looks >= NUM_FREEZES and not observer.faults
 
 

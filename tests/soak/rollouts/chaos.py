@@ -56,6 +56,7 @@ class Fault(StrEnum):
     kill = "SIGKILL"
     freeze = "SIGSTOP"
     full = "full disk"
+    drain = "SIGTERM"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -75,6 +76,7 @@ BLOWS = (
     *(Blow(fault=fault, at=at) for fault in (Fault.kill, Fault.freeze) for at in PROCESSES),
     Blow(fault=Fault.kill, at=GUARD),
     *(Blow(fault=Fault.full, at=at) for at in (RUN_FOLDER, STAGE)),
+    *(Blow(fault=Fault.drain, at=str(kind)) for kind in (Kind.engine_actor, Kind.worker)),
 )
 
 
@@ -241,6 +243,8 @@ class Chaos:
                 self._freeze(struck)
             case Fault.full:
                 self._fill(struck)
+            case Fault.drain:
+                self._drain(struck)
         ended = time.time()
         self.wait(lambda: len(self._since(ended)) >= NEW_STEPS, f"{NEW_STEPS} steps after {blow}")
         self.wait(lambda: self.observer.looked_at > ended, f"a look at the buffer after {blow}")
@@ -288,9 +292,39 @@ class Chaos:
                 self.wait(lambda: self._replaced(victim), f"another {victim.kind}")
                 struck.witness = f"{victim.name} has another process"
 
+    def _drain(self, struck: Struck) -> None:
+        """As before a machine is taken away: an actor with all that it started gets the signal. It
+        leaves, and nothing dies."""
+        victim = self._member(Kind(struck.blow.at))
+        drained_before = self._counted("workers_drained")
+        deaths_before, restarts_before = len(self._deaths()), self._workers_restarted()
+        for process in tree.family(victim.pid):
+            process.send_signal(signal.SIGTERM)
+        if victim.kind is Kind.worker:
+            self.wait(lambda: self._counted("workers_drained") > drained_before, "a drained worker")
+            another = f"another process of {victim.name}"
+            self.wait(lambda: self._workers_restarted() > restarts_before, another)
+            struck.witness = "workers_drained counted it"
+        else:
+            struck.witness = self._record(struck, "weights_event", "engine_left")
+            self._record(struck, "weights_event", "engine_joined")
+        self.wait(lambda: not psutil.pid_exists(victim.pid), f"the end of {victim.name}")
+        assert len(self._deaths()) == deaths_before, f"{struck}\n{self.report()}"
+
+    def _deaths(self) -> list[str]:
+        """The engines that were lost or restarted, and the groups that ended with their worker."""
+        records = read_metrics(self.run / "metrics.jsonl", "weights_event")
+        events = ("engine_lost", "engine_restarted")
+        lost = [str(r.values["who"]) for r in records if r.values["event"] in events]
+        stats = {} if self.observer.picture is None else self.observer.picture.stats
+        return lost + ["group"] * stats.get("abandoned:worker_died", 0)
+
     def _workers_restarted(self) -> float:
+        return self._counted("workers_restarted")
+
+    def _counted(self, name: str) -> float:
         picture = self.observer.picture
-        return 0.0 if picture is None else picture.counters.get("workers_restarted", 0.0)
+        return 0.0 if picture is None else picture.counters.get(name, 0.0)
 
     def _replaced(self, victim: Member) -> bool:
         alike = [one for one in members(self.run)[victim.kind] if one.name == victim.name]

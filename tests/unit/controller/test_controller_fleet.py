@@ -40,6 +40,9 @@ class Pool:
         self.worker_names = ["worker-0"]
         self.receivers = {"a": "receiver-0"}
         self.removed: list[str] = []
+        self.restarted: list[str] = []
+        self.told: list[str] = []
+        self.draining: frozenset[str] = frozenset()
 
     def _ref(self, call: str, engine: str) -> Ref:
         return self.refs.setdefault((call, engine), Ref())
@@ -60,8 +63,27 @@ class Pool:
     def node(self, engine: str) -> Ref:
         return self._ref("node", engine)
 
+    def noticed(self, name: str) -> Ref:
+        return self._ref("noticed", name)
+
+    def notify(self, name: str) -> Ref:
+        self.told.append(name)
+        ref = Ref()
+        ref.result.set_result(None)
+        return ref
+
+    def draining_nodes(self) -> frozenset[str]:
+        return self.draining
+
+    def drain_worker(self, name: str, limit_s: float) -> Ref:
+        assert limit_s == 20.0
+        return self._ref("drain", name)
+
+    def restart_worker(self, name: str) -> None:
+        self.restarted.append(name)
+
     def leave(self, engine: str, drain_s: float) -> Ref:
-        assert drain_s == 60.0
+        self.drain_s = drain_s
         return self._ref("leave", engine)
 
     def add_engine(self) -> tuple[str, Ref]:
@@ -204,6 +226,7 @@ async def test_engines_join_and_leave_as_the_setting_says(scene: Scene) -> None:
     await scene.buffer.change_settings({"num_engines": "3"})
     await scene.until(lambda: ("leave", "engine-3") in pool.refs)
     assert pool.engine_names == ["engine-0", "engine-1", "engine-2", "engine-3"]  # it drains
+    assert pool.drain_s == 60.0
     pool.answer("leave", "engine-3")
     await scene.until(lambda: pool.removed == ["engine-3"])
     async with asyncio.timeout(10):
@@ -215,6 +238,81 @@ async def test_engines_join_and_leave_as_the_setting_says(scene: Scene) -> None:
         "engine-3 leaves the run, once its requests have ended",
     ]
     assert not scene.running.done()
+
+
+async def test_engine_that_is_told_to_end_leaves_and_another_joins_at_once(scene: Scene) -> None:
+    pool = scene.pool
+    await scene.until(lambda: ("noticed", "engine-0") in pool.refs)
+    pool.answer("noticed", "engine-0")
+    await scene.until(lambda: ("leave", "engine-0") in pool.refs)
+    assert pool.engine_names == ["engine-0", "engine-1", "engine-2"] and pool.drain_s == 20.0
+    pool.answer("node", "engine-2", "b")
+    pool.answer("ready", "engine-2")
+    pool.answer("leave", "engine-0")
+    await scene.until(lambda: pool.removed == ["engine-0"])
+    async with asyncio.timeout(10):
+        while len(await scene.events()) < 2:
+            await asyncio.sleep(0.01)
+    # No loss, and no failure for which a next one would wait.
+    assert {*await scene.events()} == {("engine_joined", "engine-2"), ("engine_left", "engine-0")}
+    assert scene.said == [
+        "engine-0 was told to end: it leaves the run, once its requests have ended",
+        "engine-2 joins the run",
+    ]
+    assert not scene.running.done()
+
+
+async def test_engine_that_came_back_is_still_heard_when_it_is_told_to_end(scene: Scene) -> None:
+    pool = scene.pool
+    await scene.until(lambda: ("noticed", "engine-1") in pool.refs)
+    pool.fail("noticed", "engine-1")
+    pool.answer("node", "engine-1", "a")
+    await scene.until(lambda: ("noticed", "engine-1") in pool.refs)
+    pool.answer("noticed", "engine-1")
+    await scene.until(lambda: ("leave", "engine-1") in pool.refs)
+
+
+async def test_worker_that_is_told_to_end_is_restarted_when_its_groups_have_ended(
+    scene: Scene,
+) -> None:
+    pool = scene.pool
+    await scene.until(lambda: ("noticed", "worker-0") in pool.refs)
+    pool.answer("noticed", "worker-0")
+    await scene.until(lambda: ("drain", "worker-0") in pool.refs)
+    assert pool.restarted == []
+    pool.answer("drain", "worker-0")
+    await scene.until(lambda: pool.restarted == ["worker-0"])
+    del pool.refs["noticed", "worker-0"], pool.refs["drain", "worker-0"]
+    pool.fail("lost", "worker-0")
+    pool.answer("node", "worker-0", "b")
+    await scene.until(lambda: ("noticed", "worker-0") in pool.refs)  # of its next process
+    assert scene.said == [
+        "worker-0 was told to end: it starts no more groups, and those that it has may end for "
+        "20 s",
+        "worker-0 has ended; Ray starts it again",
+    ]
+    assert (await scene.state.counters())["workers_drained"] == 1
+
+
+async def test_worker_that_is_lost_while_it_drains_is_left_to_ray(scene: Scene) -> None:
+    pool = scene.pool
+    await scene.until(lambda: ("noticed", "worker-0") in pool.refs)
+    pool.answer("noticed", "worker-0")
+    await scene.until(lambda: ("drain", "worker-0") in pool.refs)
+    pool.fail("drain", "worker-0")
+    pool.refs.pop(("noticed", "worker-0"))
+    pool.fail("lost", "worker-0")
+    pool.answer("node", "worker-0", "b")
+    await scene.until(lambda: ("noticed", "worker-0") in pool.refs)
+    assert pool.restarted == [] and "workers_drained" not in await scene.state.counters()
+
+
+async def test_processes_on_a_node_that_ray_empties_are_told_to_end(scene: Scene) -> None:
+    pool = scene.pool
+    for name, node in (("engine-0", "a"), ("engine-1", "b"), ("worker-0", "b")):
+        pool.answer("node", name, node)
+    pool.draining = frozenset({"b"})
+    await scene.until(lambda: {"engine-1", "worker-0"} == {*pool.told})
 
 
 async def test_receiver_that_goes_with_its_node_is_forgotten_and_one_given_up_ends_the_run(

@@ -323,12 +323,15 @@ class IdleEngine:
     def given_up(self, engine: str) -> Result:
         return Result()
 
-    lost = given_up
+    lost = noticed = given_up
 
     def run(self) -> dict[str, Result]:
         return {}
 
     stop = worker_deaths = receivers_given_up = run
+
+    def draining_nodes(self) -> frozenset[str]:
+        return frozenset()
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("there is no engine")

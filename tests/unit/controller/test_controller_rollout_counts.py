@@ -43,7 +43,7 @@ def test_summary_lists_only_nonzero_counters_and_lengths_shortest_first() -> Non
         ("groups whose longest sample had <=1k tokens", "4 completed, 2.5 s each; 0 given up"),
         ("groups whose longest sample had >64k tokens", "0 completed; 2 given up"),
         ("groups stopped in favour of others", "3"),
-        ("groups that the end of the run cut short", "5"),
+        ("groups that the end of the run or of their worker cut short", "5"),
     ]
     assert not list(summary_rows({}, 0)) and wasted_share({}, 0) is None
 

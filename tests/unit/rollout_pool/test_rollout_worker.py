@@ -415,6 +415,49 @@ async def test_group_stopped_before_its_push_is_counted_as_stopped(make_worker, 
     assert stats.retries_waiting == 4  # for the run when it is resumed
 
 
+async def test_worker_that_drains_starts_nothing_and_ends_with_its_last_group(
+    make_worker, state, completer
+):
+    completer.held = lambda sample: True
+    worker, buffer, running = await make_worker.run(max_groups_in_flight=1)
+    await until(lambda: len(completer.asked) == 2)
+    draining = asyncio.create_task(worker.drain(10))
+    completer.go.set()
+    report = await running
+    await draining
+    assert report.num_groups == 1  # though three credits are free
+    stats = await buffer.stats()
+    assert (stats.running, stats.ready, stats.retries_waiting) == (0, 1, 0)
+    assert "groups_stopped" not in await state.counters()
+
+
+async def test_groups_that_outlast_a_drain_run_again_and_no_death_counts(make_worker, completer):
+    completer.held = lambda sample: place_of(sample) == 1
+    worker, buffer, running = await make_worker.run()
+    await until(lambda: len(completer.asked) == 4 * 2)
+    await worker.drain(0.05)
+    assert (await running).num_groups == 0
+    stats = await buffer.stats()
+    assert (stats.running, stats.ready, stats.retries_waiting) == (0, 0, 4)
+    assert await buffer.reclaim(0) == 0
+    refs = []
+    for n in range(4):
+        await buffer.admit(f"1-{n}", 1.0)
+        refs.append(await buffer.take_retry(f"1-{n}"))
+    assert [ref.reruns for ref in refs] == [0] * 4 and not any(ref.is_suspect for ref in refs)
+
+
+async def test_worker_without_groups_drains_at_once(make_worker):
+    worker, buffer = await make_worker()
+    buffer.before["admit"] = asyncio.Event()
+    running = await make_worker.start(worker)
+    await until(lambda: buffer.waiting == ["admit"])
+    async with asyncio.timeout(5):
+        await worker.drain(60)
+        assert (await running).num_groups == 0
+    assert (await buffer.stats()).running == 0
+
+
 async def test_group_stopped_after_its_push_is_complete(make_worker, state):
     worker, buffer = await make_worker()
     buffer.after["push"] = asyncio.Event()
