@@ -57,7 +57,9 @@ latency-tracking no
 lazyfree-lazy-user-del yes
 tcp-keepalive 60
 timeout 0
+set-proc-title no
 """
+# A title overwrites the environment, by which the processes of a run are found.
 # The log is rewritten when it has doubled. By default the server would fork for every 64 MB of
 # payloads, to copy groups that are gone within minutes.
 
