@@ -62,7 +62,7 @@ def find_attachment(run_dir: RunDir, config: Config) -> Attachment:
 def _find(run_dir: RunDir, config: Config) -> Attachment:
     keeper, url = RayKeeper.find(run_dir), run_dir.read_redis_url()
     if keeper is None or url is None:
-        raise LookupError("its Ray has ended" if keeper is None else "its Redis is not known")
+        raise LookupError("no keeper of its Ray lives" if keeper is None else "no Redis")
     os.environ[RUN_VARIABLE] = run_dir.run_id
     server = None
     if config.buffer.url is None:
