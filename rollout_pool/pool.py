@@ -161,7 +161,7 @@ class ReceiverActor(_Placed, ReceiverKeeper):
 
     def __init__(self, spec: RolloutSpec, name: str) -> None:
         _log_to_stderr()
-        super().__init__(spec, name, spec.stage_token, _listen_host(spec.host))
+        super().__init__(spec, name, _listen_host(spec.host))
         self._keeping: asyncio.Task[str] | None = None
 
     async def keep(self, gpu_ids: list[str]) -> str:
