@@ -53,9 +53,10 @@ def find_attachment(run_dir: RunDir, config: Config) -> Attachment:
         return _find(run_dir, config)
     except Exception as error:  # whatever is wrong with it, the checkpoint is not
         ray.shutdown()
+        why = f"{error.args[0]} is gone" if isinstance(error, KeyError) else str(error)
+        why = why.partition("\n")[0] or type(error).__name__
         raise NotAttachableError(
-            f"cannot attach to {run_dir.name} ({error or type(error).__name__}); "
-            "it goes on from its last checkpoint"
+            f"cannot attach to {run_dir.name} ({why}); it goes on from its last checkpoint"
         ) from error
 
 
