@@ -22,7 +22,7 @@ RUN_FLAG := $(if $(RUN),--run $(RUN)) $(if $(DIR),--dir $(DIR))
 BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock check-lock launch resume dry-run status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
+.PHONY: help install lock check-lock launch resume attach dry-run status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
 	test test-unit test-machine test-servers test-fast soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint lint format typecheck docs clean
 
 help: ## this list
@@ -42,6 +42,9 @@ launch: install ## train: make launch [EXPERIMENT=...] [ARGS="buffer.max_stalene
 
 resume: install ## go on with a run that has ended, from its last checkpoint (RUN=name; ARGS changes settings)
 	@$(LEASH) resume $(RUN_FLAG) $(OVERRIDES)
+
+attach: install ## be the controller of a run whose own controller and guard were killed (RUN=name; default: the newest)
+	@$(LEASH) attach $(RUN_FLAG)
 
 dry-run: install ## print the resolved config and the plan, start nothing
 	@$(LEASH) dry-run $(EXPERIMENT_FLAG) $(OVERRIDES)

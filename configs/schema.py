@@ -313,7 +313,10 @@ class RunConfig(Section):
     """Unix group that may read the run's folder; None: only its owner."""
     seed: int = field(default=0, metadata=SEED)
     max_restarts: int = field(default=3, metadata=at_least(0))
-    """How often a controller that was killed is followed by another, which resumes the run."""
+    """How often a controller that was killed is followed by another, which attaches to the run's
+    processes, or resumes the run if some of them are gone."""
+    attach_timeout_s: float = field(default=600.0, metadata=POSITIVE)
+    """How long the processes of a run whose controller and guard were killed go on without one."""
     panel: bool = True
     """Draw the live panel; without a terminal each step prints a line."""
     prometheus_port: int | None = field(default=None, metadata=PORT)

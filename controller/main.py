@@ -1,4 +1,4 @@
-"""The command line: `leash launch | resume | dry-run | status | stop | report | export |
+"""The command line: `leash launch | resume | attach | dry-run | status | stop | report | export |
 tune | timeline`, and for a run's buffer `leash depth | trace | show | quarantine | buffer-dump |
 buffer-load`.
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from controller.run_dir import RunDir
 
 EXIT_BAD_INPUT = 2
+EXIT_NOT_ATTACHED = 3
+"""Of a controller whose guard then starts another, which resumes the run."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
     resume = on_run("resume", "continue a run that has ended, from its last checkpoint", "")
     resume.add_argument("overrides", nargs="*", help="settings to change, as trainer.num_steps=200")
+    on_run("attach", "be the controller of a run whose own one was killed", "")
     on_run("status", "what a run is doing, and its bottleneck", "commands.status:print_status")
     on_run("stop", "end a run and whatever is left of it", "commands.stop:stop_run")
     on_run("report", "rewrite summary, plots and result of a run", "report.summary:print_report")
@@ -137,7 +140,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _dispatch(arguments: argparse.Namespace) -> int:
-    if arguments.verb in ("launch", "resume"):
+    if arguments.verb in ("launch", "resume", "attach"):
         return run_guarded(
             lambda stop, tell: _reporting(lambda: _launch(arguments, stop, tell)), _Finish()
         )
@@ -153,13 +156,18 @@ def _launch(
 ) -> int:
     with stop.interrupting():  # nothing has been started yet
         from buffer.redis.address import password_of_environment
-        from configs.load import load_config
+        from configs.load import load_config, read_config
         from controller.ray_environment import prepare_environment
         from controller.run_dir import RunDir
         from controller.start.resume import find_resumption
 
         if arguments.verb == "launch":
             config = load_config(arguments.overrides, arguments.experiment)
+        elif arguments.verb == "attach":
+            run_dir = RunDir.find(arguments.dir, arguments.run)
+            run_dir.check_alone()
+            announce_folder(run_dir.run_id)
+            config = read_config(run_dir.path / "config.yaml")
         else:
             run_dir = RunDir.find(arguments.dir, arguments.run)
             _end_dead(run_dir)
@@ -171,9 +179,19 @@ def _launch(
 
         if not torch.cuda.is_available():
             os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed warns that it found nothing else
-        from controller.run import launch, resume
+        from controller.run import attach, launch, resume
+        from controller.start.attach import NotAttachableError, find_attachment
+
+        if arguments.verb == "attach":
+            try:
+                attachment = find_attachment(run_dir, config)
+            except NotAttachableError as error:
+                print(f"leash: {printable(str(error))}", file=sys.stderr)
+                return EXIT_NOT_ATTACHED
     if arguments.verb == "launch":
         launch(config, stop, announce_folder)
+    elif arguments.verb == "attach":
+        attach(run_dir, attachment, stop)
     else:
         resume(run_dir, resumption, stop, announce_folder)
     return 0
@@ -194,34 +212,51 @@ class _Finish:
     """What the guard does when the controller has ended.
 
     One that died before its run had ended, killed by a signal or by a library that exits the
-    process, is followed by another that resumes the run, up to run.max_restarts times.
+    process, is followed by another, up to run.max_restarts times. That attaches to what goes on;
+    if it cannot, a further one resumes the run.
     """
 
     def __init__(self) -> None:
         self._num_restarts = 0
+        self._run_dir: RunDir | None = None
+        """Of the controllers that have ended so far."""
 
     def __call__(self, folder: str | None, was_asked: bool, exit_code: int) -> int | Run:
         from controller.run_dir import RunDir
 
-        run_dir = None if folder is None else RunDir(path=Path(folder))
+        if folder is not None:
+            self._run_dir = RunDir(path=Path(folder))
+        run_dir = self._run_dir
         if run_dir is None or not _is_orphaned(run_dir):
             return exit_code if exit_code >= 0 else EXIT_FAILED
-        from configs.load import read_config
         from controller.commands.stop import clear_up
 
         os.umask(run_dir.umask)
         died = f"the controller died (exit code {exit_code})"
-        limit = read_config(run_dir.path / "config.yaml").run.max_restarts
-        if not was_asked and self._num_restarts < limit and run_dir.resume_command:
-            self._num_restarts += 1
+        verb = None if was_asked else self._next_verb(run_dir, exit_code)
+        if verb is not None:
             run_dir.adopt()
-            print(f"leash: {died}; another one goes on", file=sys.stderr, flush=True)
-            words = ["resume", "--run", run_dir.name, "--dir", str(run_dir.path.parent)]
-            again = _parse(words)
+            if exit_code != EXIT_NOT_ATTACHED:
+                self._num_restarts += 1
+                print(f"leash: {died}; another one goes on", file=sys.stderr, flush=True)
+            again = _parse([verb, "--run", run_dir.name, "--dir", str(run_dir.path.parent)])
             return lambda stop, tell: _reporting(lambda: _launch(again, stop, tell))
         print(f"leash: {died}; ending what it left", file=sys.stderr)
         clear_up(run_dir, "stopped" if was_asked else "failed", died)
         return EXIT_STOPPED if was_asked else EXIT_FAILED
+
+    def _next_verb(self, run_dir: RunDir, exit_code: int) -> str | None:
+        from configs.load import read_config
+        from controller.start.ray_keeper import RayKeeper
+
+        can_resume = run_dir.resume_command is not None
+        if exit_code == EXIT_NOT_ATTACHED:
+            return "resume" if can_resume else None
+        if self._num_restarts >= read_config(run_dir.path / "config.yaml").run.max_restarts:
+            return None
+        if RayKeeper.find(run_dir) is not None:
+            return "attach"
+        return "resume" if can_resume else None
 
 
 def _is_orphaned(run_dir: RunDir) -> bool:

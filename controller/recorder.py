@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from buffer.roles import OperatorBuffer
 from buffer.run_state import STREAM_START, RunState
 from controller.metrics.records import (
+    ATTACHED,
     EVAL_FAILED,
     RESERVED_NAMES,
     RESUMED,
@@ -28,7 +29,9 @@ SILENT_S = 10.0
 """A longer wait for Redis is reported."""
 
 
-_CONTROLLERS_KINDS = frozenset({"phase", "eval", EVAL_FAILED, "buffer", "redis_restarted", RESUMED})
+_CONTROLLERS_KINDS = frozenset(
+    {"phase", "eval", EVAL_FAILED, "buffer", "redis_restarted", RESUMED, ATTACHED}
+)
 REPORTED = ("step", "checkpoint")
 _NUMBERS_OF_A_STEP = ("step", "version")
 _MAX_STEP = 2**53
@@ -81,12 +84,20 @@ class Recorder:
 
     async def resume(self, step: int) -> None:
         """Record that the run goes on after `step`. Call it before the trainer takes another."""
+        self.record(RESUMED, {"step": step, "away_s": await self._catch_up()})
+
+    async def attach(self) -> None:
+        """Record that this controller has taken over from one that was killed."""
+        self.record(ATTACHED, {"away_s": await self._catch_up()})
+
+    async def _catch_up(self) -> float:
+        """Record what a controller that was killed has not; returns how long there was none."""
         while await self.drain_metrics(block_s=0):
-            pass  # what a controller that was killed has not recorded
+            pass
         away_s = 0.0 if self._ended_at is None else time.time() - self._ended_at
         self._ended_at = None
         self._is_shown = True
-        self.record(RESUMED, {"step": step, "away_s": away_s})
+        return away_s
 
     async def drain_metrics(self, block_s: float) -> int:
         """Record what has arrived, waiting up to `block_s` for the first; returns how many."""

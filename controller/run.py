@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from ray.util.placement_group import PlacementGroup
+
 from buffer.redis.address import MASK, PASSWORD_VARIABLE, with_password
 from buffer.redis.scripts import RunNotOpenError
 from buffer.redis.server import EmbeddedServer
@@ -41,6 +43,7 @@ from controller.report.result import result_line
 from controller.report.summary import write_report
 from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
+from controller.start.attach import Attachment
 from controller.start.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, start_ray
 from controller.start.plan import Plan, make_plan
 from controller.start.preflight import check_inputs, gpu_memory
@@ -86,6 +89,14 @@ def resume(
         check_inputs(config)
     run_dir.reopen()
     _see_through(Run(config, run_dir, panel, stop, resumption), announce_folder)
+
+
+def attach(run_dir: RunDir, attachment: Attachment, stop: StopRequest) -> None:
+    """Be the controller of a run that goes on without one. Otherwise like `launch`."""
+    panel = Panel(attachment.config.run.panel)
+    run_dir.take_over()
+    run = Run(attachment.config, run_dir, panel, stop, attachment=attachment)
+    _see_through(run, lambda folder: None)  # its guard knows it already
 
 
 def _see_through(run: Run, announce_folder: Callable[[str], None]) -> None:
@@ -138,13 +149,16 @@ class Run:
         panel: Panel,
         stop: StopRequest,
         resumption: Resumption | None = None,
+        attachment: Attachment | None = None,
     ) -> None:
-        """`resumption`: where a run goes on that has ended."""
+        """`resumption`: where a run goes on that has ended. `attachment`: what goes on of one that
+        has not."""
         self.config = config
         self.dir = run_dir
         self.panel = panel
         self.stop = stop
         self._resumption = resumption
+        self._attachment = attachment
         self._started = run_dir.read_record().started
         self._start_timeout_s = config.cluster.start_timeout_s
         self._server: EmbeddedServer | None = None
@@ -160,11 +174,14 @@ class Run:
     def execute(self) -> None:
         """Run from the first server to the last evaluation; ends all that it started."""
         os.environ[RUN_VARIABLE] = self.dir.run_id
-        if self._resumption is None:
+        if self._resumption is None and self._attachment is None:
             self._write_config()
         with contextlib.ExitStack() as cleanup, self.panel:
             cleanup.callback(self._leave_nothing)
-            pools = self._start_up(cleanup)
+            if self._attachment is None:
+                pools = self._start_up(cleanup)
+            else:
+                pools = self._attach(self._attachment, cleanup)
             training = Training(
                 config=self.config,
                 run_dir=self.dir,
@@ -175,11 +192,39 @@ class Run:
                 started=self._started,
                 resumed_step=self._resumption.state.step if self._resumption else None,
                 stop=self.stop,
+                is_attached=self._attachment is not None,
             )
             asyncio.run(training.run())
 
+    def _attach(self, found: Attachment, cleanup: contextlib.ExitStack) -> Pools:
+        self._redis_url, self._server = found.redis_url, found.server
+        if found.server is not None:
+            cleanup.callback(found.server.stop, self.config.cluster.stop_timeout_s)
+        cleanup.callback(found.cluster.stop, self.dir.logs)
+        pools = self._pools(found.rollout, found.trainer, found.trainer_spec, found.ranks)
+        cleanup.callback(self._stop_pools, pools)
+        self.stop.listen()  # Ray has installed its own handler for SIGTERM
+        self._start_prometheus(cleanup)
+        with self._step("attached") as say:
+            say("engines, workers and trainer ranks have gone on")
+        return pools
+
+    @staticmethod
+    def _pools(
+        rollout: RolloutPool, trainer: TrainerPool, spec: TrainerSpec, ranks: PlacementGroup
+    ) -> Pools:
+        def new_trainer(folder: Path) -> TrainerPool:
+            return TrainerPool.create(replace(spec, resume_from=str(folder)), ranks)
+
+        return Pools(rollout=rollout, trainer=trainer, new_trainer=new_trainer)
+
     def _write_config(self) -> None:
         (self.dir.path / "config.yaml").write_text(to_yaml(self.config))
+
+    @property
+    def _outlives_controller(self) -> bool:
+        """Only on one machine: a Ray that was running before would keep lost actors for ever."""
+        return self.config.cluster.ray_address is None
 
     @property
     def _address(self) -> BufferAddress:
@@ -224,7 +269,8 @@ class Run:
                 )
             if buffer.url is None:
                 log = self.dir.log_of("redis")
-                server = EmbeddedServer.start(self.dir.path / "redis", buffer, self._host, log)
+                folder, outlives = self.dir.path / "redis", self._outlives_controller
+                server = EmbeddedServer.start(folder, buffer, self._host, log, outlives=outlives)
                 cleanup.callback(server.stop, self.config.cluster.stop_timeout_s)
                 self._server, self._redis_url = server, server.url
                 say("started here")
@@ -296,13 +342,12 @@ class Run:
         environment = {RUN_VARIABLE: self.dir.run_id, LOG_DIR_VARIABLE: str(self.dir.logs)}
         with self._step("Ray") as say:
             is_local = self.config.cluster.ray_address is None
-            private = self.dir.make_temporary() if is_local else None
             try:
                 cluster = start_ray(
                     self.config,
                     environment,
                     supervise.SETUP_HOOK,
-                    private,
+                    self.dir,
                     self.dir.log_of("ray"),
                 )
             except SystemExit:  # from Ray's handler, for a SIGTERM that bypassed the guard
@@ -355,13 +400,8 @@ class Run:
             }
             (ranks,), engines, (workers,) = (reserved[name] for name in groups)
             spec = self._trainer_spec(plan)
-            pools = Pools(
-                trainer=TrainerPool.create(spec, ranks),
-                new_trainer=lambda folder: TrainerPool.create(
-                    replace(spec, resume_from=str(folder)), ranks
-                ),
-                rollout=RolloutPool(self._rollout_spec(plan), engines, workers),
-            )
+            rollout = RolloutPool.create(self._rollout_spec(plan), engines, workers)
+            pools = self._pools(rollout, TrainerPool.create(spec, ranks), spec, ranks)
             cleanup.callback(self._stop_pools, pools)  # here: the end of the step may raise Stopped
         return pools
 
@@ -385,6 +425,7 @@ class Run:
             weights_key=self._weights_key,
             resume_from=str(self._resumption.checkpoint) if self._resumption else None,
             newest_version=self._resumption.newest_version if self._resumption else 0,
+            outlives_controller=self._outlives_controller,
         )
 
     def _rollout_spec(self, plan: Plan) -> RolloutSpec:
@@ -406,6 +447,7 @@ class Run:
             seed=config.run.seed,
             engine_key=secrets.token_urlsafe(32),
             weights_key=self._weights_key,
+            outlives_controller=self._outlives_controller,
         )
 
     def _start_pools(self, pools: Pools) -> None:

@@ -170,6 +170,28 @@ class RunDir:
             self.remove_temporary()  # nobody has, if its machine was lost
             self.write_record(_record_of_this_process(self.name, started=record.started))
 
+    def take_over(self) -> None:
+        """Make this process the controller of a run that goes on without one. Raises RunDirError as
+        `check_alone` does."""
+        with self.ending():
+            self.check_alone()
+            self.write_record(
+                _record_of_this_process(self.name, started=self.read_record().started)
+            )
+
+    def check_alone(self) -> None:
+        """Raises RunDirError unless the run goes on without a controller, or its guard has adopted
+        it."""
+        record = self.read_record()
+        if record.state != "running":
+            fix = self.resume_command or "launch it again"
+            raise RunDirError(f"RUN={self.name!r}: it has ended; `{fix}` if it is to go on")
+        if record.is_alive and not record.is_of_parent:
+            raise RunDirError(
+                f"RUN={self.name!r}: its controller, process {record.pid}"
+                f"{'' if record.is_here else ' on ' + record.host}, is not gone"
+            )
+
     def adopt(self) -> None:
         """Make this process, a guard whose controller died, the run's controller until the next one
         reopens it: who wants to stop the run finds somebody to ask."""

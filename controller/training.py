@@ -24,6 +24,7 @@ from controller.report.panel import Panel
 from controller.report.state import RunView
 from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
+from controller.start.attach import EVALUATING_RESULT, TRAINING
 from controller.watch.evaluation import evaluate, try_evaluate
 from controller.watch.fleet import Fleet
 from controller.watch.remarks import checkpoint_failed_words, eval_failed_words
@@ -66,9 +67,10 @@ class Training:
         started: float,
         stop: StopRequest,
         resumed_step: int | None = None,
+        is_attached: bool = False,
     ) -> None:
         """`server`: the Redis that was started for the run. `resumed_step`: completed steps of a
-        run that goes on."""
+        run that goes on. `is_attached`: the pools have gone on meanwhile."""
         self._config = config
         self._dir = run_dir
         self._pools = pools
@@ -78,6 +80,7 @@ class Training:
         self._started = started
         self._stop = stop
         self._resumed_step = resumed_step
+        self._is_attached = is_attached
         self._training: dict[str, Pending[TrainReport]] = {}
         """Result of each rank's training, once it has started."""
         self._deaths: list[asyncio.Task[RunFailed]] = []
@@ -135,23 +138,25 @@ class Training:
         )
         if self._resumed_step is not None:
             await self._recorder.resume(self._resumed_step)
+        if self._is_attached:
+            await self._recorder.attach()
 
     async def _phases(self, tasks: asyncio.TaskGroup) -> None:
         pools = self._pools
         self._tasks = tasks
-        if self._resumed_step is None:
+        if self._resumed_step is None and not self._is_attached:
             await self._enter_phase("evaluating the start")
             # A failure here, before training, ends the run: it has cost only minutes.
             wait = self._await_result
             start = await evaluate(pools.rollout, 0, may_hold=False, await_result=wait)
             self._recorder.record("eval", start)
-        await self._enter_phase("training")
+        await self._enter_phase(TRAINING)
         self._may_evaluate = True
         generating = [
             tasks.create_task(self._await_result(n, r)) for n, r in pools.rollout.run().items()
         ]
         report = await self._train()
-        await self._enter_phase("evaluating the result")
+        await self._enter_phase(EVALUATING_RESULT)
         await asyncio.gather(*(self._await_result(n, r) for n, r in pools.rollout.stop().items()))
         await asyncio.gather(*generating)
         await self._recorder.drain_metrics(block_s=0)
@@ -226,7 +231,7 @@ class Training:
                 "If Ray has no room for a lost one, resume the run with fewer trainer.num_ranks"
             ) from None
         await self._recorder.resume(state.step)
-        await self._enter_phase("training")
+        await self._enter_phase(TRAINING)
 
     async def _results(self, pending: Mapping[str, Pending[T]]) -> list[T]:
         return await asyncio.gather(*(self._await_result(n, r) for n, r in pending.items()))

@@ -1,10 +1,11 @@
-"""Starts, watches and stops a child process that is bound to this one."""
+"""Starts, watches and stops a child process that is bound to this one, or is to outlive it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+
+import psutil
 
 from processes import die_with_parent
 
@@ -31,7 +34,8 @@ class Child:
 
     `secret` is the first line of its input: other users of the machine can read arguments and
     environments. `secret=None` is for a program that does not read its input: the kernel sends it
-    SIGTERM when this process ends, and so does `stop`.
+    SIGTERM when this process ends, and so does `stop`. With `outlives` only `stop` does: a later
+    process of ours makes it an Adopted.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Child:
         speaks: bool = False,
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
+        outlives: bool = False,
     ) -> None:
         """Its output goes to `log`; with `speaks`, its standard output is a pipe for one line.
 
@@ -51,7 +56,7 @@ class Child:
         self._first_line, self._exited = Future[bytes](), Future[int]()
         for future in (self._first_line, self._exited):
             future.set_running_or_notify_cancel()  # else a waiter that is cancelled would cancel it
-        if secret is None:
+        if secret is None and not outlives:
             launcher = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())]
             command = [*launcher, *command]
 
@@ -136,6 +141,47 @@ class Child:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it is dead already
             self._process.stdin.write(words)
+
+
+class Adopted:
+    """A process that outlived the one that started it: a Child's methods on that of another.
+
+    Its exit code is unknown: 0 means that it has ended.
+    """
+
+    def __init__(self, pid: int, started: float | None = None) -> None:
+        """Raises psutil.NoSuchProcess if it has ended. `started`: its start time, if a record has
+        kept it: another process may have got the same number."""
+        self._process = psutil.Process(pid)
+        if started not in (None, self._process.create_time()):
+            raise psutil.NoSuchProcess(pid)
+        self.pid = pid
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        is_it = self._process.is_running()  # not another one with its number
+        return None if is_it and not has_ended(self.pid, timeout_s) else 0
+
+    def stop(self, timeout_s: float) -> int | None:
+        """Ask it to end; kill its process group after `timeout_s`."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._process.terminate()
+        if (exit_code := self.wait(timeout_s)) is not None:
+            return exit_code
+        kill_group(self.pid)
+        return self.wait(_KILLED_S)
+
+
+def has_ended(pid: int, timeout_s: float | None) -> bool:
+    """Wait for the process to end; the kernel also reports one that has not been reaped yet."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        ended, _, _ = select.select([descriptor], [], [], timeout_s)
+        return bool(ended)
+    finally:
+        os.close(descriptor)
 
 
 def kill_group(group: int) -> None:

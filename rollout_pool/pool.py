@@ -14,7 +14,6 @@ import ipaddress
 import itertools
 import logging
 import os
-import secrets
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ import ray
 from ray._private.state import state as ray_state
 from ray.util.placement_group import (
     PlacementGroup,
+    get_current_placement_group,
     placement_group,
     placement_group_table,
     remove_placement_group,
@@ -93,6 +93,12 @@ class _Placed:
         """Returns once this process was told to end."""
         await asyncio.wrap_future(self._notice)
 
+    async def group(self) -> PlacementGroup:
+        """Its place."""
+        group = get_current_placement_group()
+        assert group is not None
+        return group
+
     async def node(self) -> str:
         """Id of the node where it runs."""
         return str(ray.get_runtime_context().get_node_id())
@@ -120,10 +126,19 @@ class EngineActor(_Placed):
         self._state: RunState | None = None
         self._error: Exception | None = None
         self._has_begun = asyncio.Event()
+        self._keeping: asyncio.Task[str] | None = None
+        self._is_leaving = False
 
     async def keep(self) -> str:
         """Start the engine and keep it serving; returns why it was given up, but not after `stop`
-        or `leave`."""
+        or `leave`. A controller that attaches calls it again."""
+        if self._is_leaving:
+            return "was leaving when its controller died"
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep())
+        return await asyncio.shield(self._keeping)
+
+    async def _keep(self) -> str:
         try:
             self._life = await self._begin()
         except Exception as error:
@@ -165,6 +180,7 @@ class EngineActor(_Placed):
 
     async def leave(self, drain_s: float) -> None:
         """End as EngineLife.leave does. The process can be killed then."""
+        self._is_leaving = True
         if self._life is not None:
             await self._life.leave(drain_s)
 
@@ -175,22 +191,22 @@ class EngineActor(_Placed):
             await self._state.close()
 
 
-class ReceiverActor(ReceiverKeeper):
+class ReceiverActor(_Placed, ReceiverKeeper):
     """The receiver of one node. Its death never ends the run: `keep` runs again."""
 
-    def __init__(self, spec: RolloutSpec, name: str, token: str) -> None:
+    def __init__(self, spec: RolloutSpec, name: str) -> None:
         _log_to_stderr()
-        super().__init__(spec, name, token, _listen_host(spec.host))
+        super().__init__(spec, name, _listen_host(spec.host))
+        self._keeping: asyncio.Task[str] | None = None
 
     async def keep(self, gpu_ids: list[str]) -> str:
-        """`run`, which Ray calls again after it has restarted this actor. `gpu_ids`: of the node's
-        first engine; the receiver shares the first."""
-        if gpu_ids:
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpu_ids[0]
-        return await self.run()
-
-    async def pid(self) -> int:
-        return os.getpid()
+        """`run`, which Ray calls again after it has restarted this actor, and a controller that
+        attaches. `gpu_ids`: of the node's first engine; the receiver shares the first."""
+        if self._keeping is None:
+            if gpu_ids:
+                os.environ["CUDA_VISIBLE_DEVICES"] = gpu_ids[0]
+            self._keeping = asyncio.create_task(self.run())
+        return await asyncio.shield(self._keeping)
 
 
 class WorkerActor(_Placed):
@@ -204,9 +220,9 @@ class WorkerActor(_Placed):
         _log_to_stderr()
         # Looked up by name: with a handle among its arguments Ray could not restart this actor
         # once the driver's object store has forgotten it.
-        names = [_scorer_name(spec, number) for number in range(spec.config.reward_actors)]
-        scorers = [RayScorer(ray.get_actor(name)) for name in names]
+        scorers = [RayScorer(ray.get_actor(name)) for name in _scorer_names(spec)]
         scoring = RemoteScoring(scorers) if scorers else None
+        self._spec = spec
         self._parts = WorkerParts(spec, index, scoring=scoring, host=_listen_host(spec.host))
         self._getting_ready: asyncio.Task[None] | None = None
         self._running: asyncio.Task[WorkerReport] | None = None
@@ -221,20 +237,28 @@ class WorkerActor(_Placed):
             self._getting_ready = asyncio.create_task(self._parts.prepare())
         await asyncio.shield(self._getting_ready)
 
+    async def spec(self) -> RolloutSpec:
+        return self._spec
+
     async def run(self) -> WorkerReport:
+        """The report comes after `stop`. A controller that attaches calls it again."""
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+        return await asyncio.shield(self._running)
+
+    async def _run(self) -> WorkerReport:
         await self.start()
         if self._stopping.is_set():
             self._parts.worker.stop()
         if ray.get_runtime_context().was_current_actor_reconstructed:
             await self._parts.note_restart()
         try:
-            self._running = asyncio.create_task(self._parts.worker.run())
-            report = await self._running
-            if self._is_draining:
-                await self._stopping.wait()  # unless the process ends before: Ray repeats the call
-            return report
+            report = await self._parts.worker.run()
         finally:
             self._has_ended.set()
+        if self._is_draining:
+            await self._stopping.wait()  # unless the process ends before: Ray repeats the call
+        return report
 
     async def drain(self, limit_s: float) -> None:
         """End `run` as RolloutWorker.drain does, but do not answer it: the next process goes on.
@@ -243,7 +267,7 @@ class WorkerActor(_Placed):
         if self._getting_ready is not None and self._getting_ready.done():
             await self._parts.worker.drain(limit_s)
         if self._running is not None:
-            await asyncio.wait({self._running})
+            await self._has_ended.wait()
 
     async def evaluate(self, version: int, engine: str | None) -> EvalReport:
         await self.start()
@@ -305,45 +329,90 @@ class RolloutPool:
         self,
         spec: RolloutSpec,
         engine_groups: Sequence[PlacementGroup],
-        worker_group: PlacementGroup,
+        workers: Sequence[_Member],
+        scorers: Sequence[_Member],
     ) -> None:
-        """An engine in each of `engine_groups`, a worker in each bundle of the other, and scorers,
-        if any, spread over all nodes. They are created, but do nothing before `start`."""
+        """Use `create` or `adopt`."""
         self._spec = spec
-        self._token = secrets.token_hex(4)
         self._bundle: dict[str, float] = engine_groups[0].bundle_specs[0]
         self._groups = list(engine_groups)
         self._engines: dict[str, _Engine] = {}
         self._receivers: dict[str, _Receiver] = {}
         """By the node's id."""
-        self._workers = [
+        self._workers = list(workers)
+        self._scorers = list(scorers)
+
+    @classmethod
+    def create(
+        cls,
+        spec: RolloutSpec,
+        engine_groups: Sequence[PlacementGroup],
+        worker_group: PlacementGroup,
+    ) -> RolloutPool:
+        """An engine in each of `engine_groups`, a worker in each bundle of the other, and scorers,
+        if any, spread over all nodes. They are created, but do nothing before `start`."""
+        lifetime = _lifetime(spec)
+        workers = [
             _create(
                 WorkerActor,
-                f"worker-{index}",
+                name,
                 (spec, index),
                 **_inside(worker_group, index),
                 max_restarts=spec.config.max_worker_restarts,
                 max_task_retries=-1,
+                lifetime=lifetime,
             )
-            for index in range(spec.config.num_workers)
+            for index, name in enumerate(_worker_names(spec))
         ]
-        self._scorers = [
+        scorers = [
             _create(
                 ScorerActor,
-                f"scorer-{index}",
+                name,
                 (
                     spec.task,
                     spec.config.reward_processes,
                     spec.config.reward_timeout_s,
                     str(Path(spec.run_dir) / "logs" / f"rewards-{index}.log"),
                 ),
-                name=_scorer_name(spec, index),
                 num_cpus=1,
                 max_restarts=-1,
                 scheduling_strategy="SPREAD",
+                lifetime=lifetime,
             )
-            for index in range(spec.config.reward_actors)
+            for index, name in enumerate(_scorer_names(spec))
         ]
+        return cls(spec, engine_groups, workers, scorers)
+
+    @classmethod
+    def adopt(cls, actors: Mapping[str, Any], timeout_s: float) -> RolloutPool:
+        """The pool that a controller which died has created, from the `actors` that go on.
+
+        Raises LookupError if one is gone, and Ray's errors if one does not answer.
+        """
+        spec: RolloutSpec = ray.get(actors["worker-0"].spec.remote(), timeout=timeout_s)
+        members = {name: _Member(name=name, handle=actor) for name, actor in actors.items()}
+        workers = [members[name] for name in _worker_names(spec)]
+        scorers = [members[name] for name in _scorer_names(spec)]
+        engines = [members[name] for name in sorted(members) if name.startswith("engine-")]
+        receivers = [members[name] for name in sorted(members) if name.startswith("receiver-")]
+        groups = ray.get([e.handle.group.remote() for e in engines], timeout=timeout_s)
+        nodes = ray.get([r.handle.node.remote() for r in receivers], timeout=timeout_s)
+        if not engines or not receivers:
+            raise LookupError("no engine, or no receiver")
+        ray.get([w.handle.pid.remote() for w in workers], timeout=timeout_s)
+        pool = cls(spec, groups, workers, scorers)
+        for engine, group in zip(engines, groups, strict=True):
+            keeping = engine.handle.keep.remote()
+            pool._engines[engine.name] = _Engine(member=engine, group=group, keeping=keeping)
+        for receiver, node in zip(receivers, nodes, strict=True):
+            keeping = receiver.handle.keep.remote(engines[0].handle.gpu_ids.remote())
+            pool._receivers[node] = _Receiver(member=receiver, keeping=keeping)
+        return pool
+
+    def worker_group(self, timeout_s: float) -> PlacementGroup:
+        """The place of the workers."""
+        group: PlacementGroup = ray.get(self._workers[0].handle.group.remote(), timeout=timeout_s)
+        return group
 
     def start(self) -> dict[str, Pending[Any]]:
         """Engines load while workers prepare and receivers start."""
@@ -425,7 +494,8 @@ class RolloutPool:
 
     def add_engine(self) -> tuple[str, Pending[None]]:
         """One more engine's name, and its start; Ray looks for its place first."""
-        return self._add_engine(placement_group([self._bundle], strategy="PACK"))
+        place = placement_group([self._bundle], strategy="PACK", lifetime=_lifetime(self._spec))
+        return self._add_engine(place)
 
     def _add_engine(self, group: PlacementGroup) -> tuple[str, Pending[None]]:
         spec = self._spec
@@ -438,6 +508,7 @@ class RolloutPool:
             num_gpus=spec.config.engine.tp_size * spec.gpu_share if spec.uses_gpu else 0,
             max_restarts=spec.config.engine.max_restarts,
             max_task_retries=-1,
+            lifetime=_lifetime(spec),
         )
         # Keep the reference: Ray does not repeat a call whose result is not referenced.
         keeping = member.handle.keep.remote()
@@ -480,12 +551,13 @@ class RolloutPool:
         member = _create(
             ReceiverActor,
             name := f"receiver-{len(self._receivers)}",
-            (self._spec, name, self._token),
+            (self._spec, name),
             sees_gpus,
             num_cpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             max_restarts=-1,
             max_task_retries=-1,
+            lifetime=_lifetime(self._spec),
         )
         keeping = member.handle.keep.remote(self._handle(engine).gpu_ids.remote())
         self._receivers[node] = _Receiver(member=member, keeping=keeping)
@@ -578,7 +650,7 @@ def _create(
 ) -> _Member:
     """`options` are Ray's."""
     variables = {PROCESS_VARIABLE: process, **(environment or {})}
-    placed = ray.remote(actor).options(runtime_env={"env_vars": variables}, **options)
+    placed = ray.remote(actor).options(name=process, runtime_env={"env_vars": variables}, **options)
     return _Member(name=process, handle=placed.remote(*arguments))
 
 
@@ -587,8 +659,16 @@ def _once(method: Any) -> Any:
     return method.options(max_task_retries=0)
 
 
-def _scorer_name(spec: RolloutSpec, index: int) -> str:
-    return f"{spec.run}/scorer-{index}"
+def _worker_names(spec: RolloutSpec) -> list[str]:
+    return [f"worker-{index}" for index in range(spec.config.num_workers)]
+
+
+def _scorer_names(spec: RolloutSpec) -> list[str]:
+    return [f"scorer-{index}" for index in range(spec.config.reward_actors)]
+
+
+def _lifetime(spec: RolloutSpec) -> str | None:
+    return "detached" if spec.outlives_controller else None
 
 
 def _listen_host(host: str) -> str:

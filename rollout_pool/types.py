@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
@@ -34,6 +35,10 @@ class RolloutSpec:
     """API key of the engines; new for each run."""
     weights_key: str = field(repr=False)
     """API key of the weight receivers; new for each run."""
+    outlives_controller: bool = False
+    """Whether the actors go on when the controller that created them dies."""
+    stage_token: str = field(default_factory=lambda: secrets.token_hex(4))
+    """Keeps this launch's stage folders apart from any other's."""
     gpu_share: float = 1.0
     """Share of each GPU that an engine uses: below 1 where a trainer rank has the rest."""
 

@@ -9,11 +9,12 @@ import os
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.environment import PROCESS_VARIABLE
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from trainer_pool.rank import TrainerRank
     from weight_sync.types import PublishReport
 
-_MAX_CONCURRENCY = 4
-"""Threads of an actor: `train` and `wait_dead` hold one each while `stop` and `close` come in."""
+_MAX_CONCURRENCY = 8
+"""Threads of an actor: `train` and `wait_dead` hold up to five, while a controller attaches and the
+calls of the one before it end; `stop` and `close` come in meanwhile."""
 
 
 class TrainerActor:
@@ -37,6 +39,20 @@ class TrainerActor:
         self._rank = rank
         self._listener: socket.socket | None = None
         self._trainer: TrainerRank | None = None
+        self._group = get_current_placement_group()
+        self._report: Future[TrainReport] | None = None
+        """Of `train`, once it has been called."""
+        self._num_calls = {"train": 0, "wait_dead": 0}
+        self._changed = threading.Condition()
+        """Guards the two above; notified of each call and of the report."""
+
+    def spec(self) -> TrainerSpec:
+        return self._spec
+
+    def group(self) -> PlacementGroup:
+        """Its place."""
+        assert self._group is not None
+        return self._group
 
     def pid(self) -> int:
         return os.getpid()
@@ -95,7 +111,20 @@ class TrainerActor:
         return self._started.warm_start(examples)
 
     def train(self) -> TrainReport:
-        return self._started.train()
+        """Train, or wait for the training that a controller which died has begun."""
+        with self._changed:
+            report, self._report = self._report, self._report or Future()
+        if report is not None:
+            self._wait_latest("train", report)
+            return report.result()
+        report = self._report
+        try:
+            report.set_result(self._started.train())
+        except BaseException as error:
+            report.set_exception(error)
+        with self._changed:
+            self._changed.notify_all()
+        return report.result()
 
     def stop(self) -> None:
         if self._trainer is not None:
@@ -103,8 +132,18 @@ class TrainerActor:
 
     def wait_dead(self) -> str:
         """Never returns; Ray raises at the reference when the process ends."""
-        threading.Event().wait()
-        return "died"
+        self._wait_latest("wait_dead", Future[None]())
+        return "is watched by another controller"
+
+    def _wait_latest(self, what: str, end: Future[Any]) -> None:
+        """Wait for `end`, or until another controller calls the same: each holds a thread."""
+        with self._changed:
+            self._num_calls[what] += 1
+            number = self._num_calls[what]
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: end.done() or self._num_calls[what] > number)
+        if not end.done() and what == "train":
+            raise RuntimeError("another controller waits for the report")
 
     def close(self) -> None:
         if self._trainer is not None:
@@ -133,10 +172,27 @@ class TrainerPool:
         """One actor in each of the group's first `trainer.num_ranks` bundles."""
         return cls(
             {
-                f"trainer-{rank}": _place(spec, rank, placement_group)
-                for rank in range(spec.config.ranks)
+                name: _place(spec, rank, name, placement_group)
+                for rank, name in enumerate(_names(spec))
             }
         )
+
+    @classmethod
+    def adopt(cls, actors: Mapping[str, Any], timeout_s: float) -> tuple[TrainerPool, TrainerSpec]:
+        """The ranks among `actors` that a controller which died has created, and their spec.
+
+        Raises LookupError if one is gone, and Ray's errors if one does not answer.
+        """
+        spec: TrainerSpec = ray.get(actors["trainer-0"].spec.remote(), timeout=timeout_s)
+        pool = cls({name: actors[name] for name in _names(spec)})
+        ray.get(list(pool.pids().values()), timeout=timeout_s)
+        return pool, spec
+
+    def group(self, timeout_s: float) -> PlacementGroup:
+        """The place of the ranks."""
+        lead = next(iter(self._actors.values()))
+        group: PlacementGroup = ray.get(lead.group.remote(), timeout=timeout_s)
+        return group
 
     def open_rendezvous(self) -> dict[str, Pending[tuple[str, int]]]:
         """Host and port of the ranks' rendezvous, from rank 0."""
@@ -186,19 +242,25 @@ class TrainerPool:
             ray.kill(actor)
 
 
-def _place(spec: TrainerSpec, rank: int, placement_group: PlacementGroup) -> Any:
+def _names(spec: TrainerSpec) -> list[str]:
+    return [f"trainer-{rank}" for rank in range(spec.config.ranks)]
+
+
+def _place(spec: TrainerSpec, rank: int, name: str, placement_group: PlacementGroup) -> Any:
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=placement_group, placement_group_bundle_index=rank
     )
     return (
         ray.remote(TrainerActor)
         .options(
+            name=name,
+            lifetime="detached" if spec.outlives_controller else None,
             num_cpus=0,  # the bundle holds the cores
             num_gpus=spec.gpu_share if spec.uses_gpu else 0,
             max_concurrency=_MAX_CONCURRENCY,
             max_restarts=0,
             scheduling_strategy=strategy,
-            runtime_env={"env_vars": {PROCESS_VARIABLE: f"trainer-{rank}"}},
+            runtime_env={"env_vars": {PROCESS_VARIABLE: name}},
         )
         .remote(spec, rank)
     )

@@ -37,6 +37,8 @@ class TrainerSpec:
     """Folder of the checkpoint to go on from; None starts at step 0."""
     newest_version: int = 0
     """The newest version that the run is known to have published, in case Redis has lost it."""
+    outlives_controller: bool = False
+    """Whether the ranks go on when the controller that created them dies."""
     gpu_share: float = 1.0
     """Share of a GPU for each rank: less than 1 if an engine uses the same GPU."""
 

@@ -1,4 +1,5 @@
-"""Starts a run's own Redis or Valkey server, which ends with the process that started it."""
+"""Starts a run's own Redis or Valkey server, which ends with the process that started it, or is to
+outlive it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from urllib.parse import urlsplit
 
+import psutil
 import redis
 from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, RedisError
@@ -25,7 +28,7 @@ from redis.retry import Retry
 
 from buffer.redis.connection import MIN_VERSION
 from configs.schema import BufferConfig
-from processes.child import Child, kill_group
+from processes.child import Adopted, Child, kill_group
 from processes.logs import last_lines
 
 _NAMES = ("redis-server", "valkey-server")
@@ -54,7 +57,9 @@ latency-tracking no
 lazyfree-lazy-user-del yes
 tcp-keepalive 60
 timeout 0
+set-proc-title no
 """
+# A title overwrites the environment, by which the processes of a run are found.
 # The log is rewritten when it has doubled. By default the server would fork for every 64 MB of
 # payloads, to copy groups that are gone within minutes.
 
@@ -79,7 +84,8 @@ class _PortTakenError(ServerStartError):
 
 
 class EmbeddedServer:
-    """A server process, created by `start`. It ends with `stop` or with this process.
+    """A server process, created by `start`. It ends with `stop` or with this process, unless it
+    `outlives` that: then another process may `adopt` it.
 
     After a crash, `restart` starts it again with its data at the same URL. It also listens on a
     Unix socket in its folder, which `connect` uses by itself on the same machine.
@@ -95,6 +101,7 @@ class EmbeddedServer:
         password: str,
         extra: Mapping[str, str],
         binary: Path,
+        outlives: bool,
     ) -> None:
         self.url = f"redis://default:{password}@{host}:{port}/0"
         self._host, self._port, self._password = host, port, password
@@ -109,7 +116,8 @@ class EmbeddedServer:
             log=_quoted(log_path.resolve()),
             appendfsync=config.appendfsync.value,
         ) + "".join(f"{name} {value}\n" for name, value in extra.items())
-        self._child: Child | None = None
+        self._outlives = outlives
+        self._child: Child | Adopted | None = None
 
     @classmethod
     def start(
@@ -123,6 +131,7 @@ class EmbeddedServer:
         password: str | None = None,
         extra: Mapping[str, str] = MappingProxyType({}),
         binary: Path | None = None,
+        outlives: bool = False,
     ) -> EmbeddedServer:
         """Starts a server and returns once it responds. It keeps its data and config in `folder`.
 
@@ -138,7 +147,7 @@ class EmbeddedServer:
         folder = folder.resolve()
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             chosen = port if port is not None else _free_port(host)
-            server = cls(folder, config, host, log_path, chosen, password, extra, binary)
+            server = cls(folder, config, host, log_path, chosen, password, extra, binary, outlives)
             try:
                 server.restart()
                 return server
@@ -146,6 +155,30 @@ class EmbeddedServer:
                 if port is not None or attempt == _PORT_ATTEMPTS:
                     raise
         raise AssertionError("unreachable")
+
+    @classmethod
+    def adopt(cls, folder: Path, config: BufferConfig, log_path: Path, url: str) -> EmbeddedServer:
+        """The server at `url` that another process started to outlive it; it is started again if
+        it has ended. Raises ServerStartError as `start` does."""
+        address = urlsplit(url)
+        assert address.hostname and address.port and address.password, "of a server started here"
+        server = cls(
+            folder.resolve(),
+            config,
+            address.hostname,
+            log_path,
+            address.port,
+            address.password,
+            {},
+            find_binary(),
+            outlives=True,
+        )
+        try:
+            with server._client() as client:
+                server._child = Adopted(int(client.info("server")["process_id"]))
+        except (RedisError, psutil.NoSuchProcess):
+            server.restart()
+        return server
 
     def restart(self) -> None:
         """Starts a server that has ended in a new process, with the same data and URL.
@@ -159,7 +192,11 @@ class EmbeddedServer:
             config = _socket_lines(self._folder / "server.sock") + self._config
             _write_private(self._folder / "server.conf", config)
             self._child = Child(
-                self._command, self._log_path, environment=_ENVIRONMENT, pass_fds=(lock,)
+                self._command,
+                self._log_path,
+                environment=_ENVIRONMENT,
+                pass_fds=(lock,),
+                outlives=self._outlives,
             )
         except OSError as error:
             raise ServerStartError(f"cannot run {self._command[0]}: {error}") from error
@@ -184,7 +221,7 @@ class EmbeddedServer:
         return self._running.stop(timeout_s)
 
     @property
-    def _running(self) -> Child:
+    def _running(self) -> Child | Adopted:
         assert self._child is not None
         return self._child
 
@@ -201,8 +238,8 @@ class EmbeddedServer:
         while _is_locked(self._folder) and time.monotonic() < deadline:
             time.sleep(_PING_EVERY_S)  # the end of a process that is no child cannot be waited for
 
-    def _wait_until_ready(self) -> None:
-        client = redis.Redis(
+    def _client(self) -> redis.Redis:
+        return redis.Redis(
             host=self._host,
             port=self._port,
             password=self._password,
@@ -210,6 +247,9 @@ class EmbeddedServer:
             socket_timeout=self._start_timeout_s,
             retry=Retry(NoBackoff(), 0),
         )
+
+    def _wait_until_ready(self) -> None:
+        client = self._client()
         deadline = time.monotonic() + self._start_timeout_s
         try:
             # The process's end is an event; readiness must be polled.

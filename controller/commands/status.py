@@ -37,7 +37,10 @@ def print_status(run_dir: RunDir, console: Console | None = None) -> None:
     record = run_dir.read_record()
     url = run_dir.read_redis_url()
     if record.state == "running" and not record.is_alive:
-        console.print(f"{run_dir.name}: its controller is gone. `make stop` ends what is left.")
+        console.print(
+            f"{run_dir.name}: its controller is gone. `make attach` gives it another one, if its "
+            "processes go on; `make stop` ends what is left."
+        )
         _print_history(run_dir, console)
     elif record.state == "running" and url is None:
         console.print(f"{run_dir.name} is starting; its Redis is not up yet.")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 
 from configs.load import ConfigError, read_config
 from controller.report.summary import write_report
 from controller.run_dir import RunDir, RunRecord
+from processes.child import has_ended
 from processes.leftovers import remove_leftovers
 from processes.runs import end_processes, run_processes
 
@@ -34,7 +34,7 @@ def stop_run(run_dir: RunDir) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(record.pid, signal.SIGINT)
         grace_s = _grace_s(run_dir)
-        if not _has_ended(record.pid, grace_s):
+        if not has_ended(record.pid, grace_s):
             print(f"the controller did not end within {grace_s:g} s and is killed")
             with run_dir.ending():  # keeps its guard from recording a failure
                 with contextlib.suppress(ProcessLookupError):
@@ -49,6 +49,14 @@ def clear_up(run_dir: RunDir, state: str, error: str | None) -> None:
     """End what a dead controller left; record `state` and `error` if it has not recorded an end."""
     with run_dir.ending():
         _clear_up(run_dir, state, error)
+
+
+def clear_up_if_alone(run_dir: RunDir, error: str) -> None:
+    """The same for a run that has failed, unless a controller has attached to it meanwhile."""
+    with run_dir.ending():
+        record = run_dir.read_record()
+        if record.state == "running" and not record.is_alive:
+            _clear_up(run_dir, "failed", error)
 
 
 def end_left_processes(run_dir: RunDir) -> None:
@@ -99,16 +107,3 @@ def _grace_s(run_dir: RunDir) -> float:
     except ConfigError:  # it is only just being written
         return GRACE_S
     return GRACE_S + NUM_TIMED_WAITS * config.cluster.stop_timeout_s
-
-
-def _has_ended(pid: int, timeout_s: float) -> bool:
-    """Wait for the process to end; the kernel also reports one that has not been reaped yet."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        ended, _, _ = select.select([descriptor], [], [], timeout_s)
-        return bool(ended)
-    finally:
-        os.close(descriptor)

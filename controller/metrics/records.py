@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 Scalar = float | int | str
 EVAL_FAILED = "eval_failed"
 RESUMED = "resumed"
+ATTACHED = "attached"
 RESERVED_NAMES = frozenset({"t", "kind", "id"})
 """Names that no value may have."""
 

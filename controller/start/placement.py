@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
@@ -20,12 +21,19 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from configs.schema import Config
 from controller.ray_environment import AUTH_MODE, LOOPBACK, TOKEN, TOKEN_PATH
+from controller.run_dir import RunDir
 from controller.signals import StopRequest
+from controller.start.ray_keeper import KeeperError, RayKeeper
 from controller.watch.supervise import POLL_S
 
 CPUS_PER_PROCESS = 1
 SPARE_CPUS = 32
 """For engines that join a run on this machine."""
+NAMESPACE = "leash"
+"""Of a Ray that was started for a run, in which the names of its actors are those of its processes.
+"""
+TOKEN_FILE = "token"
+KEEPER_STOP_S = 20.0
 SESSIONS = "ray"
 """Ray's temporary folder within the private one; short, because socket paths are limited."""
 
@@ -57,6 +65,8 @@ class RayCluster:
     """Of one machine."""
     private: Path | None
     """Folder of a Ray that was started here; None for an existing cluster."""
+    keeper: RayKeeper | None = None
+    """Of a Ray that was started here."""
     groups: list[PlacementGroup] = field(default_factory=list)
 
     def check_cpus(self, num_cpus: int) -> None:
@@ -83,7 +93,10 @@ class RayCluster:
     ) -> list[PlacementGroup]:
         """A packed placement group for each list of bundles. Raises Stopped, and PlacementError if
         there is no room."""
-        reserved = [placement_group(bundles, strategy="PACK") for bundles in groups]
+        lifetime = None if self.keeper is None else "detached"
+        reserved = [
+            placement_group(bundles, strategy="PACK", lifetime=lifetime) for bundles in groups
+        ]
         self.groups += reserved
         deadline = time.monotonic() + timeout_s
         for group, bundles in zip(reserved, groups, strict=True):
@@ -101,6 +114,8 @@ class RayCluster:
             remove_placement_group(group)
         self.groups.clear()
         ray.shutdown()
+        if self.keeper is not None:
+            self.keeper.process.stop(KEEPER_STOP_S)
         if self.private is not None:
             _keep_ray_logs(self.private / SESSIONS, logs_dir / "ray")
             shutil.rmtree(self.private, ignore_errors=True)
@@ -110,22 +125,50 @@ def start_ray(
     config: Config,
     process_env: Mapping[str, str],
     setup_hook: str,
-    private: Path | None,
+    run_dir: RunDir,
     messages: Path,
 ) -> RayCluster:
-    """Join the cluster at `cluster.ray_address`, or start Ray on this machine, in folder `private`.
+    """Join the cluster at `cluster.ray_address`, or start Ray on this machine, in a private folder.
 
     Every worker process gets `process_env` and runs `setup_hook` (a dotted name) first. Ray's
     output in this process goes to the file `messages`.
     """
     _divert_messages(messages)
     runtime_env = {"env_vars": dict(process_env), "worker_process_setup_hook": setup_hook}
-    if private is None:
+    keeper, private = None, None
+    if config.cluster.ray_address is not None:
         _join(config, runtime_env)
         here = str(ray.util.get_node_ip_address())
     else:
-        _start_local(config, runtime_env, private)
+        private = run_dir.make_temporary()
+        keeper = _start_local(config, run_dir, private, messages)
+        _join_kept(keeper, runtime_env)
         here = LOOPBACK
+    return _cluster(config, here, private, keeper)
+
+
+def rejoin_ray(
+    config: Config,
+    process_env: Mapping[str, str],
+    setup_hook: str,
+    run_dir: RunDir,
+    keeper: RayKeeper,
+    messages: Path,
+) -> RayCluster:
+    """Join the Ray of this run, started by a controller that died. Otherwise like `start_ray`."""
+    _divert_messages(messages)
+    runtime_env = {"env_vars": dict(process_env), "worker_process_setup_hook": setup_hook}
+    private = run_dir.temporary
+    assert private is not None, "the keeper's record is there"
+    os.environ.pop(TOKEN, None)
+    os.environ[TOKEN_PATH] = str(private / TOKEN_FILE)
+    _join_kept(keeper, runtime_env)
+    return _cluster(config, LOOPBACK, private, keeper)
+
+
+def _cluster(
+    config: Config, here: str, private: Path | None, keeper: RayKeeper | None
+) -> RayCluster:
     resources = ray.cluster_resources()
     return RayCluster(
         host=config.cluster.host or here,
@@ -133,7 +176,23 @@ def start_ray(
         num_gpus=resources.get("GPU", 0),
         most_gpus=max(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]),
         private=private,
+        keeper=keeper,
     )
+
+
+def _join_kept(keeper: RayKeeper, runtime_env: Mapping[str, object]) -> None:
+    try:
+        ray.init(
+            address=keeper.address,
+            namespace=NAMESPACE,
+            runtime_env=dict(runtime_env),
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except BaseException:
+        ray.shutdown()
+        keeper.process.stop(KEEPER_STOP_S)
+        raise
 
 
 def _divert_messages(log: Path) -> None:
@@ -168,9 +227,9 @@ def _join(config: Config, runtime_env: Mapping[str, object]) -> None:
         ) from error
 
 
-def _start_local(config: Config, runtime_env: Mapping[str, object], private: Path) -> None:
+def _start_local(config: Config, run_dir: RunDir, private: Path, messages: Path) -> RayKeeper:
     # Ray makes its folders readable to all users; their parent `private` closes them.
-    _use_own_token(private / "token")
+    _use_own_token(private / TOKEN_FILE)
     # CPUs are only nominal here: a small machine runs all processes of a small run.
     num_cpus = config.cluster.num_cpus
     if num_cpus is None:
@@ -180,27 +239,21 @@ def _start_local(config: Config, runtime_env: Mapping[str, object], private: Pat
     if num_gpus is None:
         num_gpus = torch.cuda.device_count()
     try:
-        ray.init(
-            address="local",  # whatever RAY_ADDRESS says
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=256 * 2**20,
-            runtime_env=dict(runtime_env),
-            _temp_dir=str(private / SESSIONS),
-            _node_ip_address=config.cluster.host or LOOPBACK,
-        )
-    except Exception as error:  # a bare Exception if Ray's node takes longer than half a minute
-        ray.shutdown()  # stops what has started so far
+        options = {
+            "address": "local",  # whatever RAY_ADDRESS says
+            "num_cpus": num_cpus,
+            "num_gpus": num_gpus,
+            "include_dashboard": False,
+            "object_store_memory": 256 * 2**20,
+            "_temp_dir": str(private / SESSIONS),
+            "_node_ip_address": config.cluster.host or LOOPBACK,
+        }
+        return asyncio.run(RayKeeper.start(run_dir.path, messages, options))
+    except KeeperError as error:
         raise PlacementError(
             f"Ray did not start on this machine: {error} Is the machine very busy, or short of "
             f"memory or disk below {private.parent}? Launch again"
         ) from error
-    except BaseException:
-        ray.shutdown()
-        raise
 
 
 def _use_own_token(path: Path) -> None:

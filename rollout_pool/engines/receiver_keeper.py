@@ -34,16 +34,15 @@ CLEAR_UP_S = 5.0
 class ReceiverKeeper:
     """Owns the receiver's process and its stage folder. Its death costs versions, never the run."""
 
-    def __init__(self, spec: RolloutSpec, name: str, token: str, host: str) -> None:
+    def __init__(self, spec: RolloutSpec, name: str, host: str) -> None:
         """`host` is where this node listens; the receiver's GPU is the first that it sees.
 
-        `token` keeps the run's folder apart from any other run's. A keeper with the same token
-        reuses what an earlier keeper's receiver staged.
+        A keeper with the same `stage_token` reuses what an earlier keeper's receiver staged.
         """
         self._spec = spec
         self._name = name
         config = spec.weight_sync
-        self._folder = Path(config.stage_dir or STAGE_DIR) / f"leash-{spec.run}-{token}"
+        self._folder = Path(config.stage_dir or STAGE_DIR) / f"leash-{spec.run}-{spec.stage_token}"
         self._run_dir = Path(spec.run_dir)
         self._leftovers = list_path(self._run_dir, name)
         self._process = ReceiverProcess(

@@ -28,12 +28,13 @@ import sys
 from pathlib import Path
 from configs.load import load_config
 from controller.ray_environment import prepare_environment
+from controller.run_dir import RunDir
 config = load_config([f"cluster.ray_address={sys.argv[1]}"])
 prepare_environment(config.cluster)
 from controller.watch import supervise
 from controller.start.placement import start_ray
 messages = Path(sys.argv[2])
-cluster = start_ray(config, {}, supervise.SETUP_HOOK, None, messages)
+cluster = start_ray(config, {}, supervise.SETUP_HOOK, RunDir(path=messages.parent), messages)
 print(cluster.host)
 cluster.stop(messages.parent)
 """
@@ -60,9 +61,10 @@ def main(runs: str) -> None:
     os.umask(run_dir.umask)
     os.environ[RUN_VARIABLE] = run_dir.run_id
     environment = {RUN_VARIABLE: run_dir.run_id, LOG_DIR_VARIABLE: str(run_dir.logs)}
-    private = run_dir.make_temporary()
     messages = run_dir.log_of("ray")
-    cluster = start_ray(config, environment, supervise.SETUP_HOOK, private, messages)
+    cluster = start_ray(config, environment, supervise.SETUP_HOOK, run_dir, messages)
+    private = cluster.private
+    assert private is not None
     seen: dict[str, Any] = {"folder": str(private), "host": cluster.host}
     try:
         seen["restarted"] = restarts(config, run_dir, cluster)
@@ -114,7 +116,7 @@ def restarts(config: Any, run_dir: RunDir, cluster: Any) -> dict[str, bool]:
         weights_key="b",
     )
     engine, worker = cluster.reserve([[{"CPU": 1.0}]] * 2, 60.0, StopRequest())
-    pool = RolloutPool(spec, [engine], worker)
+    pool = RolloutPool.create(spec, [engine], worker)
     pool.start()  # engine and receiver find no Redis, which they survive
     owners = [*pool._engines.values(), *pool._receivers.values()]
     members = [*pool._workers, *(owner.member for owner in owners), *pool._scorers]

@@ -33,7 +33,6 @@ from weight_sync.types import ReceiverSpec, TensorSpec
 pytestmark = pytest.mark.slow
 
 KEY = "k3y-of-the-weights"
-TOKEN = "t0ken"
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def spec(tmp_path, redis_url, run_name):
 @pytest.fixture
 async def keeper(spec, state):
     """The node's receiver, kept running."""
-    keeper = ReceiverKeeper(spec, "receiver-0", TOKEN, "127.0.0.1")
+    keeper = ReceiverKeeper(spec, "receiver-0", "127.0.0.1")
     keeping = asyncio.create_task(keeper.run())
     await keeper.wait_ready()
     yield keeper
@@ -234,7 +233,7 @@ async def test_engine_whose_parts_stall_or_die_restarts_and_is_given_up_while_ve
 async def test_dead_receiver_returns_with_its_staged_versions_and_leaves_nothing(
     spec, keeper, state, publisher
 ):
-    stage = Path(f"/dev/shm/leash-{spec.run}-{TOKEN}")
+    stage = Path(f"/dev/shm/leash-{spec.run}-{spec.stage_token}")
     leftovers = list_path(Path(spec.run_dir), "receiver-0")
     assert leftovers.read_text() == f"{stage}\n" and stage.stat().st_mode & 0o077 == 0
     await publisher.publish(1)

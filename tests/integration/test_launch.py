@@ -3,8 +3,8 @@
 Four launches show what a run is: one that trains to its end and one with two engines and long
 answers (here), one over two hosts that ends by a dead engine (test_two_hosts.py), and one in which
 a process of each kind is killed, which `stop` ends (tests/soak/test_rollout_faults.py). Two more
-are ended early, in their start. Among them they run every rollout.tail, buffer.on_stale and
-weight_sync.pause_mode.
+are ended early, in their start, and two lose their controllers. Among them they run every
+rollout.tail, buffer.on_stale and weight_sync.pause_mode.
 
 `make soak` sends more signals than CI does, each at another line of the log (LEASH_SOAK_SIGNALS).
 """
@@ -31,9 +31,11 @@ from tests.support.launches import (
     RUN,
     Machine,
     assert_saved,
+    attach,
     command_on,
     end_all,
     finish,
+    processes_of,
     result_of,
     start,
     wait_for_line,
@@ -289,3 +291,87 @@ def test_stop_cleans_up_after_a_controller_killed_at_a_line_of_the_log(
     assert result_of(command_on(tmp_path, "report")) == written
     assert "**Stopped" in (run / "summary.md").read_text()
     machine.assert_nothing_left(tmp_path)
+
+
+ATTACHED_STEPS = 400
+
+
+def test_run_whose_controllers_are_killed_goes_on_and_the_next_ones_attach_to_it(
+    tmp_path: Path,
+) -> None:
+    machine = Machine.look()
+    run = tmp_path / RUN
+    process = start(
+        tmp_path,
+        RUN,
+        f"trainer.num_steps={ATTACHED_STEPS}",
+        f"trainer.checkpoint_every={ATTACHED_STEPS}",  # so nothing could be resumed
+        "rollout.num_workers=2",
+        "rollout.reward_actors=1",
+    )
+    output = wait_for_line(process, "step 2/")
+    pools = pools_of(tmp_path)
+    assert len(pools) >= 9
+    kill_controller(run)
+    output += wait_for_line(process, "✓ attached") + wait_for_line(process, "step ")
+    assert "leash: the controller died (exit code -9); another one goes on" in output
+    assert pools_of(tmp_path) == pools
+
+    process.kill()  # its guard
+    kill_controller(run)
+    finish(process, timeout_s=30)
+    version = served_version(run)
+    process = attach(tmp_path)
+    output = wait_for_line(process, "✓ attached") + wait_for_line(process, "step ")
+    assert pools_of(tmp_path) == pools
+    output += finish(process)
+    assert process.returncode == 0, output[-6000:]
+    result = result_of(output)
+    assert (result["state"], result["steps"]) == ("finished", ATTACHED_STEPS)
+    assert result["is_conserved"] and result["max_staleness_trained"] <= 2
+    assert result["eval_version"] == ATTACHED_STEPS > version
+    records = read_metrics(run / "metrics.jsonl")
+    steps = [r.count("step") for r in records if r.kind == "step"]
+    assert steps == list(range(1, ATTACHED_STEPS + 1)), "each is trained and recorded once"
+    kinds = Counter(r.kind for r in records)
+    assert (kinds["attached"], kinds["resumed"]) == (2, 0)
+    machine.assert_nothing_left(tmp_path)
+
+
+def test_run_that_nobody_attaches_to_ends_in_time_and_leaves_nothing(tmp_path: Path) -> None:
+    machine = Machine.look()
+    run = tmp_path / RUN
+    process = start(tmp_path, RUN, "run.attach_timeout_s=1")
+    wait_for_line(process, "✓ placement")
+    process.kill()
+    kill_controller(run)
+    finish(process, timeout_s=30)
+    deadline = time.monotonic() + 90
+    while processes_of(tmp_path):
+        assert time.monotonic() < deadline, processes_of(tmp_path)
+        time.sleep(0.2)
+    record = json.loads((run / "run.json").read_text())
+    assert record["state"] == "failed" and "run.attach_timeout_s=1" in record["error"]
+    assert "its controller was killed" in (run / "summary.md").read_text()
+    assert not (run / "redis.url").exists() and not (run / "ray").is_symlink()
+    refused = finish(attach(tmp_path), timeout_s=60)
+    assert "it has ended" in refused
+    machine.assert_nothing_left(tmp_path)
+
+
+POOLS = ("Actor", "sglang", "redis", "valkey", "raylet")
+
+
+def pools_of(runs: Path) -> set[int]:
+    """Process ids of ranks, engines, workers, receivers, scorers, Redis and Ray."""
+    lines = [line for line in processes_of(runs) if any(word in line for word in POOLS)]
+    return {int(line.split()[0]) for line in lines}
+
+
+def kill_controller(run: Path) -> None:
+    os.kill(json.loads((run / "run.json").read_text())["pid"], signal.SIGKILL)
+
+
+def served_version(run: Path) -> int:
+    commits = read_metrics(run / "metrics.jsonl", "commit")
+    return max(int(r.number("version")) for r in commits)

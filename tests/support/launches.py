@@ -45,20 +45,21 @@ _started: list[subprocess.Popen[str]] = []
 def start(
     runs: Path, name: str, *overrides: str, experiment: str = "quickstart"
 ) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        launch_command(runs, name, *overrides, experiment=experiment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    _started.append(process)
-    return process
+    return _start(launch_command(runs, name, *overrides, experiment=experiment))
 
 
 def resume(runs: Path, *overrides: str) -> subprocess.Popen[str]:
     """Continues the run below `runs`."""
-    command = [sys.executable, "-m", "controller.main", "resume", "--dir", str(runs), *overrides]
+    command = [sys.executable, "-m", "controller.main", "resume", "--dir", str(runs)]
+    return _start([*command, *overrides])
+
+
+def attach(runs: Path) -> subprocess.Popen[str]:
+    """A controller for the run below `runs`, which goes on without one."""
+    return _start([sys.executable, "-m", "controller.main", "attach", "--dir", str(runs)])
+
+
+def _start(command: list[str]) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -274,7 +274,9 @@ class Chaos:
         if struck.blow.at == GUARD:
             self.process.wait()
             self.process = self.go_on()
-        struck.witness = self._record(struck, "resumed")
+        # It resumes if what was struck before was just being replaced.
+        kinds = ("resumed",) if struck.blow.at == GUARD else ("attached", "resumed")
+        struck.witness = self._record(struck, *kinds)
 
     def _kill_member(self, struck: Struck, victim: Member) -> None:
         workers_before = self._workers_restarted()
@@ -285,7 +287,7 @@ class Chaos:
                 struck.witness = "workers_restarted counted it"
             case Kind.engine | Kind.engine_actor | Kind.receiver:
                 event = "receiver" if victim.kind is Kind.receiver else "engine"
-                struck.witness = self._record(struck, "weights_event", f"{event}_restarted")
+                struck.witness = self._record(struck, "weights_event", event=f"{event}_restarted")
             case Kind.trainer:
                 struck.witness = self._record(struck, "resumed")
             case _:
@@ -330,16 +332,16 @@ class Chaos:
         alike = [one for one in members(self.run)[victim.kind] if one.name == victim.name]
         return any(one.pid != victim.pid for one in alike)
 
-    def _record(self, struck: Struck, kind: str, event: str | None = None) -> str:
+    def _record(self, struck: Struck, *kinds: str, event: str | None = None) -> str:
         """Waits for one that was written after the fault."""
 
-        def found() -> bool:
-            records = read_metrics(self.run / "metrics.jsonl", kind)
-            new = [r for r in records if r.t > struck.at]
-            return any(event in (None, r.values.get("event")) for r in new)
+        def found() -> list[str]:
+            records = read_metrics(self.run / "metrics.jsonl")
+            new = [r for r in records if r.t > struck.at and r.kind in kinds]
+            return [r.kind for r in new if event in (None, r.values.get("event"))]
 
-        self.wait(found, f"a record {event or kind} after {struck.blow}")
-        return f"record {event or kind}"
+        self.wait(lambda: bool(found()), f"a record {event or kinds} after {struck.blow}")
+        return f"record {event or found()[0]}"
 
     def _freeze(self, struck: Struck) -> None:
         processes = self._to_freeze(struck.blow.at)

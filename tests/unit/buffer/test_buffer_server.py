@@ -179,6 +179,25 @@ def test_server_is_waited_for_as_long_as_it_loads_its_data(tmp_path: Path) -> No
     assert server.stop(timeout_s=5) == 0
 
 
+def test_server_that_outlives_its_parent_is_adopted_and_one_that_did_not_starts_again(
+    tmp_path: Path,
+) -> None:
+    config, log = BufferConfig(), tmp_path / "log"
+    first = EmbeddedServer.start(tmp_path, config, HOST, log, outlives=True)
+    _fill(first, 10)
+    adopted = EmbeddedServer.adopt(tmp_path, config, log, first.url)
+    assert (adopted.pid, adopted.url) == (first.pid, first.url)
+    os.kill(first.pid, signal.SIGKILL)
+    assert adopted.wait(timeout_s=5) is not None
+    again = EmbeddedServer.adopt(tmp_path, config, log, first.url)
+    assert (again.url, again.pid == first.pid) == (first.url, False)
+    with _client(again.url) as client:
+        assert client.dbsize() == 10
+    with pytest.raises(ServerStartError, match="a server is running"):
+        adopted.restart()
+    assert again.stop(timeout_s=5) == 0
+
+
 def test_extra_config_lines_override_ours_and_bad_ones_are_reported(tmp_path: Path) -> None:
     server = EmbeddedServer.start(
         tmp_path, BufferConfig(), HOST, tmp_path / "log", extra={"maxmemory": "64mb"}

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +11,16 @@ import pytest
 
 import controller.run  # noqa: F401  (or the process that each launch forks imports torch and Ray)
 from configs.load import load_config, to_yaml
-from controller.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_STOPPED, _Finish, main
+from controller.main import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_NOT_ATTACHED,
+    EXIT_STOPPED,
+    _Finish,
+    main,
+)
 from controller.run_dir import RunDir, RunDirError
+from controller.start.ray_keeper import RECORD
 
 BAD_LINE = '{"question": "a", "answer": "#### 1"}\n{"question": 3}\n'
 
@@ -80,6 +90,51 @@ def test_guard_has_a_run_resumed_whose_controller_died_as_often_as_the_setting_s
     errors = capfd.readouterr().err
     assert errors.count("the controller died (exit code -9); another one goes on\n") == 2
     assert errors.count("the controller died (exit code -9); ending what it left\n") == 1
+
+
+def test_guard_has_another_controller_attach_while_the_keeper_lives_and_else_resume(
+    orphan: RunDir,
+) -> None:
+    guard = _Finish()
+    assert guard._next_verb(orphan, -9) == "resume"
+    with subprocess.Popen(["sleep", "600"]) as keeper:
+        started = psutil.Process(keeper.pid).create_time()
+        record = {"pid": keeper.pid, "started": started, "address": "127.0.0.1:1"}
+        (orphan.make_temporary() / RECORD).write_text(json.dumps(record))
+        assert guard._next_verb(orphan, -9) == "attach"
+        assert guard._next_verb(orphan, EXIT_NOT_ATTACHED) == "resume"
+        (orphan.path / "checkpoints" / "latest").unlink()
+        assert guard._next_verb(orphan, -9) == "attach"
+        assert guard._next_verb(orphan, EXIT_NOT_ATTACHED) is None
+        keeper.kill()
+    assert guard._next_verb(orphan, -9) is None
+    orphan.remove_temporary()
+
+
+def test_guard_follows_one_that_could_not_attach_by_one_that_resumes(
+    orphan: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    guard = _Finish()
+    for exit_code in (-9, EXIT_NOT_ATTACHED, -9, EXIT_NOT_ATTACHED):
+        # The next one dies early: it has not told the folder.
+        assert callable(guard(str(orphan.path) if exit_code == -9 else None, False, exit_code))
+    assert guard(None, False, -9) == EXIT_FAILED
+    assert capfd.readouterr().err.count("another one goes on") == 2
+
+
+def test_attach_refuses_a_run_that_has_ended_or_has_a_controller(
+    orphan: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["attach", "--run", "a", "--dir", str(orphan.path.parent)]
+    here = psutil.Process()
+    record = replace(orphan.read_record(), process_started=here.create_time())
+    orphan.write_record(replace(record, pid=here.pid))
+    with pytest.raises(RunDirError, match=f"its controller, process {here.pid}, is not gone"):
+        orphan.take_over()
+    orphan.end("stopped")
+    assert main(words) == EXIT_BAD_INPUT
+    assert "RUN='a': it has ended; `make resume RUN=a DIR=" in capfd.readouterr().err
+    assert orphan.read_record().state == "stopped"
 
 
 def test_guard_ends_a_run_that_was_asked_to_stop_or_has_no_checkpoint(orphan: RunDir) -> None:

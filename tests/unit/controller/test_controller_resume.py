@@ -23,7 +23,7 @@ from configs.load import ConfigError, load_config, to_yaml
 from configs.schema import BufferConfig, Config
 from controller import training as training_module
 from controller.buffer_access import BufferAddress, opened
-from controller.metrics.records import RESUMED, MetricsLog, Record, read_metrics
+from controller.metrics.records import ATTACHED, RESUMED, MetricsLog, Record, read_metrics
 from controller.recorder import Recorder
 from controller.report.panel import Panel, render
 from controller.report.result import summarize
@@ -225,13 +225,20 @@ async def test_history_of_a_run_that_goes_on_is_read_from_where_it_was_recorded(
         assert view.step == 1
         await state.append_metrics(step_record(1, 3.0).values, "step")
         await second.drain_metrics(block_s=1.0)
+    with MetricsLog(path) as log:
+        third, view = recorder(log, read_metrics(path))
+        await third.attach()
+        third.record("phase", {"phase": "training"})
     await buffer.close()
     await state.close()
     assert view.step == 2 and len(steps) == 3
+    (attached,) = read_metrics(path, ATTACHED)
+    assert 0 <= attached.number("away_s") < 60
     (resumed,) = read_metrics(path, RESUMED)
     assert 0 <= resumed.number("away_s") < 60
     kinds = [(record.kind, record.count("step")) for record in read_metrics(path)]
-    assert kinds == [("step", 1), ("phase", 0), (RESUMED, 1), ("step", 2)]
+    goes_on = [(ATTACHED, 0), ("phase", 0)]
+    assert kinds == [("step", 1), ("phase", 0), (RESUMED, 1), ("step", 2), *goes_on]
     ids = [record.id for record in read_metrics(path, "step")]
     assert ids == sorted(ids) and all(ids)
 

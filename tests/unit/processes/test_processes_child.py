@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from processes.child import Child
+from processes.child import Adopted, Child
 
 PROGRAM = """
 import os, sys
@@ -98,7 +98,8 @@ from processes.child import Child
 program, secret = "import time; time.sleep(600)", None
 if sys.argv[2] == "pipe":
     program, secret = "import sys; sys.stdin.read()", "a-key"
-child = Child([sys.executable, "-c", program], Path(sys.argv[1]), secret=secret)
+outlives = sys.argv[2] == "outlives"
+child = Child([sys.executable, "-c", program], Path(sys.argv[1]), secret=secret, outlives=outlives)
 print(child.pid, flush=True)
 time.sleep(600)
 """
@@ -124,3 +125,19 @@ def test_child_ends_when_its_parent_is_killed(parent: subprocess.Popen[str]) -> 
         time.sleep(0.02)
     else:
         assert not child.is_running()
+
+
+@pytest.mark.parametrize("parent", ["outlives"], indirect=True)
+def test_child_that_outlives_its_parent_can_be_adopted_and_stopped(
+    parent: subprocess.Popen[str],
+) -> None:
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    started = psutil.Process(pid).create_time()
+    parent.kill()
+    parent.wait()
+    with pytest.raises(psutil.NoSuchProcess):
+        Adopted(pid, started - 1.0)  # an earlier process of this number
+    adopted = Adopted(pid, started)
+    assert adopted.wait(0.2) is None
+    assert adopted.stop(10.0) == 0 == adopted.wait() == adopted.stop(0.0)

@@ -20,7 +20,6 @@ from weight_sync.receiver.store import StagedStore
 pytestmark = pytest.mark.slow
 
 KEY = "k3y-of-the-weights"
-TOKEN = "t0ken"
 
 
 @pytest.fixture
@@ -37,7 +36,9 @@ def spec(tmp_path, redis_url, run_name):
 @pytest.fixture
 def held_folder(spec):
     """The receiver's folder, in use by another process's receiver, as far as anyone can see."""
-    folder = Path(spec.weight_sync.stage_dir) / f"leash-{spec.run}-{TOKEN}" / "receiver-0"
+    folder = (
+        Path(spec.weight_sync.stage_dir) / f"leash-{spec.run}-{spec.stage_token}" / "receiver-0"
+    )
     folder.parent.mkdir(parents=True)
     store = StagedStore(folder, 2)
     yield store
@@ -58,7 +59,7 @@ async def test_keeper_waits_for_the_folder_and_replaces_a_receiver_that_hangs(
     monkeypatch.setattr(receiver_keeper, "KILL_AFTER_S", 0.2)
     # One life: each start of a receiver imports torch.
     await state.register_receiver("receiver-0", "http://127.0.0.1:9")
-    keeper = ReceiverKeeper(spec, "receiver-0", TOKEN, "127.0.0.1")
+    keeper = ReceiverKeeper(spec, "receiver-0", "127.0.0.1")
     keeping = asyncio.create_task(keeper.run())
     log = Path(spec.run_dir) / "logs" / "receiver-0.log"
     await until(lambda: log.exists() and "in use" in log.read_text(), 60)
@@ -90,7 +91,7 @@ async def test_receiver_that_never_starts_is_given_up_with_the_reason(
     spec, state, held_folder, monkeypatch
 ):
     monkeypatch.setattr(receiver_keeper, "FIRST_START_S", 0.1)
-    actor = ReceiverActor(spec, "receiver-0", TOKEN)
+    actor = ReceiverActor(spec, "receiver-0")
     starting = asyncio.create_task(actor.wait_ready())
     async with asyncio.timeout(60):
         why = await actor.keep([])

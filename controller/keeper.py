@@ -1,0 +1,69 @@
+"""Owns the Ray of a run on this machine, so that the pools outlive a controller that is killed.
+
+Run as a program: `keeper.py <folder of the run> <what ray.init gets, as JSON>`. It prints one line
+of JSON, with Ray's address or the reason why that did not start. It ends when it is asked to, when
+the run has ended, and with the run if no controller attaches to it within run.attach_timeout_s.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import ray
+
+from configs.load import read_config
+from controller.run_dir import RunDir
+from controller.start.ray_keeper import RECORD
+
+POLL_S = 1.0
+
+
+def main(folder: str, options: str) -> None:
+    run_dir = RunDir(path=Path(folder))
+    is_asked = threading.Event()
+    try:
+        ray.init(**json.loads(options), log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # a bare Exception if Ray's node takes longer than half a minute
+        print(json.dumps({"error": str(error)}), flush=True)
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: is_asked.set())  # instead of Ray's
+    assert run_dir.temporary is not None
+    address = ray.get_runtime_context().gcs_address
+    record = {"pid": os.getpid(), "started": psutil.Process().create_time(), "address": address}
+    (run_dir.temporary / RECORD).write_text(json.dumps(record))
+    print(json.dumps({"address": address}), flush=True)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nobody reads further lines
+    try:
+        _watch(run_dir, is_asked)
+    finally:
+        ray.shutdown()
+
+
+def _watch(run_dir: RunDir, is_asked: threading.Event) -> None:
+    """Returns when the run has ended, or the keeper is asked to end."""
+    timeout_s = read_config(run_dir.path / "config.yaml").run.attach_timeout_s
+    seen_at = time.monotonic()
+    while not is_asked.wait(POLL_S):
+        record = run_dir.read_record()
+        if record.is_running:
+            seen_at = time.monotonic()
+        elif record.state != "running":
+            return
+        elif time.monotonic() > seen_at + timeout_s:
+            from controller.commands.stop import clear_up_if_alone  # slow, and rarely needed
+
+            why = "its controller was killed, and no other one attached within "
+            clear_up_if_alone(run_dir, f"{why}run.attach_timeout_s={timeout_s:g}")
+            seen_at = time.monotonic()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

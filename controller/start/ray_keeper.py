@@ -1,0 +1,60 @@
+"""The process that owns the Ray of a run on this machine, as controllers see it.
+
+controller ── starts ──► keeper ── starts ──► Ray ──► engines, workers, ranks, ...
+    │                      │
+    └── is killed          └── waits for another controller, at most run.attach_timeout_s;
+                               then ends the run: controller/keeper.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from controller.run_dir import RunDir
+from processes.child import Adopted, Child
+
+RECORD = "keeper.json"
+"""In the run's private folder: the keeper's process and the address of its Ray."""
+STOP_S = 5.0
+
+
+class KeeperError(RuntimeError):
+    """Ray did not start; the message is Ray's."""
+
+
+class RayKeeper:
+    """The keeper of a run as its controller sees it."""
+
+    def __init__(self, process: Child | Adopted, address: str) -> None:
+        self.process = process
+        self.address = address
+
+    @classmethod
+    async def start(cls, run_dir: Path, log: Path, options: dict[str, Any]) -> RayKeeper:
+        """Start Ray with these options of ray.init. Raises KeeperError."""
+        command = [sys.executable, "-m", "controller.keeper", str(run_dir), json.dumps(options)]
+        child = Child(command, log, speaks=True, outlives=True)
+        line = await child.first_line()
+        answer = json.loads(line) if line else {"error": f"it ended early; {log} may say why."}
+        if "error" in answer:
+            child.stop(STOP_S)
+            raise KeeperError(answer["error"])
+        return cls(child, answer["address"])
+
+    @classmethod
+    def find(cls, run_dir: RunDir) -> RayKeeper | None:
+        """The one that outlived its controller, if it lives."""
+        if run_dir.temporary is None:
+            return None
+        with contextlib.suppress(OSError, ValueError, KeyError, psutil.NoSuchProcess):
+            record = json.loads((run_dir.temporary / RECORD).read_text())
+            keeper = cls(Adopted(record["pid"], record["started"]), record["address"])
+            if keeper.process.wait(0) is None:
+                return keeper
+        return None
