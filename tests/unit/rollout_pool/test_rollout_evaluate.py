@@ -220,12 +220,7 @@ async def test_requests_of_a_failed_held_engine_go_elsewhere(make) -> None:
 
 async def test_held_engine_restarted_at_an_older_version_is_left(make) -> None:
     evaluator, oracle = make(lambda sample: "yes")
-
-    def answer(sample):
-        oracle.version = 0 if sample.engine else 4
-        return "yes"
-
-    oracle.answer = answer
+    oracle.version_of = lambda sample: 0 if sample.engine else 4
     report = await evaluator.run(3, "engine-1")
     assert (report.version_min, report.version_max, report.num_prompts) == (4, 4, 4)
 
