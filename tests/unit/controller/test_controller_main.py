@@ -137,6 +137,16 @@ def test_attach_refuses_a_run_that_has_ended_or_has_a_controller(
     assert orphan.read_record().state == "stopped"
 
 
+def test_attach_ends_what_can_be_neither_attached_to_nor_resumed(
+    orphan: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (orphan.path / "checkpoints" / "latest").unlink()
+    words = ["attach", "--run", "a", "--dir", str(orphan.path.parent)]
+    assert main(words) == EXIT_FAILED
+    assert "leash: cannot attach to a (no keeper of its Ray lives); " in capfd.readouterr().err
+    assert orphan.read_record().state == "failed"
+
+
 def test_guard_ends_a_run_that_was_asked_to_stop_or_has_no_checkpoint(orphan: RunDir) -> None:
     (orphan.path / "checkpoints" / "latest").unlink()
     assert _Finish()(str(orphan.path), False, -9) == EXIT_FAILED
