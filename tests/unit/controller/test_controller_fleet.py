@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnschedulableError, RayActorError
 
 from buffer.connect import Buffer
 from buffer.run_state import STREAM_START, RunState
@@ -51,8 +51,9 @@ class Pool:
         # A later call is another one.
         self._ref(call, engine).result.set_result(result)
 
-    def fail(self, call: str, engine: str) -> None:
-        self.refs.pop((call, engine)).result.set_exception(RayActorError(error_msg="it died"))
+    def fail(self, call: str, engine: str, error: Exception | None = None) -> None:
+        error = error or RayActorError(error_msg="it died")
+        self.refs.pop((call, engine)).result.set_exception(error)
 
     def given_up(self, engine: str) -> Ref:
         return self._ref("given_up", engine)
@@ -315,12 +316,13 @@ async def test_processes_on_a_node_that_ray_empties_are_told_to_end(scene: Scene
     await scene.until(lambda: {"engine-1", "worker-0"} == {*pool.told})
 
 
+@pytest.mark.parametrize("error", [None, ActorUnschedulableError("its node does not exist")])
 async def test_receiver_that_goes_with_its_node_is_forgotten_and_one_given_up_ends_the_run(
-    scene: Scene,
+    scene: Scene, error: Exception | None
 ) -> None:
     await scene.state.register_receiver("receiver-0", "http://10.0.0.1:1")
     await scene.until(lambda: ("given_up", "receiver-0") in scene.pool.refs)
-    scene.pool.fail("given_up", "receiver-0")
+    scene.pool.fail("given_up", "receiver-0", error)
     async with asyncio.timeout(10):
         while await scene.state.receivers():
             await asyncio.sleep(0.01)
