@@ -67,7 +67,8 @@ def main(runs: str) -> None:
     assert private is not None
     seen: dict[str, Any] = {"folder": str(private), "host": cluster.host}
     try:
-        seen["restarted"] = restarts(config, run_dir, cluster)
+        pool, seen["restarted"] = restarts(config, run_dir, cluster)
+        seen["noticed"] = notices(pool)
         seen["modes"] = [stat.S_IMODE(p.stat().st_mode) for p in (private, private / "token")]
         seen["longest_socket"] = max(len(str(p)) for p in private.rglob("sockets/*"))
         seen["stranger"] = stranger(ray.get_runtime_context().gcs_address)
@@ -79,6 +80,7 @@ def main(runs: str) -> None:
         while not (messages.exists() and "STACK" in messages.read_text()):
             assert time.monotonic() < deadline, "Ray's message came nowhere"
             time.sleep(0.05)
+        seen["draining"] = draining(pool)
         (logs,) = (private / "ray").glob("session_2*/logs")
         (logs / "planted").symlink_to("/etc/passwd")
     finally:
@@ -91,8 +93,8 @@ def main(runs: str) -> None:
     print(json.dumps(seen))
 
 
-def restarts(config: Any, run_dir: RunDir, cluster: Any) -> dict[str, bool]:
-    """Whether each actor that Ray may start anew comes back after SIGKILL."""
+def restarts(config: Any, run_dir: RunDir, cluster: Any) -> tuple[Any, dict[str, bool]]:
+    """A pool, and whether each actor that Ray may start anew comes back after SIGKILL."""
     import ray
 
     from rollout_pool.pool import RolloutPool
@@ -123,7 +125,43 @@ def restarts(config: Any, run_dir: RunDir, cluster: Any) -> dict[str, bool]:
     first = ray.get([member.handle.pid.remote() for member in members], timeout=180)
     for pid in first:
         os.kill(pid, signal.SIGKILL)
-    return {m.name: new_pid(m.handle) != pid for m, pid in zip(members, first, strict=True)}
+    return pool, {m.name: new_pid(m.handle) != pid for m, pid in zip(members, first, strict=True)}
+
+
+def notices(pool: Any) -> dict[str, list[bool]]:
+    """Whether an actor stays the same at SIGTERM and tells of it, and ends at a second one."""
+    import ray
+    from ray.exceptions import RayActorError
+
+    seen: dict[str, list[bool]] = {}
+    for name in ("engine-0", "worker-0"):
+        handle = pool._handle(name)
+        pid = new_pid(handle)
+        noticed, lost = pool.noticed(name), pool.lost(name)
+        (early, _) = ray.wait([noticed, lost], timeout=1)
+        os.kill(pid, signal.SIGTERM)
+        ray.get(noticed, timeout=60)
+        is_same = new_pid(handle) == pid
+        os.kill(pid, signal.SIGTERM)
+        try:
+            ray.get(lost, timeout=60)
+        except RayActorError:
+            seen[name] = [not early, is_same, new_pid(handle) != pid]
+    return seen
+
+
+def draining(pool: Any) -> bool:
+    """Whether the pool knows of a node that Ray was asked to empty."""
+    import ray
+
+    context = ray.get_runtime_context()
+    before = pool.draining_nodes()
+    command = [str(Path(sys.executable).with_name("ray")), "drain-node"]
+    command += ["--address", context.gcs_address, "--node-id", context.get_node_id()]
+    command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+    command += ["--deadline-remaining-seconds", "600"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return not before and pool.draining_nodes() == {context.get_node_id()}
 
 
 def new_pid(handle: Any) -> int:

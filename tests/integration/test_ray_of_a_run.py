@@ -67,6 +67,14 @@ def test_killed_actors_restart_though_the_driver_holds_none_of_their_arguments(
     assert "constructor arguments" not in scene.output
 
 
+def test_actors_tell_of_sigterm_instead_of_ending_until_a_second_one(scene: Scene) -> None:
+    assert scene.seen["noticed"] == {"engine-0": [True] * 3, "worker-0": [True] * 3}
+
+
+def test_pool_knows_the_node_that_ray_is_to_empty(scene: Scene) -> None:
+    assert scene.seen["draining"]
+
+
 def test_messages_of_ray_go_to_a_log_instead_of_the_screen(scene: Scene) -> None:
     assert "STACK TRACE" not in scene.output
 
