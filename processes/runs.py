@@ -17,13 +17,16 @@ import psutil
 from configs.environment import RUN_VARIABLE
 from processes.tree import shared_memory_files
 
+_NUM_LOOKS = 4
+_LOOK_AGAIN_S = 0.001
+
 
 def living_runs() -> set[str]:
     """Folders of the runs that have a process on this host."""
     runs = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if folder := process.environ().get(RUN_VARIABLE):
+            if folder := _environment(process).get(RUN_VARIABLE):
                 runs.add(os.path.realpath(folder))
     return runs
 
@@ -44,8 +47,19 @@ def run_processes(run_id: str, temporary: Path | None = None) -> list[psutil.Pro
     return found
 
 
+def _environment(process: psutil.Process) -> dict[str, str]:
+    """Raises what psutil raises."""
+    for _ in range(_NUM_LOOKS):
+        if found := process.environ():
+            return found
+        if not process.exe():  # a thread of the kernel
+            break
+        time.sleep(_LOOK_AGAIN_S)  # it has just been executed: the kernel shows none for a moment
+    return {}
+
+
 def _belongs(process: psutil.Process, run_id: str, temporary: Path | None) -> bool:
-    if process.environ().get(RUN_VARIABLE) == run_id:
+    if _environment(process).get(RUN_VARIABLE) == run_id:
         return True
     return temporary is not None and any(
         file.path.startswith(f"{temporary}/") for file in process.open_files()

@@ -12,7 +12,7 @@ import psutil
 
 from configs.environment import RUN_VARIABLE
 from processes.child import exit_of
-from processes.runs import end_processes, run_processes
+from processes.runs import _environment, end_processes, run_processes
 
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -46,6 +46,15 @@ def test_end_processes_ends_those_of_the_run_and_no_other(tmp_path: Path) -> Non
         finally:
             stubborn.kill()
             bystander.kill()
+
+
+def test_process_that_has_just_been_executed_is_found(tmp_path: Path) -> None:
+    environment = {**os.environ, RUN_VARIABLE: str(tmp_path)}
+    for _ in range(1000):  # without a second look one in some hundred is missed
+        with subprocess.Popen(["/bin/sleep", "60"], env=environment) as process:
+            found = _environment(psutil.Process(process.pid))
+            process.kill()
+        assert found.get(RUN_VARIABLE) == str(tmp_path)
 
 
 def test_shared_memory_of_killed_processes_is_removed(tmp_path: Path) -> None:
