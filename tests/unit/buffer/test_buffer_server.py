@@ -193,6 +193,7 @@ def test_server_that_outlives_its_parent_is_adopted_and_one_that_did_not_starts_
     assert (again.url, again.pid == first.pid) == (first.url, False)
     with _client(again.url) as client:
         assert client.dbsize() == 10
+    adopted._start_timeout_s = 0.5  # so long it waits for the other one's end
     with pytest.raises(ServerStartError, match="a server is running"):
         adopted.restart()
     assert again.stop(timeout_s=5) == 0
