@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.environment import LOG_DIR_VARIABLE, RUN_VARIABLE
-from configs.load import load_config
+from configs.load import load_config, to_yaml
 from controller.ray_environment import LARGEST_INLINE_ARGUMENT, prepare_environment
 from controller.run_dir import RunDir
 from controller.signals import StopRequest
@@ -59,6 +59,7 @@ def main(runs: str) -> None:
 
     run_dir = RunDir.create(runs, "scene", "quickstart")
     os.umask(run_dir.umask)
+    (run_dir.path / "config.yaml").write_text(to_yaml(config))
     os.environ[RUN_VARIABLE] = run_dir.run_id
     environment = {RUN_VARIABLE: run_dir.run_id, LOG_DIR_VARIABLE: str(run_dir.logs)}
     messages = run_dir.log_of("ray")
