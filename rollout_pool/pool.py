@@ -460,7 +460,7 @@ class RolloutPool:
         return notified
 
     def draining_nodes(self) -> frozenset[str]:
-        """Ids of the nodes that Ray is to empty, as its autoscaler and `ray drain-node` ask."""
+        """Ids of the nodes that Ray is draining, for its autoscaler or after `ray drain-node`."""
         return frozenset(ray_state.get_draining_nodes())
 
     def node(self, name: str) -> Pending[str]:

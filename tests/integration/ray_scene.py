@@ -152,7 +152,7 @@ def notices(pool: Any) -> dict[str, list[bool]]:
 
 
 def draining(pool: Any) -> bool:
-    """Whether the pool knows of a node that Ray was asked to empty."""
+    """Whether the pool knows of a node that Ray is draining."""
     import ray
 
     context = ray.get_runtime_context()
