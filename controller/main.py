@@ -170,6 +170,9 @@ def _launch(
             config = read_config(run_dir.path / "config.yaml")
         else:
             run_dir = RunDir.find(arguments.dir, arguments.run)
+            # Before anything is ended: a typo must not cost a run whose processes go on. The ranks
+            # may complete another checkpoint until they have ended.
+            find_resumption(run_dir, arguments.overrides)
             _end_dead(run_dir)
             resumption = find_resumption(run_dir, arguments.overrides)
             config = resumption.config

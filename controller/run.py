@@ -262,11 +262,6 @@ class Run:
     def _start_redis(self, cleanup: contextlib.ExitStack) -> None:
         buffer = self.config.buffer
         with self._step("Redis") as say:
-            if self._resumption is not None and f":{MASK}@" in (buffer.url or ""):
-                raise ValueError(
-                    "buffer.url: the run's folder does not keep its password; set "
-                    f"{PASSWORD_VARIABLE} in the environment or buffer.password_file"
-                )
             if buffer.url is None:
                 log = self.dir.log_of("redis")
                 folder, outlives = self.dir.path / "redis", self._outlives_controller
@@ -276,6 +271,12 @@ class Run:
                 say("started here")
             else:
                 self._redis_url = with_password(buffer.url, buffer.password_file)
+                is_masked = any(f"{sign}{MASK}" in self._redis_url for sign in (":", "password="))
+                if self._resumption is not None and is_masked:
+                    raise ValueError(
+                        "buffer.url: the run's folder does not keep its password; set "
+                        f"{PASSWORD_VARIABLE} in the environment or buffer.password_file"
+                    )
                 say("the server of buffer.url")
             is_known = asyncio.run(self._open_buffer())
             # Of a run that goes on not before: after a failed start the next one would not see

@@ -53,14 +53,18 @@ def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
                 "launch a new run to change it"
             )
     found = CheckpointStore(run_dir.path / "checkpoints").latest()
+    record = run_dir.read_record()
     if found is None:
-        raise RunDirError(
-            f"RUN={run_dir.name!r}: it ended before its first checkpoint "
-            f"(trainer.checkpoint_every={config.trainer.checkpoint_every}); launch it again"
-        )
+        every = f"(trainer.checkpoint_every={config.trainer.checkpoint_every})"
+        fix = f"it ended before its first checkpoint {every}; launch it again"
+        if record.state == "running":
+            where = f"RUN={run_dir.name} DIR={run_dir.path.parent}"
+            fix = f"it has not ended, and has no checkpoint yet {every}; "
+            fix += f"`make attach {where}` if its controller is gone, `make stop {where}` ends it"
+        raise RunDirError(f"RUN={run_dir.name!r}: {fix}")
     folder, state = found
     history = read_metrics(run_dir.metrics)
-    is_over = run_dir.read_record().state == "finished"
+    is_over = record.state == "finished"
     if is_over and state.step >= config.trainer.num_steps:
         raise RunDirError(
             f"RUN={run_dir.name!r}: it has finished its {state.step} steps; "

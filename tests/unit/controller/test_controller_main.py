@@ -147,6 +147,20 @@ def test_attach_ends_what_can_be_neither_attached_to_nor_resumed(
     assert orphan.read_record().state == "failed"
 
 
+def test_resume_ends_nothing_of_a_run_that_goes_on_before_it_knows_that_it_can(
+    orphan: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["resume", "--run", "a", "--dir", str(orphan.path.parent)]
+    before = orphan.read_record()
+    assert main([*words, "buffer.max_stalenes=1"]) == EXIT_BAD_INPUT
+    assert "did you mean buffer.max_staleness?" in capfd.readouterr().err
+    (orphan.path / "checkpoints" / "latest").unlink()
+    assert main(words) == EXIT_BAD_INPUT
+    error = capfd.readouterr().err
+    assert "has not ended, and has no checkpoint yet" in error and "`make attach RUN=a" in error
+    assert orphan.read_record() == before
+
+
 def test_guard_ends_a_run_that_was_asked_to_stop_or_has_no_checkpoint(orphan: RunDir) -> None:
     (orphan.path / "checkpoints" / "latest").unlink()
     assert _Finish()(str(orphan.path), False, -9) == EXIT_FAILED

@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError
 from rich.console import Console
 
 from buffer.connect import connect_buffer
+from buffer.redis.client import BufferConnectionError
 from buffer.run_state import RunState
 from buffer.types import PromptRef
 from configs.load import ConfigError, load_config, to_yaml
@@ -149,6 +150,11 @@ def test_changed_settings_are_kept_once_redis_has_them_too(run_dir: RunDir, conf
     with pytest.raises(ValueError, match="does not keep its password"):
         resume(run_dir, resumption, StopRequest(), lambda folder: None)
     assert run_dir.read_record().state == "failed"
+    run_dir.write_record(replace(run_dir.read_record(), state="failed"))
+    (run_dir.path / "password").write_text("secret")
+    told = find_resumption(run_dir, [f"buffer.password_file={run_dir.path / 'password'}"])
+    with pytest.raises(BufferConnectionError, match=r"127\.0\.0\.1:1"):  # it is asked
+        resume(run_dir, told, StopRequest(), lambda folder: None)
     again = find_resumption(run_dir, [])  # it would not replace the setting in Redis
     assert again.config.buffer.max_staleness == config.buffer.max_staleness
 
