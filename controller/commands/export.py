@@ -7,6 +7,7 @@ from pathlib import Path
 from configs.load import read_config
 from controller.run_dir import RunDir, RunDirError
 from controller.units import format_count
+from trainer_pool.state.checkpoint import CheckpointStore
 from trainer_pool.state.export import export_checkpoint
 
 
@@ -28,13 +29,15 @@ def export_model(run_dir: RunDir, step: int | None, to: Path | None) -> None:
 
 
 def _checkpoint(run_dir: RunDir, step: int | None) -> Path:
-    folder = run_dir.path / "checkpoints"
-    there = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
-    if not there:
+    """By default the one that a resume goes on from: a restart may have undone later ones."""
+    store = CheckpointStore(run_dir.path / "checkpoints")
+    if (found := store.latest()) is None:
         raise RunDirError(f"RUN={run_dir.name!r}: it has no checkpoint yet")
-    if step is not None and step not in there:
+    if step is None:
+        return found[0]
+    if step not in (there := store.steps()):
         raise RunDirError(
             f"STEP={step}: {run_dir.name} has no checkpoint of it; there are "
             f"{', '.join(map(str, there))}"
         )
-    return folder / f"step-{there[-1] if step is None else step:06d}"
+    return store.folder / f"step-{step:06d}"

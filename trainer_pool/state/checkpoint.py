@@ -126,16 +126,16 @@ class CheckpointStore:
     def _prune(self, newest: int) -> None:
         # After a rollback there are later ones, of steps that were undone. They must not count: the
         # one just written would be removed as older than they are.
-        steps = sorted(step for step in self._steps() if step <= newest)
+        steps = [step for step in self.steps() if step <= newest]
         for step in steps[: -self._num_kept]:
             if self._keep_every is None or step % self._keep_every:
                 # If it fails, the next one tries again.
                 shutil.rmtree(self._final_folder(step), ignore_errors=True)
 
-    def _steps(self) -> list[int]:
+    def steps(self) -> list[int]:
         """Steps of the complete checkpoints; a copy that somebody made beside them is none."""
-        names = [_NAME.fullmatch(path.name) for path in self.folder.iterdir()]
-        return [int(name[1]) for name in names if name]
+        names = [_NAME.fullmatch(path.name) for path in self.folder.glob("step-*")]
+        return sorted(int(name[1]) for name in names if name)
 
     def _final_folder(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"

@@ -24,6 +24,7 @@ from configs.load import ConfigError, load_config, to_yaml
 from configs.schema import BufferConfig, Config
 from controller import training as training_module
 from controller.buffer_access import BufferAddress, opened
+from controller.commands.export import _checkpoint as checkpoint_of
 from controller.metrics.records import ATTACHED, RESUMED, MetricsLog, Record, read_metrics
 from controller.recorder import Recorder
 from controller.report.panel import Panel, render
@@ -113,6 +114,19 @@ def test_run_without_a_checkpoint_or_with_all_steps_done_is_refused(run_dir: Run
     with pytest.raises(RunDirError, match="before its first checkpoint"):
         find_resumption(run_dir, [])
     assert run_dir.resume_command is None
+
+
+def test_export_takes_the_checkpoint_that_a_resume_goes_on_from(run_dir: RunDir) -> None:
+    folder = run_dir.path / "checkpoints"
+    for name in ("step-000009", "step-000006.bak"):  # undone by a restart; somebody's copy
+        (folder / name).mkdir()
+    assert checkpoint_of(run_dir, None) == folder / "step-000006"
+    assert checkpoint_of(run_dir, 9) == folder / "step-000009"
+    with pytest.raises(RunDirError, match=r"STEP=7: a has no checkpoint of it; there are 6, 9"):
+        checkpoint_of(run_dir, 7)
+    (folder / "latest").unlink()
+    with pytest.raises(RunDirError, match="no checkpoint yet"):
+        checkpoint_of(run_dir, None)
 
 
 def test_run_is_reopened_by_one_process_when_it_has_ended(run_dir: RunDir) -> None:
