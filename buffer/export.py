@@ -5,16 +5,21 @@ at one moment (the moments of several shards are milliseconds apart), each once,
 hash at the time it was read. A group that was acked or dropped before it was read is left out and
 counted as gone. Groups that arrive meanwhile are not included.
 
+A checkpoint has a dump too: with it `restore_buffer` fills an empty server of a run that goes on.
+
 The file is a zip archive whose members are stored as they are, in this order:
 
     header.json   `format`, `run`, `created` (Unix seconds), and `shards`: for each of the buffer's
-                  shards its `settings` and `stats`, as Redis had them
+                  shards its `settings`, `stats`, `failures` and `quarantined_prompts`, as Redis had
+                  them
     groups/0 ...  one per group: a line of JSON with `group_id`, `state` (ready, leased, consumed or
                   quarantined) and `fields`, the group's hash as Redis had it; then the payload, the
                   group in the wire format (see codec.py), joined if it was stored in chunks; no
                   bytes if it was gone
-    end.json      `groups` (their number by state) and `gone` (groups that were acked or dropped
-                  while the dump was made, and are not in it)
+    kept/0 ...    one per prompt with tokens of its unfinished group: a line of JSON with `prompt`
+                  ('index task') and `parts` (name and number of bytes of each); then the parts
+    end.json      `groups` (their number by state), `gone` (groups that were acked or dropped while
+                  the dump was made, and are not in it) and `kept` (the number of such prompts)
 """
 
 from __future__ import annotations
@@ -22,20 +27,29 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, cast, get_args
+from typing import Any, Literal, Protocol, Self, TypeVar, cast, get_args
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import msgspec
 from redis.asyncio import Redis
 
+from buffer.errors import BufferFullError
 from buffer.redis.client import DamagedRunError
 from buffer.redis.keys import Keys
 from buffer.redis.replies import number, readable, setting_number
 from buffer.redis.scripts import RunNotOpenError
+from buffer.results import PushResult, TaskProgress
 from buffer.roles import WorkerBuffer
 from buffer.sharded import shard_of
 from buffer.staleness import renumber
@@ -43,7 +57,7 @@ from buffer.types import TrajectoryGroup
 from buffer.wire.chunks import MAX_CHUNKS, join_payload, num_chunks
 from buffer.wire.codec import decode_group
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 State = Literal["ready", "leased", "consumed", "quarantined"]
 STATES: tuple[str, ...] = get_args(State)
 T = TypeVar("T")
@@ -56,10 +70,12 @@ _UNREADABLE = (BadZipFile, EOFError, NotImplementedError, OSError, ValueError)
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DumpedShard:
-    """One shard's settings and counters."""
+    """One shard's settings, counters, and what it knows of prompts that failed."""
 
     settings: Mapping[str, str]
     stats: Mapping[str, str]
+    failures: Mapping[str, str]
+    quarantined_prompts: Mapping[str, str]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -85,9 +101,24 @@ class DumpedGroup:
     """The group in the wire format; empty if it was gone."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class DumpedTokens:
+    """Tokens of a prompt's unfinished group, as `ReplayBuffer.keep_tokens` got them."""
+
+    prompt: str
+    """'index task'."""
+    parts: Mapping[str, bytes]
+
+
+class _TokensLine(msgspec.Struct):
+    prompt: str
+    parts: list[tuple[str, int]]
+
+
 class _End(msgspec.Struct):
     groups: dict[str, int]
     gone: int
+    kept: int
 
 
 class DumpWriter:
@@ -98,6 +129,8 @@ class DumpWriter:
         """Groups written, by state."""
         self.num_gone = 0
         """Groups that were acked or dropped before they were read."""
+        self.num_kept = 0
+        """Prompts with tokens of an unfinished group."""
         self._file = file
 
     def write(self, group: DumpedGroup) -> None:
@@ -108,6 +141,14 @@ class DumpWriter:
         line = msgspec.json.encode(fields)
         self._file.writestr(f"groups/{self.counts.total()}", b"%b\n%b" % (line, group.payload))
         self.counts[group.state] += 1
+
+    def write_tokens(self, tokens: DumpedTokens) -> None:
+        """Adds a prompt's tokens, after the last group."""
+        sizes = [(name, len(part)) for name, part in tokens.parts.items()]
+        line = msgspec.json.encode(_TokensLine(tokens.prompt, sizes))
+        content = b"".join([line, b"\n", *tokens.parts.values()])
+        self._file.writestr(f"kept/{self.num_kept}", content)
+        self.num_kept += 1
 
 
 @contextmanager
@@ -123,7 +164,8 @@ def write_dump(path: Path, header: DumpHeader) -> Iterator[DumpWriter]:
             file.writestr(_HEADER, msgspec.json.encode(header))
             dump = DumpWriter(file)
             yield dump
-            file.writestr(_END, msgspec.json.encode(_End(dict(dump.counts), dump.num_gone)))
+            end = _End(dict(dump.counts), dump.num_gone, dump.num_kept)
+            file.writestr(_END, msgspec.json.encode(end))
         _sync(part)
         part.replace(path)
         _sync(path.parent)  # the new name must reach the disk too
@@ -154,8 +196,8 @@ def read_header(path: Path) -> DumpHeader:
         return source.header()
 
 
-def read_dump(path: Path) -> Iterator[DumpedGroup]:
-    """Yields the groups of a dump, each checked first.
+def read_dump(path: Path) -> Iterator[DumpedGroup | DumpedTokens]:
+    """Yields the groups of a dump, then the tokens of prompts, each checked first.
 
     Raises ValueError, which names file and member, at the first damage. Call `check_dump` first if
     a partly processed dump would do harm.
@@ -163,16 +205,26 @@ def read_dump(path: Path) -> Iterator[DumpedGroup]:
     with _Source(path) as source:
         source.header()
         counts: Counter[str] = Counter()
-        while source.next_name() != _END:
+        num_kept = 0
+        while (name := source.next_name()) != _END:
+            if name.startswith("kept/"):
+                yield source.tokens(f"kept/{num_kept}")
+                num_kept += 1
+                continue
             group = source.group(f"groups/{counts.total()}")
             counts[group.state] += 1
             yield group
-        source.check_end(counts)
+        source.check_end(counts, num_kept)
 
 
 def check_dump(path: Path) -> Mapping[str, int]:
     """Number of groups by state. Raises ValueError if the dump is damaged or incomplete."""
-    return dict(Counter(group.state for group in read_dump(path)))
+    return dict(Counter(group.state for group in read_groups(path)))
+
+
+def read_groups(path: Path) -> Iterator[DumpedGroup]:
+    """The groups alone; see `read_dump`."""
+    return (item for item in read_dump(path) if isinstance(item, DumpedGroup))
 
 
 class _Source:
@@ -215,10 +267,26 @@ class _Source:
         text, _, payload = self._next(name).partition(b"\n")
         return replace(self._parsed(name, text, DumpedGroup), payload=payload)
 
-    def check_end(self, counts: Mapping[str, int]) -> None:
+    def tokens(self, name: str) -> DumpedTokens:
+        text, _, content = self._next(name).partition(b"\n")
+        line = self._parsed(name, text, _TokensLine)
+        parts, at = dict[str, bytes](), 0
+        for part, size in line.parts:
+            parts[part] = content[at : at + size]
+            at += size
+        if at != len(content) or any(size < 0 for _, size in line.parts):
+            raise self._broken(name, f"its parts have {at} bytes, but it holds {len(content)}")
+        return DumpedTokens(prompt=line.prompt, parts=parts)
+
+    def check_end(self, counts: Mapping[str, int], num_kept: int) -> None:
         end = self._parsed(_END, self._next(_END), _End)
-        if end.groups != counts or self._at < len(self._members):
-            raise self._broken(_END, f"it says {end.groups}, but the file holds {dict(counts)}")
+        is_whole = end.groups == counts and end.kept == num_kept
+        if not is_whole or self._at < len(self._members):
+            raise self._broken(
+                _END,
+                f"it says {end.groups} and {end.kept} prompts with tokens, but the file holds "
+                f"{dict(counts)} and {num_kept}",
+            )
 
     def _next(self, name: str) -> bytes:
         """The next member, which must have this name."""
@@ -297,11 +365,14 @@ async def dump_buffer(redis: Redis, run: str, path: Path) -> DumpReport:
     header = DumpHeader(run=run, created=time.time(), shards=[picture for picture, _ in pictures])
     with write_dump(path, header) as dump:
         for keys, (_, ids) in zip(shards, pictures, strict=True):
-            async for group in _read_groups(redis, keys, ids):
+            async for group in _fetch_groups(redis, keys, ids):
                 if group is None:
                     dump.num_gone += 1
                 else:
                     dump.write(group)
+        for keys in shards:
+            async for tokens in _fetch_tokens(redis, keys):
+                dump.write_tokens(tokens)
     return DumpReport(groups=dict(dump.counts), gone=dump.num_gone, bytes=path.stat().st_size)
 
 
@@ -319,12 +390,12 @@ async def load_buffer(
     pushed: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
     unreadable: dict[str, str] = {}
-    for dumped in read_dump(path):
+    for dumped in read_groups(path):
         if dumped.state not in wanted:
             skipped[dumped.state] += 1
             continue
         try:
-            group = _restored(dumped)
+            group = _renumbered(dumped)
         except ValueError as error:
             unreadable[dumped.group_id] = str(error)
             continue
@@ -332,23 +403,102 @@ async def load_buffer(
     return LoadReport(pushed=dict(pushed), skipped=dict(skipped), unreadable=unreadable)
 
 
+class EmptyBuffer(Protocol):
+    """What `restore_buffer` fills."""
+
+    async def push(self, group: TrajectoryGroup, timeout_s: float | None = None) -> PushResult: ...
+
+    async def restore_progress(self, progress: TaskProgress) -> None: ...
+
+
+async def restore_buffer(
+    redis: Redis,
+    buffer: EmptyBuffer,
+    run: str,
+    path: Path,
+    progress: TaskProgress,
+    trained: Collection[str],
+) -> int:
+    """Fills the open, empty buffer of a run with what a checkpoint's dump holds; returns how many
+    groups that are.
+
+    Groups of prompts that are untrained in the checkpoint's `progress` become ready, unless they
+    are among the `trained`; the other prompts run again, with the tokens that they have. Rollbacks
+    and what is known of prompts that failed are as they were. Call it before `reconcile`, which
+    sorts out groups of versions after the checkpoint's; after a crash, call it again. Raises
+    ValueError, with nothing changed, if the file is damaged.
+    """
+    check_dump(path)
+    shards = read_header(path).shards
+    for place, shard in enumerate(shards):
+        keys = Keys(run, place)
+        rollbacks = {name: shard.settings[name] for name in ("gaps", "num_gaps")}
+        await _set_fields(redis, keys("settings"), rollbacks)
+        await _set_fields(redis, keys("failures"), shard.failures)
+        await _set_fields(redis, keys("quarantined_prompts"), shard.quarantined_prompts)
+    # By place in the stream: a prompt may have gone stale and run again since the checkpoint
+    # listed it. Prompts that it does not list had not begun, and come from their worker's stream.
+    untrained = {(prompt.task, prompt.index): prompt for prompt in progress.untrained}
+    kept: dict[tuple[str, int], Mapping[str, bytes]] = {}
+    num_groups, has_room = 0, True
+    for item in read_dump(path):
+        if isinstance(item, DumpedTokens):
+            index, _, task = item.prompt.partition(" ")
+            kept[task, number(index)] = item.parts
+        elif has_room and item.state != "quarantined" and item.group_id not in trained:
+            with suppress(ValueError):  # it is damaged, and sampled again
+                group = _decoded(item)
+                if (prompt := (group.prompt.task, group.prompt.index)) not in untrained:
+                    continue
+                try:
+                    result = await buffer.push(group, timeout_s=0)  # nothing frees room yet
+                except (BufferFullError, TimeoutError):
+                    has_room = False  # a smaller capacity than before: the rest is sampled again
+                    continue
+                num_groups += result in (PushResult.stored, PushResult.duplicate)
+                del untrained[prompt]
+    rest = tuple(untrained.values())
+    await buffer.restore_progress(replace(progress, untrained=rest))
+    for place, ref in enumerate(rest):
+        if parts := kept.get((ref.task, ref.index)):
+            # On the shard where `restore_progress` queues the prompt: nothing else looks there.
+            keys, name = Keys(run, place % len(shards)), f"{ref.index} {ref.task}"
+            await _set_fields(redis, keys(f"kept:{name}"), parts)
+            await _set_fields(redis, keys("kept"), {name: "1"})
+    return num_groups
+
+
+async def _set_fields(
+    redis: Redis, key: str, fields: Mapping[str, str] | Mapping[str, bytes]
+) -> None:
+    if fields:
+        await redis.hset(key, items=[part for pair in fields.items() for part in pair])
+
+
 async def _picture(redis: Redis, keys: Keys) -> tuple[DumpedShard, list[str]]:
     """The shard's settings, counters and group ids at one moment."""
     async with redis.pipeline(transaction=True) as pipe:
         pipe.hgetall(keys("settings"))
         pipe.hgetall(keys("stats"))
+        pipe.hgetall(keys("failures"))
+        pipe.hgetall(keys("quarantined_prompts"))
         for state in STATES:
             pipe.zrange(keys(state), 0, -1)
-        settings, stats, *ids = await pipe.execute()
+        settings, stats, failures, quarantined, *ids = await pipe.execute()
     if not settings:
         raise RunNotOpenError(
             f"there is no {keys('settings')} in this Redis: check the run's name and the URL"
         )
-    picture = DumpedShard(settings=_texts(settings), stats=_texts(stats))
+    picture = DumpedShard(
+        settings=_texts(settings),
+        stats=_texts(stats),
+        failures=_texts(failures),
+        quarantined_prompts=_texts(quarantined),
+    )
     return picture, [readable(group_id) for of_state in ids for group_id in of_state]
 
 
-async def _read_groups(
+async def _fetch_groups(
     redis: Redis, keys: Keys, ids: Sequence[str]
 ) -> AsyncIterator[DumpedGroup | None]:
     """Each group, or None if it is no longer held."""
@@ -364,6 +514,15 @@ async def _read_groups(
         for batch in _batches(list(zip(some, sizes, strict=True))):
             for group in await _fetch(redis, keys, batch):
                 yield group
+
+
+async def _fetch_tokens(redis: Redis, keys: Keys) -> AsyncIterator[DumpedTokens]:
+    for name in cast("dict[bytes, bytes]", await redis.hgetall(keys("kept"))):
+        prompt = readable(name)
+        parts = cast("dict[bytes, bytes]", await redis.hgetall(keys(f"kept:{prompt}")))
+        if parts:
+            found = {readable(part): tokens for part, tokens in parts.items()}
+            yield DumpedTokens(prompt=prompt, parts=found)
 
 
 def _sizes(num_bytes: bytes | None, chunks: bytes | None) -> tuple[int, int]:
@@ -418,13 +577,19 @@ def _dumped(
     )
 
 
-def _restored(dumped: DumpedGroup) -> TrajectoryGroup:
-    """The group with its versions as renumbered by the run's last rollback."""
+def _decoded(dumped: DumpedGroup) -> TrajectoryGroup:
+    """The group with the versions that it was pushed with."""
     if not dumped.payload:
         raise ValueError("its payload was gone when the dump was made")
     group = decode_group(dumped.payload)
     if group.group_id != dumped.group_id:
         raise ValueError(f"its payload is that of group {group.group_id!r}")
+    return group
+
+
+def _renumbered(dumped: DumpedGroup) -> TrajectoryGroup:
+    """The group with its versions as renumbered by the run's last rollback."""
+    group = _decoded(dumped)
     if "moved" in dumped.fields:
         entries = dumped.fields.get("versions", "").split()
         group = renumber(group, [int(entry.split(":")[0]) for entry in entries])

@@ -138,6 +138,9 @@ class TrainerConfig(Section):
     """The newest ones that are kept."""
     keep_checkpoint_every: int | None = field(default=None, metadata=at_least(1))
     """Checkpoints of every so many steps are kept for ever; None keeps only the newest."""
+    checkpoint_groups: bool = True
+    """Whether checkpoints hold the buffer's groups, for a resume whose Redis has lost them; without
+    them, or if this is off at the resume, their prompts are sampled again."""
     max_restarts: int = field(default=3, metadata=at_least(0))
     """How often the ranks start again from the last checkpoint after one of them has died."""
     timeout_s: float = field(default=600.0, metadata=SECONDS)

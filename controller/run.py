@@ -27,6 +27,7 @@ from pathlib import Path
 
 from ray.util.placement_group import PlacementGroup
 
+from buffer.export import restore_buffer
 from buffer.redis.address import MASK, PASSWORD_VARIABLE, with_password
 from buffer.redis.scripts import RunNotOpenError
 from buffer.redis.server import EmbeddedServer
@@ -35,7 +36,7 @@ from configs.checks import with_live
 from configs.environment import LOG_DIR_VARIABLE, RUN_VARIABLE
 from configs.load import to_yaml
 from configs.schema import Config
-from controller.buffer_access import BufferAddress, open_state, opened
+from controller.buffer_access import BufferAddress, open_state, opened, raw_client
 from controller.metrics.prometheus import MetricsServer
 from controller.ray_environment import LOOPBACK
 from controller.report.panel import Panel
@@ -60,6 +61,7 @@ from rollout_pool.pool import RolloutPool, clear_other_hosts
 from rollout_pool.types import RolloutSpec
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.pool import TrainerPool
+from trainer_pool.state.checkpoint import GROUPS_FILE
 from trainer_pool.types import TrainerSpec
 
 
@@ -282,9 +284,12 @@ class Run:
             # Of a run that goes on not before: after a failed start the next one would not see
             # that a setting was changed, and leave the old one in Redis.
             self._write_config()
-            if self._resumption is not None and not is_known:
-                num_lost = len(self._resumption.state.untrained_prompts)
-                say(f"it has lost the run; {format_number_of(num_lost, 'prompt')} run again")
+            if not is_known and (resumption := self._resumption) is not None:
+                num_groups = asyncio.run(self._restore_buffer(resumption))
+                num_prompts = len(resumption.state.untrained_prompts) - num_groups
+                groups = format_number_of(num_groups, "group")
+                prompts = format_number_of(num_prompts, "prompt")
+                say(f"it has lost the run: the checkpoint has {groups}, and {prompts} to run again")
             self.dir.write_redis_url(self._redis_url)
 
     async def _open_buffer(self) -> bool:
@@ -306,19 +311,25 @@ class Run:
                 config.rollout.oversampling,
                 replaced={name.rpartition(".")[2] for name in overridden},
             )
-            stats = await buffer.stats()
-            is_known = bool(stats.pushed or stats.trainer_version)
-            if resumption is not None and not is_known:
-                state = resumption.state
-                await buffer.restore_progress(
-                    TaskProgress(positions=state.task_positions, untrained=state.untrained_prompts)
-                )
+            # Set before the first group is sampled, and not before what follows is all done.
+            is_known = bool((await buffer.stats()).lineage)
             if resumption is not None:
                 for worker in range(config.rollout.num_workers):
                     await buffer.reclaim(worker, counts_as_death=False)
         if resumption is not None:
             await self._take_over()
         return is_known
+
+    async def _restore_buffer(self, resumption: Resumption) -> int:
+        """Give an empty buffer what the checkpoint knows of it; returns the number of groups."""
+        state, file = resumption.state, resumption.checkpoint / GROUPS_FILE
+        progress = TaskProgress(positions=state.task_positions, untrained=state.untrained_prompts)
+        async with opened(self._address) as buffer, raw_client(self._address) as redis:
+            if self.config.trainer.checkpoint_groups and file.exists():
+                trained = set(state.consumed_group_ids)
+                return await restore_buffer(redis, buffer, self.dir.name, file, progress, trained)
+            await buffer.restore_progress(progress)
+            return 0
 
     async def _take_over(self) -> None:
         """The fleet of a run that goes on: none of it is left, but its size is what it was."""

@@ -243,7 +243,7 @@ class Training:
     def _react(self, record: Record) -> None:
         if record.kind == "step":
             self._evaluate_if_due(record)
-        elif "error" in record.values:
+        elif {"error", "groups_error"} & record.values.keys():
             self._panel.say(checkpoint_failed_words(record))
 
     # Evaluation ----------------------------------------------------------------------------------

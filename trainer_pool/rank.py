@@ -10,6 +10,7 @@ records metrics. Weights are sent in the background; the loop waits only for the
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Sequence
@@ -22,7 +23,9 @@ from uuid import uuid4
 import torch
 
 from buffer.connect import connect_buffer
+from buffer.export import dump_buffer
 from buffer.loop_thread import LoopThread
+from buffer.redis.connection import connect
 from buffer.results import Lease, TaskProgress
 from buffer.roles import TrainerBuffer
 from buffer.run_state import RunState
@@ -85,6 +88,7 @@ class TrainerRank:
             uses_gpu=spec.uses_gpu,
             timeout_s=config.timeout_s,
             on_end=self._end_checkpoint,
+            dump_groups=self._dump_groups if config.checkpoint_groups else None,
         )
         self._export_dir = Path(spec.run_dir) / "final_model"
         self._stop_requested = threading.Event()
@@ -345,6 +349,20 @@ class TrainerRank:
         self._saved_step = self._step
         return wait_s
 
+    def _dump_groups(self, file: Path) -> None:
+        """On rank 0, in the checkpoint's thread, by connections of its own."""
+        spec = self._spec
+
+        async def dump() -> None:
+            async with asyncio.timeout(spec.config.timeout_s):
+                redis = await connect(spec.redis_url, tls_ca_file=spec.buffer.tls_ca_file)
+                try:
+                    await dump_buffer(redis, spec.run, file)
+                finally:
+                    await redis.aclose()
+
+        asyncio.run(dump())
+
     def _end_checkpoint(self, report: SaveReport) -> None:
         """Acknowledge the groups that a durable checkpoint contains; on rank 0, in its thread."""
         step = report.state.step
@@ -359,6 +377,8 @@ class TrainerRank:
         }
         if report.error is not None:
             record["error"] = report.error
+        elif report.groups_error is not None:
+            record["groups_error"] = report.groups_error
         self._loop.run(self._run_state.append_metrics(record, kind="checkpoint"))
 
     def _record(self, stats: StepStats, report: PublishReport, times: _StepTimes) -> None:

@@ -63,6 +63,12 @@ def eval_failed_words(record: Record) -> str:
 def checkpoint_failed_words(record: Record) -> str:
     """The sentence for a `checkpoint` record with an error."""
     step, why = record.count("step"), record.values.get("error")
+    if why is None:
+        return (
+            f"The checkpoint of step {step} is without the buffer's groups, which does not stop "
+            f"the run: {record.values.get('groups_error')}. A resume whose Redis has lost them "
+            "samples their prompts again."
+        )
     return (
         f"There is no checkpoint of step {step}, which does not stop the run: {why}. Free space; "
         "the next one, if any is due, tries again."

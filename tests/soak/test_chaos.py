@@ -42,7 +42,7 @@ from tests.support.launches import RUN, Machine, finish, processes_of, result_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
 
 NUM_FAULTS = size("CHAOS_FAULTS", 0)
-NUM_STEPS = size("CHAOS_STEPS", 8 * NUM_FAULTS)
+NUM_STEPS = size("CHAOS_STEPS", 20 * NUM_FAULTS)
 SEED = size("SEED", random.randrange(1 << 30))
 ONLY = os.environ.get("LEASH_SOAK_CHAOS_ONLY", "")
 """Words of which a kind of fault must contain one, separated by commas."""

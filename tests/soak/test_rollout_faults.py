@@ -15,6 +15,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import time
@@ -32,6 +34,7 @@ from rollouts.picture import Event, Picture
 from rollouts.play import LOOK_EVERY_S, START_S, Play, play
 from rollouts.victims import OF_THE_ROLLOUT_POOL, members, trainer_ranks
 
+from buffer.export import read_groups
 from controller.metrics.records import Record, read_metrics, series
 from controller.run_dir import RunDir
 from tests.support.launches import (
@@ -45,6 +48,7 @@ from tests.support.launches import (
     result_of,
     resume,
 )
+from trainer_pool.state.checkpoint import CheckpointStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]  # every wait of a play has a bound
 
@@ -125,6 +129,7 @@ def test_killed_members_under_load_lose_no_prompt_and_shrink_no_group(tmp_path: 
     assert f"make resume RUN={RUN} DIR={tmp_path} continues it" in the_play.kill_log()
     restored = picture.counters.get("tokens_restored", 0)  # none, if steps outran the restart
     goes_on_to_its_end(tmp_path, the_play.metrics("step"), restored)
+    goes_on_without_its_redis(tmp_path)
     machine.assert_nothing_left(tmp_path)
 
 
@@ -172,6 +177,30 @@ def goes_on_to_its_end(runs: Path, before: list[Record], restored: float) -> Non
     # The engines have the trainer's weights: seen at tokens of the version that a step trains, if
     # any were sampled so late.
     assert max(series(after, "logprob_diff_max"), default=0.0) <= 1e-4
+
+
+def goes_on_without_its_redis(runs: Path) -> None:
+    """The finished run, resumed with more steps on an empty server: with the groups that wait."""
+    run = runs / RUN
+    num_steps = read_metrics(run / "metrics.jsonl", "step")[-1].count("step") + QUIET_STEPS
+    found_last = CheckpointStore(run / "checkpoints").latest()
+    assert found_last is not None
+    folder, state = found_last
+    untrained = {prompt.index for prompt in state.untrained_prompts}
+    dumped = read_groups(folder / "groups.dump")
+    waiting = [int(group.fields["index"]) for group in dumped if group.state == "ready"]
+    num_groups = len(untrained.intersection(waiting))
+    shutil.rmtree(run / "redis")
+    process = resume(runs, f"trainer.num_steps={num_steps}")
+    output = finish(process)
+    assert process.returncode == 0, output[-6000:]
+    (said,) = re.findall(r"lost the run: the checkpoint has (\d+) groups?, and (\d+)", output)
+    assert [int(number) for number in said] == [num_groups, len(untrained) - num_groups]
+    result = result_of(output)
+    assert (result["steps"], result["is_conserved"]) == (num_steps, True)
+    # The server counts from here on: the groups that it got, and those sampled since.
+    assert result["groups_trained"] == 4 * QUIET_STEPS
+    assert result["max_staleness_trained"] <= 2
 
 
 def freeze_some_and_drain(the_play: Play) -> None:

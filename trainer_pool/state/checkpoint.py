@@ -5,6 +5,7 @@
       step-000050/
         state.json              step and version of the run
         rank-00.safetensors ... every rank's shards, and layout.json, which describes them
+        groups.dump             the buffer's groups, for a resume with an empty Redis
       latest                    names the newest complete one
 
 Written, synced to disk, renamed, and only then named by `latest`: after `commit` returns, the
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from buffer.types import PromptRef
 
+GROUPS_FILE = "groups.dump"
 _STATE_FILE = "state.json"
 _LATEST_FILE = "latest"
 _NAME = re.compile(r"step-(\d{6,})")

@@ -2,7 +2,8 @@
 
     training     wait for the one before ── copy of the shards ──► next step
     thread                                        └── write, sync ──► told to rank 0
-    of rank 0    all are written ── state, rename, sync ──► durable: its groups are acknowledged
+    of rank 0    all are written ── groups, state, rename, sync ──► durable: its groups are
+                                    acknowledged
 
 Training waits only for the copy. An error of the disk costs the checkpoint, not the run.
 """
@@ -14,11 +15,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
 from trainer_pool.collectives import Collectives
-from trainer_pool.state.checkpoint import CheckpointStore, TrainState
+from trainer_pool.state.checkpoint import GROUPS_FILE, CheckpointStore, TrainState
 from trainer_pool.state.shards import capture_rng, write_layout, write_rng, write_shards
 from weight_sync.layout import Layout
 from weight_sync.sender.snapshot import Shard, Snapshots
@@ -36,6 +38,8 @@ class SaveReport:
     """From the end of the copy until it was durable."""
     error: str | None
     """Why there is no checkpoint of this step."""
+    groups_error: str | None = None
+    """Why the checkpoint is without the buffer's groups."""
 
 
 class CheckpointWriter:
@@ -58,9 +62,11 @@ class CheckpointWriter:
         uses_gpu: bool,
         timeout_s: float,
         on_end: Callable[[SaveReport], None],
+        dump_groups: Callable[[Path], None] | None = None,
     ) -> None:
         """Takes host memory for this rank's state, pinned with `uses_gpu`. `timeout_s`: for rank 0
-        to wait for the others' files. `on_end` is called on rank 0, in a thread."""
+        to wait for the others' files. `on_end`, and `dump_groups` to write the buffer's groups to a
+        file, are called on rank 0, in a thread."""
         assert ranks.store is not None
         self._store = store
         self._layout = layout
@@ -69,6 +75,7 @@ class CheckpointWriter:
         self._notices: TCPStore = ranks.store.clone()  # type: ignore[attr-defined]
         self._timeout_s = timeout_s
         self._on_end = on_end
+        self._dump_groups = dump_groups
         self._snapshots = Snapshots(layout, ranks.rank, 1, should_pin=uses_gpu)
         self._num_saves = 0
         self._thread: threading.Thread | None = None
@@ -121,6 +128,7 @@ class CheckpointWriter:
             began = time.perf_counter()
             self._write(number, state, rng)
             if self._ranks.rank == 0:
+                groups_error = self._write_groups(state)
                 error = self._conclude(number, state)
                 self._on_end(
                     SaveReport(
@@ -128,6 +136,7 @@ class CheckpointWriter:
                         num_bytes=self._layout.num_bytes,
                         write_s=time.perf_counter() - began,
                         error=error,
+                        groups_error=groups_error,
                     )
                 )
         except BaseException as error:  # raised in the training thread
@@ -143,6 +152,15 @@ class CheckpointWriter:
         except OSError as error:
             notice = f"trainer-{rank}: {error}"
         self._notices.set(_key(number, rank), notice)
+
+    def _write_groups(self, state: TrainState) -> str | None:
+        """Returns why it could not."""
+        try:
+            if self._dump_groups is not None:
+                self._dump_groups(self._store.writing_folder(state.step) / GROUPS_FILE)
+        except Exception as error:  # whatever it is: the checkpoint is of use without them
+            return str(error) or type(error).__name__
+        return None
 
     def _conclude(self, number: int, state: TrainState) -> str | None:
         """Commits the checkpoint if all ranks have written; returns why not."""

@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import islice, pairwise
 from pathlib import Path
@@ -180,6 +180,7 @@ class Observer(threading.Thread):
 
     def _look_until_it_is_away(self, url: str) -> None:
         settings = read_config(self._run.path / "config.yaml").buffer
+        settings = replace(settings, outage_timeout_s=ANSWER_S)  # the next look connects again
         buffer = BlockingReplayBuffer(url, self._run.name, settings)
         camera = Camera(f"{url}?socket_timeout={ANSWER_S:g}", self._run.name)
         try:

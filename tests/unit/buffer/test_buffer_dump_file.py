@@ -15,9 +15,11 @@ from buffer.export import (
     FORMAT_VERSION,
     DumpedGroup,
     DumpedShard,
+    DumpedTokens,
     DumpHeader,
     check_dump,
     read_dump,
+    read_groups,
     read_header,
     write_dump,
 )
@@ -25,19 +27,28 @@ from buffer.export import (
 HEADER = DumpHeader(
     run="größe",
     created=1_700_000_000.5,
-    shards=[DumpedShard(settings={"max_staleness": "2"}, stats={"pushed": "3"})],
+    shards=[
+        DumpedShard(
+            settings={"max_staleness": "2"},
+            stats={"pushed": "3"},
+            failures={"7 math": "1"},
+            quarantined_prompts={},
+        )
+    ],
 )
 GROUPS = [
     DumpedGroup(group_id="a", state="ready", fields={"tokens": "8"}, payload=b"LSHG\n\0"),
     DumpedGroup(group_id="ü:1", state="leased", fields={}, payload=bytes(range(90))),
     DumpedGroup(group_id="c", state="quarantined", fields={"reason": "x"}, payload=b""),
 ]
+TOKENS = DumpedTokens(prompt="7 math", parts={"0.0.0": b"\n\0first", "0.0.7": b"second"})
 
 
 def _write(path: Path, num_gone: int = 0) -> bytes:
     with write_dump(path, HEADER) as dump:
         for group in GROUPS:
             dump.write(group)
+        dump.write_tokens(TOKENS)
         dump.num_gone = num_gone
     return path.read_bytes()
 
@@ -46,7 +57,7 @@ def test_dump_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "buffer.dump"
     _write(path, num_gone=2)
     assert read_header(path) == HEADER
-    assert list(read_dump(path)) == GROUPS
+    assert list(read_dump(path)) == [*GROUPS, TOKENS]
     assert check_dump(path) == {"ready": 1, "leased": 1, "quarantined": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["buffer.dump"]
 
@@ -54,10 +65,11 @@ def test_dump_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_dump_can_be_looked_at_with_any_zip_program(tmp_path: Path) -> None:
     _write(tmp_path / "buffer.dump", num_gone=2)
     with ZipFile(tmp_path / "buffer.dump") as file:
-        assert file.namelist() == ["header.json", "groups/0", "groups/1", "groups/2", "end.json"]
+        groups = ["groups/0", "groups/1", "groups/2"]
+        assert file.namelist() == ["header.json", *groups, "kept/0", "end.json"]
         header, end = json.loads(file.read("header.json")), json.loads(file.read("end.json"))
         assert (header["format"], header["run"]) == (FORMAT_VERSION, "größe")
-        assert end == {"groups": {"ready": 1, "leased": 1, "quarantined": 1}, "gone": 2}
+        assert end == {"groups": {"ready": 1, "leased": 1, "quarantined": 1}, "gone": 2, "kept": 1}
         assert file.read("groups/0").partition(b"\n")[2] == GROUPS[0].payload
 
 
@@ -76,7 +88,7 @@ def _is_noticed_or_harmless(path: Path, damaged: bytes) -> bool:
     except ValueError as error:
         assert "buffer.dump" in str(error)
         return True
-    assert found == (GROUPS, HEADER)
+    assert found == ([*GROUPS, TOKENS], HEADER)
     return False
 
 
@@ -114,6 +126,10 @@ def test_removed_or_repeated_bytes_do_not_change_what_is_read_from_a_dump(tmp_pa
             "groups/0: found",
         ),
         (["header.json", "groups/0", "groups/1", "end.json"], "end.json: it says .*'quarantined'"),
+        (
+            ["header.json", "groups/0", "groups/1", "groups/2", "end.json"],
+            "and 1 prompts with tokens, but the file holds .* and 0",
+        ),
         (["header.json", "groups/0", "groups/1", "groups/2"], "end.json: it is missing"),
         (["groups/0", "groups/1", "groups/2", "end.json"], "header.json: found 'groups/0' instead"),
     ],
@@ -134,7 +150,7 @@ def test_errors_name_file_member_and_fix(tmp_path: Path) -> None:
     data = _write(path)
     at = data.index(bytes(range(90)))
     path.write_bytes(data[:at] + b"\xff" + data[at + 1 :])
-    groups = read_dump(path)
+    groups = read_groups(path)
     assert next(groups) == GROUPS[0]
     with pytest.raises(ValueError, match=r"buffer\.dump, groups/1: its bytes .*Copy or make"):
         next(groups)
@@ -151,7 +167,7 @@ def test_dump_in_another_format_is_refused_by_its_number(tmp_path: Path, version
     else:
         with write_dump(path, replace(HEADER, format=version)):
             pass
-    with pytest.raises(ValueError, match=rf"format {version}.*reads format 2: use the version"):
+    with pytest.raises(ValueError, match=rf"format {version}.*reads format 3: use the version"):
         read_header(path)
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from buffer.admission import admission_limit
+from buffer.export import dump_buffer, restore_buffer
 from buffer.results import PushResult, read_prompt, write_prompt
 from buffer.run_state import RunState
 from buffer.staleness import Leash, parse_rollbacks
 from buffer.types import PromptRef, Rerun
 from configs.choices import OnStale
 from configs.schema import BufferConfig
+from tests.support.invariants import find_violations
 
 PROMPT = PromptRef(task="long words", index=7)
 
@@ -175,6 +178,67 @@ async def test_prompts_that_no_checkpoint_contains_run_again_in_an_empty_server(
     again = await buffer.task_progress(1)
     assert again.positions == progress.positions
     assert sorted(p.index for p in again.untrained) == [prompt.index for prompt in untrained]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_dump_of_a_checkpoint_fills_an_empty_server(
+    redis: Any, buffer_factory: Any, make_group: Any, run_name: str, tmp_path: Path, shards: int
+) -> None:
+    buffer = await buffer_factory(shards=shards, groups_per_step=2, max_staleness=20)
+    await buffer.reconcile("one", step=0, version=0, resume_version=0)
+    await buffer.publish_version(3)
+    await buffer.reconcile("two", step=0, version=1, resume_version=4)  # 0, 1 are 3, 4 now
+    ids = []
+    for n in range(12):
+        ids.append((await buffer.admit(f"0-{n}-a", 1)).group_id)
+        assert await buffer.begin(ids[n], PromptRef(task="sums", index=n), 0, n + 1)
+    for n in range(8):  # the last of a version after the checkpoint's
+        assert await buffer.push(make_group(ids[n], 6 if n == 7 else n % 2, index=n))
+    for n in (8, 9):
+        assert await buffer.keep_tokens(ids[n], 0, {"0.0.0": b"tokens of %d" % n})
+    trained = []
+    for step in (1, 2, 3):
+        lease = await buffer.lease(
+            step=step, version=step + 3, num_groups=2, share=0, num_shares=1, timeout_s=5
+        )
+        if step < 3:
+            await buffer.publish_version(step + 4)
+            await buffer.consume(lease, lease.group_ids)
+        trained += lease.group_ids if step == 1 else ()
+    await buffer.fail(ids[10], PromptRef(task="sums", index=10), 1)  # in quarantine
+    assert await buffer.fail(ids[11], PromptRef(task="sums", index=11), 5)  # will run again
+    at_checkpoint = await buffer.task_progress(1)
+    late = (await buffer.admit("0-12-a", 1)).group_id  # the checkpoint does not know of it
+    assert await buffer.begin(late, PromptRef(task="sums", index=12), 0, 13)
+    await buffer.push(make_group(late, 0, index=12))
+    await dump_buffer(redis, run_name, tmp_path / "groups.dump")
+    leash = await buffer.get_leash()
+    await redis.delete(*[key async for key in redis.scan_iter(f"*leash:{run_name}*")])
+
+    await buffer.open(BufferConfig(shards=shards, max_staleness=20), 2)
+    for _ in range(2):  # the second time after a crash
+        path = tmp_path / "groups.dump"
+        restored = await restore_buffer(redis, buffer, run_name, path, at_checkpoint, trained)
+        assert restored == 8 - len(trained)
+    assert await find_violations(buffer) == []
+    assert [prompt.index for prompt in await buffer.quarantined_prompts()] == [10]
+    await buffer.reconcile("three", step=1, version=5, resume_version=9, consumed_group_ids=trained)
+    stats = await buffer.stats()
+    assert (stats.pushed, stats.ready, dict(stats.dropped)) == (6, 5, {"lineage": 1})
+    # Versions 0 and 1, which were 3 and 4, are 7 and 8 after the second rollback.
+    assert set(stats.by_staleness) <= {1, 2}
+    assert (await buffer.get_leash()).rollbacks == (*leash.rollbacks, (5, 9))
+    untrained = await buffer.task_progress(1)
+    names = {n for n in range(12) if ids[n] not in trained} - {10}
+    assert sorted(prompt.index for prompt in untrained.untrained) == sorted(names)
+    found = {}
+    while True:
+        group_id = (await buffer.admit(f"0-{20 + len(found)}-a", 1)).group_id
+        if (prompt := await buffer.take_retry(group_id)) is None:
+            break
+        found[prompt.index] = await buffer.kept_tokens(group_id, prompt)
+    assert {7, 8, 9, 11} == found.keys() and found[9] == {"0.0.0": b"tokens of 9"}
+    assert found[8] == {"0.0.0": b"tokens of 8"} and not found[11]
 
 
 # Kept tokens --------------------------------------------------------------------------------------

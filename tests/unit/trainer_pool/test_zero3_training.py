@@ -366,8 +366,10 @@ def test_full_disk_of_one_rank_costs_its_checkpoint_and_not_the_run(
     ranks: Ranks, two_ranks: Outcome
 ) -> None:
     results = json.loads((ranks.run("full_disk", 2) / "results.json").read_text())
-    first, failed, last = results["errors"]
-    assert first is None and last is None
+    first, failed, *last = results["errors"]
+    assert [first, *last] == [None] * 3
+    assert results["groups_errors"] == [None, None, None, "no Redis for groups.dump"]
+    assert results["has_groups"] == [True, False]
     assert failed.startswith("trainer-1: [Errno 27] File too large"), failed
     assert results["latest_then"] == 1
     assert results["left"] == ["latest", "step-000001"]

@@ -117,6 +117,10 @@ class NoticeBoard:
         pass
 
 
+def refuse(file: Path) -> None:
+    raise ConnectionError(f"no Redis for {file.name}")
+
+
 class Scenario:
     """What the ranks do together; `results` is the same on each."""
 
@@ -136,7 +140,9 @@ class Scenario:
             uses_gpu=False,
             timeout_s=60.0,
             on_end=self.saved.append,
+            dump_groups=lambda file: self.dump_groups(file),
         )
+        self.dump_groups: Callable[[Path], object] = lambda file: file.write_bytes(b"groups")
 
     def whole_run(self) -> None:
         if self.ranks.num_ranks == 1:
@@ -258,7 +264,14 @@ class Scenario:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         self.save(3)
         self.writer.finish()
+        # The groups are written on rank 0: they alone may fail.
+        self.dump_groups = refuse
+        self.save(4)
+        self.writer.finish()
         self.results["errors"] = [report.error for report in self.saved]
+        self.results["groups_errors"] = [report.groups_error for report in self.saved]
+        folders = [self.store.folder / f"step-{step:06d}" for step in (3, 4)]
+        self.results["has_groups"] = [(folder / "groups.dump").exists() for folder in folders]
 
     def restore(self, num_ranks: int) -> None:
         """The state that so many ranks have saved."""
