@@ -13,6 +13,14 @@ class Backend(Enum):
     nccl = "nccl"
 
 
+class LrSchedule(Enum):
+    """What the learning rate does after its warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
 class Dtype(Enum):
     """`auto` is bfloat16 on a GPU and float32 on a CPU."""
 

@@ -33,6 +33,7 @@ from configs.choices import (
     Backend,
     CommitStrategy,
     Dtype,
+    LrSchedule,
     OnFull,
     OnStale,
     PauseMode,
@@ -119,9 +120,15 @@ class TrainerConfig(Section):
     """Padded tokens in one forward pass of one rank."""
     learning_rate: float = field(default=1e-6, metadata=POSITIVE)
     lr_warmup_steps: int = field(default=0, metadata=at_least(0))
+    """In these the learning rate rises linearly to `learning_rate`."""
+    lr_schedule: LrSchedule = LrSchedule.constant
+    """The course of the learning rate from then on until `num_steps`."""
+    lr_min_ratio: float = field(default=0.0, metadata=within(0, 1))
+    """The last step's part of `learning_rate`; unused by a constant one."""
     weight_decay: float = field(default=0.0, metadata=NOT_NEGATIVE)
     adam_beta1: float = field(default=0.9, metadata=within(0, below=1))
     adam_beta2: float = field(default=0.95, metadata=within(0, below=1))
+    adam_epsilon: float = field(default=1e-8, metadata=POSITIVE)
     max_grad_norm: float = field(default=1.0, metadata=NOT_NEGATIVE)
     clip_low: float = field(default=0.2, metadata=within(above=0, below=1))
     clip_high: float = field(default=0.28, metadata=POSITIVE)
@@ -160,6 +167,9 @@ class TrainerConfig(Section):
         most = self.groups_per_step // self.ranks
         fix = f"at most trainer.groups_per_step // trainer.num_ranks = {most}"
         yield Rule(self.num_minibatches <= most, "num_minibatches", fix)
+        is_constant = self.lr_schedule is LrSchedule.constant
+        fix = f"less than trainer.num_steps={self.num_steps}, or trainer.lr_schedule=constant"
+        yield Rule(is_constant or self.lr_warmup_steps < self.num_steps, "lr_warmup_steps", fix)
 
     @property
     def ranks(self) -> int:

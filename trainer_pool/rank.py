@@ -11,6 +11,7 @@ records metrics. Weights are sent in the background; the loop waits only for the
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from buffer.results import Lease, TaskProgress
 from buffer.roles import TrainerBuffer
 from buffer.run_state import RunState
 from configs.checks import live_names, with_live
+from configs.choices import LrSchedule
 from configs.schema import TrainerConfig
 from trainer_pool.collectives import Collectives
 from trainer_pool.metrics import StepStats
@@ -288,7 +290,7 @@ class TrainerRank:
             self._ranks,
             batch,
             config,
-            learning_rate=learning_rate(self._step, config.learning_rate, config.lr_warmup_steps),
+            learning_rate=learning_rate(self._step, config),
             before_update=self._guard_copies,
         )
         # A group that no rank had must not be counted as trained.
@@ -411,9 +413,21 @@ class TrainerRank:
         leave_ranks()
 
 
-def learning_rate(step: int, peak: float, num_warmup_steps: int) -> float:
-    """The rate of step 0, 1, ...: rises linearly, and is `peak` from `num_warmup_steps` on."""
-    return peak * min(1.0, (step + 1) / (num_warmup_steps + 1))
+def learning_rate(step: int, config: TrainerConfig) -> float:
+    """The rate of step 0, 1, ...: rises linearly to `learning_rate`, which step `lr_warmup_steps`
+    has, then goes by `lr_schedule` to the last step's `lr_min_ratio` of it."""
+    peak, num_warmup = config.learning_rate, config.lr_warmup_steps
+    if step <= num_warmup:
+        return peak * (step + 1) / (num_warmup + 1)
+    done = (step - num_warmup) / (config.num_steps - 1 - num_warmup)
+    match config.lr_schedule:
+        case LrSchedule.constant:
+            left = 1.0
+        case LrSchedule.linear:
+            left = 1 - done
+        case LrSchedule.cosine:
+            left = (1 + math.cos(math.pi * done)) / 2
+    return peak * (left + (1 - left) * config.lr_min_ratio)
 
 
 def _fingerprint(text: str) -> int:

@@ -35,7 +35,6 @@ from weight_sync.layout import Layout
 from weight_sync.sender.snapshot import Shard
 from weight_sync.types import TensorSpec
 
-ADAM_EPSILON = 1e-8
 _GATHER_ELEMENTS = 50_000_000
 """Elements gathered on every rank at once during an export."""
 
@@ -129,7 +128,7 @@ class Zero3Engine:
             model.parameters(),
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
-            eps=ADAM_EPSILON,
+            eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
             fused=True,
         )

@@ -376,6 +376,12 @@ def test_full_disk_of_one_rank_costs_its_checkpoint_and_not_the_run(
     assert results["steps"] == two_ranks.results["steps"][1:2]
 
 
+def test_adam_and_recomputed_layers_are_as_the_settings_say(ranks: Ranks) -> None:
+    results = json.loads((ranks.run("optimizer", 2) / "results.json").read_text())
+    assert max(results["errors"]) < 1e-6
+    assert results["forwards"] == 4, "in each of two passes, once forward and once backward"
+
+
 NUM_KILLS = int(os.environ.get("LEASH_SOAK_CHECKPOINT_KILLS", "3"))
 LAST_MOMENT = 24
 """Of a rank with a checkpoint after each of 4 steps of two updates; rank 0 has twice as many."""

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (loaded with every optimizer)
+import deepspeed.runtime.zero.muon.muon_optimizer
 import numpy as np
 import torch
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (loaded with the model)
@@ -66,6 +66,18 @@ def config_for(num_ranks: int) -> TrainerConfig:
         max_grad_norm=0.5,
         warm_start=WarmStartConfig(num_steps=3, batch_size=5),
     )
+
+
+OPTIMIZER = TrainerConfig(
+    num_ranks=2,
+    groups_per_step=2,
+    adam_beta1=0.5,
+    adam_beta2=0.7,
+    adam_epsilon=0.01,
+    weight_decay=0.3,
+    max_grad_norm=0.0,
+    gradient_checkpointing=True,
+)
 
 
 def read_batch(folder: Path, step: int, rank: int, num_ranks: int) -> StepBatch:
@@ -272,6 +284,30 @@ class Scenario:
         self.results["groups_errors"] = [report.groups_error for report in self.saved]
         folders = [self.store.folder / f"step-{step:06d}" for step in (3, 4)]
         self.results["has_groups"] = [(folder / "groups.dump").exists() for folder in folders]
+
+    def optimizer(self) -> None:
+        """Updates with OPTIMIZER; in `errors` the largest difference from torch's AdamW on the
+        whole weights with the same gradients, and in `forwards` how often a layer ran forward."""
+        model = self.engine._engine.module
+        forwards: list[int] = []
+        model.model.layers[0].register_forward_pre_hook(lambda *_: forwards.append(1))
+        whole = {name: tensor.clone() for name, tensor in self.engine.named_tensors()}
+        adam = torch.optim.AdamW(
+            whole.values(), betas=(0.5, 0.7), eps=0.01, weight_decay=0.3, fused=False
+        )
+        tokens = torch.arange(16).reshape(2, 8)
+        errors = []
+        for rate in (0.1, 0.02):
+            logits = self.engine._engine(input_ids=tokens, use_cache=False).logits
+            self.engine.backward(logits.square().mean() / self.ranks.num_ranks)
+            for name, parameter in model.named_parameters():
+                whole[name].grad = deepspeed.utils.safe_get_full_grad(parameter).clone()
+            self.engine.step(rate)
+            adam.param_groups[0]["lr"] = rate
+            adam.step()
+            mine = self.engine.named_tensors()
+            errors.append(max(float((t - whole[n]).abs().max()) for n, t in mine))
+        self.results |= {"errors": errors, "forwards": len(forwards)}
 
     def restore(self, num_ranks: int) -> None:
         """The state that so many ranks have saved."""
@@ -502,8 +538,9 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
         run_loop(folder, own, address, is_resumed=name == "loop_again")
         return
     ranks = join_ranks(address, Backend.gloo, 60.0, listener if rank == 0 else None)
+    config = OPTIMIZER if name == "optimizer" else config_for(num_ranks)
     with frozen_layers() if name == "frozen" else contextlib.nullcontext():
-        engine = Zero3Engine(str(folder / "model"), config_for(num_ranks), address)
+        engine = Zero3Engine(str(folder / "model"), config, address)
     output = folder / f"{name}-{num_ranks}"
     scenario = Scenario(folder, output, engine, ranks)
     {
@@ -514,6 +551,7 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
         "dropout": scenario.dropout,
         "chain": scenario.chain,
         "full_disk": scenario.full_disk,
+        "optimizer": scenario.optimizer,
     }[name]()
     if rank == 0:
         output.mkdir(exist_ok=True)
