@@ -21,6 +21,13 @@ class LrSchedule(Enum):
     cosine = "cosine"
 
 
+class Logger(Enum):
+    """Programs that draw a run's metrics."""
+
+    tensorboard = "tensorboard"
+    wandb = "wandb"
+
+
 class Dtype(Enum):
     """`auto` is bfloat16 on a GPU and float32 on a CPU."""
 

@@ -159,6 +159,8 @@ def _flat(tree: Any, prefix: str) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     return value.name if isinstance(value, Enum) else value
 
 

@@ -33,6 +33,7 @@ from configs.choices import (
     Backend,
     CommitStrategy,
     Dtype,
+    Logger,
     LrSchedule,
     OnFull,
     OnStale,
@@ -332,6 +333,9 @@ class RunConfig(Section):
     """How long the processes of a run whose controller and guard were killed go on without one."""
     panel: bool = True
     """Draw the live panel; without a terminal each step prints a line."""
+    loggers: list[Logger] = field(default_factory=list)
+    """What also gets the metrics: tensorboard (event files in the run's folder, needs the extra
+    leash-rl[tensorboard]), wandb (Weights & Biases, needs leash-rl[wandb])."""
     prometheus_port: int | None = field(default=None, metadata=PORT)
     """Port on cluster.host where Prometheus can read metrics; 0 takes a free one, None disables it.
     """

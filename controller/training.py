@@ -18,7 +18,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from buffer.redis.server import EmbeddedServer, ServerStartError
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, open_buffer, open_state
-from controller.metrics.records import EVAL_FAILED, MetricsLog, Record, read_metrics
+from controller.metrics.records import EVAL_FAILED, MetricsLog, Record, of_kind, read_metrics
+from controller.metrics.sinks import SinkThread, openers
 from controller.recorder import Recorder
 from controller.report.panel import Panel
 from controller.report.state import RunView
@@ -125,7 +126,13 @@ class Training:
         cleanup.push_async_callback(self._state.close)
         view = RunView.of_run(self._dir.name, self._config, self._started)
         history = read_metrics(self._dir.metrics)
-        log = cleanup.enter_context(MetricsLog(self._dir.metrics))
+        last = max((record.count("step") for record in of_kind(history, "step")), default=0)
+        sinks = [
+            cleanup.enter_context(SinkThread(name, opener, step=last, say=self._panel.say))
+            for name, opener in openers(self._config.run.loggers, self._dir).items()
+        ]
+        hand_on = [sink.write for sink in sinks]
+        log = cleanup.enter_context(MetricsLog(self._dir.metrics, hand_on))
         self._recorder = Recorder(
             self._buffer,
             self._state,

@@ -19,7 +19,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,8 +65,10 @@ class Record:
 class MetricsLog:
     """Appends records. Each line is in the file at once, or as soon as the disk has room for it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, hand_on: Sequence[Callable[[Record], None]] = ()) -> None:
+        """`hand_on` are called with each record too."""
         self._file = path.open("ab+", buffering=0)
+        self._hand_on = hand_on
         self._waiting = b""
         """Lines for which the disk has had no room."""
         self._cut_incomplete_line()
@@ -90,6 +92,8 @@ class MetricsLog:
         text = json.dumps(line, separators=(",", ":"), allow_nan=False)
         self._waiting += text.encode() + b"\n"
         self._write()
+        for hand_on in self._hand_on:
+            hand_on(record)
         return record
 
     def _write(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from configs.choices import OnLongPrompt, RewardKind, TaskKind
 from configs.rollout_schema import TaskConfig
 from configs.schema import Config
+from controller.metrics.sinks import check_loggers
 from controller.ray_environment import LOOPBACK
 from controller.start.placement import num_cpus_needed
 from controller.start.plan import DEFAULT_STAGE_DIR, Plan, make_plan
@@ -60,6 +61,7 @@ def check_inputs(config: Config) -> None:
             "plan with more"
         )
     plan = _check_here(config)
+    check_loggers(config.run.loggers)
     if config.cluster.ray_address is None:
         check_shared_memory(plan.config, plan)
     _check_ports(config)

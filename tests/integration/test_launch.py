@@ -27,6 +27,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from controller.metrics.records import read_metrics
 from rollout_pool.worker.record import read_recorded
 from tests.support.collector import Post, collecting
+from tests.support.event_files import drawn
 from tests.support.launches import (
     RUN,
     Machine,
@@ -50,9 +51,13 @@ def launches_end(tmp_path: Path) -> Iterator[None]:
     end_all(tmp_path)
 
 
-def test_launch_trains_holds_the_invariants_and_leaves_nothing(tmp_path: Path) -> None:
+def test_launch_trains_holds_the_invariants_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine = Machine.look()
-    settings = ("buffer.max_staleness=0", "buffer.on_stale=wait", "rollout.log_rate=1")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = ["buffer.max_staleness=0", "buffer.on_stale=wait", "rollout.log_rate=1"]
+    settings.append("run.loggers=[tensorboard,wandb]")
     with collecting() as (url, posts):
         tracing = f"rollout.trace_endpoint={url}"
         process = start(tmp_path, RUN, *settings, tracing, experiment="alphabet-sort")
@@ -84,6 +89,13 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(tmp_path: Path) -
         assert (run / name).is_file(), name
     assert (run / "checkpoints").is_dir()
     assert_weights_travelled(run, result, num_versions=4)
+    rewards = {
+        r.count("step"): r.number("reward_mean")
+        for r in read_metrics(run / "metrics.jsonl", "step")
+    }
+    assert drawn(run / "tensorboard")["step/reward_mean"] == pytest.approx(rewards)
+    assert len(list(run.glob("wandb/offline-run-*/*.wandb"))) == 1
+    assert "run.loggers" not in output, "a logger complained"
     assert json.loads((run / "run.json").read_text())["state"] == "finished"
     assert "core_worker.cc" not in output, "Ray complained"
     assert [str(p) for p in (run, *run.rglob("*")) if p.stat().st_mode & 0o077] == []

@@ -48,6 +48,7 @@ def loaded(arguments: list[str]) -> object:
         (["task.instruction=two\nlines", "task.system_prompt='quoted'"], "quickstart"),
         (["task.rewards={t: {weight: 2.5}, f: {kind: function, function: 'm:f'}}"], "quickstart"),
         (["rollout.engine.extra_args=[--log-level=error, 'a b']"], "gsm8k-smoke"),
+        (["run.loggers=[tensorboard,wandb]", "run.panel=false"], "quickstart"),
     ],
 )
 def test_repeat_command_gives_the_same_settings(overrides: list[str], experiment: str) -> None:
