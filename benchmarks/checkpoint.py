@@ -32,6 +32,8 @@ from configs.schema import ScratchModelConfig, TrainerConfig
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
+from trainer_pool.state.peer_copies import PeerCopies
+from trainer_pool.state.shards import ShardReader
 from trainer_pool.state.writer import CheckpointWriter
 
 NUM_RANKS = 2
@@ -61,13 +63,19 @@ class Costs:
     """A step that begins when the copy is done."""
     deepspeed_s: float
     """DeepSpeed's save_checkpoint, for which training stands still."""
+    memory_copy_s: float
+    """A copy to the host's memory, for which training stands still."""
+    read_memory_s: float
+    """Until the state of that copy is restored."""
+    read_disk_s: float
+    """The same from the checkpoint, whose files the system still has in memory."""
     num_bytes: int
 
 
 class Rank:
     """A rank of the trainer; its first work is the warm-up."""
 
-    def __init__(self, folder: Path, rank: int, port: int) -> None:
+    def __init__(self, folder: Path, memory: Path, rank: int, port: int) -> None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_RANK": "0"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         torch.set_num_threads(1)
@@ -88,6 +96,9 @@ class Rank:
             timeout_s=TIMEOUT_S,
             on_end=lambda report: None,
         )
+        self._copies = PeerCopies(
+            memory, self._engine.state_layout(), self._ranks, timeout_s=TIMEOUT_S
+        )
         self._warm = [torch.zeros_like(shard.tensor) for shard in self._engine.state_shards()]
 
     def work(self, number: int) -> Costs:
@@ -100,6 +111,11 @@ class Rank:
         self._ranks.barrier()
         durable_s = time.perf_counter() - began
         deepspeed_s = self._timed(self._save_by_deepspeed)
+        memory_copy_s = self._timed(partial(self._copy_to_memory, number))
+        copy, (_, state) = self._copies.newest(after=0), self._latest()
+        assert copy is not None and (copy.state.step, state.step) == (number, number)
+        read_memory_s = self._timed(partial(self._restore, copy.folder))
+        read_disk_s = self._timed(partial(self._restore, self._latest()[0]))
         return Costs(
             copy_s=copy_s,
             stall_s=stall_s,
@@ -107,6 +123,9 @@ class Rank:
             step_s=step_s,
             step_beside_s=step_beside_s,
             deepspeed_s=deepspeed_s,
+            memory_copy_s=memory_copy_s,
+            read_memory_s=read_memory_s,
+            read_disk_s=read_disk_s,
             num_bytes=self._engine.state_layout().num_bytes,
         )
 
@@ -121,16 +140,31 @@ class Rank:
             warm.copy_(shard.tensor)
 
     def _save(self, step: int) -> None:
-        state = TrainState(
+        self._writer.save(self._state(step), self._engine.state_shards())
+
+    def _copy_to_memory(self, step: int) -> None:
+        why = self._copies.save(self._state(step), [], self._engine.state_shards())
+        assert why is None, why
+
+    def _state(self, step: int) -> TrainState:
+        return TrainState(
             step=step,
             version=step,
             num_updates=self._engine.num_updates,
-            lineage="",
+            lineage="one",
             consumed_group_ids=(),
             task_positions={},
             untrained_prompts=(),
         )
-        self._writer.save(state, self._engine.state_shards())
+
+    def _latest(self) -> tuple[Path, TrainState]:
+        found = CheckpointStore(self._folder / "checkpoints").latest()
+        assert found is not None
+        return found
+
+    def _restore(self, folder: Path) -> None:
+        with ShardReader(folder) as reader:
+            self._engine.restore_state(reader, self._engine.num_updates)
 
     def _step(self) -> None:
         tokens = torch.randint(0, 256, (1, 128))
@@ -148,12 +182,15 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="a tiny model, few rounds")
     is_short = parser.parse_args().short
     report = Report("checkpoint")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with (
+        tempfile.TemporaryDirectory() as name,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as in_memory,
+    ):
+        folder, memory = Path(name), Path(in_memory)
         build_scratch_model(TINY if is_short else SMALL, folder / "model", 0)
         with create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        ranks = [Member(partial(Rank, folder, rank, port)) for rank in range(NUM_RANKS)]
+        ranks = [Member(partial(Rank, folder, memory, rank, port)) for rank in range(NUM_RANKS)]
         try:
             for rank in ranks:
                 rank.result()
@@ -176,12 +213,14 @@ def report_costs(report: Report, costs: list[Costs]) -> None:
         return float(median(getattr(each, name) for each in costs))
 
     report.row("state of all ranks", f"{costs[0].num_bytes / 1e6:.0f} MB")
-    for name in ("copy_s", "stall_s", "durable_s", "deepspeed_s", "step_s", "step_beside_s"):
+    names = ("copy_s", "stall_s", "durable_s", "deepspeed_s", "step_s", "step_beside_s")
+    for name in (*names, "memory_copy_s", "read_memory_s", "read_disk_s"):
         report.figure(name, middle(name), "median of all rounds and ranks")
     copies = middle("copy_s")
     report.target(
         "stall_vs_copy", middle("stall_s") / copies, "<=", 1.3, "stands still, against the copy"
     )
+    report.figure("memory_copy_vs_copy", middle("memory_copy_s") / copies, "to /dev/shm")
     report.figure("deepspeed_vs_copy", middle("deepspeed_s") / copies, "save_checkpoint")
     report.figure(
         "step_beside_vs_step", middle("step_beside_s") / middle("step_s"), "while it is written"

@@ -513,6 +513,7 @@ class ReplayBuffer:
         version: int,
         resume_version: int,
         consumed_group_ids: Collection[str] = (),
+        durable_step: int | None = None,
     ) -> Reconciled:
         """Takes over the buffer for a trainer that starts or restores, before its first lease.
 
@@ -525,19 +526,23 @@ class ReplayBuffer:
         their distance. After a crash, call again with the same arguments: the result covers all
         calls of this lineage.
 
+        A trainer that goes on from a copy in memory names the step of the last checkpoint on disk,
+        whose groups `consumed_group_ids` are: those consumed between the two stay consumed.
+
         Raises NotOwnerError if a later lineage took over, ValueError if `resume_version` was used.
         """
-        await self.begin_reconcile(lineage, step, version, resume_version)
+        durable = step if durable_step is None else durable_step
+        await self.begin_reconcile(lineage, step, version, resume_version, durable)
         return await self.finish_reconcile(lineage, consumed_group_ids)
 
     async def begin_reconcile(
-        self, lineage: str, step: int, version: int, resume_version: int
+        self, lineage: str, step: int, version: int, resume_version: int, durable_step: int
     ) -> None:
         """Makes `lineage` the owner and fences out older ones.
 
         No batch is formed until `finish_reconcile` is done.
         """
-        arguments = (lineage, step, version, resume_version)
+        arguments = (lineage, step, version, resume_version, durable_step)
         reply = await self._scripts.run("trainer/begin_reconcile", *arguments)
         if reply[0] == b"behind":
             raise ValueError(
@@ -564,6 +569,13 @@ class ReplayBuffer:
                 return Reconciled(
                     acked=acked, requeued=requeued, dropped=dropped, quarantined=quarantined
                 )
+
+    async def are_consumed(self, group_ids: Collection[str]) -> bool:
+        """Whether the step of each is done, and no checkpoint has been acknowledged since."""
+        for part in _parts(sorted(group_ids)):
+            if None in await self._redis.zmscore(self.keys("consumed"), list(part)):
+                return False
+        return True
 
     async def task_progress(self, step: int) -> TaskProgress:
         """What of the prompts has been begun, and what of these no step up to `step` has trained.

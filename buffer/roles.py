@@ -75,7 +75,10 @@ class TrainerBuffer(Protocol):
         version: int,
         resume_version: int,
         consumed_group_ids: Collection[str] = (),
+        durable_step: int | None = None,
     ) -> Reconciled: ...
+
+    async def are_consumed(self, group_ids: Collection[str]) -> bool: ...
 
     async def lease(
         self,

@@ -562,6 +562,10 @@ class ShardedReplayBuffer:
             untrained=tuple(prompt for part in parts for prompt in part.untrained),
         )
 
+    async def are_consumed(self, group_ids: Collection[str]) -> bool:
+        by_shard = ids_by_shard(group_ids, len(self.shards))
+        return all([await self.shards[k].are_consumed(ids) for k, ids in by_shard.items()])
+
     async def restore_progress(self, progress: TaskProgress) -> None:
         for k, shard in enumerate(self.shards):
             untrained = progress.untrained[k :: len(self.shards)]
@@ -575,13 +579,15 @@ class ShardedReplayBuffer:
         version: int,
         resume_version: int,
         consumed_group_ids: Collection[str] = (),
+        durable_step: int | None = None,
     ) -> Reconciled:
         # The shards' trainer versions differ if a trainer died while it published. Call the shard
         # with the newest first, which may refuse the new version.
         versions = await self._each(lambda shard: shard.setting("trainer_version"))
+        durable = step if durable_step is None else durable_step
         newest_first = sorted(range(len(self.shards)), key=lambda k: -(versions[k] or 0))
         for k in newest_first:
-            await self.shards[k].begin_reconcile(lineage, step, version, resume_version)
+            await self.shards[k].begin_reconcile(lineage, step, version, resume_version, durable)
         consumed = ids_by_shard(consumed_group_ids, len(self.shards))
         parts = [
             await shard.finish_reconcile(lineage, consumed.get(shard.keys.shard, ()))

@@ -146,6 +146,9 @@ class TrainerConfig(Section):
     """The newest ones that are kept."""
     keep_checkpoint_every: int | None = field(default=None, metadata=at_least(1))
     """Checkpoints of every so many steps are kept for ever; None keeps only the newest."""
+    memory_copy_every: int | None = field(default=None, metadata=at_least(1))
+    """Steps between copies of the training state in the host memory of two machines, for ranks that
+    start again after one has died; None: they go on from the last checkpoint on disk."""
     checkpoint_groups: bool = True
     """Whether checkpoints hold the buffer's groups, for a resume whose Redis has lost them; without
     them, or if this is off at the resume, their prompts are sampled again."""

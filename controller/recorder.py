@@ -82,9 +82,11 @@ class Recorder:
         while True:
             await self.drain_metrics(block_s=5.0)
 
-    async def resume(self, step: int) -> None:
-        """Record that the run goes on after `step`. Call it before the trainer takes another."""
-        self.record(RESUMED, {"step": step, "away_s": await self._catch_up()})
+    async def resume(self, step: int, source: str = "disk") -> None:
+        """Record that the run goes on after `step`, from a checkpoint on disk or a copy in memory.
+        Call it before the trainer takes another."""
+        away_s = await self._catch_up()
+        self.record(RESUMED, {"step": step, "away_s": away_s, "source": source})
 
     async def attach(self) -> None:
         """Record that this controller has taken over from one that was killed."""

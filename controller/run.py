@@ -46,7 +46,7 @@ from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
 from controller.start.attach import Attachment
 from controller.start.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, start_ray
-from controller.start.plan import Plan, make_plan
+from controller.start.plan import DEFAULT_STAGE_DIR, Plan, make_plan
 from controller.start.preflight import check_inputs, gpu_memory
 from controller.start.resume import Resumption
 from controller.start.warm_start import supervised_examples
@@ -216,7 +216,8 @@ class Run:
         rollout: RolloutPool, trainer: TrainerPool, spec: TrainerSpec, ranks: PlacementGroup
     ) -> Pools:
         def new_trainer(folder: Path) -> TrainerPool:
-            return TrainerPool.create(replace(spec, resume_from=str(folder)), ranks)
+            again = replace(spec, resume_from=str(folder), may_use_copies=True)
+            return TrainerPool.create(again, ranks)
 
         return Pools(rollout=rollout, trainer=trainer, new_trainer=new_trainer)
 
@@ -438,6 +439,7 @@ class Run:
             resume_from=str(self._resumption.checkpoint) if self._resumption else None,
             newest_version=self._resumption.newest_version if self._resumption else 0,
             outlives_controller=self._outlives_controller,
+            copies_dir=f"{DEFAULT_STAGE_DIR}/leash-copies-{self.dir.name}-{secrets.token_hex(4)}",
         )
 
     def _rollout_spec(self, plan: Plan) -> RolloutSpec:

@@ -7,6 +7,7 @@ final numbers of the buffer are recorded for summary and plots.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -18,7 +19,14 @@ from ray.exceptions import RayActorError, RayTaskError
 from buffer.redis.server import EmbeddedServer, ServerStartError
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, open_buffer, open_state
-from controller.metrics.records import EVAL_FAILED, MetricsLog, Record, of_kind, read_metrics
+from controller.metrics.records import (
+    EVAL_FAILED,
+    MetricsLog,
+    Record,
+    Scalar,
+    of_kind,
+    read_metrics,
+)
 from controller.metrics.sinks import SinkThread, openers
 from controller.recorder import Recorder
 from controller.report.panel import Panel
@@ -90,6 +98,8 @@ class Training:
         self._is_redis_lost = False
         self._evaluation: asyncio.Task[None] | None = None
         self._may_evaluate = False
+        self._copy_error: Scalar | None = None
+        """Of the last step: why it has no copy in host memory."""
 
     async def run(self) -> None:
         """Train to the last step. Raises Stopped, and RunFailed naming the first dead process."""
@@ -220,15 +230,16 @@ class Training:
         # that an earlier one does not contain.
         found = store.latest()
         assert found is not None
-        folder, state = found
-        self._panel.say(f"{str(lost).partition(';')[0]}: the ranks go on from step {state.step}")
+        folder, _ = found
+        self._panel.say(f"{str(lost).partition(';')[0]}: the ranks start again")
+        began = time.monotonic()
         pool = self._pools.trainer = self._pools.new_trainer(folder)
         self._trainer_deaths = self._watch(pool.deaths())
         limit_s = self._config.cluster.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 (rendezvous,) = await self._results(pool.open_rendezvous())
-                await self._results(pool.start(rendezvous))
+                restored, *_ = await self._results(pool.start(rendezvous))
                 await self._results(pool.connect())
                 await self._results(pool.publish_initial())
         except TimeoutError:
@@ -237,7 +248,12 @@ class Training:
                 f"cluster.start_timeout_s={limit_s:g}; their logs may say why: logs/trainer-*.log. "
                 "If Ray has no room for a lost one, resume the run with fewer trainer.num_ranks"
             ) from None
-        await self._recorder.resume(state.step)
+        source = "memory" if restored.from_memory else "disk"
+        seconds = time.monotonic() - began
+        self._panel.say(
+            f"the ranks go on from step {restored.step} ({source}), after {seconds:.0f} s"
+        )
+        await self._recorder.resume(restored.step, source)
         await self._enter_phase(TRAINING)
 
     async def _results(self, pending: Mapping[str, Pending[T]]) -> list[T]:
@@ -250,6 +266,10 @@ class Training:
     def _react(self, record: Record) -> None:
         if record.kind == "step":
             self._evaluate_if_due(record)
+            error = record.values.get("memory_copy_error")
+            if error is not None and error != self._copy_error:
+                self._panel.say(f"step {record.count('step')} has no copy in memory: {error}")
+            self._copy_error = error
         elif {"error", "groups_error"} & record.values.keys():
             self._panel.say(checkpoint_failed_words(record))
 

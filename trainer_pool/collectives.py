@@ -39,8 +39,10 @@ class Collectives:
 
     def gather_texts(self, text: str) -> list[str]:
         """The text of every rank, in rank order; for at most a few thousand characters."""
-        mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
         lengths = self.gather(torch.tensor([len(mine)]))[:, 0].int().tolist()
+        if not any(lengths):
+            return [""] * self.num_ranks
         padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
         every = self.gather(padded)
         return [

@@ -19,7 +19,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.environment import PROCESS_VARIABLE
 from processes.pending import Pending
-from trainer_pool.types import SupervisedExample, TrainerSpec, TrainReport, WarmStartReport
+from trainer_pool.types import (
+    Restored,
+    SupervisedExample,
+    TrainerSpec,
+    TrainReport,
+    WarmStartReport,
+)
 from weight_sync.interfaces import interface_towards
 
 if TYPE_CHECKING:
@@ -68,7 +74,7 @@ class TrainerActor:
         self._listener.listen()
         return host, self._listener.getsockname()[1]
 
-    def start(self, host: str, port: int) -> None:
+    def start(self, host: str, port: int) -> Restored:
         """Join the other ranks at rank 0's `host` and `port`, and load the model."""
         os.environ.update(self._environment(host, port))
         from trainer_pool.model.zero3 import RankAddress
@@ -82,6 +88,7 @@ class TrainerActor:
             uses_gpu=self._spec.uses_gpu,
         )
         self._trainer = TrainerRank(self._spec, address, self._listener)
+        return self._trainer.restored
 
     def _environment(self, host: str, port: int) -> dict[str, str]:
         environment = {
@@ -199,8 +206,8 @@ class TrainerPool:
         name, lead = next(iter(self._actors.items()))
         return {name: lead.open_rendezvous.remote()}
 
-    def start(self, rendezvous: tuple[str, int]) -> dict[str, Pending[None]]:
-        """Form the process group and load the model."""
+    def start(self, rendezvous: tuple[str, int]) -> dict[str, Pending[Restored]]:
+        """Form the process group, and load the model or go on from what there is."""
         return {name: actor.start.remote(*rendezvous) for name, actor in self._actors.items()}
 
     def warm_start(

@@ -33,15 +33,23 @@ from buffer.run_state import RunState
 from configs.checks import live_names, with_live
 from configs.choices import LrSchedule
 from configs.schema import TrainerConfig
+from processes.leftovers import list_path, write_list
 from trainer_pool.collectives import Collectives
 from trainer_pool.metrics import StepStats
 from trainer_pool.model.checkpoint_names import check_engines_agree
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState, read_state
+from trainer_pool.state.peer_copies import Copy, PeerCopies
 from trainer_pool.state.shards import ShardReader, restore_rng
 from trainer_pool.state.writer import CheckpointWriter, SaveReport
 from trainer_pool.step import StepBatch, train_step
-from trainer_pool.types import SupervisedExample, TrainerSpec, TrainReport, WarmStartReport
+from trainer_pool.types import (
+    Restored,
+    SupervisedExample,
+    TrainerSpec,
+    TrainReport,
+    WarmStartReport,
+)
 from trainer_pool.warm_start import warm_start
 from weight_sync.engine import CheckpointEngine
 from weight_sync.types import PublishReport, VersionBoard
@@ -104,23 +112,65 @@ class TrainerRank:
         self._unsaved: list[tuple[int, tuple[str, ...]]] = []
         """Steps that no durable checkpoint contains, with their groups."""
         self._unsaved_lock = threading.Lock()
+        self._copies: PeerCopies | None = None
+        if config.memory_copy_every is not None:
+            write_list(
+                list_path(Path(spec.run_dir), f"trainer-{self._ranks.rank}"), [spec.copies_dir]
+            )
+            self._copies = PeerCopies(
+                Path(spec.copies_dir),
+                self._engine.state_layout(),
+                self._ranks,
+                timeout_s=config.timeout_s,
+            )
         self._restored: TrainState | None = None
+        self._durable: TrainState | None = None
+        """State of the checkpoint on disk that is the last one."""
         if spec.resume_from is not None:
             self._restore(Path(spec.resume_from))
+        elif self._copies is not None:
+            self._copies.clear(kept=None)
 
     def _restore(self, folder: Path) -> None:
-        """Go on from the checkpoint in `folder`, as `publish_initial` tells all others."""
-        self._restored = state = read_state(folder)
-        with ShardReader(folder) as reader:
+        """Go on from the checkpoint in `folder`, or from a later copy in memory, as
+        `publish_initial` tells all others."""
+        self._durable = state = read_state(folder)
+        copy, only = self._find_copy(state.step), None
+        if copy is not None:
+            folder, state, only = copy.folder, copy.state, self._ranks.rank
+            self._unsaved = [entry for entry in copy.unsaved if entry[0] > self._durable.step]
+        self._restored = state
+        with ShardReader(folder, only) as reader:
             self._engine.restore_state(reader, state.num_updates)
             if reader.layout.num_ranks == self._ranks.num_ranks:
                 restore_rng(folder, self._ranks.rank)
-        self._step = self._saved_step = state.step
+        self._step, self._saved_step = state.step, self._durable.step
         # Of all shards: a trainer that died while it published has told only some of them.
         known = self._loop.run(self._buffer.stats()).trainer_version
         newest = max(known, self._spec.newest_version)
         # A number that has named other weights since is never used again.
         self._version = state.version if state.version >= newest else newest + 1
+
+    def _find_copy(self, durable_step: int) -> Copy | None:
+        """The newest copy in memory, if it may be used; the others are removed."""
+        if self._copies is None:
+            return None
+        copy = self._copies.newest(after=durable_step) if self._spec.may_use_copies else None
+        # A server that was killed may have lost that their groups were trained: the disk is safe.
+        is_known = copy is not None
+        if copy is not None and self._is_lead:
+            ids = [name for step, names in copy.unsaved if step > durable_step for name in names]
+            is_known = self._loop.run(self._buffer.are_consumed(ids))
+        (is_known,) = self._ranks.broadcast_flags([is_known])
+        copy = copy if is_known else None
+        self._copies.clear(kept=copy)
+        return copy
+
+    @property
+    def restored(self) -> Restored:
+        """Where training goes on."""
+        from_memory = self._durable is not None and self._step > self._durable.step
+        return Restored(step=self._step, from_memory=from_memory)
 
     @property
     def _is_lead(self) -> bool:
@@ -157,14 +207,15 @@ class TrainerRank:
         """
         if self._is_lead:
             # From here on the buffer rejects an earlier trainer of this run.
-            restored = self._restored
+            restored, durable = self._restored, self._durable
             self._loop.run(
                 self._buffer.reconcile(
                     self._lineage,
                     step=self._step,
                     version=self._version if restored is None else restored.version,
                     resume_version=self._version,
-                    consumed_group_ids=() if restored is None else restored.consumed_group_ids,
+                    consumed_group_ids=() if durable is None else durable.consumed_group_ids,
+                    durable_step=None if durable is None else durable.step,
                 )
             )
             self._loop.run(self._buffer.publish_version(self._version))
@@ -236,6 +287,10 @@ class TrainerRank:
         if is_due or self._step == self._spec.config.num_steps:
             times.checkpoint_wait_s = self._checkpoint()
         times.checkpoint_s = clock.lap()
+        every = self._spec.config.memory_copy_every
+        if self._copies is not None and every is not None and self._step % every == 0:
+            times.memory_copy_error = self._copy_to_memory(self._copies)
+            times.memory_copy_s = clock.lap()
         if self._is_lead:
             self._record(stats, report, times)
 
@@ -336,9 +391,21 @@ class TrainerRank:
         progress = TaskProgress(positions={}, untrained=())
         if self._is_lead:
             progress = self._loop.run(self._buffer.task_progress(self._step))
+        wait_s = self._writer.save(self._state(progress), self._engine.state_shards())
+        self._saved_step = self._step
+        return wait_s
+
+    def _copy_to_memory(self, copies: PeerCopies) -> str | None:
+        """Returns why there is no copy of this step."""
+        with self._unsaved_lock:
+            unsaved = list(self._unsaved)
+        nothing = TaskProgress(positions={}, untrained=())  # Redis knows it
+        return copies.save(self._state(nothing), unsaved, self._engine.state_shards())
+
+    def _state(self, progress: TaskProgress) -> TrainState:
         with self._unsaved_lock:
             group_ids = tuple(group_id for _, ids in self._unsaved for group_id in ids)
-        state = TrainState(
+        return TrainState(
             step=self._step,
             version=self._version,
             num_updates=self._engine.num_updates,
@@ -347,9 +414,6 @@ class TrainerRank:
             task_positions=dict(progress.positions),
             untrained_prompts=progress.untrained,
         )
-        wait_s = self._writer.save(state, self._engine.state_shards())
-        self._saved_step = self._step
-        return wait_s
 
     def _dump_groups(self, file: Path) -> None:
         """On rank 0, in the checkpoint's thread, by connections of its own."""
@@ -398,6 +462,10 @@ class TrainerRank:
             "checkpoint_s": times.checkpoint_s,
             "checkpoint_wait_s": times.checkpoint_wait_s,
         }
+        if self._copies is not None:
+            record["memory_copy_s"] = times.memory_copy_s
+        if times.memory_copy_error is not None:
+            record["memory_copy_error"] = times.memory_copy_error
         self._loop.run(self._run_state.append_metrics(record, kind="step"))
 
     def close(self) -> None:
@@ -444,6 +512,8 @@ class _StepTimes:
     checkpoint_s: float = 0.0
     checkpoint_wait_s: float = 0.0
     """Its part in which the checkpoint before was still being written."""
+    memory_copy_s: float = 0.0
+    memory_copy_error: str | None = None
 
 
 class _Clock:

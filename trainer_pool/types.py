@@ -35,12 +35,26 @@ class TrainerSpec:
     """The key that this run's receivers require."""
     resume_from: str | None = None
     """Folder of the checkpoint to go on from; None starts at step 0."""
+    copies_dir: str = ""
+    """Folder in host memory for copies of the state (trainer.memory_copy_every)."""
+    may_use_copies: bool = False
+    """Whether a later copy that is there is of this run, and goes before the checkpoint."""
     newest_version: int = 0
     """The newest version that the run is known to have published, in case Redis has lost it."""
     outlives_controller: bool = False
     """Whether the ranks go on when the controller that created them dies."""
     gpu_share: float = 1.0
     """Share of a GPU for each rank: less than 1 if an engine uses the same GPU."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Restored:
+    """Where ranks go on that follow others."""
+
+    step: int
+    """Completed steps."""
+    from_memory: bool
+    """From a copy in host memory, and not from the checkpoint on disk."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)

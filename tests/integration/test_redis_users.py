@@ -102,6 +102,7 @@ SENT = {
         "set",
         "xread",
         "xrevrange",
+        "zmscore",
         "zrange",
     ],
     "controller": [

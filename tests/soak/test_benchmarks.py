@@ -17,7 +17,8 @@ pytestmark = pytest.mark.slow
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FIGURES = {
-    "checkpoint.py": "stall_vs_copy deepspeed_vs_copy step_beside_vs_step durable_s",
+    "checkpoint.py": "stall_vs_copy deepspeed_vs_copy step_beside_vs_step durable_s "
+    "memory_copy_vs_copy",
     "buffer.py": "vs_ray_16k vs_ray_16k_lean vs_raw_set_get p99_growth_1e6 max_script_ms wakeup_ms "
     "idle_commands_per_s memory_ratio",
     "weight_sync.py": "vs_per_tensor vs_per_tensor_one_rank vs_raw_wire trainer_stall_vs_memcpy "

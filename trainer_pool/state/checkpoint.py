@@ -19,8 +19,10 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from buffer.types import PromptRef
 
@@ -146,7 +148,14 @@ class CheckpointStore:
 def read_state(folder: Path) -> TrainState:
     """The state in the checkpoint `folder`. Raises ValueError if that has none."""
     try:
-        fields = json.loads((folder / _STATE_FILE).read_text())
+        return parse_state(json.loads((folder / _STATE_FILE).read_text()))
+    except OSError as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def parse_state(fields: Mapping[str, Any]) -> TrainState:
+    """The state as JSON has it. Raises ValueError if that is none."""
+    try:
         return TrainState(
             step=int(fields["step"]),
             version=int(fields["version"]),
@@ -156,7 +165,7 @@ def read_state(folder: Path) -> TrainState:
             task_positions={int(k): int(at) for k, at in fields["task_positions"].items()},
             untrained_prompts=tuple(PromptRef(**one) for one in fields["untrained_prompts"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -43,20 +44,31 @@ def write_shards(folder: Path, layout: Layout, rank: int, stream: Tensor) -> Non
 
     Raises OSError.
     """
-    pieces = layout.pieces[rank]
-    specs = [
-        TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=(piece.num_elements(tensor),))
-        for piece in pieces
-        for tensor in [layout.tensors[piece.tensor]]
-    ]
     data = stream.numpy().data
     with shard_file(folder, rank).open("wb", buffering=0) as file:
-        if specs:
-            _write(file.fileno(), memoryview(Layout.of(specs, 1).file_header))
+        _write(file.fileno(), memoryview(_file_header(layout, rank)))
         for start in range(0, len(data), _SYNC_BYTES):
             _write(file.fileno(), data[start : start + _SYNC_BYTES])
             os.fsync(file.fileno())
         os.fsync(file.fileno())
+
+
+def write_pieces(folder: Path, layout: Layout, rank: int, pieces: Iterable[Tensor]) -> None:
+    """The same from the pieces themselves, to a file system in memory. Raises OSError."""
+    with shard_file(folder, rank).open("wb", buffering=0) as file:
+        _write(file.fileno(), memoryview(_file_header(layout, rank)))
+        for piece in pieces:
+            _write(file.fileno(), piece.cpu().contiguous().view(torch.uint8).numpy().data)
+
+
+def _file_header(layout: Layout, rank: int) -> bytes:
+    """Of a file with this rank's pieces; empty if it has none."""
+    specs = [
+        TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=(piece.num_elements(tensor),))
+        for piece in layout.pieces[rank]
+        for tensor in [layout.tensors[piece.tensor]]
+    ]
+    return bytes(Layout.of(specs, 1).file_header) if specs else b""
 
 
 def capture_rng() -> str:
@@ -75,13 +87,13 @@ def capture_rng() -> str:
 
 def write_rng(folder: Path, rank: int, state: str) -> None:
     """Write what `capture_rng` returned."""
-    _rng_file(folder, rank).write_text(state)
+    rng_file(folder, rank).write_text(state)
 
 
 def restore_rng(folder: Path, rank: int) -> None:
     """Go on with the random numbers of `rank`. Raises ValueError."""
     try:
-        states = json.loads(_rng_file(folder, rank).read_text())
+        states = json.loads(rng_file(folder, rank).read_text())
         torch.set_rng_state(_bytes(states["cpu"]))
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(_bytes(states["cuda"]))
@@ -89,14 +101,14 @@ def restore_rng(folder: Path, rank: int) -> None:
         version, words, gauss = states["python"]
         random.setstate((version, tuple(words), gauss))
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{_rng_file(folder, rank)} cannot be read: {error}") from error
+        raise ValueError(f"{rng_file(folder, rank)} cannot be read: {error}") from error
 
 
 def _bytes(text: str) -> Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
-def _rng_file(folder: Path, rank: int) -> Path:
+def rng_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:02d}.rng.json"
 
 
@@ -115,16 +127,18 @@ class ShardReader:
             weights = reader.tensor("model.embed_tokens.weight")
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ValueError if `folder` is not a whole checkpoint of this form."""
+    def __init__(self, folder: Path, only: int | None = None) -> None:
+        """`only`: the pieces of this rank, the rest may be missing. Raises ValueError if `folder`
+        is not a whole checkpoint of this form."""
         self._folder = folder
         self._open = ExitStack()
         try:
             self.layout = Layout.from_json(json.loads((folder / LAYOUT_FILE).read_text()))
-            self._files = [
-                self._open.enter_context(safe_open(shard_file(folder, rank), "pt"))
+            self._files = {
+                rank: self._open.enter_context(safe_open(shard_file(folder, rank), "pt"))
                 for rank in range(self.layout.num_ranks)
-            ]
+                if only in (None, rank)
+            }
         except (OSError, ValueError, SafetensorError) as error:
             self._open.close()
             raise ValueError(f"{folder} is not a whole checkpoint: {error}") from error

@@ -1,6 +1,6 @@
 -- Makes the lineage of a trainer that restored a checkpoint the owner; versions after the checkpoint's
 -- are gone. reconcile_groups then sorts the groups in bounded calls.
--- ARGV: lineage, step, version, resume version.
+-- ARGV: lineage, step, version, resume version, the step up to which a checkpoint on disk has all.
 -- Reply: {'begun'} (also on a repeated call) | {'not_owner'} (a later one took over)
 --      | {'behind', newest version} (resume version must be above it)
 -- @include lib/leash
@@ -49,8 +49,8 @@ end
 redis.call('HSET', SETTINGS, 'lineage', ARGV[1], 'reconciling', '1', 'trainer_version', ARGV[4],
   'acked_step', ARGV[2])
 redis.call('DEL', progress, key('forming'))
-redis.call('HSET', progress, 'step', ARGV[2], 'below', is_moved and '+inf' or '-inf',
-  'acked', 0, 'requeued', 0, 'dropped', 0, 'quarantined', 0)
+redis.call('HSET', progress, 'step', ARGV[2], 'durable', ARGV[5], 'below',
+  is_moved and '+inf' or '-inf', 'acked', 0, 'requeued', 0, 'dropped', 0, 'quarantined', 0)
 wake('forming')
 wake('version')
 wake('room')

@@ -25,23 +25,29 @@ local function add_progress(name, amount)
 end
 if not is_reconciling then return reply(0) end
 local step = finite(redis.call('HGET', progress, 'step')) or damaged('reconcile.step')
+local durable = finite(redis.call('HGET', progress, 'durable')) or damaged('reconcile.durable')
 
--- 1. Consumed groups are in the checkpoint or will be trained again.
-local consumed = redis.call('ZRANGE', key('consumed'), '0', bound - 1, 'WITHSCORES')
-for i = 1, #consumed, 2 do
-  local id = consumed[i]
-  redis.call('ZREM', key('consumed'), id)
-  if tonumber(consumed[i + 1]) <= step then
-    count('bytes_consumed', -(to_tombstones({id}, 'acked')))
-    count('acked', 1)
-    add_progress('acked', 1)
-    audit({id}, 'acked', 's', consumed[i + 1])
-  else
-    count('bytes_consumed', -finite(fields_of(id, 'bytes')[1], 0))
-    add_progress(to_ready(id, 'reconciled') and 'requeued' or 'quarantined', 1)
-  end
+-- 1. Consumed groups are in the checkpoint on disk, or were trained up to the restored step and stay
+-- consumed until one contains them, or will be trained again.
+local function consumed(first, last)
+  return redis.call('ZRANGE', key('consumed'), first, last, 'BYSCORE', 'LIMIT', '0', bound, 'WITHSCORES')
 end
-if #consumed > 0 then return reply(1) end
+local contained, undone = consumed('-inf', whole(durable)), consumed('(' .. whole(step), '+inf')
+for i = 1, #contained, 2 do
+  local id = contained[i]
+  redis.call('ZREM', key('consumed'), id)
+  count('bytes_consumed', -(to_tombstones({id}, 'acked')))
+  count('acked', 1)
+  add_progress('acked', 1)
+  audit({id}, 'acked', 's', contained[i + 1])
+end
+for i = 1, #undone, 2 do
+  local id = undone[i]
+  redis.call('ZREM', key('consumed'), id)
+  count('bytes_consumed', -finite(fields_of(id, 'bytes')[1], 0))
+  add_progress(to_ready(id, 'reconciled') and 'requeued' or 'quarantined', 1)
+end
+if #contained + #undone > 0 then return reply(1) end
 
 -- 2. Leased groups belong to the old lineage.
 local leased = redis.call('ZRANGE', LEASED, '0', bound - 1)

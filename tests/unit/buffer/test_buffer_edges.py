@@ -426,7 +426,7 @@ async def test_zombie_changes_nothing_in_the_middle_of_a_takeover(
     await zombie.reconcile("a", step=0, version=0, resume_version=0)
     await _fill(zombie, make_group, "xy")
     held = await _lease(zombie, 1, 0, 2)
-    await heir.begin_reconcile("b", 0, 0, 0)
+    await heir.begin_reconcile("b", 0, 0, 0, 0)
     assert await zombie.consume(held, held.group_ids) == 0
     assert await zombie.renew(held) == await zombie.nack(held, "late") == 0
     assert await zombie.validate(held, 0) == frozenset()
@@ -434,7 +434,7 @@ async def test_zombie_changes_nothing_in_the_middle_of_a_takeover(
         _lease(zombie, 1, 0, 2),
         zombie.ack(9, "a"),
         zombie.finish_reconcile("a", ["x"]),
-        zombie.begin_reconcile("a", 0, 0, 0),
+        zombie.begin_reconcile("a", 0, 0, 0, 0),
     ):
         with pytest.raises(NotOwnerError):
             await refused
@@ -453,7 +453,7 @@ async def test_interrupted_restore_is_finished_by_the_next(
     await buffer.publish_version(4)
     for number in range(6):
         await buffer.push(make_group(f"g{number}", number % 4))
-    await buffer.begin_reconcile("b", 3, 3, 5)
+    await buffer.begin_reconcile("b", 3, 3, 5, 3)
     for _ in range(3):
         await buffer._scripts.run("trainer/reconcile_groups", "b", 1)
     # Pushes and sweeps go on meanwhile; nothing is dropped as stale by half of a renumbering.
@@ -720,3 +720,46 @@ async def test_run_that_was_not_opened_is_named(redis_url: str, make_group: Any)
     with pytest.raises(RunNotOpenError, match="'no-such-run' is not open"):
         await buffer.push(make_group("g"))
     await buffer.close()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_groups_between_the_disk_and_a_copy_in_memory_stay_consumed(
+    checked_buffer: Any, make_group: Any, shards: int
+) -> None:
+    buffer = await checked_buffer(shards=shards, groups_per_step=2, max_staleness=9)
+    await buffer.reconcile("a", step=0, version=0, resume_version=0)
+    for number in range(8):
+        await buffer.push(make_group(f"{number}-a", 0, index=number))
+    steps: list[tuple[str, ...]] = []
+    for step in (1, 2, 3, 4):
+        lease = await buffer.lease(
+            step=step, version=step - 1, num_groups=2, share=0, num_shares=1, timeout_s=1
+        )
+        steps.append(lease.group_ids)
+        if step < 4:
+            await buffer.publish_version(step)
+            await buffer.consume(lease, lease.group_ids)
+    assert await buffer.are_consumed([*steps[0], *steps[2]])
+    assert not await buffer.are_consumed([*steps[2], *steps[3]]), "the last are leased"
+
+    # The disk has step 1, though that is not acknowledged; the copy has step 2.
+    found = await buffer.reconcile(
+        "b",
+        step=2,
+        version=2,
+        resume_version=4,
+        consumed_group_ids=steps[0],
+        durable_step=1,
+    )
+    assert (found.acked, found.requeued) == (2, 4)
+    assert not await buffer.are_consumed(steps[0]) and await buffer.are_consumed(steps[1])
+    stats = await buffer.stats()
+    assert (stats.acked, stats.consumed, stats.ready, stats.leased) == (2, 2, 4, 0)
+    again = await buffer.lease(step=3, version=4, num_groups=2, share=0, num_shares=1, timeout_s=1)
+    assert not {*again.group_ids} & {*steps[0], *steps[1]}
+
+    # The copy is lost too: the disk has all that is left.
+    found = await buffer.reconcile("c", step=1, version=1, resume_version=5)
+    assert (found.acked, found.requeued) == (0, 4)
+    stats = await buffer.stats()
+    assert (stats.acked, stats.consumed, stats.ready, stats.leased) == (2, 0, 6, 0)

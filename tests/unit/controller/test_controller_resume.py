@@ -38,7 +38,7 @@ from controller.training import Pools, Training
 from rollout_pool.pool import RolloutPool
 from trainer_pool.pool import TrainerPool
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState, read_state
-from trainer_pool.types import TrainReport
+from trainer_pool.types import Restored, TrainReport
 
 
 @pytest.fixture
@@ -337,9 +337,14 @@ class Ranks:
         return {"trainer-0": self.opened}
 
     def start(self, *_: Any) -> dict[str, Result]:
+        started = Result()
+        started.set_result(Restored(step=9, from_memory=True))
+        return {"trainer-0": started}
+
+    def connect(self) -> dict[str, Result]:
         return {}
 
-    connect = publish_initial = stop = start
+    publish_initial = stop = connect
 
 
 class IdleEngine:
@@ -379,7 +384,11 @@ async def test_restarted_ranks_go_on_from_a_checkpoint_that_the_old_ones_complet
     first = Ranks(while_closing=complete_another)
     resumed_from, said = await _train(run_dir, config, address, [first, Ranks(REPORT)])
     assert resumed_from == [run_dir.path / "checkpoints" / "step-000007"]
-    assert "trainer-0 died: the ranks go on from step 7" in said
+    assert "trainer-0 died: the ranks start again" in said
+    assert "the ranks go on from step 9 (memory), after" in said
+    (resumed, again) = read_metrics(run_dir.metrics, "resumed")[-2:]
+    assert (resumed.values["source"], again.values["source"]) == ("disk", "memory")
+    assert (resumed.count("step"), again.count("step")) == (6, 9)
 
 
 async def test_ranks_start_again_if_one_hangs_and_if_one_dies_as_it_starts_again(
@@ -397,8 +406,8 @@ async def test_ranks_start_again_if_one_hangs_and_if_one_dies_as_it_starts_again
     address = BufferAddress(url=redis_url, run=run_name, settings=config.buffer)
     resumed_from, said = await _train(run_dir, config, address, [hanging, dying, Ranks(REPORT)])
     assert len(resumed_from) == 2
-    assert "trainer-0 does not answer within 0.1 s: the ranks go on from step" in said
-    assert "trainer-0 died: the ranks go on from step" in said
+    assert "trainer-0 does not answer within 0.1 s: the ranks start again" in said
+    assert "trainer-0 died: the ranks start again" in said
 
 
 async def _train(

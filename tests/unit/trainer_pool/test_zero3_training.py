@@ -382,6 +382,13 @@ def test_adam_and_recomputed_layers_are_as_the_settings_say(ranks: Ranks) -> Non
     assert results["forwards"] == 4, "in each of two passes, once forward and once backward"
 
 
+def test_ranks_go_on_from_the_copy_on_the_next_machine_if_one_is_lost(ranks: Ranks) -> None:
+    results = json.loads((ranks.run("copies", 2) / "results.json").read_text())
+    assert results["same"], "bitwise"
+    assert results["kept"] == [["step-000002"]] * 2
+    assert results["unsaved"] == [[2, ["a", "b"]]]
+
+
 NUM_KILLS = int(os.environ.get("LEASH_SOAK_CHECKPOINT_KILLS", "3"))
 LAST_MOMENT = 24
 """Of a rank with a checkpoint after each of 4 steps of two updates; rank 0 has twice as many."""

@@ -17,6 +17,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -44,6 +45,7 @@ from trainer_pool.model import zero3
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
 from trainer_pool.rank import TrainerRank
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
+from trainer_pool.state.peer_copies import PeerCopies
 from trainer_pool.state.shards import ShardReader, restore_rng
 from trainer_pool.state.writer import CheckpointWriter, SaveReport
 from trainer_pool.step import StepBatch, train_step
@@ -309,6 +311,41 @@ class Scenario:
             errors.append(max(float((t - whole[n]).abs().max()) for n, t in mine))
         self.results |= {"errors": errors, "forwards": len(forwards)}
 
+    def copies(self) -> None:
+        """Each rank has a machine of its own, and that of rank 1 is lost with its copy of step 2.
+        In `same` whether the ranks that go on from rank 0's machine train to the same weights."""
+        folder = self.folder / f"memory-{self.ranks.rank}"
+        layout = self.engine.state_layout()
+        copies = PeerCopies(folder, layout, self.ranks, timeout_s=60.0)
+        self.train(0, SAVE_AFTER, save_after=())
+        for step in (1, SAVE_AFTER):
+            unsaved = [(SAVE_AFTER, ("a", "b"))] if self.ranks.rank == 0 else []
+            state = self.state(step)
+            while copies.save(state, unsaved, self.engine.state_shards()) is not None:
+                pass  # the one before is being sent
+        assert copies._thread is not None
+        copies._thread.join()
+        kept = [sorted(path.name for path in folder.iterdir())]
+        self.train(SAVE_AFTER, NUM_STEPS, save_after=())
+        expected = {name: tensor.clone() for name, tensor in self.engine.named_tensors()}
+
+        self.ranks.barrier()
+        if self.ranks.rank == 1:
+            shutil.rmtree(folder)
+        (folder / "step-000003").mkdir(parents=True)  # of one that died while it copied
+        copies = PeerCopies(folder, layout, self.ranks, timeout_s=60.0)
+        assert copies.newest(after=SAVE_AFTER) is None
+        found = copies.newest(after=1)
+        assert found is not None and found.state == self.state(SAVE_AFTER, found.state.num_updates)
+        with ShardReader(found.folder, only=self.ranks.rank) as reader:
+            self.engine.restore_state(reader, found.state.num_updates)
+        copies.clear(kept=found)
+        kept.append(sorted(path.name for path in folder.iterdir()))
+        self.train(SAVE_AFTER, NUM_STEPS, save_after=())
+        again = dict(self.engine.named_tensors())
+        same = all(torch.equal(tensor, expected[name]) for name, tensor in again.items())
+        self.results |= {"same": same, "kept": kept, "unsaved": found.unsaved}
+
     def restore(self, num_ranks: int) -> None:
         """The state that so many ranks have saved."""
         self.restore_from(self.folder / f"checkpoints-{num_ranks}")
@@ -320,16 +357,18 @@ class Scenario:
             self.engine.restore_state(reader, found[1].num_updates)
 
     def save(self, step: int) -> None:
-        state = TrainState(
+        self.writer.save(self.state(step), self.engine.state_shards())
+
+    def state(self, step: int, num_updates: int | None = None) -> TrainState:
+        return TrainState(
             step=step,
             version=step,
-            num_updates=self.engine.num_updates,
+            num_updates=self.engine.num_updates if num_updates is None else num_updates,
             lineage="one",
             consumed_group_ids=(),
             task_positions={},
             untrained_prompts=(),
         )
-        self.writer.save(state, self.engine.state_shards())
 
     def train_and_publish(self) -> None:
         """Every step's weights as bfloat16, in full and as deltas; waits for the last one only."""
@@ -552,6 +591,7 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
         "chain": scenario.chain,
         "full_disk": scenario.full_disk,
         "optimizer": scenario.optimizer,
+        "copies": scenario.copies,
     }[name]()
     if rank == 0:
         output.mkdir(exist_ok=True)
