@@ -105,7 +105,7 @@ class TrainerRank:
         self._is_training = False
         self._has_compared = False
         """Whether the engines' weights have been compared with the trainer's."""
-        self._lineage = uuid4().hex
+        (self._lineage, *_) = self._ranks.gather_texts(uuid4().hex)  # rank 0's
         self._step = 0
         self._version = 0
         self._saved_step = -1
