@@ -41,7 +41,7 @@ launch: install ## train: make launch [EXPERIMENT=...] [ARGS="buffer.max_stalene
 	@$(LEASH) launch $(EXPERIMENT_FLAG) $(OVERRIDES)
 
 resume: install ## go on with a run that has ended, from its last checkpoint (RUN=name; ARGS changes settings)
-	@$(LEASH) resume $(RUN_FLAG) $(OVERRIDES)
+	@$(LEASH) resume $(RUN_FLAG) $(if $(EXPERIMENT),experiment=$(EXPERIMENT)) $(OVERRIDES)
 
 attach: install ## be the controller of a run whose own controller and guard were killed (RUN=name; default: the newest)
 	@$(LEASH) attach $(RUN_FLAG)
@@ -65,6 +65,7 @@ tune: install ## change a running job: make tune MAX_STALENESS=2 [ARGS="rollout.
 	@$(LEASH) tune $(RUN_FLAG) $(if $(MAX_STALENESS),buffer.max_staleness=$(MAX_STALENESS)) $(ARGS)
 
 scale: install ## change the number of engines of a running job: make scale ROLLOUT=3 [RUN=name]
+	@$(if $(ROLLOUT),,$(error ROLLOUT is missing: say how many engines, as make scale ROLLOUT=3))
 	@$(LEASH) tune $(RUN_FLAG) rollout.num_engines=$(ROLLOUT)
 
 timeline: install ## draw how a version reached the engines: make timeline [VERSION=...] [RUN=name]

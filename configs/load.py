@@ -215,7 +215,9 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     settings = OmegaConf.create(_literal(tree))
     for name, text in map(_split, overrides):
         OmegaConf.update(settings, name, _value(name, text), force_add=True)
-    return _to_schema(settings)
+    config = _to_schema(settings)
+    _anchor_paths(config)
+    return config
 
 
 def differences(before: Config, after: Config) -> dict[str, tuple[object, object]]:

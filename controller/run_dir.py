@@ -58,10 +58,16 @@ class RunRecord:
     started: float
     state: str
     ended: float | None = None
+    resumed: float | None = None
+    """When it last went on."""
     host: str = ""
     """Of `pid`."""
     error: str | None = None
     """Why the run failed."""
+
+    @property
+    def last_start(self) -> float:
+        return self.resumed or self.started
 
     @property
     def is_here(self) -> bool:
@@ -159,16 +165,18 @@ class RunDir:
         with self.ending():  # two of them might try
             record = self.read_record()
             if record.state == "running" and not record.is_of_parent:
-                where, fix = "this machine", f"`make stop RUN={self.name}` ends it, or what it left"
+                stop = f"`{self.command('stop')}`"
+                where, fix = "this machine", f"{stop} ends it, or what it left"
                 if not record.is_here:
-                    where, fix = record.host, f"`make stop RUN={self.name}` there ends it. "
+                    where, fix = record.host, f"{stop} there ends it. "
                     fix += f'Is that machine gone? Then write "failed" for "running" in {self.path}'
                     fix += "/run.json"
                 raise RunDirError(
                     f"RUN={self.name!r}: its controller is process {record.pid} on {where}; {fix}"
                 )
             self.remove_temporary()  # nobody has, if its machine was lost
-            self.write_record(_record_of_this_process(self.name, started=record.started))
+            again = _record_of_this_process(self.name, started=record.started)
+            self.write_record(replace(again, resumed=time.time()))
 
     def take_over(self) -> None:
         """Make this process the controller of a run that goes on without one. Raises RunDirError as
@@ -189,7 +197,9 @@ class RunDir:
         if record.is_alive and not record.is_of_parent:
             raise RunDirError(
                 f"RUN={self.name!r}: its controller, process {record.pid}"
-                f"{'' if record.is_here else ' on ' + record.host}, is not gone"
+                f"{'' if record.is_here else ' on ' + record.host}, is not gone: end it first, by "
+                f"Ctrl-C where it runs or by `{self.command('stop')}`, which ends the run too. "
+                f"Does it hang? `kill -9 {record.pid}`, and its guard starts another"
             )
 
     def adopt(self) -> None:
@@ -211,7 +221,7 @@ class RunDir:
         runs = cls._all(root)
         if not runs:
             raise RunDirError(f"no run below {root}/ yet: start one with `make launch`")
-        return max(runs, key=lambda run: run.read_record().started)
+        return max(runs, key=lambda run: run.read_record().last_start)
 
     @classmethod
     def _all(cls, root: str) -> list[RunDir]:
@@ -257,11 +267,27 @@ class RunDir:
     @property
     def resume_command(self) -> str | None:
         """The command that continues it when it has ended; None before its first checkpoint."""
-        if not (self.path / "checkpoints" / "latest").exists():
-            return None
+        return self.command("resume") if self.has_checkpoint else None
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return (self.path / "checkpoints" / "latest").exists()
+
+    def command(self, verb: str) -> str:
+        """`make VERB` for this run, to be typed in the current folder."""
         root = self.path.parent
         folder = "" if root == Path("runs").absolute() else f" DIR={root}"
-        return f"make resume RUN={self.name}{folder}"
+        return f"make {verb} RUN={self.name}{folder}"
+
+    @property
+    def gone_words(self) -> str:
+        """What to do about a controller that is gone."""
+        attach = f"`{self.command('attach')}` gives it another one, if its processes go on"
+        stop = f"`{self.command('stop')}` ends what is left"
+        end = f"{stop}: it has no checkpoint yet, so launch it again"
+        if self.has_checkpoint:
+            end = f"`{self.resume_command}` goes on from its last checkpoint; {stop}"
+        return f"its controller is gone; {attach}; {end}"
 
     def make_temporary(self) -> Path:
         """A private folder for files that must not outlive the run.
@@ -295,7 +321,7 @@ class RunDir:
 
         The files are in that host's memory and /tmp, so only that host can remove them.
         """
-        stop = f"`make stop RUN={self.name} DIR={self.path.parent}`"
+        stop = f"`{self.command('stop')}`"
         return [
             f"{host} may still hold files of the run: {stop} there removes them, and so does the "
             "next launch with this run.dir that starts an engine there"

@@ -37,16 +37,13 @@ def print_status(run_dir: RunDir, console: Console | None = None) -> None:
     record = run_dir.read_record()
     url = run_dir.read_redis_url()
     if record.state == "running" and not record.is_alive:
-        console.print(
-            f"{run_dir.name}: its controller is gone. `make attach` gives it another one, if its "
-            "processes go on; `make stop` ends what is left."
-        )
+        console.print(f"{run_dir.name}: {run_dir.gone_words}", highlight=False, soft_wrap=True)
         _print_history(run_dir, console)
     elif record.state == "running" and url is None:
         console.print(f"{run_dir.name} is starting; its Redis is not up yet.")
     elif record.state == "running" and url is not None:
         view = _live_view(run_dir, record.started, url)
-        console.print(render(view, console.width, hint="`make stop` ends the run"))
+        console.print(render(view, console.width, hint=f"`{run_dir.command('stop')}` ends the run"))
         console.print(
             f"From outside: {command_from_outside(run_dir)}",
             style="dim",

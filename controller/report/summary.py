@@ -23,7 +23,6 @@ from controller.run_dir import RunDir
 from controller.units import format_bytes, format_count, format_duration
 
 PICTURES = {**PLOTS, LAST_TIMELINE: "How the last version reached the engines"}
-CONTROLLER_GONE = "its controller is gone; `make stop` ends what is left"
 _QUIET_EVENTS = {"epoch", "joined"}
 """Every run has these."""
 
@@ -46,7 +45,7 @@ def write_summary(run_dir: RunDir, records: Sequence[Record]) -> RunResult:
     record = run_dir.read_record()
     state, error = record.state, record.error
     if state == "running" and not record.is_alive:
-        state, error = "failed", CONTROLLER_GONE
+        state, error = "failed", run_dir.gone_words
     until = records[-1].t if records else record.ended or record.started
     result = summarize(
         run=run_dir.name,

@@ -56,7 +56,12 @@ def find_attachment(run_dir: RunDir, config: Config) -> Attachment:
         why = f"{error.args[0]} is gone" if isinstance(error, KeyError) else str(error)
         why = why.partition("\n")[0] or type(error).__name__
         raise NotAttachableError(
-            f"cannot attach to {run_dir.name} ({why}); it goes on from its last checkpoint"
+            f"cannot attach to {run_dir.name} ({why}); "
+            + (
+                "it goes on from its last checkpoint"
+                if run_dir.has_checkpoint
+                else "launch it again"
+            )
         ) from error
 
 

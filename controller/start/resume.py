@@ -13,6 +13,7 @@ from controller.run_dir import RunDir, RunDirError
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 
 FIXED = {
+    "experiment": "it is the set of settings that the run began with; change single ones in ARGS",
     "run.name": "it names the run's folder and its keys in Redis",
     "run.dir": "the run stays where it is",
     "run.seed": "it orders the prompts, of which some are trained already",
@@ -58,11 +59,16 @@ def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
         every = f"(trainer.checkpoint_every={config.trainer.checkpoint_every})"
         fix = f"it ended before its first checkpoint {every}; launch it again"
         if record.state == "running":
-            where = f"RUN={run_dir.name} DIR={run_dir.path.parent}"
             fix = f"it has not ended, and has no checkpoint yet {every}; "
-            fix += f"`make attach {where}` if its controller is gone, `make stop {where}` ends it"
+            fix += f"`{run_dir.command('stop')}` ends it" if record.is_alive else run_dir.gone_words
         raise RunDirError(f"RUN={run_dir.name!r}: {fix}")
     folder, state = found
+    overridden = frozenset(override.partition("=")[0] for override in overrides)
+    if "trainer.num_steps" in overridden and config.trainer.num_steps < state.step:
+        raise ConfigError(
+            f"trainer.num_steps={config.trainer.num_steps}: the run has done {state.step} steps; "
+            "give the number at which it is to end"
+        )
     history = read_metrics(run_dir.metrics)
     is_over = record.state == "finished"
     if is_over and state.step >= config.trainer.num_steps:
@@ -75,5 +81,5 @@ def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
         checkpoint=folder,
         state=state,
         newest_version=max((r.count("version") + (r.kind == "step") for r in history), default=0),
-        overridden=frozenset(override.partition("=")[0] for override in overrides),
+        overridden=overridden,
     )

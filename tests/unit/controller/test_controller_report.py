@@ -81,7 +81,7 @@ def test_report_of_a_run_whose_controller_was_killed_says_so(run_dir: RunDir) ->
     run_dir.write_record(replace(run_dir.read_record(), process_started=0.0))
     result = write_summary(run_dir, read_metrics(run_dir.metrics))
     assert result.state == "failed"
-    assert result.error is not None and "`make stop`" in result.error
+    assert result.error is not None and "`make stop RUN=" in result.error
 
 
 def test_report_from_the_command_line_ends_with_the_result(run_dir: RunDir, leash: Command) -> None:

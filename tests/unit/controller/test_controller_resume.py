@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -20,7 +21,7 @@ from buffer.connect import connect_buffer
 from buffer.redis.client import BufferConnectionError
 from buffer.run_state import RunState
 from buffer.types import PromptRef
-from configs.load import ConfigError, load_config, to_yaml
+from configs.load import ConfigError, load_config, read_config, to_yaml
 from configs.schema import BufferConfig, Config
 from controller import training as training_module
 from controller.buffer_access import BufferAddress, opened
@@ -86,6 +87,8 @@ def test_resumption_is_the_last_checkpoint_with_the_settings_of_the_run(
     ("override", "reason"),
     [
         ("run.seed=7", FIXED["run.seed"]),
+        ("experiment=gsm8k", "change single ones in ARGS"),
+        ("trainer.num_steps=5", "trainer.num_steps=5: the run has done 6 steps; give the number"),
         ("model.scratch.hidden_size=256", FIXED["model"]),
         ("task.name=gcd", FIXED["task"]),
         ("rollout.num_workers=9", FIXED["rollout.num_workers"]),
@@ -101,6 +104,21 @@ def test_illegal_change_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         find_resumption(run_dir, [override])
+
+
+def test_relative_path_in_the_arguments_of_a_resume_is_one_of_the_current_folder(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = read_config(run_dir.path / "config.yaml", ["task.eval_path=held-out.jsonl"])
+    assert config.task.eval_path == str(tmp_path / "held-out.jsonl")
+
+
+def test_page_lists_what_a_run_keeps() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    kept = r"\*\*Settings that a run keeps\*\*.*?: (.*?)\. Anything\s+else"
+    (names,) = re.findall(kept, page, re.DOTALL)
+    assert set(re.findall(r"`([a-z_.]+)`", names)) == set(FIXED)
 
 
 def test_run_without_a_checkpoint_or_with_all_steps_done_is_refused(run_dir: RunDir) -> None:
@@ -137,7 +155,7 @@ def test_run_is_reopened_by_one_process_when_it_has_ended(run_dir: RunDir) -> No
     record = run_dir.read_record()
     assert (record.pid, record.started, record.state) == (psutil.Process().pid, started, "running")
     assert record.ended is None and record.is_running
-    with pytest.raises(RunDirError, match=r"its controller is process .* `make stop RUN=a`"):
+    with pytest.raises(RunDirError, match=r"controller is process .* `make stop RUN=a DIR=/.*`"):
         run_dir.reopen()
 
 

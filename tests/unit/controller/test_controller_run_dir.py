@@ -27,6 +27,9 @@ def test_new_run_is_found_by_name_and_as_the_newest(tmp_path: Path) -> None:
     assert RunDir.find(str(tmp_path), "first") == first
     assert RunDir.find(str(tmp_path), None) == second
     assert first.read_record().state == "running" and first.read_record().is_alive
+    first.end("stopped")
+    first.reopen()
+    assert RunDir.find(str(tmp_path), None) == first, "it went on last"
 
 
 @pytest.mark.parametrize("name", ["a b", "../up", "a:b", "{x}", "-x"])
