@@ -58,6 +58,7 @@ SETTINGS = (
     f"trainer.max_restarts={UNLIMITED}",
     f"buffer.max_restarts={UNLIMITED}",
     f"buffer.max_staleness={MAX_STALENESS}",
+    f"buffer.audit_length={UNLIMITED}",  # what was trained twice is read from it
     "rollout.num_workers=2",
     "rollout.reward_actors=1",
     f"rollout.max_worker_restarts={UNLIMITED}",
