@@ -116,7 +116,7 @@ class TrainerConfig(Section):
     """Optimizer steps per batch. If more than one, proximal log-probabilities are computed first.
     """
     micro_batch_tokens: int = field(default=16384, metadata=at_least(1))
-    """Padded tokens in one forward pass of one rank."""
+    """Most tokens in one forward pass of one rank: trajectories laid end to end."""
     learning_rate: float = field(default=1e-6, metadata=POSITIVE)
     lr_warmup_steps: int = field(default=0, metadata=at_least(0))
     weight_decay: float = field(default=0.0, metadata=NOT_NEGATIVE)

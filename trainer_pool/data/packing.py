@@ -1,18 +1,20 @@
-"""Packs trajectories of different lengths into padded micro-batches; pure.
+"""Packs trajectories of different lengths into micro-batches without padding; pure.
 
-    budget 12 tokens        rows are sorted by length, so that a batch needs little padding
+    budget 12 tokens        sequences of one micro-batch lie end to end in one row
 
-    [ a a a a a a ]         [ c c c . ]
-    [ b b b b b . ]         [ d d d . ]     a dot is padding, on the right
-                            [ e e . . ]
+    [ a a a a a a b b b b b ]         position_ids 0 1 2 3 4 5 0 1 2 3 4
+    [ c c c d d d e e ]               attention never crosses from one letter to another
 
-Letters: B rows, T positions.
+Only logits that predict a trained token are computed: one for each of the N trained tokens.
+
+Letters: L tokens of the row, N trained tokens, S sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,66 +48,148 @@ class Row:
         return int(self.loss_mask.sum())
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PassCost:
+    """Time of a sequence in a forward pass, up to a factor: multiply-adds of the model.
+
+    A token meets every weight once. A query and a key meet twice in each layer (their product, and
+    the sum of values), and causal attention has T²/2 such pairs.
+    """
+
+    per_token: float = 1.0
+    per_pair: float = 0.0
+
+    def of(self, length: int) -> float:
+        return self.per_token * length + self.per_pair * length**2 / 2
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class PackedRow:
+    """What a forward pass computes: sequences that do not see each other, laid end to end."""
+
+    tokens_L: Tensor
+    """int64"""
+    position_ids_L: Tensor
+    """int64; starts at 0 in each sequence."""
+    starts: Tensor
+    """int32 [S + 1]: where each sequence begins, and L."""
+    longest: int
+    """Tokens of the longest sequence."""
+
+    def to(self, device: torch.device) -> PackedRow:
+        return replace(self, **_moved(self, device))
+
+
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class MicroBatch:
-    """Rows of one forward pass.
+    """A packed row, and what the loss needs of each of its N trained tokens.
 
-    Predictions are needed only for the last P of the T positions (from the first trained token of
-    any row on); tensors with P in their name are cut to these.
+    Without a trained token it has one token with mask 0, so that every rank runs backward.
     """
 
-    tokens_BT: Tensor
+    row: PackedRow
+    places_N: Tensor
+    """int64: positions in the row whose logits predict the N tokens."""
+    segment_ids_N: Tensor
+    """int64: which of the trajectories a token belongs to, ascending."""
+    num_segments: int
+    targets_N: Tensor
     """int64"""
-    mask_BP: Tensor
+    mask_N: Tensor
     """float32, 1 where the token is trained on"""
-    rollout_logprobs_BP: Tensor
-    advantages_B1: Tensor
-    weights_B1: Tensor
-    temperatures_B1: Tensor
-    is_current_B1: Tensor
-
-    @property
-    def num_last(self) -> int:
-        """Positions whose next-token logits are needed: one before each of the P."""
-        return self.mask_BP.shape[1] + 1
-
-    @property
-    def targets_BP(self) -> Tensor:
-        return self.tokens_BT[:, -self.mask_BP.shape[1] :]
+    rollout_logprobs_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    temperatures_N: Tensor
+    is_current_N: Tensor
+    num_padding: int = 0
+    """Tokens of the row that belong to no trajectory."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
-        return MicroBatch(**{n: t.to(device, non_blocking=True) for n, t in tensors.items()})
+        return replace(self, row=self.row.to(device), **_moved(self, device))
 
 
-def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of the rows in each micro-batch: longest first, rows x longest <= `max_tokens`.
+def _moved(record: PackedRow | MicroBatch, device: torch.device) -> dict[str, Any]:
+    values = {item.name: getattr(record, item.name) for item in fields(record)}
+    return {
+        name: value.to(device, non_blocking=True)
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
 
-    Raises ValueError if a single row is longer than that.
+
+def plan_micro_batches(
+    lengths: Sequence[int], max_tokens: int, cost: PassCost | None = None
+) -> list[list[int]]:
+    """Indices of the sequences in each micro-batch of at most `max_tokens`; the costliest first.
+
+    First-fit decreasing (Johnson 1973: at most 11/9 of the fewest possible, plus 1) says how many
+    there are. In the order of their costs, the passes of the ranks, which wait for each other, take
+    about the same time. So do the passes of one rank, if the sequences, the costliest first, each
+    given to the cheapest micro-batch with room, still fit.
+    Raises ValueError if a single sequence is longer than `max_tokens`.
     """
+    cost = cost or PassCost()
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if lengths and lengths[order[0]] > max_tokens:
+        raise ValueError(
+            f"trainer.micro_batch_tokens={max_tokens}: a trajectory has {lengths[order[0]]} tokens;"
+            " set it to at least the longest prompt and response together"
+        )
+    costs = [cost.of(length) for length in lengths]
+    plan = _first_fit(order, lengths, max_tokens)
+    even = _evened_out(order, lengths, costs, max_tokens, len(plan))
+
+    def costliest(plan: list[list[int]]) -> float:
+        return max((sum(costs[i] for i in part) for part in plan), default=0.0)
+
+    if even is not None and costliest(even) < costliest(plan):
+        plan = even
+    return sorted(plan, key=lambda part: -sum(costs[i] for i in part))
+
+
+def _first_fit(order: Iterable[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     plan: list[list[int]] = []
+    room: list[int] = []
     for i in order:
-        if lengths[i] > max_tokens:
-            raise ValueError(
-                f"trainer.micro_batch_tokens={max_tokens}: a trajectory has {lengths[i]} tokens; "
-                "set it to at least the longest prompt and response together"
-            )
-        if plan and (len(plan[-1]) + 1) * lengths[plan[-1][0]] <= max_tokens:
-            plan[-1].append(i)
-        else:
-            plan.append([i])
+        place = next((p for p, free in enumerate(room) if free >= lengths[i]), len(plan))
+        if place == len(plan):
+            plan.append([])
+            room.append(max_tokens)
+        plan[place].append(i)
+        room[place] -= lengths[i]
     return plan
 
 
-def pack(rows: Sequence[Row], max_tokens: int) -> list[MicroBatch]:
-    """Every row in exactly one micro-batch of at most `max_tokens` padded tokens."""
-    plan = plan_micro_batches([len(row.tokens) for row in rows], max_tokens)
-    return [_pad([rows[i] for i in indices]) for indices in plan]
+def _evened_out(
+    order: Iterable[int],
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    max_tokens: int,
+    count: int,
+) -> list[list[int]] | None:
+    """`count` micro-batches of nearly equal costs; None if they do not fit."""
+    plan: list[list[int]] = [[] for _ in range(count)]
+    room, spent = [max_tokens] * count, [0.0] * count
+    for i in order:
+        places = [place for place in range(count) if room[place] >= lengths[i]]
+        if not places:
+            return None
+        place = min(places, key=spent.__getitem__)
+        plan[place].append(i)
+        room[place] -= lengths[i]
+        spent[place] += costs[i]
+    return plan
+
+
+def pack(rows: Sequence[Row], max_tokens: int, cost: PassCost | None = None) -> list[MicroBatch]:
+    """Every row in exactly one micro-batch of at most `max_tokens` tokens."""
+    plan = plan_micro_batches([len(row.tokens) for row in rows], max_tokens, cost)
+    return [_lay([rows[i] for i in indices]) for indices in plan]
 
 
 def fill_up(batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
-    """`batches`, padded with empty ones to `count`.
+    """`batches`, with empty ones added up to `count`.
 
     ZeRO-3 gathers weights and reduces gradients in every pass, so all ranks must make the same
     number of passes; an empty micro-batch has no token to train on.
@@ -116,29 +200,44 @@ def fill_up(batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
         loss_mask=np.zeros(2, np.uint8),
         rollout_logprobs=np.zeros(2, np.float32),
     )
-    return [*batches, *(_pad([empty]) for _ in range(count - len(batches)))]
+    padding = replace(_lay([empty]), num_padding=2)
+    return [*batches, *[padding] * (count - len(batches))]
 
 
-def _pad(rows: Sequence[Row]) -> MicroBatch:
-    length = max(len(row.tokens) for row in rows)
-    first = min((int(row.loss_mask.argmax()) for row in rows if row.num_trained), default=1)
-    tokens = np.zeros((len(rows), length), np.int64)
-    mask = np.zeros((len(rows), length), np.float32)
-    logprobs = np.zeros((len(rows), length), np.float32)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row.tokens)] = row.tokens
-        mask[i, : len(row.tokens)] = row.loss_mask
-        logprobs[i, : len(row.tokens)] = row.rollout_logprobs
-    return MicroBatch(
-        tokens_BT=torch.from_numpy(tokens),
-        mask_BP=torch.from_numpy(mask[:, first:].copy()),
-        rollout_logprobs_BP=torch.from_numpy(logprobs[:, first:].copy()),
-        advantages_B1=_column([row.advantage for row in rows]),
-        weights_B1=_column([row.weight for row in rows]),
-        temperatures_B1=_column([row.temperature for row in rows]),
-        is_current_B1=torch.tensor([[row.is_current] for row in rows]),
+def packed_row(sequences: Sequence[Tensor]) -> PackedRow:
+    """Sequences of token ids, end to end, on their device."""
+    lengths = [len(sequence) for sequence in sequences]
+    device = sequences[0].device
+    return PackedRow(
+        tokens_L=torch.cat(list(sequences)).long(),
+        position_ids_L=torch.cat([torch.arange(length, device=device) for length in lengths]),
+        starts=torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device),
+        longest=max(lengths),
     )
 
 
-def _column(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float32).unsqueeze(1)
+def _lay(rows: Sequence[Row]) -> MicroBatch:
+    mask = np.concatenate([row.loss_mask for row in rows])
+    trained = np.flatnonzero(mask)
+    if not len(trained):
+        trained = np.array([1])  # the second token of the first row, whose mask is 0
+    packed = packed_row([torch.from_numpy(row.tokens) for row in rows])
+    segments = np.repeat(np.arange(len(rows)), [len(row.tokens) for row in rows])[trained]
+    logprobs = np.concatenate([row.rollout_logprobs for row in rows])
+
+    def each(numbers: Sequence[float]) -> Tensor:
+        return torch.from_numpy(np.asarray(numbers, np.float32)[segments])
+
+    return MicroBatch(
+        row=packed,
+        places_N=torch.from_numpy(trained - 1),
+        segment_ids_N=torch.from_numpy(segments),
+        num_segments=len(rows),
+        targets_N=packed.tokens_L[trained],
+        mask_N=torch.from_numpy(mask[trained].astype(np.float32)),
+        rollout_logprobs_N=torch.from_numpy(logprobs[trained].astype(np.float32)),
+        advantages_N=each([row.advantage for row in rows]),
+        weights_N=each([row.weight for row in rows]),
+        temperatures_N=each([row.temperature for row in rows]),
+        is_current_N=torch.tensor([row.is_current for row in rows])[torch.from_numpy(segments)],
+    )

@@ -245,6 +245,8 @@ def test_one_and_two_ranks_give_the_same_stats_and_weights(
         for name, value in alone.items():
             if isinstance(value, str):
                 assert value == together[name]
+            elif name == "padding_fraction":  # a rank with less work makes the others' passes too
+                assert value == 0 <= together[name] < 0.05
             else:
                 assert value == pytest.approx(together[name], rel=2e-4, abs=2e-6, nan_ok=True), name
     assert one_rank.weights.keys() == two_ranks.weights.keys()

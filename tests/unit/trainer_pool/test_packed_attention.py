@@ -1,0 +1,156 @@
+"""Packed rows through real models: each sequence as by itself, or the model is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from trainer_pool.data.packing import PackedRow, packed_row
+from trainer_pool.model import attention, zero3
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+LENGTHS = (7, 3, 12, 5)
+
+
+def config_of(kind: str) -> hf.PreTrainedConfig:
+    match kind:
+        case "qwen3":
+            return hf.Qwen3Config(**SIZES)
+        case "sliding window":
+            return hf.MistralConfig(**SIZES, sliding_window=4)
+        case "learned positions":
+            return hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32)
+        case "experts":
+            return hf.Qwen3MoeConfig(
+                **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+            )
+        case "convolution":
+            return hf.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])
+        case "softcap":
+            return hf.Gemma2Config(**SIZES)
+        case "sinks":
+            return hf.GptOssConfig(**SIZES, num_local_experts=4)
+        case "own attention":
+            return hf.FalconConfig(
+                vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4
+            )
+        case "own attention by one class":
+            return hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
+    raise AssertionError(kind)
+
+
+def build(kind: str, implementation: str = attention.PACKED) -> Any:
+    """The same weights for either attention, far enough from 0 that a leak is seen."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(kind), attn_implementation=implementation)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.3)
+    # transformers multiplies experts in float32 at most.
+    return (model if kind == "experts" else model.double()).eval()
+
+
+def sequences() -> list[Tensor]:
+    dice = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 64, (length,), generator=dice) for length in LENGTHS]
+
+
+def logits_of(model: Any, row: PackedRow, places: Tensor) -> Tensor:
+    output = model(
+        input_ids=row.tokens_L[None],
+        position_ids=row.position_ids_L[None],
+        use_cache=False,
+        logits_to_keep=places,
+        **attention.arguments(row),
+    )
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 0, 1)])
+@pytest.mark.parametrize("kind", ["qwen3", "sliding window", "learned positions", "experts"])
+def test_packed_sequences_have_the_logits_and_gradients_that_each_has_alone(
+    kind: str, order: Sequence[int]
+) -> None:
+    """Against transformers' own SDPA, one sequence at a time; its norms round to float32."""
+    packed, alone = build(kind), build(kind, "sdpa")
+    parts = [sequences()[i] for i in order]
+    row = packed_row(parts)
+    logits = logits_of(packed, row, torch.arange(len(row.tokens_L)))
+    expected = torch.cat([alone(input_ids=part[None]).logits[0] for part in parts])
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    pull = torch.randn_like(logits)
+    (logits * pull).sum().backward()
+    (expected * pull).sum().backward()
+    theirs = gradients(alone)
+    for name, gradient in gradients(packed).items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-5, atol=1e-4, msg=name)
+
+
+def test_gradient_checkpointing_hands_the_borders_on() -> None:
+    model, parts = build("qwen3").train(), sequences()
+    row = packed_row(parts)
+    places = torch.tensor([2, 8, 20])
+    logits_of(model, row, places).square().sum().backward()
+    plain = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    logits_of(model, row, places).square().sum().backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, plain[name], msg=name)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "sliding window", "learned positions", "experts"])
+def test_model_whose_sequences_do_not_mix_passes_the_check(kind: str) -> None:
+    model = build(kind).float()
+    attention.check_model("m", lambda row, places: logits_of(model, row, places), model.device)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("convolution", r"model\.path='m': a sequence has other logits behind another one"),
+        ("softcap", r"model\.path: Gemma2Attention has attention with softcap"),
+        ("sinks", r"model\.path: GptOssAttention has attention with sinks"),
+    ],
+)
+def test_model_that_cannot_be_packed_is_refused(kind: str, reason: str) -> None:
+    model = build(kind).float()
+    with pytest.raises(ValueError, match=reason):
+        attention.check_model("m", lambda row, places: logits_of(model, row, places), model.device)
+
+
+@pytest.mark.parametrize("kind", ["own attention", "own attention by one class"])
+def test_model_with_its_own_attention_is_refused_when_it_is_loaded(
+    kind: str, tmp_path: Path
+) -> None:
+    AutoModelForCausalLM.from_config(config_of(kind)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model\.path=.* computes its attention by itself"):
+        zero3._load(str(tmp_path), torch.float32, trust_remote_code=False)
+
+
+def test_model_that_does_not_hand_the_borders_on_is_refused() -> None:
+    heads = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="was not told the sequences"):
+        attention.packed_attention(torch.nn.Identity(), heads, heads, heads, None)
