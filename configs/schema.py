@@ -117,6 +117,9 @@ class TrainerConfig(Section):
     """
     micro_batch_tokens: int = field(default=16384, metadata=at_least(1))
     """Most tokens in one forward pass of one rank: trajectories laid end to end."""
+    share_prefixes: bool = False
+    """Compute the tokens that trajectories of one forward pass begin with, such as the prompt of a
+    group, once for all of them."""
     learning_rate: float = field(default=1e-6, metadata=POSITIVE)
     lr_warmup_steps: int = field(default=0, metadata=at_least(0))
     weight_decay: float = field(default=0.0, metadata=NOT_NEGATIVE)

@@ -63,6 +63,9 @@ class StepStats:
     padding_fraction: float
     """Share of the tokens in forward passes that belong to no trajectory: of passes that a rank
     makes only because another one has more."""
+    shared_fraction: float
+    """Share of the trajectories' tokens that no pass computed, as another trajectory begins with
+    the same; 0 without trainer.share_prefixes."""
     entropy: float
     """Of the policy being trained, in nats."""
     logprob_diff_mean: float
@@ -120,7 +123,7 @@ class StepAccumulator:
         # Kept on the device until the end of the step, so that no micro-batch waits for a copy.
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
-        self._num_computed = self._num_padding = 0
+        self._num_computed = self._num_padding = self._num_in_trajectories = 0
 
     @torch.no_grad()
     def add(
@@ -153,6 +156,7 @@ class StepAccumulator:
         self._sums += torch.stack([value.sum().double() for value in per_sum])
         self._num_computed += len(batch.row.tokens_L)
         self._num_padding += batch.num_padding
+        self._num_in_trajectories += batch.num_tokens
         maxima = torch.stack([deviation_N.max().double(), gap_N.max().double()])
         self._maxima = torch.maximum(self._maxima, maxima)
 
@@ -171,12 +175,12 @@ class StepAccumulator:
         `norms`: gradient norm of each update, None if it was skipped.
         """
         mine = _group_table(groups, group_ids, version)
-        computed = torch.tensor([self._num_computed, self._num_padding], dtype=torch.float64)
-        parts = [self._sums.cpu(), self._maxima.cpu(), computed, mine.view(-1)]
+        counts = [self._num_computed, self._num_padding, self._num_in_trajectories]
+        parts = [self._sums.cpu(), self._maxima.cpu(), torch.tensor(counts).double(), mine.view(-1)]
         every = ranks.gather(torch.cat(parts))
         sizes = [len(part) for part in parts]
-        all_sums, all_maxima, computed, tables = torch.split(every, sizes, dim=1)
-        num_computed, num_padding = computed.sum(0).tolist()
+        all_sums, all_maxima, all_counts, tables = torch.split(every, sizes, dim=1)
+        num_computed, num_padding, num_whole = all_counts.sum(0).tolist()
         sums = dict(zip(_SUMS, all_sums.sum(0).tolist(), strict=True))
         maxima = dict(zip(_MAXIMA, all_maxima.amax(0).tolist(), strict=True))
         table = tables.sum(0).view(mine.shape)
@@ -214,6 +218,7 @@ class StepAccumulator:
             num_bounded_tokens=int(sums["bounded"]),
             not_finite_fraction=_share(sums["not_finite"], num_tokens),
             padding_fraction=_share(num_padding, num_computed),
+            shared_fraction=_share(num_whole - (num_computed - num_padding), num_whole),
             entropy=_share(sums["entropy"], num_tokens),
             logprob_diff_mean=_share(sums["diff"], num_compared),
             logprob_diff_max=maxima["diff_max"] if num_compared else math.nan,

@@ -156,7 +156,10 @@ def plan_minibatches(
     Updates without a trained token on any rank are omitted.
     """
     rows = _rows_by_minibatch(batch, config)
-    mine = [pack(part, config.micro_batch_tokens, cost) for part in rows]
+    share = config.share_prefixes
+    mine = [
+        pack(part, config.micro_batch_tokens, cost, should_share_prefixes=share) for part in rows
+    ]
     tokens = [sum(row.weight * row.num_trained for row in part) for part in rows]
     passes = [len(parts) for parts in mine]
     every = ranks.gather(torch.tensor([*tokens, *passes], dtype=torch.float64))

@@ -7,7 +7,7 @@
 
 Only logits that predict a trained token are computed: one for each of the N trained tokens.
 
-Letters: L tokens of the row, N trained tokens, S sequences.
+Letters: L tokens of the row, N trained tokens, S spans.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from trainer_pool.data.prefix_sharing import Forest, Tokens, separate, share_prefixes
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
@@ -59,22 +61,34 @@ class PassCost:
     per_token: float = 1.0
     per_pair: float = 0.0
 
-    def of(self, length: int) -> float:
-        return self.per_token * length + self.per_pair * length**2 / 2
+    def of(self, stop: int, start: int = 0) -> float:
+        """Of the tokens from `start` to `stop`, which see those before."""
+        return self.per_token * (stop - start) + self.per_pair * (stop**2 - start**2) / 2
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class PackedRow:
-    """What a forward pass computes: sequences that do not see each other, laid end to end."""
+    """What a forward pass computes: spans of tokens, laid end to end.
+
+    A span is a whole sequence that sees itself alone, or part of a tree of sequences: then it sees
+    the spans above it, too.
+    """
 
     tokens_L: Tensor
     """int64"""
     position_ids_L: Tensor
     """int64; starts at 0 in each sequence."""
     starts: Tensor
-    """int32 [S + 1]: where each sequence begins, and L."""
+    """int32 [S + 1]: where each span begins, and L."""
     longest: int
-    """Tokens of the longest sequence."""
+    """Tokens of the longest span."""
+    key_starts: Tensor
+    """int32 [S + 1]: `starts` among the tokens that the spans see, their own last."""
+    longest_keys: int
+    """Tokens that one span sees, at most."""
+    key_places: Tensor | None = None
+    """int64: places in the row of the tokens that the spans see; None if they see themselves alone.
+    """
 
     def to(self, device: torch.device) -> PackedRow:
         return replace(self, **_moved(self, device))
@@ -102,6 +116,8 @@ class MicroBatch:
     weights_N: Tensor
     temperatures_N: Tensor
     is_current_N: Tensor
+    num_tokens: int
+    """Of all its trajectories; the row has fewer if they share some."""
     num_padding: int = 0
     """Tokens of the row that belong to no trajectory."""
 
@@ -130,13 +146,16 @@ def plan_micro_batches(
     Raises ValueError if a single sequence is longer than `max_tokens`.
     """
     cost = cost or PassCost()
+    return _plan(lengths, [cost.of(length) for length in lengths], max_tokens)
+
+
+def _plan(lengths: Sequence[int], costs: Sequence[float], max_tokens: int) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if lengths and lengths[order[0]] > max_tokens:
         raise ValueError(
             f"trainer.micro_batch_tokens={max_tokens}: a trajectory has {lengths[order[0]]} tokens;"
             " set it to at least the longest prompt and response together"
         )
-    costs = [cost.of(length) for length in lengths]
     plan = _first_fit(order, lengths, max_tokens)
     even = _evened_out(order, lengths, costs, max_tokens, len(plan))
 
@@ -182,10 +201,28 @@ def _evened_out(
     return plan
 
 
-def pack(rows: Sequence[Row], max_tokens: int, cost: PassCost | None = None) -> list[MicroBatch]:
-    """Every row in exactly one micro-batch of at most `max_tokens` tokens."""
-    plan = plan_micro_batches([len(row.tokens) for row in rows], max_tokens, cost)
-    return [_lay([rows[i] for i in indices]) for indices in plan]
+def pack(
+    rows: Sequence[Row],
+    max_tokens: int,
+    cost: PassCost | None = None,
+    *,
+    should_share_prefixes: bool = False,
+) -> list[MicroBatch]:
+    """Every row in exactly one micro-batch of at most `max_tokens` tokens.
+
+    Rows with a common beginning, if they share it, lie in one micro-batch as far as it has room.
+    """
+    cost = cost or PassCost()
+    tokens = [row.tokens for row in rows]
+    forest = share_prefixes(tokens) if should_share_prefixes else separate(tokens)
+    pieces = list(forest.pieces(max_tokens))
+    spans = [[forest.spans[i] for i in forest.spans_of(piece)] for piece in pieces]
+    plan = _plan(
+        [sum(len(span) for span in each) for each in spans],
+        [sum(cost.of(span.stop, span.start) for span in each) for each in spans],
+        max_tokens,
+    )
+    return [_lay(rows, forest, sorted(i for piece in part for i in pieces[piece])) for part in plan]
 
 
 def fill_up(batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
@@ -200,29 +237,62 @@ def fill_up(batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
         loss_mask=np.zeros(2, np.uint8),
         rollout_logprobs=np.zeros(2, np.float32),
     )
-    padding = replace(_lay([empty]), num_padding=2)
+    padding = _lay([empty], separate([empty.tokens]), [0])
+    padding = replace(padding, num_tokens=0, num_padding=2)
     return [*batches, *[padding] * (count - len(batches))]
 
 
 def packed_row(sequences: Sequence[Tensor]) -> PackedRow:
     """Sequences of token ids, end to end, on their device."""
-    lengths = [len(sequence) for sequence in sequences]
-    device = sequences[0].device
-    return PackedRow(
-        tokens_L=torch.cat(list(sequences)).long(),
-        position_ids_L=torch.cat([torch.arange(length, device=device) for length in lengths]),
-        starts=torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device),
-        longest=max(lengths),
+    rows = [sequence.cpu().numpy() for sequence in sequences]
+    return _row(rows, separate(rows), range(len(rows)))[0].to(sequences[0].device)
+
+
+def _row(
+    sequences: Sequence[Tokens], forest: Forest, chosen: Sequence[int]
+) -> tuple[PackedRow, list[NDArray[np.int64]]]:
+    """The row of these sequences, and the places in it of the tokens of each."""
+    indices = forest.spans_of(chosen)
+    spans = [forest.spans[i] for i in indices]
+    starts = np.cumsum([0, *(len(span) for span in spans)])
+    places = {
+        i: np.arange(start, start + len(span))
+        for i, start, span in zip(indices, starts, spans, strict=False)
+    }
+    is_shared = any(span.start for span in spans)
+    key_places = [
+        places[above]
+        for i, span in zip(indices, spans, strict=True)
+        for above in forest.paths[span.sequence]
+        if above <= i
+    ]
+    seen = [span.stop for span in spans]
+    row = PackedRow(
+        tokens_L=torch.from_numpy(
+            np.concatenate([sequences[s.sequence][s.start : s.stop] for s in spans], dtype=np.int64)
+        ),
+        position_ids_L=torch.from_numpy(
+            np.concatenate([np.arange(s.start, s.stop) for s in spans])
+        ),
+        starts=torch.from_numpy(starts.astype(np.int32)),
+        longest=max(len(span) for span in spans),
+        key_starts=torch.from_numpy(np.cumsum([0, *seen]).astype(np.int32)),
+        longest_keys=max(seen),
+        key_places=torch.from_numpy(np.concatenate(key_places)) if is_shared else None,
     )
+    return row, [np.concatenate([places[i] for i in forest.paths[each]]) for each in chosen]
 
 
-def _lay(rows: Sequence[Row]) -> MicroBatch:
+def _lay(every: Sequence[Row], forest: Forest, chosen: Sequence[int]) -> MicroBatch:
+    rows = [every[i] for i in chosen]
+    packed, places = _row([row.tokens for row in every], forest, chosen)
+    lengths = [len(row.tokens) for row in rows]
     mask = np.concatenate([row.loss_mask for row in rows])
     trained = np.flatnonzero(mask)
     if not len(trained):
         trained = np.array([1])  # the second token of the first row, whose mask is 0
-    packed = packed_row([torch.from_numpy(row.tokens) for row in rows])
-    segments = np.repeat(np.arange(len(rows)), [len(row.tokens) for row in rows])[trained]
+    tokens = np.concatenate([row.tokens for row in rows], dtype=np.int64)
+    segments = np.repeat(np.arange(len(rows)), lengths)[trained]
     logprobs = np.concatenate([row.rollout_logprobs for row in rows])
 
     def each(numbers: Sequence[float]) -> Tensor:
@@ -230,14 +300,15 @@ def _lay(rows: Sequence[Row]) -> MicroBatch:
 
     return MicroBatch(
         row=packed,
-        places_N=torch.from_numpy(trained - 1),
+        places_N=torch.from_numpy(np.concatenate(places)[trained - 1]),
         segment_ids_N=torch.from_numpy(segments),
         num_segments=len(rows),
-        targets_N=packed.tokens_L[trained],
+        targets_N=torch.from_numpy(tokens[trained]),
         mask_N=torch.from_numpy(mask[trained].astype(np.float32)),
         rollout_logprobs_N=torch.from_numpy(logprobs[trained].astype(np.float32)),
         advantages_N=each([row.advantage for row in rows]),
         weights_N=each([row.weight for row in rows]),
         temperatures_N=each([row.temperature for row in rows]),
         is_current_N=torch.tensor([row.is_current for row in rows])[torch.from_numpy(segments)],
+        num_tokens=sum(lengths),
     )

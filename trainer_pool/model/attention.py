@@ -1,4 +1,4 @@
-"""Attention of packed rows: each sequence attends to itself alone.
+"""Attention of packed rows: each span attends to itself and to the spans above it alone.
 
 transformers calls the function registered here instead of its own, with the borders of the
 sequences in the names that it uses for flash attention. Its own ways to packed rows either need the
@@ -6,7 +6,10 @@ flash-attn package or build a mask of [L, L], whose pairs are all computed: 15 t
 sequences one by one for 20 of 200 tokens on a CPU.
 
     GPU, bfloat16     torch's variable-length flash attention
-    otherwise         SDPA, sequence by sequence
+    otherwise         SDPA, span by span
+
+Without shared prefixes a span is a sequence. With them, the keys of a span are gathered from the
+row: those of its whole sequence so far. Causal attention is then that of the last queries.
 
 Letters: L tokens of the row, H heads, K heads of keys and values, D size of a head.
 """
@@ -32,9 +35,10 @@ def arguments(row: PackedRow) -> dict[str, object]:
     """Keyword arguments of a model's `forward` that reach `packed_attention`."""
     return {
         "cu_seq_lens_q": row.starts,
-        "cu_seq_lens_k": row.starts,
+        "cu_seq_lens_k": row.key_starts,
         "max_length_q": row.longest,
-        "max_length_k": row.longest,
+        "max_length_k": row.longest_keys,
+        "key_places": row.key_places,
     }
 
 
@@ -77,7 +81,10 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int = 0,
+    max_length_k: int = 0,
+    key_places: Tensor | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -89,7 +96,7 @@ def packed_attention(
 
     Raises ValueError for attention that this is not.
     """
-    if cu_seq_lens_q is None:
+    if cu_seq_lens_q is None or cu_seq_lens_k is None:
         raise ValueError(
             f"model.path: {type(module).__name__} was not told the sequences of the packed row, as "
             "its model does not hand them on to its layers; choose a model that transformers "
@@ -101,6 +108,8 @@ def packed_attention(
                 f"model.path: {type(module).__name__} has attention with {name}, which training "
                 "does not compute; choose a model without"
             )
+    if key_places is not None:
+        key_1KLD, value_1KLD = key_1KLD[:, :, key_places], value_1KLD[:, :, key_places]
     is_half = query_1HLD.dtype in (torch.bfloat16, torch.float16)
     if query_1HLD.is_cuda and is_half and not dropout:
         output_LHD = varlen_attn(
@@ -108,9 +117,9 @@ def packed_attention(
             key_1KLD[0].transpose(0, 1),
             value_1KLD[0].transpose(0, 1),
             cu_seq_lens_q,
-            cu_seq_lens_q,
+            cu_seq_lens_k,
             max_length_q,
-            max_length_q,
+            max_length_k,
             scale=scaling,
             # The window of transformers counts the token itself.
             window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
@@ -120,18 +129,15 @@ def packed_attention(
         return output_LHD.unsqueeze(0), None
     num_queries_per_key = query_1HLD.shape[1] // key_1KLD.shape[1]
     # Split and not sliced: the gradient of each slice would be as large as the whole row.
-    lengths = cu_seq_lens_q.diff().tolist()
+    lengths, key_lengths = cu_seq_lens_q.diff().tolist(), cu_seq_lens_k.diff().tolist()
     queries, keys, values = (
-        torch.split(tensor, lengths, dim=2)
-        for tensor in (
-            query_1HLD,
-            key_1KLD.repeat_interleave(num_queries_per_key, dim=1),
-            value_1KLD.repeat_interleave(num_queries_per_key, dim=1),
-        )
+        torch.split(query_1HLD, lengths, dim=2),
+        torch.split(key_1KLD.repeat_interleave(num_queries_per_key, dim=1), key_lengths, dim=2),
+        torch.split(value_1KLD.repeat_interleave(num_queries_per_key, dim=1), key_lengths, dim=2),
     )
     outputs = []
     for query, key, value in zip(queries, keys, values, strict=True):
-        mask = _window_mask(query.shape[2], sliding_window, query.device)
+        mask = _mask(query.shape[2], key.shape[2], sliding_window, query.device)
         outputs.append(
             scaled_dot_product_attention(
                 query,
@@ -146,12 +152,16 @@ def packed_attention(
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
-def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """Bool [L, L]; None if the window is no shorter than the sequence."""
-    if sliding_window is None or length <= sliding_window:
+def _mask(
+    num_queries: int, num_keys: int, sliding_window: int | None, device: torch.device
+) -> Tensor | None:
+    """Bool [queries, keys] of the last queries of a sequence; None if it is plainly causal."""
+    window = num_keys if sliding_window is None else sliding_window
+    if num_queries == num_keys <= window:
         return None
-    pairs = torch.ones(length, length, dtype=torch.bool, device=device)
-    return pairs.tril().triu(1 - sliding_window)
+    pairs = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    before = num_keys - num_queries
+    return pairs.tril(before).triu(before + 1 - window)
 
 
 AttentionInterface.register(PACKED, packed_attention)

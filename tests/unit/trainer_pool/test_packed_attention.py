@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from trainer_pool.data.packing import PackedRow, packed_row
+from trainer_pool.algorithms.losses import policy_loss
+from trainer_pool.data.packing import MicroBatch, PackedRow, Row, fill_up, pack, packed_row
 from trainer_pool.model import attention, zero3
 
 SIZES = {
@@ -34,7 +37,7 @@ def config_of(kind: str) -> hf.PreTrainedConfig:
         case "sliding window":
             return hf.MistralConfig(**SIZES, sliding_window=4)
         case "learned positions":
-            return hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32)
+            return hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)
         case "experts":
             return hf.Qwen3MoeConfig(
                 **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
@@ -107,6 +110,78 @@ def test_packed_sequences_have_the_logits_and_gradients_that_each_has_alone(
     theirs = gradients(alone)
     for name, gradient in gradients(packed).items():
         torch.testing.assert_close(gradient, theirs[name], rtol=1e-5, atol=1e-4, msg=name)
+
+
+def rows() -> list[Row]:
+    """Two prompts: one has three answers, of which two have a first turn in common."""
+    dice = np.random.default_rng(2)
+
+    def some(length: int) -> NDArray[np.int32]:
+        return dice.integers(0, 64, length).astype(np.int32)
+
+    first, second, turn = some(20), some(18), some(17)
+    sequences = [
+        (first, turn, some(6)),
+        (first, some(9)),
+        (first, turn, some(4)),
+        (second, some(5)),
+    ]
+    found = []
+    for number, parts in enumerate(sequences):
+        tokens = np.concatenate(parts)
+        found.append(
+            Row(
+                tokens=tokens,
+                loss_mask=(np.arange(len(tokens)) >= len(parts[0])).astype(np.uint8),
+                rollout_logprobs=dice.normal(-4, 1, len(tokens)).astype(np.float32),
+                advantage=(1.0, -0.5, 0.7, -1.2)[number],
+                weight=1 / (1 + number % 2),
+                temperature=0.8,
+            )
+        )
+    return found
+
+
+def loss_and_gradients(
+    model: Any, batches: Sequence[MicroBatch]
+) -> tuple[float, dict[str, Tensor]]:
+    """Summed over the passes."""
+    total = 0.0
+    for batch in batches:
+        logits_NV = logits_of(model, batch.row, batch.places_N)
+        logprobs_N = (logits_NV / batch.temperatures_N[:, None]).log_softmax(-1)
+        trainer_N = logprobs_N.gather(-1, batch.targets_N[:, None]).squeeze(-1)
+        result = policy_loss(
+            trainer_logprobs_BT=trainer_N,
+            proximal_logprobs_BT=trainer_N.detach(),
+            rollout_logprobs_BT=batch.rollout_logprobs_N,
+            advantages_BT=batch.advantages_N,
+            weights_BT=batch.weights_N,
+            mask_BT=batch.mask_N,
+            clip_low=0.2,
+            clip_high=0.28,
+            tis_cap=2.0,
+            num_tokens=40.0,
+        )
+        result.loss.backward()
+        total += result.loss.item()
+    return total, gradients(model)
+
+
+@pytest.mark.parametrize("should_share_prefixes", [False, True])
+@pytest.mark.parametrize(("budget", "num_passes"), [(43, (4, 4)), (60, (3, 2)), (80, (2, 1))])
+@pytest.mark.parametrize("kind", ["qwen3", "sliding window", "learned positions", "experts"])
+def test_loss_and_gradient_are_those_of_one_trajectory_at_a_time(
+    kind: str, budget: int, num_passes: tuple[int, int], should_share_prefixes: bool
+) -> None:
+    alone = loss_and_gradients(build(kind, "sdpa"), [pack([row], 100)[0] for row in rows()])
+    batches = pack(rows(), budget, should_share_prefixes=should_share_prefixes)
+    assert len(batches) == num_passes[should_share_prefixes]
+    loss, found = loss_and_gradients(build(kind), fill_up(batches, 5))
+    assert loss == pytest.approx(alone[0], rel=1e-6)
+    for name, gradient in found.items():
+        difference = (gradient - alone[1][name]).norm() / alone[1][name].norm()
+        assert difference < 1e-5, name
 
 
 def test_gradient_checkpointing_hands_the_borders_on() -> None:

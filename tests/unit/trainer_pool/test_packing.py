@@ -85,7 +85,9 @@ def test_passes_of_equal_tokens_are_balanced_by_what_attention_costs() -> None:
 
 
 def test_cost_of_a_sequence_worked_out_by_hand() -> None:
-    assert PassCost(per_token=3.0, per_pair=2.0).of(10) == 30 + 2 * 50
+    cost = PassCost(per_token=3.0, per_pair=2.0)
+    assert cost.of(10) == 30 + 2 * 50
+    assert cost.of(10, start=6) == cost.of(10) - cost.of(6) == 3 * 4 + 2 * (50 - 18)
 
 
 @given(st.lists(st.tuples(st.integers(2, 30), st.integers(1, 30)), min_size=1, max_size=20))
@@ -118,16 +120,17 @@ def test_packing_keeps_every_trained_token(shapes: list[tuple[int, int]]) -> Non
 def test_rows_lie_end_to_end_and_only_trained_tokens_are_predicted() -> None:
     rows = [make_row(4, 3, 0.5, 0.5, 0.7), make_row(6, 4, -1.0)]
     (batch,) = pack(rows, max_tokens=10)
-    assert batch.row.tokens_L.tolist() == [100, 101, 102, 103, 104, 105, 100, 101, 102, 103]
-    assert batch.row.position_ids_L.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
-    assert (batch.row.starts.tolist(), batch.row.longest) == ([0, 6, 10], 6)
-    assert batch.places_N.tolist() == [3, 4, 8]
-    assert batch.targets_N.tolist() == [104, 105, 103]
-    assert (batch.segment_ids_N.tolist(), batch.num_segments) == ([0, 0, 1], 2)
+    assert batch.row.tokens_L.tolist() == [100, 101, 102, 103, 100, 101, 102, 103, 104, 105]
+    assert batch.row.position_ids_L.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
+    assert (batch.row.starts.tolist(), batch.row.longest) == ([0, 4, 10], 6)
+    assert batch.row.key_places is None and batch.row.key_starts.equal(batch.row.starts)
+    assert batch.places_N.tolist() == [2, 7, 8]
+    assert batch.targets_N.tolist() == [103, 104, 105]
+    assert (batch.segment_ids_N.tolist(), batch.num_segments) == ([0, 1, 1], 2)
     assert batch.mask_N.tolist() == [1, 1, 1]
-    assert batch.advantages_N.tolist() == [-1.0, -1.0, 0.5]
-    assert batch.weights_N.tolist() == [1.0, 1.0, 0.5]
-    torch.testing.assert_close(batch.temperatures_N, torch.tensor([1.0, 1.0, 0.7]))
+    assert batch.advantages_N.tolist() == [0.5, -1.0, -1.0]
+    assert batch.weights_N.tolist() == [0.5, 1.0, 1.0]
+    torch.testing.assert_close(batch.temperatures_N, torch.tensor([0.7, 1.0, 1.0]))
     assert batch.num_padding == 0
 
 

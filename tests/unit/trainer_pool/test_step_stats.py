@@ -126,4 +126,22 @@ def test_padding_is_the_share_of_tokens_without_a_trajectory(ranks: Collectives)
     result = PolicyLoss(loss=one[0], is_clipped_BT=flag, is_truncated_BT=flag, is_bounded_BT=flag)
     for batch in fill_up(pack([row], max_tokens=8), 2):
         tally.add(batch, result, one, one, one)
-    assert stats_of(ranks, tally, norms=[0.5]).padding_fraction == 2 / 8
+    stats = stats_of(ranks, tally, norms=[0.5])
+    assert (stats.padding_fraction, stats.shared_fraction) == (2 / 8, 0)
+
+
+def test_shared_tokens_are_those_of_trajectories_that_no_pass_computed(ranks: Collectives) -> None:
+    row = Row(
+        tokens=np.arange(20, dtype=np.int32),
+        loss_mask=(np.arange(20) == 19).astype(np.uint8),
+        rollout_logprobs=np.zeros(20, np.float32),
+    )
+    tally = StepAccumulator(torch.device("cpu"))
+    flags, two = torch.tensor([False, False]), torch.tensor([-1.0, -1.0])
+    result = PolicyLoss(
+        loss=two[0], is_clipped_BT=flags, is_truncated_BT=flags, is_bounded_BT=flags
+    )
+    (batch,) = pack([row, row], max_tokens=40, should_share_prefixes=True)
+    tally.add(batch, result, two, two, two)
+    stats = stats_of(ranks, tally, norms=[0.5])
+    assert (stats.padding_fraction, stats.shared_fraction) == (0, 0.5)

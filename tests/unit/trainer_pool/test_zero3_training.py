@@ -254,6 +254,21 @@ def test_one_and_two_ranks_give_the_same_stats_and_weights(
         np.testing.assert_allclose(weights, two_ranks.weights[name], atol=2e-5, err_msg=name)
 
 
+def test_passes_of_any_size_and_shared_beginnings_change_nothing_but_rounding(
+    ranks: Ranks, receiver: Receiver
+) -> None:
+    every = []
+    for num_ranks in (1, 2):
+        results = json.loads((ranks.run("packings", num_ranks) / "results.json").read_text())
+        for _, is_shared, stats in results["packings"]:
+            every.append(stats)
+            assert (0.05 < stats["shared_fraction"] < 0.5) == is_shared
+            assert is_shared or stats["shared_fraction"] == 0
+    for stats in every:
+        for name in ("loss", "grad_norm", "entropy", "ratio_mean", "logprob_diff_mean"):
+            assert stats[name] == pytest.approx(every[0][name], rel=1e-5, abs=1e-7), name
+
+
 def test_steps_change_the_weights_and_count_what_they_trained(
     folder: Path, two_ranks: Outcome
 ) -> None:
