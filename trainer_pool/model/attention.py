@@ -111,7 +111,7 @@ def packed_attention(
     if key_places is not None:
         key_1KLD, value_1KLD = key_1KLD[:, :, key_places], value_1KLD[:, :, key_places]
     is_half = query_1HLD.dtype in (torch.bfloat16, torch.float16)
-    if query_1HLD.is_cuda and is_half and not dropout:
+    if not query_1HLD.is_cpu and is_half and not dropout:
         output_LHD = varlen_attn(
             query_1HLD[0].transpose(0, 1),
             key_1KLD[0].transpose(0, 1),
@@ -149,7 +149,7 @@ def packed_attention(
                 scale=scaling,
             )
         )
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat([output.transpose(1, 2) for output in outputs], dim=1), None
 
 
 def _mask(

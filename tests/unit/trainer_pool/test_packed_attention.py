@@ -229,3 +229,26 @@ def test_model_that_does_not_hand_the_borders_on_is_refused() -> None:
     heads = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ValueError, match="was not told the sequences"):
         attention.packed_attention(torch.nn.Identity(), heads, heads, heads, None)
+
+
+def test_flash_attention_of_half_precision_takes_the_spans_and_gives_each_query_its_output() -> (
+    None
+):
+    """Shapes alone, forward and backward: the kernel itself needs a GPU."""
+
+    row = pack(rows(), 1000, should_share_prefixes=True)[0].row.to(torch.device("meta"))
+    length = len(row.tokens_L)
+    assert row.key_places is not None and len(row.key_places) > length
+
+    def heads(number: int) -> Tensor:
+        shape = (1, number, length, 32)
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta").requires_grad_()
+
+    query, key, value = heads(8), heads(4), heads(4)
+    output, _ = attention.packed_attention(
+        torch.nn.Identity(), query, key, value, None, **attention.arguments(row)
+    )
+    assert output.shape == (1, length, 8, 32)
+    output.sum().backward()
+    assert query.grad is not None and key.grad is not None
+    assert (query.grad.shape, key.grad.shape) == (query.shape, key.shape)
