@@ -42,12 +42,24 @@ def arguments(row: PackedRow) -> dict[str, object]:
     }
 
 
-def not_packable(model_path: str) -> ValueError:
-    return ValueError(
-        f"model.path={model_path!r}: the model computes its attention by itself, so its sequences "
-        "cannot be packed into one row; choose a model that takes its attention from transformers' "
-        "AttentionInterface"
-    )
+def packable(model_path: str, build: Callable[[], Any]) -> Any:
+    """The model that `build` makes with `PACKED`.
+
+    Raises ValueError if it does not take its attention from transformers' interface.
+    """
+    try:
+        model = build()
+    except KeyError as error:  # older models look their own classes of attention up by its name
+        if error.args != (PACKED,):
+            raise
+        model = None
+    if model is None or not model._supports_attention_backend:
+        raise ValueError(
+            f"model.path={model_path!r}: the model computes its attention by itself, so its "
+            "sequences cannot be packed into one row; choose a model that takes its attention from "
+            "transformers' AttentionInterface"
+        )
+    return model
 
 
 @torch.no_grad()

@@ -365,25 +365,22 @@ class Zero3Engine:
 
 def _load(model_path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
     """The torch module; transformers' annotation of it is too loose to use."""
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+
+    def build() -> Any:
+        return AutoModelForCausalLM.from_pretrained(
             model_path,
             dtype=dtype,
             attn_implementation=attention.PACKED,
             trust_remote_code=trust_remote_code,
         )
+
+    try:
+        return attention.packable(model_path, build)
     except OSError as error:
         raise ValueError(
             f"model.path={model_path!r}: neither a folder with a Hugging Face model nor the name "
             f"of one that can be reached; correct model.path ({error})"
         ) from error
-    except KeyError as error:  # older models look their own classes of attention up by name
-        if error.args != (attention.PACKED,):
-            raise
-        raise attention.not_packable(model_path) from None
-    if not model._supports_attention_backend:
-        raise attention.not_packable(model_path)
-    return model
 
 
 def _state_name(parameter: str, key: str) -> str:

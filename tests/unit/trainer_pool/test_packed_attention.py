@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from trainer_pool.algorithms.losses import policy_loss
 from trainer_pool.data.packing import MicroBatch, PackedRow, Row, fill_up, pack, packed_row
 from trainer_pool.model import attention, zero3
+from trainer_pool.model.checkpoint_names import parameter_names
 
 SIZES = {
     "vocab_size": 64,
@@ -217,10 +218,12 @@ def test_model_that_cannot_be_packed_is_refused(kind: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["own attention", "own attention by one class"])
-def test_model_with_its_own_attention_is_refused_when_it_is_loaded(
+def test_model_with_its_own_attention_is_refused_before_the_launch_and_when_it_is_loaded(
     kind: str, tmp_path: Path
 ) -> None:
     AutoModelForCausalLM.from_config(config_of(kind)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model\.path=.* computes its attention by itself"):
+        parameter_names(str(tmp_path), trust_remote_code=False)
     with pytest.raises(ValueError, match=r"model\.path=.* computes its attention by itself"):
         zero3._load(str(tmp_path), torch.float32, trust_remote_code=False)
 
