@@ -255,11 +255,16 @@ def test_one_and_two_ranks_give_the_same_stats_and_weights(
 
 
 def test_passes_of_any_size_and_shared_beginnings_change_nothing_but_rounding(
-    ranks: Ranks, receiver: Receiver
+    ranks: Ranks, folder: Path
 ) -> None:
+    """And what a pass costs is counted from the whole model, however it is sharded."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
     every = []
     for num_ranks in (1, 2):
         results = json.loads((ranks.run("packings", num_ranks) / "results.json").read_text())
+        # A query and a key meet twice in each of 2 layers, in 2 heads of 16.
+        assert results["cost"] == {"per_token": num_weights, "per_pair": 2 * 2 * 2 * 16}
         for _, is_shared, stats in results["packings"]:
             every.append(stats)
             assert (0.05 < stats["shared_fraction"] < 0.5) == is_shared

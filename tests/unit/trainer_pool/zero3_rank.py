@@ -426,7 +426,8 @@ class Scenario:
         group begin with the same tokens."""
         batch = read_batch(self.folder, 0, self.ranks.rank, self.ranks.num_ranks)
         groups = tuple(with_common_beginning(group) for group in batch.groups)
-        self.results["packings"] = []
+        packings: list[tuple[int, bool, dict[str, object]]] = []
+        self.results |= {"packings": packings, "cost": asdict(self.engine.cost)}
         for micro_batch_tokens, share_prefixes in itertools.product((50, 97, 4096), (False, True)):
             stats = train_step(
                 self.engine,
@@ -440,7 +441,7 @@ class Scenario:
                 learning_rate=0.0,
                 before_update=lambda: None,
             )
-            self.results["packings"].append((micro_batch_tokens, share_prefixes, stats.record()))
+            packings.append((micro_batch_tokens, share_prefixes, stats.record()))
 
     def warm_start(self) -> None:
         report = warm_start(self.engine, self.ranks, examples(), self.config)
