@@ -287,28 +287,28 @@ def _lay(every: Sequence[Row], forest: Forest, chosen: Sequence[int]) -> MicroBa
     rows = [every[i] for i in chosen]
     packed, places = _row([row.tokens for row in every], forest, chosen)
     lengths = [len(row.tokens) for row in rows]
-    mask = np.concatenate([row.loss_mask for row in rows])
-    trained = np.flatnonzero(mask)
+    trained = np.flatnonzero(np.concatenate([row.loss_mask for row in rows]))
     if not len(trained):
         trained = np.array([1])  # the second token of the first row, whose mask is 0
-    tokens = np.concatenate([row.tokens for row in rows], dtype=np.int64)
     segments = np.repeat(np.arange(len(rows)), lengths)[trained]
-    logprobs = np.concatenate([row.rollout_logprobs for row in rows])
 
-    def each(numbers: Sequence[float]) -> Tensor:
-        return torch.from_numpy(np.asarray(numbers, np.float32)[segments])
+    def by_token(arrays: Sequence[NDArray[Any]], dtype: type) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays)[trained].astype(dtype))
+
+    def by_row(values: Sequence[float], dtype: type = np.float32) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype)[segments])
 
     return MicroBatch(
         row=packed,
         places_N=torch.from_numpy(np.concatenate(places)[trained - 1]),
         segment_ids_N=torch.from_numpy(segments),
         num_segments=len(rows),
-        targets_N=torch.from_numpy(tokens[trained]),
-        mask_N=torch.from_numpy(mask[trained].astype(np.float32)),
-        rollout_logprobs_N=torch.from_numpy(logprobs[trained].astype(np.float32)),
-        advantages_N=each([row.advantage for row in rows]),
-        weights_N=each([row.weight for row in rows]),
-        temperatures_N=each([row.temperature for row in rows]),
-        is_current_N=torch.tensor([row.is_current for row in rows])[torch.from_numpy(segments)],
+        targets_N=by_token([row.tokens for row in rows], np.int64),
+        mask_N=by_token([row.loss_mask for row in rows], np.float32),
+        rollout_logprobs_N=by_token([row.rollout_logprobs for row in rows], np.float32),
+        advantages_N=by_row([row.advantage for row in rows]),
+        weights_N=by_row([row.weight for row in rows]),
+        temperatures_N=by_row([row.temperature for row in rows]),
+        is_current_N=by_row([row.is_current for row in rows], np.bool_),
         num_tokens=sum(lengths),
     )
