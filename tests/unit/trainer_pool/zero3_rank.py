@@ -71,7 +71,11 @@ def config_for(num_ranks: int) -> TrainerConfig:
 
 def read_batch(folder: Path, step: int, rank: int, num_ranks: int) -> StepBatch:
     groups = [decode_group(p.read_bytes()) for p in sorted(folder.glob(f"batch-{step}-*.group"))]
-    shares = [groups[:1], groups[1:]] if num_ranks == 2 else [groups]
+    shares = {
+        1: [groups],
+        2: [groups[:1], groups[1:]],
+        4: [[group] for group in groups],
+    }[num_ranks]
     return StepBatch(
         version=step, group_ids=tuple(g.group_id for g in groups), groups=tuple(shares[rank])
     )
@@ -435,6 +439,7 @@ class Scenario:
                 replace(batch, groups=groups),
                 replace(
                     self.config,
+                    num_minibatches=1,
                     micro_batch_tokens=micro_batch_tokens,
                     share_prefixes=share_prefixes,
                 ),
