@@ -187,7 +187,7 @@ def measure(work: Work, rounds: int, device: torch.device) -> dict[str, Outcome]
         ways[name] = padded, [partial(padded.padded_pass, each) for each in batches], num_computed
     for name, micro_batches in packs.items():
         calls = [partial(packed.packed_pass, each) for each in micro_batches]
-        ways[name] = packed, calls, work.num_tokens
+        ways[name] = packed, calls, sum(len(each.row.tokens_L) for each in micro_batches)
     # This also warms up.
     gradients = {name: trainer.gradient(passes) for name, (trainer, passes, _) in ways.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -198,7 +198,7 @@ def measure(work: Work, rounds: int, device: torch.device) -> dict[str, Outcome]
     return {
         name: Outcome(
             tokens_per_s=work.num_tokens / statistics.median(seconds[name]),
-            padding=1 - work.num_tokens / num_computed,
+            padding=max(0.0, 1 - work.num_tokens / num_computed),  # fewer if some are shared
             num_passes=len(passes),
             difference=float((gradients[name] - plain).norm() / plain.norm()),
         )
