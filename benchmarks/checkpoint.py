@@ -29,6 +29,7 @@ from benchmarks.report import Report
 from benchmarks.team import Member
 from configs.choices import Backend
 from configs.schema import ScratchModelConfig, TrainerConfig
+from trainer_pool.data.packing import packed_row
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
@@ -167,8 +168,8 @@ class Rank:
             self._engine.restore_state(reader, self._engine.num_updates)
 
     def _step(self) -> None:
-        tokens = torch.randint(0, 256, (1, 128))
-        logits = self._engine.logits(tokens, 128)
+        row = packed_row([torch.randint(0, 256, (128,))])
+        logits = self._engine.logits(row, torch.arange(128))
         self._writer.guard()
         self._engine.backward(logits.float().logsumexp(-1).mean())
         self._engine.step(1e-5)

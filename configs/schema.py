@@ -118,7 +118,10 @@ class TrainerConfig(Section):
     """Optimizer steps per batch. If more than one, proximal log-probabilities are computed first.
     """
     micro_batch_tokens: int = field(default=16384, metadata=at_least(1))
-    """Padded tokens in one forward pass of one rank."""
+    """Most tokens in one forward pass of one rank: trajectories laid end to end."""
+    share_prefixes: bool = False
+    """Compute the tokens that trajectories of one forward pass begin with, such as the prompt of a
+    group, once for all of them."""
     learning_rate: float = field(default=1e-6, metadata=POSITIVE)
     lr_warmup_steps: int = field(default=0, metadata=at_least(0))
     """In these the learning rate rises linearly to `learning_rate`."""

@@ -60,6 +60,12 @@ class StepStats:
     not_finite_fraction: float
     """Share of the tokens whose log-probability the trainer computed as NaN or infinite; an update
     with any is skipped."""
+    padding_fraction: float
+    """Share of the tokens in forward passes that belong to no trajectory: of passes that a rank
+    makes only because another one has more."""
+    shared_fraction: float
+    """Share of the trajectories' tokens that no pass computed, as another trajectory begins with
+    the same; 0 without trainer.share_prefixes."""
     entropy: float
     """Of the policy being trained, in nats."""
     logprob_diff_mean: float
@@ -105,9 +111,9 @@ _GROUP_COLUMNS = (
 )
 
 
-def not_finite(logprobs_BP: Tensor, mask_BP: Tensor) -> Tensor:
+def not_finite(logprobs_N: Tensor, mask_N: Tensor) -> Tensor:
     """Bool: trained tokens whose log-probability is NaN or infinite."""
-    return ~logprobs_BP.isfinite() & (mask_BP != 0)
+    return ~logprobs_N.isfinite() & (mask_N != 0)
 
 
 class StepAccumulator:
@@ -117,37 +123,41 @@ class StepAccumulator:
         # Kept on the device until the end of the step, so that no micro-batch waits for a copy.
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
+        self._num_computed = self._num_padding = self._num_in_trajectories = 0
 
     @torch.no_grad()
     def add(
         self,
         batch: MicroBatch,
         result: PolicyLoss,
-        trainer_BP: Tensor,
-        proximal_BP: Tensor,
-        entropy_BP: Tensor,
+        trainer_N: Tensor,
+        proximal_N: Tensor,
+        entropy_N: Tensor,
     ) -> None:
-        """Add the tokens of a micro-batch; `proximal_BP`: from the policy at the step's start."""
-        is_real_BP = batch.mask_BP != 0
-        gap_BP = (proximal_BP - batch.rollout_logprobs_BP).masked_fill(~is_real_BP, 0.0)
-        ratio_BP = bounded(gap_BP).exp()
-        deviation_BP = (ratio_BP - 1).abs()
-        gap_BP = gap_BP.abs() * batch.is_current_B1
+        """Add the tokens of a micro-batch; `proximal_N`: from the policy at the step's start."""
+        is_real_N = batch.mask_N != 0
+        gap_N = (proximal_N - batch.rollout_logprobs_N).masked_fill(~is_real_N, 0.0)
+        ratio_N = bounded(gap_N).exp()
+        deviation_N = (ratio_N - 1).abs()
+        gap_N = gap_N.abs() * batch.is_current_N
         per_sum = (
             result.loss,
-            is_real_BP,
+            is_real_N,
             result.is_clipped_BT,
             result.is_truncated_BT,
             result.is_bounded_BT,
-            entropy_BP * is_real_BP,
-            ratio_BP * is_real_BP,
-            deviation_BP,
-            gap_BP,
-            is_real_BP & batch.is_current_B1,
-            not_finite(trainer_BP, batch.mask_BP),
+            entropy_N * is_real_N,
+            ratio_N * is_real_N,
+            deviation_N,
+            gap_N,
+            is_real_N & batch.is_current_N,
+            not_finite(trainer_N, batch.mask_N),
         )
         self._sums += torch.stack([value.sum().double() for value in per_sum])
-        maxima = torch.stack([deviation_BP.max().double(), gap_BP.max().double()])
+        self._num_computed += len(batch.row.tokens_L)
+        self._num_padding += batch.num_padding
+        self._num_in_trajectories += batch.num_tokens
+        maxima = torch.stack([deviation_N.max().double(), gap_N.max().double()])
         self._maxima = torch.maximum(self._maxima, maxima)
 
     def total(
@@ -165,9 +175,12 @@ class StepAccumulator:
         `norms`: gradient norm of each update, None if it was skipped.
         """
         mine = _group_table(groups, group_ids, version)
-        sizes = [len(_SUMS), len(_MAXIMA), mine.numel()]
-        every = ranks.gather(torch.cat([self._sums.cpu(), self._maxima.cpu(), mine.view(-1)]))
-        all_sums, all_maxima, tables = torch.split(every, sizes, dim=1)
+        counts = [self._num_computed, self._num_padding, self._num_in_trajectories]
+        parts = [self._sums.cpu(), self._maxima.cpu(), torch.tensor(counts).double(), mine.view(-1)]
+        every = ranks.gather(torch.cat(parts))
+        sizes = [len(part) for part in parts]
+        all_sums, all_maxima, all_counts, tables = torch.split(every, sizes, dim=1)
+        num_computed, num_padding, num_whole = all_counts.sum(0).tolist()
         sums = dict(zip(_SUMS, all_sums.sum(0).tolist(), strict=True))
         maxima = dict(zip(_MAXIMA, all_maxima.amax(0).tolist(), strict=True))
         table = tables.sum(0).view(mine.shape)
@@ -204,6 +217,8 @@ class StepAccumulator:
             clip_fraction=_share(sums["clipped"], num_tokens),
             num_bounded_tokens=int(sums["bounded"]),
             not_finite_fraction=_share(sums["not_finite"], num_tokens),
+            padding_fraction=_share(num_padding, num_computed),
+            shared_fraction=_share(num_whole - (num_computed - num_padding), num_whole),
             entropy=_share(sums["entropy"], num_tokens),
             logprob_diff_mean=_share(sums["diff"], num_compared),
             logprob_diff_max=maxima["diff_max"] if num_compared else math.nan,

@@ -24,7 +24,7 @@ from configs.schema import TrainerConfig
 from trainer_pool.algorithms.advantages import grpo_advantages
 from trainer_pool.algorithms.losses import policy_loss
 from trainer_pool.collectives import Collectives
-from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
+from trainer_pool.data.packing import MicroBatch, PassCost, Row, fill_up, pack
 from trainer_pool.metrics import StepAccumulator, StepStats, not_finite
 from trainer_pool.model.logprobs import selected_logprobs
 from trainer_pool.model.zero3 import Zero3Engine
@@ -66,16 +66,16 @@ def train_step(
     `before_update` is called before each change of the weights.
     Raises ValueError naming a group that was not sampled from the policy's own distribution.
     """
-    minibatches = plan_minibatches(batch, config, ranks)
+    minibatches = plan_minibatches(batch, config, ranks, engine.cost)
     proximal = _proximal_logprobs(engine, minibatches)
     totals, norms = StepAccumulator(engine.device), list[float | None]()
     for minibatch, known in zip(minibatches, proximal, strict=True):
-        for micro_batch, proximal_BP in zip(minibatch.micro_batches, known, strict=True):
+        for micro_batch, proximal_N in zip(minibatch.micro_batches, known, strict=True):
             _accumulate(
                 engine,
                 totals,
                 micro_batch.to(engine.device),
-                proximal_BP,
+                proximal_N,
                 config,
                 num_tokens=minibatch.num_tokens,
             )
@@ -95,35 +95,35 @@ def _accumulate(
     engine: Zero3Engine,
     totals: StepAccumulator,
     batch: MicroBatch,
-    proximal_BP: Tensor | None,
+    proximal_N: Tensor | None,
     config: TrainerConfig,
     *,
     num_tokens: float,
 ) -> None:
-    """Add the gradient of one micro-batch; `proximal_BP` None means the current policy."""
-    logits = engine.logits(batch.tokens_BT, batch.num_last)[:, :-1]
-    trainer_BP, entropy_BP = selected_logprobs(logits, batch.targets_BP, batch.temperatures_B1)
-    proximal_BP = trainer_BP.detach() if proximal_BP is None else proximal_BP
+    """Add the gradient of one micro-batch; `proximal_N` None means the current policy."""
+    logits_NV = engine.logits(batch.row, batch.places_N)
+    trainer_N, entropy_N = selected_logprobs(logits_NV, batch.targets_N, batch.temperatures_N)
+    proximal_N = trainer_N.detach() if proximal_N is None else proximal_N
     result = policy_loss(
-        trainer_logprobs_BT=trainer_BP,
-        proximal_logprobs_BT=proximal_BP,
-        rollout_logprobs_BT=batch.rollout_logprobs_BP,
-        advantages_BT=batch.advantages_B1.expand_as(trainer_BP),
-        weights_BT=batch.weights_B1.expand_as(trainer_BP),
-        mask_BT=batch.mask_BP,
+        trainer_logprobs_BT=trainer_N,
+        proximal_logprobs_BT=proximal_N,
+        rollout_logprobs_BT=batch.rollout_logprobs_N,
+        advantages_BT=batch.advantages_N,
+        weights_BT=batch.weights_N,
+        mask_BT=batch.mask_N,
         clip_low=config.clip_low,
         clip_high=config.clip_high,
         tis_cap=config.tis_cap,
         num_tokens=num_tokens,
     )
-    engine.backward(nan_if_not_finite(result.loss, trainer_BP + proximal_BP, batch.mask_BP))
-    totals.add(batch, result, trainer_BP, proximal_BP, entropy_BP)
+    engine.backward(nan_if_not_finite(result.loss, trainer_N + proximal_N, batch.mask_N))
+    totals.add(batch, result, trainer_N, proximal_N, entropy_N)
 
 
-def nan_if_not_finite(loss: Tensor, logprobs_BP: Tensor, mask_BP: Tensor) -> Tensor:
+def nan_if_not_finite(loss: Tensor, logprobs_N: Tensor, mask_N: Tensor) -> Tensor:
     """`loss`, with a NaN gradient if a trained token has a log-probability that is not finite: then
     no rank applies the update. With clamped ratios -inf would have a finite one."""
-    return loss * torch.where(not_finite(logprobs_BP, mask_BP).any(), math.nan, 1.0)
+    return loss * torch.where(not_finite(logprobs_N, mask_N).any(), math.nan, 1.0)
 
 
 def _proximal_logprobs(
@@ -144,19 +144,22 @@ def _proximal_logprobs(
 @torch.no_grad()
 def _score(engine: Zero3Engine, batch: MicroBatch) -> Tensor:
     batch = batch.to(engine.device)
-    logits = engine.logits(batch.tokens_BT, batch.num_last)[:, :-1]
-    return selected_logprobs(logits, batch.targets_BP, batch.temperatures_B1)[0]
+    logits_NV = engine.logits(batch.row, batch.places_N)
+    return selected_logprobs(logits_NV, batch.targets_N, batch.temperatures_N)[0]
 
 
 def plan_minibatches(
-    batch: StepBatch, config: TrainerConfig, ranks: Collectives
+    batch: StepBatch, config: TrainerConfig, ranks: Collectives, cost: PassCost
 ) -> list[Minibatch]:
     """Split the step into updates with nearly equal numbers of groups; one collective.
 
     Updates without a trained token on any rank are omitted.
     """
     rows = _rows_by_minibatch(batch, config)
-    mine = [pack(part, config.micro_batch_tokens) for part in rows]
+    share = config.share_prefixes
+    mine = [
+        pack(part, config.micro_batch_tokens, cost, should_share_prefixes=share) for part in rows
+    ]
     tokens = [sum(row.weight * row.num_trained for row in part) for part in rows]
     passes = [len(parts) for parts in mine]
     every = ranks.gather(torch.tensor([*tokens, *passes], dtype=torch.float64))

@@ -69,16 +69,18 @@ def _supervised_step(
     budget = config.micro_batch_tokens
     num_passes = max(len(plan_micro_batches(_lengths(share), budget)) for share in shares)
     num_tokens = sum(int(example.loss_mask.sum()) for example in batch)
-    micro_batches = fill_up(pack([_row(e) for e in shares[ranks.rank]], budget), num_passes)
+    micro_batches = fill_up(
+        pack([_row(e) for e in shares[ranks.rank]], budget, engine.cost), num_passes
+    )
     losses = [_accumulate(engine, part.to(engine.device), num_tokens) for part in micro_batches]
     engine.step(config.warm_start.learning_rate)
     return torch.stack(losses).sum()
 
 
 def _accumulate(engine: Zero3Engine, batch: MicroBatch, num_tokens: int) -> Tensor:
-    logits = engine.logits(batch.tokens_BT, batch.num_last)[:, :-1]
-    logprobs_BP, _ = selected_logprobs(logits, batch.targets_BP)
-    loss = supervised_loss(logprobs_BP, batch.mask_BP, num_tokens)
+    logits_NV = engine.logits(batch.row, batch.places_N)
+    logprobs_N, _ = selected_logprobs(logits_NV, batch.targets_N)
+    loss = supervised_loss(logprobs_N, batch.mask_N, num_tokens)
     engine.backward(loss)
     return loss.detach()
 

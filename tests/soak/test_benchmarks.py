@@ -19,6 +19,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FIGURES = {
     "checkpoint.py": "stall_vs_copy deepspeed_vs_copy step_beside_vs_step durable_s "
     "memory_copy_vs_copy",
+    "packing.py": "packed_vs_padded packed_vs_sorted padding problems_packed_vs_padded "
+    "problems_packed_vs_sorted problems_shared_vs_packed shared_vs_packed gradient_difference",
     "buffer.py": "vs_ray_16k vs_ray_16k_lean vs_raw_set_get p99_growth_1e6 max_script_ms wakeup_ms "
     "idle_commands_per_s memory_ratio",
     "weight_sync.py": "vs_per_tensor vs_per_tensor_one_rank vs_raw_wire trainer_stall_vs_memcpy "
@@ -54,6 +56,7 @@ def test_benchmark_ends_with_all_its_figures(script: str, tmp_path: Path) -> Non
     assert set(FIGURES[script].split()) <= set(result)
     assert all(value >= 0 for value in result.values()), result
     assert result.get("max_rescoring_difference", 0) <= 1e-3
+    assert result.get("gradient_difference", 0) <= 1e-5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

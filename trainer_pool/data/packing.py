@@ -1,23 +1,27 @@
-"""Packs trajectories of different lengths into padded micro-batches; pure.
+"""Packs trajectories of different lengths into micro-batches without padding; pure.
 
-    budget 12 tokens        rows are sorted by length, so that a batch needs little padding
+    budget 12 tokens        sequences of one micro-batch lie end to end in one row
 
-    [ a a a a a a ]         [ c c c . ]
-    [ b b b b b . ]         [ d d d . ]     a dot is padding, on the right
-                            [ e e . . ]
+    [ a a a a a a b b b b b ]         position_ids 0 1 2 3 4 5 0 1 2 3 4
+    [ c c c d d d e e ]               attention never crosses from one letter to another
 
-Letters: B rows, T positions.
+Only logits that predict a trained token are computed: one for each of the N trained tokens.
+
+Letters: L tokens of the row, N trained tokens, S spans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from trainer_pool.data.prefix_sharing import Forest, Tokens, separate, share_prefixes
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
@@ -46,66 +50,183 @@ class Row:
         return int(self.loss_mask.sum())
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PassCost:
+    """Time of a sequence in a forward pass, up to a factor: multiply-adds of the model.
+
+    A token meets every weight once. A query and a key meet twice in each layer (their product, and
+    the sum of values), and causal attention has T²/2 such pairs.
+    """
+
+    per_token: float = 1.0
+    per_pair: float = 0.0
+
+    def of(self, stop: int, start: int = 0) -> float:
+        """Of the tokens from `start` to `stop`, which see those before."""
+        return self.per_token * (stop - start) + self.per_pair * (stop**2 - start**2) / 2
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class PackedRow:
+    """What a forward pass computes: spans of tokens, laid end to end.
+
+    A span is a whole sequence that sees itself alone, or part of a tree of sequences: then it sees
+    the spans above it, too.
+    """
+
+    tokens_L: Tensor
+    """int64"""
+    position_ids_L: Tensor
+    """int64; starts at 0 in each sequence."""
+    starts: Tensor
+    """int32 [S + 1]: where each span begins, and L."""
+    longest: int
+    """Tokens of the longest span."""
+    key_starts: Tensor
+    """int32 [S + 1]: `starts` among the tokens that the spans see, their own last."""
+    longest_keys: int
+    """Tokens that one span sees, at most."""
+    key_places: Tensor | None = None
+    """int64: places in the row of the tokens that the spans see; None if they see themselves alone.
+    """
+
+    def to(self, device: torch.device) -> PackedRow:
+        return replace(self, **_moved(self, device))
+
+
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class MicroBatch:
-    """Rows of one forward pass.
+    """A packed row, and what the loss needs of each of its N trained tokens.
 
-    Predictions are needed only for the last P of the T positions (from the first trained token of
-    any row on); tensors with P in their name are cut to these.
+    Without a trained token it has one token with mask 0, so that every rank runs backward.
     """
 
-    tokens_BT: Tensor
+    row: PackedRow
+    places_N: Tensor
+    """int64: positions in the row whose logits predict the N tokens."""
+    segment_ids_N: Tensor
+    """int64: which of the trajectories a token belongs to, ascending."""
+    num_segments: int
+    targets_N: Tensor
     """int64"""
-    mask_BP: Tensor
+    mask_N: Tensor
     """float32, 1 where the token is trained on"""
-    rollout_logprobs_BP: Tensor
-    advantages_B1: Tensor
-    weights_B1: Tensor
-    temperatures_B1: Tensor
-    is_current_B1: Tensor
-
-    @property
-    def num_last(self) -> int:
-        """Positions whose next-token logits are needed: one before each of the P."""
-        return self.mask_BP.shape[1] + 1
-
-    @property
-    def targets_BP(self) -> Tensor:
-        return self.tokens_BT[:, -self.mask_BP.shape[1] :]
+    rollout_logprobs_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    temperatures_N: Tensor
+    is_current_N: Tensor
+    num_tokens: int
+    """Of all its trajectories; the row has fewer if they share some."""
+    num_padding: int = 0
+    """Tokens of the row that belong to no trajectory."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
-        return MicroBatch(**{n: t.to(device, non_blocking=True) for n, t in tensors.items()})
+        return replace(self, row=self.row.to(device), **_moved(self, device))
 
 
-def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of the rows in each micro-batch: longest first, rows x longest <= `max_tokens`.
+def _moved(record: PackedRow | MicroBatch, device: torch.device) -> dict[str, Any]:
+    values = {item.name: getattr(record, item.name) for item in fields(record)}
+    return {
+        name: value.to(device, non_blocking=True)
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
 
-    Raises ValueError if a single row is longer than that.
+
+def plan_micro_batches(
+    lengths: Sequence[int], max_tokens: int, cost: PassCost | None = None
+) -> list[list[int]]:
+    """Indices of the sequences in each micro-batch of at most `max_tokens`; the costliest first.
+
+    First-fit decreasing (Johnson 1973: at most 11/9 of the fewest possible, plus 1) says how many
+    there are. In the order of their costs, the passes of the ranks, which wait for each other, take
+    about the same time. So do the passes of one rank, if the sequences, the costliest first, each
+    given to the cheapest micro-batch with room, still fit.
+    Raises ValueError if a single sequence is longer than `max_tokens`.
     """
+    cost = cost or PassCost()
+    return _plan(lengths, [cost.of(length) for length in lengths], max_tokens)
+
+
+def _plan(lengths: Sequence[int], costs: Sequence[float], max_tokens: int) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if lengths and lengths[order[0]] > max_tokens:
+        raise ValueError(
+            f"trainer.micro_batch_tokens={max_tokens}: a trajectory has {lengths[order[0]]} tokens;"
+            " set it to at least the longest prompt and response together"
+        )
+    plan = _first_fit(order, lengths, max_tokens)
+    even = _evened_out(order, lengths, costs, max_tokens, len(plan))
+
+    def costliest(plan: list[list[int]]) -> float:
+        return max((sum(costs[i] for i in part) for part in plan), default=0.0)
+
+    if even is not None and costliest(even) < costliest(plan):
+        plan = even
+    return sorted(plan, key=lambda part: -sum(costs[i] for i in part))
+
+
+def _first_fit(order: Iterable[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     plan: list[list[int]] = []
+    room: list[int] = []
     for i in order:
-        if lengths[i] > max_tokens:
-            raise ValueError(
-                f"trainer.micro_batch_tokens={max_tokens}: a trajectory has {lengths[i]} tokens; "
-                "set it to at least the longest prompt and response together"
-            )
-        if plan and (len(plan[-1]) + 1) * lengths[plan[-1][0]] <= max_tokens:
-            plan[-1].append(i)
-        else:
-            plan.append([i])
+        place = next((p for p, free in enumerate(room) if free >= lengths[i]), len(plan))
+        if place == len(plan):
+            plan.append([])
+            room.append(max_tokens)
+        plan[place].append(i)
+        room[place] -= lengths[i]
     return plan
 
 
-def pack(rows: Sequence[Row], max_tokens: int) -> list[MicroBatch]:
-    """Every row in exactly one micro-batch of at most `max_tokens` padded tokens."""
-    plan = plan_micro_batches([len(row.tokens) for row in rows], max_tokens)
-    return [_pad([rows[i] for i in indices]) for indices in plan]
+def _evened_out(
+    order: Iterable[int],
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    max_tokens: int,
+    count: int,
+) -> list[list[int]] | None:
+    """`count` micro-batches of nearly equal costs; None if they do not fit."""
+    plan: list[list[int]] = [[] for _ in range(count)]
+    room, spent = [max_tokens] * count, [0.0] * count
+    for i in order:
+        places = [place for place in range(count) if room[place] >= lengths[i]]
+        if not places:
+            return None
+        place = min(places, key=spent.__getitem__)
+        plan[place].append(i)
+        room[place] -= lengths[i]
+        spent[place] += costs[i]
+    return plan
+
+
+def pack(
+    rows: Sequence[Row],
+    max_tokens: int,
+    cost: PassCost | None = None,
+    *,
+    should_share_prefixes: bool = False,
+) -> list[MicroBatch]:
+    """Every row in exactly one micro-batch of at most `max_tokens` tokens.
+
+    Rows with a common beginning, if they share it, lie in one micro-batch as far as it has room.
+    """
+    cost = cost or PassCost()
+    tokens = [row.tokens for row in rows]
+    forest = share_prefixes(tokens) if should_share_prefixes else separate(tokens)
+    pieces = list(forest.pieces(max_tokens))
+    spans = [[forest.spans[i] for i in forest.spans_of(piece)] for piece in pieces]
+    plan = _plan(
+        [sum(len(span) for span in each) for each in spans],
+        [sum(cost.of(span.stop, span.start) for span in each) for each in spans],
+        max_tokens,
+    )
+    return [_lay(rows, forest, sorted(i for piece in part for i in pieces[piece])) for part in plan]
 
 
 def fill_up(batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
-    """`batches`, padded with empty ones to `count`.
+    """`batches`, with empty ones added up to `count`.
 
     ZeRO-3 gathers weights and reduces gradients in every pass, so all ranks must make the same
     number of passes; an empty micro-batch has no token to train on.
@@ -116,29 +237,78 @@ def fill_up(batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
         loss_mask=np.zeros(2, np.uint8),
         rollout_logprobs=np.zeros(2, np.float32),
     )
-    return [*batches, *(_pad([empty]) for _ in range(count - len(batches)))]
+    padding = _lay([empty], separate([empty.tokens]), [0])
+    padding = replace(padding, num_tokens=0, num_padding=2)
+    return [*batches, *[padding] * (count - len(batches))]
 
 
-def _pad(rows: Sequence[Row]) -> MicroBatch:
-    length = max(len(row.tokens) for row in rows)
-    first = min((int(row.loss_mask.argmax()) for row in rows if row.num_trained), default=1)
-    tokens = np.zeros((len(rows), length), np.int64)
-    mask = np.zeros((len(rows), length), np.float32)
-    logprobs = np.zeros((len(rows), length), np.float32)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row.tokens)] = row.tokens
-        mask[i, : len(row.tokens)] = row.loss_mask
-        logprobs[i, : len(row.tokens)] = row.rollout_logprobs
-    return MicroBatch(
-        tokens_BT=torch.from_numpy(tokens),
-        mask_BP=torch.from_numpy(mask[:, first:].copy()),
-        rollout_logprobs_BP=torch.from_numpy(logprobs[:, first:].copy()),
-        advantages_B1=_column([row.advantage for row in rows]),
-        weights_B1=_column([row.weight for row in rows]),
-        temperatures_B1=_column([row.temperature for row in rows]),
-        is_current_B1=torch.tensor([[row.is_current] for row in rows]),
+def packed_row(sequences: Sequence[Tensor]) -> PackedRow:
+    """Sequences of token ids, end to end, on their device."""
+    rows = [sequence.cpu().numpy() for sequence in sequences]
+    return _row(rows, separate(rows), range(len(rows)))[0].to(sequences[0].device)
+
+
+def _row(
+    sequences: Sequence[Tokens], forest: Forest, chosen: Sequence[int]
+) -> tuple[PackedRow, list[NDArray[np.int64]]]:
+    """The row of these sequences, and the places in it of the tokens of each."""
+    indices = forest.spans_of(chosen)
+    spans = [forest.spans[i] for i in indices]
+    starts = np.cumsum([0, *(len(span) for span in spans)])
+    places = {
+        i: np.arange(start, start + len(span))
+        for i, start, span in zip(indices, starts, spans, strict=False)
+    }
+    is_shared = any(span.start for span in spans)
+    key_places = [
+        places[above]
+        for i, span in zip(indices, spans, strict=True)
+        for above in forest.paths[span.sequence]
+        if above <= i
+    ]
+    seen = [span.stop for span in spans]
+    row = PackedRow(
+        tokens_L=torch.from_numpy(
+            np.concatenate([sequences[s.sequence][s.start : s.stop] for s in spans], dtype=np.int64)
+        ),
+        position_ids_L=torch.from_numpy(
+            np.concatenate([np.arange(s.start, s.stop) for s in spans])
+        ),
+        starts=torch.from_numpy(starts.astype(np.int32)),
+        longest=max(len(span) for span in spans),
+        key_starts=torch.from_numpy(np.cumsum([0, *seen]).astype(np.int32)),
+        longest_keys=max(seen),
+        key_places=torch.from_numpy(np.concatenate(key_places)) if is_shared else None,
     )
+    return row, [np.concatenate([places[i] for i in forest.paths[each]]) for each in chosen]
 
 
-def _column(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float32).unsqueeze(1)
+def _lay(every: Sequence[Row], forest: Forest, chosen: Sequence[int]) -> MicroBatch:
+    rows = [every[i] for i in chosen]
+    packed, places = _row([row.tokens for row in every], forest, chosen)
+    lengths = [len(row.tokens) for row in rows]
+    trained = np.flatnonzero(np.concatenate([row.loss_mask for row in rows]))
+    if not len(trained):
+        trained = np.array([1])  # the second token of the first row, whose mask is 0
+    segments = np.repeat(np.arange(len(rows)), lengths)[trained]
+
+    def by_token(arrays: Sequence[NDArray[Any]], dtype: type) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays)[trained].astype(dtype))
+
+    def by_row(values: Sequence[float], dtype: type = np.float32) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype)[segments])
+
+    return MicroBatch(
+        row=packed,
+        places_N=torch.from_numpy(np.concatenate(places)[trained - 1]),
+        segment_ids_N=torch.from_numpy(segments),
+        num_segments=len(rows),
+        targets_N=by_token([row.tokens for row in rows], np.int64),
+        mask_N=by_token([row.loss_mask for row in rows], np.float32),
+        rollout_logprobs_N=by_token([row.rollout_logprobs for row in rows], np.float32),
+        advantages_N=by_row([row.advantage for row in rows]),
+        weights_N=by_row([row.weight for row in rows]),
+        temperatures_N=by_row([row.temperature for row in rows]),
+        is_current_N=by_row([row.is_current for row in rows], np.bool_),
+        num_tokens=sum(lengths),
+    )

@@ -12,11 +12,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
+
+from trainer_pool.model.attention import PACKED, packable
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
@@ -56,10 +59,19 @@ def _file(model_path: str, name: str) -> Path | None:
 
 
 def parameter_names(model_path: str, *, trust_remote_code: bool) -> list[str]:
-    """The names that the trainer will publish, without reading any weights."""
+    """The names that the trainer will publish, without reading any weights.
+
+    Raises ValueError if the trainer cannot pack the model's sequences.
+    """
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+
+    def build() -> Any:
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation=PACKED, trust_remote_code=trust_remote_code
+        )
+
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = packable(model_path, build)
     model.tie_weights()
     return [name for name, _ in model.named_parameters()]
 

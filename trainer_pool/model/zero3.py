@@ -29,6 +29,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from configs.choices import Backend, Dtype
 from configs.schema import TrainerConfig
 from trainer_pool.collectives import Collectives
+from trainer_pool.data.packing import PackedRow, PassCost
+from trainer_pool.model import attention
 from trainer_pool.model.checkpoint_names import check_names
 from trainer_pool.state.shards import ShardReader
 from weight_sync.layout import Layout
@@ -138,7 +140,23 @@ class Zero3Engine:
         )
         self._create_moments()
         adam.register_step_pre_hook(self._leave_out_empty_update)
+        self._engine.eval()
+        attention.check_model(model_path, self.logits, self.device)
         self._engine.train()
+
+    @property
+    def cost(self) -> PassCost:
+        """What a token and a pair of tokens cost in a pass, from the shape of the model."""
+        model = self._engine.module
+        config = model.config.get_text_config()
+        weights = {id(p): p.ds_numel for p in model.parameters()}
+        if not config.tie_word_embeddings:  # rows of it are looked up, not multiplied
+            del weights[id(model.get_input_embeddings().weight)]
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return PassCost(
+            per_token=float(sum(weights.values())),
+            per_pair=2.0 * config.num_hidden_layers * config.num_attention_heads * size,
+        )
 
     def _create_moments(self) -> None:
         """What torch's AdamW creates in its first step, so that it can be restored before."""
@@ -150,14 +168,16 @@ class Zero3Engine:
                 "exp_avg_sq": torch.zeros_like(flat),
             }
 
-    def logits(self, tokens_BT: Tensor, num_last: int) -> Tensor:
-        """[B, num_last, V] next-token logits of the last `num_last` positions.
-
-        Rows are padded on the right. Attention is causal, so no real token sees padding and neither
-        a mask nor position ids are needed; without them sdpa uses its fast causal path.
-        """
-        output = self._engine(input_ids=tokens_BT, use_cache=False, logits_to_keep=num_last)
-        logits: Tensor = output.logits
+    def logits(self, row: PackedRow, places_N: Tensor) -> Tensor:
+        """[N, V] next-token logits at these positions of a packed row."""
+        output = self._engine(
+            input_ids=row.tokens_L.unsqueeze(0),
+            position_ids=row.position_ids_L.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=places_N,
+            **attention.arguments(row),
+        )
+        logits: Tensor = output.logits[0]
         return logits
 
     def backward(self, loss: Tensor) -> None:
@@ -344,13 +364,17 @@ class Zero3Engine:
 
 def _load(model_path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
     """The torch module; transformers' annotation of it is too loose to use."""
-    try:
+
+    def build() -> Any:
         return AutoModelForCausalLM.from_pretrained(
             model_path,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=attention.PACKED,
             trust_remote_code=trust_remote_code,
         )
+
+    try:
+        return attention.packable(model_path, build)
     except OSError as error:
         raise ValueError(
             f"model.path={model_path!r}: neither a folder with a Hugging Face model nor the name "

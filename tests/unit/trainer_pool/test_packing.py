@@ -8,7 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack, plan_micro_batches
+from trainer_pool.data.packing import (
+    MicroBatch,
+    PassCost,
+    Row,
+    fill_up,
+    pack,
+    plan_micro_batches,
+)
+
+LENGTHS = st.lists(st.integers(2, 50), max_size=40)
+COST = PassCost(per_token=30.0, per_pair=4.0)
 
 
 def make_row(
@@ -28,12 +38,56 @@ def make_row(
     )
 
 
-@given(st.lists(st.integers(2, 50), max_size=40), st.integers(50, 400))
+@given(LENGTHS, st.integers(50, 400))
 def test_every_row_is_in_one_micro_batch_within_the_budget(lengths: list[int], budget: int) -> None:
-    plan = plan_micro_batches(lengths, budget)
+    plan = plan_micro_batches(lengths, budget, COST)
     assert sorted(i for part in plan for i in part) == list(range(len(lengths)))
     for part in plan:
-        assert part and len(part) * max(lengths[i] for i in part) <= budget
+        assert part and sum(lengths[i] for i in part) <= budget
+
+
+@given(LENGTHS, st.integers(50, 400))
+def test_micro_batches_are_no_more_than_first_fit_decreasing_promises(
+    lengths: list[int], budget: int
+) -> None:
+    """No fewer than the tokens need; all but one are more than half full on average, as no two of
+    first-fit's could be one."""
+    count = len(plan_micro_batches(lengths, budget, COST))
+    assert -(-sum(lengths) // budget) <= count
+    assert count <= 1 or count * budget < 2 * sum(lengths)
+    assert count == len(plan_micro_batches(lengths, budget))  # whatever a pass costs
+
+
+@given(LENGTHS, st.integers(50, 400))
+def test_costliest_micro_batches_come_first_and_cost_no_more_than_those_of_first_fit(
+    lengths: list[int], budget: int
+) -> None:
+    plan = plan_micro_batches(lengths, budget, COST)
+    costs = [sum(COST.of(lengths[i]) for i in part) for part in plan]
+    assert costs == sorted(costs, reverse=True)
+    room: list[int] = []
+    first_fit: list[float] = []
+    for length in sorted(lengths, reverse=True):
+        if (place := next((p for p, free in enumerate(room) if free >= length), None)) is None:
+            room.append(budget)
+            first_fit.append(0.0)
+            place = len(room) - 1
+        room[place] -= length
+        first_fit[place] += COST.of(length)
+    assert len(plan) == len(first_fit)
+    assert max(costs, default=0) <= max(first_fit, default=0) * (1 + 1e-9)
+
+
+def test_passes_of_equal_tokens_are_balanced_by_what_attention_costs() -> None:
+    """By tokens alone the long row could lie with any two of the short ones."""
+    plan = plan_micro_batches([40, 20, 20, 20, 10, 10], 80, PassCost(per_token=1, per_pair=1))
+    assert [sorted(part) for part in plan] == [[0], [1, 2, 3, 4, 5]]
+
+
+def test_cost_of_a_sequence_worked_out_by_hand() -> None:
+    cost = PassCost(per_token=3.0, per_pair=2.0)
+    assert cost.of(10) == 30 + 2 * 50
+    assert cost.of(10, start=6) == cost.of(10) - cost.of(6) == 3 * 4 + 2 * (50 - 18)
 
 
 @given(st.lists(st.tuples(st.integers(2, 30), st.integers(1, 30)), min_size=1, max_size=20))
@@ -41,37 +95,43 @@ def test_packing_keeps_every_trained_token(shapes: list[tuple[int, int]]) -> Non
     rows = [make_row(n, p, advantage=i + 1) for i, (n, p) in enumerate(shapes)]
     seen = []
     for batch in pack(rows, max_tokens=90):
-        for b in range(len(batch.tokens_BT)):
-            trained = batch.mask_BP[b] == 1
-            for token, logprob in zip(
-                batch.targets_BP[b][trained].tolist(),
-                batch.rollout_logprobs_BP[b][trained].tolist(),
-                strict=True,
-            ):
-                seen.append((batch.advantages_B1[b].item(), token, logprob))
+        trained = batch.mask_N == 1
+        seen += zip(
+            batch.advantages_N[trained].tolist(),
+            batch.targets_N[trained].tolist(),
+            batch.rollout_logprobs_N[trained].tolist(),
+            # Tokens count up from 100, so a prediction comes from the token before.
+            (batch.row.tokens_L[batch.places_N[trained]] + 1).tolist(),
+            (batch.row.position_ids_L[batch.places_N[trained]] + 101).tolist(),
+            strict=True,
+        )
     expected = [
-        (row.advantage, int(row.tokens[t]), float(row.rollout_logprobs[t]))
+        (row.advantage, token, float(logprob), token, token)
         for row in rows
-        for t in range(len(row.tokens))
-        if row.loss_mask[t]
+        for token, logprob in zip(
+            row.tokens[row.loss_mask == 1].tolist(),
+            row.rollout_logprobs[row.loss_mask == 1],
+            strict=True,
+        )
     ]
     assert sorted(seen) == sorted(expected)
 
 
-def test_rows_are_padded_on_the_right_and_cut_to_the_trained_part() -> None:
+def test_rows_lie_end_to_end_and_only_trained_tokens_are_predicted() -> None:
     rows = [make_row(4, 3, 0.5, 0.5, 0.7), make_row(6, 4, -1.0)]
-    (batch,) = pack(rows, max_tokens=100)
-    assert batch.tokens_BT.tolist() == [
-        [100, 101, 102, 103, 104, 105],
-        [100, 101, 102, 103, 0, 0],
-    ]
-    # The first trained position of any row is 3; its prediction comes from position 2.
-    assert batch.mask_BP.tolist() == [[0, 1, 1], [1, 0, 0]]
-    assert batch.num_last == 4
-    assert batch.targets_BP.tolist() == [[103, 104, 105], [103, 0, 0]]
-    assert batch.advantages_B1.tolist() == [[-1.0], [0.5]]
-    assert batch.weights_B1.tolist() == [[1.0], [0.5]]
-    torch.testing.assert_close(batch.temperatures_B1, torch.tensor([[1.0], [0.7]]))
+    (batch,) = pack(rows, max_tokens=10)
+    assert batch.row.tokens_L.tolist() == [100, 101, 102, 103, 100, 101, 102, 103, 104, 105]
+    assert batch.row.position_ids_L.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
+    assert (batch.row.starts.tolist(), batch.row.longest) == ([0, 4, 10], 6)
+    assert batch.row.key_places is None and batch.row.key_starts.equal(batch.row.starts)
+    assert batch.places_N.tolist() == [2, 7, 8]
+    assert batch.targets_N.tolist() == [103, 104, 105]
+    assert (batch.segment_ids_N.tolist(), batch.num_segments) == ([0, 1, 1], 2)
+    assert batch.mask_N.tolist() == [1, 1, 1]
+    assert batch.advantages_N.tolist() == [0.5, -1.0, -1.0]
+    assert batch.weights_N.tolist() == [0.5, 1.0, 1.0]
+    torch.testing.assert_close(batch.temperatures_N, torch.tensor([0.7, 1.0, 1.0]))
+    assert batch.num_padding == 0
 
 
 def test_trajectory_over_the_budget_is_refused_with_the_fix() -> None:
@@ -83,15 +143,18 @@ def test_filling_up_adds_batches_without_a_trained_token() -> None:
     batches = pack([make_row(5, 2)], max_tokens=100)
     filled = fill_up(batches, 3)
     assert len(filled) == 3 and filled[0] is batches[0]
-    assert all(batch.mask_BP.sum() == 0 for batch in filled[1:])
-    assert all(batch.num_last <= batch.tokens_BT.shape[1] for batch in filled)
+    for batch in filled[1:]:
+        assert batch.mask_N.tolist() == [0]  # one token, so that there is a gradient
+        assert batch.num_padding == len(batch.row.tokens_L) == 2
 
 
 def test_moving_a_micro_batch_keeps_its_values() -> None:
     (batch,) = pack([make_row(5, 2, 1.5)], max_tokens=100)
     moved = batch.to(torch.device("cpu"))
     assert isinstance(moved, MicroBatch)
-    torch.testing.assert_close(moved.rollout_logprobs_BP, batch.rollout_logprobs_BP)
+    torch.testing.assert_close(moved.rollout_logprobs_N, batch.rollout_logprobs_N)
+    assert moved.row.longest == 5
+    assert batch.to(torch.device("meta")).row.tokens_L.is_meta
 
 
 def test_row_may_not_train_its_first_token() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from trainer_pool.algorithms.losses import PolicyLoss
 from trainer_pool.collectives import Collectives
-from trainer_pool.data.packing import Row, pack
+from trainer_pool.data.packing import Row, fill_up, pack
 from trainer_pool.metrics import StepAccumulator, StepStats
 from trainer_pool.step import nan_if_not_finite
 
@@ -80,12 +80,12 @@ def test_differences_are_nan_without_a_token_of_the_trained_version(ranks: Colle
         ],
         max_tokens=4,
     )
-    flags = torch.tensor([[False, True]])
+    flags = torch.tensor([False, True])
     result = PolicyLoss(
         loss=torch.tensor(0.5), is_clipped_BT=flags, is_truncated_BT=~flags, is_bounded_BT=flags
     )
-    policy = torch.tensor([[-1.0, -2.0]])
-    tally.add(batch, result, torch.tensor([[-math.inf, -2.0]]), policy, torch.tensor([[1.0, 2.0]]))
+    policy = torch.tensor([-1.0, -2.0])
+    tally.add(batch, result, torch.tensor([-math.inf, -2.0]), policy, torch.tensor([1.0, 2.0]))
     stats = stats_of(ranks, tally, norms=[0.5])
     assert math.isnan(stats.logprob_diff_mean) and math.isnan(stats.logprob_diff_max)
     assert stats.logprob_diff_tokens == 0
@@ -101,7 +101,7 @@ def test_gradient_is_nan_only_if_a_trained_token_is_not_finite(
     bad: float, is_trained: bool
 ) -> None:
     weight = torch.tensor([2.0, 3.0], requires_grad=True)
-    logprobs, mask = torch.tensor([[-1.0, bad]]), torch.tensor([[1, int(is_trained)]])
+    logprobs, mask = torch.tensor([-1.0, bad]), torch.tensor([1, int(is_trained)])
     nan_if_not_finite(weight.square().sum(), logprobs, mask).backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     assert weight.grad.isnan().all() if is_trained else weight.grad.tolist() == [4.0, 6.0]
@@ -113,3 +113,35 @@ def test_skipped_updates_are_counted_by_reason(ranks: Collectives) -> None:
     assert stats.grad_norm == 0.25
     stats = stats_of(ranks, StepAccumulator(torch.device("cpu")), norms=[None])
     assert math.isnan(stats.grad_norm) and math.isnan(stats.entropy)
+
+
+def test_padding_is_the_share_of_tokens_without_a_trajectory(ranks: Collectives) -> None:
+    row = Row(
+        tokens=np.arange(6, dtype=np.int32),
+        loss_mask=np.array([0, 0, 0, 0, 0, 1], np.uint8),
+        rollout_logprobs=np.zeros(6, np.float32),
+    )
+    tally = StepAccumulator(torch.device("cpu"))
+    flag, one = torch.tensor([False]), torch.tensor([-1.0])
+    result = PolicyLoss(loss=one[0], is_clipped_BT=flag, is_truncated_BT=flag, is_bounded_BT=flag)
+    for batch in fill_up(pack([row], max_tokens=8), 2):
+        tally.add(batch, result, one, one, one)
+    stats = stats_of(ranks, tally, norms=[0.5])
+    assert (stats.padding_fraction, stats.shared_fraction) == (2 / 8, 0)
+
+
+def test_shared_tokens_are_those_of_trajectories_that_no_pass_computed(ranks: Collectives) -> None:
+    row = Row(
+        tokens=np.arange(20, dtype=np.int32),
+        loss_mask=(np.arange(20) == 19).astype(np.uint8),
+        rollout_logprobs=np.zeros(20, np.float32),
+    )
+    tally = StepAccumulator(torch.device("cpu"))
+    flags, two = torch.tensor([False, False]), torch.tensor([-1.0, -1.0])
+    result = PolicyLoss(
+        loss=two[0], is_clipped_BT=flags, is_truncated_BT=flags, is_bounded_BT=flags
+    )
+    (batch,) = pack([row, row], max_tokens=40, should_share_prefixes=True)
+    tally.add(batch, result, two, two, two)
+    stats = stats_of(ranks, tally, norms=[0.5])
+    assert (stats.padding_fraction, stats.shared_fraction) == (0, 0.5)

@@ -245,11 +245,33 @@ def test_one_and_two_ranks_give_the_same_stats_and_weights(
         for name, value in alone.items():
             if isinstance(value, str):
                 assert value == together[name]
+            elif name == "padding_fraction":  # a rank with less work makes the others' passes too
+                assert value == 0 <= together[name] < 0.05
             else:
                 assert value == pytest.approx(together[name], rel=2e-4, abs=2e-6, nan_ok=True), name
     assert one_rank.weights.keys() == two_ranks.weights.keys()
     for name, weights in one_rank.weights.items():
         np.testing.assert_allclose(weights, two_ranks.weights[name], atol=2e-5, err_msg=name)
+
+
+def test_passes_of_any_size_and_shared_beginnings_change_nothing_but_rounding(
+    ranks: Ranks, folder: Path
+) -> None:
+    """And what a pass costs is counted from the whole model, however it is sharded."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    every = []
+    for num_ranks in (1, 2, 4):
+        results = json.loads((ranks.run("packings", num_ranks) / "results.json").read_text())
+        # A query and a key meet twice in each of 2 layers, in 2 heads of 16.
+        assert results["cost"] == {"per_token": num_weights, "per_pair": 2 * 2 * 2 * 16}
+        for _, is_shared, stats in results["packings"]:
+            every.append(stats)
+            assert (0.05 < stats["shared_fraction"] < 0.5) == is_shared
+            assert is_shared or stats["shared_fraction"] == 0
+    for stats in every:
+        for name in ("loss", "grad_norm", "entropy", "ratio_mean", "logprob_diff_mean"):
+            assert stats[name] == pytest.approx(every[0][name], rel=1e-5, abs=1e-7), name
 
 
 def test_steps_change_the_weights_and_count_what_they_trained(

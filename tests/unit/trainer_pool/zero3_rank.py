@@ -36,6 +36,7 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (loaded with the 
 from loop_scene import LOOP_STEPS, TIMEOUT_S, WEIGHTS_KEY, loop_spec
 
 from buffer.run_state import STREAM_START
+from buffer.types import TrajectoryGroup
 from buffer.wire.codec import decode_group
 from configs.choices import Backend
 from configs.schema import TrainerConfig, WarmStartConfig, WeightSyncConfig
@@ -84,9 +85,35 @@ OPTIMIZER = TrainerConfig(
 
 def read_batch(folder: Path, step: int, rank: int, num_ranks: int) -> StepBatch:
     groups = [decode_group(p.read_bytes()) for p in sorted(folder.glob(f"batch-{step}-*.group"))]
-    shares = [groups[:1], groups[1:]] if num_ranks == 2 else [groups]
+    shares = {
+        1: [groups],
+        2: [groups[:1], groups[1:]],
+        4: [[group] for group in groups],
+    }[num_ranks]
     return StepBatch(
         version=step, group_ids=tuple(g.group_id for g in groups), groups=tuple(shares[rank])
+    )
+
+
+def with_common_beginning(group: TrajectoryGroup) -> TrajectoryGroup:
+    """Each trajectory behind the same 20 tokens, which are its own group's."""
+    beginning = (np.arange(20) * (3 + int(group.group_id[-1])) % 251).astype(np.int32)
+    return replace(
+        group,
+        trajectories=tuple(
+            replace(
+                trajectory,
+                tokens=np.concatenate([beginning, trajectory.tokens]),
+                loss_mask=np.pad(trajectory.loss_mask, (20, 0)),
+                rollout_logprobs=np.pad(trajectory.rollout_logprobs, (20, 0)),
+                prompt_length=trajectory.prompt_length + 20,
+                version_spans=tuple(
+                    replace(span, start=span.start + 20, end=span.end + 20)
+                    for span in trajectory.version_spans
+                ),
+            )
+            for trajectory in group.trajectories
+        ),
     )
 
 
@@ -486,6 +513,29 @@ class Scenario:
             bool(weight.isfinite().all()) for weight in self.weights().values()
         )
 
+    def packings(self) -> None:
+        """One step, without moving the weights, for several sizes of passes; the trajectories of a
+        group begin with the same tokens."""
+        batch = read_batch(self.folder, 0, self.ranks.rank, self.ranks.num_ranks)
+        groups = tuple(with_common_beginning(group) for group in batch.groups)
+        packings: list[tuple[int, bool, dict[str, object]]] = []
+        self.results |= {"packings": packings, "cost": asdict(self.engine.cost)}
+        for micro_batch_tokens, share_prefixes in itertools.product((50, 97, 4096), (False, True)):
+            stats = train_step(
+                self.engine,
+                self.ranks,
+                replace(batch, groups=groups),
+                replace(
+                    self.config,
+                    num_minibatches=1,
+                    micro_batch_tokens=micro_batch_tokens,
+                    share_prefixes=share_prefixes,
+                ),
+                learning_rate=0.0,
+                before_update=lambda: None,
+            )
+            packings.append((micro_batch_tokens, share_prefixes, stats.record()))
+
     def warm_start(self) -> None:
         report = warm_start(self.engine, self.ranks, examples(), self.config)
         self.results["warm_start_losses"] = [report.loss_first, report.loss_last]
@@ -592,6 +642,7 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
         "full_disk": scenario.full_disk,
         "optimizer": scenario.optimizer,
         "copies": scenario.copies,
+        "packings": scenario.packings,
     }[name]()
     if rank == 0:
         output.mkdir(exist_ok=True)

@@ -1,0 +1,150 @@
+"""What must hold of every tree of common beginnings, and of the rows laid from it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer_pool.data.packing import MicroBatch, PassCost, Row, pack
+from trainer_pool.data.prefix_sharing import (
+    MIN_SHARED,
+    Span,
+    Tokens,
+    separate,
+    share_prefixes,
+)
+
+
+@st.composite
+def families(draw: st.DrawFn) -> list[Tokens]:
+    """Sequences of which many begin as another one does, as far as any place; some are equal."""
+    dice = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    found: list[Tokens] = []
+    for _ in range(draw(st.integers(1, 12))):
+        beginning = np.empty(0, np.int32)
+        if found and draw(st.booleans()):
+            other = found[draw(st.integers(0, len(found) - 1))]
+            beginning = other[: draw(st.integers(0, len(other)))]
+        own = dice.integers(0, 3, draw(st.integers(0 if len(beginning) > 1 else 2, 40)))
+        found.append(np.concatenate([beginning, own]).astype(np.int32))
+    return found
+
+
+@given(families(), st.integers(1, 6))
+def test_spans_of_a_sequence_are_its_tokens_and_none_is_there_twice(
+    sequences: list[Tokens], min_shared: int
+) -> None:
+    forest = share_prefixes(sequences, min_shared)
+    for tokens, path in zip(sequences, forest.paths, strict=True):
+        spans = [forest.spans[i] for i in path]
+        parts = [sequences[span.sequence][span.start : span.stop] for span in spans]
+        assert np.concatenate(parts).tolist() == tokens.tolist()
+        assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])]
+        for i in path:  # what it sees is on the way to the root for its own sequence, too
+            assert forest.paths[forest.spans[i].sequence][: path.index(i)] == path[: path.index(i)]
+    beginnings = set()
+    for i, span in enumerate(forest.spans):
+        above = next(path[: path.index(i)] for path in forest.paths if i in path)
+        own = sequences[span.sequence][span.start : span.stop][:min_shared].tolist()
+        if len(own) == min_shared:
+            assert (above, *own) not in beginnings
+            beginnings.add((above, *own))
+
+
+def test_tree_of_a_prompt_with_a_shared_turn_is_that_worked_out_by_hand() -> None:
+    a, b, c, alone = [1, 2, 3, 4, 5], [1, 2, 3, 7, 8, 9], [1, 2, 3, 7, 8, 6, 6], [1, 5]
+    sequences = [np.array(tokens, np.int32) for tokens in (c, alone, a, b)]
+    forest = share_prefixes(sequences, 2)
+    assert forest.spans == (
+        Span(sequence=2, start=0, stop=3),
+        Span(sequence=2, start=3, stop=5),
+        Span(sequence=0, start=3, stop=5),
+        Span(sequence=0, start=5, stop=7),
+        Span(sequence=3, start=5, stop=6),
+        Span(sequence=1, start=0, stop=2),
+    )
+    assert forest.paths == ((0, 2, 3), (5,), (0, 1), (0, 2, 4))
+    assert list(forest.pieces(100)) == [[2, 0, 3], [1]]
+    assert list(forest.pieces(8)) == [[2], [0, 3], [1]]  # 5 tokens; 3 + 2 + 2 + 1; 2
+
+
+@given(families(), st.integers(50, 120))
+def test_pieces_have_every_sequence_once_and_are_within_the_budget(
+    sequences: list[Tokens], budget: int
+) -> None:
+    for forest in (share_prefixes(sequences, 2), separate(sequences)):
+        pieces = list(forest.pieces(budget))
+        assert sorted(i for piece in pieces for i in piece) == list(range(len(sequences)))
+        for piece in pieces:
+            assert piece and [forest.length(i) for i in piece] == [len(sequences[i]) for i in piece]
+            num_tokens = sum(len(forest.spans[i]) for i in forest.spans_of(piece))
+            assert len(piece) == 1 or num_tokens <= budget
+
+
+def rows_of(sequences: list[Tokens]) -> list[Row]:
+    """Every other token is trained; its advantage says whose it is."""
+    return [
+        Row(
+            tokens=tokens,
+            loss_mask=(np.arange(len(tokens)) % 2).astype(np.uint8),
+            rollout_logprobs=-np.arange(len(tokens), dtype=np.float32),
+            advantage=float(i),
+        )
+        for i, tokens in enumerate(sequences)
+    ]
+
+
+def what_is_seen(batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
+    """For each place in the row, the tokens that it sees and their positions, its own last."""
+    row, seen = batch.row, []
+    places = row.key_places if row.key_places is not None else np.arange(len(row.tokens_L))
+    for first, last, keys, keys_end in zip(
+        row.starts, row.starts[1:], row.key_starts, row.key_starts[1:], strict=False
+    ):
+        own = places[int(keys) : int(keys_end)]
+        for place in range(int(first), int(last)):
+            upto = own[: len(own) - (int(last) - 1 - place)]
+            seen.append((row.tokens_L[upto].tolist(), row.position_ids_L[upto].tolist()))
+    return seen
+
+
+@given(families())
+def test_every_trained_token_is_predicted_from_all_before_it_in_its_sequence(
+    sequences: list[Tokens],
+) -> None:
+    common = np.arange(MIN_SHARED + 4, dtype=np.int32)
+    sequences = [np.concatenate([common, tokens]) for tokens in sequences]
+    found = []
+    for batch in pack(rows_of(sequences), 150, PassCost(), should_share_prefixes=True):
+        seen = what_is_seen(batch)
+        assert len(seen) == len(batch.row.tokens_L) <= 150
+        assert batch.num_tokens == sum(
+            len(sequences[int(i)]) for i in set(batch.advantages_N.tolist())
+        )
+        for own, place, target in zip(
+            batch.advantages_N.tolist(), batch.places_N.tolist(), batch.targets_N, strict=True
+        ):
+            tokens, positions = seen[place]
+            sequence = sequences[int(own)].tolist()
+            assert [*tokens, int(target)] == sequence[: len(tokens) + 1]
+            assert positions == list(range(len(tokens)))
+            found.append((int(own), len(tokens)))
+    expected = [(i, t) for i, tokens in enumerate(sequences) for t in range(1, len(tokens), 2)]
+    assert sorted(found) == expected
+
+
+def test_answers_to_one_prompt_have_its_tokens_once() -> None:
+    prompt = np.arange(40, dtype=np.int32)
+    answers = [np.concatenate([prompt, np.full(20, 50 + i, np.int32)]) for i in range(16)]
+    (batch,) = pack(rows_of(answers), 400, PassCost(), should_share_prefixes=True)
+    assert len(batch.row.tokens_L) == 40 + 16 * 20 and batch.num_tokens == 16 * 60
+    assert len(pack(rows_of(answers), 400)) == 3
+
+
+def test_longest_trajectory_must_fit_also_where_its_beginning_is_shared() -> None:
+    prompt = np.arange(40, dtype=np.int32)
+    answers = [np.concatenate([prompt, np.full(20, 50 + i, np.int32)]) for i in range(2)]
+    with pytest.raises(ValueError, match=r"micro_batch_tokens=59: a trajectory has 60"):
+        pack(rows_of(answers), 59, PassCost(), should_share_prefixes=True)
