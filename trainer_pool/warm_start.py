@@ -16,7 +16,6 @@ from configs.schema import TrainerConfig
 from trainer_pool.algorithms.losses import supervised_loss
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack, plan_micro_batches
-from trainer_pool.model.logprobs import selected_logprobs
 from trainer_pool.model.zero3 import Zero3Engine
 from trainer_pool.types import SupervisedExample, WarmStartReport
 
@@ -76,9 +75,7 @@ def _supervised_step(
 
 
 def _accumulate(engine: Zero3Engine, batch: MicroBatch, num_tokens: int) -> Tensor:
-    logits = engine.logits(batch.tokens_BT, batch.num_last)[:, :-1]
-    logprobs_BP, _ = selected_logprobs(logits, batch.targets_BP)
-    loss = supervised_loss(logprobs_BP, batch.mask_BP, num_tokens)
+    loss = supervised_loss(engine.score(batch).logprobs, batch.mask_BP, num_tokens)
     engine.backward(loss)
     return loss.detach()
 

@@ -35,6 +35,8 @@ class Row:
     """Sampling temperature: rollout log-probabilities are those of softmax(logits / this)."""
     is_current: bool = False
     """Sampled entirely by the version being trained: engine and trainer should agree."""
+    group: int = -1
+    """Place of its group in the batch; -1: of none."""
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.loss_mask.shape == self.rollout_logprobs.shape
@@ -63,6 +65,8 @@ class MicroBatch:
     weights_B1: Tensor
     temperatures_B1: Tensor
     is_current_B1: Tensor
+    groups_B: Tensor
+    """int64: `Row.group`"""
 
     @property
     def num_last(self) -> int:
@@ -137,6 +141,7 @@ def _pad(rows: Sequence[Row]) -> MicroBatch:
         weights_B1=_column([row.weight for row in rows]),
         temperatures_B1=_column([row.temperature for row in rows]),
         is_current_B1=torch.tensor([[row.is_current] for row in rows]),
+        groups_B=torch.tensor([row.group for row in rows]),
     )
 
 

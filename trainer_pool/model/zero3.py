@@ -29,7 +29,9 @@ from transformers.integrations import HfDeepSpeedConfig
 from configs.choices import Backend, Dtype
 from configs.schema import TrainerConfig
 from trainer_pool.collectives import Collectives
+from trainer_pool.data.packing import MicroBatch
 from trainer_pool.model.checkpoint_names import check_names
+from trainer_pool.model.head import KeptTokens, Scores, ScoringHead, TokensToScore
 from trainer_pool.state.shards import ShardReader
 from weight_sync.layout import Layout
 from weight_sync.sender.snapshot import Shard
@@ -140,6 +142,8 @@ class Zero3Engine:
         self._create_moments()
         adam.register_step_pre_hook(self._leave_out_empty_update)
         self._engine.train()
+        self._head = ScoringHead(self._engine.module, model_path)
+        self._head.learn_shape(self._engine, self.device)
 
     def _create_moments(self) -> None:
         """What torch's AdamW creates in its first step, so that it can be restored before."""
@@ -151,20 +155,43 @@ class Zero3Engine:
                 "exp_avg_sq": torch.zeros_like(flat),
             }
 
-    def logits(self, tokens_BT: Tensor, num_last: int) -> Tensor:
-        """[B, num_last, V] next-token logits of the last `num_last` positions.
+    def score(self, batch: MicroBatch, kept: KeptTokens | None = None) -> Scores:
+        """[B, P] what the policy makes of the trained tokens, 0 at the other positions.
 
-        Rows are padded on the right. Attention is causal, so no real token sees padding and neither
-        a mask nor position ids are needed; without them sdpa uses its fast causal path.
+        `kept` has the sampling sets of the trained tokens, row after row. Rows are padded on the
+        right. Attention is causal, so no real token sees padding and neither a mask nor position
+        ids are needed; without them sdpa uses its fast causal path.
         """
-        output = self._engine(input_ids=tokens_BT, use_cache=False, logits_to_keep=num_last)
-        logits: Tensor = output.logits
-        return logits
+        mask_BP = batch.mask_BP
+        wanted = TokensToScore(
+            targets_BP=batch.targets_BP,
+            places_N=mask_BP.flatten().nonzero().squeeze(1),
+            temperatures_BP=batch.temperatures_B1.expand_as(mask_BP),
+            kept=kept,
+        )
+        scores_3N = self._engine(
+            input_ids=batch.tokens_BT,
+            use_cache=False,
+            logits_to_keep=batch.num_last,
+            wanted=wanted,
+        )
+        flat = torch.zeros(3, mask_BP.numel(), dtype=scores_3N.dtype, device=scores_3N.device)
+        logprobs, entropy, sum_squares = flat.index_copy(1, wanted.places_N, scores_3N)
+        return Scores(
+            logprobs.view_as(mask_BP),
+            entropy.view_as(mask_BP),
+            sum_squares.detach().view_as(mask_BP),
+        )
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss`; `step` applies the sum over all calls and ranks."""
+    def backward(self, loss: Tensor) -> Tensor:
+        """Add the gradient of `loss`; `step` applies the sum over all calls and ranks.
+
+        Returns bool [B, T]: positions of the last scored batch whose gradient is not finite. That
+        of a row reaches its own positions only, by way of the input embeddings.
+        """
         # deepspeed averages over the ranks, but the losses here are shares of one global sum.
         self._engine.backward(loss * self.num_ranks)
+        return self._head.take_not_finite()
 
     def step(self, learning_rate: float) -> float | None:
         """Clip, update and clear the gradients; returns their global norm before clipping.
