@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -107,6 +108,46 @@ def test_gradient_is_nan_only_if_a_trained_token_is_not_finite(
     assert logprobs.grad is not None
     good, other = logprobs.grad[0].tolist()
     assert good == 2 and (math.isnan(other) if is_trained else other == 0)
+
+
+def test_logprobs_of_the_engine_that_are_not_finite_are_counted_by_version(
+    ranks: Collectives,
+) -> None:
+    """Those of trained tokens alone, each by the version that sampled it."""
+    odd = two_turns(0.0, "stop", 3)
+    odd = replace(
+        odd,
+        version_spans=(
+            VersionSpan(version=2, start=2, end=4),
+            VersionSpan(version=3, start=4, end=10),
+        ),
+    )
+    odd.rollout_logprobs[[1, 2, 3, 4, 6]] = math.nan
+    group = TrajectoryGroup(
+        group_id="g", prompt=PromptRef(task="sums", index=0), trajectories=(odd,)
+    )
+    stats = StepAccumulator(torch.device("cpu"), 1).total(
+        ranks, groups=[group], group_ids=["g"], version=4, norms=[0.5], learning_rate=0.1
+    )
+    assert stats.rollout_not_finite == {2: 2, 3: 1}
+    assert stats.record()["rollout_not_finite"] == '{"2": 2, "3": 1}'
+
+
+def test_groups_of_rows_with_a_gradient_that_is_not_finite_are_named(ranks: Collectives) -> None:
+    tally = StepAccumulator(torch.device("cpu"), 1)
+    row = Row(
+        tokens=np.arange(4, dtype=np.int32),
+        loss_mask=np.array([0, 0, 1, 1], np.uint8),
+        rollout_logprobs=np.zeros(4, np.float32),
+    )
+    (batch,) = pack([row, replace(row, group=0)], max_tokens=8)
+    is_bad = torch.zeros(2, 4, dtype=torch.bool)
+    is_bad[0, 2] = True  # a row of no group
+    tally.add_culprits(batch, is_bad)
+    assert stats_of(ranks, tally, norms=[None]).not_finite_groups == ()
+    is_bad[1, 3] = True
+    tally.add_culprits(batch, is_bad)
+    assert stats_of(ranks, tally, norms=[None]).not_finite_groups == ("g",)
 
 
 def test_skipped_updates_are_counted_by_reason(ranks: Collectives) -> None:
