@@ -22,11 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-_CPU_TILE = 2**20
-"""Elements of a tile: 4 MiB, which a core's cache nearly holds."""
-_GPU_TILE = 2**26
-"""256 MiB: matrix products of a size that keeps a GPU busy."""
-_TILE_ROWS = 2048
+_CPU_TILE = (512, 2**20)
+"""Most rows and elements: 4 MiB, which a core's cache nearly holds."""
+_GPU_TILE = (8192, 2**26)
+"""256 MiB; so many rows that adding to the weight's gradient does not bound the product."""
 _MASKED = -1e30
 """Logit of an id that was not kept. Not -inf: it would make NaN of a tile without a kept id."""
 
@@ -96,13 +95,13 @@ def score_tokens(
     *,
     kept: KeptTokens | None = None,
     shape: LogitShape | None = None,
-    tile: int | None = None,
+    tile: tuple[int, int] | None = None,
 ) -> Tensor:
     """[3, N] `Scores` of p = softmax(shape(hidden weight^T + bias) / temperature), by row.
 
     In float32 (float64 for float64 input), whatever the dtype of `hidden` and `weight`. Gradients
     of the first two rows reach `hidden`, `weight` and `bias`. A target outside its kept set has
-    log-probability -inf. `tile` (elements of a tile) changes nothing but rounding.
+    log-probability -inf. `tile` (most rows, most elements) changes nothing but rounding.
     """
     plan = _Plan(
         kept=kept,
@@ -121,15 +120,16 @@ class _Plan:
 
     kept: KeptTokens | None
     shape: LogitShape
-    tile: int
+    tile: tuple[int, int]
 
     def columns(self, hidden_NH: Tensor, weight_VH: Tensor) -> list[slice]:
         """Narrow enough that neither a tile nor its part of the weight is larger than `tile`."""
-        widest = max(min(_TILE_ROWS, len(hidden_NH)), hidden_NH.shape[1])
-        return _slices(len(weight_VH), max(1, self.tile // widest))
+        rows, elements = self.tile
+        widest = max(min(rows, len(hidden_NH)), hidden_NH.shape[1])
+        return _slices(len(weight_VH), max(1, elements // widest))
 
     def rows(self, hidden_NH: Tensor) -> list[slice]:
-        return _slices(len(hidden_NH), min(_TILE_ROWS, self.tile))
+        return _slices(len(hidden_NH), self.tile[0])
 
     def logits(
         self,
@@ -234,15 +234,9 @@ class _Sums:
         is_inside, places = _inside(targets, z)
         chosen = z.gather(1, places.unsqueeze(1)).squeeze(1)
         self._chosen[rows] = torch.where(is_inside, chosen, self._chosen[rows])
-        largest = torch.maximum(self._largest[rows], z.amax(1))
-        down = self._largest[rows] - largest
-        self._largest[rows] = largest
-        z.sub_(largest.unsqueeze(1))
-        exp, scale = z.exp(), down.exp()
-        before, before_z = self._exp[rows], self._exp_times_z[rows]
-        self._exp_times_z[rows] = scale * (before_z + down * before) + z.mul_(exp).sum(1)
-        self._exp[rows] = scale * before + exp.sum(1)
-        self._exp_squared[rows] = scale.square() * self._exp_squared[rows] + exp.square_().sum(1)
+        sums = (self._largest, self._exp, self._exp_times_z, self._exp_squared)
+        for total, value in zip(sums, fold(z, *(total[rows] for total in sums)), strict=True):
+            total[rows] = value
 
     def result(self) -> tuple[Tensor, Tensor]:
         """[3, N] `Scores`, and [N] the normalizers: log p = z - normalizer."""
@@ -267,16 +261,40 @@ class _Slopes:
 
     def by_logits_(self, z: Tensor, targets: Tensor, rows: slice) -> Tensor:
         """Overwrites `z`."""
-        z.sub_(self._normalizer_N[rows].unsqueeze(1))
+        of_entropy = self._of_entropy[rows].unsqueeze(1) if self._has_entropy else None
         slope_N1 = self._slope_N[rows].unsqueeze(1)
-        if self._has_entropy:
-            p = z.exp()
-            grad = z.mul_(self._of_entropy[rows].unsqueeze(1)).add_(slope_N1).mul_(p).neg_()
-        else:
-            grad = z.exp_().mul_(-slope_N1)
+        grad = slope(z, self._normalizer_N[rows].unsqueeze(1), slope_N1, of_entropy)
         is_inside, places = _inside(targets, grad)
         at_target = torch.where(is_inside, self._of_logprob[rows], 0.0)
         return grad.scatter_add_(1, places.unsqueeze(1), at_target.unsqueeze(1))
+
+
+# The passes over a tile: two functions, so that a compiler can make one kernel of each.
+
+
+def fold(
+    z: Tensor, largest: Tensor, exp_sum: Tensor, exp_times_z: Tensor, exp_squared: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_Sums` with one more tile, which this overwrites."""
+    before, largest = largest, torch.maximum(largest, z.amax(1))
+    down = before - largest
+    z.sub_(largest.unsqueeze(1))
+    exp, scale = z.exp(), down.exp()
+    return (
+        largest,
+        scale * exp_sum + exp.sum(1),
+        scale * (exp_times_z + down * exp_sum) + z.mul_(exp).sum(1),
+        scale.square() * exp_squared + exp.square_().sum(1),
+    )
+
+
+def slope(z: Tensor, normalizer_N1: Tensor, slope_N1: Tensor, of_entropy: Tensor | None) -> Tensor:
+    """-p (slope + of_entropy log p), which overwrites `z`."""
+    z.sub_(normalizer_N1)
+    if of_entropy is None:
+        return z.exp_().mul_(-slope_N1)
+    p = z.exp()
+    return z.mul_(of_entropy).add_(slope_N1).mul_(p).neg_()
 
 
 def _inside(targets: Tensor, tile: Tensor) -> tuple[Tensor, Tensor]:

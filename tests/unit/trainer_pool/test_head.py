@@ -47,7 +47,7 @@ class Inputs:
         tensors = [self.hidden, self.weight, *([] if self.bias is None else [self.bias])]
         return [tensor.requires_grad_() for tensor in tensors]
 
-    def in_tiles(self, tile: int | None = None) -> Tensor:
+    def in_tiles(self, tile: tuple[int, int] | None = None) -> Tensor:
         return score_tokens(
             self.hidden,
             self.weight,
@@ -132,10 +132,10 @@ def gradients(scores: Tensor, inputs: Inputs, *, with_entropy: bool = True) -> t
 
 
 @pytest.mark.parametrize("with_entropy", [True, False])
-@pytest.mark.parametrize("tile", [None, 24, 300])
+@pytest.mark.parametrize("tile", [None, (1, 300), (7, 150), (N, 1)])
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_full_logits(
-    name: str, tile: int | None, with_entropy: bool
+    name: str, tile: tuple[int, int] | None, with_entropy: bool
 ) -> None:
     inputs = CASES[name]
     inputs.trained()
@@ -156,7 +156,7 @@ def test_lower_precision_is_rounded_only_at_its_ends(name: str, dtype: torch.dty
     inputs = CASES[name].to(dtype)
     exact = inputs.to(torch.float64)
     inputs.trained(), exact.trained()
-    mine, theirs = inputs.in_tiles(300), exact.in_full()
+    mine, theirs = inputs.in_tiles((7, 150)), exact.in_full()
     assert mine.dtype == torch.float32
     torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=2e-5)
     rounding = 1e-5 if dtype is torch.float32 else 2**-8
@@ -168,7 +168,9 @@ def test_lower_precision_is_rounded_only_at_its_ends(name: str, dtype: torch.dty
 def test_extreme_logits_give_exact_limits() -> None:
     hidden = torch.tensor([[1e4], [1e4], [0.0], [-1e4]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0], [0.5], [-1.0]], requires_grad=True)
-    scores = score_tokens(hidden, weight, None, torch.tensor([0, 1, 2, 3]), torch.ones(4), tile=1)
+    scores = score_tokens(
+        hidden, weight, None, torch.tensor([0, 1, 2, 3]), torch.ones(4), tile=(1, 1)
+    )
     assert scores[0].tolist() == pytest.approx([0, -2e4, -math.log(4), -math.log(2)])
     assert scores[1].tolist() == pytest.approx([0, 0, math.log(4), math.log(2)])
     assert scores[2].tolist() == pytest.approx([1, 1, 0.25, 0.5])
@@ -182,10 +184,10 @@ def test_row_that_is_not_finite_leaves_the_others(bad: float) -> None:
     inputs = CASES["plain"]
     hidden = inputs.hidden.detach().clone()
     hidden[3, 0] = bad
-    mine = replace(inputs, hidden=hidden).in_tiles(300)
+    mine = replace(inputs, hidden=hidden).in_tiles((7, 150))
     assert mine[:, 3].isnan().all()
     others = [row for row in range(N) if row != 3]
-    torch.testing.assert_close(mine[:, others], inputs.in_tiles(300)[:, others])
+    torch.testing.assert_close(mine[:, others], inputs.in_tiles((7, 150))[:, others])
 
 
 def test_target_outside_its_kept_set_is_impossible() -> None:
