@@ -23,13 +23,14 @@ sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
+import numpy as np
 import torch
 
 from benchmarks.report import Report
 from benchmarks.team import Member
 from configs.choices import Backend
 from configs.schema import ScratchModelConfig, TrainerConfig
-from trainer_pool.data.packing import packed_row
+from trainer_pool.data.packing import Row, pack
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
@@ -168,10 +169,15 @@ class Rank:
             self._engine.restore_state(reader, self._engine.num_updates)
 
     def _step(self) -> None:
-        row = packed_row([torch.randint(0, 256, (128,))])
-        logits = self._engine.logits(row, torch.arange(128))
+        row = Row(
+            tokens=np.random.default_rng(0).integers(0, 256, 128).astype(np.int32),
+            loss_mask=np.array([0] + [1] * 127, np.uint8),
+            rollout_logprobs=np.zeros(128, np.float32),
+        )
+        (batch,) = pack([row], 128)
+        scores = self._engine.score(batch)
         self._writer.guard()
-        self._engine.backward(logits.float().logsumexp(-1).mean())
+        self._engine.backward(-scores.logprobs.mean())
         self._engine.step(1e-5)
 
     def _save_by_deepspeed(self) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,6 +67,11 @@ class StepStats:
     shared_fraction: float
     """Share of the trajectories' tokens that no pass computed, as another trajectory begins with
     the same; 0 without trainer.share_prefixes."""
+    not_finite_groups: tuple[str, ...]
+    """Groups whose tokens gave a gradient that was not finite."""
+    rollout_not_finite: dict[int, int]
+    """By version: tokens that were not trained because the engine's log-probability was NaN or
+    infinite."""
     entropy: float
     """Of the policy being trained, in nats."""
     logprob_diff_mean: float
@@ -74,14 +80,15 @@ class StepStats:
     logprob_diff_tokens: int
 
     def record(self) -> dict[str, float | int | str]:
-        """Flat, for a metrics log: `staleness_counts` as JSON, reward parts as reward/<part>."""
-        flat: dict[str, float | int | str] = {
-            item.name: getattr(self, item.name)
-            for item in fields(self)
-            if item.name not in ("staleness_counts", "reward_parts")
-        }
-        parts = {f"reward/{name}": mean for name, mean in self.reward_parts.items()}
-        return {**flat, **parts, "staleness_counts": json.dumps(self.staleness_counts)}
+        """Flat, for a metrics log: mappings and lists as JSON, reward parts as reward/<part>."""
+        flat: dict[str, float | int | str] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "reward_parts":
+                flat |= {f"reward/{name}": mean for name, mean in value.items()}
+            else:
+                flat[item.name] = json.dumps(value) if isinstance(value, dict | tuple) else value
+        return flat
 
 
 _SUMS = (
@@ -119,11 +126,13 @@ def not_finite(logprobs_N: Tensor, mask_N: Tensor) -> Tensor:
 class StepAccumulator:
     """Accumulates one rank's part of a step; only `total` is a collective."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_groups: int) -> None:
         # Kept on the device until the end of the step, so that no micro-batch waits for a copy.
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
         self._num_computed = self._num_padding = self._num_in_trajectories = 0
+        # The last place is for rows of no group.
+        self._culprits = torch.zeros(num_groups + 1, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(
@@ -160,6 +169,11 @@ class StepAccumulator:
         maxima = torch.stack([deviation_N.max().double(), gap_N.max().double()])
         self._maxima = torch.maximum(self._maxima, maxima)
 
+    def add_culprits(self, batch: MicroBatch, not_finite_L: Tensor) -> None:
+        """Positions of a micro-batch's row whose gradient is not finite."""
+        is_culprit_N = (not_finite_L[batch.places_N] & (batch.mask_N != 0)).double()
+        self._culprits.index_add_(0, batch.groups_N % len(self._culprits), is_culprit_N)
+
     def total(
         self,
         ranks: Collectives,
@@ -176,10 +190,11 @@ class StepAccumulator:
         """
         mine = _group_table(groups, group_ids, version)
         counts = [self._num_computed, self._num_padding, self._num_in_trajectories]
-        parts = [self._sums.cpu(), self._maxima.cpu(), torch.tensor(counts).double(), mine.view(-1)]
+        numbers = torch.tensor(counts).double()
+        parts = [self._sums.cpu(), self._maxima.cpu(), self._culprits.cpu(), numbers, mine.view(-1)]
         every = ranks.gather(torch.cat(parts))
         sizes = [len(part) for part in parts]
-        all_sums, all_maxima, all_counts, tables = torch.split(every, sizes, dim=1)
+        all_sums, all_maxima, culprits, all_counts, tables = torch.split(every, sizes, dim=1)
         num_computed, num_padding, num_whole = all_counts.sum(0).tolist()
         sums = dict(zip(_SUMS, all_sums.sum(0).tolist(), strict=True))
         maxima = dict(zip(_MAXIMA, all_maxima.amax(0).tolist(), strict=True))
@@ -191,6 +206,7 @@ class StepAccumulator:
         num_tokens, num_compared = sums["tokens"], sums["diff_tokens"]
         applied = [norm for norm in norms if norm is not None]
         reward_mean = _share(columns["reward"], num_episodes)
+        reward_parts, rollout_not_finite = _named_sums(ranks, groups)
         variance = _share(columns["reward_squared"], num_episodes) - reward_mean**2
         return StepStats(
             num_groups=num_groups,
@@ -203,7 +219,7 @@ class StepAccumulator:
             lr=learning_rate,
             reward_mean=reward_mean,
             reward_std=max(variance, 0.0) ** 0.5,
-            reward_parts=_mean_reward_parts(ranks, groups),
+            reward_parts=reward_parts,
             zero_variance_fraction=_share(columns["has_zero_variance"], num_groups),
             response_length_mean=_share(columns["response_length"], columns["trajectories"]),
             truncated_fraction=_share(columns["truncated"], columns["trajectories"]),
@@ -219,6 +235,12 @@ class StepAccumulator:
             not_finite_fraction=_share(sums["not_finite"], num_tokens),
             padding_fraction=_share(num_padding, num_computed),
             shared_fraction=_share(num_whole - (num_computed - num_padding), num_whole),
+            not_finite_groups=tuple(
+                group_id
+                for group_id, number in zip(group_ids, culprits.sum(0).tolist(), strict=False)
+                if number
+            ),
+            rollout_not_finite=rollout_not_finite,
             entropy=_share(sums["entropy"], num_tokens),
             logprob_diff_mean=_share(sums["diff"], num_compared),
             logprob_diff_max=maxima["diff_max"] if num_compared else math.nan,
@@ -253,22 +275,39 @@ def _group_table(
     return table
 
 
-def _mean_reward_parts(ranks: Collectives, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """By name, over all ranks, whose groups may have different parts; two collectives."""
-    sums: dict[str, list[float]] = {}
+def _named_sums(
+    ranks: Collectives, groups: Sequence[TrajectoryGroup]
+) -> tuple[dict[str, float], dict[int, int]]:
+    """The mean of each reward part, and by version the tokens whose log-probability from the engine
+    is not finite; over all ranks, whose groups may have different ones. Two collectives."""
+    parts: dict[str, list[float]] = {}
     for group in groups:
-        for parts in {t.episode: t.reward_parts for t in group.trajectories}.values():
-            for name, value in parts.items():
-                total = sums.setdefault(name, [0.0, 0.0])
+        for named in {t.episode: t.reward_parts for t in group.trajectories}.values():
+            for name, value in named.items():
+                total = parts.setdefault(name, [0.0, 0.0])
                 total[0] += value
                 total[1] += 1
     every: dict[str, list[float]] = {}
-    for theirs in ranks.gather_texts(json.dumps(sums)):
-        for name, (value, number) in json.loads(theirs).items():
+    bad = Counter[int]()
+    for text in ranks.gather_texts(json.dumps([parts, _rollout_not_finite(groups)])):
+        their_parts, their_bad = json.loads(text)
+        bad.update({int(version): number for version, number in their_bad.items()})
+        for name, (value, number) in their_parts.items():
             total = every.setdefault(name, [0.0, 0.0])
             total[0] += value
             total[1] += number
-    return {name: value / number for name, (value, number) in sorted(every.items())}
+    means = {name: value / number for name, (value, number) in sorted(every.items())}
+    return means, dict(sorted(bad.items()))
+
+
+def _rollout_not_finite(groups: Sequence[TrajectoryGroup]) -> Counter[int]:
+    bad = Counter[int]()
+    for group in groups:
+        for t in group.trajectories:
+            is_bad = ~np.isfinite(t.rollout_logprobs) & (t.loss_mask != 0)
+            if is_bad.any():
+                bad.update(t.token_versions()[is_bad].tolist())
+    return bad
 
 
 def _share(total: float, number: float) -> float:

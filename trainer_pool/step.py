@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from trainer_pool.algorithms.losses import policy_loss
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, PassCost, Row, fill_up, pack
 from trainer_pool.metrics import StepAccumulator, StepStats, not_finite
-from trainer_pool.model.logprobs import selected_logprobs
 from trainer_pool.model.zero3 import Zero3Engine
 
 
@@ -68,7 +67,7 @@ def train_step(
     """
     minibatches = plan_minibatches(batch, config, ranks, engine.cost)
     proximal = _proximal_logprobs(engine, minibatches)
-    totals, norms = StepAccumulator(engine.device), list[float | None]()
+    totals, norms = StepAccumulator(engine.device, len(batch.group_ids)), list[float | None]()
     for minibatch, known in zip(minibatches, proximal, strict=True):
         for micro_batch, proximal_N in zip(minibatch.micro_batches, known, strict=True):
             _accumulate(
@@ -101,8 +100,7 @@ def _accumulate(
     num_tokens: float,
 ) -> None:
     """Add the gradient of one micro-batch; `proximal_N` None means the current policy."""
-    logits_NV = engine.logits(batch.row, batch.places_N)
-    trainer_N, entropy_N = selected_logprobs(logits_NV, batch.targets_N, batch.temperatures_N)
+    trainer_N, entropy_N, _ = engine.score(batch)
     proximal_N = trainer_N.detach() if proximal_N is None else proximal_N
     result = policy_loss(
         trainer_logprobs_BT=trainer_N,
@@ -116,14 +114,18 @@ def _accumulate(
         tis_cap=config.tis_cap,
         num_tokens=num_tokens,
     )
-    engine.backward(nan_if_not_finite(result.loss, trainer_N + proximal_N, batch.mask_N))
-    totals.add(batch, result, trainer_N, proximal_N, entropy_N)
+    loss = nan_if_not_finite(result.loss, trainer_N + proximal_N, batch.mask_N)
+    totals.add_culprits(batch, engine.backward(loss))
+    totals.add(batch, result, trainer_N, proximal_N, entropy_N.detach())
 
 
 def nan_if_not_finite(loss: Tensor, logprobs_N: Tensor, mask_N: Tensor) -> Tensor:
-    """`loss`, with a NaN gradient if a trained token has a log-probability that is not finite: then
-    no rank applies the update. With clamped ratios -inf would have a finite one."""
-    return loss * torch.where(not_finite(logprobs_N, mask_N).any(), math.nan, 1.0)
+    """`loss`, with a NaN gradient for trained tokens whose log-probability is not finite: then no
+    rank applies the update. With clamped ratios -inf would have a finite one."""
+    is_bad_N = not_finite(logprobs_N, mask_N)
+    # The other tokens get no NaN, so that the groups that brought it can be told.
+    bad = torch.where(is_bad_N, logprobs_N, 0.0).sum()
+    return loss + bad * torch.where(is_bad_N.any(), math.nan, 0.0)
 
 
 def _proximal_logprobs(
@@ -143,9 +145,7 @@ def _proximal_logprobs(
 
 @torch.no_grad()
 def _score(engine: Zero3Engine, batch: MicroBatch) -> Tensor:
-    batch = batch.to(engine.device)
-    logits_NV = engine.logits(batch.row, batch.places_N)
-    return selected_logprobs(logits_NV, batch.targets_N, batch.temperatures_N)[0]
+    return engine.score(batch.to(engine.device)).logprobs
 
 
 def plan_minibatches(
@@ -177,10 +177,13 @@ def _rows_by_minibatch(batch: StepBatch, config: TrainerConfig) -> list[list[Row
     place = {group_id: i for i, group_id in enumerate(batch.group_ids)}
     rows: list[list[Row]] = [[] for _ in range(config.num_minibatches)]
     for group in batch.groups:
-        minibatch = place[group.group_id] * config.num_minibatches // len(place)
-        rows[minibatch] += rows_of_group(
+        number = place[group.group_id]
+        of_group = rows_of_group(
             group, batch.version, should_normalize_std=config.normalize_advantage_std
         )
+        rows[number * config.num_minibatches // len(place)] += [
+            replace(row, group=number) for row in of_group
+        ]
     return rows
 
 
@@ -188,8 +191,9 @@ def rows_of_group(group: TrajectoryGroup, version: int, *, should_normalize_std:
     """The group's trajectories that have a trained token, with their advantages.
 
     An episode's reward counts once, however many trajectories it has: each gets the episode's
-    advantage, and the trained ones share its weight. Raises ValueError for a group that was sampled
-    with more than a temperature.
+    advantage, and the trained ones share its weight. A token whose log-probability from the engine
+    is not finite is not trained. Raises ValueError for a group that was sampled with more than a
+    temperature.
     """
     check_sampling(group)
     rewards = group.rewards_by_episode
@@ -197,19 +201,20 @@ def rows_of_group(group: TrajectoryGroup, version: int, *, should_normalize_std:
         np.array([*rewards.values()]), should_normalize_std=should_normalize_std
     )
     advantages = dict(zip(rewards, values.tolist(), strict=True))
-    trained = [t for t in group.trajectories if t.num_trainable_tokens > 0]
-    shares = Counter(trajectory.episode for trajectory in trained)
+    masks = [t.loss_mask * np.isfinite(t.rollout_logprobs) for t in group.trajectories]
+    trained = [(t, m) for t, m in zip(group.trajectories, masks, strict=True) if m.any()]
+    shares = Counter(trajectory.episode for trajectory, _ in trained)
     return [
         Row(
             tokens=trajectory.tokens,
-            loss_mask=trajectory.loss_mask,
-            rollout_logprobs=trajectory.rollout_logprobs,
+            loss_mask=mask,
+            rollout_logprobs=np.where(mask, trajectory.rollout_logprobs, np.float32(0)),
             advantage=advantages[trajectory.episode],
             weight=1 / shares[trajectory.episode],
             temperature=group.sampling.temperature,
             is_current=trajectory.min_version == version,
         )
-        for trajectory in trained
+        for trajectory, mask in trained
     ]
 
 

@@ -16,7 +16,6 @@ from configs.schema import TrainerConfig
 from trainer_pool.algorithms.losses import supervised_loss
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack, plan_micro_batches
-from trainer_pool.model.logprobs import selected_logprobs
 from trainer_pool.model.zero3 import Zero3Engine
 from trainer_pool.types import SupervisedExample, WarmStartReport
 
@@ -78,9 +77,7 @@ def _supervised_step(
 
 
 def _accumulate(engine: Zero3Engine, batch: MicroBatch, num_tokens: int) -> Tensor:
-    logits_NV = engine.logits(batch.row, batch.places_N)
-    logprobs_N, _ = selected_logprobs(logits_NV, batch.targets_N)
-    loss = supervised_loss(logprobs_N, batch.mask_N, num_tokens)
+    loss = supervised_loss(engine.score(batch).logprobs, batch.mask_N, num_tokens)
     engine.backward(loss)
     return loss.detach()
 

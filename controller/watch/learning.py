@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,8 +49,10 @@ def has_no_gradient(step: Record) -> bool:
 def _gradient(steps: Sequence[Record]) -> Alarm | None:
     if steps and steps[-1].number("num_skipped_updates") > 0:
         number = _trailing(steps, lambda step: step.number("num_skipped_updates") > 0)
+        groups = json.loads(str(steps[-1].values.get("not_finite_groups", "[]")))
+        source = f", last of {', '.join(groups[:3])}" if groups else ""
         return Alarm(
-            words=f"a gradient was not finite ({format_number_of(number, 'step')})",
+            words=f"a gradient was not finite ({format_number_of(number, 'step')}{source})",
             advice="such updates are skipped; lower trainer.learning_rate or "
             "trainer.max_grad_norm, and check num_bounded_tokens",
         )

@@ -21,6 +21,8 @@ FIGURES = {
     "memory_copy_vs_copy",
     "packing.py": "packed_vs_padded packed_vs_sorted padding problems_packed_vs_padded "
     "problems_packed_vs_sorted problems_shared_vs_packed shared_vs_packed gradient_difference",
+    "head.py": "memory_ratio_32k memory_ratio_131k time_ratio_h1024 time_ratio_h256 "
+    "memory_ratio_131k_with_entropy time_ratio_h256_with_entropy",
     "buffer.py": "vs_ray_16k vs_ray_16k_lean vs_raw_set_get p99_growth_1e6 max_script_ms wakeup_ms "
     "idle_commands_per_s memory_ratio",
     "weight_sync.py": "vs_per_tensor vs_per_tensor_one_rank vs_raw_wire trainer_stall_vs_memcpy "
@@ -60,7 +62,7 @@ def test_benchmark_ends_with_all_its_figures(script: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("script", ["weights_nccl.py", "weights_commit.py"])
+@pytest.mark.parametrize("script", ["weights_nccl.py", "weights_commit.py", "head.py"])
 def test_gpu_benchmark_says_that_there_is_no_gpu(script: str, tmp_path: Path) -> None:
     ended = run(f"gpu/{script}", cwd=tmp_path, timeout_s=120)
     assert ended.returncode == 2 and "needs a CUDA device" in ended.stderr

@@ -39,6 +39,8 @@ class Row:
     """Sampling temperature: rollout log-probabilities are those of softmax(logits / this)."""
     is_current: bool = False
     """Sampled entirely by the version being trained: engine and trainer should agree."""
+    group: int = -1
+    """Place of its group in the batch; -1: of none."""
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.loss_mask.shape == self.rollout_logprobs.shape
@@ -116,6 +118,8 @@ class MicroBatch:
     weights_N: Tensor
     temperatures_N: Tensor
     is_current_N: Tensor
+    groups_N: Tensor
+    """int64: `Row.group`"""
     num_tokens: int
     """Of all its trajectories; the row has fewer if they share some."""
     num_padding: int = 0
@@ -310,5 +314,6 @@ def _lay(every: Sequence[Row], forest: Forest, chosen: Sequence[int]) -> MicroBa
         weights_N=by_row([row.weight for row in rows]),
         temperatures_N=by_row([row.temperature for row in rows]),
         is_current_N=by_row([row.is_current for row in rows], np.bool_),
+        groups_N=by_row([row.group for row in rows], np.int64),
         num_tokens=sum(lengths),
     )

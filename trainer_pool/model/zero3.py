@@ -29,9 +29,10 @@ from transformers.integrations import HfDeepSpeedConfig
 from configs.choices import Backend, Dtype
 from configs.schema import TrainerConfig
 from trainer_pool.collectives import Collectives
-from trainer_pool.data.packing import PackedRow, PassCost
+from trainer_pool.data.packing import MicroBatch, PackedRow, PassCost
 from trainer_pool.model import attention
 from trainer_pool.model.checkpoint_names import check_names
+from trainer_pool.model.head import KeptTokens, Scores, ScoringHead, TokensToScore
 from trainer_pool.state.shards import ShardReader
 from weight_sync.layout import Layout
 from weight_sync.sender.snapshot import Shard
@@ -143,6 +144,8 @@ class Zero3Engine:
         self._engine.eval()
         attention.check_model(model_path, self.logits, self.device)
         self._engine.train()
+        self._head = ScoringHead(self._engine.module, model_path)
+        self._head.learn_shape(self._engine, self.device)
 
     @property
     def cost(self) -> PassCost:
@@ -169,21 +172,42 @@ class Zero3Engine:
             }
 
     def logits(self, row: PackedRow, places_N: Tensor) -> Tensor:
-        """[N, V] next-token logits at these positions of a packed row."""
-        output = self._engine(
+        """[N, V] next-token logits at these positions of a packed row; only before the head is
+        replaced by `score`'s."""
+        logits: Tensor = self._forward(row, places_N).logits[0]
+        return logits
+
+    def score(self, batch: MicroBatch, kept: KeptTokens | None = None) -> Scores:
+        """[N] what the policy makes of a micro-batch's trained tokens, whose sampling sets are
+        `kept`."""
+        wanted = TokensToScore(
+            places_N=batch.places_N,
+            targets_N=batch.targets_N,
+            temperatures_N=batch.temperatures_N,
+            kept=kept,
+        )
+        logprobs, entropy, sum_squares = self._forward(batch.row, batch.places_N, wanted=wanted)
+        return Scores(logprobs, entropy, sum_squares.detach())
+
+    def _forward(self, row: PackedRow, places_N: Tensor, **wanted: TokensToScore) -> Any:
+        return self._engine(
             input_ids=row.tokens_L.unsqueeze(0),
             position_ids=row.position_ids_L.unsqueeze(0),
             use_cache=False,
             logits_to_keep=places_N,
             **attention.arguments(row),
+            **wanted,
         )
-        logits: Tensor = output.logits[0]
-        return logits
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss`; `step` applies the sum over all calls and ranks."""
+    def backward(self, loss: Tensor) -> Tensor:
+        """Add the gradient of `loss`; `step` applies the sum over all calls and ranks.
+
+        Returns bool [L]: positions of the last scored row whose gradient is not finite, seen at the
+        input embeddings. That of a trajectory reaches its own positions only, and shared ones.
+        """
         # deepspeed averages over the ranks, but the losses here are shares of one global sum.
         self._engine.backward(loss * self.num_ranks)
+        return self._head.take_not_finite()
 
     def step(self, learning_rate: float) -> float | None:
         """Clip, update and clear the gradients; returns their global norm before clipping.

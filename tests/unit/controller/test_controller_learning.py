@@ -64,6 +64,13 @@ RISING = [float(step) for step in range(40)]
             ["a gradient was not finite (2 steps)"],
         ),
         (
+            {
+                "num_skipped_updates": [0.0] * 39 + [1.0],
+                "not_finite_groups": ["[]"] * 39 + ['["g-7"]'],
+            },
+            ["a gradient was not finite (1 step, last of g-7)"],
+        ),
+        (
             {"response_length_mean": [20 + 2 * x for x in RISING]},
             ["answers grew from 29 to 89 tokens without reward"],
         ),

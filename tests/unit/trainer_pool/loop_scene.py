@@ -16,6 +16,7 @@ from buffer.run_state import RunState
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig, TrainerConfig, WarmStartConfig, WeightSyncConfig
 from tests.support.blocking import BlockingReplayBuffer
+from trainer_pool.data.packing import Row
 from trainer_pool.types import TrainerSpec
 from weight_sync.receiver.client import ReceiverClient
 
@@ -23,6 +24,21 @@ RUN, LOOP_STEPS, GROUPS_PER_STEP, MAX_STALENESS = "trainer-rank-test", 3, 4, 1
 SHARDS = 2
 TIMEOUT_S = 120.0
 WEIGHTS_KEY = "a-key"
+HEAD_TOKENS = 40
+"""Two of the rows below in a pass."""
+
+
+def head_row(number: int) -> Row:
+    """One of six sequences, with a weight and a temperature of its own."""
+    dice = np.random.default_rng(number)
+    length = 12 + number
+    return Row(
+        tokens=dice.integers(0, 256, length).astype(np.int32),
+        loss_mask=np.array([0, 0, 0] + [1, 1, 0] * length, np.uint8)[:length],
+        rollout_logprobs=np.zeros(length, np.float32),
+        advantage=float(dice.normal()),
+        temperature=0.7 + 0.1 * number,
+    )
 
 
 def loop_spec(folder: Path, redis_url: str) -> TrainerSpec:

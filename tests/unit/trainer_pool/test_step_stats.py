@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,13 +63,13 @@ def stats_of(ranks: Collectives, tally: StepAccumulator, *, norms: list[float | 
 
 
 def test_length_of_an_answer_is_what_the_policy_wrote(ranks: Collectives) -> None:
-    stats = stats_of(ranks, StepAccumulator(torch.device("cpu")), norms=[0.5])
+    stats = stats_of(ranks, StepAccumulator(torch.device("cpu"), 1), norms=[0.5])
     assert stats.response_length_mean == 4
     assert stats.truncated_fraction == 0.5
 
 
 def test_differences_are_nan_without_a_token_of_the_trained_version(ranks: Collectives) -> None:
-    tally = StepAccumulator(torch.device("cpu"))
+    tally = StepAccumulator(torch.device("cpu"), 1)
     (batch,) = pack(
         [
             Row(
@@ -100,18 +101,60 @@ def test_differences_are_nan_without_a_token_of_the_trained_version(ranks: Colle
 def test_gradient_is_nan_only_if_a_trained_token_is_not_finite(
     bad: float, is_trained: bool
 ) -> None:
-    weight = torch.tensor([2.0, 3.0], requires_grad=True)
-    logprobs, mask = torch.tensor([-1.0, bad]), torch.tensor([1, int(is_trained)])
-    nan_if_not_finite(weight.square().sum(), logprobs, mask).backward()  # type: ignore[no-untyped-call]
-    assert weight.grad is not None
-    assert weight.grad.isnan().all() if is_trained else weight.grad.tolist() == [4.0, 6.0]
+    logprobs = torch.tensor([-1.0, bad], requires_grad=True)
+    mask = torch.tensor([1, int(is_trained)])
+    loss = (2 * logprobs).masked_fill(mask == 0, 0.0)[:1].sum()
+    nan_if_not_finite(loss, logprobs, mask).backward()  # type: ignore[no-untyped-call]
+    assert logprobs.grad is not None
+    good, other = logprobs.grad.tolist()
+    assert good == 2 and (math.isnan(other) if is_trained else other == 0)
+
+
+def test_logprobs_of_the_engine_that_are_not_finite_are_counted_by_version(
+    ranks: Collectives,
+) -> None:
+    """Those of trained tokens alone, each by the version that sampled it."""
+    odd = two_turns(0.0, "stop", 3)
+    odd = replace(
+        odd,
+        version_spans=(
+            VersionSpan(version=2, start=2, end=4),
+            VersionSpan(version=3, start=4, end=10),
+        ),
+    )
+    odd.rollout_logprobs[[1, 2, 3, 4, 6]] = math.nan
+    group = TrajectoryGroup(
+        group_id="g", prompt=PromptRef(task="sums", index=0), trajectories=(odd,)
+    )
+    stats = StepAccumulator(torch.device("cpu"), 1).total(
+        ranks, groups=[group], group_ids=["g"], version=4, norms=[0.5], learning_rate=0.1
+    )
+    assert stats.rollout_not_finite == {2: 2, 3: 1}
+    assert stats.record()["rollout_not_finite"] == '{"2": 2, "3": 1}'
+
+
+def test_groups_of_rows_with_a_gradient_that_is_not_finite_are_named(ranks: Collectives) -> None:
+    tally = StepAccumulator(torch.device("cpu"), 1)
+    row = Row(
+        tokens=np.arange(4, dtype=np.int32),
+        loss_mask=np.array([0, 0, 1, 1], np.uint8),
+        rollout_logprobs=np.zeros(4, np.float32),
+    )
+    (batch,) = pack([row, replace(row, group=0)], max_tokens=8)
+    is_bad = torch.zeros(8, dtype=torch.bool)
+    is_bad[2] = True  # a row of no group
+    tally.add_culprits(batch, is_bad)
+    assert stats_of(ranks, tally, norms=[None]).not_finite_groups == ()
+    is_bad[6] = True
+    tally.add_culprits(batch, is_bad)
+    assert stats_of(ranks, tally, norms=[None]).not_finite_groups == ("g",)
 
 
 def test_skipped_updates_are_counted_by_reason(ranks: Collectives) -> None:
-    stats = stats_of(ranks, StepAccumulator(torch.device("cpu")), norms=[0.5, None, 0.0])
+    stats = stats_of(ranks, StepAccumulator(torch.device("cpu"), 1), norms=[0.5, None, 0.0])
     assert (stats.num_updates, stats.num_skipped_updates, stats.num_empty_updates) == (3, 1, 1)
     assert stats.grad_norm == 0.25
-    stats = stats_of(ranks, StepAccumulator(torch.device("cpu")), norms=[None])
+    stats = stats_of(ranks, StepAccumulator(torch.device("cpu"), 1), norms=[None])
     assert math.isnan(stats.grad_norm) and math.isnan(stats.entropy)
 
 
@@ -121,7 +164,7 @@ def test_padding_is_the_share_of_tokens_without_a_trajectory(ranks: Collectives)
         loss_mask=np.array([0, 0, 0, 0, 0, 1], np.uint8),
         rollout_logprobs=np.zeros(6, np.float32),
     )
-    tally = StepAccumulator(torch.device("cpu"))
+    tally = StepAccumulator(torch.device("cpu"), 1)
     flag, one = torch.tensor([False]), torch.tensor([-1.0])
     result = PolicyLoss(loss=one[0], is_clipped_BT=flag, is_truncated_BT=flag, is_bounded_BT=flag)
     for batch in fill_up(pack([row], max_tokens=8), 2):
@@ -136,7 +179,7 @@ def test_shared_tokens_are_those_of_trajectories_that_no_pass_computed(ranks: Co
         loss_mask=(np.arange(20) == 19).astype(np.uint8),
         rollout_logprobs=np.zeros(20, np.float32),
     )
-    tally = StepAccumulator(torch.device("cpu"))
+    tally = StepAccumulator(torch.device("cpu"), 1)
     flags, two = torch.tensor([False, False]), torch.tensor([-1.0, -1.0])
     result = PolicyLoss(
         loss=two[0], is_clipped_BT=flags, is_truncated_BT=flags, is_bounded_BT=flags

@@ -30,6 +30,7 @@ from loop_scene import (
     WEIGHTS_KEY,
     FollowingEngine,
     MadeUpRollouts,
+    head_row,
     loop_spec,
 )
 from numpy.typing import NDArray
@@ -315,6 +316,46 @@ def test_on_policy_batch_has_importance_ratio_one(two_ranks: Outcome) -> None:
 
 
 @pytest.fixture(scope="module")
+def head(ranks: Ranks) -> Outcome:
+    return ranks.outcome("head", 2)
+
+
+def test_gradient_of_two_ranks_is_that_of_full_logits_in_one_process(
+    folder: Path, head: Outcome
+) -> None:
+    """Of log-probabilities and entropies, with each row's temperature and a tied head. One pass of
+    rank 1 has no trained token, and goes backward like the others."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").double()
+    loss = torch.zeros((), dtype=torch.float64)
+    for number in range(6):
+        row = head_row(number)
+        tokens, mask = torch.from_numpy(row.tokens).long(), torch.from_numpy(row.loss_mask)
+        logits = model(input_ids=tokens[None]).logits[0, :-1] / row.temperature
+        every = logits.log_softmax(-1)
+        logprobs = every.gather(1, tokens[1:, None]).squeeze(1)
+        entropy = -(every.exp() * every).sum(-1)
+        loss = loss + ((logprobs * row.advantage - 0.5 * entropy) * mask[1:]).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = dict(np.load(folder / "head-2" / "gradients.npz"))
+    assert gradients.keys() == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        theirs = parameter.grad.numpy()
+        error = np.linalg.norm(gradients[name] - theirs) / np.linalg.norm(theirs)
+        assert error < 1e-5, (name, error)
+
+
+def test_nan_of_one_ranks_backward_pass_skips_the_update_everywhere_and_names_the_group(
+    head: Outcome,
+) -> None:
+    step = head.results["step_with_planted_nan"]
+    assert (step["num_updates"], step["num_skipped_updates"]) == (1, 1)
+    assert step["not_finite_fraction"] == 0
+    assert json.loads(step["not_finite_groups"]) == [head.results["planted_in"]]
+    assert head.results["changed_by_planted_nan"] == []
+
+
+@pytest.fixture(scope="module")
 def resumed(ranks: Ranks, one_rank: Outcome, two_ranks: Outcome) -> Outcome:
     return ranks.outcome("resume", 2)
 
@@ -470,6 +511,7 @@ def test_update_whose_logprobs_are_not_finite_is_skipped_on_all_ranks(
         step = outcome.results["step_with_nan"]
         assert (step["num_updates"], step["num_skipped_updates"]) == (2, 1)
         assert 0 < step["not_finite_fraction"] < 1
+        assert json.loads(step["not_finite_groups"]) == ["0-0"]
         assert outcome.results["is_finite_after_nan"]
         assert outcome.results["steps"][0]["not_finite_fraction"] == 0
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import resource
@@ -33,7 +34,8 @@ import deepspeed.runtime.zero.muon.muon_optimizer
 import numpy as np
 import torch
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (loaded with the model)
-from loop_scene import LOOP_STEPS, TIMEOUT_S, WEIGHTS_KEY, loop_spec
+from deepspeed.utils import safe_get_full_optimizer_state
+from loop_scene import HEAD_TOKENS, LOOP_STEPS, TIMEOUT_S, WEIGHTS_KEY, head_row, loop_spec
 
 from buffer.run_state import STREAM_START
 from buffer.types import TrajectoryGroup
@@ -42,6 +44,7 @@ from configs.choices import Backend
 from configs.schema import TrainerConfig, WarmStartConfig, WeightSyncConfig
 from tests.support.blocking import BlockingRunState
 from trainer_pool.collectives import Collectives
+from trainer_pool.data.packing import fill_up, pack
 from trainer_pool.model import zero3
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
 from trainer_pool.rank import TrainerRank
@@ -172,6 +175,7 @@ class Scenario:
         self.ranks = ranks
         self.config = config_for(ranks.num_ranks)
         self.results: dict[str, object] = {"steps": []}
+        self.gradients: dict[str, np.ndarray] = {}
         self.store = CheckpointStore(folder / f"checkpoints-{ranks.num_ranks}")
         self.saved: list[SaveReport] = []
         self.writer = CheckpointWriter(
@@ -536,6 +540,68 @@ class Scenario:
             )
             packings.append((micro_batch_tokens, share_prefixes, stats.record()))
 
+    def head(self) -> None:
+        """A gradient of log-probabilities and entropies, in two passes of which rank 1 has nothing
+        to train on in the second; then a NaN that appears in a layer's backward pass."""
+        if self.ranks.rank == 0:
+            mine = pack([head_row(i) for i in range(4)], HEAD_TOKENS)
+        else:
+            mine = pack([head_row(4), head_row(5)], HEAD_TOKENS)
+        batches = fill_up(mine, 2)
+        for batch in batches:
+            scores = self.engine.score(batch)
+            loss = (scores.logprobs * batch.advantages_N - 0.5 * scores.entropy).sum()
+            self.engine.backward(loss)
+        self.results["passes_of_rank_1"] = [float(b.mask_N.sum()) for b in batches]
+        norm = self.engine.step(0.0)
+        assert norm is not None
+        # Adam's first moment, from nothing, is the clipped gradient.
+        clipped = self.config.max_grad_norm / norm
+        for name, parameter in self.engine._engine.module.named_parameters():
+            moment = safe_get_full_optimizer_state(parameter, "exp_avg")
+            gradient = moment / (1 - self.config.adam_beta1) / min(1.0, clipped)
+            self.gradients[name] = gradient.numpy()
+        self.step_with_planted_nan()
+        self.write()
+
+    def step_with_planted_nan(self) -> None:
+        """In the backward pass of rank 1's first token; its forward pass is finite."""
+        batch = read_batch(self.folder, 0, self.ranks.rank, self.ranks.num_ranks)
+        passes: list[Any] = []
+        planted = [-1]
+
+        def plant(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
+            if output.requires_grad and planted == [-1]:
+                first = passes[-1].places_N[:1]
+                output.register_hook(lambda grad: grad.index_fill(1, first, math.nan))
+                planted[:] = passes[-1].groups_N[:1].tolist()
+
+        def noted(micro_batch: Any, score: Callable[..., Any] = self.engine.score) -> Any:
+            passes.append(micro_batch)
+            return score(micro_batch)
+
+        with contextlib.ExitStack() as plants:
+            plants.enter_context(patch.object(self.engine, "score", noted))
+            if self.ranks.rank == 1:
+                handle = self.engine._engine.module.model.norm.register_forward_hook(plant)
+                plants.callback(handle.remove)
+            before = self.weights()
+            config = replace(self.config, num_minibatches=1)
+            stats = train_step(
+                self.engine,
+                self.ranks,
+                batch,
+                config,
+                learning_rate=1e-2,
+                before_update=lambda: None,
+            )
+        culprits = self.ranks.gather(torch.tensor(planted))
+        self.results["planted_in"] = batch.group_ids[int(culprits[1])]
+        self.results["step_with_planted_nan"] = stats.record()
+        self.results["changed_by_planted_nan"] = [
+            name for name, now in self.weights().items() if not torch.equal(before[name], now)
+        ]
+
     def warm_start(self) -> None:
         report = warm_start(self.engine, self.ranks, examples(), self.config)
         self.results["warm_start_losses"] = [report.loss_first, report.loss_last]
@@ -555,6 +621,8 @@ class Scenario:
             np.savez(
                 self.output / "weights.npz", **{k: v.float().numpy() for k, v in weights.items()}
             )
+            if self.gradients:
+                np.savez(self.output / "gradients.npz", **self.gradients)
 
 
 @contextlib.contextmanager
@@ -643,6 +711,7 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
         "optimizer": scenario.optimizer,
         "copies": scenario.copies,
         "packings": scenario.packings,
+        "head": scenario.head,
     }[name]()
     if rank == 0:
         output.mkdir(exist_ok=True)
