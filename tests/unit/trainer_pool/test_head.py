@@ -262,12 +262,11 @@ def test_head_in_a_model_gives_what_its_logits_give(name: str) -> None:
     torch.manual_seed(0)
     config, expected_shape = MODELS[name]
     model = AutoModelForCausalLM.from_config(config).double()
-    tokens = torch.randint(1, V, (2, 9))
-    logits = model(input_ids=tokens).logits[:, 4:-1] / 0.7
-    every = logits.log_softmax(-1)
-    targets, places = tokens[:, 5:], torch.tensor([0, 2, 3, 5])
-    logprobs = every.gather(-1, targets.unsqueeze(-1)).flatten()[places]
-    entropy = -(every.exp() * every).sum(-1).flatten()[places]
+    tokens, places = torch.randint(1, V, (1, 12)), torch.tensor([4, 6, 7, 9])
+    every = (model(input_ids=tokens).logits[0, places] / 0.7).log_softmax(-1)
+    targets = tokens[0, places + 1]
+    logprobs = every.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    entropy = -(every.exp() * every).sum(-1)
     (logprobs.sum() - entropy.sum()).backward()
     theirs = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
@@ -278,12 +277,12 @@ def test_head_in_a_model_gives_what_its_logits_give(name: str) -> None:
     assert found.scale == pytest.approx(expected_shape.scale, rel=1e-5)
     assert found.cap == pytest.approx(expected_shape.cap)
     wanted = TokensToScore(
-        targets_BP=targets,
         places_N=places,
-        temperatures_BP=torch.full(targets.shape, 0.7, dtype=torch.float64),
+        targets_N=targets,
+        temperatures_N=torch.full(targets.shape, 0.7, dtype=torch.float64),
         kept=None,
     )
-    scores = model(input_ids=tokens, logits_to_keep=5, wanted=wanted)
+    scores = model(input_ids=tokens, logits_to_keep=places, wanted=wanted)
     torch.testing.assert_close(scores[0], logprobs, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(scores[1], entropy, rtol=1e-5, atol=1e-6)
     (scores[0].sum() - scores[1].sum()).backward()
