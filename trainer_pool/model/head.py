@@ -14,6 +14,7 @@ Letters: L positions of a packed row, N trained tokens, H hidden size, V vocabul
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -417,14 +418,13 @@ class ScoringHead:
         assert found is not None, "no forward pass came before"
         return found.flatten()
 
-    def learn_shape(self, forward: Any, device: torch.device) -> None:
-        """See what the model does with logits after its head, by one `forward` pass.
+    def learn_shape(self, forward: Callable[[], Tensor]) -> None:
+        """See what the model does with logits after its head: `forward` gives those of any tokens.
 
         Gemma caps them, Granite and Cohere scale them. Raises ValueError if it is neither.
         """
-        tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
         with torch.no_grad():
-            found = forward(input_ids=tokens, use_cache=False, logits_to_keep=1, wanted=None)
+            found = forward()
         found = found.flatten(0, -2)[-1].float()
         probe = _probe(len(found), found.device)
         scale = float(found[0] / probe[0])

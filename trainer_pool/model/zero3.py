@@ -29,7 +29,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from configs.choices import Backend, Dtype
 from configs.schema import TrainerConfig
 from trainer_pool.collectives import Collectives
-from trainer_pool.data.packing import MicroBatch, PackedRow, PassCost
+from trainer_pool.data.packing import MicroBatch, PackedRow, PassCost, packed_row
 from trainer_pool.model import attention
 from trainer_pool.model.checkpoint_names import check_names
 from trainer_pool.model.head import KeptTokens, Scores, ScoringHead, TokensToScore
@@ -145,7 +145,8 @@ class Zero3Engine:
         attention.check_model(model_path, self.logits, self.device)
         self._engine.train()
         self._head = ScoringHead(self._engine.module, model_path)
-        self._head.learn_shape(self._engine, self.device)
+        two = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self._head.learn_shape(lambda: self._forward(packed_row([two]), two[1:]))
 
     @property
     def cost(self) -> PassCost:

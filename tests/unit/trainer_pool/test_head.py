@@ -272,7 +272,7 @@ def test_head_in_a_model_gives_what_its_logits_give(name: str) -> None:
     model.zero_grad()
 
     head = ScoringHead(model, "folder")
-    head.learn_shape(model, torch.device("cpu"))
+    head.learn_shape(lambda: model(input_ids=tokens, logits_to_keep=1))
     found = head._shape
     assert found.scale == pytest.approx(expected_shape.scale, rel=1e-5)
     assert found.cap == pytest.approx(expected_shape.cap)
@@ -299,7 +299,8 @@ def test_model_that_changes_its_logits_otherwise_is_refused() -> None:
 
     model = Masked(Qwen3Config(**SMALL))
     with pytest.raises(ValueError, match=r"model\.path='folder': this model changes the logits"):
-        ScoringHead(model, "folder").learn_shape(model, torch.device("cpu"))
+        tokens = torch.zeros(1, 2, dtype=torch.int64)
+        ScoringHead(model, "folder").learn_shape(lambda: model(input_ids=tokens, logits_to_keep=1))
 
 
 def test_model_without_a_linear_head_is_refused() -> None:

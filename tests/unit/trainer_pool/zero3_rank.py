@@ -550,7 +550,9 @@ class Scenario:
         batches = fill_up(mine, 2)
         for batch in batches:
             scores = self.engine.score(batch)
-            loss = (scores.logprobs * batch.advantages_N - 0.5 * scores.entropy).sum()
+            loss = (
+                (scores.logprobs * batch.advantages_N - 0.5 * scores.entropy) * batch.mask_N
+            ).sum()
             self.engine.backward(loss)
         self.results["passes_of_rank_1"] = [float(b.mask_N.sum()) for b in batches]
         norm = self.engine.step(0.0)
