@@ -15,6 +15,7 @@ from typing import cast
 import torch
 
 from configs.choices import OnLongPrompt, RewardKind, TaskKind
+from configs.dotted import load_callable
 from configs.rollout_schema import TaskConfig
 from configs.schema import Config
 from controller.ray_environment import LOOPBACK
@@ -28,7 +29,6 @@ from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
 from rollout_pool.sampling.tracing import make_exporter
 from rollout_pool.sandbox.run import SandboxError, cost_of_missing, protections
-from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.environments import PYTHON, environment_factory, load_tools
 from rollout_pool.tasks.programs import CodeTask
 from rollout_pool.tasks.registry import build_task
