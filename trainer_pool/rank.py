@@ -28,14 +28,16 @@ from buffer.roles import TrainerBuffer
 from buffer.run_state import RunState
 from configs.checks import live_names, with_live
 from configs.schema import TrainerConfig
+from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.collectives import Collectives
+from trainer_pool.data.rows import StepBatch
 from trainer_pool.metrics import StepStats
 from trainer_pool.model.checkpoint_names import check_engines_agree
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState, read_state
 from trainer_pool.state.shards import ShardReader, restore_rng
 from trainer_pool.state.writer import CheckpointWriter, SaveReport
-from trainer_pool.step import StepBatch, train_step
+from trainer_pool.step import train_step
 from trainer_pool.types import SupervisedExample, TrainerSpec, TrainReport, WarmStartReport
 from trainer_pool.warm_start import warm_start
 from weight_sync.engine import CheckpointEngine
@@ -61,6 +63,7 @@ class TrainerRank:
         torch.manual_seed(spec.seed)
         config = spec.config
         self._spec = spec
+        self._algorithm = Algorithm.load(spec.algorithm)
         self._host = address.host
         self._ranks: Collectives = join_ranks(address, config.backend, config.timeout_s, listener)
         self._engine = Zero3Engine(
@@ -284,6 +287,7 @@ class TrainerRank:
             self._ranks,
             batch,
             config,
+            self._algorithm,
             learning_rate=learning_rate(self._step, config.learning_rate, config.lr_warmup_steps),
             before_update=self._guard_copies,
         )

@@ -1,45 +1,34 @@
 """One training step: from the groups of a batch to new weights and statistics.
 
-    groups ─ advantages ─ rows ┬ minibatch 0: micro-batches ─► forward, loss, backward ... ─► update
-                               └ minibatch 1: micro-batches ─► forward, loss, backward ... ─► update
+    groups ─ rows ┬ minibatch 0: micro-batches ─► forward, loss, backward ... ─► update
+                  └ minibatch 1: micro-batches ─► forward, loss, backward ... ─► update
 
-Each rank has its own share of the groups. Losses are normalized by the tokens of the whole
-minibatch over all ranks, and a group's minibatch depends only on its position in the whole batch.
-So the number of ranks and of micro-batches changes nothing but rounding.
+Each rank has its own share of the groups. The denominator of a loss is that of the whole minibatch
+over all ranks, and a group's minibatch depends only on its position in the whole batch. So the
+number of ranks and of micro-batches changes nothing but rounding.
+
+Letters: B rows, P predicted positions, N = B x P of them in a line.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from buffer.types import SamplingParams, TrajectoryGroup
+from configs.choices import Proximal
 from configs.schema import TrainerConfig
-from trainer_pool.algorithms.advantages import grpo_advantages
-from trainer_pool.algorithms.losses import policy_loss
+from trainer_pool.algorithms.registry import Algorithm
+from trainer_pool.algorithms.types import BatchStatistics, LossInputs
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
+from trainer_pool.data.rows import StepBatch, rows_by_group, weighted
 from trainer_pool.metrics import StepAccumulator, StepStats, not_finite
 from trainer_pool.model.logprobs import selected_logprobs
 from trainer_pool.model.zero3 import Zero3Engine
-
-
-@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
-class StepBatch:
-    """One rank's part of a batch."""
-
-    version: int
-    """Version of the weights at the start of the step."""
-    group_ids: tuple[str, ...]
-    """All groups of the batch, in the same order on each rank."""
-    groups: tuple[TrajectoryGroup, ...]
-    """This rank's share; may be empty."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
@@ -48,8 +37,8 @@ class Minibatch:
 
     micro_batches: list[MicroBatch]
     """The same number on every rank."""
-    num_tokens: float
-    """Trained tokens over all ranks, each with its weight."""
+    denominator: float
+    """Of its loss, over all ranks."""
 
 
 def train_step(
@@ -57,6 +46,7 @@ def train_step(
     ranks: Collectives,
     batch: StepBatch,
     config: TrainerConfig,
+    algorithm: Algorithm,
     *,
     learning_rate: float,
     before_update: Callable[[], None],
@@ -66,18 +56,20 @@ def train_step(
     `before_update` is called before each change of the weights.
     Raises ValueError naming a group that was not sampled from the policy's own distribution.
     """
-    minibatches = plan_minibatches(batch, config, ranks)
-    proximal = _proximal_logprobs(engine, minibatches)
+    minibatches = plan_minibatches(batch, config, algorithm, ranks)
+    scores = _scores_at_start(engine, minibatches, algorithm)
     totals, norms = StepAccumulator(engine.device), list[float | None]()
-    for minibatch, known in zip(minibatches, proximal, strict=True):
-        for micro_batch, proximal_BP in zip(minibatch.micro_batches, known, strict=True):
+    for minibatch, scored in zip(minibatches, scores, strict=True):
+        statistics = _statistics(engine, minibatch, scored, algorithm, ranks)
+        for micro_batch, scored_BP in zip(minibatch.micro_batches, scored, strict=True):
             _accumulate(
                 engine,
                 totals,
                 micro_batch.to(engine.device),
-                proximal_BP,
-                config,
-                num_tokens=minibatch.num_tokens,
+                scored_BP,
+                algorithm,
+                statistics,
+                denominator=minibatch.denominator,
             )
         before_update()
         norms.append(engine.step(learning_rate))
@@ -95,45 +87,80 @@ def _accumulate(
     engine: Zero3Engine,
     totals: StepAccumulator,
     batch: MicroBatch,
-    proximal_BP: Tensor | None,
-    config: TrainerConfig,
+    scored_BP: Tensor | None,
+    algorithm: Algorithm,
+    statistics: BatchStatistics,
     *,
-    num_tokens: float,
+    denominator: float,
 ) -> None:
-    """Add the gradient of one micro-batch; `proximal_BP` None means the current policy."""
+    """Add the gradient of one micro-batch.
+
+    `scored_BP`: log-probabilities at the start of the step; None if nothing has changed since.
+    """
     logits = engine.logits(batch.tokens_BT, batch.num_last)[:, :-1]
     trainer_BP, entropy_BP = selected_logprobs(logits, batch.targets_BP, batch.temperatures_B1)
-    proximal_BP = trainer_BP.detach() if proximal_BP is None else proximal_BP
-    result = policy_loss(
-        trainer_logprobs_BT=trainer_BP,
-        proximal_logprobs_BT=proximal_BP,
-        rollout_logprobs_BT=batch.rollout_logprobs_BP,
-        advantages_BT=batch.advantages_B1.expand_as(trainer_BP),
-        weights_BT=batch.weights_B1.expand_as(trainer_BP),
-        mask_BT=batch.mask_BP,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        tis_cap=config.tis_cap,
-        num_tokens=num_tokens,
+    start_BP = trainer_BP.detach() if scored_BP is None else scored_BP
+    inputs = loss_inputs(batch, trainer_BP, start_BP, entropy_BP, algorithm, statistics)
+    result = algorithm.objective(inputs, denominator)
+    logprobs_N = inputs.trainer_logprobs_N + inputs.proximal_logprobs_N
+    engine.backward(nan_if_not_finite(result.loss, logprobs_N, inputs.mask_N))
+    totals.add(
+        inputs,
+        result,
+        start_N=start_BP.reshape(-1),
+        is_current_N=batch.is_current_B1.expand_as(trainer_BP).reshape(-1),
     )
-    engine.backward(nan_if_not_finite(result.loss, trainer_BP + proximal_BP, batch.mask_BP))
-    totals.add(batch, result, trainer_BP, proximal_BP, entropy_BP)
 
 
-def nan_if_not_finite(loss: Tensor, logprobs_BP: Tensor, mask_BP: Tensor) -> Tensor:
+def loss_inputs(
+    batch: MicroBatch,
+    trainer_BP: Tensor,
+    start_BP: Tensor,
+    entropy_BP: Tensor | None,
+    algorithm: Algorithm,
+    statistics: BatchStatistics,
+) -> LossInputs:
+    """The tokens of a micro-batch in a line; `start_BP`: of the policy at the start of the step."""
+    mask_BP = batch.mask_BP != 0
+
+    def flat(values: Tensor) -> Tensor:
+        # A masked position may contain any number; exp of it must not become inf (0 * inf is nan).
+        return values.expand_as(mask_BP).masked_fill(~mask_BP, 0).reshape(-1)
+
+    rollout_N, staleness_N = flat(batch.rollout_logprobs_BP), flat(batch.staleness_BP)
+    num_rows = len(mask_BP)
+    rows_B1 = torch.arange(num_rows, device=mask_BP.device).unsqueeze(1)
+    return LossInputs(
+        trainer_logprobs_N=flat(trainer_BP),
+        proximal_logprobs_N=algorithm.proximal(flat(start_BP), rollout_N, staleness_N),
+        rollout_logprobs_N=rollout_N,
+        advantages_N=flat(batch.advantages_BP),
+        weights_N=flat(batch.weights_B1),
+        mask_N=mask_BP.reshape(-1),
+        staleness_N=staleness_N,
+        segment_ids_N=rows_B1.expand_as(mask_BP).reshape(-1),
+        num_segments=num_rows,
+        entropy_N=None if entropy_BP is None else flat(entropy_BP),
+        batch=statistics,
+    )
+
+
+def nan_if_not_finite(loss: Tensor, logprobs_N: Tensor, mask_N: Tensor) -> Tensor:
     """`loss`, with a NaN gradient if a trained token has a log-probability that is not finite: then
     no rank applies the update. With clamped ratios -inf would have a finite one."""
-    return loss * torch.where(not_finite(logprobs_BP, mask_BP).any(), math.nan, 1.0)
+    return loss * torch.where(not_finite(logprobs_N, mask_N).any(), math.nan, 1.0)
 
 
-def _proximal_logprobs(
-    engine: Zero3Engine, minibatches: Sequence[Minibatch]
+def _scores_at_start(
+    engine: Zero3Engine, minibatches: Sequence[Minibatch], algorithm: Algorithm
 ) -> list[list[Tensor | None]]:
     """Log-probabilities before the first update, by minibatch and micro-batch.
 
-    None if there is a single update: its own forward pass computes them.
+    None if nothing needs them, or if there is a single update: its own forward pass computes them.
     """
-    if len(minibatches) <= 1:
+    config = algorithm.config
+    is_recomputed = config.needs_proximal and config.proximal is Proximal.recomputed
+    if not algorithm.needs_batch and (len(minibatches) <= 1 or not is_recomputed):
         return [[None] * len(minibatch.micro_batches) for minibatch in minibatches]
     return [
         [_score(engine, micro_batch) for micro_batch in minibatch.micro_batches]
@@ -148,81 +175,49 @@ def _score(engine: Zero3Engine, batch: MicroBatch) -> Tensor:
     return selected_logprobs(logits, batch.targets_BP, batch.temperatures_B1)[0]
 
 
+def _statistics(
+    engine: Zero3Engine,
+    minibatch: Minibatch,
+    scored: Sequence[Tensor | None],
+    algorithm: Algorithm,
+    ranks: Collectives,
+) -> BatchStatistics:
+    """Of all tokens of the update, over all ranks, if a correction needs them."""
+    if not algorithm.needs_batch:
+        return BatchStatistics()
+    parts = []
+    for batch, scored_BP in zip(minibatch.micro_batches, scored, strict=True):
+        assert scored_BP is not None
+        batch = batch.to(engine.device)
+        parts.append(loss_inputs(batch, scored_BP, scored_BP, None, algorithm, BatchStatistics()))
+    return algorithm.statistics(parts, lambda sums: ranks.gather(sums).sum(0))
+
+
 def plan_minibatches(
-    batch: StepBatch, config: TrainerConfig, ranks: Collectives
+    batch: StepBatch, config: TrainerConfig, algorithm: Algorithm, ranks: Collectives
 ) -> list[Minibatch]:
-    """Split the step into updates with nearly equal numbers of groups; one collective.
+    """Split the step into updates with nearly equal numbers of groups; collective.
 
     Updates without a trained token on any rank are omitted.
     """
-    rows = _rows_by_minibatch(batch, config)
-    mine = [pack(part, config.micro_batch_tokens) for part in rows]
-    tokens = [sum(row.weight * row.num_trained for row in part) for part in rows]
-    passes = [len(parts) for parts in mine]
-    every = ranks.gather(torch.tensor([*tokens, *passes], dtype=torch.float64))
-    all_tokens, all_passes = every.view(ranks.num_ranks, 2, len(mine)).unbind(1)
+    places, rows = batch.places, rows_by_group(batch, algorithm, ranks)
+    parts: list[list[list[Row]]] = [[] for _ in range(config.num_minibatches)]
+    for group, of_group in zip(batch.groups, rows, strict=True):
+        parts[places[group.group_id] * config.num_minibatches // len(places)].append(of_group)
+    found = [weighted(part, algorithm) for part in parts]
+    mine = [pack(part, config.micro_batch_tokens) for part, _ in found]
+    tokens = [sum(row.num_trained for row in part) for part, _ in found]
+    shares = [math.nan if denominator is None else denominator for _, denominator in found]
+    numbers = torch.tensor([*tokens, *shares, *map(len, mine)], dtype=torch.float64)
+    every = ranks.gather(numbers).view(ranks.num_ranks, 3, len(mine))
+    all_tokens, denominators = every[:, 0].sum(0).tolist(), every[:, 1].sum(0).tolist()
     return [
-        Minibatch(micro_batches=fill_up(parts, int(passes)), num_tokens=num_tokens)
-        for parts, num_tokens, passes in zip(
-            mine, all_tokens.sum(0).tolist(), all_passes.amax(0).tolist(), strict=True
+        Minibatch(
+            micro_batches=fill_up(part, int(passes)),
+            denominator=1.0 if math.isnan(denominator) else denominator,
+        )
+        for part, num_tokens, denominator, passes in zip(
+            mine, all_tokens, denominators, every[:, 2].amax(0).tolist(), strict=True
         )
         if num_tokens > 0
     ]
-
-
-def _rows_by_minibatch(batch: StepBatch, config: TrainerConfig) -> list[list[Row]]:
-    place = {group_id: i for i, group_id in enumerate(batch.group_ids)}
-    rows: list[list[Row]] = [[] for _ in range(config.num_minibatches)]
-    for group in batch.groups:
-        minibatch = place[group.group_id] * config.num_minibatches // len(place)
-        rows[minibatch] += rows_of_group(
-            group, batch.version, should_normalize_std=config.normalize_advantage_std
-        )
-    return rows
-
-
-def rows_of_group(group: TrajectoryGroup, version: int, *, should_normalize_std: bool) -> list[Row]:
-    """The group's trajectories that have a trained token, with their advantages.
-
-    An episode's reward counts once, however many trajectories it has: each gets the episode's
-    advantage, and the trained ones share its weight. Raises ValueError for a group that was sampled
-    with more than a temperature.
-    """
-    check_sampling(group)
-    rewards = group.rewards_by_episode
-    values = grpo_advantages(
-        np.array([*rewards.values()]), should_normalize_std=should_normalize_std
-    )
-    advantages = dict(zip(rewards, values.tolist(), strict=True))
-    trained = [t for t in group.trajectories if t.num_trainable_tokens > 0]
-    shares = Counter(trajectory.episode for trajectory in trained)
-    return [
-        Row(
-            tokens=trajectory.tokens,
-            loss_mask=trajectory.loss_mask,
-            rollout_logprobs=trajectory.rollout_logprobs,
-            advantage=advantages[trajectory.episode],
-            weight=1 / shares[trajectory.episode],
-            temperature=group.sampling.temperature,
-            is_current=trajectory.min_version == version,
-        )
-        for trajectory in trained
-    ]
-
-
-def check_sampling(group: TrajectoryGroup) -> None:
-    """Raises ValueError naming a sampling setting that importance ratios cannot account for."""
-    plain = SamplingParams(temperature=group.sampling.temperature)
-    for item in fields(SamplingParams):
-        value = getattr(group.sampling, item.name)
-        if value != getattr(plain, item.name):
-            raise ValueError(
-                f"group {group.group_id}: {item.name}={value} changed the distribution that its "
-                "tokens were drawn from, which the trainer does not compute: its importance ratios "
-                f"would be wrong; sample with {item.name}={getattr(plain, item.name)}"
-            )
-    if not group.sampling.temperature > 0:
-        raise ValueError(
-            f"group {group.group_id}: temperature={group.sampling.temperature}: greedy tokens have "
-            "no log-probability to train on; sample with a temperature above 0"
-        )

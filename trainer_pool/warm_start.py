@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from configs.schema import TrainerConfig
-from trainer_pool.algorithms.losses import supervised_loss
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack, plan_micro_batches
 from trainer_pool.model.logprobs import selected_logprobs
@@ -78,7 +77,7 @@ def _supervised_step(
 def _accumulate(engine: Zero3Engine, batch: MicroBatch, num_tokens: int) -> Tensor:
     logits = engine.logits(batch.tokens_BT, batch.num_last)[:, :-1]
     logprobs_BP, _ = selected_logprobs(logits, batch.targets_BP)
-    loss = supervised_loss(logprobs_BP, batch.mask_BP, num_tokens)
+    loss = -logprobs_BP.masked_fill(batch.mask_BP == 0, 0.0).sum() / num_tokens
     engine.backward(loss)
     return loss.detach()
 

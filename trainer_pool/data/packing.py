@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +29,13 @@ class Row:
     loss_mask: NDArray[np.uint8]
     """1 where the token is trained on; never at position 0, which has no prediction."""
     rollout_logprobs: NDArray[np.float32]
-    advantage: float = 0.0
+    advantages: NDArray[np.float32] | None = None
+    """None is 0."""
+    staleness: NDArray[np.int64] | None = None
+    """Versions between the one that sampled a trained token and the one being trained; None is 0.
+    """
     weight: float = 1.0
-    """Weight of each of its tokens in the loss: all trajectories of an episode share one."""
+    """Weight of each of its tokens in the loss."""
     temperature: float = 1.0
     """Sampling temperature: rollout log-probabilities are those of softmax(logits / this)."""
     is_current: bool = False
@@ -39,6 +44,8 @@ class Row:
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.loss_mask.shape == self.rollout_logprobs.shape
         assert len(self.tokens) >= 2 and not self.loss_mask[0]
+        for values in (self.advantages, self.staleness):
+            assert values is None or values.shape == self.tokens.shape
         assert self.weight > 0 and self.temperature > 0
 
     @property
@@ -59,7 +66,9 @@ class MicroBatch:
     mask_BP: Tensor
     """float32, 1 where the token is trained on"""
     rollout_logprobs_BP: Tensor
-    advantages_B1: Tensor
+    advantages_BP: Tensor
+    staleness_BP: Tensor
+    """int64"""
     weights_B1: Tensor
     temperatures_B1: Tensor
     is_current_B1: Tensor
@@ -122,18 +131,20 @@ def fill_up(batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
 def _pad(rows: Sequence[Row]) -> MicroBatch:
     length = max(len(row.tokens) for row in rows)
     first = min((int(row.loss_mask.argmax()) for row in rows if row.num_trained), default=1)
-    tokens = np.zeros((len(rows), length), np.int64)
-    mask = np.zeros((len(rows), length), np.float32)
-    logprobs = np.zeros((len(rows), length), np.float32)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row.tokens)] = row.tokens
-        mask[i, : len(row.tokens)] = row.loss_mask
-        logprobs[i, : len(row.tokens)] = row.rollout_logprobs
+
+    def padded(arrays: Sequence[NDArray[Any] | None], dtype: type, start: int) -> Tensor:
+        table: NDArray[Any] = np.zeros((len(rows), length), dtype)
+        for i, array in enumerate(arrays):
+            if array is not None:
+                table[i, : len(array)] = array
+        return torch.from_numpy(table[:, start:].copy())
+
     return MicroBatch(
-        tokens_BT=torch.from_numpy(tokens),
-        mask_BP=torch.from_numpy(mask[:, first:].copy()),
-        rollout_logprobs_BP=torch.from_numpy(logprobs[:, first:].copy()),
-        advantages_B1=_column([row.advantage for row in rows]),
+        tokens_BT=padded([row.tokens for row in rows], np.int64, 0),
+        mask_BP=padded([row.loss_mask for row in rows], np.float32, first),
+        rollout_logprobs_BP=padded([row.rollout_logprobs for row in rows], np.float32, first),
+        advantages_BP=padded([row.advantages for row in rows], np.float32, first),
+        staleness_BP=padded([row.staleness for row in rows], np.int64, first),
         weights_B1=_column([row.weight for row in rows]),
         temperatures_B1=_column([row.temperature for row in rows]),
         is_current_B1=torch.tensor([[row.is_current] for row in rows]),

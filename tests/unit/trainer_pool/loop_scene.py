@@ -14,6 +14,7 @@ from buffer.loop_thread import LoopThread
 from buffer.redis.wakeups import BufferClosedError
 from buffer.run_state import RunState
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+from configs.algorithm_schema import AlgorithmConfig
 from configs.schema import BufferConfig, TrainerConfig, WarmStartConfig, WeightSyncConfig
 from tests.support.blocking import BlockingReplayBuffer
 from trainer_pool.types import TrainerSpec
@@ -35,6 +36,7 @@ def loop_spec(folder: Path, redis_url: str) -> TrainerSpec:
             checkpoint_every=2,
             warm_start=WarmStartConfig(num_steps=2, batch_size=4),
         ),
+        algorithm=AlgorithmConfig(),
         weight_sync=WeightSyncConfig(bucket_bytes=20_000, timeout_s=60),
         buffer=BufferConfig(max_staleness=MAX_STALENESS, wait_timeout_s=60, shards=SHARDS),
         model_path=str(folder / "model"),

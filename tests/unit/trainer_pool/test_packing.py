@@ -22,7 +22,8 @@ def make_row(
         tokens=np.arange(100, 100 + length, dtype=np.int32),
         loss_mask=(np.arange(length) >= prompt_length).astype(np.uint8),
         rollout_logprobs=-np.arange(length, dtype=np.float32),
-        advantage=advantage,
+        advantages=np.full(length, advantage, np.float32),
+        staleness=np.arange(length),
         weight=weight,
         temperature=temperature,
     )
@@ -43,15 +44,17 @@ def test_packing_keeps_every_trained_token(shapes: list[tuple[int, int]]) -> Non
     for batch in pack(rows, max_tokens=90):
         for b in range(len(batch.tokens_BT)):
             trained = batch.mask_BP[b] == 1
-            for token, logprob in zip(
+            for token, logprob, advantage in zip(
                 batch.targets_BP[b][trained].tolist(),
                 batch.rollout_logprobs_BP[b][trained].tolist(),
+                batch.advantages_BP[b][trained].tolist(),
                 strict=True,
             ):
-                seen.append((batch.advantages_B1[b].item(), token, logprob))
+                seen.append((advantage, token, logprob))
     expected = [
-        (row.advantage, int(row.tokens[t]), float(row.rollout_logprobs[t]))
+        (float(row.advantages[t]), int(row.tokens[t]), float(row.rollout_logprobs[t]))
         for row in rows
+        if row.advantages is not None
         for t in range(len(row.tokens))
         if row.loss_mask[t]
     ]
@@ -69,7 +72,8 @@ def test_rows_are_padded_on_the_right_and_cut_to_the_trained_part() -> None:
     assert batch.mask_BP.tolist() == [[0, 1, 1], [1, 0, 0]]
     assert batch.num_last == 4
     assert batch.targets_BP.tolist() == [[103, 104, 105], [103, 0, 0]]
-    assert batch.advantages_B1.tolist() == [[-1.0], [0.5]]
+    assert batch.advantages_BP.tolist() == [[-1, -1, -1], [0.5, 0, 0]]
+    assert batch.staleness_BP.tolist() == [[3, 4, 5], [3, 0, 0]]
     assert batch.weights_B1.tolist() == [[1.0], [0.5]]
     torch.testing.assert_close(batch.temperatures_B1, torch.tensor([[1.0], [0.7]]))
 

@@ -36,17 +36,20 @@ from loop_scene import LOOP_STEPS, TIMEOUT_S, WEIGHTS_KEY, loop_spec
 
 from buffer.run_state import STREAM_START
 from buffer.wire.codec import decode_group
+from configs.algorithm_schema import AlgorithmConfig
 from configs.choices import Backend
 from configs.schema import TrainerConfig, WarmStartConfig, WeightSyncConfig
 from tests.support.blocking import BlockingRunState
+from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.collectives import Collectives
+from trainer_pool.data.rows import StepBatch
 from trainer_pool.model import zero3
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
 from trainer_pool.rank import TrainerRank
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 from trainer_pool.state.shards import ShardReader, restore_rng
 from trainer_pool.state.writer import CheckpointWriter, SaveReport
-from trainer_pool.step import StepBatch, train_step
+from trainer_pool.step import train_step
 from trainer_pool.types import SupervisedExample, TrainerSpec, WarmStartReport
 from trainer_pool.warm_start import warm_start
 from weight_sync.engine import CheckpointEngine
@@ -126,6 +129,7 @@ class Scenario:
         self.engine = engine
         self.ranks = ranks
         self.config = config_for(ranks.num_ranks)
+        self.algorithm = Algorithm.load(AlgorithmConfig())
         self.results: dict[str, object] = {"steps": []}
         self.store = CheckpointStore(folder / f"checkpoints-{ranks.num_ranks}")
         self.saved: list[SaveReport] = []
@@ -343,6 +347,7 @@ class Scenario:
                     self.ranks,
                     batch,
                     self.config,
+                    self.algorithm,
                     learning_rate=1e-2,
                     before_update=noted("before_update", before_update),
                 )
@@ -368,6 +373,7 @@ class Scenario:
             self.ranks,
             replace(batch, groups=groups),
             self.config,
+            self.algorithm,
             learning_rate=1e-2,
             before_update=lambda: None,
         )
@@ -390,6 +396,7 @@ class Scenario:
             self.ranks,
             replace(batch, groups=tuple(groups)),
             self.config,
+            self.algorithm,
             learning_rate=1e-2,
             before_update=lambda: None,
         )
