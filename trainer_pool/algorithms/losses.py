@@ -76,8 +76,8 @@ def sapo(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     SAPO (arXiv 2511.20347): a soft gate in place of the clip, whose slope at r = 1 is 1.
     """
     ratio_N = inputs.moved_N.exp()
-    steepness_N = torch.where(inputs.advantages_N > 0, config.sapo_good, config.sapo_bad)
-    steepness_N = steepness_N.to(ratio_N.dtype)
+    steepness_N = torch.full_like(ratio_N, config.sapo_bad)
+    steepness_N = steepness_N.masked_fill(inputs.advantages_N > 0, config.sapo_good)
     gate_N = 4 / steepness_N * torch.sigmoid(steepness_N * (ratio_N - 1))
     return LossOutputs(loss_N=-gate_N * inputs.advantages_N)
 
