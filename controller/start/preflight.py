@@ -34,6 +34,7 @@ from rollout_pool.tasks.programs import CodeTask
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Task, TaskStream, demonstrations
 from rollout_pool.worker.loop import PromptReader
+from trainer_pool.algorithms.trial import check_algorithm
 from trainer_pool.model.checkpoint_names import check_names, parameter_names
 from trainer_pool.model.scratch import byte_tokenizer
 
@@ -114,6 +115,7 @@ def _check_here(config: Config) -> Plan:
                 f"task.rewards.{name}.api_key_env={reward.api_key_env!r}: there is no such "
                 "environment variable; set it before the run is launched"
             )
+    check_algorithm(config.full_algorithm)
     if config.rollout.trace_endpoint is not None:
         make_exporter(config.rollout.trace_endpoint).shutdown()
     _check_model(config)

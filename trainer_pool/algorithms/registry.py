@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -118,7 +119,7 @@ class Algorithm:
     def advantages(self, inputs: AdvantageInputs) -> TokenAdvantages:
         """Raises ValueError if a user's function returns something else than [T] each."""
         found = self.advantage(inputs, self.config)
-        shapes = [tuple(values.shape) for values in found]
+        shapes = [np.shape(values) for values in found]
         expected = [(trajectory.num_tokens,) for trajectory in inputs.trajectories]
         if shapes != expected:
             raise ValueError(
@@ -131,10 +132,13 @@ class Algorithm:
     def aggregate(self, inputs: AggregationInputs) -> Aggregation:
         """Raises ValueError if a user's function returns something else than [R] weights."""
         found = self.aggregation(inputs, self.config)
+        what = f"algorithm.aggregation={self.config.aggregation!r}"
+        if not isinstance(found, Aggregation):
+            raise ValueError(f"{what}: must return Aggregation, not {type(found).__name__}")
         if found.weights_R.shape != inputs.shares_R.shape:
             raise ValueError(
-                f"algorithm.aggregation={self.config.aggregation!r}: must return a weight for each "
-                f"of {len(inputs.shares_R)} trajectories, not {found.weights_R.shape}"
+                f"{what}: must return a weight for each of {len(inputs.shares_R)} trajectories, "
+                f"not {found.weights_R.shape}"
             )
         return found
 
@@ -170,6 +174,11 @@ class Algorithm:
         diagnostics: dict[str, Tensor] = {}
         for correction in self.corrections:
             part = correction(inputs, self.config)
+            if not isinstance(part, Correction) or part.factors_N.shape != factors_N.shape:
+                raise ValueError(
+                    f"algorithm.correction.kinds={self.config.correction.kinds!r}: each must "
+                    f"return a Correction with a factor for each of the {len(factors_N)} tokens"
+                )
             factors_N = factors_N * part.factors_N
             diagnostics.update(part.diagnostics)
         return factors_N, diagnostics
