@@ -437,6 +437,27 @@ def test_update_whose_logprobs_are_not_finite_is_skipped_on_all_ranks(
         assert outcome.results["steps"][0]["not_finite_fraction"] == 0
 
 
+def test_every_algorithm_has_the_same_gradient_for_any_split_of_the_batch(ranks: Ranks) -> None:
+    """One rank with one micro-batch for each update, against two with several."""
+    alone, together = (ranks.run("algorithms", number) for number in (1, 2))
+    gradients = [dict(np.load(output / "gradients.npz")) for output in (alone, together)]
+    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) >= 2 * 30
+    for name, gradient in gradients[0].items():
+        size = np.linalg.norm(gradient)
+        assert size > 1e-6, name
+        assert np.linalg.norm(gradient - gradients[1][name]) < 1e-5 * size, name
+    records = [json.loads((o / "results.json").read_text()) for o in (alone, together)]
+    for name, record in records[0].items():
+        if name == "steps":
+            continue
+        for key, value in record.items():
+            other = records[1][name][key]
+            same = (
+                value if isinstance(value, str) else pytest.approx(value, 1e-4, 1e-6, nan_ok=True)
+            )
+            assert other == same, (name, key)
+
+
 def test_published_weights_equal_the_export_in_the_serving_dtype(two_ranks: Outcome) -> None:
     version, found = two_ranks.staged
     assert version == two_ranks.results["published"][-1] == NUM_STEPS

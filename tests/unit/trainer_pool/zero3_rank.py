@@ -28,16 +28,26 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (loaded with every optimizer)
+import deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer
 import numpy as np
 import torch
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (loaded with the model)
 from loop_scene import LOOP_STEPS, TIMEOUT_S, WEIGHTS_KEY, loop_spec
 
 from buffer.run_state import STREAM_START
+from buffer.types import TrajectoryGroup
 from buffer.wire.codec import decode_group
-from configs.algorithm_schema import AlgorithmConfig
-from configs.choices import Backend
+from configs.algorithm_schema import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    MASKS,
+    WEIGHTS,
+    AdvantageConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+)
+from configs.choices import Backend, Proximal
 from configs.schema import TrainerConfig, WarmStartConfig, WeightSyncConfig
 from tests.support.blocking import BlockingRunState
 from trainer_pool.algorithms.registry import Algorithm
@@ -69,6 +79,55 @@ def config_for(num_ranks: int) -> TrainerConfig:
         max_grad_norm=0.5,
         warm_start=WarmStartConfig(num_steps=3, batch_size=5),
     )
+
+
+def algorithms() -> dict[str, AlgorithmConfig]:
+    """Every loss, aggregation, correction and advantage of ours in some combination."""
+    rollout, none = Proximal.rollout, CorrectionConfig(kinds=[])
+    cases = {
+        loss: AlgorithmConfig(loss=loss, correction=none, proximal=proximal)
+        for loss, proximal in (
+            ("ppo", rollout),
+            ("cispo", rollout),
+            ("sapo", rollout),
+            ("reinforce", Proximal.recomputed),
+            ("importance_sampling", Proximal.recomputed),
+            ("dppo_tv", Proximal.recomputed),
+            ("dppo_kl", Proximal.recomputed),
+            ("supervised", Proximal.recomputed),
+        )
+    }
+    cases["gspo"] = AlgorithmConfig(
+        loss="gspo", clip_low=0.05, clip_high=0.05, proximal=rollout, correction=none
+    )
+    cases["log_linear"] = AlgorithmConfig(proximal=Proximal.log_linear)
+    for kind in (*WEIGHTS, *MASKS):
+        # So wide that some of each group are kept: rollouts of this test are those of no policy.
+        bounds = CorrectionConfig(
+            kinds=[kind],
+            normalize=kind == "tis_sequence",
+            geometric_low=0.5,
+            geometric_high=2.0,
+            product_high=1e3,
+            veto_below=0.4,
+        )
+        cases[kind] = AlgorithmConfig(correction=bounds)
+    for aggregation in AGGREGATIONS:
+        cases[aggregation] = AlgorithmConfig(aggregation=aggregation, aggregation_length=30)
+    for kind in ADVANTAGES:
+        parts = {"right": 1.0} if kind == "gdpo" else {}
+        cases[kind] = AlgorithmConfig(advantage=AdvantageConfig(kind=kind, part_weights=parts))
+    return cases
+
+
+def with_graded_rewards(group: TrajectoryGroup) -> TrajectoryGroup:
+    """No two episodes have the same reward, which is its one part as well."""
+    rewards = [t.reward + 0.1 * t.episode for t in group.trajectories]
+    graded = (
+        replace(t, reward=reward, reward_parts={"right": reward})
+        for t, reward in zip(group.trajectories, rewards, strict=True)
+    )
+    return replace(group, trajectories=tuple(graded))
 
 
 def read_batch(folder: Path, step: int, rank: int, num_ranks: int) -> StepBatch:
@@ -410,6 +469,37 @@ class Scenario:
         self.results["warm_start_losses"] = [report.loss_first, report.loss_last]
         self.results["largest_moment_left"] = max(float(m.abs().max()) for m in self.moments())
 
+    def algorithms(self) -> None:
+        """The gradient of each update of a step with each algorithm; at a learning rate of 0 one
+        does not change the next. One rank has a single micro-batch, two have several."""
+        config = replace(self.config, micro_batch_tokens=2000 if self.ranks.num_ranks == 1 else 48)
+        batch = read_batch(self.folder, 1, self.ranks.rank, self.ranks.num_ranks)
+        batch = replace(batch, groups=tuple(map(with_graded_rewards, batch.groups)))
+        gradients: dict[str, np.ndarray] = {}
+        for name, algorithm in algorithms().items():
+
+            def note(name: str = name) -> None:
+                update = sum(key.startswith(f"{name}:") for key in gradients)
+                parts = [
+                    deepspeed.utils.safe_get_full_grad(parameter).flatten()
+                    for parameter in self.engine._engine.module.parameters()
+                ]
+                gradients[f"{name}:{update}"] = torch.cat(parts).double().numpy()
+
+            stats = train_step(
+                self.engine,
+                self.ranks,
+                batch,
+                config,
+                Algorithm.load(algorithm),
+                learning_rate=0.0,
+                before_update=note,
+            )
+            self.results[name] = stats.record()
+        if self.ranks.rank == 0:
+            self.output.mkdir(exist_ok=True)
+            np.savez(self.output / "gradients.npz", **gradients)
+
     def moments(self) -> list[torch.Tensor]:
         states = self.engine._engine.optimizer.optimizer.state.values()
         return [value.clone() for state in states for value in state.values()]
@@ -508,6 +598,7 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
         "dropout": scenario.dropout,
         "chain": scenario.chain,
         "full_disk": scenario.full_disk,
+        "algorithms": scenario.algorithms,
     }[name]()
     if rank == 0:
         output.mkdir(exist_ok=True)
