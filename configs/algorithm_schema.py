@@ -175,6 +175,9 @@ class AlgorithmConfig(Section):
     """dppo_tv, dppo_kl: how far a token may diverge down, and up, before it has no gradient."""
     log_ratio_penalty: float = field(default=1e-3, metadata=NOT_NEGATIVE)
     """The same: factor of log(trainer / rollout)^2."""
+    entropy_weight: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    """Entropy bonus: so many times the policy's entropy is subtracted from the loss of each token,
+    whatever the corrections say."""
     params: dict[str, Any] = field(default_factory=dict)
     """Free, for functions of your own."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)

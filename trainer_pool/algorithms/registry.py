@@ -91,10 +91,12 @@ class Objective:
 class Algorithm:
     """The functions that the settings name.
 
-    algorithm = Algorithm.load(config)           # raises ValueError
-    advantages = algorithm.advantages(episodes)
-    objective = algorithm.objective(inputs, denominator)
-    objective.loss.backward()
+        algorithm = Algorithm.load(config)           # raises ValueError
+        advantages = algorithm.advantages(episodes)
+        objective = algorithm.objective(inputs, denominator)
+        objective.loss.backward()
+
+    What a user's function returns is checked here; what it computes is its own affair.
     """
 
     config: AlgorithmConfig
@@ -164,15 +166,20 @@ class Algorithm:
     def statistics(
         self, parts: Sequence[LossInputs], sum_over_ranks: Callable[[Tensor], Tensor]
     ) -> BatchStatistics:
+        # Weights alone: with the zeros of masks, tokens would weigh more, the more are rejected.
         return corrections.batch_statistics(
-            parts, self.config, lambda part: self._factors(part)[0], sum_over_ranks
+            parts, self.config, lambda part: self._factors(part, WEIGHTS)[0], sum_over_ranks
         )
 
-    def _factors(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """[N] product of the corrections' factors, and their diagnostics."""
+    def _factors(
+        self, inputs: LossInputs, only: Sequence[str] = ()
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """[N] product of the factors of all corrections, or of those named; their diagnostics."""
         factors_N = torch.ones_like(inputs.rollout_logprobs_N)
         diagnostics: dict[str, Tensor] = {}
-        for correction in self.corrections:
+        for kind, correction in zip(self.config.correction.kinds, self.corrections, strict=True):
+            if only and kind not in only:
+                continue
             part = correction(inputs, self.config)
             if not isinstance(part, Correction) or part.factors_N.shape != factors_N.shape:
                 raise ValueError(
@@ -184,7 +191,8 @@ class Algorithm:
         return factors_N, diagnostics
 
     def objective(self, inputs: LossInputs, denominator: float) -> Objective:
-        """The loss of a micro-batch: sum of weight x factor x loss of the token / denominator.
+        """The loss of a micro-batch: sum of weight x factor x loss of the token / denominator, and
+        the entropy bonus.
 
         Raises ValueError if a user's loss returns something else than [N] losses.
         """
@@ -193,6 +201,8 @@ class Algorithm:
         factors_N, diagnostics = self._factors(inputs)
         factors_N = factors_N / inputs.batch.mean_weight
         loss_N = inputs.weights_N * factors_N * outputs.loss_N
+        if self.config.entropy_weight:
+            loss_N = loss_N - inputs.weights_N * self._bonus(inputs)
         return Objective(
             loss=loss_N.masked_fill(~inputs.mask_N, 0.0).sum() / denominator,
             diagnostics={
@@ -203,6 +213,15 @@ class Algorithm:
             },
             metrics=outputs.metrics,
         )
+
+    def _bonus(self, inputs: LossInputs) -> Tensor:
+        weight, entropy_N = self.config.entropy_weight, inputs.entropy_N
+        # A bonus without a gradient would be a setting that does nothing.
+        if entropy_N is None or not entropy_N.requires_grad:
+            raise ValueError(
+                f"algorithm.entropy_weight={weight:g}: the entropy comes without a gradient; set 0"
+            )
+        return weight * entropy_N
 
     def _check(self, outputs: object, inputs: LossInputs) -> None:
         what = f"algorithm.loss={self.config.loss!r}"

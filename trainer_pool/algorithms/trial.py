@@ -60,7 +60,7 @@ def _try_loss(algorithm: Algorithm) -> None:
         staleness_N=torch.tensor([1, 1, 0, 0, 0]),
         segment_ids_N=torch.tensor([0, 0, 0, 1, 1]),
         num_segments=2,
-        entropy_N=torch.full((5,), 0.4),
+        entropy_N=torch.full((5,), 0.4, requires_grad=algorithm.config.entropy_weight > 0),
     )
     loss = algorithm.objective(inputs, 5.0).loss
     if not loss.requires_grad:

@@ -307,6 +307,45 @@ def test_normalized_weights_have_mean_one_over_the_batch() -> None:
         torch.testing.assert_close(mine, expected)
 
 
+def test_mask_does_not_change_the_mean_by_which_weights_are_normalized() -> None:
+    # Else the tokens that stay would weigh more, the more are rejected.
+    means = []
+    for kinds in (["tis_token"], ["tis_token", "veto"], ["veto", "tis_token", "m2po"]):
+        bounds = replace(BOUNDS, kinds=kinds, normalize=True)
+        chosen = algorithm(*kinds, correction=bounds)
+        means.append(chosen.statistics([batch(1, spread=0.2)], lambda sums: sums).mean_weight)
+    assert means[0] == means[1] == means[2] != 1
+
+
+def test_entropy_bonus_pushes_the_policy_towards_entropy() -> None:
+    logits = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits.requires_grad_()
+    every = logits.log_softmax(-1)
+    entropy = -(every.exp() * every).sum(-1)
+    inputs = tokens(
+        trainer=every[:, 2],
+        proximal=every[:, 2].detach(),
+        rollout=every[:, 2].detach(),
+        advantages=torch.zeros(4, dtype=torch.float64),
+        weights=torch.tensor([1.0, 0.5, 1.0, 1.0], dtype=torch.float64),
+        mask=torch.tensor([1.0, 1.0, 0.0, 1.0]),
+    )
+    inputs = replace(inputs, entropy_N=entropy)
+    loss = algorithm(entropy_weight=0.01).objective(inputs, 2.0).loss
+    expected = -0.01 * (entropy[0] + 0.5 * entropy[1] + entropy[3]) / 2
+    torch.testing.assert_close(loss, expected)
+    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (slope,) = torch.autograd.grad(expected, logits, retain_graph=True)
+    torch.testing.assert_close(gradient, slope)
+    assert float(gradient.abs().max()) > 1e-4
+
+
+def test_entropy_bonus_without_a_gradient_is_refused() -> None:
+    inputs = replace(batch(), entropy_N=torch.ones(sum(LENGTHS)))
+    with pytest.raises(ValueError, match=r"algorithm\.entropy_weight=0\.01: .* without a gradient"):
+        algorithm(entropy_weight=0.01).objective(inputs, 1.0)
+
+
 @given(st.lists(st.floats(0, 400, width=32), min_size=1, max_size=30), st.floats(0.001, 10))
 @settings(deadline=None, max_examples=60)
 def test_limit_of_m2po_is_found_exactly(squares: list[float], limit: float) -> None:

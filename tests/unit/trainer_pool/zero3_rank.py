@@ -67,6 +67,15 @@ from weight_sync.types import Record
 
 NUM_STEPS = 4
 SAVE_AFTER = 2
+SYNCHRONOUS_RATE = 1e-3
+GSPO = AlgorithmConfig(
+    loss="gspo",
+    # Wider than usual: whether a ratio beside a bound is clipped would hang on rounding.
+    clip_low=0.04,
+    clip_high=0.05,
+    aggregation="sequence_mean_token_mean",
+    correction=CorrectionConfig(kinds=["tis_geometric"]),
+)
 
 
 def config_for(num_ranks: int) -> TrainerConfig:
@@ -469,6 +478,26 @@ class Scenario:
         self.results["warm_start_losses"] = [report.loss_first, report.loss_last]
         self.results["largest_moment_left"] = max(float(m.abs().max()) for m in self.moments())
 
+    def synchronous(self, algorithm: AlgorithmConfig, num_minibatches: int) -> None:
+        """Train on the batches that the plain loop left in the folder."""
+        settings = replace(self.config, num_minibatches=num_minibatches)
+        chosen, step, steps = Algorithm.load(algorithm), 0, []
+        while list(self.folder.glob(f"batch-{step}-*.group")):
+            batch = read_batch(self.folder, step, self.ranks.rank, self.ranks.num_ranks)
+            stats = train_step(
+                self.engine,
+                self.ranks,
+                batch,
+                settings,
+                chosen,
+                learning_rate=SYNCHRONOUS_RATE,
+                before_update=lambda: None,
+            )
+            steps.append(stats.record())
+            step += 1
+        self.results["steps"] = steps
+        self.write()
+
     def algorithms(self) -> None:
         """The gradient of each update of a step with each algorithm; at a learning rate of 0 one
         does not change the next. One rank has a single micro-batch, two have several."""
@@ -599,6 +628,10 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
         "chain": scenario.chain,
         "full_disk": scenario.full_disk,
         "algorithms": scenario.algorithms,
+        "grpo": lambda: scenario.synchronous(AlgorithmConfig(), 1),
+        "grpo_twice": lambda: scenario.synchronous(AlgorithmConfig(), 2),
+        "gspo": lambda: scenario.synchronous(GSPO, 1),
+        "gspo_twice": lambda: scenario.synchronous(GSPO, 2),
     }[name]()
     if rank == 0:
         output.mkdir(exist_ok=True)
