@@ -1,7 +1,7 @@
 """With max_staleness 0 the trainer is a plain synchronous loop, for GRPO and for GSPO.
 
 The loop below samples, trains one sequence after another with torch's own AdamW, and shares nothing
-with the trainer but the model. Its batches then go through ZeRO-3 on two ranks.
+with the trainer but the model. Its batches then go through ZeRO-3.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ def test_on_policy_training_is_that_of_a_plain_synchronous_loop(
     for path in folder.glob("batch-*.group"):
         path.unlink()
     expected = plain_loop(folder, name, num_minibatches)
-    found = ranks.outcome(name if num_minibatches == 1 else f"{name}_twice", 2)
+    # One rank for one update a step, two ranks for two.
+    found = ranks.outcome(name if num_minibatches == 1 else f"{name}_twice", num_minibatches)
     before = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     assert len(found.results["steps"]) == NUM_STEPS
     assert found.results["steps"][-1]["staleness_max"] == 0
