@@ -73,8 +73,8 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(tmp_path: Path) -
     run = tmp_path / RUN
     # What the loss of this test reports, in all and by staleness.
     steps = read_metrics(run / "metrics.jsonl", "step")
-    good = [step.number("good") for step in steps]
-    assert good == [step.number("good/staleness_0") for step in steps] and 0 < max(good) < 1
+    assert [step.number("fresh") for step in steps] == [1.0] * 4
+    assert [step.number("fresh/staleness_0") for step in steps] == [1.0] * 4
     assert_turns(run, at_least=3)
     assert_engine_reported(run, result)
     assert_spans(posts)
@@ -101,7 +101,7 @@ def own_loss(folder: Path) -> tuple[str, ...]:
         "from trainer_pool.algorithms.types import LossOutputs\n"
         "def mine(inputs, config):\n"
         "    loss_N = -inputs.moved_N.exp() * inputs.advantages_N\n"
-        "    return LossOutputs(loss_N=loss_N, diagnostics={'good': inputs.advantages_N > 0})\n"
+        "    return LossOutputs(loss_N=loss_N, diagnostics={'fresh': inputs.staleness_N == 0})\n"
     )
     return (f"algorithm.loss={folder / 'my_loss.py'}:mine", "algorithm.correction.kinds=[]")
 
